@@ -1,0 +1,102 @@
+"""What a latency model needs to know of a batch, in constant space.
+
+Every model of this project is a function of sums over the rows, so a scheduler
+that tries thousands of batches an iteration extends a sum instead of walking
+256 rows: adding a row and predicting are O(1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["BatchStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStats:
+    """Sums over the rows of one iteration's batch.
+
+    A row is a request with P tokens to compute and C tokens already in the KV
+    cache (ConServe §4.2). A decode row has P = 1; a prefill chunk any P ≥ 1.
+    """
+
+    prefill_requests: int = 0
+    """HyGen's N_p: rows that compute prompt tokens."""
+
+    prefill_tokens: int = 0
+    """HyGen's S_p: ΣP over prefill rows."""
+
+    prefill_context_tokens: int = 0
+    """ΣC over prefill rows: tokens cached before this chunk."""
+
+    prefill_attention_pairs: int = 0
+    """ΣP·(P + C) over prefill rows: query–key pairs, ConServe's attention term."""
+
+    decode_requests: int = 0
+    """HyGen's N_d: rows that produce one token from one token."""
+
+    decode_context_tokens: int = 0
+    """HyGen's S_d: Σ(C + 1) over decode rows, the keys each of them reads."""
+
+    @property
+    def num_requests(self) -> int:
+        """Rows in the batch."""
+        return self.prefill_requests + self.decode_requests
+
+    @property
+    def compute_tokens(self) -> int:
+        """ConServe's ΣP: tokens that pass through the linear layers."""
+        return self.prefill_tokens + self.decode_requests
+
+    @property
+    def attention_pairs(self) -> int:
+        """ΣP·(P + C) over all rows; a decode row contributes C + 1."""
+        return self.prefill_attention_pairs + self.decode_context_tokens
+
+    @property
+    def total_tokens(self) -> int:
+        """Σ(P + C) over all rows: KV entries read."""
+        return self.prefill_tokens + self.prefill_context_tokens + self.decode_context_tokens
+
+    @property
+    def is_empty(self) -> bool:
+        """True when the batch has no row."""
+        return self.prefill_requests == 0 and self.decode_requests == 0
+
+    def with_prefill(self, tokens: int, context_tokens: int) -> BatchStats:
+        """Return this batch with one more row that computes ``tokens`` prompt tokens."""
+        assert tokens > 0, f"a prefill row computes at least one token, got {tokens}"
+        assert context_tokens >= 0, f"negative context: {context_tokens}"
+        return BatchStats(
+            self.prefill_requests + 1,
+            self.prefill_tokens + tokens,
+            self.prefill_context_tokens + context_tokens,
+            self.prefill_attention_pairs + tokens * (tokens + context_tokens),
+            self.decode_requests,
+            self.decode_context_tokens,
+        )
+
+    def with_decode(self, context_tokens: int) -> BatchStats:
+        """Return this batch with one more decode row of ``context_tokens`` cached tokens."""
+        assert context_tokens >= 0, f"negative context: {context_tokens}"
+        return BatchStats(
+            self.prefill_requests,
+            self.prefill_tokens,
+            self.prefill_context_tokens,
+            self.prefill_attention_pairs,
+            self.decode_requests + 1,
+            self.decode_context_tokens + context_tokens + 1,
+        )
+
+    @classmethod
+    def of(
+        cls, prefills: Iterable[tuple[int, int]] = (), decodes: Iterable[int] = ()
+    ) -> BatchStats:
+        """Sum rows: ``prefills`` are (P, C) pairs, ``decodes`` their C. O(rows)."""
+        stats = cls()
+        for tokens, context_tokens in prefills:
+            stats = stats.with_prefill(tokens, context_tokens)
+        for context_tokens in decodes:
+            stats = stats.with_decode(context_tokens)
+        return stats

@@ -1,0 +1,1 @@
+"""What differs between scheduling policies, one file each."""

@@ -1,0 +1,79 @@
+"""The exceptions a user or the network can cause.
+
+::
+
+    CoserveError
+    ├── ConfigError            a flag, a file of settings, a hardware or model description
+    │   └── UnsupportedError   a valid SGLang setting that cannot be combined with co-serving
+    ├── StartupError           a part of co-serving did not take its place in the engine
+    ├── RequestError           one request cannot be served as asked (HTTP 400)
+    │   └── UnknownClassError  its class is none of RequestClass
+    ├── InputFileError         a whole file cannot be used (JSONL, trace, profile)
+    ├── WorkloadError          one row of a trace or workload is malformed
+    ├── InfeasibleError        no schedule can meet the stated target
+    └── ServerError            the server refused, failed, or is gone
+        └── ServerGoneError    no answer after every retry
+
+Every message says what is wrong, where, and how to mend it.  Internal
+invariants are ``assert`` statements and never part of this tree.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "CoserveError",
+    "InfeasibleError",
+    "InputFileError",
+    "RequestError",
+    "ServerError",
+    "ServerGoneError",
+    "StartupError",
+    "UnknownClassError",
+    "UnsupportedError",
+    "WorkloadError",
+]
+
+
+class CoserveError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class ConfigError(CoserveError):
+    """A setting is missing, malformed, or contradicts another one."""
+
+
+class UnsupportedError(ConfigError):
+    """A valid SGLang setting that co-serving cannot be combined with."""
+
+
+class StartupError(CoserveError):
+    """Co-serving is not in place in the engine, so the server must not start."""
+
+
+class RequestError(CoserveError):
+    """One request cannot be served as asked; HTTP doors answer 400."""
+
+
+class UnknownClassError(RequestError):
+    """A request names a class that does not exist."""
+
+
+class InputFileError(CoserveError):
+    """A file as a whole cannot be used."""
+
+
+class WorkloadError(CoserveError):
+    """A row of a trace or workload file is malformed; the message names the line."""
+
+
+class InfeasibleError(CoserveError):
+    """No schedule can meet the stated target; the message names the nearest one."""
+
+
+class ServerError(CoserveError):
+    """The server refused the call or failed while serving it."""
+
+
+class ServerGoneError(ServerError):
+    """The server did not answer, and every retry is used up."""

@@ -1,0 +1,1 @@
+"""Everything that touches SGLang; no other package of this project imports it."""

@@ -1,0 +1,117 @@
+"""What depends on the version of SGLang: the one this package is written for, and its seams.
+
+Moving to another version starts here: every private name of SGLang that
+co-serving relies on is either used in this file or looked up by
+``missing_seams``, which tests call.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+from sglang_coserve.errors import UnsupportedError
+
+__all__ = [
+    "SGLANG_VERSION",
+    "check_server_args",
+    "check_version",
+    "missing_seams",
+    "release_for_requeue",
+]
+
+SGLANG_VERSION = "0.5.17"
+
+_SCHEDULER_METHODS = (
+    "_add_request_to_queue",
+    "abort_request",
+    "get_init_info",
+    "get_internal_state",
+    "get_new_batch_prefill",
+    "init_running_status",
+    "is_fully_idle",
+    "update_running_batch",
+)
+
+
+def check_version() -> None:
+    """Refuse any SGLang but the one this package is written for.
+
+    Raises:
+        UnsupportedError: another version, or none, is installed.
+    """
+    try:
+        found = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
+    if found != SGLANG_VERSION:
+        raise UnsupportedError(
+            f"sglang_coserve needs SGLang {SGLANG_VERSION}, found {found}: "
+            f"pip install sglang=={SGLANG_VERSION}"
+        )
+
+
+def check_server_args(server_args: Any) -> None:
+    """Refuse settings of SGLang that co-serving cannot be combined with.
+
+    Raises:
+        UnsupportedError: one line per such setting.
+    """
+    from sglang.srt.environ import envs
+
+    refused = {
+        "pipeline parallelism (--pp-size > 1)": server_args.pp_size > 1,
+        "DP attention (--enable-dp-attention)": server_args.enable_dp_attention,
+        "speculative decoding (--speculative-algorithm)": server_args.speculative_algorithm,
+        "several tokenizer workers (--tokenizer-worker-num > 1)": (
+            server_args.tokenizer_worker_num > 1
+        ),
+        "the Rust server (SGLANG_RUST_SERVER=1)": envs.SGLANG_RUST_SERVER.get(),
+        "PD disaggregation (--disaggregation-mode)": server_args.disaggregation_mode != "null",
+        "diffusion language models (--dllm-algorithm)": server_args.dllm_algorithm,
+        "HiCache storage (--hicache-storage-backend)": server_args.hicache_storage_backend,
+        "hierarchical sparse attention (--enable-hisparse)": server_args.enable_hisparse,
+        "the gRPC server (--grpc-mode)": server_args.grpc_mode or server_args.smg_grpc_mode,
+        "Ray (--use-ray)": server_args.use_ray,
+        "an encoder-only server (--encoder-only)": server_args.encoder_only,
+    }
+    lines = [
+        f"co-serving does not support {name}: remove the setting, or start sglang.launch_server"
+        for name, is_set in refused.items()
+        if is_set
+    ]
+    if lines:
+        raise UnsupportedError("\n".join(lines))
+
+
+def missing_seams() -> list[str]:
+    """Name the parts of SGLang that co-serving overrides or calls and that are not there."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    missing = [f"Scheduler.{name}" for name in _SCHEDULER_METHODS if not hasattr(Scheduler, name)]
+    if not hasattr(TokenizerManager, "_validate_one_request"):
+        missing.append("TokenizerManager._validate_one_request")
+    if not hasattr(http_server, "_setup_and_run_http_server"):
+        missing.append("http_server._setup_and_run_http_server")
+    return missing
+
+
+def release_for_requeue(req: Any, tree_cache: Any) -> None:
+    """Free a running request's slot and KV so that it can wait again with its progress.
+
+    What it has computed goes to the radix cache, from where it is evicted when
+    memory is needed and matched again when not.
+    """
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    release_kv_cache(req, tree_cache, is_insert=True)
+    req.reset_for_retract()
+
+
+def lowest_priority(low_values_first: bool) -> int:
+    """Return the ``Req.priority`` that any other request precedes."""
+    import sys
+
+    return sys.maxsize if low_values_first else -sys.maxsize - 1

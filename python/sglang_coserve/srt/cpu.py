@@ -1,0 +1,128 @@
+"""Defaults that make SGLang run on a machine without CUDA.
+
+SGLang's CPU path expects its own kernels and an AMX processor.  Without them a
+few settings and two allocation kernels must be replaced; users can override
+every default by setting the variable or the flag themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import MutableMapping
+from typing import Any
+
+__all__ = [
+    "FLAG_DEFAULTS",
+    "has_cuda",
+    "install_page_allocation",
+    "set_environment_defaults",
+    "set_flag_defaults",
+]
+
+FLAG_DEFAULTS = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    # SGLang would otherwise claim most of the machine's memory for the KV cache.
+    "max_total_tokens": 65536,
+}
+"""ServerArgs fields and what they default to on a CPU."""
+
+
+def has_cuda() -> bool:
+    """True when torch sees a CUDA device."""
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def set_environment_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set the variables that SGLang and OpenMP read when they are first imported.
+
+    One core is left to the HTTP server and the detokenizer: OpenMP threads that
+    compete with other processes for a core make small matrix products many times
+    slower.
+    """
+    environment.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    cores = len(os.sched_getaffinity(0))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores - 1)))
+
+
+def set_flag_defaults(parser: argparse.ArgumentParser) -> None:
+    """Make ``FLAG_DEFAULTS`` the parser's defaults."""
+    parser.set_defaults(**FLAG_DEFAULTS)
+
+
+def install_page_allocation() -> None:
+    """Replace the two Triton kernels of the paged KV allocator by torch code."""
+    from sglang.srt.mem_cache.allocator import paged
+
+    paged.alloc_extend_kernel = _Kernel(_alloc_extend)
+    paged.alloc_decode_kernel = _Kernel(_alloc_decode)
+
+
+class _Kernel:
+    """Something that is launched like a Triton kernel: ``kernel[grid](...)``."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __getitem__(self, grid: object) -> Any:
+        return self._function
+
+
+def _alloc_extend(
+    prefix_lens: Any,
+    seq_lens: Any,
+    last_loc: Any,
+    free_pages: Any,
+    out_indices: Any,
+    _batch_upper: int,
+    page_size: int,
+) -> None:
+    """Give every row the slots of its tokens [prefix, seq): its open page first, then new pages.
+
+    Writes nothing when the free pages do not suffice: the caller checks for that
+    after the launch and drops the result.
+    """
+    import torch
+
+    next_page = 0
+    position = 0
+    rows = zip(prefix_lens.tolist(), seq_lens.tolist(), last_loc.tolist(), strict=True)
+    for prefix, seq, last in rows:
+        open_page_end = min(seq, -(-prefix // page_size) * page_size)
+        in_open_page = open_page_end - prefix
+        new_pages = -(-seq // page_size) - -(-prefix // page_size)
+        if next_page + new_pages > len(free_pages):
+            return
+        fresh = (
+            free_pages[next_page : next_page + new_pages, None] * page_size
+            + torch.arange(page_size, device=free_pages.device)
+        ).flatten()
+        out_indices[position : position + in_open_page] = torch.arange(
+            last + 1, last + 1 + in_open_page
+        )
+        out_indices[position + in_open_page : position + seq - prefix] = fresh[
+            : seq - open_page_end
+        ]
+        next_page += new_pages
+        position += seq - prefix
+
+
+def _alloc_decode(
+    seq_lens: Any,
+    last_loc: Any,
+    free_pages: Any,
+    out_indices: Any,
+    _batch_upper: int,
+    page_size: int,
+) -> None:
+    """Give every row one slot: behind its last one, or the first of a new page."""
+    opens_page = (seq_lens - 1) % page_size == 0
+    new_pages = int(opens_page.sum())
+    if new_pages > len(free_pages):
+        return
+    slots = last_loc.long() + 1
+    slots[opens_page] = free_pages[:new_pages] * page_size
+    out_indices.copy_(slots)

@@ -1,0 +1,162 @@
+"""Starts SGLang's server with co-serving in place, or not at all.
+
+Flags enter through hooks on SGLang's argument parser, the scheduler through the
+process functions that SGLang lets a launcher replace, routes through its FastAPI
+app.  Each part is then looked for where the running server would use it; a part
+that is missing stops the start.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_coserve.config import CoserveConfig
+from sglang_coserve.errors import StartupError
+from sglang_coserve.srt import compat, cpu
+from sglang_coserve.srt.service_tier import ServiceTierMiddleware
+
+__all__ = ["launch_server", "parse_server_args"]
+
+STATUS_PATH = "/coserve/status"
+
+
+def launch_server(argv: Sequence[str]) -> None:
+    """Serve until stopped; ``argv`` are the command-line flags without the program's name.
+
+    Raises:
+        UnsupportedError: SGLang has another version, or a setting cannot be co-served.
+        StartupError: a part of co-serving is not in place.
+    """
+    compat.check_version()
+    on_cpu = not cpu.has_cuda()
+    if on_cpu:
+        cpu.set_environment_defaults()
+    server_args = parse_server_args(argv, on_cpu=on_cpu)
+    compat.check_server_args(server_args)
+
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.utils import kill_process_tree
+
+    from sglang_coserve.srt import processes
+
+    _install_routes(http_server)
+    try:
+        http_server.launch_server(
+            server_args,
+            init_tokenizer_manager_func=processes.init_tokenizer_manager,
+            run_scheduler_process_func=processes.run_scheduler_process,
+            run_detokenizer_process_func=processes.run_detokenizer_process,
+        )
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def parse_server_args(argv: Sequence[str], *, on_cpu: bool) -> Any:
+    """Return SGLang's ``ServerArgs`` for ``argv``, our settings attached to it.
+
+    Raises:
+        ConfigError: one of our flags has a bad value.
+        StartupError: SGLang's parser did not take our flags.
+        SystemExit: argparse refused the command line, or printed its help.
+    """
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.server_args import prepare_server_args
+
+    def add_our_flags(result: Any, parser: Any) -> Any:
+        CoserveConfig.add_cli_args(parser)
+        if on_cpu:
+            cpu.set_flag_defaults(parser)
+        return result
+
+    def attach_our_settings(result: Any, _cls: type, args: Any) -> Any:
+        # ServerArgs refuses unknown public attributes; this one travels to every process.
+        result._coserve = CoserveConfig.from_mapping(vars(args))
+        return result
+
+    target = "sglang.srt.server_args.ServerArgs"
+    HookRegistry.register(f"{target}.add_cli_args", add_our_flags, HookType.AFTER)
+    HookRegistry.register(f"{target}.from_cli_args", attach_our_settings, HookType.AFTER)
+    load_plugins()
+    server_args = prepare_server_args(list(argv))
+    if not isinstance(getattr(server_args, "_coserve", None), CoserveConfig):
+        raise StartupError(
+            "SGLang's argument parser did not take the coserve flags: another plugin replaced "
+            "ServerArgs.add_cli_args or from_cli_args"
+        )
+    return server_args
+
+
+def _install_routes(http_server: Any) -> None:
+    """Add our middleware and routes, and have them checked before the port is opened."""
+
+    async def status() -> dict[str, Any]:
+        """State of both classes, one entry per data-parallel replica."""
+        manager = http_server._global_state.tokenizer_manager
+        states = await manager.get_internal_state()
+        return {"replicas": [state["coserve"] for state in states]}
+
+    app = http_server.app
+    app.add_middleware(ServiceTierMiddleware)
+    app.add_api_route(STATUS_PATH, status, methods=["GET"])
+
+    serve = http_server._setup_and_run_http_server
+
+    def verify_and_serve(
+        server_args: Any,
+        tokenizer_manager: Any,
+        template_manager: Any,
+        port_args: Any,
+        scheduler_infos: list[dict[str, Any]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        verify_in_place(app, scheduler_infos)
+        serve(
+            server_args,
+            tokenizer_manager,
+            template_manager,
+            port_args,
+            scheduler_infos,
+            *args,
+            **kwargs,
+        )
+
+    http_server._setup_and_run_http_server = verify_and_serve
+
+
+def verify_in_place(app: Any, scheduler_infos: Sequence[dict[str, Any]]) -> None:
+    """Check that the running processes are ours.
+
+    Raises:
+        StartupError: the scheduler, the middleware or a route is not in place.
+    """
+    from sglang_coserve.srt.scheduler import INIT_INFO_KEY
+
+    problems = [
+        f"scheduler {rank} is not CoserveScheduler (its start-up info has no {INIT_INFO_KEY!r})"
+        for rank, info in enumerate(scheduler_infos)
+        if INIT_INFO_KEY not in info
+    ]
+    if not any(entry.cls is ServiceTierMiddleware for entry in app.user_middleware):
+        problems.append("the service_tier middleware is not installed")
+    if STATUS_PATH not in {getattr(route, "path", None) for route in app.routes}:
+        problems.append(f"the route {STATUS_PATH} is not installed")
+    if problems:
+        raise StartupError("co-serving is not in place: " + "; ".join(problems))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``launch_server``; return its exit status, errors told in one line each."""
+    from sglang_coserve.errors import CoserveError
+
+    try:
+        launch_server(argv)
+    except CoserveError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)  # noqa: T201
+        return 2
+    return 0

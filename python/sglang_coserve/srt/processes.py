@@ -1,0 +1,61 @@
+"""The processes of an engine, with co-serving in them.
+
+SGLang spawns its processes from functions that a launcher may replace; these
+replacements are plain module-level functions, because spawned processes find
+them by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_coserve.errors import UnknownClassError
+from sglang_coserve.srt import cpu
+from sglang_coserve.srt.request_class import parse_custom_params
+
+__all__ = [
+    "init_tokenizer_manager",
+    "run_detokenizer_process",
+    "run_scheduler_process",
+]
+
+
+def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
+    """Run SGLang's scheduler process with ``CoserveScheduler`` for its scheduler."""
+    from sglang.srt.managers import scheduler as sglang_scheduler
+
+    from sglang_coserve.srt.scheduler import CoserveScheduler
+
+    if not cpu.has_cuda():
+        cpu.install_page_allocation()
+    sglang_scheduler.Scheduler = CoserveScheduler
+    sglang_scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
+    """Run SGLang's detokenizer process; being here, it imports this package first."""
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run
+
+    run(*args, **kwargs)
+
+
+def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
+    """Make SGLang's tokenizer manager, with a check of every request's class."""
+    from sglang.srt.entrypoints import engine
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    class ClassCheckingTokenizerManager(TokenizerManager):
+        """Answers an unknown request class with the error of any invalid parameter."""
+
+        def _validate_one_request(self, obj: Any, input_ids: Any) -> None:
+            super()._validate_one_request(obj, input_ids)
+            try:
+                parse_custom_params(obj.sampling_params.get("custom_params"))
+            except UnknownClassError as error:
+                # SGLang's doors turn a ValueError into a 400.
+                raise ValueError(str(error)) from error
+
+    managers: tuple[Any, Any] = engine.init_tokenizer_manager(
+        server_args, port_args, ClassCheckingTokenizerManager
+    )
+    return managers

@@ -1,0 +1,212 @@
+"""OpenAI's ``service_tier`` (and our ``coserve_class``) on SGLang's HTTP routes.
+
+SGLang drops ``service_tier`` from chat and completion bodies, so an ASGI
+middleware translates it into ``custom_params`` before the route sees the body,
+and writes the tier used into the response.  A body without either key passes
+through after one scan for the bytes of their names, so that unmarked traffic
+gets the stock response.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.errors import RequestError, UnknownClassError
+from sglang_coserve.srt.request_class import (
+    CLASS_KEY,
+    parse_custom_params,
+    parse_service_tier,
+    tier_used,
+)
+
+__all__ = ["MARKED_PATHS", "ServiceTierMiddleware", "class_of_body"]
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+MARKED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+"""Routes whose bodies may name a class."""
+
+_SERVICE_TIER = "service_tier"
+
+
+class ServiceTierMiddleware:
+    """Translates the class marks of OpenAI bodies; see the module's docstring."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI connection."""
+        if (
+            scope["type"] != "http"
+            or scope["method"] != "POST"
+            or scope["path"].rstrip("/") not in MARKED_PATHS
+        ):
+            await self._app(scope, receive, send)
+            return
+        body, disconnect = await _read_body(receive)
+        if disconnect is not None:
+            return
+        if _SERVICE_TIER.encode() not in body and CLASS_KEY.encode() not in body:
+            await self._app(scope, _replay(body, receive), send)
+            return
+        try:
+            marked = _translate(body)
+        except RequestError as error:
+            await _send_bad_request(send, str(error))
+            return
+        if marked is None:
+            await self._app(scope, _replay(body, receive), send)
+            return
+        body, tier = marked
+        scope = dict(scope, headers=_with_content_length(scope["headers"], len(body)))
+        await self._app(scope, _replay(body, receive), _TierWriter(send, tier))
+
+
+def class_of_body(body: dict[str, Any]) -> RequestClass | None:
+    """Return the class an OpenAI body asks for; None when it says nothing.
+
+    Raises:
+        UnknownClassError: a mark names no class, or two marks disagree.
+    """
+    asked: dict[str, RequestClass] = {}
+    if body.get(_SERVICE_TIER) is not None:
+        asked[_SERVICE_TIER] = parse_service_tier(body[_SERVICE_TIER])
+    if body.get(CLASS_KEY) is not None:
+        asked[CLASS_KEY] = RequestClass.parse(body[CLASS_KEY])
+    custom_params = body.get("custom_params")
+    if isinstance(custom_params, dict) and CLASS_KEY in custom_params:
+        asked["custom_params"] = parse_custom_params(custom_params)
+    # "auto" leaves the choice to the server, so it yields to any other mark.
+    if body.get(_SERVICE_TIER) == "auto" and len(asked) > 1:
+        del asked[_SERVICE_TIER]
+    if len(set(asked.values())) > 1:
+        said = ", ".join(f"{name} says {value.value}" for name, value in asked.items())
+        raise UnknownClassError(f"contradicting request classes: {said}")
+    return next(iter(asked.values()), None)
+
+
+def _translate(body: bytes) -> tuple[bytes, str] | None:
+    """Return the body for SGLang and the tier to report; None when it has no mark."""
+    try:
+        fields = json.loads(body)
+    except ValueError:
+        return None  # The route answers malformed JSON in its own words.
+    if not isinstance(fields, dict):
+        return None
+    request_class = class_of_body(fields)
+    if request_class is None:
+        return None
+    fields.pop(_SERVICE_TIER, None)
+    fields.pop(CLASS_KEY, None)
+    custom_params = fields.get("custom_params")
+    if custom_params is not None and not isinstance(custom_params, dict):
+        return None  # Malformed as well.
+    fields["custom_params"] = {**(custom_params or {}), CLASS_KEY: request_class.value}
+    return json.dumps(fields, ensure_ascii=False).encode(), tier_used(request_class)
+
+
+class _TierWriter:
+    """An ASGI ``send`` that puts ``service_tier`` first into every JSON object sent.
+
+    A response is one JSON object, or server-sent events of one object each;
+    inserting behind the opening brace needs no parsing and keeps streams
+    unbuffered.  Error responses pass unchanged.
+    """
+
+    def __init__(self, send: Send, tier: str) -> None:
+        self._send = send
+        self._field = json.dumps({_SERVICE_TIER: tier})[1:-1].encode() + b","
+        self._kind: str | None = None
+        self._at_event_start = True
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = self._start(message)
+        elif message["type"] == "http.response.body" and self._kind is not None:
+            message = dict(message, body=self._insert(message.get("body", b"")))
+        await self._send(message)
+
+    def _start(self, message: Message) -> Message:
+        if message["status"] != 200:
+            return message
+        headers = list(message["headers"])
+        content_type = next(
+            (value for name, value in headers if name.lower() == b"content-type"), b""
+        )
+        if content_type.startswith(b"text/event-stream"):
+            self._kind = "events"
+        elif content_type.startswith(b"application/json"):
+            self._kind = "object"
+            headers = [
+                (name, str(int(value) + len(self._field)).encode())
+                if name.lower() == b"content-length"
+                else (name, value)
+                for name, value in headers
+            ]
+        return dict(message, headers=headers)
+
+    def _insert(self, body: bytes) -> bytes:
+        if self._kind == "events":
+            # A blank line is never inside an event: JSON escapes its newlines.
+            opening, marked = b"data: {", b"data: {" + self._field
+            if self._at_event_start and body.startswith(opening):
+                body = marked + body[len(opening) :]
+            self._at_event_start = body.endswith(b"\n\n") if body else self._at_event_start
+            return body.replace(b"\n\n" + opening, b"\n\n" + marked)
+        if body.startswith(b"{"):
+            self._kind = None  # Only the first chunk opens the object.
+            return b"{" + self._field + body[1:]
+        return body
+
+
+async def _read_body(receive: Receive) -> tuple[bytes, Message | None]:
+    chunks = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return b"", message
+        chunks.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(chunks), None
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """An ASGI ``receive`` that gives ``body`` once, then what the client sends next."""
+    pending = [body]
+
+    async def replay() -> Message:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        return await receive()
+
+    return replay
+
+
+def _with_content_length(headers: Any, length: int) -> list[tuple[bytes, bytes]]:
+    kept = [(name, value) for name, value in headers if name.lower() != b"content-length"]
+    return [*kept, (b"content-length", str(length).encode())]
+
+
+async def _send_bad_request(send: Send, message: str) -> None:
+    error = {
+        "object": "error",
+        "message": message,
+        "type": "BadRequestError",
+        "param": _SERVICE_TIER,
+        "code": 400,
+    }
+    body = json.dumps(error).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
