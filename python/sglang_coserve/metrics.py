@@ -239,9 +239,9 @@ def token_attainment(timelines: Iterable[RequestTimeline], targets: SloTargets) 
     """Return the fraction of tokens on time; None without such tokens.
 
     A first token is on time within the TTFT target, a later one within the TPOT
-    target after the token before it (BROS §IV, constraint 6). Tokens without a
-    target are not counted. A request that did not finish adds one late token,
-    the one it still owes.
+    target after the token before it, as constraint 6 of BROS §IV-A times them.
+    Tokens without a target are not counted. A request that did not finish adds
+    one late token, the one it still owes.
     """
     on_time = total = 0
     for timeline in timelines:

@@ -1,0 +1,118 @@
+"""Peak figures of accelerators, from public sources."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Final
+
+from sglang_coserve.core.latency_model.json_object import JsonObject
+from sglang_coserve.errors import ConfigError
+
+__all__ = ["HARDWARE", "Hardware", "find_hardware"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What one device can do at best, as its vendor states it."""
+
+    name: str
+    bf16_flop_per_s: float
+    """Dense BF16 matrix multiplication, without structured sparsity."""
+
+    memory_byte_per_s: float
+    link_byte_per_s: float
+    """Between devices of one node, in one direction."""
+
+    memory_bytes: float
+    source: str
+    """Where the figures were published."""
+
+    def to_json(self) -> dict[str, object]:
+        """Return the figures, ready for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, figures: JsonObject) -> Hardware:
+        """Return what ``to_json`` gave, or a description written by hand.
+
+        Raises:
+            InputFileError: a field is missing, malformed or not positive.
+        """
+
+        def positive(name: str) -> float:
+            value = figures.number(name)
+            if not value > 0:
+                figures.fail(name, f"must be positive, found {value}")
+            return value
+
+        return cls(
+            name=figures.text("name"),
+            bf16_flop_per_s=positive("bf16_flop_per_s"),
+            memory_byte_per_s=positive("memory_byte_per_s"),
+            link_byte_per_s=positive("link_byte_per_s"),
+            memory_bytes=positive("memory_bytes"),
+            source=figures.text("source"),
+        )
+
+
+HARDWARE: Final = MappingProxyType(
+    {
+        hardware.name: hardware
+        for hardware in (
+            Hardware(
+                name="a100",
+                bf16_flop_per_s=312e12,
+                memory_byte_per_s=2.039e12,
+                # NVLink 3: 600 GB/s counts both directions.
+                link_byte_per_s=300e9,
+                memory_bytes=80e9,
+                source="NVIDIA A100 80GB SXM datasheet",
+            ),
+            Hardware(
+                name="h100",
+                # The datasheet's 1,979 TFLOPS are with sparsity; dense is half.
+                bf16_flop_per_s=989.5e12,
+                memory_byte_per_s=3.35e12,
+                # NVLink 4: 900 GB/s counts both directions.
+                link_byte_per_s=450e9,
+                memory_bytes=80e9,
+                source="NVIDIA H100 SXM datasheet",
+            ),
+            Hardware(
+                name="h200",
+                bf16_flop_per_s=989.5e12,
+                memory_byte_per_s=4.8e12,
+                link_byte_per_s=450e9,
+                memory_bytes=141e9,
+                source="NVIDIA H200 SXM datasheet",
+            ),
+            # One of the two dies of a package, because OOCO §5.1.1 runs an
+            # instance on one. The package has 752 TFLOPS, 3.2 TB/s, 128 GB and
+            # 392 GB/s.
+            Hardware(
+                name="ascend-910c",
+                bf16_flop_per_s=376e12,
+                memory_byte_per_s=1.6e12,
+                link_byte_per_s=196e9,
+                memory_bytes=64e9,
+                source="Zuo et al., Serving Large Language Models on Huawei CloudMatrix384, "
+                "arXiv:2506.12708, hardware section, halved for one die",
+            ),
+        )
+    }
+)
+"""The devices known by name."""
+
+
+def find_hardware(name: str) -> Hardware:
+    """Return the device of this name, in any letter case.
+
+    Raises:
+        ConfigError: the name is not known; the message lists the known ones.
+    """
+    try:
+        return HARDWARE[name.lower()]
+    except KeyError:
+        known = ", ".join(HARDWARE)
+        raise ConfigError(f"unknown hardware {name!r}: use one of {known}") from None

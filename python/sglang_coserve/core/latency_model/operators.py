@@ -1,0 +1,108 @@
+"""What one rank computes and moves in an iteration, operator by operator (OOCO §3.3.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from sglang_coserve.core.latency_model.model_shape import ModelShape
+from sglang_coserve.errors import ConfigError
+
+__all__ = ["Attention", "Gemm", "Operators"]
+
+_VALUE_BYTES: Final = 2
+_ALL_REDUCES_PER_LAYER: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """All layers' products of one kind, as OOCO's Table 3 counts them."""
+
+    row_flops: int
+    """2·D_in·D_out for each row of the input."""
+
+    row_bytes: int
+    """d·(D_in + D_out) for each row."""
+
+    weight_bytes: int
+    """d·D_in·D_out, whatever the rows."""
+
+    @classmethod
+    def of(cls, d_in: int, d_out: int, layers: int) -> Gemm:
+        """Return ``layers`` products of (rows, d_in) with (d_in, d_out)."""
+        return cls(
+            row_flops=2 * d_in * d_out * layers,
+            row_bytes=_VALUE_BYTES * (d_in + d_out) * layers,
+            weight_bytes=_VALUE_BYTES * d_in * d_out * layers,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """All layers' fused attention."""
+
+    pair_flops: int
+    """4·D_h for each query–key pair."""
+
+    query_bytes: int
+    """2·d·D_h for each query: itself and its output."""
+
+    key_bytes: int
+    """2·d·D_h·H_kv/H_q for each cached token: its key and its value.
+
+    The paper's table prints H_q/H_kv, which would make grouped queries read
+    more than full heads do; its text says that they read less.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Operators:
+    """One iteration of one rank of a tensor-parallel group."""
+
+    layer_gemms: tuple[Gemm, ...]
+    """Of every token: QKV, attention output, gate and up, down."""
+
+    lm_head: Gemm
+    """Of one token of each request: no logits are computed for the others."""
+
+    attention: Attention
+    communication_bytes: float
+    """Sent and received by this rank for each token, by ring all-reduces."""
+
+    @classmethod
+    def of(cls, shape: ModelShape, tp_size: int) -> Operators:
+        """Split a model over ``tp_size`` ranks as Megatron does.
+
+        Raises:
+            ConfigError: the heads cannot be split over that many ranks.
+        """
+        if tp_size < 1 or shape.num_query_heads % tp_size:
+            raise ConfigError(
+                f"{shape.num_query_heads} attention heads cannot be split over "
+                f"tp_size={tp_size}: use a divisor"
+            )
+        layers = shape.num_layers
+        query_width = shape.num_query_heads // tp_size * shape.head_dim
+        # With more ranks than KV heads each rank keeps a copy of one.
+        kv_width = max(1, shape.num_kv_heads // tp_size) * shape.head_dim
+        mlp_width = shape.intermediate_size // tp_size
+        ring_share = 2 * (tp_size - 1) / tp_size
+        return cls(
+            layer_gemms=(
+                Gemm.of(shape.hidden_size, query_width + 2 * kv_width, layers),
+                Gemm.of(query_width, shape.hidden_size, layers),
+                Gemm.of(shape.hidden_size, 2 * mlp_width, layers),
+                Gemm.of(mlp_width, shape.hidden_size, layers),
+            ),
+            lm_head=Gemm.of(shape.hidden_size, shape.vocab_size // tp_size, 1),
+            attention=Attention(
+                pair_flops=4 * query_width * layers,
+                query_bytes=2 * _VALUE_BYTES * query_width * layers,
+                key_bytes=2 * _VALUE_BYTES * kv_width * layers,
+            ),
+            communication_bytes=_ALL_REDUCES_PER_LAYER
+            * ring_share
+            * _VALUE_BYTES
+            * shape.hidden_size
+            * layers,
+        )

@@ -1,0 +1,97 @@
+"""Keep a latency model true to the machine while it serves."""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Generic, TypeVar
+
+import numpy as np
+
+from sglang_coserve.core.latency_model.protocol import LatencyModel
+from sglang_coserve.core.latency_model.rescaling import rescaled
+from sglang_coserve.core.latency_model.samples import Sample, SampleTable
+
+__all__ = ["Refiner"]
+
+M = TypeVar("M", bound=LatencyModel)
+
+# What may have changed since the profile, as standard deviations of the logarithm of a
+# coefficient: the machine as a whole (clocks, a neighbour) far more than one kind of work alone.
+_COMMON_CHANGE: Final = 1.0
+_OWN_CHANGE: Final = 0.3
+_NOISE: Final = 0.03
+# No machine drifts this far from its profile: beyond, profile again.
+_MAX_LOG_CHANGE: Final = math.log(32)
+
+# A residual counts in full up to this many times the running median of its size:
+# Huber's 1.345 standard deviations for normal noise.
+_HUBER: Final = 2.0
+_MEDIAN_START: Final = 0.02
+_MEDIAN_STEP: Final = 0.05
+_MEDIAN_RANGE: Final = (0.005, 1.0)
+
+
+class Refiner(Generic[M]):
+    """Recursive least squares on measured iterations, robust to outliers.
+
+    The state is, for each coefficient, the logarithm x of its change since the
+    profile; hence coefficients stay positive and predictions monotone. Each
+    sample is linearised there: log(measured / predicted) = shares·Δx, where a
+    share is a coefficient's part of the prediction. The estimate is ridge
+    regression towards the profile over a fading window. The prior correlates
+    the coefficients, so that a slower machine seen only through decodes slows
+    the predicted prefills too, and work that is not observed is not forgotten.
+
+    Huber weights bound what one sample can do. Their scale is the running
+    median of the residuals' size: an outlier here and there does not move it,
+    while a machine that really changed does, and is then believed.
+
+    A coefficient that the profile found to be zero stays zero. Not
+    thread-safe. One ``refine`` is O(k³) for k ≤ 8 coefficients.
+    """
+
+    def __init__(self, model: M, *, window_samples: int = 100) -> None:
+        """Start from a fitted model; older samples fade with ``window_samples``."""
+        assert window_samples > 1, f"the window must hold samples: {window_samples}"
+        k = len(model.coefficient_names)
+        self._profiled = model
+        self._model = model
+        self._keep = 1 - 1 / window_samples
+        prior_covariance = _COMMON_CHANGE**2 * np.ones((k, k)) + _OWN_CHANGE**2 * np.eye(k)
+        self._prior = _NOISE**2 * np.linalg.inv(prior_covariance)
+        self._information = np.zeros((k, k))
+        self._moment = np.zeros(k)
+        self._log_changes = np.zeros(k)
+        self._median = _MEDIAN_START
+
+    @property
+    def model(self) -> M:
+        """The model as refined so far."""
+        return self._model
+
+    def refine(self, sample: Sample) -> M:
+        """Take one measured iteration into account and return the new model.
+
+        Raises:
+            InputFileError: the batch is empty or the time is not positive.
+        """
+        contributions = self._model.contributions(SampleTable.of([sample]))[0]
+        predicted_s = float(contributions.sum())
+        assert predicted_s > 0, "refine needs a fitted model"
+        shares = contributions / predicted_s
+        residual = math.log(sample.seconds / predicted_s)
+        weight = min(1.0, _HUBER * self._median / max(abs(residual), 1e-12))
+        self._follow_median(abs(residual))
+
+        self._information = self._keep * self._information + weight * np.outer(shares, shares)
+        target = residual + float(shares @ self._log_changes)
+        self._moment = self._keep * self._moment + weight * target * shares
+        estimate = np.linalg.solve(self._prior + self._information, self._moment)
+        self._log_changes = np.clip(estimate, -_MAX_LOG_CHANGE, _MAX_LOG_CHANGE)
+        self._model = rescaled(self._profiled, self._log_changes)
+        return self._model
+
+    def _follow_median(self, size: float) -> None:
+        step = _MEDIAN_STEP if size > self._median else -_MEDIAN_STEP
+        low, high = _MEDIAN_RANGE
+        self._median = min(max(self._median * math.exp(step), low), high)

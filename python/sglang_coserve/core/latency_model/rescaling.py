@@ -1,0 +1,84 @@
+"""Fit a model by rescaling its coefficients, for predictions that are not linear in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, TypeVar
+
+import numpy as np
+
+from sglang_coserve.core.latency_model.protocol import (
+    LatencyModel,
+    coefficient_vector,
+    with_coefficients,
+)
+from sglang_coserve.core.latency_model.samples import Floats, SampleTable
+
+__all__ = ["fit_rescaled", "rescaled"]
+
+M = TypeVar("M", bound=LatencyModel)
+
+# How sure the start is, in samples' worth: enough to hold a coefficient that no
+# sample shows, far too little to hold one that a few samples do.
+_PRIOR_WEIGHT: Final = 1e-3
+# Rows that are worked on at once: their intermediate columns stay in the cache.
+_BLOCK: Final = 4096
+_MAX_ROUNDS: Final = 30
+_MAX_HALVINGS: Final = 5
+# Of the logarithm of a coefficient: a hundredth of a percent.
+_TOLERANCE: Final = 1e-4
+
+
+def rescaled(model: M, log_factors: Floats) -> M:
+    """Return the model with each coefficient multiplied by exp(log_factor)."""
+    values = coefficient_vector(model) * np.exp(log_factors)
+    return with_coefficients(
+        model, dict(zip(model.coefficient_names, values.tolist(), strict=True))
+    )
+
+
+def fit_rescaled(start: M, table: SampleTable) -> M:
+    """Return ``start`` rescaled to the least relative squared error on the table.
+
+    Gauss–Newton on the logarithms of the coefficients, which keeps them
+    positive and makes them comparable whatever their units; steps that do not
+    improve are halved. A coefficient of zero stays zero.
+    """
+    blocks = [
+        table.take(np.arange(first, min(first + _BLOCK, len(table))))
+        for first in range(0, len(table), _BLOCK)
+    ]
+    model = start
+    log_factors: Floats = np.zeros(len(start.coefficient_names))
+    gram, gradient, loss = _expand(model, blocks, log_factors)
+    for _ in range(_MAX_ROUNDS):
+        step = np.linalg.solve(gram, gradient)
+        if np.abs(step).max() < _TOLERANCE:
+            break
+        for _ in range(_MAX_HALVINGS):
+            candidate = rescaled(start, log_factors + step)
+            expansion = _expand(candidate, blocks, log_factors + step)
+            if expansion[2] < loss:
+                break
+            step /= 2
+        else:
+            break
+        model, log_factors = candidate, log_factors + step
+        gram, gradient, loss = expansion
+    return model
+
+
+def _expand(
+    model: LatencyModel, blocks: Iterable[SampleTable], log_factors: Floats
+) -> tuple[Floats, Floats, float]:
+    """Return the loss, its downhill gradient and its Gauss–Newton matrix."""
+    gram: Floats = _PRIOR_WEIGHT * np.eye(len(log_factors))
+    gradient: Floats = -_PRIOR_WEIGHT * log_factors
+    loss = _PRIOR_WEIGHT * float(log_factors @ log_factors)
+    for block in blocks:
+        shares = model.contributions(block) / block.seconds[:, np.newaxis]
+        error = 1.0 - shares.sum(axis=1)
+        gram += shares.T @ shares
+        gradient += shares.T @ error
+        loss += float(error @ error)
+    return gram, gradient, loss

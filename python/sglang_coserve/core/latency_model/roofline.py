@@ -1,0 +1,256 @@
+"""OOCO's operator-level roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import ClassVar, Final
+
+import numpy as np
+
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.latency_model.fitting import Fit, fit_and_report
+from sglang_coserve.core.latency_model.hardware import Hardware
+from sglang_coserve.core.latency_model.json_object import JsonObject
+from sglang_coserve.core.latency_model.model_shape import ModelShape
+from sglang_coserve.core.latency_model.operators import Gemm, Operators
+from sglang_coserve.core.latency_model.prefill_search import longest_prefill
+from sglang_coserve.core.latency_model.protocol import assert_coefficients
+from sglang_coserve.core.latency_model.rescaling import fit_rescaled
+from sglang_coserve.core.latency_model.samples import Floats, Ints, Sample, SampleTable
+
+__all__ = ["RooflineModel"]
+
+# Where a fit starts, and what an unfitted model answers with: the achieved share of each peak.
+# The two compute shares give ConServe's published prefill times for Llama-3.1-8B on an H100
+# (§4.2: 51 ms for 2048 tokens, 124 ms after 40K of context). The others are assumptions.
+_GEMM_COMPUTE: Final = 0.65
+_PREFILL_ATTENTION_COMPUTE: Final = 0.6
+_DECODE_ATTENTION_COMPUTE: Final = 0.3
+_MEMORY: Final = 0.8
+_LINK: Final = 0.7
+_STEP_S: Final = 1e-3
+
+
+_GemmLine = tuple[float, float, float]
+"""Seconds of computing a row, of moving a row, and of reading the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineModel:
+    """Each operator takes max(FLOPs / F, bytes / M); an iteration is their sum (OOCO §3.3).
+
+    The coefficients are the inverses of the paper's Table 4, so that all of
+    them are seconds per unit. A batch with prefill and decode rows pays the
+    larger of the two static overheads. Built from the model's config and the
+    device's datasheet it predicts before anything was measured; ``fit``
+    replaces the assumed efficiencies by measured ones.
+    """
+
+    shape: ModelShape
+    hardware: Hardware
+    tp_size: int
+
+    gemm_flop_s: float
+    """1 / F_g."""
+
+    gemm_byte_s: float
+    """1 / M_g."""
+
+    prefill_attention_flop_s: float
+    """1 / F_ap."""
+
+    decode_attention_flop_s: float
+    """1 / F_ad."""
+
+    attention_byte_s: float
+    """1 / M_a."""
+
+    communication_byte_s: float
+    """1 / B_c."""
+
+    prefill_step_s: float
+    """O_p."""
+
+    decode_step_s: float
+    """O_d."""
+
+    _operators: Operators = field(init=False, repr=False, compare=False)
+    _layer_gemm_lines: tuple[_GemmLine, ...] = field(init=False, repr=False, compare=False)
+    _lm_head_line: _GemmLine = field(init=False, repr=False, compare=False)
+
+    kind: ClassVar[str] = "roofline"
+    coefficient_names: ClassVar[tuple[str, ...]] = (
+        "gemm_flop_s",
+        "gemm_byte_s",
+        "prefill_attention_flop_s",
+        "decode_attention_flop_s",
+        "attention_byte_s",
+        "communication_byte_s",
+        "prefill_step_s",
+        "decode_step_s",
+    )
+
+    def __post_init__(self) -> None:
+        assert_coefficients(self)
+        operators = Operators.of(self.shape, self.tp_size)
+        object.__setattr__(self, "_operators", operators)
+        lines = tuple(self._line(gemm) for gemm in operators.layer_gemms)
+        object.__setattr__(self, "_layer_gemm_lines", lines)
+        object.__setattr__(self, "_lm_head_line", self._line(operators.lm_head))
+
+    @classmethod
+    def from_datasheet(
+        cls, shape: ModelShape, hardware: Hardware, *, tp_size: int = 1
+    ) -> RooflineModel:
+        """Return a model with assumed efficiencies, to use at once or to fit.
+
+        Raises:
+            ConfigError: the model cannot be split over ``tp_size`` devices.
+        """
+        return cls(
+            shape,
+            hardware,
+            tp_size,
+            gemm_flop_s=1 / (_GEMM_COMPUTE * hardware.bf16_flop_per_s),
+            gemm_byte_s=1 / (_MEMORY * hardware.memory_byte_per_s),
+            prefill_attention_flop_s=1 / (_PREFILL_ATTENTION_COMPUTE * hardware.bf16_flop_per_s),
+            decode_attention_flop_s=1 / (_DECODE_ATTENTION_COMPUTE * hardware.bf16_flop_per_s),
+            attention_byte_s=1 / (_MEMORY * hardware.memory_byte_per_s),
+            communication_byte_s=1 / (_LINK * hardware.link_byte_per_s),
+            prefill_step_s=_STEP_S,
+            decode_step_s=_STEP_S,
+        )
+
+    @property
+    def efficiencies(self) -> dict[str, float]:
+        """The achieved share of the datasheet's peak, by coefficient; all must be positive."""
+        peaks = {
+            "gemm_flop_s": self.hardware.bf16_flop_per_s,
+            "gemm_byte_s": self.hardware.memory_byte_per_s,
+            "prefill_attention_flop_s": self.hardware.bf16_flop_per_s,
+            "decode_attention_flop_s": self.hardware.bf16_flop_per_s,
+            "attention_byte_s": self.hardware.memory_byte_per_s,
+            "communication_byte_s": self.hardware.link_byte_per_s,
+        }
+        return {name: 1 / (getattr(self, name) * peak) for name, peak in peaks.items()}
+
+    def predict(self, batch: BatchStats) -> float:
+        """See ``LatencyModel.predict``."""
+        prefills, decodes = batch.prefill_requests, batch.decode_requests
+        tokens = batch.prefill_tokens + decodes
+        seconds = self.communication_byte_s * self._operators.communication_bytes * tokens
+        for row_compute_s, row_memory_s, weight_s in self._layer_gemm_lines:
+            seconds += max(row_compute_s * tokens, weight_s + row_memory_s * tokens)
+        row_compute_s, row_memory_s, weight_s = self._lm_head_line
+        rows = prefills + decodes
+        seconds += max(row_compute_s * rows, weight_s + row_memory_s * rows)
+        attention = self._operators.attention
+        step_s = 0.0
+        if prefills:
+            keys = batch.prefill_tokens + batch.prefill_context_tokens
+            pair_s = self.prefill_attention_flop_s * attention.pair_flops
+            moved = attention.query_bytes * batch.prefill_tokens + attention.key_bytes * keys
+            seconds += max(pair_s * batch.prefill_attention_pairs, self.attention_byte_s * moved)
+            step_s = self.prefill_step_s
+        if decodes:
+            keys = batch.decode_context_tokens
+            pair_s = self.decode_attention_flop_s * attention.pair_flops
+            moved = attention.query_bytes * decodes + attention.key_bytes * keys
+            seconds += max(pair_s * keys, self.attention_byte_s * moved)
+            step_s = max(step_s, self.decode_step_s)
+        return seconds + step_s if rows else 0.0
+
+    def max_prefill_tokens(
+        self, batch: BatchStats, context_tokens: int, limit_tokens: int, budget_s: float
+    ) -> int:
+        """See ``LatencyModel.max_prefill_tokens``; bisection."""
+        return longest_prefill(self, batch, context_tokens, limit_tokens, budget_s)
+
+    def contributions(self, table: SampleTable) -> Floats:
+        """See ``LatencyModel.contributions``: of each maximum, the larger side counts."""
+        attention = self._operators.attention
+        gemm_compute_s, gemm_memory_s = self._gemm(self._operators.lm_head, table.num_requests)
+        for gemm in self._operators.layer_gemms:
+            compute_s, memory_s = self._gemm(gemm, table.compute_tokens)
+            gemm_compute_s += compute_s
+            gemm_memory_s += memory_s
+        keys = table.prefill_tokens + table.prefill_context_tokens
+        prefill_compute_s, prefill_memory_s = _larger(
+            self.prefill_attention_flop_s * attention.pair_flops * table.prefill_attention_pairs,
+            self.attention_byte_s
+            * (attention.query_bytes * table.prefill_tokens + attention.key_bytes * keys),
+        )
+        keys = table.decode_context_tokens
+        decode_compute_s, decode_memory_s = _larger(
+            self.decode_attention_flop_s * attention.pair_flops * keys,
+            self.attention_byte_s
+            * (attention.query_bytes * table.decode_requests + attention.key_bytes * keys),
+        )
+        prefill_step_s, decode_step_s = _larger(
+            self.prefill_step_s * (table.prefill_requests > 0),
+            self.decode_step_s * (table.decode_requests > 0),
+        )
+        communication_s = (
+            self.communication_byte_s * self._operators.communication_bytes * table.compute_tokens
+        )
+        return np.vstack(
+            [
+                gemm_compute_s,
+                gemm_memory_s,
+                prefill_compute_s,
+                decode_compute_s,
+                prefill_memory_s + decode_memory_s,
+                communication_s,
+                prefill_step_s,
+                decode_step_s,
+            ]
+        ).T
+
+    def fit(self, samples: Iterable[Sample] | SampleTable, *, seed: int = 0) -> Fit[RooflineModel]:
+        """See ``LatencyModel.fit``.
+
+        Few samples are enough: a coefficient that they leave undetermined stays
+        near its present value.
+        """
+        return fit_and_report(lambda table: fit_rescaled(self, table), samples, seed)
+
+    def form(self) -> dict[str, object]:
+        """See ``LatencyModel.form``."""
+        return {
+            "shape": self.shape.to_json(),
+            "hardware": self.hardware.to_json(),
+            "tp_size": self.tp_size,
+        }
+
+    @classmethod
+    def from_form(cls, form: JsonObject) -> RooflineModel:
+        """Return a model with assumed efficiencies.
+
+        Raises:
+            InputFileError: a field is missing or malformed.
+        """
+        shape = ModelShape.from_json(form.child("shape"))
+        tp_size = form.integer("tp_size", minimum=1)
+        if shape.num_query_heads % tp_size:
+            form.fail("tp_size", f"must divide the {shape.num_query_heads} attention heads")
+        hardware = Hardware.from_json(form.child("hardware"))
+        return cls.from_datasheet(shape, hardware, tp_size=tp_size)
+
+    def _line(self, gemm: Gemm) -> _GemmLine:
+        return (
+            self.gemm_flop_s * gemm.row_flops,
+            self.gemm_byte_s * gemm.row_bytes,
+            self.gemm_byte_s * gemm.weight_bytes,
+        )
+
+    def _gemm(self, gemm: Gemm, rows: Ints) -> tuple[Floats, Floats]:
+        row_compute_s, row_memory_s, weight_s = self._line(gemm)
+        return _larger(row_compute_s * rows, weight_s + row_memory_s * rows)
+
+
+def _larger(left_s: Floats, right_s: Floats) -> tuple[Floats, Floats]:
+    """Return both with the smaller of each pair set to zero."""
+    # Multiplying by the mask is several times faster than np.where on mixed batches.
+    left_wins = left_s > right_s
+    return left_s * left_wins, right_s * ~left_wins

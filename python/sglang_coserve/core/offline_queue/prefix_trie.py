@@ -1,0 +1,285 @@
+"""The compressed prefix trie that puts requests with a common prefix side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+from sglang_coserve.core.offline_queue.request import QueuedRequest
+from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES, common_prefix_bytes
+
+__all__ = ["Leaf", "PrefixTrie"]
+
+
+class Leaf:
+    """A request's place in the trie, which it keeps while it waits and while it runs."""
+
+    __slots__ = ("is_waiting", "next", "number", "parent", "previous", "request")
+
+    def __init__(self, request: QueuedRequest, number: int) -> None:
+        self.request = request
+        self.number = number
+        self.is_waiting = False
+        self.parent: _Node | None = None
+        self.previous: _Child | None = None
+        self.next: _Child | None = None
+
+    @property
+    def tokens(self) -> bytes:
+        """The packed prompt."""
+        return self.request.token_ids
+
+    @property
+    def depth_bytes(self) -> int:
+        """Length of the packed prompt."""
+        return len(self.request.token_ids)
+
+    def branch(self, depth_bytes: int) -> bytes | int:
+        """Return the key under which a node of this depth holds the leaf."""
+        return self.tokens[depth_bytes : depth_bytes + TOKEN_BYTES] or self.number
+
+
+class _Node:
+    """A prefix at which at least two requests part.
+
+    ``tokens`` is the prompt of any request below it, past or present, of which
+    the first ``depth_bytes`` are the prefix: an edge needs no text of its own,
+    and splitting or joining edges copies nothing. It keeps at most one prompt
+    alive per node after that request has left.
+
+    The children with waiting requests below them are a linked list through the
+    children themselves, from ``first`` to ``last``.
+    """
+
+    __slots__ = ("children", "depth_bytes", "first", "last", "next", "parent", "previous", "tokens")
+
+    def __init__(self, parent: _Node | None, tokens: bytes, depth_bytes: int) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.depth_bytes = depth_bytes
+        self.children: dict[bytes | int, _Child] = {}
+        self.first: _Child | None = None
+        self.last: _Child | None = None
+        self.previous: _Child | None = None
+        self.next: _Child | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """True when a request below this node waits."""
+        return self.first is not None
+
+    def branch(self, depth_bytes: int) -> bytes | int:
+        """Return the key under which a node of this depth holds this one."""
+        return self.tokens[depth_bytes : depth_bytes + TOKEN_BYTES]
+
+    def link_first(self, child: _Child) -> None:
+        """Put ``child`` before all waiting children."""
+        child.previous, child.next = None, self.first
+        if self.first is None:
+            self.last = child
+        else:
+            self.first.previous = child
+        self.first = child
+
+    def link_last(self, child: _Child) -> None:
+        """Put ``child`` behind all waiting children."""
+        child.previous, child.next = self.last, None
+        if self.last is None:
+            self.first = child
+        else:
+            self.last.next = child
+        self.last = child
+
+    def unlink(self, child: _Child) -> None:
+        """Take ``child`` out of the waiting children."""
+        self._join(child.previous, child.next)
+        child.previous = child.next = None
+
+    def replace(self, old: _Child, new: _Child) -> None:
+        """Put ``new`` where ``old`` stands among the waiting children."""
+        self._join(old.previous, new)
+        self._join(new, old.next)
+        old.previous = old.next = None
+
+    def _join(self, left: _Child | None, right: _Child | None) -> None:
+        if left is None:
+            self.first = right
+        else:
+            left.next = right
+        if right is None:
+            self.last = left
+        else:
+            right.previous = left
+
+
+_Child: TypeAlias = _Node | Leaf
+
+
+class PrefixTrie:
+    """Requests ordered by the prefixes they share (HyGen §4.3, A.2).
+
+    ``near`` yields the waiting requests, those with the longest prefix in common
+    with a given prompt first: given the prompt that was taken last, this is a
+    depth-first search that goes on from where it stands. Where that leaves a
+    choice between the children of a node,
+
+    - a new child goes last, so that arrivals do not displace the branch that is
+      being served, and a branch is served until none of its requests waits;
+    - a child whose requests all ran, and below which a request waits again or
+      newly arrives, goes first: something below it runs, so its prefix is in the
+      KV cache.
+
+    A request hangs below the node at which its prompt leaves all others, under
+    its next token; where its prompt ends at a node, under its own number. So no
+    request is another's prefix, and equal prompts are neighbours. Nodes exist
+    only where prompts part: fewer than there are requests.
+    """
+
+    def __init__(self) -> None:
+        self._root = _Node(None, b"", 0)
+
+    def near(self, tokens: bytes) -> Iterator[Leaf]:
+        """Yield the waiting leaves, nearest to the packed prompt ``tokens`` first.
+
+        The trie must not change meanwhile. The first leaf costs O(prompt tokens),
+        all of them O(trie).
+        """
+        current: _Child | None = self._nearest(tokens)
+        done: _Child | None = None
+        while current is not None:
+            if current.is_waiting:
+                yield from _waiting_below(current, done)
+            done, current = current, current.parent
+
+    def insert(self, leaf: Leaf) -> None:
+        """Give a new leaf its place and let it wait. O(prompt tokens)."""
+        tokens = leaf.tokens
+        node = self._root
+        while child := node.children.get(leaf.branch(node.depth_bytes)):
+            depth_bytes = common_prefix_bytes(
+                tokens, child.tokens, node.depth_bytes, min(child.depth_bytes, len(tokens))
+            )
+            if isinstance(child, _Node) and depth_bytes == child.depth_bytes:
+                node = child
+            else:
+                node = _split(node, child, depth_bytes)
+        node.children[leaf.branch(node.depth_bytes)] = leaf
+        leaf.parent = node
+        _wait(leaf, is_new=True)
+
+    def suspend(self, leaf: Leaf) -> None:
+        """Let a waiting leaf run: it keeps its place but is not iterated over. O(nodes above)."""
+        assert leaf.is_waiting
+        leaf.is_waiting = False
+        child: _Child = leaf
+        while (parent := child.parent) is not None:
+            parent.unlink(child)
+            if parent.is_waiting:
+                break
+            child = parent
+
+    def resume(self, leaf: Leaf) -> None:
+        """Let a suspended leaf wait again at its place. O(nodes above)."""
+        assert not leaf.is_waiting
+        _wait(leaf, is_new=False)
+
+    def remove(self, leaf: Leaf) -> None:
+        """Take a leaf out, waiting or not. O(nodes above)."""
+        if leaf.is_waiting:
+            self.suspend(leaf)
+        node = leaf.parent
+        assert node is not None
+        del node.children[leaf.branch(node.depth_bytes)]
+        leaf.parent = None
+        if node.parent is not None and len(node.children) == 1:
+            _contract(node, node.parent)
+
+    def _nearest(self, tokens: bytes) -> _Child:
+        """Return the deepest child all of whose requests share the longest prefix possible."""
+        node = self._root
+        while child := node.children.get(tokens[node.depth_bytes : node.depth_bytes + TOKEN_BYTES]):
+            edge = slice(node.depth_bytes, child.depth_bytes)
+            if isinstance(child, Leaf) or child.tokens[edge] != tokens[edge]:
+                return child
+            node = child
+        return node
+
+    def check_invariants(self) -> None:
+        """Assert that every node, link and place is sound. O(trie)."""
+        stack: list[_Node] = [self._root]
+        while stack:
+            node = stack.pop()
+            assert node.parent is None or len(node.children) >= 2, "a node without a fork"
+            for branch, child in node.children.items():
+                assert child.parent is node
+                assert child.branch(node.depth_bytes) == branch
+                assert child.tokens[: node.depth_bytes] == node.tokens[: node.depth_bytes]
+                if isinstance(child, _Node):
+                    assert child.depth_bytes > node.depth_bytes
+                    stack.append(child)
+            linked: list[_Child] = []
+            previous, current = None, node.first
+            while current is not None:
+                assert current.previous is previous
+                linked.append(current)
+                previous, current = current, current.next
+            assert node.last is previous
+            waiting = [child for child in node.children.values() if child.is_waiting]
+            assert len(linked) == len(waiting)
+            assert set(linked) == set(waiting)
+
+
+def _waiting_below(top: _Child, done: _Child | None) -> Iterator[Leaf]:
+    """Yield the waiting leaves below ``top`` in the order of the lists, but not below ``done``."""
+    if isinstance(top, Leaf):
+        yield top
+        return
+    stack = [top.first]
+    while stack:
+        child = stack.pop()
+        assert child is not None
+        if child.next is not None:
+            stack.append(child.next)
+        if child is done:
+            continue
+        if isinstance(child, Leaf):
+            yield child
+        else:
+            stack.append(child.first)
+
+
+def _wait(leaf: Leaf, *, is_new: bool) -> None:
+    """Link a leaf, and the nodes above it that had nothing waiting below them."""
+    leaf.is_waiting = True
+    child: _Child = leaf
+    while (parent := child.parent) is not None:
+        was_waiting = parent.is_waiting
+        if child is leaf and is_new:
+            parent.link_last(child)
+        else:
+            parent.link_first(child)
+        if was_waiting:
+            break
+        child = parent
+
+
+def _split(parent: _Node, child: _Child, depth_bytes: int) -> _Node:
+    """Put a node of the given depth on the edge from ``parent`` to ``child``."""
+    node = _Node(parent, child.tokens, depth_bytes)
+    parent.children[child.branch(parent.depth_bytes)] = node
+    node.children[child.branch(depth_bytes)] = child
+    child.parent = node
+    if child.is_waiting:
+        parent.replace(child, node)
+        node.link_last(child)
+    return node
+
+
+def _contract(node: _Node, parent: _Node) -> None:
+    """Take out a node that is left with one child, which takes its place."""
+    (child,) = node.children.values()
+    if child.is_waiting:
+        node.unlink(child)
+        parent.replace(node, child)
+    parent.children[child.branch(parent.depth_bytes)] = child
+    child.parent = parent

@@ -1,0 +1,282 @@
+"""The queue of offline requests: prefix sharing, age and deadlines in one order."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from sglang_coserve.core.offline_queue.config import OfflineQueueConfig
+from sglang_coserve.core.offline_queue.prefix_trie import Leaf, PrefixTrie
+from sglang_coserve.core.offline_queue.request import QueuedRequest
+from sglang_coserve.core.offline_queue.time_order import TimeOrder
+from sglang_coserve.errors import RequestError
+
+__all__ = ["OfflineQueue"]
+
+
+class OfflineQueue:
+    """Offline requests that wait, and the places of those that run.
+
+    A request is added and waits; taken, and runs; restored when it is preempted,
+    and waits again at its place; removed when it ends for whatever reason.
+
+    The next request is, by the first rule that applies:
+
+    1. Starvation: the most stale request, if the last ``max_overtakes`` picks all
+       passed over the most stale one, or if it is ``max_wait_s`` old.
+    2. Deadlines: the one with the earliest latest start, if that is less than
+       ``deadline_slack_s`` away. Among requests that have yet to start it is the
+       latest start that runs out, not the deadline.
+    3. HyGen A.3: with probability ``utility_ratio`` the one that shares the
+       longest prefix with the request taken last, else the most stale one. In
+       HyGen the latter leaves the place in the trie's order as it was; here the
+       order goes on from any request taken, for its prefix is the one in the cache.
+
+    The most stale request is the one with the earliest arrival, by order of
+    ``add`` where arrivals are equal. One draw belongs to each taken request,
+    whichever rule decided: the same seed and events give the same picks.
+
+    **No request starves.** Let r wait, let K be ``max_overtakes``, and let a count
+    the requests more stale than r: those that wait when r starts to, and every
+    later ``add`` or ``restore`` of one while r waits. Then r is among the first
+    (a + 1)·(K + 1) picks from there on, whatever else arrives. Proof: by rule 1, of
+    any K + 1 picks in a row at least one takes the request that is the most stale
+    at that time. While r waits that is r, or uses up one of the a; so it is r by
+    the (a + 1)th such pick. In the same way, once r is ``max_wait_s`` old at most a
+    picks come before it, all of them more stale. The bound is in picks: a caller
+    that passes over the first candidate, because there is no room for it, meets it
+    first again the next time.
+
+    No method but ``check_invariants`` takes time in proportion to the requests held.
+    """
+
+    def __init__(self, config: OfflineQueueConfig) -> None:
+        self._config = config
+        self._leaves: dict[str, Leaf] = {}
+        self._trie = PrefixTrie()
+        self._by_age = TimeOrder(_arrival_s)
+        self._by_latest_start = TimeOrder(_latest_start_s)
+        self._last_tokens = b""
+        self._random = random.Random(config.seed)
+        self._draws: deque[float] = deque()
+        self._num_overtakes = 0
+        self._num_added = 0
+        self._num_changes = 0
+
+    def __len__(self) -> int:
+        """Count the waiting requests."""
+        return len(self._by_age)
+
+    def __contains__(self, rid: object) -> bool:
+        """Tell whether a request waits."""
+        leaf = self._leaves.get(rid) if isinstance(rid, str) else None
+        return leaf is not None and leaf.is_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Requests that were taken and neither restored nor removed."""
+        return len(self._leaves) - len(self._by_age)
+
+    def is_running(self, rid: str) -> bool:
+        """Tell whether a request was taken and neither restored nor removed."""
+        leaf = self._leaves.get(rid)
+        return leaf is not None and not leaf.is_waiting
+
+    def add(self, request: QueuedRequest) -> None:
+        """Let a new request wait. O(prompt tokens + log n).
+
+        Raises:
+            RequestError: a request with its rid waits or runs.
+        """
+        if request.rid in self._leaves:
+            raise RequestError(
+                f"offline request {request.rid!r} is already queued or running: "
+                "give every request an id of its own"
+            )
+        leaf = Leaf(request, self._num_added)
+        self._num_added += 1
+        self._leaves[request.rid] = leaf
+        self._trie.insert(leaf)
+        self._let_wait(leaf)
+
+    def candidates(self, now_s: float) -> Iterator[QueuedRequest]:
+        """Yield the waiting requests in the order in which ``pick`` would return them.
+
+        Looking decides nothing: ``take`` those the batch has room for. The queue
+        must not change while the iterator is in use. Each candidate costs O(nodes
+        above it in the trie), and the first one by prefix after one by another rule
+        a walk past those already yielded.
+        """
+        return (leaf.request for leaf in self._in_order(now_s))
+
+    def peek(self, now_s: float) -> QueuedRequest | None:
+        """Return what ``pick`` would, and leave it waiting."""
+        return next(self.candidates(now_s), None)
+
+    def pick(self, now_s: float) -> QueuedRequest | None:
+        """Take the next request, ``None`` if none waits. O(prompt tokens + log n)."""
+        request = self.peek(now_s)
+        return None if request is None else self.take(request.rid)
+
+    def take(self, rid: str) -> QueuedRequest:
+        """Let a waiting request run. O(prompt tokens + log n).
+
+        Raises:
+            RequestError: no request has this rid.
+        """
+        leaf = self._leaf(rid)
+        assert leaf.is_waiting, f"{rid!r} is taken while it runs"
+        self._num_overtakes = 0 if leaf is self._by_age.first else self._num_overtakes + 1
+        self._draw(0)
+        self._draws.popleft()
+        self._last_tokens = leaf.tokens
+        self._trie.suspend(leaf)
+        self._let_no_longer_wait(leaf)
+        return leaf.request
+
+    def restore(
+        self, rid: str, num_generated_tokens: int, estimated_service_s: float | None = None
+    ) -> QueuedRequest:
+        """Let a preempted request wait again with its progress. O(prompt tokens + log n).
+
+        ``estimated_service_s`` is what is left to do; ``None`` keeps the estimate.
+
+        Raises:
+            RequestError: no request has this rid.
+        """
+        leaf = self._leaf(rid)
+        assert not leaf.is_waiting, f"{rid!r} is restored while it waits"
+        request = leaf.request
+        assert num_generated_tokens >= request.num_generated_tokens, f"{rid!r} lost progress"
+        if estimated_service_s is None:
+            estimated_service_s = request.estimated_service_s
+        leaf.request = replace(
+            request,
+            num_generated_tokens=num_generated_tokens,
+            estimated_service_s=estimated_service_s,
+        )
+        self._trie.resume(leaf)
+        self._let_wait(leaf)
+        return leaf.request
+
+    def remove(self, rid: str) -> QueuedRequest:
+        """Forget a request that has finished, failed or was cancelled, running or waiting.
+
+        O(prompt tokens + log n).
+
+        Raises:
+            RequestError: no request has this rid.
+        """
+        leaf = self._leaf(rid)
+        if leaf.is_waiting:
+            self._let_no_longer_wait(leaf)
+        self._trie.remove(leaf)
+        del self._leaves[rid]
+        return leaf.request
+
+    def check_invariants(self) -> None:
+        """Assert that all orders hold the same waiting requests. O(n)."""
+        self._trie.check_invariants()
+        waiting = {leaf for leaf in self._leaves.values() if leaf.is_waiting}
+        assert all(rid == leaf.request.rid for rid, leaf in self._leaves.items())
+        assert sorted(leaf.number for leaf in self._trie.near(b"")) == sorted(
+            leaf.number for leaf in waiting
+        )
+        assert set(self._by_age) == waiting
+        assert set(self._by_latest_start) == {
+            leaf for leaf in waiting if leaf.request.deadline_s is not None
+        }
+
+    def _in_order(self, now_s: float) -> Iterator[Leaf]:
+        num_changes = self._num_changes
+        num_overtakes = self._num_overtakes
+        yielded: set[Leaf] = set()
+        by_age = _Remaining(self._by_age, yielded)
+        by_latest_start = _Remaining(self._by_latest_start, yielded)
+        by_prefix: _Remaining | None = None
+        last_tokens = self._last_tokens
+        while (oldest := by_age.first) is not None:
+            draw = self._draw(len(yielded))
+            if self._is_starving(oldest, num_overtakes, now_s):
+                leaf = oldest
+            elif (urgent := by_latest_start.first) and self._is_at_risk(urgent, now_s):
+                leaf = urgent
+            elif draw < self._config.utility_ratio:
+                by_prefix = by_prefix or _Remaining(self._trie.near(last_tokens), yielded)
+                nearest = by_prefix.first
+                assert nearest is not None
+                leaf = nearest
+            else:
+                leaf = oldest
+            if by_prefix and leaf is not by_prefix.first:
+                by_prefix = None
+            last_tokens = leaf.tokens
+            num_overtakes = 0 if leaf is oldest else num_overtakes + 1
+            yielded.add(leaf)
+            yield leaf
+            assert num_changes == self._num_changes, "the queue changed under its candidates"
+
+    def _is_starving(self, oldest: Leaf, num_overtakes: int, now_s: float) -> bool:
+        max_overtakes, max_wait_s = self._config.max_overtakes, self._config.max_wait_s
+        return (max_overtakes is not None and num_overtakes >= max_overtakes) or (
+            max_wait_s is not None and now_s >= oldest.request.arrival_s + max_wait_s
+        )
+
+    def _is_at_risk(self, leaf: Leaf, now_s: float) -> bool:
+        slack_s = self._config.deadline_slack_s
+        return slack_s is not None and _latest_start_s(leaf.request) - now_s < slack_s
+
+    def _draw(self, index: int) -> float:
+        while len(self._draws) <= index:
+            self._draws.append(self._random.random())
+        return self._draws[index]
+
+    def _let_wait(self, leaf: Leaf) -> None:
+        self._by_age.add(leaf)
+        if leaf.request.deadline_s is not None:
+            self._by_latest_start.add(leaf)
+        self._num_changes += 1
+
+    def _let_no_longer_wait(self, leaf: Leaf) -> None:
+        self._by_age.remove(leaf)
+        if leaf.request.deadline_s is not None:
+            self._by_latest_start.remove(leaf)
+        self._num_changes += 1
+
+    def _leaf(self, rid: str) -> Leaf:
+        leaf = self._leaves.get(rid)
+        if leaf is None:
+            raise RequestError(
+                f"no offline request {rid!r} is queued or running: "
+                "it never came, has finished or was cancelled"
+            )
+        return leaf
+
+
+class _Remaining:
+    """The first of an order's leaves that was not yielded yet."""
+
+    __slots__ = ("_first", "_leaves", "_yielded")
+
+    def __init__(self, leaves: Iterable[Leaf], yielded: set[Leaf]) -> None:
+        self._leaves = iter(leaves)
+        self._yielded = yielded
+        self._first = next(self._leaves, None)
+
+    @property
+    def first(self) -> Leaf | None:
+        while self._first in self._yielded:
+            self._first = next(self._leaves, None)
+        return self._first
+
+
+def _arrival_s(request: QueuedRequest) -> float:
+    return request.arrival_s
+
+
+def _latest_start_s(request: QueuedRequest) -> float:
+    latest_start_s = request.latest_start_s
+    assert latest_start_s is not None
+    return latest_start_s

@@ -1,0 +1,76 @@
+"""What the queue knows of an offline request."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES, PackedTokens
+from sglang_coserve.errors import RequestError
+
+__all__ = ["QueuedRequest"]
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRequest:
+    """An offline request with the progress it made before it was last preempted.
+
+    Raises:
+        RequestError: the prompt is empty, a time is not finite, or a count is negative.
+    """
+
+    rid: str
+    """The engine's id of the request, unique in a queue."""
+
+    token_ids: PackedTokens
+    """The prompt, from ``pack_tokens``."""
+
+    arrival_s: float
+    """When it was submitted, on the clock that ``now_s`` is read from."""
+
+    max_new_tokens: int
+    """Output tokens after which it ends at the latest."""
+
+    num_generated_tokens: int = 0
+    """Output tokens it has produced so far."""
+
+    deadline_s: float | None = None
+    """When it must have finished; ``None``: it may take any time."""
+
+    estimated_service_s: float = 0.0
+    """Predicted time from its next start to its end."""
+
+    user: str | None = None
+    """Whose request it is."""
+
+    def __post_init__(self) -> None:
+        """Refuse what could never be served or would break an order."""
+        if not self.token_ids:
+            raise self._error("its prompt has no tokens", "send at least one token")
+        if not math.isfinite(self.arrival_s):
+            raise self._error(f"arrival_s is {self.arrival_s}", "give a finite time")
+        if self.deadline_s is not None and not math.isfinite(self.deadline_s):
+            raise self._error(f"deadline_s is {self.deadline_s}", "give a finite time or None")
+        if not 0 <= self.estimated_service_s < math.inf:
+            raise self._error(
+                f"estimated_service_s is {self.estimated_service_s}", "give a time of at least 0"
+            )
+        if self.max_new_tokens < 0 or self.num_generated_tokens < 0:
+            raise self._error(
+                f"max_new_tokens is {self.max_new_tokens} and num_generated_tokens "
+                f"{self.num_generated_tokens}",
+                "neither may be negative",
+            )
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.token_ids) // TOKEN_BYTES
+
+    @property
+    def latest_start_s(self) -> float | None:
+        """The last moment at which a start is predicted to keep the deadline."""
+        return None if self.deadline_s is None else self.deadline_s - self.estimated_service_s
+
+    def _error(self, wrong: str, mend: str) -> RequestError:
+        return RequestError(f"offline request {self.rid!r} cannot be queued: {wrong}; {mend}")

@@ -1,0 +1,46 @@
+"""Requests in the order of a moment in their life."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from sortedcontainers import SortedList
+
+from sglang_coserve.core.offline_queue.prefix_trie import Leaf
+from sglang_coserve.core.offline_queue.request import QueuedRequest
+
+__all__ = ["TimeOrder"]
+
+
+class TimeOrder:
+    """Leaves by a moment of their request, earliest first; ties by insertion number.
+
+    With the arrival for a moment it is HyGen A.3's freshness tree, with the
+    latest start a deadline order. ``moment`` of a request must not change while
+    its leaf is in the order. Adding and removing are O(log n), the first is O(1).
+    """
+
+    def __init__(self, moment: Callable[[QueuedRequest], float]) -> None:
+        self._moment = moment
+        self._leaves = SortedList()
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+    def __iter__(self) -> Iterator[Leaf]:
+        """Yield the leaves in order; the order must not change meanwhile."""
+        return (leaf for _, _, leaf in self._leaves)
+
+    @property
+    def first(self) -> Leaf:
+        """The leaf with the earliest moment; there must be one."""
+        leaf: Leaf = self._leaves[0][2]
+        return leaf
+
+    def add(self, leaf: Leaf) -> None:
+        """Put a leaf in its place."""
+        self._leaves.add((self._moment(leaf.request), leaf.number, leaf))
+
+    def remove(self, leaf: Leaf) -> None:
+        """Take out a leaf, which must be present."""
+        self._leaves.remove((self._moment(leaf.request), leaf.number, leaf))

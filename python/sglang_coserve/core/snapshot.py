@@ -1,0 +1,176 @@
+"""What the scheduler sees and what it decides: immutable values.
+
+An adapter (the engine's or the simulator's) builds an ``EngineSnapshot`` once an
+iteration; the scheduler answers with a ``StepPlan``; the adapter carries it out
+and reports what happened.  Nothing here refers to a clock, a tensor or an engine.
+
+Token counts of a request: ``prompt_tokens + generated_tokens`` is its length; the
+last generated token has no KV yet.  ``computed_tokens`` of the length have KV on
+the device, so ``length - computed_tokens`` tokens are left to compute: 1 for a
+decode, more for a prefill (also for one that was evicted and starts over with
+its generated tokens behind the prompt).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.request import RequestClass, RequestState
+
+__all__ = [
+    "EngineSnapshot",
+    "Eviction",
+    "PrefillChunk",
+    "PrefixCache",
+    "RequestInfo",
+    "Row",
+    "StepPlan",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """What does not change while a request lives."""
+
+    rid: str
+    request_class: RequestClass
+    prompt_tokens: int
+    max_new_tokens: int
+    arrival_s: float
+    ttft_target_s: float | None = None
+    """Its own TTFT target; None: the scheduler's."""
+
+    tpot_target_s: float | None = None
+    """Its own TPOT target; None: the scheduler's."""
+
+    user: str | None = None
+    """Whom fairness counts it for: a key or a user name."""
+
+    can_pause: bool = True
+    """False when the engine cannot skip iterations of it, or evict it, without loss."""
+
+    @property
+    def is_online(self) -> bool:
+        """True for the latency-critical class."""
+        return self.request_class is RequestClass.ONLINE
+
+
+class Row(NamedTuple):
+    """One request as it stands at the time of the snapshot."""
+
+    info: RequestInfo
+    state: RequestState
+    generated_tokens: int
+    computed_tokens: int
+    """Tokens with KV on the device; 0 while it waits."""
+
+    cached_tokens: int = 0
+    """For a waiting row: the tokens the prefix cache, or a checkpoint, would give it."""
+
+    last_token_s: float | None = None
+    """When its last token came out; None before the first."""
+
+    @property
+    def length_tokens(self) -> int:
+        """Prompt and generated tokens."""
+        return self.info.prompt_tokens + self.generated_tokens
+
+    @property
+    def tokens_to_compute(self) -> int:
+        """Tokens without KV that its next output token needs."""
+        have = self.computed_tokens or self.cached_tokens
+        return max(1, self.length_tokens - have)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """The engine between two iterations."""
+
+    now_s: float
+    rows: Sequence[Row]
+    """Requests that hold KV: prefilling, parked, decoding, paused; in order of admission."""
+
+    waiting: Sequence[Row]
+    """Online requests without KV, in order of arrival. Offline ones wait in the core's queue."""
+
+    free_kv_tokens: int
+    """KV slots that nothing holds."""
+
+    evictable_kv_tokens: int
+    """KV slots that only the prefix cache holds; the engine frees them on demand."""
+
+    free_slots: int
+    """Requests that can still be admitted (SGLang's request pool)."""
+
+    max_batch_tokens: int
+    """Most tokens one iteration may compute, prefill and decode together."""
+
+    page_tokens: int = 1
+    """KV is allocated in pages of this many tokens."""
+
+
+class PrefixCache(Protocol):
+    """The engine's prefix cache, as far as a plan needs it."""
+
+    def cached_tokens(self, rid: str) -> int:
+        """Return how many leading tokens of a waiting offline request the cache holds."""
+        ...
+
+
+class PrefillChunk(NamedTuple):
+    """The next ``tokens`` tokens of a request to compute; all of its rest, or a chunk."""
+
+    rid: str
+    tokens: int
+
+
+class Eviction(NamedTuple):
+    """Give up the KV of the last ``tokens`` tokens of a request.
+
+    Of a decode or a prefill this makes a waiting request with progress; what is
+    left, the head, goes to the prefix cache.
+    """
+
+    rid: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the next iteration does.
+
+    Carried out in the order of the fields: first memory is freed, then rows
+    change state, then the batch runs: every row in state ``DECODING`` (after
+    ``pause`` and ``resume``) decodes one token, and the chunks are prefilled.
+    """
+
+    shed: tuple[str, ...] = ()
+    """Online requests to refuse: they can no longer meet their target (overload only)."""
+
+    evict: tuple[Eviction, ...] = ()
+    pause: tuple[str, ...] = ()
+    """Offline decodes that skip iterations from now on; KV kept."""
+
+    resume: tuple[str, ...] = ()
+    park: tuple[str, ...] = ()
+    """Unfinished offline prefills that give way from now on; KV kept."""
+
+    prefills: tuple[PrefillChunk, ...] = ()
+    """Chunks in order, online before offline; rows, waiting requests or queue picks."""
+
+    batch: BatchStats = field(default_factory=BatchStats)
+    """Sums over the planned batch."""
+
+    predicted_s: float = 0.0
+    """Predicted latency of the planned batch."""
+
+    budget_s: float = float("inf")
+    """Latency budget the batch was packed under; infinite when no online request bound it."""
+
+    @property
+    def is_idle(self) -> bool:
+        """True when there is nothing to run."""
+        return self.batch.is_empty

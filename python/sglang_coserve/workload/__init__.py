@@ -1,0 +1,32 @@
+"""Workloads: recorded and synthetic arrivals, their lengths, and prompts to match.
+
+Read or synthesize requests, shape them to the machine, then make prompts::
+
+    requests = window(read_trace("trace.csv"), 0, 600)
+    requests, report = fit_to_context(scale_rate(requests, 2.0), max_context_tokens=8192)
+"""
+
+from sglang_coserve.workload.arrivals import gamma_arrivals, poisson_arrivals, synthesize
+from sglang_coserve.workload.prompts import prompt_token_ids
+from sglang_coserve.workload.samples import sample_path
+from sglang_coserve.workload.shape import FitReport, fit_to_context, scale_rate, thin, window
+from sglang_coserve.workload.trace import TraceRequest, detect_format, read_trace
+from sglang_coserve.workload.trace_formats import BLOCK_TOKENS, TraceFormat
+
+__all__ = [
+    "BLOCK_TOKENS",
+    "FitReport",
+    "TraceFormat",
+    "TraceRequest",
+    "detect_format",
+    "fit_to_context",
+    "gamma_arrivals",
+    "poisson_arrivals",
+    "prompt_token_ids",
+    "read_trace",
+    "sample_path",
+    "scale_rate",
+    "synthesize",
+    "thin",
+    "window",
+]

@@ -1,0 +1,45 @@
+"""Synthetic prompts: token ids with the lengths and the shared prefixes of a trace."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_coserve.workload.trace import TraceRequest
+from sglang_coserve.workload.trace_formats import BLOCK_TOKENS
+
+__all__ = ["prompt_token_ids"]
+
+
+def prompt_token_ids(
+    request: TraceRequest, *, vocab_size: int, seed: int, first_token_id: int = 0
+) -> NDArray[np.int64]:
+    """Return ``request.prompt_tokens`` token ids from [first_token_id, vocab_size).
+
+    Equal hash ids give equal blocks, so prompts share exactly the prefixes the
+    trace says. All other tokens depend on the request's ``index`` and are
+    shared with no one. A pure function of its arguments, the same on every
+    platform and NumPy version. O(prompt tokens), vectorized.
+    """
+    assert 0 <= first_token_id < vocab_size, f"no token ids in [{first_token_id}, {vocab_size})"
+    position = np.arange(request.prompt_tokens, dtype=np.uint64)
+    # Even streams are blocks, odd ones requests: the two can never meet.
+    stream = np.full(request.prompt_tokens, 2 * request.index + 1, dtype=np.uint64)
+    blocks = np.repeat(np.array(request.hash_ids, dtype=np.uint64) * 2, BLOCK_TOKENS)
+    shared = min(blocks.size, request.prompt_tokens)
+    stream[:shared] = blocks[:shared]
+    position[:shared] %= BLOCK_TOKENS
+    key = _mix(np.array([seed % 2**64], dtype=np.uint64))
+    bits = _mix(_mix(key + stream * _GOLDEN_RATIO) + position * _GOLDEN_RATIO)
+    span = np.uint64(vocab_size - first_token_id)
+    return (bits % span).astype(np.int64) + first_token_id
+
+
+_GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scramble 64-bit words: the output function of SplitMix64 (Steele et al., OOPSLA 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

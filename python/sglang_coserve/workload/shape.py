@@ -1,0 +1,142 @@
+"""Shaping a trace to the machine under test: a slice, a rate, a context limit.
+
+Every function takes requests in arrival order and keeps that order; all but
+``fit_to_context`` are streaming.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
+
+from sglang_coserve.errors import ConfigError
+from sglang_coserve.workload.trace import TraceRequest
+from sglang_coserve.workload.trace_formats import BLOCK_TOKENS
+
+__all__ = ["FitReport", "fit_to_context", "scale_rate", "thin", "window"]
+
+
+def window(
+    requests: Iterable[TraceRequest], start_s: float = 0.0, end_s: float = math.inf
+) -> Iterator[TraceRequest]:
+    """Yield the requests that arrive in [start, end), timed from the start.
+
+    Reads no further than the first request at or after ``end_s``.
+
+    Raises:
+        ConfigError: The interval is empty or starts before 0.
+    """
+    if not 0 <= start_s < end_s:
+        raise ConfigError(
+            f"window from {start_s} s to {end_s} s: it must start at 0 or later and end after that"
+        )
+    before_end = takewhile(lambda request: request.arrival_s < end_s, requests)
+    return (
+        replace(request, arrival_s=request.arrival_s - start_s)
+        for request in before_end
+        if request.arrival_s >= start_s
+    )
+
+
+def scale_rate(requests: Iterable[TraceRequest], factor: float) -> Iterator[TraceRequest]:
+    """Compress time: the same requests, ``factor`` times as many per second.
+
+    Bursts get shorter with everything else. To lower the rate and keep the
+    shape of the load over time, use ``thin``.
+
+    Raises:
+        ConfigError: The factor is not a positive number.
+    """
+    if not 0 < factor < math.inf:
+        raise ConfigError(f"rate factor {factor}: it must be a positive number")
+    return (replace(request, arrival_s=request.arrival_s / factor) for request in requests)
+
+
+def thin(requests: Iterable[TraceRequest], keep: float, seed: int) -> Iterator[TraceRequest]:
+    """Keep each request with probability ``keep``, independently (OOCO §5.1.3).
+
+    A spike of five minutes stays one of five minutes. HyGen §5.1 draws T·Q of n
+    requests; ``keep = T·Q / n`` does so on average.
+
+    Raises:
+        ConfigError: The probability is not within (0, 1].
+    """
+    if not 0 < keep <= 1:
+        raise ConfigError(f"fraction to keep {keep}: it must be above 0 and at most 1")
+    rng = random.Random(seed)
+    return (request for request in requests if rng.random() < keep)
+
+
+@dataclass(frozen=True, slots=True)
+class FitReport:
+    """What ``fit_to_context`` changed. All zero but ``requests`` when it changed nothing."""
+
+    requests: int = 0
+    """Requests kept."""
+
+    dropped_failed: int = 0
+    """Requests left out because they have no prompt or no output: they failed when recorded."""
+
+    prompts_cut: int = 0
+    outputs_cut: int = 0
+    prompt_tokens_cut: int = 0
+    output_tokens_cut: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the fields by name."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.requests} requests kept, {self.dropped_failed} failed ones left out, "
+            f"{self.prompts_cut} prompts cut by {self.prompt_tokens_cut} tokens, "
+            f"{self.outputs_cut} outputs cut by {self.output_tokens_cut} tokens"
+        )
+
+
+def fit_to_context(
+    requests: Iterable[TraceRequest],
+    max_context_tokens: int,
+    max_output_tokens: int | None = None,
+) -> tuple[list[TraceRequest], FitReport]:
+    """Cut requests to a model's context and drop those that failed when recorded.
+
+    First outputs are cut, to ``max_output_tokens`` and to leave room for one
+    prompt token; then prompts are cut at their end to the room that is left, so
+    that shared prefixes stay shared.
+
+    Raises:
+        ConfigError: A limit leaves no room for one prompt and one output token.
+    """
+    if max_context_tokens < 2:
+        raise ConfigError(f"context limit {max_context_tokens}: it must be at least 2 tokens")
+    if max_output_tokens is not None and max_output_tokens < 1:
+        raise ConfigError(f"output limit {max_output_tokens}: it must be at least 1 token")
+    output_limit = min(max_context_tokens - 1, max_output_tokens or max_context_tokens)
+    kept: list[TraceRequest] = []
+    failed = prompts_cut = outputs_cut = prompt_tokens_cut = output_tokens_cut = 0
+    for request in requests:
+        if request.prompt_tokens == 0 or request.output_tokens == 0:
+            failed += 1
+            continue
+        output_tokens = min(request.output_tokens, output_limit)
+        prompt_tokens = min(request.prompt_tokens, max_context_tokens - output_tokens)
+        outputs_cut += output_tokens < request.output_tokens
+        prompts_cut += prompt_tokens < request.prompt_tokens
+        output_tokens_cut += request.output_tokens - output_tokens
+        prompt_tokens_cut += request.prompt_tokens - prompt_tokens
+        kept.append(
+            replace(
+                request,
+                prompt_tokens=prompt_tokens,
+                output_tokens=output_tokens,
+                hash_ids=request.hash_ids[: -(-prompt_tokens // BLOCK_TOKENS)],
+            )
+        )
+    report = FitReport(
+        len(kept), failed, prompts_cut, outputs_cut, prompt_tokens_cut, output_tokens_cut
+    )
+    return kept, report

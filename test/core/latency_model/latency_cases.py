@@ -1,0 +1,196 @@
+"""Machines with known costs, and batches to run on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from hypothesis import strategies as st
+
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.latency_model import (
+    HARDWARE,
+    LatencyModel,
+    LinearModel,
+    ModelShape,
+    PolynomialModel,
+    RooflineModel,
+    Sample,
+    SampleTable,
+    SplitLinearModel,
+    SwapModel,
+    with_coefficients,
+)
+
+LLAMA_3_1_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+QWEN_2_5_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "use_sliding_window": False,
+}
+CAPTURED = (1, 2, 4, 8, *range(16, 161, 8))
+
+# Costs of the order of an 8B model on one H100, so that every term matters somewhere. Decodes
+# cost less in a replayed graph than in any mixed batch, as they do on a real machine.
+POLYNOMIAL = PolynomialModel(
+    compute_token_s=2.5e-5,
+    attention_pair_s=8e-10,
+    context_token_s=4e-8,
+    iteration_s=6e-3,
+    graph_row_s=1.5e-5,
+    graph_context_token_s=4e-8,
+    graph_iteration_s=4e-3,
+    captured_batch_sizes=CAPTURED,
+)
+EAGER_POLYNOMIAL = PolynomialModel(
+    compute_token_s=2.5e-5, attention_pair_s=8e-10, context_token_s=4e-8, iteration_s=6e-3
+)
+LINEAR = LinearModel(
+    prefill_token_s=2.5e-5,
+    prefill_token_squared_s=2e-9,
+    prefill_request_s=3e-4,
+    decode_token_s=5e-8,
+    decode_token_squared_s=2e-13,
+    decode_request_s=2e-5,
+    iteration_s=6e-3,
+)
+SPLIT_LINEAR = SplitLinearModel(
+    prefill_token_s=2.5e-5,
+    prefill_pair_s=8e-10,
+    prefill_s=3e-3,
+    decode_request_s=2e-5,
+    decode_pair_s=6e-8,
+    decode_s=5e-3,
+    swap=SwapModel(token_s=4e-6, copy_s=1e-4),
+)
+ROOFLINE = RooflineModel.from_datasheet(ModelShape.from_config(LLAMA_3_1_8B), HARDWARE["h100"])
+MACHINES: tuple[LatencyModel, ...] = (
+    POLYNOMIAL,
+    EAGER_POLYNOMIAL,
+    LINEAR,
+    SPLIT_LINEAR,
+    ROOFLINE,
+)
+
+
+def machine_id(model: LatencyModel) -> str:
+    return "eager_polynomial" if model is EAGER_POLYNOMIAL else model.kind
+
+
+def unfitted(model: LatencyModel) -> LatencyModel:
+    """The form of a machine: what a profiler starts from."""
+    if isinstance(model, RooflineModel):
+        return RooflineModel.from_datasheet(model.shape, model.hardware, tp_size=model.tp_size)
+    return with_coefficients(model, dict.fromkeys(model.coefficient_names, 0.0))
+
+
+def random_batches(n: int, seed: int, *, prefills: bool = True) -> SampleTable:
+    """Prefill-only, decode-only and mixed batches; the times are not yet measured."""
+    rng = np.random.default_rng(seed)
+    num_prefills = rng.integers(0, 4, n) * prefills
+    num_decodes = rng.integers(0, 200, n) * rng.integers(0, 2, n)
+    num_decodes[num_prefills + num_decodes == 0] = 1
+    # All prefill rows of a batch have one length here: sums are then products.
+    tokens = np.exp(rng.uniform(np.log(16), np.log(4096), n)).astype(np.int64)
+    context = rng.integers(0, 2, n) * rng.integers(0, 30000, n)
+    keys = np.exp(rng.uniform(np.log(16), np.log(8192), n)).astype(np.int64)
+    return SampleTable(
+        prefill_requests=num_prefills,
+        prefill_tokens=num_prefills * tokens,
+        prefill_context_tokens=num_prefills * context,
+        prefill_attention_pairs=num_prefills * tokens * (tokens + context),
+        decode_requests=num_decodes,
+        decode_context_tokens=num_decodes * keys,
+        seconds=np.ones(n),
+    )
+
+
+def measure(
+    machine: LatencyModel, table: SampleTable, seed: int, *, noise: float = 0.03
+) -> SampleTable:
+    """The times of a machine, with log-normal noise."""
+    rng = np.random.default_rng(seed)
+    exact = machine.contributions(table).sum(axis=1)
+    return replace(table, seconds=exact * np.exp(rng.normal(0, noise, len(table))))
+
+
+def as_samples(table: SampleTable) -> list[Sample]:
+    columns = (
+        table.prefill_requests,
+        table.prefill_tokens,
+        table.prefill_context_tokens,
+        table.prefill_attention_pairs,
+        table.decode_requests,
+        table.decode_context_tokens,
+    )
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [
+        Sample(BatchStats(*row), seconds)
+        for row, seconds in zip(rows, table.seconds.tolist(), strict=True)
+    ]
+
+
+def error_of(model: LatencyModel, machine: LatencyModel, table: SampleTable) -> float:
+    """MAPE against the exact times of the machine."""
+    exact = machine.contributions(table).sum(axis=1)
+    return float(np.abs(model.contributions(table).sum(axis=1) / exact - 1).mean())
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A batch row by row."""
+
+    prefills: tuple[tuple[int, int], ...]
+    decodes: tuple[int, ...]
+
+    @property
+    def stats(self) -> BatchStats:
+        return BatchStats.of(self.prefills, self.decodes)
+
+
+_tokens = st.integers(1, 20_000)
+_context = st.integers(0, 200_000)
+rows = st.builds(
+    Rows,
+    prefills=st.lists(st.tuples(_tokens, _context), max_size=4).map(tuple),
+    decodes=st.lists(_context, max_size=12).map(tuple),
+)
+_seconds_per_unit = st.just(0.0) | st.floats(1e-14, 1e-2)
+_captured = st.lists(st.integers(1, 20), unique=True, max_size=5).map(lambda x: tuple(sorted(x)))
+_shapes = st.sampled_from([LLAMA_3_1_8B, QWEN_2_5_7B]).map(ModelShape.from_config)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> LatencyModel:
+    """Any model of any kind, with coefficients that need not make sense."""
+    form: LatencyModel = draw(
+        st.one_of(
+            st.builds(PolynomialModel, captured_batch_sizes=_captured),
+            st.just(LinearModel()),
+            st.builds(
+                SplitLinearModel,
+                swap=st.none() | st.builds(SwapModel, _seconds_per_unit, _seconds_per_unit),
+            ),
+            st.builds(
+                RooflineModel.from_datasheet,
+                shape=_shapes,
+                hardware=st.sampled_from(list(HARDWARE.values())),
+                tp_size=st.sampled_from([1, 2, 4]),
+            ),
+        )
+    )
+    values = {name: draw(_seconds_per_unit) for name in form.coefficient_names}
+    return with_coefficients(form, values)

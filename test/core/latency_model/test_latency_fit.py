@@ -1,0 +1,222 @@
+"""Fits recover known machines, report honestly, and refuse what cannot be known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from latency_cases import (
+    CAPTURED,
+    LINEAR,
+    MACHINES,
+    POLYNOMIAL,
+    SPLIT_LINEAR,
+    as_samples,
+    error_of,
+    machine_id,
+    measure,
+    random_batches,
+    unfitted,
+)
+
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.latency_model import (
+    FitReport,
+    LatencyModel,
+    LinearModel,
+    PolynomialModel,
+    Sample,
+    SampleTable,
+    SplitLinearModel,
+    SwapModel,
+    coefficients,
+)
+from sglang_coserve.errors import InputFileError
+
+# The mean absolute value of normal noise of 3%.
+NOISE_MAPE = 0.03 * np.sqrt(2 / np.pi)
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=machine_id)
+def test_fit_recovers_the_machine(machine: LatencyModel) -> None:
+    samples = measure(machine, random_batches(5000, seed=1), seed=2)
+    fit = unfitted(machine).fit(samples)
+    assert error_of(fit.model, machine, random_batches(2000, seed=3)) < 0.005
+    assert fit.report.mape == pytest.approx(NOISE_MAPE, rel=0.1)
+    assert fit.report.p99_ape == pytest.approx(0.03 * 2.576, rel=0.2)
+    assert abs(fit.report.bias) < 0.004
+    assert (fit.report.fitted_samples, fit.report.held_out_samples) == (4000, 1000)
+
+
+@pytest.mark.parametrize("machine", [POLYNOMIAL, LINEAR, SPLIT_LINEAR], ids=machine_id)
+def test_fit_recovers_each_coefficient(machine: LatencyModel) -> None:
+    samples = measure(machine, random_batches(20_000, seed=1), seed=2, noise=0.01)
+    found = coefficients(unfitted(machine).fit(samples).model)
+    assert found == pytest.approx(coefficients(machine), rel=0.05)
+
+
+def test_samples_and_columns_give_the_same_fit() -> None:
+    table = measure(POLYNOMIAL, random_batches(400, seed=1), seed=2)
+    form = PolynomialModel(captured_batch_sizes=CAPTURED)
+    assert form.fit(as_samples(table)) == form.fit(table)
+
+
+def test_the_split_is_seeded() -> None:
+    table = measure(LINEAR, random_batches(400, seed=1), seed=2)
+    assert LinearModel().fit(table, seed=7) == LinearModel().fit(table, seed=7)
+    assert LinearModel().fit(table, seed=7).report != LinearModel().fit(table, seed=8).report
+
+
+def test_a_report_counts_under_prediction_as_negative_bias() -> None:
+    report = FitReport.measure(np.array([0.9, 0.9]), np.array([1.0, 1.0]), fitted_samples=8, seed=0)
+    assert (report.mape, report.bias) == pytest.approx((0.1, -0.1))
+    assert str(report).startswith("MAPE 10.00%, P99 10.00%, bias -10.00% on 2 held-out samples")
+
+
+def test_the_relative_error_counts_not_the_absolute() -> None:
+    """A misfit of long batches must not drown short ones."""
+    table = random_batches(4000, seed=1)
+    exact = LINEAR.contributions(table).sum(axis=1)
+    # Half of the batches run at twice the cost: relative least squares settles
+    # where both halves are off by the same share, whatever their lengths.
+    slow = np.random.default_rng(2).random(len(table)) < 0.5
+    fit = LinearModel().fit(replace(table, seconds=exact * np.where(slow, 2.0, 1.0)))
+    # min Σ(x/t − 1)² over x for t in {1, 2} is x = (1 + 1/2) / (1 + 1/4) = 1.2.
+    ratio = fit.model.contributions(table).sum(axis=1) / exact
+    assert ratio.mean() == pytest.approx(1.2, abs=0.03)
+    assert ratio.std() < 0.05
+
+
+def test_coefficients_stay_non_negative_where_the_data_fall() -> None:
+    """More decode requests at the same keys make this machine faster; the model must not say so."""
+    table = random_batches(3000, seed=1)
+    exact = LINEAR.contributions(table).sum(axis=1) + 4e-3 - 2e-5 * 2 * table.decode_requests
+    model = LinearModel().fit(replace(table, seconds=exact)).model
+    assert model.decode_request_s == 0
+    assert all(value >= 0 for value in coefficients(model).values())
+
+
+def test_replayed_graphs_are_fitted_apart() -> None:
+    """An eager polynomial cannot follow steps at the captured sizes; with the sizes it can."""
+    coarse = replace(POLYNOMIAL, captured_batch_sizes=(64, 128, 256), graph_row_s=2e-4)
+    table = random_batches(5000, seed=1)
+    one_phase = np.flatnonzero((table.prefill_requests == 0) | (table.decode_requests == 0))
+    both = measure(coarse, table.take(one_phase), seed=2, noise=0.001)
+    apart = unfitted(coarse).fit(both)
+    together = PolynomialModel().fit(both)
+    assert apart.report.mape < 0.002
+    assert together.report.mape > 0.05
+    sixty_five = BatchStats.of([], [100] * 65)
+    assert (
+        apart.model.predict(sixty_five) - apart.model.predict(BatchStats.of([], [100] * 64))
+        > 60 * 2e-4
+    )
+
+
+def test_decodes_beyond_the_captured_sizes_run_eagerly() -> None:
+    model = replace(POLYNOMIAL, captured_batch_sizes=(4,))
+    eager = replace(POLYNOMIAL, captured_batch_sizes=())
+    five = BatchStats.of([], [100] * 5)
+    assert model.predict(five) == eager.predict(five)
+    assert model.predict(BatchStats.of([], [100] * 4)) < eager.predict(five)
+
+
+def test_separate_phases_of_bros_add_up() -> None:
+    prefill, decode = BatchStats.of([(500, 0)]), BatchStats.of([], [700] * 9)
+    mixed = BatchStats.of([(500, 0)], [700] * 9)
+    assert SPLIT_LINEAR.predict(mixed) == pytest.approx(
+        SPLIT_LINEAR.predict(prefill) + SPLIT_LINEAR.predict(decode)
+    )
+
+
+def test_swapping_hides_behind_execution_or_bounds_it() -> None:
+    batch = BatchStats.of([], [700] * 9)
+    assert SPLIT_LINEAR.predict_with_swap(batch, 0) == SPLIT_LINEAR.predict(batch)
+    assert SPLIT_LINEAR.predict_with_swap(batch, 10) == SPLIT_LINEAR.predict(batch)
+    assert SPLIT_LINEAR.predict_with_swap(batch, 100_000) == pytest.approx(0.4001)
+
+
+def test_swap_time_is_a_line_through_measured_copies() -> None:
+    tokens = np.array([16, 64, 256, 1024, 4096])
+    swap = SwapModel.fit(tokens, 2e-6 * tokens + 3e-5)
+    assert (swap.token_s, swap.copy_s) == pytest.approx((2e-6, 3e-5))
+    assert swap.predict(0) == 0
+    with pytest.raises(InputFileError, match="token_s, copy_s"):
+        SwapModel.fit(np.array([16, 16, 16]), np.array([1e-3, 1e-3, 1e-3]))
+
+
+def grid(prompts: list[tuple[int, int]], decodes: list[list[int]]) -> SampleTable:
+    batches = [BatchStats.of([prompt]) for prompt in prompts]
+    batches += [BatchStats.of([], contexts) for contexts in decodes]
+    return SampleTable.of([Sample(batch, 0.01) for batch in batches])
+
+
+LENGTHS = (16, 64, 128, 512, 1024, 2048, 3000)
+PROMPTS = [(length, 0) for length in LENGTHS]
+DEEP_PROMPTS = [(length, context) for length in LENGTHS for context in (0, 900, 8000)]
+DECODES = [[context] * n for context in (10, 500, 4000) for n in (1, 3, 8, 20)]
+
+
+@pytest.mark.parametrize(
+    ("form", "table", "message"),
+    [
+        pytest.param(LinearModel(), grid(PROMPTS[:1], []), r"1 given.*at least 2", id="one sample"),
+        pytest.param(
+            LinearModel(), grid(PROMPTS[:3], DECODES[:3]), r"5 left to fit 7", id="few samples"
+        ),
+        pytest.param(
+            SplitLinearModel(),
+            grid([], DECODES),
+            r"no batch does the work that prefill_token_s, prefill_pair_s, prefill_s prices",
+            id="no prefill",
+        ),
+        pytest.param(
+            PolynomialModel(captured_batch_sizes=CAPTURED),
+            grid(DEEP_PROMPTS, []),
+            r"graph_row_s, graph_context_token_s, graph_iteration_s",
+            id="no decode-only batch",
+        ),
+        pytest.param(
+            PolynomialModel(),
+            grid(PROMPTS, []),
+            r"do not tell compute_token_s, context_token_s apart",
+            id="no cached context",
+        ),
+        pytest.param(
+            PolynomialModel(),
+            grid([(100, 50)] * 20, []),
+            r"do not tell .* apart: vary",
+            id="one batch, many times",
+        ),
+    ],
+)
+def test_samples_that_determine_nothing_are_refused(
+    form: LatencyModel, table: SampleTable, message: str
+) -> None:
+    with pytest.raises(InputFileError, match=message):
+        form.fit(table)
+
+
+def test_a_grid_that_varies_everything_is_enough() -> None:
+    table = grid(DEEP_PROMPTS, DECODES)
+    exact = POLYNOMIAL.contributions(table).sum(axis=1)
+    form = PolynomialModel(captured_batch_sizes=CAPTURED)
+    assert form.fit(replace(table, seconds=exact)).report.mape < 1e-6
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_impossible_times_are_refused_by_row(seconds: float) -> None:
+    good = Sample(BatchStats.of([(10, 0)]), 0.01)
+    with pytest.raises(InputFileError, match="seconds is not a positive number in sample 2"):
+        SampleTable.of([good, good, Sample(good.batch, seconds)])
+
+
+def test_impossible_columns_are_refused() -> None:
+    table = random_batches(5, seed=1)
+    with pytest.raises(InputFileError, match=r"column decode_requests has shape \(4,\)"):
+        replace(table, decode_requests=table.decode_requests[:4])
+    with pytest.raises(InputFileError, match="prefill_tokens is negative in sample 0"):
+        replace(table, prefill_tokens=table.prefill_tokens - 100_000)
+    with pytest.raises(InputFileError, match="no row in sample 1"):
+        SampleTable.of([Sample(BatchStats.of([(10, 0)]), 0.01), Sample(BatchStats(), 0.01)])

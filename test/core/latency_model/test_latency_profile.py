@@ -1,0 +1,144 @@
+"""Profiles survive the round trip, and bad ones are refused by file and field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from latency_cases import LINEAR, MACHINES, POLYNOMIAL, ROOFLINE, SPLIT_LINEAR, machine_id, models
+
+from sglang_coserve.core.latency_model import FitReport, LatencyModel, LatencyProfile
+from sglang_coserve.errors import InputFileError
+
+REPORT = FitReport(
+    fitted_samples=800, held_out_samples=200, mape=0.012, p99_ape=0.05, bias=-0.001, seed=3
+)
+
+
+def profile(model: LatencyModel, report: FitReport | None = REPORT) -> LatencyProfile:
+    return LatencyProfile(
+        latency_model=model,
+        report=report,
+        hardware="h100",
+        model="llama-3.1-8b",
+        tp_size=2,
+        sglang_version="0.5.17",
+    )
+
+
+@settings(deadline=None)
+@given(models(), st.none() | st.just(REPORT))
+def test_round_trip(model: LatencyModel, report: FitReport | None) -> None:
+    saved = profile(model, report)
+    assert LatencyProfile.from_json(saved.to_json(), "profile.json") == saved
+
+
+def test_people_can_read_it() -> None:
+    document = json.loads(profile(LINEAR).to_json())
+    assert document["schema_version"] == 1
+    assert document["kind"] == "linear"
+    assert document["hardware"] == "h100"
+    assert document["model"] == "llama-3.1-8b"
+    assert document["sglang_version"] == "0.5.17"
+    assert document["fit_report"]["mape"] == 0.012
+    assert document["coefficients"]["prefill_token_s"] == 2.5e-5
+
+
+@pytest.mark.parametrize("model", MACHINES, ids=machine_id)
+def test_any_field_may_be_missing_or_wrong_but_not_silently(model: LatencyModel) -> None:
+    """Every leaf of the document, dropped or replaced by nonsense, is refused by name."""
+    good = json.loads(profile(model).to_json())
+    for path in leaves(good):
+        for spoil in (dropped, nonsense):
+            bad = json.loads(json.dumps(good))
+            spoil(bad, path)
+            if path == ["form", "swap"] or (spoil is dropped and path[:2] == ["form", "swap"]):
+                continue
+            with pytest.raises(InputFileError) as caught:
+                LatencyProfile.from_json(json.dumps(bad), "profile.json")
+            assert str(caught.value).startswith(f"profile.json: {'.'.join(path)}")
+
+
+def leaves(node: dict[str, Any]) -> list[list[str]]:
+    found = []
+    for name, value in node.items():
+        below = leaves(value) if isinstance(value, dict) else [[]]
+        found += [[name, *path] for path in below]
+    return found
+
+
+def dropped(document: dict[str, Any], path: list[str]) -> None:
+    for name in path[:-1]:
+        document = document[name]
+    del document[path[-1]]
+
+
+def nonsense(document: dict[str, Any], path: list[str]) -> None:
+    for name in path[:-1]:
+        document = document[name]
+    document[path[-1]] = {"a": True}
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "value", "message"),
+    [
+        (LINEAR, "schema_version", 2, "schema_version: 2 is not 1"),
+        (LINEAR, "kind", "cubic", "unknown kind 'cubic': use one of linear, polynomial, roofline"),
+        (LINEAR, "tp_size", 0, "tp_size: must be at least 1, found 0"),
+        (LINEAR, "coefficients", [], "coefficients: expected an object, found"),
+        (LINEAR, "coefficients.iteration_s", -1e-3, "iteration_s: must be at least 0"),
+        (
+            LINEAR,
+            "coefficients.iteration_s",
+            "1e-3",
+            "iteration_s: expected a number, found '1e-3'",
+        ),
+        (LINEAR, "coefficients.iteration_s", True, "expected a number, found True"),
+        (LINEAR, "coefficients.iteration_s", 10**400, "must be a finite number"),
+        (LINEAR, "coefficients.iteration", 1e-3, "coefficients.iteration: a linear model has only"),
+        (POLYNOMIAL, "form.captured_batch_sizes", [1, 4, 2], "captured_batch_sizes: must ascend"),
+        (POLYNOMIAL, "form.captured_batch_sizes", [1, 1], "captured_batch_sizes: must ascend"),
+        (POLYNOMIAL, "form.captured_batch_sizes", [0], r"captured_batch_sizes\[0\]: must be at"),
+        (POLYNOMIAL, "form.captured_batch_sizes", 8, "expected a list of integers, found 8"),
+        (ROOFLINE, "form.tp_size", 3, "form.tp_size: must divide the 32 attention heads"),
+        (ROOFLINE, "form.shape.num_layers", 0, "form.shape.num_layers: must be at least 1"),
+        (
+            ROOFLINE,
+            "form.hardware.memory_byte_per_s",
+            0,
+            "form.hardware.memory_byte_per_s: must be positive",
+        ),
+        (SPLIT_LINEAR, "form.swap.token_s", -1, "form.swap.token_s: must be at least 0"),
+        (LINEAR, "fit_report.mape", None, "fit_report.mape: expected a number, found null"),
+    ],
+)
+def test_a_wrong_value_is_named(
+    model: LatencyModel, path: str, value: object, message: str
+) -> None:
+    document = json.loads(profile(model).to_json())
+    *parents, last = path.split(".")
+    node = document
+    for name in parents:
+        node = node[name]
+    node[last] = value
+    with pytest.raises(InputFileError, match=f"^a.json: .*{message}"):
+        LatencyProfile.from_json(json.dumps(document), "a.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "a.json: not valid JSON"),
+        ('{"kind": ', "a.json: not valid JSON"),
+        ('{"x": NaN}', "a.json: not valid JSON: NaN is not JSON"),
+        ("[1]", r"a.json: expected a JSON object, found \[1\]"),
+        ("[" * 100_000, "a.json: not valid JSON"),
+        ("{}", "a.json: schema_version: this field is missing"),
+    ],
+)
+def test_a_text_that_is_no_profile_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InputFileError, match=f"^{message}"):
+        LatencyProfile.from_json(text, "a.json")

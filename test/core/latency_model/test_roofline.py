@@ -1,0 +1,163 @@
+"""The roofline against arithmetic done by hand and figures that the papers publish."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from latency_cases import LLAMA_3_1_8B, QWEN_2_5_7B, ROOFLINE, error_of, measure, random_batches
+
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.latency_model import (
+    HARDWARE,
+    ModelShape,
+    RooflineModel,
+    coefficients,
+    find_hardware,
+    with_coefficients,
+)
+from sglang_coserve.errors import ConfigError
+
+LLAMA = ModelShape.from_config(LLAMA_3_1_8B)
+QWEN = ModelShape.from_config(QWEN_2_5_7B)
+
+# Llama-3.1-8B has 8.03 billion parameters; its input embedding is looked up, not read.
+LLAMA_WEIGHT_BYTES = 2 * (8.03e9 - 128256 * 4096)
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_one_decode_takes_little_more_than_reading_the_weights(name: str) -> None:
+    hardware = HARDWARE[name]
+    model = RooflineModel.from_datasheet(LLAMA, hardware)
+    read_s = LLAMA_WEIGHT_BYTES / (0.8 * hardware.memory_byte_per_s)
+    one_row_s = model.predict(BatchStats.of([], [100])) - model.decode_step_s
+    assert one_row_s == pytest.approx(read_s, rel=0.01)
+
+
+def test_prefill_times_that_conserve_publishes() -> None:
+    """ConServe §4.2: Llama-3.1-8B on an H100, a chunk of 2048 tokens."""
+    assert ROOFLINE.predict(BatchStats.of([(2048, 0)])) == pytest.approx(0.051, rel=0.05)
+    assert ROOFLINE.predict(BatchStats.of([(2048, 40_000)])) == pytest.approx(0.124, rel=0.05)
+
+
+def test_batch_size_that_ooco_publishes() -> None:
+    """OOCO §3.3.3: on the 910C the GEMMs of Qwen2.5-7B are flat below about 300 rows, not above."""
+    model = RooflineModel.from_datasheet(QWEN, HARDWARE["ascend-910c"])
+
+    def decode_s(requests: int) -> float:
+        return model.predict(BatchStats.of([], [1] * requests))
+
+    assert decode_s(128) < 1.1 * decode_s(1)
+    assert decode_s(600) > 1.8 * decode_s(300)
+
+
+def test_decode_attention_reads_every_cached_key_once() -> None:
+    batch = BatchStats.of([], [5000] * 8)
+    longer = BatchStats.of([], [5000 + 1000] * 8)
+    kv_bytes = 8 * 1000 * 2 * 2 * 32 * 8 * 128  # tokens, K and V, bytes, layers, heads, dim
+    grown_s = ROOFLINE.predict(longer) - ROOFLINE.predict(batch)
+    assert grown_s == pytest.approx(kv_bytes * ROOFLINE.attention_byte_s)
+
+
+def test_a_mixed_batch_pays_the_larger_overhead_once() -> None:
+    slow_prefill = with_coefficients(ROOFLINE, {"prefill_step_s": 5e-3, "decode_step_s": 2e-3})
+    free = with_coefficients(ROOFLINE, {"prefill_step_s": 0.0, "decode_step_s": 0.0})
+    prefill, decode = BatchStats.of([(64, 0)]), BatchStats.of([], [64])
+    mixed = BatchStats.of([(64, 0)], [64])
+    for batch, overhead_s in ((prefill, 5e-3), (decode, 2e-3), (mixed, 5e-3)):
+        assert slow_prefill.predict(batch) - free.predict(batch) == pytest.approx(overhead_s)
+
+
+def test_tensor_parallel_ranks_share_the_work_and_pay_for_talking() -> None:
+    chunk = BatchStats.of([(4096, 0)])
+    one, four = (RooflineModel.from_datasheet(LLAMA, HARDWARE["h100"], tp_size=n) for n in (1, 4))
+    silent = with_coefficients(four, {"communication_byte_s": 0.0})
+    assert silent.predict(chunk) - 1e-3 == pytest.approx((one.predict(chunk) - 1e-3) / 4, rel=0.01)
+    # 2 all-reduces of 4096 × 4096 bf16 values in 32 layers; a ring moves 2·(4 − 1)/4 of each.
+    talk_s = 2 * 32 * 4096 * 4096 * 2 * 1.5 * four.communication_byte_s
+    assert four.predict(chunk) - silent.predict(chunk) == pytest.approx(talk_s)
+
+
+def test_ranks_beyond_the_kv_heads_keep_copies() -> None:
+    eight, sixteen = (
+        RooflineModel.from_datasheet(LLAMA, HARDWARE["h100"], tp_size=n) for n in (8, 16)
+    )
+    batch, longer = BatchStats.of([], [1000]), BatchStats.of([], [9000])
+    assert sixteen.predict(longer) - sixteen.predict(batch) == pytest.approx(
+        eight.predict(longer) - eight.predict(batch)
+    )
+
+
+def test_heads_that_do_not_split_are_refused() -> None:
+    with pytest.raises(ConfigError, match="32 attention heads cannot be split over tp_size=3"):
+        RooflineModel.from_datasheet(LLAMA, HARDWARE["h100"], tp_size=3)
+
+
+def test_fit_finds_the_efficiencies_of_a_machine() -> None:
+    machine = with_coefficients(
+        ROOFLINE,
+        {
+            name: value * factor
+            for (name, value), factor in zip(
+                coefficients(ROOFLINE).items(),
+                (1.3, 1.2, 2.0, 1.0, 1.5, 1.0, 4.0, 0.5),
+                strict=True,
+            )
+        },
+    )
+    samples = measure(machine, random_batches(4000, seed=1), seed=2)
+    fit = ROOFLINE.fit(samples)
+    assert error_of(fit.model, machine, random_batches(1000, seed=3)) < 0.005
+    assert fit.model.efficiencies["gemm_flop_s"] == pytest.approx(0.65 / 1.3, rel=0.02)
+    assert fit.model.efficiencies["attention_byte_s"] == pytest.approx(0.8 / 1.5, rel=0.02)
+
+
+def test_a_few_samples_move_only_what_they_show() -> None:
+    machine = with_coefficients(ROOFLINE, {"gemm_byte_s": 1.6 * ROOFLINE.gemm_byte_s})
+    samples = measure(machine, random_batches(40, seed=1, prefills=False), seed=2)
+    model = ROOFLINE.fit(samples).model
+    # Without prefill nothing is known of it, so its cost stays as the datasheet has it.
+    assert model.prefill_attention_flop_s == pytest.approx(ROOFLINE.prefill_attention_flop_s)
+    assert error_of(model, machine, random_batches(500, seed=3, prefills=False)) < 0.02
+    assert error_of(ROOFLINE, machine, random_batches(500, seed=3, prefills=False)) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "architectures: .*Mixtral.* is not one of"),
+        ({"architectures": None}, "architectures: None is not one of LlamaForCausalLM"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: quantized"),
+        ({"use_sliding_window": True}, "use_sliding_window: window attention"),
+        ({"hidden_size": "4096"}, "hidden_size: expected an integer, found '4096'"),
+        ({"vocab_size": 0}, "vocab_size: must be at least 1"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads: 5 does not divide 32 heads"),
+        ({"hidden_size": 16}, "hidden_size: 16 is too small for 32 heads"),
+        ({"num_attention_heads": None}, "num_attention_heads: expected an integer, found null"),
+    ],
+)
+def test_models_that_are_not_modelled_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^/models/x/config.json: {message}"):
+        ModelShape.from_config({**LLAMA_3_1_8B, **change}, "/models/x/config.json")
+
+
+def test_optional_dimensions_of_a_config_have_the_usual_defaults() -> None:
+    full_heads = {k: v for k, v in LLAMA_3_1_8B.items() if k != "num_key_value_heads"}
+    assert ModelShape.from_config(full_heads) == replace(LLAMA, num_kv_heads=32)
+    assert LLAMA.head_dim == 128
+    assert ModelShape.from_config({**LLAMA_3_1_8B, "head_dim": 64}).head_dim == 64
+
+
+def test_unknown_hardware_names_the_known_ones() -> None:
+    assert find_hardware("H100") is HARDWARE["h100"]
+    with pytest.raises(ConfigError, match="'b300': use one of a100, h100, h200, ascend-910c"):
+        find_hardware("b300")
+
+
+def test_every_device_says_where_its_figures_come_from() -> None:
+    for hardware in HARDWARE.values():
+        assert hardware.source
+        balance = hardware.bf16_flop_per_s / hardware.memory_byte_per_s
+        assert np.log10(balance) == pytest.approx(2.3, abs=0.3)

@@ -1,0 +1,187 @@
+"""The offline queue against a model that sorts lists for every pick."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+from dataclasses import replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from core.offline_queue.naive_trie import NaiveTrie, Prompt
+from core.offline_queue.offline_requests import offline
+from sglang_coserve.core.offline_queue import OfflineQueue, OfflineQueueConfig, QueuedRequest
+
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple)
+configs = st.builds(
+    OfflineQueueConfig,
+    utility_ratio=st.sampled_from([0.0, 0.5, 1.0]),
+    max_overtakes=st.sampled_from([None, 0, 1, 3]),
+    max_wait_s=st.sampled_from([None, 8.0]),
+    deadline_slack_s=st.sampled_from([None, 3.0]),
+    seed=st.integers(0, 3),
+)
+
+
+class NaiveQueue:
+    """The three rules, over all requests each time."""
+
+    def __init__(self, config: OfflineQueueConfig) -> None:
+        self.config = config
+        self.trie = NaiveTrie()
+        self.requests: dict[int, QueuedRequest] = {}
+        self.random = random.Random(config.seed)
+        self.draw = self.random.random()
+        self.last_prompt: Prompt = ()
+        self.num_overtakes = 0
+
+    def stalest(self) -> int:
+        return min(self.trie.waiting, key=lambda n: (self.requests[n].arrival_s, n))
+
+    def next(self, now_s: float) -> int | None:
+        config = self.config
+        if not self.trie.waiting:
+            return None
+        stalest = self.stalest()
+        if config.max_overtakes is not None and self.num_overtakes >= config.max_overtakes:
+            return stalest
+        if config.max_wait_s is not None:
+            age_s = now_s - self.requests[stalest].arrival_s
+            if age_s >= config.max_wait_s:
+                return stalest
+        if config.deadline_slack_s is not None:
+            slacks_s = [(self.slack_s(n, now_s), n) for n in self.trie.waiting]
+            slack_s, urgent = min(slacks_s)
+            if slack_s < config.deadline_slack_s:
+                return urgent
+        if self.draw < config.utility_ratio:
+            return self.trie.near(self.last_prompt)[0]
+        return stalest
+
+    def slack_s(self, number: int, now_s: float) -> float:
+        request = self.requests[number]
+        if request.deadline_s is None:
+            return math.inf
+        return request.deadline_s - request.estimated_service_s - now_s
+
+    def take(self, number: int) -> None:
+        self.num_overtakes = 0 if number == self.stalest() else self.num_overtakes + 1
+        self.draw = self.random.random()
+        self.last_prompt = self.trie.prompts[number]
+        self.trie.suspend(number)
+
+    def upcoming(self, now_s: float) -> list[str]:
+        """The order in which everything that waits would be picked."""
+        ahead = copy.deepcopy(self)
+        rids = []
+        while (number := ahead.next(now_s)) is not None:
+            ahead.take(number)
+            rids.append(self.requests[number].rid)
+        return rids
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Every event of a scheduler, in any order, while time goes on."""
+
+    @initialize(config=configs)
+    def start(self, config: OfflineQueueConfig) -> None:
+        self.queue = OfflineQueue(config)
+        self.naive = NaiveQueue(config)
+        self.num_added = 0
+        self.now_s = 0.0
+
+    def waiting(self) -> list[int]:
+        return list(self.naive.trie.waiting)
+
+    def running(self) -> list[int]:
+        return [n for n in self.naive.requests if n not in self.naive.trie.waiting]
+
+    @rule(
+        prompt=prompts,
+        age_s=st.integers(0, 4),
+        time_left_s=st.none() | st.integers(0, 12),
+        service_s=st.integers(0, 4),
+    )
+    def add(self, prompt: Prompt, age_s: int, time_left_s: int | None, service_s: int) -> None:
+        number = self.num_added
+        self.num_added += 1
+        request = offline(
+            f"r{number}",
+            prompt,
+            arrival_s=self.now_s - age_s,
+            deadline_s=None if time_left_s is None else self.now_s + time_left_s,
+            estimated_service_s=service_s,
+        )
+        self.queue.add(request)
+        self.naive.requests[number] = request
+        self.naive.trie.insert(number, prompt)
+
+    @rule()
+    def pick(self) -> None:
+        number = self.naive.next(self.now_s)
+        request = self.queue.pick(self.now_s)
+        if number is None:
+            assert request is None
+        else:
+            assert request == self.naive.requests[number]
+            self.naive.take(number)
+
+    @precondition(lambda self: self.waiting())
+    @rule(data=st.data())
+    def take(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(self.waiting()))
+        self.queue.take(f"r{number}")
+        self.naive.take(number)
+
+    @precondition(lambda self: self.running())
+    @rule(data=st.data(), num_tokens=st.integers(0, 3), service_s=st.none() | st.integers(0, 4))
+    def restore(self, data: st.DataObject, num_tokens: int, service_s: int | None) -> None:
+        number = data.draw(st.sampled_from(self.running()))
+        request = self.naive.requests[number]
+        request = replace(request, num_generated_tokens=request.num_generated_tokens + num_tokens)
+        if service_s is not None:
+            request = replace(request, estimated_service_s=service_s)
+        assert self.queue.restore(request.rid, request.num_generated_tokens, service_s) == request
+        self.naive.requests[number] = request
+        self.naive.trie.resume(number)
+
+    @precondition(lambda self: self.naive.requests)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(list(self.naive.requests)))
+        assert self.queue.remove(f"r{number}") == self.naive.requests.pop(number)
+        self.naive.trie.remove(number)
+
+    @rule(seconds=st.integers(1, 5))
+    def let_time_pass(self, seconds: int) -> None:
+        self.now_s += seconds
+
+    @rule(num_candidates=st.integers(0, 20))
+    def look_ahead(self, num_candidates: int) -> None:
+        candidates = itertools.islice(self.queue.candidates(self.now_s), num_candidates)
+        rids = [request.rid for request in candidates]
+        assert rids == self.naive.upcoming(self.now_s)[:num_candidates]
+
+    @invariant()
+    def agrees(self) -> None:
+        self.queue.check_invariants()
+        waiting, running = self.waiting(), self.running()
+        assert len(self.queue) == len(waiting)
+        assert self.queue.num_running == len(running)
+        assert all(f"r{number}" in self.queue for number in waiting)
+        assert not any(f"r{number}" in self.queue for number in running)
+        assert all(self.queue.is_running(f"r{number}") for number in running)
+
+
+TestQueue = QueueMachine.TestCase
+TestQueue.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,65 @@
+"""Synthetic arrivals have the rate and the burstiness asked for."""
+
+import math
+from itertools import islice, pairwise, repeat
+
+import numpy as np
+import pytest
+
+from sglang_coserve.errors import ConfigError
+from sglang_coserve.workload import TraceRequest, gamma_arrivals, poisson_arrivals, synthesize
+
+
+def gaps(arrivals_s, n: int = 20_000) -> np.ndarray:
+    return np.diff(np.fromiter(islice(arrivals_s, n + 1), dtype=np.float64))
+
+
+@pytest.mark.parametrize("cv", [0.5, 1.0, 2.0])
+def test_gamma_gaps_have_the_mean_and_the_variation_asked_for(cv):
+    sample = gaps(gamma_arrivals(rate_per_s=4.0, cv=cv, seed=11))
+    # Five standard errors of the mean; the CV of a skewed sample settles more slowly.
+    assert abs(sample.mean() * 4 - 1) < 5 * cv / math.sqrt(sample.size)
+    assert sample.std() / sample.mean() == pytest.approx(cv, rel=0.05)
+
+
+def test_poisson_counts_vary_as_much_as_their_mean():
+    arrivals = np.fromiter(islice(poisson_arrivals(5.0, seed=3), 20_000), dtype=np.float64)
+    counts = np.bincount(arrivals.astype(int))[:-1]
+    assert counts.mean() == pytest.approx(5, rel=0.05)
+    assert counts.var() == pytest.approx(5, rel=0.1)
+
+
+def test_no_variation_is_evenly_spaced():
+    assert list(islice(gamma_arrivals(8.0, 0, seed=1), 4)) == [0.125, 0.25, 0.375, 0.5]
+
+
+@pytest.mark.parametrize("cv", [0.3, 1.0, 5.0])
+def test_time_does_not_run_backwards(cv):
+    assert all(a <= b for a, b in pairwise(islice(gamma_arrivals(1.0, cv, seed=2), 2000)))
+
+
+def test_the_seed_decides():
+    def first(seed: int) -> list[float]:
+        return list(islice(gamma_arrivals(1.0, 0.5, seed), 5))
+
+    assert first(1) == first(1) != first(2)
+
+
+@pytest.mark.parametrize("rate", [0, -1, math.inf, math.nan])
+def test_refuses_a_rate_that_is_none(rate):
+    with pytest.raises(ConfigError, match="arrival rate"):
+        poisson_arrivals(rate, seed=0)
+
+
+@pytest.mark.parametrize("cv", [-0.1, math.inf, math.nan])
+def test_refuses_a_variation_that_is_none(cv):
+    with pytest.raises(ConfigError, match="coefficient of variation"):
+        gamma_arrivals(1.0, cv, seed=0)
+
+
+def test_synthesize_pairs_times_and_lengths_until_one_ends():
+    assert list(synthesize([0.5, 1.5], repeat((4096, 256)))) == [
+        TraceRequest(0, 0.5, 4096, 256),
+        TraceRequest(1, 1.5, 4096, 256),
+    ]
+    assert len(list(synthesize(poisson_arrivals(1.0, 0), [(1, 1)] * 3))) == 3

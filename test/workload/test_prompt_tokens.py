@@ -1,0 +1,82 @@
+"""Synthetic prompts share the prefixes their trace says they share, and no others."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_coserve.workload import BLOCK_TOKENS, TraceRequest, prompt_token_ids
+
+VOCAB = 32_000
+
+
+def tokens(index: int, prompt_tokens: int, *hash_ids: int, seed: int = 0) -> np.ndarray:
+    request = TraceRequest(index, 0.0, prompt_tokens, 1, hash_ids)
+    return prompt_token_ids(request, vocab_size=VOCAB, seed=seed)
+
+
+def same(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.mean(a == b))
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> TraceRequest:
+    prompt_tokens = draw(st.integers(0, 4 * BLOCK_TOKENS))
+    hash_ids = draw(st.lists(st.integers(0, 2**63 - 1), max_size=-(-prompt_tokens // BLOCK_TOKENS)))
+    return TraceRequest(draw(st.integers(0, 10**9)), 0.0, prompt_tokens, 1, tuple(hash_ids))
+
+
+def test_equal_ids_give_equal_blocks_wherever_they_stand():
+    a, b = tokens(0, 1024, 7, 8), tokens(1, 1024, 8, 7)
+    assert np.array_equal(a[:512], b[512:])
+    assert np.array_equal(a[512:], b[:512])
+    assert same(a[:512], a[512:]) < 0.01
+
+
+def test_a_partial_block_is_the_start_of_the_whole_block():
+    assert np.array_equal(tokens(0, 700, 1, 2), tokens(5, 1024, 1, 2)[:700])
+
+
+def test_tokens_without_an_id_are_shared_with_no_one():
+    a, b = tokens(0, 1500, 3), tokens(1, 1500, 3)
+    assert np.array_equal(a[:512], b[:512])
+    assert same(a[512:], b[512:]) < 0.01
+    # Request 3 and block 3 are different sources.
+    assert same(tokens(3, 512), tokens(0, 512, 3)) < 0.01
+
+
+def test_the_seed_changes_everything():
+    assert same(tokens(0, 2000, 1, seed=1), tokens(0, 2000, 1, seed=2)) < 0.01
+    assert np.array_equal(tokens(0, 2000, 1, seed=-1), tokens(0, 2000, 1, seed=-1))
+
+
+def test_known_values():
+    """The prompts behind published numbers must not change unnoticed."""
+    assert tokens(0, 4, 7).tolist() == [4334, 24836, 18304, 27115]
+    assert tokens(1, 4).tolist() == [17900, 3100, 29986, 351]
+
+
+def test_ids_fill_the_range_evenly():
+    request = TraceRequest(0, 0.0, 100_000, 1)
+    ids = prompt_token_ids(request, vocab_size=110, seed=0, first_token_id=10)
+    counts = np.bincount(ids, minlength=110)
+    assert counts[:10].sum() == 0
+    assert counts[10:].min() > 0.8 * 1000
+    assert counts[10:].max() < 1.2 * 1000
+
+
+@given(requests(), st.integers(), st.integers(0, 50), st.integers(1, 10**6))
+def test_length_and_range_hold_for_any_request(request, seed, first, span):
+    ids = prompt_token_ids(request, vocab_size=first + span, seed=seed, first_token_id=first)
+    assert ids.shape == (request.prompt_tokens,)
+    assert ids.dtype == np.int64
+    assert ((first <= ids) & (ids < first + span)).all()
+
+
+@given(requests(), requests())
+def test_two_requests_share_their_common_blocks(a, b):
+    ids_a, ids_b = (prompt_token_ids(r, vocab_size=VOCAB, seed=9) for r in (a, b))
+    for block, (hash_a, hash_b) in enumerate(zip(a.hash_ids, b.hash_ids, strict=False)):
+        here = slice(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)
+        common = min(ids_a[here].size, ids_b[here].size)
+        if hash_a == hash_b:
+            assert np.array_equal(ids_a[here][:common], ids_b[here][:common])

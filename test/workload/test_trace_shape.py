@@ -1,0 +1,149 @@
+"""Slicing, scaling, thinning and cutting traces."""
+
+import math
+from itertools import count, islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_coserve.errors import ConfigError
+from sglang_coserve.workload import (
+    BLOCK_TOKENS,
+    FitReport,
+    TraceRequest,
+    fit_to_context,
+    scale_rate,
+    thin,
+    window,
+)
+
+
+def every_second(prompt_tokens: int = 100, output_tokens: int = 10):
+    """An endless trace: whoever reads on beyond need never returns."""
+    return (TraceRequest(i, float(i), prompt_tokens, output_tokens) for i in count())
+
+
+class TestWindow:
+    def test_is_half_open_and_restarts_the_clock(self):
+        requests = list(window(every_second(), 3, 6))
+        assert [(r.index, r.arrival_s) for r in requests] == [(3, 0.0), (4, 1.0), (5, 2.0)]
+
+    def test_without_an_end_it_goes_on(self):
+        assert [r.index for r in islice(window(every_second(), 2.5), 3)] == [3, 4, 5]
+
+    def test_may_be_empty_of_requests(self):
+        assert list(window(every_second(), 0.25, 0.75)) == []
+
+    @pytest.mark.parametrize(
+        ("start_s", "end_s"), [(5, 5), (6, 5), (-1, 5), (math.nan, 5), (0, math.nan)]
+    )
+    def test_refuses_an_empty_interval_at_once(self, start_s, end_s):
+        with pytest.raises(ConfigError, match="window from"):
+            window(every_second(), start_s, end_s)
+
+
+class TestRate:
+    def test_compressing_time_keeps_the_requests(self):
+        scaled = list(islice(scale_rate(every_second(), 4.0), 9))
+        assert [r.arrival_s for r in scaled] == [i / 4 for i in range(9)]
+        assert [r.index for r in scaled] == list(range(9))
+
+    @pytest.mark.parametrize("factor", [0, -1, math.inf, math.nan])
+    def test_refuses_a_factor_that_is_no_rate(self, factor):
+        with pytest.raises(ConfigError, match="rate factor"):
+            scale_rate(every_second(), factor)
+
+    def test_thinning_keeps_times_and_about_the_fraction(self):
+        kept = list(thin(window(every_second(), 0, 10_000), 0.3, seed=5))
+        assert all(r.arrival_s == r.index for r in kept)
+        # Five standard deviations of a binomial.
+        assert abs(len(kept) - 3000) < 5 * math.sqrt(10_000 * 0.3 * 0.7)
+
+    def test_thinning_is_decided_by_the_seed(self):
+        def kept(seed: int) -> list[int]:
+            return [r.index for r in islice(thin(every_second(), 0.5, seed), 50)]
+
+        assert kept(1) == kept(1) != kept(2)
+
+    def test_thinning_by_one_keeps_all(self):
+        assert [r.index for r in islice(thin(every_second(), 1, seed=0), 5)] == [0, 1, 2, 3, 4]
+
+    @pytest.mark.parametrize("keep", [0, -0.1, 1.1, math.nan])
+    def test_thinning_refuses_what_is_no_fraction(self, keep):
+        with pytest.raises(ConfigError, match="fraction to keep"):
+            thin(every_second(), keep, seed=0)
+
+
+class TestFitToContext:
+    def test_what_fits_is_untouched(self):
+        requests = list(islice(every_second(), 5))
+        assert fit_to_context(requests, 110) == (requests, FitReport(requests=5))
+
+    def test_prompts_give_way_to_outputs_at_their_end(self):
+        request = TraceRequest(0, 0.0, 3 * BLOCK_TOKENS, 100, hash_ids=(4, 5, 6))
+        (fitted,), report = fit_to_context([request], 2 * BLOCK_TOKENS)
+        assert fitted == TraceRequest(0, 0.0, 2 * BLOCK_TOKENS - 100, 100, hash_ids=(4, 5))
+        assert report == FitReport(requests=1, prompts_cut=1, prompt_tokens_cut=612)
+
+    def test_outputs_are_cut_to_their_own_limit_first(self):
+        (fitted,), report = fit_to_context([TraceRequest(0, 0.0, 90, 50)], 100, 20)
+        assert (fitted.prompt_tokens, fitted.output_tokens) == (80, 20)
+        assert report == FitReport(1, 0, 1, 1, 10, 30)
+
+    def test_an_endless_output_leaves_room_for_a_prompt(self):
+        (fitted,), _ = fit_to_context([TraceRequest(0, 0.0, 90, 10**9)], 100)
+        assert (fitted.prompt_tokens, fitted.output_tokens) == (1, 99)
+
+    def test_requests_that_failed_when_recorded_are_counted_and_left_out(self):
+        requests = [
+            TraceRequest(0, 0.0, 0, 0),
+            TraceRequest(1, 1.0, 5, 0),
+            TraceRequest(2, 2.0, 0, 5),
+            TraceRequest(3, 3.0, 5, 5),
+        ]
+        fitted, report = fit_to_context(requests, 100)
+        assert fitted == requests[3:]
+        assert report == FitReport(requests=1, dropped_failed=3)
+
+    def test_the_report_reads_as_a_sentence(self):
+        _, report = fit_to_context(
+            [TraceRequest(0, 0.0, 0, 0), TraceRequest(1, 1.0, 90, 50)], 100, 20
+        )
+        assert str(report) == (
+            "1 requests kept, 1 failed ones left out, 1 prompts cut by 10 tokens, "
+            "1 outputs cut by 30 tokens"
+        )
+        assert report.to_dict()["output_tokens_cut"] == 30
+
+    @pytest.mark.parametrize(("context", "output"), [(1, None), (0, 5), (100, 0), (100, -3)])
+    def test_limits_that_leave_no_room(self, context, output):
+        with pytest.raises(ConfigError, match="limit"):
+            fit_to_context([], context, output)
+
+    @given(
+        lengths=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3000))),
+        context=st.integers(2, 4000),
+        output_limit=st.none() | st.integers(1, 4000),
+    )
+    def test_everything_fits_and_nothing_is_lost_from_the_books(
+        self, lengths, context, output_limit
+    ):
+        requests = [
+            TraceRequest(i, float(i), p, o, tuple(range(-(-p // BLOCK_TOKENS))))
+            for i, (p, o) in enumerate(lengths)
+        ]
+        fitted, report = fit_to_context(requests, context, output_limit)
+        for r in fitted:
+            assert r.prompt_tokens >= 1
+            assert r.output_tokens >= 1
+            assert r.prompt_tokens + r.output_tokens <= context
+            assert output_limit is None or r.output_tokens <= output_limit
+            assert len(r.hash_ids) == -(-r.prompt_tokens // BLOCK_TOKENS)
+        assert report.requests + report.dropped_failed == len(requests)
+        served = [r for r in requests if r.prompt_tokens and r.output_tokens]
+        assert [r.index for r in served] == [r.index for r in fitted]
+        for field in ("prompt_tokens", "output_tokens"):
+            before = sum(getattr(r, field) for r in served)
+            after = sum(getattr(r, field) for r in fitted)
+            assert before - after == getattr(report, f"{field}_cut")
