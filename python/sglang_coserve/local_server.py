@@ -1,0 +1,143 @@
+"""A server of our own as a child process, for the demo, benchmarks and tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+from sglang_coserve.errors import StartupError
+
+__all__ = ["LocalServer", "free_port"]
+
+_POLL_S = 0.2
+_GRACE_S = 15.0
+_LOG_TAIL_LINES = 30
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback interface that is free now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class LocalServer:
+    """Starts a server module in a process group of its own and stops the whole group.
+
+    A context manager: entering waits until the server answers ``/health``, leaving
+    ends every process it started.
+
+    Raises:
+        StartupError: on entering, when the server ends or is not ready in time; the
+            message holds the end of its log.
+    """
+
+    def __init__(
+        self,
+        flags: Sequence[str],
+        *,
+        log_path: Path,
+        module: str = "sglang_coserve.launch_server",
+        port: int | None = None,
+        ready_timeout_s: float = 180.0,
+        extra_env: dict[str, str] | None = None,
+    ) -> None:
+        self.port = port if port is not None else free_port()
+        self.base_url = f"http://127.0.0.1:{self.port}"
+        self._command = [
+            sys.executable,
+            "-m",
+            module,
+            *flags,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+        ]
+        self._log_path = log_path
+        self._ready_timeout_s = ready_timeout_s
+        self._env = {**os.environ, **(extra_env or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> LocalServer:
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self._log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=self._env,
+                # Its own group: a terminal's Ctrl-C reaches only us, and we can end all of it.
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the HTTP server, which leads the process group."""
+        assert self._process is not None, "the server was not started"
+        return self._process.pid
+
+    def stop(self) -> None:
+        """End the server: ask, wait a while, then kill the whole group. Idempotent."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            self._signal_group(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_GRACE_S)
+        self._signal_group(signal.SIGKILL)
+        self._process.wait()
+
+    def log_tail(self) -> str:
+        """Return the last lines the server wrote."""
+        text = self._log_path.read_text(errors="replace") if self._log_path.exists() else ""
+        return "\n".join(text.splitlines()[-_LOG_TAIL_LINES:])
+
+    def _wait_until_ready(self) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + self._ready_timeout_s
+        while time.monotonic() < deadline:
+            status = self._process.poll()
+            if status is not None:
+                raise StartupError(
+                    f"the server ended with status {status} before it was ready; "
+                    f"its log ({self._log_path}) ends with:\n{self.log_tail()}"
+                )
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.base_url}/health", timeout=2.0).status_code == 200:
+                    return
+            time.sleep(_POLL_S)
+        raise StartupError(
+            f"the server was not ready after {self._ready_timeout_s:.0f} s; "
+            f"its log ({self._log_path}) ends with:\n{self.log_tail()}"
+        )
+
+    def _signal_group(self, signum: int) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signum)

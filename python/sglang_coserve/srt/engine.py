@@ -1,0 +1,54 @@
+"""SGLang's in-process ``Engine`` with co-serving in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_coserve.config import CoserveConfig
+from sglang_coserve.errors import StartupError
+from sglang_coserve.srt import compat, cpu
+
+if not cpu.has_cuda():
+    cpu.set_environment_defaults()  # SGLang reads these when it is imported.
+compat.check_version()
+
+from sglang.srt.entrypoints.engine import Engine  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
+
+from sglang_coserve.srt import processes  # noqa: E402
+from sglang_coserve.srt.scheduler import INIT_INFO_KEY  # noqa: E402
+
+__all__ = ["CoserveEngine"]
+
+
+class CoserveEngine(Engine):
+    """``sglang.Engine`` that knows two request classes.
+
+    Takes the keywords of ``sglang.Engine`` and ``coserve_config``. A request is
+    offline when its sampling parameters say
+    ``{"custom_params": {"coserve_class": "offline"}}``.
+
+    Raises:
+        UnsupportedError: SGLang has another version, or a setting cannot be co-served.
+        StartupError: the scheduler is not ours.
+        ValueError: from ``generate``, for an unknown class.
+    """
+
+    init_tokenizer_manager_func = staticmethod(processes.init_tokenizer_manager)
+    run_scheduler_process_func = staticmethod(processes.run_scheduler_process)
+    run_detokenizer_process_func = staticmethod(processes.run_detokenizer_process)
+
+    def __init__(self, *, coserve_config: CoserveConfig | None = None, **kwargs: Any) -> None:
+        if "server_args" not in kwargs:
+            if not cpu.has_cuda():
+                kwargs = {**cpu.FLAG_DEFAULTS, **kwargs}
+            kwargs.setdefault("log_level", "error")
+            kwargs = {"server_args": ServerArgs(**kwargs)}
+        server_args = kwargs["server_args"]
+        compat.check_server_args(server_args)
+        server_args._coserve = coserve_config or CoserveConfig()
+        super().__init__(**kwargs)
+        infos = self._scheduler_init_result.scheduler_infos
+        if not all(INIT_INFO_KEY in info for info in infos):
+            self.shutdown()
+            raise StartupError("co-serving is not in place: the scheduler is not CoserveScheduler")

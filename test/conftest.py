@@ -1,0 +1,16 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of two layers whose greedy outputs vary."""
+    from sglang_coserve.small_model import SmallModelSpec, make_small_model
+
+    directory = tmp_path_factory.mktemp("small_model")
+    return make_small_model(directory, SmallModelSpec(hidden=64, layers=2, context=1024))

@@ -1,0 +1,87 @@
+"""Engine processes shared by the tests of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from srt.scripted_engine import EngineProcess, EngineSpec, ScriptedEngine
+
+KV_POOL_TOKENS = 1024
+CHUNK_TOKENS = 128
+
+Spec = tuple[str, list[int], int, bool]
+"""A request: rid, prompt, max_new_tokens, whether it is offline."""
+
+Reference = Callable[[Sequence[Spec]], dict[str, list[int]]]
+
+
+@pytest.fixture(scope="module")
+def start_engine(small_model: Path) -> Iterator[Callable[..., EngineProcess]]:
+    """Starts engines with a small KV pool and small prefill chunks; ends them with the module."""
+    running: dict[EngineSpec, EngineProcess] = {}
+
+    def start(
+        *, stock: bool = False, overlap: bool = False, coserve: Any = (), **server_args: Any
+    ) -> EngineProcess:
+        settings = {
+            "max_total_tokens": KV_POOL_TOKENS,
+            "chunked_prefill_size": CHUNK_TOKENS,
+            # Admit on optimistic guesses of output lengths, so that memory does run out.
+            "schedule_conservativeness": 0.1,
+            **server_args,
+        }
+        spec = EngineSpec(
+            small_model,
+            stock=stock,
+            overlap=overlap,
+            server_args=tuple(sorted(settings.items())),
+            coserve=tuple(dict(coserve).items()),
+        )
+        if spec not in running or not running[spec].is_alive:
+            running[spec] = EngineProcess(spec)
+        return running[spec]
+
+    yield start
+    for process in running.values():
+        process.close()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(False, 1), (True, 1), (False, 16), (True, 16)],
+    ids=["normal-page1", "overlap-page1", "normal-page16", "overlap-page16"],
+)
+def engine(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
+    """Our scheduler, in both event loops and with pages of 1 and 16 tokens."""
+    overlap, page_size = request.param
+    process = start_engine(overlap=overlap, page_size=page_size)
+    assert isinstance(process, EngineProcess)
+    return process
+
+
+@pytest.fixture(scope="module")
+def reference_outputs(start_engine: Any) -> Reference:
+    """Greedy outputs of stock SGLang, on an engine with memory for all requests at once."""
+    known: dict[str, list[int]] = {}
+
+    def outputs(specs: Sequence[Spec]) -> dict[str, list[int]]:
+        key = {spec[0]: repr(spec[1:3]) for spec in specs}
+        missing = [spec for spec in specs if key[spec[0]] not in known]
+        if missing:
+            stock = start_engine(stock=True, max_total_tokens=65536, chunked_prefill_size=8192)
+            for rid, output in stock.call(_run_at_once, missing).items():
+                known[key[rid]] = output
+        return {rid: known[key[rid]] for rid in key}
+
+    return outputs
+
+
+def _run_at_once(engine: ScriptedEngine, specs: Sequence[Spec]) -> dict[str, list[int]]:
+    engine.run([engine.request(*spec[:3]) for spec in specs])
+    outputs = {spec[0]: engine.output(spec[0]) for spec in specs}
+    engine.scheduler.flush_cache()
+    return outputs

@@ -1,0 +1,268 @@
+"""A real SGLang scheduler whose event loop runs on a script.
+
+``EngineProcess`` starts a process that holds one scheduler (the real model, the
+real KV pool, the real event loops) and runs functions in it that get the
+``ScriptedEngine``.  A script is called once per iteration of the event loop, in
+the place where SGLang receives requests, so a test decides to the iteration when
+requests arrive and can look at any state.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+MAX_ITERATIONS = 20_000
+CALL_TIMEOUT_S = 300
+
+Script = Callable[[int], Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What to start. ``stock`` leaves SGLang's own scheduler in place."""
+
+    model: Path
+    stock: bool = False
+    overlap: bool = False
+    server_args: tuple[tuple[str, Any], ...] = ()
+    coserve: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        loop = "overlap" if self.overlap else "normal"
+        kind = "stock" if self.stock else "coserve"
+        return "-".join([kind, loop, *(f"{name}={value}" for name, value in self.server_args)])
+
+
+@dataclass
+class Iteration:
+    """What one forward pass ran."""
+
+    rids: list[str]
+    is_extend: bool
+    extend_lens: list[int] = field(default_factory=list)
+
+
+class ScriptedEngine:
+    """See the module's docstring; lives inside an ``EngineProcess``."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        from sglang_coserve.config import CoserveConfig
+        from sglang_coserve.srt import cpu
+
+        cpu.set_environment_defaults()
+        import torch
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.runtime_context import publish
+        from sglang.srt.server_args import PortArgs, ServerArgs
+
+        from sglang_coserve.srt.scheduler import CoserveScheduler
+
+        torch.set_num_threads(1)
+        cpu.install_page_allocation()
+        settings = {
+            **cpu.FLAG_DEFAULTS,
+            "model_path": str(spec.model),
+            "dtype": "float32",
+            "disable_overlap_schedule": not spec.overlap,
+            "log_level": "warning",
+            **dict(spec.server_args),
+        }
+        server_args = ServerArgs(**settings)
+        server_args._coserve = CoserveConfig(**dict(spec.coserve))
+        port_args = PortArgs.init_new(server_args)
+        publish(server_args, role="scheduler")
+        base = Scheduler if spec.stock else CoserveScheduler
+        engine = self
+
+        class RecordingScheduler(base):  # type: ignore[valid-type,misc]
+            def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
+                engine.reqs[req.rid] = req
+                super()._add_request_to_queue(req, is_retracted)
+
+            def process_batch_result(self, batch: Any, result: Any) -> None:
+                super().process_batch_result(batch, result)
+                extend = batch.forward_mode.is_extend()
+                engine.iterations.append(
+                    Iteration(
+                        [req.rid for req in batch.reqs],
+                        extend,
+                        list(batch.extend_lens) if extend else [],
+                    )
+                )
+
+        self.reqs: dict[str, Any] = {}
+        self.iterations: list[Iteration] = []
+        self.scheduler: Any = RecordingScheduler(server_args, port_args, 0, 0, 0, 0, 0, 0, None)
+        self._vocab_size: int = self.scheduler.model_config.vocab_size
+
+    # --- Requests ------------------------------------------------------------------------
+
+    def request(
+        self,
+        rid: str,
+        prompt: list[int],
+        max_new_tokens: int = 8,
+        *,
+        offline: bool = False,
+        **sampling: Any,
+    ) -> Any:
+        """A tokenized request, as the tokenizer process would send it; greedy, without EOS."""
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        params = SamplingParams(
+            max_new_tokens=max_new_tokens,
+            **{"temperature": 0.0, "ignore_eos": True, **sampling},
+            custom_params={"coserve_class": "offline"} if offline else None,
+        )
+        params.normalize(self.scheduler.tokenizer)
+        params.verify(self._vocab_size)
+        return TokenizedGenerateReqInput(
+            rid=rid,
+            input_text=None,
+            input_ids=array("q", prompt),
+            input_embeds=None,
+            mm_inputs=None,
+            token_type_ids=None,
+            sampling_params=params,
+            return_logprob=False,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            token_ids_logprob=None,
+            stream=False,
+        )
+
+    def abort(self, rid: str = "", *, abort_all: bool = False) -> Any:
+        """An abort message."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        return AbortReq(rid=rid, abort_all=abort_all)
+
+    def output(self, rid: str) -> list[int]:
+        """Tokens generated for ``rid`` so far."""
+        return list(self.reqs[rid].output_ids)
+
+    # --- Running -------------------------------------------------------------------------
+
+    def run(self, script: Script | Iterable[Any] = ()) -> list[Iteration]:
+        """Run the event loop until the script is over and nothing is left to do.
+
+        ``script(i)`` returns the messages received in iteration ``i`` and raises
+        ``StopIteration`` when it has no more; a plain iterable is received at once.
+        Returns the forward passes of this run.
+        """
+        if not callable(script):
+            script = _all_at_once(list(script))
+        scheduler, first = self.scheduler, len(self.iterations)
+        state = {"iteration": 0, "script_over": False}
+
+        def receive() -> list[Any]:
+            assert state["iteration"] < MAX_ITERATIONS, "the engine does not come to rest"
+            messages: list[Any] = []
+            if not state["script_over"]:
+                try:
+                    messages = list(script(state["iteration"]))
+                except StopIteration:
+                    state["script_over"] = True
+            if state["script_over"] and scheduler.is_fully_idle():
+                scheduler.gracefully_exit = True
+            state["iteration"] += 1
+            return messages
+
+        scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
+        scheduler.gracefully_exit = False
+        scheduler.run_event_loop()
+        return self.iterations[first:]
+
+    def assert_nothing_leaked(self) -> None:
+        """Every KV slot is free or cached and unlocked; every request slot is free."""
+        scheduler = self.scheduler
+        assert scheduler.is_fully_idle()
+        allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
+        assert tree.protected_size() == 0
+        assert allocator.available_size() + tree.evictable_size() == scheduler.max_total_num_tokens
+        assert scheduler.flush_cache(), "the engine says it is not idle"
+        assert allocator.available_size() == scheduler.max_total_num_tokens
+        pool = scheduler.req_to_token_pool
+        assert len(pool.free_slots) == pool.size
+
+
+def _all_at_once(messages: list[Any]) -> Script:
+    def script(iteration: int) -> list[Any]:
+        if iteration:
+            raise StopIteration
+        return messages
+
+    return script
+
+
+class EngineProcess:
+    """A process with one ``ScriptedEngine``; SGLang allows one scheduler per process."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, remote = context.Pipe()
+        self._process = context.Process(target=_serve, args=(remote, spec), daemon=True)
+        self._process.start()
+        remote.close()
+        self._receive(f"start of {spec}")
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return ``function(engine, *args)``, run in the process; assertion errors come back."""
+        self._connection.send((function, args))
+        return self._receive(function.__name__)
+
+    def _receive(self, what: str) -> Any:
+        if not self._connection.poll(CALL_TIMEOUT_S):
+            self.close()
+            raise TimeoutError(f"{what}: no answer in {CALL_TIMEOUT_S} s")
+        try:
+            result, error = self._connection.recv()
+        except EOFError:
+            self._process.join(10)
+            raise AssertionError(
+                f"{what}: the engine process died with exit code {self._process.exitcode}"
+            ) from None
+        if error is not None:
+            raise AssertionError(error)
+        return result
+
+    @property
+    def is_alive(self) -> bool:
+        """False once a scenario failed in it, or it was closed."""
+        return self._process.is_alive()
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.close()
+        self._process.kill()
+        self._process.join(10)
+
+
+def _serve(connection: Any, spec: EngineSpec) -> None:
+    os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] = "1"
+    try:
+        engine = ScriptedEngine(spec)
+    except BaseException:
+        connection.send((None, traceback.format_exc()))
+        return
+    connection.send((None, None))
+    while True:
+        try:
+            function, args = connection.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            connection.send((function(engine, *args), None))
+        except BaseException:
+            connection.send((None, traceback.format_exc()))
+            # A failed scenario leaves requests behind: the next one needs a fresh engine.
+            os._exit(1)

@@ -1,0 +1,376 @@
+"""Scenarios on the real scheduler: what each class gets, pass by pass."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from srt.conftest import CHUNK_TOKENS, KV_POOL_TOKENS, Reference, Spec
+from srt.scripted_engine import EngineProcess, Iteration, ScriptedEngine
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(10, 700), k=length)
+
+
+def first_pass(iterations: Sequence[Iteration], rid: str) -> int:
+    return next(i for i, iteration in enumerate(iterations) if rid in iteration.rids)
+
+
+def counts(engine: ScriptedEngine) -> dict[str, int]:
+    return dict(engine.scheduler._offline_counts)
+
+
+# --- Online-only traffic ------------------------------------------------------------------
+
+
+def run_online_only(engine: ScriptedEngine) -> tuple[list[Any], dict[str, list[int]]]:
+    arrivals = {0: 5, 3: 2, 9: 4, 10: 1, 25: 3}
+    rng = random.Random(7)
+    specs = [(f"r{i}", rng.randrange(5, 300), rng.randrange(1, 40)) for i in range(15)]
+    waiting = list(specs)
+
+    def script(iteration: int) -> list[Any]:
+        if iteration > max(arrivals):
+            raise StopIteration
+        batch = [waiting.pop(0) for _ in range(arrivals.get(iteration, 0))]
+        return [engine.request(rid, prompt(len(rid) + n, n), m) for rid, n, m in batch]
+
+    iterations = engine.run(script)
+    trace = [(i.rids, i.is_extend, i.extend_lens) for i in iterations]
+    outputs = {rid: engine.output(rid) for rid, _, _ in specs}
+    engine.assert_nothing_leaked()
+    return trace, outputs
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
+def test_online_only_traffic_is_scheduled_exactly_as_stock_does(
+    start_engine: Any, overlap: bool
+) -> None:
+    ours = start_engine(overlap=overlap, page_size=1).call(run_online_only)
+    stock = start_engine(stock=True, overlap=overlap, page_size=1).call(run_online_only)
+    assert ours == stock
+    assert len({tuple(output) for output in ours[1].values()}) == 15
+
+
+# --- Admission ----------------------------------------------------------------------------
+
+
+def run_offline_first_in_line(engine: ScriptedEngine) -> list[Iteration]:
+    offline = [engine.request(f"off{i}", prompt(i, 60), 4, offline=True) for i in range(3)]
+    online = [engine.request(f"on{i}", prompt(10 + i, 60), 4) for i in range(3)]
+    return engine.run(offline + online)
+
+
+def test_online_requests_are_prefilled_before_offline_ones_that_came_earlier(
+    engine: EngineProcess,
+) -> None:
+    iterations = engine.call(run_offline_first_in_line)
+    last_online = max(first_pass(iterations, f"on{i}") for i in range(3))
+    first_offline = min(first_pass(iterations, f"off{i}") for i in range(3))
+    assert last_online < first_offline
+
+
+def test_offline_requests_are_admitted_in_order_of_arrival(engine: EngineProcess) -> None:
+    iterations = engine.call(run_offline_first_in_line)
+    passes = [first_pass(iterations, f"off{i}") for i in range(3)]
+    assert passes == sorted(passes)
+
+
+def run_with_limit(engine: ScriptedEngine) -> int:
+    engine.run([engine.request(f"off{i}", prompt(i, 40), 6, offline=True) for i in range(7)])
+    engine.assert_nothing_leaked()
+    return max(len(i.rids) for i in engine.iterations)
+
+
+def test_offline_max_running_bounds_the_offline_rows(start_engine: Any) -> None:
+    process = start_engine(coserve={"offline_max_running": 2})
+    assert process.call(run_with_limit) == 2
+
+
+# --- Giving way ---------------------------------------------------------------------------
+
+LONG_OFFLINE: Spec = ("off", prompt(1, 5 * CHUNK_TOKENS), 8, True)
+SHORT_ONLINE: Spec = ("on", prompt(2, 50), 8, False)
+
+
+def run_arrival_in_the_middle_of_a_prefill(
+    engine: ScriptedEngine,
+) -> tuple[list[Iteration], dict[str, list[int]], dict[str, int]]:
+    def script(iteration: int) -> list[Any]:
+        if iteration > 3:
+            raise StopIteration
+        if iteration == 0:
+            return [engine.request(*LONG_OFFLINE[:3], offline=True)]
+        return [engine.request(*SHORT_ONLINE[:3])] if iteration == 2 else []
+
+    before = counts(engine).get("parked", 0)
+    iterations = engine.run(script)
+    outputs = {rid: engine.output(rid) for rid in ("off", "on")}
+    engine.assert_nothing_leaked()
+    return iterations, outputs, {"parked": counts(engine)["parked"] - before}
+
+
+def test_an_offline_prefill_is_parked_when_an_online_request_arrives(
+    engine: EngineProcess, reference_outputs: Reference
+) -> None:
+    iterations, outputs, count = engine.call(run_arrival_in_the_middle_of_a_prefill)
+    assert outputs == reference_outputs([LONG_OFFLINE, SHORT_ONLINE])
+    assert count["parked"] >= 1
+    # Two chunks ran before the arrival; the next pass is the online request's.
+    assert first_pass(iterations, "on") == 2
+    # The cache gave the parked prompt back: no token of it was computed twice.
+    prefilled = sum(
+        length
+        for iteration in iterations
+        for rid, length in zip(iteration.rids, iteration.extend_lens, strict=False)
+        if rid == "off"
+    )
+    assert prefilled <= len(LONG_OFFLINE[1]) + 16  # less than a page more
+
+
+BIG_ONLINE: Spec = ("on", prompt(3, KV_POOL_TOKENS // 2), 16, False)
+MANY_OFFLINE: list[Spec] = [(f"off{i}", prompt(20 + i, 60), 120, True) for i in range(6)]
+
+
+def run_big_online_among_many_offline(
+    engine: ScriptedEngine,
+) -> tuple[list[Iteration], dict[str, list[int]], int, dict[str, int]]:
+    arrival = 60
+
+    def script(iteration: int) -> list[Any]:
+        if iteration > arrival:
+            raise StopIteration
+        if iteration == 0:
+            return [engine.request(*spec[:3], offline=True) for spec in MANY_OFFLINE]
+        return [engine.request(*BIG_ONLINE[:3])] if iteration == arrival else []
+
+    before = counts(engine).get("evicted", 0)
+    iterations = engine.run(script)
+    rids = ["on", *(spec[0] for spec in MANY_OFFLINE)]
+    outputs = {rid: engine.output(rid) for rid in rids}
+    engine.assert_nothing_leaked()
+    return iterations, outputs, arrival, {"evicted": counts(engine)["evicted"] - before}
+
+
+def test_offline_decodes_are_evicted_when_an_online_request_does_not_fit(
+    engine: EngineProcess, reference_outputs: Reference
+) -> None:
+    iterations, outputs, arrival, count = engine.call(run_big_online_among_many_offline)
+    assert count["evicted"] >= 1
+    assert first_pass(iterations, "on") <= arrival + 2
+    assert outputs == reference_outputs([BIG_ONLINE, *MANY_OFFLINE])
+
+
+def run_offline_that_does_not_fit(engine: ScriptedEngine) -> list[Iteration]:
+    hog = engine.request("hog", prompt(4, 700), 200, offline=True)
+    next_hog = engine.request("next", prompt(5, 700), 200, offline=True)
+
+    def script(iteration: int) -> list[Any]:
+        if iteration > 30:
+            raise StopIteration
+        arrivals = {0: [hog, next_hog], 30: [engine.request("on", prompt(6, 40), 4)]}
+        return arrivals.get(iteration, [])
+
+    iterations = engine.run(script)
+    engine.assert_nothing_leaked()
+    return iterations
+
+
+def test_an_offline_request_that_does_not_fit_does_not_block_a_small_online_one(
+    engine: EngineProcess,
+) -> None:
+    iterations = engine.call(run_offline_that_does_not_fit)
+    assert first_pass(iterations, "on") <= 32
+    assert first_pass(iterations, "next") > first_pass(iterations, "on")
+
+
+# --- Control messages ---------------------------------------------------------------------
+
+
+def run_aborts(engine: ScriptedEngine) -> dict[str, int]:
+    specs: list[Spec] = [(f"off{i}", prompt(i, 300), 30, True) for i in range(5)]
+
+    def script(iteration: int) -> list[Any]:
+        if iteration > 12:
+            raise StopIteration
+        if iteration == 0:
+            return [engine.request(*spec[:3], offline=True) for spec in specs]
+        # One that still waits, then the one being prefilled or decoding.
+        return {3: [engine.abort("off4")], 6: [engine.abort("off0")]}.get(iteration, [])
+
+    engine.run(script)
+    engine.assert_nothing_leaked()
+    return {spec[0]: len(engine.output(spec[0])) for spec in specs}
+
+
+def test_offline_requests_can_be_aborted_waiting_and_running(engine: EngineProcess) -> None:
+    generated = engine.call(run_aborts)
+    assert generated["off4"] == 0
+    assert generated["off0"] < 30
+    assert [generated[f"off{i}"] for i in (1, 2, 3)] == [30, 30, 30]
+
+
+def run_abort_all(engine: ScriptedEngine) -> int:
+    def script(iteration: int) -> list[Any]:
+        if iteration > 5:
+            raise StopIteration
+        if iteration == 0:
+            return [engine.request(f"o{i}", prompt(i, 200), 50, offline=True) for i in range(9)]
+        return [engine.abort(abort_all=True)] if iteration == 5 else []
+
+    engine.run(script)
+    engine.assert_nothing_leaked()
+    return len(engine.scheduler._offline_waiting)
+
+
+def test_abort_all_empties_the_offline_queue(engine: EngineProcess) -> None:
+    assert engine.call(run_abort_all) == 0
+
+
+def run_idle_questions(engine: ScriptedEngine) -> dict[str, Any]:
+    scheduler, seen = engine.scheduler, {}
+
+    def script(iteration: int) -> list[Any]:
+        if iteration == 0:
+            # Paused, so that the request stays where it arrived.
+            scheduler._engine_paused = True
+            return [engine.request("off", prompt(1, 20), 4, offline=True)]
+        seen["idle"] = scheduler.is_fully_idle()
+        seen["health_check_idle"] = scheduler.is_fully_idle(for_health_check=True)
+        seen["flushed"] = scheduler.flush_cache()
+        scheduler._engine_paused = False
+        raise StopIteration
+
+    engine.run(script)
+    engine.assert_nothing_leaked()
+    return seen
+
+
+def test_a_waiting_offline_request_is_work_for_flush_but_not_for_the_health_check(
+    engine: EngineProcess,
+) -> None:
+    assert engine.call(run_idle_questions) == {
+        "idle": False,
+        "health_check_idle": True,
+        "flushed": False,
+    }
+
+
+def run_pause(engine: ScriptedEngine, mode: str) -> dict[str, list[int]]:
+    from sglang.srt.managers.io_struct import (
+        ContinueGenerationReqInput,
+        PauseGenerationReqInput,
+    )
+
+    specs: list[Spec] = [
+        ("on0", prompt(1, 100), 20, False),
+        ("off0", prompt(2, 100), 20, True),
+        ("off1", prompt(3, 400), 20, True),
+    ]
+
+    def script(iteration: int) -> list[Any]:
+        if iteration > 20:
+            raise StopIteration
+        messages: dict[int, list[Any]] = {
+            0: [engine.request(*spec[:3], offline=spec[3]) for spec in specs],
+            4: [PauseGenerationReqInput(mode=mode)],
+            8: [ContinueGenerationReqInput()],
+            12: [PauseGenerationReqInput(mode=mode)],
+            15: [ContinueGenerationReqInput()],
+        }
+        return messages.get(iteration, [])
+
+    engine.run(script)
+    outputs = {spec[0]: engine.output(spec[0]) for spec in specs}
+    engine.assert_nothing_leaked()
+    return outputs
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_pause_generation_keeps_both_classes_whole(
+    engine: EngineProcess, reference_outputs: Reference, mode: str
+) -> None:
+    outputs = engine.call(run_pause, mode)
+    specs: list[Spec] = [
+        ("on0", prompt(1, 100), 20, False),
+        ("off0", prompt(2, 100), 20, True),
+        ("off1", prompt(3, 400), 20, True),
+    ]
+    assert outputs == reference_outputs(specs)
+
+
+# --- Everything at once -------------------------------------------------------------------
+
+
+def mixed_specs(seed: int, num_online: int, num_offline: int) -> list[Spec]:
+    """Random lengths; a fifth of the prompts share one of three long prefixes."""
+    rng = random.Random(seed)
+    shared = [prompt(1000 + i, 120) for i in range(3)]
+    specs: list[Spec] = []
+    for i in range(num_online + num_offline):
+        offline = i < num_offline
+        tokens = prompt(seed * 1000 + i, rng.choice([3, 17, 90, 350, 500]))
+        if rng.random() < 0.2:
+            tokens = rng.choice(shared) + tokens
+        specs.append((f"r{i:03d}", tokens, rng.randrange(1, 150 if offline else 40), offline))
+    return specs
+
+
+def run_mixed(
+    engine: ScriptedEngine, specs: Sequence[Spec], seed: int
+) -> tuple[dict[str, list[int]], set[str], dict[str, int]]:
+    """An offline backlog from the start, online requests in bursts, aborts of either class."""
+    rng = random.Random(seed)
+    online = [spec for spec in specs if not spec[3]]
+    sent: list[str] = []
+    aborted: set[str] = set()
+    before = counts(engine)
+
+    def send(spec: Spec) -> Any:
+        sent.append(spec[0])
+        return engine.request(*spec[:3], offline=spec[3])
+
+    def script(iteration: int) -> list[Any]:
+        if iteration == 0:
+            return [send(spec) for spec in specs if spec[3]]
+        if not online:
+            raise StopIteration
+        messages = []
+        # Not before the last burst is served, or offline requests would never run.
+        if not engine.scheduler.waiting_queue and rng.random() < 0.1:
+            size = rng.randrange(1, 6)
+            messages = [send(spec) for spec in online[:size]]
+            del online[:size]
+        if rng.random() < 0.01:
+            victim = rng.choice(sent)
+            aborted.add(victim)
+            messages.append(engine.abort(victim))
+        return messages
+
+    engine.run(script)
+    outputs = {rid: engine.output(rid) for rid in sent}
+    engine.assert_nothing_leaked()
+    after = counts(engine)
+    return outputs, aborted, {name: after[name] - before.get(name, 0) for name in after}
+
+
+def test_two_hundred_mixed_requests_finish_with_the_outputs_of_stock(
+    engine: EngineProcess, reference_outputs: Reference
+) -> None:
+    specs = mixed_specs(seed=11, num_online=80, num_offline=120)
+    outputs, aborted, count = engine.call(run_mixed, specs, 5)
+    expected = reference_outputs(specs)
+    for rid, _, max_new_tokens, _ in specs:
+        if rid in aborted:
+            assert outputs[rid] == expected[rid][: len(outputs[rid])]
+        else:
+            assert len(outputs[rid]) == max_new_tokens
+            assert outputs[rid] == expected[rid]
+    assert aborted
+    # The pool was small enough for the scenario to mean something.
+    assert count["evicted"] > 10
+    assert count["parked"] >= 1

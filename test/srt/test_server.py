@@ -1,0 +1,196 @@
+"""The real server over HTTP: every door, with the official client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from sglang_coserve.local_server import LocalServer
+
+
+@pytest.fixture(scope="module")
+def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    flags = ["--model-path", str(small_model), "--dtype", "float32", "--slo-ttft-ms", "400"]
+    with LocalServer(flags, log_path=log) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: LocalServer) -> Iterator[openai.OpenAI]:
+    url = f"{server.base_url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def http(server: LocalServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.base_url, timeout=60) as client:
+        yield client
+
+
+def status(http: httpx.Client) -> dict[str, Any]:
+    (replica,) = http.get("/coserve/status").raise_for_status().json()["replicas"]
+    assert isinstance(replica, dict)
+    return replica
+
+
+def num_offline_received(http: httpx.Client) -> int:
+    return int(status(http)["offline"]["received"])
+
+
+MESSAGES: Any = [{"role": "user", "content": "Who repaired the boat?"}]
+
+
+def test_status_shows_settings_and_classes(http: httpx.Client) -> None:
+    replica = status(http)
+    assert replica["config"]["slo_ttft_ms"] == 400
+    assert replica["config"]["offline_policy"] == "fcfs"
+    assert replica["online"].keys() == {"waiting", "running"}
+
+
+def test_server_info_names_the_scheduler(http: httpx.Client) -> None:
+    info = http.get("/server_info").json()
+    assert info["coserve"] == {"scheduler": "CoserveScheduler"}
+
+
+@pytest.mark.parametrize(
+    ("mark", "tier", "offline"),
+    [
+        ({"service_tier": "flex"}, "flex", 1),
+        ({"service_tier": "default"}, "default", 0),
+        ({"service_tier": "auto"}, "default", 0),
+        ({"service_tier": "priority"}, "default", 0),
+        ({"extra_body": {"coserve_class": "offline"}}, "flex", 1),
+        ({"extra_body": {"coserve_class": "online"}}, "default", 0),
+    ],
+)
+def test_chat_completions_take_a_class_and_tell_the_tier_used(
+    client: openai.OpenAI, http: httpx.Client, mark: Any, tier: str, offline: int
+) -> None:
+    before = num_offline_received(http)
+    completion = client.chat.completions.create(
+        model="default", messages=MESSAGES, max_tokens=4, **mark
+    )
+    assert completion.service_tier == tier
+    assert completion.choices[0].message.content
+    assert num_offline_received(http) - before == offline
+
+
+def test_unmarked_requests_are_online_and_get_the_stock_response(
+    client: openai.OpenAI, http: httpx.Client
+) -> None:
+    before = num_offline_received(http)
+    completion = client.chat.completions.create(model="default", messages=MESSAGES, max_tokens=4)
+    assert completion.service_tier is None
+    assert num_offline_received(http) == before
+
+
+def test_both_classes_generate_the_same_text(client: openai.OpenAI) -> None:
+    def text(**mark: Any) -> str:
+        return (
+            client.completions.create(
+                model="default", prompt="The old mill", max_tokens=24, temperature=0, **mark
+            )
+            .choices[0]
+            .text
+        )
+
+    assert text(extra_body={"service_tier": "flex"}) == text()
+
+
+def test_streams_carry_the_tier_in_every_chunk(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="default", messages=MESSAGES, max_tokens=8, service_tier="flex", stream=True
+    )
+    chunks = list(stream)
+    assert len(chunks) > 3
+    assert {chunk.service_tier for chunk in chunks} == {"flex"}
+
+
+def test_completions_take_a_class(http: httpx.Client) -> None:
+    before = num_offline_received(http)
+    body = {"model": "default", "prompt": ["a", "b"], "max_tokens": 2, "coserve_class": "offline"}
+    response = http.post("/v1/completions", json=body).raise_for_status().json()
+    assert response["service_tier"] == "flex"
+    assert len(response["choices"]) == 2
+    assert num_offline_received(http) - before == 2
+
+
+def test_generate_takes_custom_params(http: httpx.Client) -> None:
+    before = num_offline_received(http)
+    params = {"max_new_tokens": 3, "custom_params": {"coserve_class": "offline"}}
+    http.post("/generate", json={"text": "x", "sampling_params": params}).raise_for_status()
+    assert num_offline_received(http) - before == 1
+
+
+@pytest.mark.parametrize(
+    ("mark", "says"),
+    [
+        ({"extra_body": {"coserve_class": "batch"}}, "'online' or 'offline'"),
+        ({"extra_body": {"coserve_class": 3}}, "'online' or 'offline'"),
+        ({"extra_body": {"service_tier": "cheap"}}, "'flex'"),
+        ({"extra_body": {"service_tier": ["flex"]}}, "'flex'"),
+        (
+            {"extra_body": {"service_tier": "default", "coserve_class": "offline"}},
+            "contradicting",
+        ),
+        ({"extra_body": {"custom_params": {"coserve_class": "x"}}}, "'online' or 'offline'"),
+    ],
+)
+def test_an_unknown_class_is_a_400_that_says_the_valid_ones(
+    client: openai.OpenAI, mark: Any, says: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="default", messages=MESSAGES, **mark)
+    assert says in refused.value.message
+
+
+def test_an_unknown_class_on_generate_is_a_400(http: httpx.Client) -> None:
+    params = {"custom_params": {"coserve_class": "batch"}}
+    response = http.post("/generate", json={"text": "x", "sampling_params": params})
+    assert response.status_code == 400
+    assert "'online' or 'offline'" in response.text
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"service_tier"', b'{"service_tier": }'])
+def test_malformed_bodies_get_sglangs_own_answer(http: httpx.Client, content: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    response = http.post("/v1/chat/completions", content=content, headers=headers)
+    # SGLang answers some of these with a 500; what counts is that it stays its answer.
+    assert response.status_code >= 400
+    assert http.get("/health").status_code == 200
+
+
+def test_text_that_looks_like_an_event_stays_text(http: httpx.Client) -> None:
+    # The prompt comes back first (echo), inside one event, braces and newlines included.
+    body = {
+        "model": "default",
+        "prompt": 'x\n\ndata: {"a": 1}',
+        "max_tokens": 2,
+        "echo": True,
+        "stream": True,
+        "service_tier": "flex",
+    }
+    events = [
+        json.loads(line.removeprefix("data: "))
+        for line in http.post("/v1/completions", json=body).text.splitlines()
+        if line.startswith("data: {")
+    ]
+    text = "".join(event["choices"][0]["text"] for event in events if event["choices"])
+    assert text.startswith(body["prompt"])
+    assert all(event["service_tier"] == "flex" for event in events)
+
+
+def test_a_prompt_longer_than_the_context_is_a_400(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(
+            model="default", prompt=[5] * 5000, extra_body={"service_tier": "flex"}
+        )
+    assert "context length" in refused.value.message
