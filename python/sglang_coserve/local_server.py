@@ -70,6 +70,11 @@ class LocalServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> LocalServer:
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Start the server and wait until it is ready; for use without ``with``."""
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -86,7 +91,6 @@ class LocalServer:
         except BaseException:
             self.stop()
             raise
-        return self
 
     def __exit__(
         self,

@@ -1,0 +1,73 @@
+"""``python -m sglang_coserve.demo``: what ``scripts/demo`` runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from sglang_coserve.errors import CoserveError
+from sglang_coserve.metrics import SloTargets
+from sglang_coserve.workload import sample_path
+
+
+def demo(
+    seconds: Annotated[
+        float, typer.Option(help="How long both workloads run; set-up comes on top.")
+    ] = 60.0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Online trace: Azure CSV, BurstGPT CSV or Mooncake JSONL."),
+    ] = None,
+    offline: Annotated[
+        Path | None, typer.Option(help="Offline requests: JSONL in OpenAI's batch format.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where report.json and timeline.png go.")] = Path(
+        "demo-report"
+    ),
+    model: Annotated[
+        Path | None, typer.Option(help="A model of your own; default: a small random one.")
+    ] = None,
+    slo_ttft_ms: Annotated[float, typer.Option(help="Online TTFT target, ms.")] = 500.0,
+    slo_tpot_ms: Annotated[float, typer.Option(help="Online TPOT target, ms.")] = 100.0,
+    server_flag: Annotated[
+        list[str] | None, typer.Option(help="A further flag for the server; repeatable.")
+    ] = None,
+) -> None:
+    """Serve an online trace and an offline file with one engine, and measure both."""
+    from sglang_coserve.demo.report import as_table
+    from sglang_coserve.demo.run import DemoOptions, run_demo
+
+    console = Console()
+    options = DemoOptions(
+        seconds=seconds,
+        trace=trace or sample_path("online"),
+        offline=offline or sample_path("offline"),
+        out=out,
+        model=model,
+        targets=SloTargets(slo_ttft_ms / 1e3, slo_tpot_ms / 1e3),
+        server_flags=tuple(server_flag or ()),
+    )
+    result = run_demo(options, console)
+    console.print(as_table(result))
+    console.print(f"written: {out / 'report.json'}, {out / 'timeline.png'}")
+
+
+def main() -> int:
+    """Run the demo; return its exit status."""
+    try:
+        typer.run(demo)
+    except CoserveError as error:
+        Console(stderr=True).print(f"demo: {error}", highlight=False, markup=False)
+        return 2
+    except KeyboardInterrupt:
+        Console(stderr=True).print("demo: interrupted; the server has ended")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

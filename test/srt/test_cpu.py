@@ -1,0 +1,84 @@
+"""The torch code that stands in for SGLang's Triton kernels and for sgl_kernel."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import sgl_kernel
+import torch
+
+from sglang_coserve.srt import cpu
+
+PAGE_TOKENS = 16
+
+
+def last_slot(slots: list[int]) -> int:
+    return slots[-1] if slots else -1
+
+
+def test_pages_are_filled_before_new_ones_are_opened() -> None:
+    """Random extends and decodes: every row's slots are whole pages in order, none shared."""
+    rng = random.Random(3)
+    free = torch.randperm(500, generator=torch.Generator().manual_seed(3)) + 1
+    rows: list[list[int]] = [[] for _ in range(6)]
+    for _ in range(40):
+        lens = torch.tensor([len(row) for row in rows])
+        last = torch.tensor([last_slot(row) for row in rows])
+        grow = torch.tensor([rng.choice([1, 1, 2, 15, 16, 17, 40]) for _ in rows])
+        decode = bool((lens > 0).all()) and rng.random() < 0.5
+        grow = torch.ones_like(grow) if decode else grow
+        new_lens = lens + grow
+        out = torch.full((int(grow.sum()),), -7)
+        if decode:
+            cpu._alloc_decode(new_lens, last, free, out, 8, PAGE_TOKENS)
+        else:
+            cpu._alloc_extend(lens, new_lens, last, free, out, 8, PAGE_TOKENS)
+        opened = int(
+            ((new_lens + PAGE_TOKENS - 1) // PAGE_TOKENS - (lens + PAGE_TOKENS - 1) // PAGE_TOKENS)
+            .sum()
+            .item()
+        )
+        if opened > len(free):
+            assert set(out.tolist()) == {-7} or not decode
+            break
+        free = free[opened:]
+        for row, slots in zip(rows, out.split(grow.tolist()), strict=True):
+            row.extend(slots.tolist())
+    assert sum(map(len, rows)) > 500
+    owned: dict[int, int] = {}
+    for owner, row in enumerate(rows):
+        for position, slot in enumerate(row):
+            assert slot % PAGE_TOKENS == position % PAGE_TOKENS
+            assert owned.setdefault(slot // PAGE_TOKENS, owner) == owner
+
+
+def test_slots_are_copied_into_and_out_of_the_request_table() -> None:
+    table = torch.zeros(4, 32, dtype=torch.int32)
+    rows, start, end = torch.tensor([2, 0]), torch.tensor([3, 0]), torch.tensor([6, 2])
+    slots = torch.tensor([30, 31, 32, 9, 10])
+    sgl_kernel.assign_req_to_token_pool_cpu(rows, table, start, end, slots, 32)
+    assert table[2, 3:6].tolist() == [30, 31, 32]
+    assert table[0, :2].tolist() == [9, 10]
+    assert int((table != 0).sum()) == 5
+    back = torch.zeros(5, dtype=torch.int64)
+    sgl_kernel.assign_extend_cache_locs_cpu(rows, table, start, end, back, 32)
+    assert back.tolist() == slots.tolist()
+
+
+def test_a_missing_kernel_can_be_imported_and_names_itself_when_called() -> None:
+    from sgl_kernel import moe_align_block_size
+
+    with pytest.raises(NotImplementedError, match=r"sgl_kernel\.moe_align_block_size"):
+        moe_align_block_size(1, 2)
+
+
+def test_a_missing_submodule_is_an_import_error() -> None:
+    with pytest.raises(ImportError):
+        import sgl_kernel.flash_attn  # noqa: F401
+
+
+def test_environment_defaults_leave_what_is_set() -> None:
+    environment = {"OMP_NUM_THREADS": "7"}
+    cpu.set_environment_defaults(environment)
+    assert environment == {"OMP_NUM_THREADS": "7", "SGLANG_USE_CPU_ENGINE": "1"}

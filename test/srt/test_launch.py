@@ -1,0 +1,151 @@
+"""What the launcher refuses, and that it notices when a part is not in place."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_coserve.errors import StartupError, UnsupportedError
+from sglang_coserve.srt import cpu
+
+cpu.set_environment_defaults()  # Before SGLang is imported.
+
+from sglang_coserve.srt import compat, launch  # noqa: E402
+from sglang_coserve.srt.service_tier import ServiceTierMiddleware  # noqa: E402
+
+
+def launch_server(*flags: str, **env: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-m", "sglang_coserve.launch_server", *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **env},
+        check=False,
+    )
+
+
+def test_every_seam_of_sglang_is_there() -> None:
+    assert compat.missing_seams() == []
+
+
+def test_the_installed_sglang_is_the_pinned_one() -> None:
+    compat.check_version()
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "SGLANG_VERSION", "0.5.99")
+    with pytest.raises(UnsupportedError, match=r"needs SGLang 0\.5\.99, found 0\.5\.17"):
+        compat.check_version()
+
+
+def test_help_shows_sglangs_flags_and_ours() -> None:
+    shown = launch_server("--help")
+    assert shown.returncode == 0
+    for flag in ("--model-path", "--slo-ttft-ms", "--offline-max-running"):
+        assert flag in shown.stdout
+
+
+UNSUPPORTED = {
+    "pipeline parallelism": {"pp_size": 2},
+    "DP attention": {"enable_dp_attention": True},
+    "speculative decoding": {"speculative_algorithm": "NGRAM"},
+    "several tokenizer workers": {"tokenizer_worker_num": 2},
+    "PD disaggregation": {"disaggregation_mode": "prefill"},
+}
+
+
+def server_args(**changes: Any) -> Any:
+    values = {
+        "pp_size": 1,
+        "enable_dp_attention": False,
+        "speculative_algorithm": None,
+        "tokenizer_worker_num": 1,
+        "disaggregation_mode": "null",
+        "dllm_algorithm": None,
+        "hicache_storage_backend": None,
+        "enable_hisparse": False,
+        "grpc_mode": False,
+        "smg_grpc_mode": False,
+        "use_ray": False,
+        "encoder_only": False,
+    }
+    return SimpleNamespace(**(values | changes))
+
+
+@pytest.mark.parametrize(("name", "changes"), UNSUPPORTED.items(), ids=UNSUPPORTED)
+def test_an_unsupported_setting_is_refused_by_name(name: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=name):
+        compat.check_server_args(server_args(**changes))
+
+
+def test_each_unsupported_setting_gets_a_line() -> None:
+    with pytest.raises(UnsupportedError) as refused:
+        compat.check_server_args(server_args(pp_size=2, enable_dp_attention=True))
+    assert len(str(refused.value).splitlines()) == 2
+
+
+def test_the_checked_settings_exist_in_sglang() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    assert set(vars(server_args())) <= set(ServerArgs.__dataclass_fields__)
+
+
+def test_the_command_line_tells_one_line_and_exits_with_2(small_model: Path) -> None:
+    refused = launch_server("--model-path", str(small_model), "--tokenizer-worker-num", "2")
+    assert refused.returncode == 2
+    errors = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "--tokenizer-worker-num" in errors[0]
+
+
+def test_the_rust_server_is_refused(small_model: Path) -> None:
+    refused = launch_server("--model-path", str(small_model), SGLANG_RUST_SERVER="1")
+    assert refused.returncode == 2
+    assert "Rust" in refused.stderr
+
+
+def test_a_bad_value_of_our_flags_is_refused(small_model: Path) -> None:
+    refused = launch_server("--model-path", str(small_model), "--slo-ttft-ms", "-5")
+    assert refused.returncode == 2
+    assert "error: --slo-ttft-ms must be a positive number" in refused.stderr
+
+
+def complete_app() -> Any:
+    return SimpleNamespace(
+        user_middleware=[SimpleNamespace(cls=ServiceTierMiddleware)],
+        routes=[SimpleNamespace(path=launch.STATUS_PATH)],
+    )
+
+
+def test_a_complete_server_passes() -> None:
+    launch.verify_in_place(complete_app(), [{"coserve": {}}])
+
+
+@pytest.mark.parametrize(
+    ("app", "info", "says"),
+    [
+        (complete_app(), {"status": "ready"}, "scheduler 0 is not CoserveScheduler"),
+        (
+            SimpleNamespace(user_middleware=[], routes=complete_app().routes),
+            {"coserve": {}},
+            "middleware",
+        ),
+        (
+            SimpleNamespace(user_middleware=complete_app().user_middleware, routes=[]),
+            {"coserve": {}},
+            launch.STATUS_PATH,
+        ),
+    ],
+    ids=["scheduler", "middleware", "route"],
+)
+def test_a_missing_part_stops_the_start(app: Any, info: dict[str, Any], says: str) -> None:
+    with pytest.raises(StartupError, match=says):
+        launch.verify_in_place(app, [info])

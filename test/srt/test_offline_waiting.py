@@ -1,0 +1,68 @@
+"""The FIFO of waiting offline requests against a plain list."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from sglang_coserve.srt.offline_waiting import OfflineWaiting
+
+
+class WaitingMachine(RuleBasedStateMachine):
+    """Ready and cooling requests, modelled as two lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting = OfflineWaiting()
+        self.ready: list[str] = []
+        self.cooling: list[str] = []
+        self.running: list[str] = []
+        self.count = 0
+
+    @rule()
+    def append(self) -> None:
+        self.count += 1
+        self.waiting.append(SimpleNamespace(rid=str(self.count)))
+        self.ready.append(str(self.count))
+
+    @rule(count=st.integers(0, 5), keep=st.integers(0, 5))
+    def take_and_give_back_some(self, count: int, keep: int) -> None:
+        taken = self.waiting.take(count)
+        assert [req.rid for req in taken] == self.ready[:count]
+        self.waiting.untake(taken[keep:])
+        self.running += [req.rid for req in taken[:keep]]
+        del self.ready[: min(keep, len(taken))]
+
+    @precondition(lambda self: self.running)
+    @rule()
+    def put_back(self) -> None:
+        rid = self.running.pop()
+        self.waiting.put_back(SimpleNamespace(rid=rid))
+        self.cooling.insert(0, rid)
+
+    @rule()
+    def start_pass(self) -> None:
+        self.waiting.start_pass()
+        self.ready = self.cooling + self.ready
+        self.cooling = []
+
+    @rule(residue=st.integers(0, 3))
+    def remove(self, residue: int) -> None:
+        removed = self.waiting.remove_if(lambda req: int(req.rid) % 4 == residue)
+        gone = [rid for rid in self.cooling + self.ready if int(rid) % 4 == residue]
+        assert [req.rid for req in removed] == gone
+        self.ready = [rid for rid in self.ready if rid not in gone]
+        self.cooling = [rid for rid in self.cooling if rid not in gone]
+
+    @invariant()
+    def same_order(self) -> None:
+        assert [req.rid for req in self.waiting] == self.cooling + self.ready
+        assert len(self.waiting) == len(self.cooling) + len(self.ready)
+        assert self.waiting.has_ready == bool(self.ready)
+
+
+TestOfflineWaiting = WaitingMachine.TestCase
+TestOfflineWaiting.settings = settings(deadline=None)

@@ -1,0 +1,150 @@
+"""The middleware alone: bodies in pieces, streams in pieces, and what it leaves untouched."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.errors import UnknownClassError
+from sglang_coserve.srt.service_tier import ServiceTierMiddleware, class_of_body
+
+
+class Inner:
+    """An ASGI app that records the body it got and answers with given pieces."""
+
+    def __init__(self, content_type: str, pieces: Sequence[bytes], status: int = 200) -> None:
+        self._content_type = content_type
+        self._pieces = pieces
+        self._status = status
+        self.body: bytes | None = None
+        self.headers: dict[bytes, bytes] = {}
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.headers = dict(scope["headers"])
+        self.body = (await receive())["body"]
+        headers = [(b"content-type", self._content_type.encode())]
+        if self._content_type == "application/json":
+            headers.append((b"content-length", str(sum(map(len, self._pieces))).encode()))
+        await send({"type": "http.response.start", "status": self._status, "headers": headers})
+        for piece in self._pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def call(
+    app: Inner, body: bytes, path: str = "/v1/chat/completions", chunk_bytes: int = 7
+) -> tuple[int, bytes, dict[bytes, bytes]]:
+    """Run one request through the middleware; return status, body and headers."""
+    chunks = [body[i : i + chunk_bytes] for i in range(0, len(body), chunk_bytes)] or [b""]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": chunks.pop(0), "more_body": bool(chunks)}
+
+    async def send(message: Any) -> None:
+        sent.append(dict(message))
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "headers": [(b"content-length", str(len(body)).encode())],
+    }
+    asyncio.run(ServiceTierMiddleware(app)(scope, receive, send))
+    received = b"".join(m["body"] for m in sent if m["type"] == "http.response.body")
+    return sent[0]["status"], received, dict(sent[0]["headers"])
+
+
+FLEX = json.dumps({"service_tier": "flex", "messages": []}).encode()
+
+
+def test_the_mark_becomes_a_custom_param() -> None:
+    app = Inner("application/json", [b'{"a":1}'])
+    call(app, json.dumps({"service_tier": "flex", "custom_params": {"x": 1}}).encode())
+    assert app.body is not None
+    assert json.loads(app.body) == {"custom_params": {"x": 1, "coserve_class": "offline"}}
+    assert int(app.headers[b"content-length"]) == len(app.body)
+
+
+def test_the_response_gets_the_tier_and_its_new_length() -> None:
+    status, body, headers = call(Inner("application/json", [b'{"a":', b"1}"]), FLEX)
+    assert status == 200
+    assert json.loads(body) == {"service_tier": "flex", "a": 1}
+    assert int(headers[b"content-length"]) == len(body)
+
+
+def test_an_error_of_the_route_passes_unchanged() -> None:
+    status, body, _ = call(Inner("application/json", [b'{"error":1}'], status=503), FLEX)
+    assert (status, body) == (503, b'{"error":1}')
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/generate", "/v1/files"])
+def test_other_routes_are_not_read(path: str) -> None:
+    app = Inner("application/json", [b"{}"])
+    call(app, FLEX, path=path, chunk_bytes=10_000)
+    assert app.body == FLEX
+
+
+unmarked_keys = st.text().filter(lambda key: key not in ("service_tier", "coserve_class"))
+
+
+@given(st.dictionaries(unmarked_keys, st.integers()))
+def test_a_body_without_marks_passes_byte_for_byte(fields: dict[str, int]) -> None:
+    body = json.dumps(fields).encode()
+    app = Inner("application/json", [b'{"a":1}'])
+    _, answer, _ = call(app, body)
+    assert app.body == body
+    assert answer == b'{"a":1}'
+
+
+event_texts = st.text().map(lambda text: json.dumps({"text": text}))
+
+
+@given(
+    st.lists(
+        st.lists(
+            event_texts | st.just(json.dumps({"text": 'data: {"x":1}\n\ndata: {'})), min_size=1
+        ),
+        min_size=1,
+    )
+)
+def test_every_event_gets_the_tier_and_keeps_its_text(groups: list[list[str]]) -> None:
+    """Each piece holds whole events, as SGLang sends them."""
+    pieces = ["".join(f"data: {event}\n\n" for event in group).encode() for group in groups]
+    _, body, _ = call(Inner("text/event-stream", [*pieces, b"data: [DONE]\n\n"]), FLEX)
+    # Split as a client does: only \n ends a line of these streams.
+    events = [part.removeprefix("data: ") for part in body.decode().split("\n\n") if part]
+    assert events.pop() == "[DONE]"
+    sent = [json.loads(event) for group in groups for event in group]
+    assert [json.loads(event) for event in events] == [
+        {"service_tier": "flex", **event} for event in sent
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"service_tier": None}, None),
+        ({"service_tier": "flex"}, RequestClass.OFFLINE),
+        ({"service_tier": "auto", "coserve_class": "offline"}, RequestClass.OFFLINE),
+        ({"service_tier": "auto"}, RequestClass.ONLINE),
+        ({"custom_params": {"coserve_class": "offline"}}, RequestClass.OFFLINE),
+        ({"custom_params": {"other": 1}}, None),
+        ({"service_tier": "flex", "coserve_class": "offline"}, RequestClass.OFFLINE),
+    ],
+)
+def test_class_of_body(fields: dict[str, Any], expected: RequestClass | None) -> None:
+    assert class_of_body(fields) is expected
+
+
+def test_marks_that_disagree_are_refused() -> None:
+    with pytest.raises(UnknownClassError, match="contradicting"):
+        class_of_body({"service_tier": "flex", "coserve_class": "online"})
