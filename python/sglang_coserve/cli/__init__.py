@@ -1,0 +1,40 @@
+"""The ``coserve`` command: assembles the commands, one module each.
+
+A module's signature is the command's; what it runs is imported when it runs, so
+that ``coserve --help`` is quick and never loads torch.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from sglang_coserve.cli import exit_codes
+from sglang_coserve.cli.make_model import make_model
+from sglang_coserve.cli.serve import PASS_THROUGH, serve
+from sglang_coserve.cli.submit import submit
+from sglang_coserve.cli.version import version
+from sglang_coserve.errors import CoserveError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Online and offline requests on one SGLang engine.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command(context_settings=PASS_THROUGH)(serve)
+app.command()(submit)
+app.command()(make_model)
+app.command()(version)
+
+
+def main() -> None:
+    """Run the command line; the entry point of ``coserve``."""
+    try:
+        app()
+    except CoserveError as error:
+        typer.echo(f"coserve: {error}", err=True)
+        sys.exit(exit_codes.of_error(error))

@@ -1,0 +1,146 @@
+"""``coserve submit``: a file of requests in, a file of results out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sglang_coserve.cli import exit_codes
+from sglang_coserve.errors import CoserveError
+
+if TYPE_CHECKING:
+    from sglang_coserve.client import AsyncJob
+
+__all__ = ["submit"]
+
+
+def submit(
+    source: Annotated[
+        Path, typer.Argument(metavar="INPUT.jsonl", help="Requests in OpenAI's batch input format.")
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="OUTPUT.jsonl",
+            help="Results in OpenAI's batch output format; failed lines go to"
+            " OUTPUT.errors.jsonl. When it exists, the run that wrote it is continued.",
+        ),
+    ],
+    base_url: Annotated[
+        str, typer.Option(envvar="COSERVE_BASE_URL", help="The server.")
+    ] = "http://127.0.0.1:30000",
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar=["COSERVE_API_KEY", "OPENAI_API_KEY"], help="Sent as a bearer token."),
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Lines that the server has at the same time.")
+    ] = 64,
+    retry_for: Annotated[
+        float, typer.Option(help="Give up when the server has answered nothing for this long, s.")
+    ] = 300.0,
+    max_attempts: Annotated[
+        int, typer.Option(min=1, help="Give one line up after this many failures of its own.")
+    ] = 5,
+    request_timeout: Annotated[
+        float | None, typer.Option(help="Give one attempt up after this long, s. Default: never.")
+    ] = None,
+    max_line_mib: Annotated[int, typer.Option(min=1, help="A longer line is an error, MiB.")] = 64,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Send the failed lines again.")
+    ] = False,
+    seed: Annotated[int | None, typer.Option(help="Of the jitter between retries.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The summary as one JSON object on standard output.")
+    ] = False,
+) -> None:
+    """Run every request of a file in the offline class and write the results as they come.
+
+    Exits with 0 when every line has a result, 1 when some failed, 2 when a file
+    or flag cannot be used, 3 when the server is gone, 130 on Ctrl-C. In every
+    case the same command continues: no line is answered twice.
+    """
+    from sglang_coserve.client import AsyncCoserveClient, ClientOptions, JobState, RetryPolicy
+
+    options = ClientOptions(
+        concurrency=concurrency,
+        request_timeout_s=request_timeout,
+        retry_policy=RetryPolicy(retry_for_s=retry_for, max_attempts=max_attempts),
+        max_line_bytes=max_line_mib << 20,
+        seed=seed,
+    )
+
+    async def run() -> int:
+        async with AsyncCoserveClient(base_url, api_key=api_key, options=options) as client:
+            job = await client.submit_jsonl(source, output, retry_failed=retry_failed)
+            signals = _cancel_on_signal(job)
+            error: CoserveError | None = None
+            try:
+                await job.wait(progress=not quiet)
+            except CoserveError as failure:
+                error = failure
+            if as_json:
+                typer.echo(json.dumps(_summary(job, error)))
+            elif not quiet:
+                typer.echo(_describe(job))
+            if error:
+                raise error
+            if job.status.state is JobState.CANCELLED:
+                return exit_codes.of_signal(signals[0])
+            return exit_codes.SOME_FAILED if job.status.failed else exit_codes.OK
+
+    raise typer.Exit(asyncio.run(run()))
+
+
+def _cancel_on_signal(job: AsyncJob) -> list[int]:
+    """Let the first SIGINT or SIGTERM stop ``job``; return where its number will be.
+
+    A second signal ends the process at once, which loses nothing that was written.
+    """
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    received: list[int] = []
+
+    def stop(received_number: int) -> None:
+        received.append(received_number)
+        for number in numbers:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+        job.cancel()
+
+    for number in numbers:
+        loop.add_signal_handler(number, stop, number)
+    return received
+
+
+def _summary(job: AsyncJob, error: CoserveError | None) -> dict[str, Any]:
+    return job.status.to_dict() | {
+        "output": str(job.output),
+        "errors": str(job.errors),
+        "error": str(error) if error else None,
+    }
+
+
+def _describe(job: AsyncJob) -> str:
+    status = job.status
+    tokens = status.prompt_tokens + status.completion_tokens
+    earlier = f" ({status.resumed} by an earlier run)" if status.resumed else ""
+    lines = [
+        f"{status.state.value}: {status.ok} ok, {status.failed} failed{earlier}",
+        f"{tokens} tokens ({status.prompt_tokens} prompt, {status.completion_tokens} completion)"
+        f" in {status.elapsed_s:.1f} s: {status.tokens_per_s:.1f} tokens/s",
+        f"results: {job.output}",
+    ]
+    if status.failed:
+        lines.append(f"errors: {job.errors} (--retry-failed sends these lines again)")
+    if status.state.value != "completed":
+        lines.append("run the same command again to continue")
+    return "\n".join(lines)

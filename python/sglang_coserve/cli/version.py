@@ -1,0 +1,21 @@
+"""``coserve version``."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+import typer
+
+from sglang_coserve import __version__
+
+__all__ = ["version"]
+
+
+def version() -> None:
+    """Print the versions to quote in a bug report."""
+    try:
+        sglang = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        sglang = "not installed"
+    typer.echo(f"coserve {__version__}, sglang {sglang}, python {platform.python_version()}")

@@ -1,0 +1,176 @@
+"""The client: submits a file of requests, follows it, and gives the results back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from sglang_coserve.client.batch_result import BatchResult
+from sglang_coserve.client.batch_run import BatchRun
+from sglang_coserve.client.connections import Connections
+from sglang_coserve.client.http_sender import HttpSender
+from sglang_coserve.client.options import ClientOptions
+from sglang_coserve.client.progress import ProgressView
+from sglang_coserve.client.result_files import ResultFiles
+from sglang_coserve.client.result_stream import ResultStream
+from sglang_coserve.client.status import JobState, JobStatus
+
+__all__ = ["DEFAULT_BASE_URL", "AsyncCoserveClient", "AsyncJob"]
+
+DEFAULT_BASE_URL = "http://127.0.0.1:30000"
+
+_POLL_S = 0.2
+
+
+class AsyncJob:
+    """A submitted file. It runs on its own, whether or not anybody waits for it."""
+
+    def __init__(self, run: BatchRun, output: Path, errors: Path) -> None:
+        self.output = output
+        """Where results go, in OpenAI's batch output format."""
+
+        self.errors = errors
+        """Where failed lines go; not there when no line failed."""
+
+        self._run = run
+        self._task = asyncio.create_task(run.run())
+
+    @property
+    def is_running(self) -> bool:
+        """True until the job has ended and its files are closed."""
+        return not self._task.done()
+
+    @property
+    def status(self) -> JobStatus:
+        """How far the job is now."""
+        return self._run.status(self._state())
+
+    async def wait(self, *, progress: bool = False) -> JobStatus:
+        """Wait for the end, completed or cancelled, and return the final status.
+
+        Cancelling the wait does not cancel the job.
+
+        Raises:
+            ServerGoneError: the server answered nothing for ``retry_for_s``.
+            ServerError: the server refuses the API key.
+            InputFileError: a result could not be written.
+        """
+        if progress:
+            with ProgressView() as view:
+                while self.is_running:
+                    view.show(self.status)
+                    await self.ended(_POLL_S)
+        await self.ended()
+        if not self._task.cancelled():
+            self._task.result()
+        return self.status
+
+    async def ended(self, timeout_s: float | None = None) -> None:
+        """Wait for the end, good or bad, or for ``timeout_s``."""
+        await asyncio.wait({self._task}, timeout=timeout_s)
+
+    def cancel(self) -> None:
+        """Stop the job; lines that are not finished are left for the next submission."""
+        self._task.cancel()
+
+    def _state(self) -> JobState:
+        if not self._task.done():
+            return JobState.RUNNING
+        if self._task.cancelled():
+            return JobState.CANCELLED
+        return JobState.FAILED if self._task.exception() else JobState.COMPLETED
+
+
+class AsyncCoserveClient:
+    """A client of one server, for use in an ``async with`` statement."""
+
+    def __init__(
+        self,
+        base_url: str = DEFAULT_BASE_URL,
+        *,
+        api_key: str | None = None,
+        options: ClientOptions | None = None,
+    ) -> None:
+        """Prepare the client; no connection is made yet.
+
+        Raises:
+            ConfigError: the address or the key cannot be used.
+        """
+        self._options = options or ClientOptions()
+        self._connections = Connections(base_url, api_key, self._options.concurrency)
+        self._jobs: list[AsyncJob] = []
+
+    async def submit_jsonl(
+        self, source: str | Path, output: str | Path, *, retry_failed: bool = False
+    ) -> AsyncJob:
+        """Start, or continue, the batch in ``source``.
+
+        Lines that have a record in ``output`` or its error file are not sent
+        again. With ``retry_failed`` the lines in the error file are.
+
+        Raises:
+            InputFileError: a file cannot be used, another client is writing
+                ``output``, or ``output`` was made from something else.
+        """
+        files = ResultFiles(Path(output))
+        opening = asyncio.ensure_future(
+            asyncio.to_thread(
+                files.open, Path(source), self._options.max_line_bytes, retry_failed=retry_failed
+            )
+        )
+        try:
+            await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # The thread cannot be stopped, and what it locks must not stay locked.
+            opening.add_done_callback(lambda _: files.close())
+            raise
+        sender = HttpSender(self._connections, self._options)
+        job = AsyncJob(
+            BatchRun(Path(source), files, sender, self._options), files.output, files.errors
+        )
+        self._jobs.append(job)
+        # A task that is cancelled before its first step would never close its files.
+        await asyncio.sleep(0)
+        return job
+
+    async def results(self, job: AsyncJob) -> AsyncGenerator[BatchResult]:
+        """Yield every result of ``job``, those of earlier runs too, until it has ended.
+
+        The order is not that of the input; good and failed lines mix.
+
+        Raises:
+            CoserveError: the job failed; raised after the results it wrote.
+        """
+        stream = ResultStream(job.output)
+        while True:
+            was_running = job.is_running
+            results = stream.read_new()
+            for result in results:
+                yield result
+            if not results:
+                if not was_running:
+                    break
+                await job.ended(_POLL_S)
+        await job.wait()
+
+    async def close(self) -> None:
+        """Cancel the jobs that still run and close every connection."""
+        for job in self._jobs:
+            job.cancel()
+        for job in self._jobs:
+            await job.ended()
+        await self._connections.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()

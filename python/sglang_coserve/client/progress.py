@@ -1,0 +1,71 @@
+"""Shows a running job on standard error: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from sglang_coserve.client.status import JobStatus
+
+__all__ = ["ProgressView"]
+
+_PLAIN_INTERVAL_S = 10.0
+
+
+class ProgressView:
+    """A context in which ``show`` keeps the user informed."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                BarColumn(),
+                TaskProgressColumn(),
+                TextColumn("{task.description}", markup=False),
+                TimeRemainingColumn(),
+                console=console,
+                transient=True,
+            )
+            self._task = self._bar.add_task("starting", total=None)
+        self._shown_s = time.monotonic()
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def show(self, status: JobStatus) -> None:
+        """Show ``status`` now; on a plain stream, once in a while."""
+        if self._bar:
+            self._bar.update(
+                self._task,
+                completed=status.done_bytes,
+                total=status.total_bytes,
+                description=_describe(status),
+            )
+        elif time.monotonic() - self._shown_s >= _PLAIN_INTERVAL_S:
+            self._shown_s = time.monotonic()
+            percent = 100 * status.done_bytes // max(1, status.total_bytes)
+            sys.stderr.write(f"{percent}% of the input: {_describe(status)}\n")
+            sys.stderr.flush()
+
+
+def _describe(status: JobStatus) -> str:
+    if status.trouble:
+        return f"{status.ok} ok, {status.failed} failed; retrying: {status.trouble[:80]}"
+    return f"{status.ok} ok, {status.failed} failed, {status.tokens_per_s:.0f} tokens/s"

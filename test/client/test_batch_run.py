@@ -1,0 +1,360 @@
+"""A whole batch over real sockets, with everything that goes wrong on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from client.batch_files import line, results_by_line, write_lines
+from client.fault_server import FaultServer
+from sglang_coserve.client import (
+    AsyncCoserveClient,
+    AsyncJob,
+    ClientOptions,
+    JobState,
+    JobStatus,
+    RetryPolicy,
+)
+from sglang_coserve.errors import ServerError, ServerGoneError
+
+TEST_TIMEOUT_S = 10.0
+QUICK = RetryPolicy(retry_for_s=30.0, max_attempts=3, first_delay_s=0.01, max_delay_s=0.05)
+
+
+def options(
+    concurrency: int = 8,
+    retry_policy: RetryPolicy = QUICK,
+    request_timeout_s: float | None = None,
+    max_line_bytes: int = 10_000,
+    max_inflight_bytes: int = 1 << 20,
+) -> ClientOptions:
+    return ClientOptions(
+        concurrency=concurrency,
+        retry_policy=retry_policy,
+        request_timeout_s=request_timeout_s,
+        max_line_bytes=max_line_bytes,
+        max_inflight_bytes=max_inflight_bytes,
+        seed=0,
+    )
+
+
+def submit(
+    base_url: str,
+    source: Path,
+    *,
+    client_options: ClientOptions | None = None,
+    retry_failed: bool = False,
+    meanwhile: Callable[[AsyncJob], Awaitable[None]] | None = None,
+) -> JobStatus:
+    """Run ``source`` to its end, with the output beside it."""
+
+    async def run() -> JobStatus:
+        async with (
+            asyncio.timeout(TEST_TIMEOUT_S),
+            AsyncCoserveClient(base_url, options=client_options or options()) as client,
+        ):
+            job = await client.submit_jsonl(
+                source, source.with_name("out.jsonl"), retry_failed=retry_failed
+            )
+            if meanwhile:
+                await meanwhile(job)
+            return await job.wait()
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return tmp_path / "in.jsonl"
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+def test_every_line_is_answered_once(server: FaultServer, source: Path, output: Path) -> None:
+    write_lines(source, [line(f"id-{n}") for n in range(1, 201)])
+    status = submit(server.base_url, source)
+    assert (status.state, status.ok, status.failed) == (JobState.COMPLETED, 200, 0)
+    assert (status.prompt_tokens, status.completion_tokens) == (600, 400)
+    assert status.done_bytes == status.total_bytes == source.stat().st_size
+    results = results_by_line(output)
+    assert {n: result.text for n, result in results.items()} == {
+        n: f"id-{n}" for n in range(1, 201)
+    }
+    assert all(result.custom_id == f"id-{n}" for n, result in results.items())
+    assert results[1].response
+    assert results[1].response.request_id == "rid-id-1"
+    assert set(server.prompts().values()) == {1}
+    assert {body["service_tier"] for body in server.bodies} == {"flex"}
+
+
+def test_the_server_never_has_more_lines_than_allowed(server: FaultServer, source: Path) -> None:
+    write_lines(source, [line(f"id-{n}", faults=["slow 0.02"]) for n in range(60)])
+    submit(server.base_url, source, client_options=options(concurrency=7))
+    assert server.most_active == 7
+
+
+def test_the_server_never_has_more_bytes_than_allowed(server: FaultServer, source: Path) -> None:
+    big = "x" * 4000
+    write_lines(source, [line(f"id-{n}", big + str(n), faults=["slow 0.02"]) for n in range(20)])
+    status = submit(server.base_url, source, client_options=options(max_inflight_bytes=13_000))
+    assert status.ok == 20
+    assert server.most_active == 3
+
+
+def test_a_body_beyond_the_budget_is_sent_alone(server: FaultServer, source: Path) -> None:
+    write_lines(source, [line(f"id-{n}", faults=["slow 0.02"]) for n in range(4)])
+    status = submit(server.base_url, source, client_options=options(max_inflight_bytes=1))
+    assert status.ok == 4
+    assert server.most_active == 1
+
+
+def test_bad_lines_become_records_and_the_rest_goes_on(
+    server: FaultServer, source: Path, output: Path
+) -> None:
+    lines = [
+        line("good-1").encode(),
+        b"not json",
+        b"",
+        b'{"custom_id": "no-body", "method": "POST", "url": "/v1/completions"}',
+        line("good-1").encode(),
+        line("too-long-prompt", faults=["400"]).encode(),
+        b"\xff\xfe",
+        line("x" * 20_000).encode(),
+        line("html", faults=["html"]).encode(),
+        line("lost-model", faults=["404"]).encode(),
+        line("good-2").encode(),
+    ]
+    source.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(lines))
+    status = submit(server.base_url, source)
+    assert (status.ok, status.failed) == (2, 8)
+    codes = {n: each.error.code for n, each in results_by_line(output).items() if each.error}
+    assert codes == {
+        2: "invalid_json",
+        4: "missing_field",
+        5: "duplicate_custom_id",
+        6: "http_400",
+        7: "invalid_utf8",
+        8: "line_too_long",
+        9: "invalid_response",
+        10: "http_404",
+    }
+    refused = results_by_line(output)[6]
+    assert refused.response
+    assert refused.response.status_code == 400
+    assert refused.error
+    assert refused.error.message == "fault 400"
+    assert len(server.bodies) == 5
+
+
+def test_passing_faults_are_retried(server: FaultServer, source: Path, output: Path) -> None:
+    faults = ["503", "429 0", "502", "504", "500", "abort", "drop", "half"]
+    write_lines(source, [line(f"id-{fault}", faults=[fault, fault]) for fault in faults])
+    status = submit(server.base_url, source)
+    assert (status.ok, status.failed) == (len(faults), 0)
+    assert set(server.prompts().values()) == {3}
+    assert len(results_by_line(output)) == len(faults)
+
+
+def test_the_pause_a_server_asks_for_is_kept(server: FaultServer, source: Path) -> None:
+    write_lines(source, [line("a", faults_forever="503 3600")])
+    impatient = RetryPolicy(retry_for_s=0.5, first_delay_s=0.001, max_delay_s=0.001)
+    with pytest.raises(ServerGoneError, match="HTTP 503: fault 503"):
+        submit(server.base_url, source, client_options=options(retry_policy=impatient))
+    # Without the pause there would be hundreds: the second attempt is the last moment's.
+    assert len(server.bodies) == 2
+
+
+@pytest.mark.parametrize(("fault", "code"), [("500", "http_500"), ("abort", "aborted")])
+def test_a_line_the_server_cannot_serve_is_given_up(
+    server: FaultServer, source: Path, output: Path, fault: str, code: str
+) -> None:
+    write_lines(source, [line("poison", faults_forever=fault), line("good")])
+    status = submit(server.base_url, source)
+    assert (status.ok, status.failed) == (1, 1)
+    result = results_by_line(output)[1]
+    assert result.error
+    assert result.error.code == code
+    assert server.prompts() == {"poison": 3, "good": 1}
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"), [("drop", "connection_lost"), ("hang", "request_timeout")]
+)
+def test_a_line_that_is_lost_while_others_are_served_is_given_up(
+    server: FaultServer, source: Path, output: Path, fault: str, code: str
+) -> None:
+    others = [line(f"id-{n}", faults=["slow 0.05"]) for n in range(100)]
+    write_lines(source, [line("poison", faults_forever=fault), *others])
+    status = submit(
+        server.base_url, source, client_options=options(concurrency=2, request_timeout_s=1.0)
+    )
+    assert (status.ok, status.failed) == (100, 1)
+    result = results_by_line(output)[1]
+    assert result.error
+    assert result.error.code == code
+    assert server.prompts()["poison"] >= 3
+
+
+def test_a_server_that_dies_and_comes_back_costs_nothing_but_time(
+    server: FaultServer, source: Path, output: Path
+) -> None:
+    def die_at_the_50th(count: int) -> None:
+        if count == 50:
+            server.die_here()
+            server.come_back_after(0.5)
+
+    server.on_request = die_at_the_50th
+    write_lines(source, [line(f"id-{n}", faults=["slow 0.005"]) for n in range(150)])
+    status = submit(server.base_url, source)
+    assert (status.ok, status.failed, status.trouble) == (150, 0, None)
+    assert len(results_by_line(output)) == 150
+
+
+def test_a_server_that_stays_away_is_given_up_and_the_next_run_continues(
+    server: FaultServer, source: Path, output: Path
+) -> None:
+    def die_at_the_50th(count: int) -> None:
+        if count == 50:
+            server.die_here()
+
+    server.on_request = die_at_the_50th
+    write_lines(source, [line(f"id-{n}") for n in range(150)])
+    impatient = RetryPolicy(retry_for_s=0.3, first_delay_s=0.01, max_delay_s=0.05)
+    with pytest.raises(ServerGoneError, match=r"answered nothing for 0.3 s \(line \d+: "):
+        submit(server.base_url, source, client_options=options(retry_policy=impatient))
+    written = output.read_bytes()
+    finished = results_by_line(output)
+    assert 0 < len(finished) < 50
+
+    server.come_back()
+    arrived_before = server.prompts()
+    status = submit(server.base_url, source)
+    assert (status.ok, status.failed, status.resumed) == (150, 0, len(finished))
+    assert output.read_bytes().startswith(written)
+    for result in finished.values():
+        assert result.custom_id
+        assert server.prompts()[result.custom_id] == arrived_before[result.custom_id]
+
+
+def test_a_refused_key_stops_the_run_without_records(
+    server: FaultServer, source: Path, output: Path
+) -> None:
+    write_lines(source, [line(f"id-{n}") for n in range(20)])
+    server.refuses_keys = True
+    with pytest.raises(ServerError, match="refuses the API key"):
+        submit(server.base_url, source)
+    assert results_by_line(output) == {}
+    server.refuses_keys = False
+    assert submit(server.base_url, source).ok == 20
+
+
+def test_the_api_key_is_sent(server: FaultServer, source: Path, output: Path) -> None:
+    write_lines(source, [line("a")])
+
+    async def run() -> None:
+        async with AsyncCoserveClient(server.base_url + "/v1/", api_key="key") as client:
+            await (await client.submit_jsonl(source, output)).wait()
+
+    asyncio.run(run())
+    assert server.authorization == ["Bearer key"]
+    assert server.paths == ["/v1/completions"]
+
+
+def test_a_finished_batch_is_not_sent_again(server: FaultServer, source: Path) -> None:
+    write_lines(source, [line("a"), "bad", line("b", faults=["400"])])
+    submit(server.base_url, source)
+    again = submit(server.base_url, source)
+    assert (again.ok, again.failed, again.resumed) == (1, 2, 3)
+    assert again.done_bytes == again.total_bytes
+    assert (again.prompt_tokens, len(server.bodies)) == (0, 2)
+
+
+def test_a_line_may_be_the_duplicate_of_a_finished_one(
+    server: FaultServer, source: Path, output: Path
+) -> None:
+    write_lines(source, [line("a")])
+    submit(server.base_url, source)
+    write_lines(source, [line("a"), line("a"), line("b")])
+    assert submit(server.base_url, source).failed == 1
+    result = results_by_line(output)[2]
+    assert result.error
+    assert result.error.code == "duplicate_custom_id"
+
+
+def test_failed_lines_are_sent_again_when_asked(
+    server: FaultServer, source: Path, output: Path
+) -> None:
+    write_lines(source, [line("a"), "bad", line("b", faults=["400"])])
+    submit(server.base_url, source)
+    again = submit(server.base_url, source, retry_failed=True)
+    assert (again.ok, again.failed, again.resumed) == (2, 1, 1)
+    assert server.prompts() == {"a": 1, "b": 2}
+    assert [n for n, each in results_by_line(output).items() if not each.ok] == [2]
+
+
+def test_a_cancelled_job_keeps_what_it_has_and_can_be_continued(
+    server: FaultServer, source: Path, output: Path
+) -> None:
+    write_lines(source, [line(f"id-{n}", faults=["slow 0.01"]) for n in range(100)])
+
+    async def cancel_after_20(job: AsyncJob) -> None:
+        while job.status.ok < 20:
+            await asyncio.sleep(0.001)
+        job.cancel()
+
+    status = submit(server.base_url, source, meanwhile=cancel_after_20)
+    assert status.state is JobState.CANCELLED
+    assert 20 <= status.ok < 100
+    assert len(results_by_line(output)) == status.ok
+    assert submit(server.base_url, source).ok == 100
+    assert len(results_by_line(output)) == 100
+
+
+def test_closing_the_client_stops_its_jobs_and_frees_the_output(
+    server: FaultServer, source: Path, output: Path
+) -> None:
+    write_lines(source, [line("a", faults=["hang"])])
+
+    async def submit_and_leave() -> AsyncJob:
+        async with AsyncCoserveClient(server.base_url) as client:
+            job = await client.submit_jsonl(source, output)
+            while not server.bodies:
+                await asyncio.sleep(0.001)
+            return job
+
+    job = asyncio.run(submit_and_leave())
+    assert job.status.state is JobState.CANCELLED
+    # The first attempt of the line hung; this is its second.
+    assert submit(server.base_url, source).ok == 1
+
+
+def test_an_empty_file_is_a_finished_batch(server: FaultServer, source: Path) -> None:
+    source.write_bytes(b"\n  \n")
+    status = submit(server.base_url, source)
+    assert (status.state, status.ok, status.failed) == (JobState.COMPLETED, 0, 0)
+
+
+def test_two_jobs_share_a_client(server: FaultServer, tmp_path: Path) -> None:
+    sources = [
+        write_lines(tmp_path / f"{name}.jsonl", [line(f"{name}-{n}") for n in range(50)])
+        for name in "ab"
+    ]
+
+    async def run() -> list[JobStatus]:
+        async with (
+            asyncio.timeout(TEST_TIMEOUT_S),
+            AsyncCoserveClient(server.base_url, options=options()) as client,
+        ):
+            jobs = [
+                await client.submit_jsonl(each, each.with_suffix(".out.jsonl")) for each in sources
+            ]
+            return [await job.wait() for job in jobs]
+
+    assert [status.ok for status in asyncio.run(run())] == [50, 50]
+    assert server.most_active <= 8

@@ -1,0 +1,221 @@
+"""The ``coserve`` command as a user or a script sees it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from client.batch_files import line, results_by_line, write_lines
+from client.coserve_process import (
+    COMMAND,
+    PROCESS_TIMEOUT_S,
+    coserve,
+    end,
+    environment,
+    start_submit,
+    submit,
+    submit_json,
+)
+from client.fault_server import FaultServer
+from sglang_coserve import __version__
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_lines(tmp_path / "in.jsonl", [line(f"id-{n}") for n in range(1, 41)])
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+def test_a_batch_ends_with_a_summary(server: FaultServer, source: Path, output: Path) -> None:
+    code, stdout, stderr = submit(source, output, server.base_url)
+    assert (code, stderr) == (0, "")
+    assert "completed: 40 ok, 0 failed\n" in stdout
+    assert "200 tokens (120 prompt, 80 completion)" in stdout
+    assert str(output) in stdout
+    assert len(results_by_line(output)) == 40
+
+
+def test_quiet_says_nothing(server: FaultServer, source: Path, output: Path) -> None:
+    assert submit(source, output, server.base_url, "--quiet") == (0, "", "")
+
+
+def test_a_summary_for_scripts(server: FaultServer, source: Path, output: Path) -> None:
+    code, stdout, stderr = submit(source, output, server.base_url, "--json")
+    summary = json.loads(stdout)
+    assert (code, stderr) == (0, "")
+    assert summary["state"] == "completed"
+    assert (summary["ok"], summary["failed"], summary["resumed"]) == (40, 0, 0)
+    assert (summary["prompt_tokens"], summary["completion_tokens"]) == (120, 80)
+    assert summary["tokens_per_s"] > summary["completion_tokens_per_s"] > 0
+    assert summary["error"] is None
+
+
+def test_failed_lines_show_in_the_exit_code_until_they_are_mended(
+    server: FaultServer, source: Path, output: Path
+) -> None:
+    write_lines(source, [line("a"), line("b", faults=["400"]), "bad"])
+    code, summary = submit_json(source, output, server.base_url)
+    assert (code, summary["ok"], summary["failed"]) == (1, 1, 2)
+    assert summary["errors"] == str(output.with_name("out.errors.jsonl"))
+    code, summary = submit_json(source, output, server.base_url)
+    assert (code, summary["resumed"]) == (1, 3)
+    write_lines(source, [line("a"), line("b", faults=["400"]), line("c")])
+    code, summary = submit_json(source, output, server.base_url, "--retry-failed")
+    assert (code, summary["ok"], summary["resumed"]) == (0, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--concurrency", "0"], "concurrency"),
+        (["--retry-for", "0"], "retry_for_s must be greater than 0"),
+        (["--base-url", "localhost"], "no server address"),
+        (["--no-such-flag"], "No such option"),
+    ],
+)
+def test_flags_that_cannot_be_used(
+    source: Path, output: Path, flags: list[str], message: str
+) -> None:
+    code, _, stderr = submit(source, output, "http://127.0.0.1:9", *flags)
+    assert code == 2
+    assert message in stderr
+    assert "Traceback" not in stderr
+
+
+def test_files_that_cannot_be_used(source: Path, output: Path, tmp_path: Path) -> None:
+    code, stdout, stderr = submit(tmp_path / "missing.jsonl", output, "http://127.0.0.1:9")
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith("coserve: cannot read ")
+    output.write_text("something of mine\n")
+    code, _, stderr = submit(source, output, "http://127.0.0.1:9")
+    assert code == 2
+    assert "is not a batch result" in stderr
+    assert output.read_text() == "something of mine\n"
+
+
+def test_a_second_client_is_refused_while_the_first_one_writes(
+    server: FaultServer, source: Path, output: Path
+) -> None:
+    write_lines(source, [line("a", faults=["hang"])])
+    codes = []
+    server.on_request = lambda _count: (
+        codes.append(submit(source, output, server.base_url, "--quiet"))
+        or first.send_signal(signal.SIGKILL)
+    )
+    first = start_submit(source, output, server.base_url)
+    end(first)
+    ((code, _, stderr),) = codes
+    assert code == 2
+    assert "being written by another client" in stderr
+
+
+def test_a_server_that_is_gone(server: FaultServer, source: Path, output: Path) -> None:
+    server.on_request = lambda count: server.die_here() if count == 20 else None
+    flags = ["--retry-for", "0.2", "--concurrency", "4"]
+    code, stdout, stderr = submit(source, output, server.base_url, *flags)
+    assert code == 3
+    assert "failed: " in stdout
+    assert "run the same command again to continue" in stdout
+    assert stderr.startswith("coserve: the server has answered nothing for 0.2 s")
+    finished = len(results_by_line(output))
+    assert 0 < finished < 20
+    code, summary = submit_json(source, output, server.base_url, *flags)
+    assert (code, summary["state"], summary["ok"]) == (3, "failed", finished)
+    assert "answered nothing" in summary["error"]
+    server.come_back()
+    code, summary = submit_json(source, output, server.base_url, *flags)
+    assert (code, summary["ok"], summary["resumed"]) == (0, 40, finished)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_cleanly_and_the_next_run_continues(
+    server: FaultServer, source: Path, output: Path, number: signal.Signals, code: int
+) -> None:
+    def stop_at_the_20th(count: int) -> None:
+        if count == 20:
+            process.send_signal(number)
+
+    server.on_request = stop_at_the_20th
+    lines = [line(f"id-{n}", faults=["slow 0.02"]) for n in range(1, 41)]
+    write_lines(source, lines)
+    process = start_submit(source, output, server.base_url, "--concurrency", "4")
+    ended_with, stdout, stderr = end(process)
+    assert (ended_with, stderr) == (code, "")
+    assert stdout.startswith("cancelled: ")
+    assert "run the same command again to continue" in stdout
+    finished = len(results_by_line(output))
+    assert 0 < finished < 40
+    ended_with, summary = submit_json(source, output, server.base_url)
+    assert (ended_with, summary["ok"], summary["resumed"]) == (0, 40, finished)
+
+
+def test_a_terminal_shows_a_bar(server: FaultServer, source: Path, output: Path) -> None:
+    screen, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "submit", str(source), "-o", str(output), "--base-url", server.base_url],
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        env=environment() | {"TERM": "xterm"},
+    )
+    os.close(terminal)
+    process.communicate(timeout=PROCESS_TIMEOUT_S)
+    shown = os.read(screen, 100_000).decode()
+    os.close(screen)
+    assert process.returncode == 0
+    assert "\x1b[" in shown
+    assert "%" in shown
+
+
+def test_the_api_key_comes_from_the_environment(
+    server: FaultServer, source: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_lines(source, [line("a")])
+    for variables in (
+        {"OPENAI_API_KEY": "openai"},
+        {"OPENAI_API_KEY": "openai", "COSERVE_API_KEY": "coserve"},
+    ):
+        output.unlink(missing_ok=True)
+        subprocess.run(
+            [*COMMAND, "submit", str(source), "-o", str(output)],
+            env=environment() | variables | {"COSERVE_BASE_URL": server.base_url},
+            timeout=PROCESS_TIMEOUT_S,
+            check=True,
+            capture_output=True,
+        )
+    assert server.authorization == ["Bearer openai", "Bearer coserve"]
+
+
+def test_help_and_version() -> None:
+    code, stdout, _ = coserve("--help")
+    assert code == 0
+    assert "submit" in stdout
+    assert "version" in stdout
+    assert coserve("submit", "--help")[0] == 0
+    code, stdout, _ = coserve("version")
+    assert code == 0
+    assert stdout.startswith(f"coserve {__version__}, sglang ")
+
+
+def test_help_loads_nothing_heavy() -> None:
+    script = (
+        "import sys\n"
+        "from sglang_coserve.cli import app\n"
+        "try:\n"
+        "    app(['--help'])\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "heavy = {'torch', 'sglang', 'httpx', 'pydantic', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], timeout=PROCESS_TIMEOUT_S, check=True)

@@ -1,0 +1,149 @@
+"""The two clients: submitting, following and reading results."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from client.batch_files import line, write_lines
+from client.fault_server import FaultServer
+from sglang_coserve.client import (
+    AsyncCoserveClient,
+    ClientOptions,
+    CoserveClient,
+    JobState,
+    RetryPolicy,
+    read_results,
+)
+from sglang_coserve.errors import ConfigError, InputFileError, ServerGoneError
+
+IMPATIENT = ClientOptions(retry_policy=RetryPolicy(retry_for_s=0.1, first_delay_s=0.01))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_lines(
+        tmp_path / "in.jsonl",
+        [line("a"), line("b", faults=["400"]), "bad", *(line(f"id-{n}") for n in range(50))],
+    )
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+def test_the_sync_client(server: FaultServer, source: Path, output: Path) -> None:
+    with CoserveClient(server.base_url) as client:
+        job = client.submit_jsonl(source, output)
+        status = job.wait()
+        assert (status.state, status.ok, status.failed) == (JobState.COMPLETED, 51, 2)
+        results = {result.line: result for result in client.results(job)}
+    assert results[1].text == "a"
+    assert results[2].error
+    assert results[3].custom_id is None
+    assert len(results) == 53
+    assert {result.line: result for result in read_results(output)} == results
+
+
+def test_results_are_there_before_the_job_ends(
+    server: FaultServer, source: Path, output: Path
+) -> None:
+    write_lines(source, [line("quick"), line("endless", faults=["hang"])])
+    with CoserveClient(server.base_url) as client:
+        job = client.submit_jsonl(source, str(output))
+        first = next(client.results(job))
+        assert first.custom_id == "quick"
+        assert job.status.state is JobState.RUNNING
+        job.cancel()
+        assert job.wait().state is JobState.CANCELLED
+        assert [result.custom_id for result in client.results(job)] == ["quick"]
+
+
+def test_both_clients_give_the_same_results(server: FaultServer, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [line(f"id-{n}") for n in range(600)])
+
+    async def run() -> set[int]:
+        async with AsyncCoserveClient(server.base_url) as client:
+            job = await client.submit_jsonl(source, tmp_path / "async.jsonl")
+            return {result.line async for result in client.results(job)}
+
+    with CoserveClient(server.base_url) as client:
+        job = client.submit_jsonl(source, tmp_path / "sync.jsonl")
+        lines = [result.line for result in client.results(job)]
+    assert sorted(lines) == list(range(1, 601))
+    assert asyncio.run(run()) == set(lines)
+
+
+def test_a_torn_record_is_not_a_result(server: FaultServer, source: Path, output: Path) -> None:
+    with CoserveClient(server.base_url) as client:
+        client.submit_jsonl(source, output).wait()
+    whole = output.read_bytes()
+    output.write_bytes(whole[:-5])
+    assert len(list(read_results(output))) == 52
+    output.write_bytes(whole + b"not a record\n")
+    with pytest.raises(InputFileError, match="not a record of a batch run"):
+        list(read_results(output))
+
+
+def test_a_failed_job_does_not_look_like_a_finished_one(
+    server: FaultServer, source: Path, output: Path
+) -> None:
+    server.die()
+    with CoserveClient(server.base_url, options=IMPATIENT) as client:
+        job = client.submit_jsonl(source, output)
+        with pytest.raises(ServerGoneError):
+            job.wait()
+        assert job.status.state is JobState.FAILED
+        seen = []
+        with pytest.raises(ServerGoneError):
+            seen.extend(client.results(job))
+
+
+def test_a_file_that_cannot_be_used_is_refused_at_once(tmp_path: Path, output: Path) -> None:
+    with CoserveClient() as client, pytest.raises(InputFileError):
+        client.submit_jsonl(tmp_path / "missing.jsonl", output)
+    with pytest.raises(InputFileError, match="submit a batch"):
+        next(read_results(output))
+
+
+@pytest.mark.parametrize("base_url", ["", "localhost:30000", "ftp://x", "http://", "http://a:b"])
+def test_addresses_that_are_none(base_url: str) -> None:
+    with pytest.raises(ConfigError, match="no server address"):
+        AsyncCoserveClient(base_url)
+
+
+@pytest.mark.parametrize("api_key", ["two\nlines", "schlüssel"])
+def test_keys_that_no_header_can_carry(api_key: str) -> None:
+    with pytest.raises(ConfigError, match="API key") as caught:
+        AsyncCoserveClient(api_key=api_key)
+    assert api_key not in str(caught.value)
+
+
+def test_options_out_of_range() -> None:
+    with pytest.raises(ConfigError, match="concurrency must be greater than 0"):
+        ClientOptions(concurrency=0)
+    with pytest.raises(ConfigError, match="retry_for_s must be greater than 0"):
+        ClientOptions(retry_policy=RetryPolicy(retry_for_s=0))
+
+
+def test_a_script_that_forgets_to_close_still_ends(server: FaultServer, source: Path) -> None:
+    script = (
+        "from sglang_coserve.client import CoserveClient\n"
+        f"CoserveClient({server.base_url!r}).submit_jsonl({str(source)!r},"
+        f" {str(source.with_name('o.jsonl'))!r}).wait(progress=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], timeout=60, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_the_client_needs_neither_torch_nor_sglang() -> None:
+    script = (
+        "import sys, sglang_coserve.client, sglang_coserve.cli\n"
+        "assert not {'torch', 'sglang', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)

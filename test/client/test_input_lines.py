@@ -1,0 +1,90 @@
+"""Reading a batch file, line by line, whatever is in it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_coserve.client.input_lines import InputLine, read_lines
+from sglang_coserve.errors import InputFileError
+
+
+def read(path: Path, max_line_bytes: int = 1000) -> list[InputLine]:
+    return list(read_lines(path, max_line_bytes))
+
+
+def contents(path: Path, max_line_bytes: int = 1000) -> list[bytes | None]:
+    return [line.content for line in read(path, max_line_bytes)]
+
+
+def test_endings_and_byte_order_mark_are_not_part_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\n\nfour")
+    assert contents(path) == [b"one", b"two", b"", b"four"]
+    assert [line.ref.number for line in read(path)] == [1, 2, 3, 4]
+    assert sum(line.ref.size_bytes for line in read(path)) == path.stat().st_size
+
+
+def test_a_line_is_the_same_line_with_any_ending(tmp_path: Path) -> None:
+    digests = []
+    for data in (b"one\ntwo", b"one\r\ntwo\r\n", b"\xef\xbb\xbfone\ntwo\n"):
+        path = tmp_path / "in.jsonl"
+        path.write_bytes(data)
+        digests.append([line.ref.digest for line in read(path)])
+    assert digests[0] == digests[1] == digests[2]
+
+
+def test_only_white_space_is_blank(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\n \t\r\n{}\n")
+    assert [line.is_blank for line in read(path)] == [True, True, False]
+
+
+def test_a_line_at_the_limit_is_read_and_a_longer_one_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    long = b"x" * (3 << 20)
+    path.write_bytes(b"a" * 10 + b"\n" + b"b" * 11 + b"\n" + long + b"\nend\n" + b"c" * 11)
+    assert contents(path, 10) == [b"a" * 10, None, None, b"end", None]
+    assert sum(line.ref.size_bytes for line in read(path, 10)) == path.stat().st_size
+
+
+def test_a_skipped_line_still_has_a_digest_of_all_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"x" * (2 << 20) + b"1\n")
+    (before,) = read(path, 10)
+    path.write_bytes(b"x" * (2 << 20) + b"2\n")
+    (after,) = read(path, 10)
+    assert before.ref.digest != after.ref.digest
+
+
+@settings(deadline=None)
+@given(
+    lines=st.lists(st.binary(max_size=30).map(lambda b: b.replace(b"\n", b"").replace(b"\r", b""))),
+    max_line_bytes=st.integers(1, 30),
+)
+def test_no_byte_is_lost_and_no_line_is_longer_than_allowed(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], max_line_bytes: int
+) -> None:
+    path = tmp_path_factory.mktemp("lines") / "in.jsonl"
+    # A first line that is read as it is: a generated one may be a byte order mark.
+    lines = [b"{", *lines]
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    expected = [line if len(line) <= max_line_bytes else None for line in lines]
+    assert contents(path, max_line_bytes) == expected
+
+
+def test_files_that_cannot_be_a_batch(tmp_path: Path) -> None:
+    with pytest.raises(InputFileError, match=r"cannot read .*missing.jsonl"):
+        read(tmp_path / "missing.jsonl")
+    with pytest.raises(InputFileError, match="not a regular file"):
+        read(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputFileError, match="not a regular file"):
+        read(tmp_path / "pipe")
+    (tmp_path / "utf16.jsonl").write_text("{}", encoding="utf-16")
+    with pytest.raises(InputFileError, match="save it as UTF-8"):
+        read(tmp_path / "utf16.jsonl")

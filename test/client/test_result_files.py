@@ -1,0 +1,285 @@
+"""The files of a run, through crashes: the records are the only journal."""
+
+from __future__ import annotations
+
+import random
+import resource
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from client.batch_files import line, results_by_line, write_lines
+from sglang_coserve.client.batch_result import BatchResult, LineError, Response, encode_record
+from sglang_coserve.client.input_lines import LineRef, read_lines
+from sglang_coserve.client.result_files import ResultFiles, errors_path
+from sglang_coserve.errors import InputFileError
+
+MAX_LINE_BYTES = 10_000
+
+
+def served(number: int) -> BatchResult:
+    return BatchResult(number, f"id-{number}", Response(200, "r", {"text": "naïve\n" * 3}))
+
+
+def failed(number: int) -> BatchResult:
+    return BatchResult(number, f"id-{number}", error=LineError("invalid_url", "no such url"))
+
+
+def open_files(output: Path, source: Path, *, retry_failed: bool = False) -> ResultFiles:
+    files = ResultFiles(output)
+    files.open(source, MAX_LINE_BYTES, retry_failed=retry_failed)
+    return files
+
+
+def refs(source: Path) -> dict[int, LineRef]:
+    return {each.ref.number: each.ref for each in read_lines(source, MAX_LINE_BYTES)}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_lines(tmp_path / "in.jsonl", [line(f"id-{n}") for n in range(1, 6)])
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+def write_all(output: Path, source: Path) -> None:
+    """Finish every line, the even ones badly."""
+    files = open_files(output, source)
+    for number, ref in refs(source).items():
+        files.append(failed(number) if number % 2 == 0 else served(number), ref.digest)
+    files.close()
+
+
+def test_the_error_file_is_beside_the_output(output: Path, source: Path) -> None:
+    write_all(output, source)
+    assert errors_path(output).name == "out.errors.jsonl"
+    assert errors_path(Path("a/out")).name == "out.errors.jsonl"
+    assert errors_path(output).read_bytes().count(b"\n") == 2
+    assert output.read_bytes().count(b"\n") == 3
+
+
+def test_no_error_file_without_errors(output: Path, source: Path) -> None:
+    files = open_files(output, source)
+    files.append(served(1), refs(source)[1].digest)
+    files.close()
+    assert not errors_path(output).exists()
+
+
+def test_what_was_written_is_finished_in_the_next_run(output: Path, source: Path) -> None:
+    write_all(output, source)
+    files = open_files(output, source)
+    assert [number in files.finished for number in range(7)] == [False, *[True] * 5, False]
+    assert (files.earlier_ok, files.earlier_failed) == (3, 2)
+    files.close()
+
+
+@pytest.mark.parametrize("which", ["output", "errors"])
+def test_a_file_cut_off_at_any_byte_keeps_its_whole_records(
+    output: Path, source: Path, which: str
+) -> None:
+    write_all(output, source)
+    path = output if which == "output" else errors_path(output)
+    whole = path.read_bytes()
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        open_files(output, source).close()
+        kept = path.read_bytes()
+        assert kept == whole[: whole.rfind(b"\n", 0, size) + 1]
+        path.write_bytes(whole[:size] + b"\0" * 100)
+        open_files(output, source).close()
+        assert path.read_bytes() == kept, "zeros after a power failure are a torn tail too"
+
+
+def test_retrying_failed_lines_drops_their_records_only(output: Path, source: Path) -> None:
+    write_all(output, source)
+    before = output.read_bytes()
+    files = open_files(output, source, retry_failed=True)
+    assert [number in files.finished for number in range(1, 6)] == [True, False, True, False, True]
+    assert (files.earlier_ok, files.earlier_failed) == (3, 0)
+    files.close()
+    assert output.read_bytes() == before
+
+
+def test_two_clients_cannot_write_the_same_output(output: Path, source: Path) -> None:
+    files = open_files(output, source)
+    with pytest.raises(InputFileError, match="being written by another client"):
+        open_files(output, source)
+    files.close()
+    open_files(output, source).close()
+
+
+def test_lines_may_be_added_and_unfinished_ones_changed(output: Path, source: Path) -> None:
+    files = open_files(output, source)
+    files.append(served(1), refs(source)[1].digest)
+    files.close()
+    write_lines(source, [line("id-1"), line("other"), line("more")])
+    files = open_files(output, source)
+    assert len(files.finished) == 1
+    files.close()
+
+
+def test_a_failed_line_may_be_mended_and_retried(output: Path, source: Path) -> None:
+    write_all(output, source)
+    lines = source.read_text().splitlines()
+    write_lines(source, [lines[0], line("mended"), *lines[2:]])
+    with pytest.raises(InputFileError, match="line 2 of the input has changed"):
+        open_files(output, source)
+    open_files(output, source, retry_failed=True).close()
+
+
+@pytest.mark.parametrize(
+    ("new_lines", "message"),
+    [
+        ([line("id-1"), line("id-2"), line("CHANGED")], "line 3 of the input has changed"),
+        ([line("id-1"), line("id-2")], "result for line 5, but the input ends at line 2"),
+        ([], "result for line 1, which .* does not have"),
+    ],
+)
+def test_another_input_is_refused_and_nothing_is_touched(
+    output: Path, source: Path, new_lines: list[str], message: str
+) -> None:
+    write_all(output, source)
+    torn = output.read_bytes() + b'{"id":"batch_r'
+    output.write_bytes(torn)
+    write_lines(source, new_lines)
+    for retry_failed in (False, True):
+        with pytest.raises(InputFileError, match=message):
+            open_files(output, source, retry_failed=retry_failed)
+    assert output.read_bytes() == torn
+    assert errors_path(output).read_bytes().count(b"\n") == 2
+
+
+@pytest.mark.parametrize("content", [b"my notes", b"my notes\n", b'{"id":"x"}\n', b"\n", b"[\0"])
+@pytest.mark.parametrize("which", ["output", "errors"])
+def test_a_file_that_is_not_ours_is_refused_and_kept(
+    output: Path, source: Path, content: bytes, which: str
+) -> None:
+    path = output if which == "output" else errors_path(output)
+    path.write_bytes(content)
+    for retry_failed in (False, True):
+        with pytest.raises(InputFileError, match=r"line 1 of .* is not a batch result"):
+            open_files(output, source, retry_failed=retry_failed)
+    assert path.read_bytes() == content
+
+
+def test_the_input_is_never_the_output(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputFileError, match="would overwrite the input"):
+        open_files(source, source)
+    as_errors = tmp_path / "x.errors.jsonl"
+    as_errors.hardlink_to(source)
+    with pytest.raises(InputFileError, match="would overwrite the input"):
+        open_files(tmp_path / "x.jsonl", source)
+
+
+def test_outputs_that_cannot_be_files(tmp_path: Path, source: Path) -> None:
+    with pytest.raises(InputFileError, match=r"cannot write .*No such file"):
+        open_files(tmp_path / "missing" / "out.jsonl", source)
+    for special in (tmp_path, Path("/dev/null")):
+        with pytest.raises(InputFileError, match="not a regular file"):
+            open_files(special, source)
+
+
+def test_a_line_with_two_records_is_refused(output: Path, source: Path) -> None:
+    write_all(output, source)
+    output.write_bytes(output.read_bytes() * 2)
+    with pytest.raises(InputFileError, match="a second result for line 1"):
+        open_files(output, source)
+
+
+def test_a_full_disk_leaves_no_torn_record(output: Path, source: Path) -> None:
+    files = open_files(output, source)
+    files.append(served(1), refs(source)[1].digest)
+    # A file size limit stands in for a full disk: part of the record still fits.
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (output.stat().st_size + 10, limits[1]))
+    try:
+        with pytest.raises(InputFileError, match=r"cannot write .*out.jsonl: File too large"):
+            files.append(served(2), refs(source)[2].digest)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    files.close()
+    assert output.read_bytes().endswith(b"\n")
+    assert list(results_by_line(output)) == [1]
+
+
+class CrashingRun(RuleBasedStateMachine):
+    """A run that is killed while it writes, continued, and killed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = tempfile.TemporaryDirectory()
+        folder = Path(self.directory.name)
+        self.source = write_lines(folder / "in.jsonl", [line(f"id-{n}") for n in range(1, 31)])
+        self.refs = refs(self.source)
+        self.output = folder / "out.jsonl"
+        self.files = open_files(self.output, self.source)
+        self.expected: dict[int, BatchResult] = {}
+
+    def teardown(self) -> None:
+        self.files.close()
+        self.directory.cleanup()
+
+    @property
+    def unfinished(self) -> list[int]:
+        return [number for number in self.refs if number not in self.expected]
+
+    @precondition(lambda self: self.unfinished)
+    @rule(ok=st.booleans(), data=st.data())
+    def finish_a_line(self, ok: bool, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(self.unfinished))
+        result = served(number) if ok else failed(number)
+        self.files.append(result, self.refs[number].digest)
+        self.expected[number] = result
+
+    @precondition(lambda self: self.unfinished)
+    @rule(ok=st.booleans(), cut=st.floats(0, 1, exclude_max=True), data=st.data())
+    def be_killed_in_the_middle_of_a_record(
+        self, ok: bool, cut: float, data: st.DataObject
+    ) -> None:
+        number = data.draw(st.sampled_from(self.unfinished))
+        result = served(number) if ok else failed(number)
+        record = encode_record(result, self.refs[number].digest)
+        self.files.close()
+        with (self.output if ok else errors_path(self.output)).open("ab") as file:
+            file.write(record[: int(cut * len(record))])
+        self.files = open_files(self.output, self.source)
+
+    @rule()
+    def be_killed_between_records(self) -> None:
+        self.files.close()
+        self.files = open_files(self.output, self.source)
+
+    @rule()
+    def retry_what_failed(self) -> None:
+        self.files.close()
+        self.files = open_files(self.output, self.source, retry_failed=True)
+        self.expected = {number: each for number, each in self.expected.items() if each.ok}
+
+    @invariant()
+    def every_finished_line_has_exactly_its_record(self) -> None:
+        assert results_by_line(self.output) == self.expected
+        assert len(self.files.finished) == len(self.expected)
+        assert all(number in self.files.finished for number in self.expected)
+
+
+TestCrashingRun = CrashingRun.TestCase
+TestCrashingRun.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+def test_finished_lines_cost_eight_bytes_each() -> None:
+    from sglang_coserve.client.finished_lines import FinishedLines
+
+    finished = FinishedLines()
+    numbers = random.Random(0).sample(range(1, 50_001), 50_000)
+    for number in numbers:
+        assert finished.add(number, number)
+        assert not finished.add(number, 1)
+    assert len(finished) == 50_000
+    assert 8 * 50_000 <= finished._digests.itemsize * len(finished._digests) <= 8 * 50_001
