@@ -111,10 +111,11 @@ class LocalServer:
         if self._process is None:
             return
         if self._process.poll() is None:
-            self._signal_group(signal.SIGTERM)
+            self._process.terminate()  # The leader only: it ends its children in order.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_GRACE_S)
-        self._signal_group(signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def log_tail(self) -> str:
@@ -140,8 +141,3 @@ class LocalServer:
             f"the server was not ready after {self._ready_timeout_s:.0f} s; "
             f"its log ({self._log_path}) ends with:\n{self.log_tail()}"
         )
-
-    def _signal_group(self, signum: int) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signum)

@@ -30,6 +30,8 @@ __all__ = ["DemoOptions", "run_demo"]
 # Small enough for two CPU cores to serve both workloads.
 _MODEL = SmallModelSpec(hidden=128, layers=2)
 _CONCURRENCY = 64
+# Positions of the context that SGLang keeps for itself, and a few to spare.
+_RESERVED_TOKENS = 8
 _DRAIN_S = 20.0
 _POLL_S = 0.25
 
@@ -74,7 +76,7 @@ def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
             with console.status("making a small model"):
                 make_small_model(model, _MODEL)
         context_tokens, vocab_size = _limits(model)
-        requests, cut = fit_to_context(requests, context_tokens - 1)
+        requests, cut = fit_to_context(requests, context_tokens - _RESERVED_TOKENS)
         console.print(f"online: {options.trace.name}, first {options.seconds:g} s: {cut}")
         console.print(f"offline: {options.offline}")
         result = asyncio.run(

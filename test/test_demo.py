@@ -1,0 +1,116 @@
+"""The demo on the real server: its report, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+TIMEOUT_S = 240
+
+
+def demo(out: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "sglang_coserve.demo", "--out", str(out), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def processes_of(out: Path) -> list[psutil.Process]:
+    """Living processes that were started for the demo in ``out``, the demo included."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if str(out) in " ".join(process.cmdline()):
+                found += [process, *process.children(recursive=True)]
+        except psutil.Error:
+            continue
+    return [process for process in found if process.is_running()]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_the_demo_measures_both_classes(tmp_path: Path, small_model: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:00:00.0000000,60,12\n"
+        "2023-11-16 18:00:01.5000000,120,8\n"
+        "2023-11-16 18:00:02.0000000,5000,9\n"  # Longer than the context: cut.
+        "2023-11-16 18:01:00.0000000,50,8\n"  # After the end.
+    )
+    offline = tmp_path / "offline.jsonl"
+    body = {"model": "default", "prompt": "The old mill", "max_tokens": 8}
+    lines = [
+        {"custom_id": f"l{i}", "method": "POST", "url": "/v1/completions", "body": body}
+        for i in range(5)
+    ]
+    lines[3]["body"] = {**body, "temperature": -1}
+    offline.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    out = tmp_path / "report"
+    process = demo(
+        out,
+        *("--seconds", "8", "--trace", str(trace), "--offline", str(offline)),
+        *("--model", str(small_model)),
+    )
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, output
+    report = json.loads((out / "report.json").read_text())
+    assert report["online"]["n"] == 3
+    assert report["online"]["finished"] == 3
+    for latency in ("ttft_ms", "tpot_ms"):
+        assert report["online"][latency].keys() == {"mean", "p50", "p99"}
+        assert report["online"][latency]["mean"] > 0
+    assert report["offline"]["ok"] == 4
+    assert report["offline"]["failed"] == 1
+    assert report["offline"]["complete"]
+    assert report["offline"]["tokens_per_s"] > 0
+    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert "1 prompts cut" in re.sub(r"\s+", " ", output)
+    assert not [p for p in processes_of(out) if is_alive(p)]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_leaves_no_process_behind(
+    tmp_path: Path, small_model: Path, signum: signal.Signals
+) -> None:
+    out = tmp_path / "report"
+    process = demo(out, "--seconds", "60", "--model", str(small_model))
+    deadline = time.monotonic() + TIMEOUT_S
+    # The results file appears when the server is up and lines are being sent.
+    while not (out / "offline_results.jsonl").exists():
+        assert time.monotonic() < deadline, "the demo did not start"
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.2)
+    started = processes_of(out)
+    # The demo, the HTTP server, the scheduler, the detokenizer.
+    assert len({p.pid for p in started}) >= 4
+    os.kill(process.pid, signum)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert not [p for p in started if is_alive(p)]
+
+
+def test_a_missing_trace_is_told_in_one_line(tmp_path: Path) -> None:
+    process = demo(tmp_path, "--trace", str(tmp_path / "none.csv"))
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 2
+    assert "none.csv" in output
+    assert "Traceback" not in output
