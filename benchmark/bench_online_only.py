@@ -46,6 +46,7 @@ def server(kind: str, model: Path, work: Path) -> Iterator[LocalServer]:
     env: dict[str, str] = {"PYTHONPATH": str(Path(__file__).parent)}
     if not cpu.has_cuda():
         cpu.set_environment_defaults(env)
+        cpu.set_thread_defaults(1, env)
     with LocalServer(flags, module=module, log_path=work / f"{kind}.log", extra_env=env) as running:
         yield running
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -78,7 +79,23 @@ def test_a_missing_submodule_is_an_import_error() -> None:
         import sgl_kernel.flash_attn  # noqa: F401
 
 
-def test_environment_defaults_leave_what_is_set() -> None:
-    environment = {"OMP_NUM_THREADS": "7"}
+def test_defaults_leave_what_is_set() -> None:
+    environment = {"OMP_NUM_THREADS": "7", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
     cpu.set_environment_defaults(environment)
-    assert environment == {"OMP_NUM_THREADS": "7", "SGLANG_USE_CPU_ENGINE": "1"}
+    cpu.set_thread_defaults(1, environment)
+    assert environment == {
+        "OMP_NUM_THREADS": "7",
+        "SGLANG_CPU_OMP_THREADS_BIND": "0",
+        "SGLANG_USE_CPU_ENGINE": "1",
+    }
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 64])
+def test_every_rank_gets_cores_and_at_least_one_thread(tp_size: int) -> None:
+    environment: dict[str, str] = {}
+    cpu.set_thread_defaults(tp_size, environment)
+    assert int(environment["OMP_NUM_THREADS"]) >= 1
+    ranks = environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
+    assert len(ranks) == tp_size
+    cores = os.sched_getaffinity(0)
+    assert all(rank and set(map(int, rank.split(","))) <= cores for rank in ranks)

@@ -18,6 +18,7 @@ __all__ = [
     "install_page_allocation",
     "set_environment_defaults",
     "set_flag_defaults",
+    "set_thread_defaults",
 ]
 
 FLAG_DEFAULTS = {
@@ -37,15 +38,25 @@ def has_cuda() -> bool:
 
 
 def set_environment_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables that SGLang and OpenMP read when they are first imported.
+    """Set the variables that SGLang reads when it is first imported."""
+    environment.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
-    One core is left to the HTTP server and the detokenizer: OpenMP threads that
+
+def set_thread_defaults(tp_size: int, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Divide the cores among the ranks that will be started, one core left over.
+
+    The HTTP server and the detokenizer need that one: OpenMP threads that
     compete with other processes for a core make small matrix products many times
     slower.
     """
-    environment.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    cores = len(os.sched_getaffinity(0))
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores - 1)))
+    cores = sorted(os.sched_getaffinity(0))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (len(cores) - 1) // tp_size)))
+    # One set of cores per rank; left unset, SGLang wants a NUMA node for each.
+    cores_of_rank = [cores[rank::tp_size] or cores for rank in range(tp_size)]
+    environment.setdefault(
+        "SGLANG_CPU_OMP_THREADS_BIND",
+        "|".join(",".join(map(str, rank_cores)) for rank_cores in cores_of_rank),
+    )
 
 
 def set_flag_defaults(parser: argparse.ArgumentParser) -> None:

@@ -46,6 +46,8 @@ class CoserveEngine(Engine):
             kwargs = {"server_args": ServerArgs(**kwargs)}
         server_args = kwargs["server_args"]
         compat.check_server_args(server_args)
+        if not cpu.has_cuda():
+            cpu.set_thread_defaults(server_args.tp_size)
         server_args._coserve = coserve_config or CoserveConfig()
         super().__init__(**kwargs)
         infos = self._scheduler_init_result.scheduler_infos

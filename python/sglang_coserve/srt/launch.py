@@ -36,6 +36,8 @@ def launch_server(argv: Sequence[str]) -> None:
         cpu.set_environment_defaults()
     server_args = parse_server_args(argv, on_cpu=on_cpu)
     compat.check_server_args(server_args)
+    if on_cpu:
+        cpu.set_thread_defaults(server_args.tp_size)
 
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import kill_process_tree

@@ -240,7 +240,8 @@ class CoserveScheduler(Scheduler):
     def get_internal_state(self, recv_req: Any) -> Any:
         """Add the state of the offline class, in plain values, under ``coserve``."""
         output = super().get_internal_state(recv_req)
-        running = self.running_batch.reqs
+        # The batch sheds finished requests only when it runs next.
+        running = [req for req in self.running_batch.reqs if not req.finished()]
         num_offline = sum(is_offline(req) for req in running)
         prefilling = self.chunked_req
         output.internal_state[INIT_INFO_KEY] = {

@@ -1,0 +1,86 @@
+"""The in-process Engine, on two tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def engine(small_model: Path) -> Iterator[Any]:
+    from sglang_coserve.config import CoserveConfig
+    from sglang_coserve.srt.engine import CoserveEngine
+
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
+        running = CoserveEngine(
+            model_path=str(small_model),
+            dtype="float32",
+            tp_size=2,
+            max_total_tokens=1024,
+            chunked_prefill_size=128,
+            schedule_conservativeness=0.1,
+            coserve_config=CoserveConfig(slo_ttft_ms=300),
+        )
+    yield running
+    running.shutdown()
+
+
+def params(max_new_tokens: int, *, offline: bool) -> dict[str, Any]:
+    mark = {"custom_params": {"coserve_class": "offline"}} if offline else {}
+    return {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True, **mark}
+
+
+def state(engine: Any) -> dict[str, Any]:
+    (internal,) = engine.loop.run_until_complete(engine.tokenizer_manager.get_internal_state())
+    assert isinstance(internal["coserve"], dict)
+    return internal["coserve"]
+
+
+def test_ranks_stay_in_step_while_offline_requests_give_way(engine: Any) -> None:
+    """A rank that decided differently would hang or crash both."""
+    rng = random.Random(1)
+    requests = [
+        (rng.choices(range(10, 700), k=rng.choice([20, 150, 400])), rng.randrange(5, 40), i % 3 > 0)
+        for i in range(24)
+    ]
+    alone = [
+        engine.generate(input_ids=ids, sampling_params=params(n, offline=False))["output_ids"]
+        for ids, n, _ in requests
+    ]
+
+    async def one(i: int) -> Any:
+        ids, n, offline = requests[i]
+        if not offline:
+            await asyncio.sleep(0.02 * i)
+        return await engine.async_generate(
+            input_ids=ids, sampling_params=params(n, offline=offline)
+        )
+
+    async def together() -> list[Any]:
+        return await asyncio.wait_for(asyncio.gather(*map(one, range(len(requests)))), 180)
+
+    outputs = engine.loop.run_until_complete(together())
+    assert [output["output_ids"] for output in outputs] == alone
+    counts = state(engine)["offline"]
+    assert counts["received"] == 16
+    assert counts["evicted"] + counts["parked"] > 0
+    assert (counts["waiting"], counts["running"], counts["prefilling"]) == (0, 0, 0)
+
+
+def test_the_state_shows_the_settings(engine: Any) -> None:
+    assert state(engine)["config"]["slo_ttft_ms"] == 300
+
+
+def test_an_unknown_class_is_a_value_error(engine: Any) -> None:
+    with pytest.raises(ValueError, match="'online' or 'offline'"):
+        engine.generate("x", {"custom_params": {"coserve_class": "batch"}})
+
+
+def test_the_cache_can_be_flushed_when_all_is_done(engine: Any) -> None:
+    assert engine.flush_cache().success
