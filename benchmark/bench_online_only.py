@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -46,8 +46,11 @@ def server(kind: str, model: Path, work: Path) -> Iterator[LocalServer]:
     env: dict[str, str] = {"PYTHONPATH": str(Path(__file__).parent)}
     if not cpu.has_cuda():
         cpu.set_environment_defaults(env)
-        cpu.set_thread_defaults(1, env)
-    with LocalServer(flags, module=module, log_path=work / f"{kind}.log", extra_env=env) as running:
+    cores = nullcontext() if cpu.has_cuda() else cpu.divided_cores(1)
+    with (
+        cores,
+        LocalServer(flags, module=module, log_path=work / f"{kind}.log", extra_env=env) as running,
+    ):
         yield running
 
 

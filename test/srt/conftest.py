@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
-from srt.scripted_engine import EngineProcess, EngineSpec, ScriptedEngine
+from srt.scripted_engine import EngineProcess, EngineSpec, Spec, run_at_once
 
 KV_POOL_TOKENS = 1024
 CHUNK_TOKENS = 128
-
-Spec = tuple[str, list[int], int, bool]
-"""A request: rid, prompt, max_new_tokens, whether it is offline."""
 
 Reference = Callable[[Sequence[Spec]], dict[str, list[int]]]
 
@@ -51,7 +48,6 @@ def start_engine(small_model: Path) -> Iterator[Callable[..., EngineProcess]]:
 
 
 @pytest.fixture(
-    scope="module",
     params=[(False, 1), (True, 1), (False, 16), (True, 16)],
     ids=["normal-page1", "overlap-page1", "normal-page16", "overlap-page16"],
 )
@@ -73,15 +69,8 @@ def reference_outputs(start_engine: Any) -> Reference:
         missing = [spec for spec in specs if key[spec[0]] not in known]
         if missing:
             stock = start_engine(stock=True, max_total_tokens=65536, chunked_prefill_size=8192)
-            for rid, output in stock.call(_run_at_once, missing).items():
+            for rid, output in stock.call(run_at_once, missing).items():
                 known[key[rid]] = output
         return {rid: known[key[rid]] for rid in key}
 
-    return outputs
-
-
-def _run_at_once(engine: ScriptedEngine, specs: Sequence[Spec]) -> dict[str, list[int]]:
-    engine.run([engine.request(*spec[:3]) for spec in specs])
-    outputs = {spec[0]: engine.output(spec[0]) for spec in specs}
-    engine.scheduler.flush_cache()
     return outputs

@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import traceback
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,9 @@ MAX_ITERATIONS = 20_000
 CALL_TIMEOUT_S = 300
 
 Script = Callable[[int], Iterable[Any]]
+
+Spec = tuple[str, list[int], int, bool]
+"""A request: rid, prompt, max_new_tokens, whether it is offline."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,14 @@ class ScriptedEngine:
         assert len(pool.free_slots) == pool.size
 
 
+def run_at_once(engine: ScriptedEngine, specs: Sequence[Spec]) -> dict[str, list[int]]:
+    """Run all requests, as online ones, and return their outputs."""
+    engine.run([engine.request(*spec[:3]) for spec in specs])
+    outputs = {spec[0]: engine.output(spec[0]) for spec in specs}
+    engine.scheduler.flush_cache()
+    return outputs
+
+
 def _all_at_once(messages: list[Any]) -> Script:
     def script(iteration: int) -> list[Any]:
         if iteration:
@@ -258,10 +269,9 @@ def _serve(connection: Any, spec: EngineSpec) -> None:
     while True:
         try:
             function, args = connection.recv()
+            connection.send((function(engine, *args), None))
         except EOFError:
             os._exit(0)
-        try:
-            connection.send((function(engine, *args), None))
         except BaseException:
             connection.send((None, traceback.format_exc()))
             # A failed scenario leaves requests behind: the next one needs a fresh engine.

@@ -82,7 +82,8 @@ def test_a_missing_submodule_is_an_import_error() -> None:
 def test_defaults_leave_what_is_set() -> None:
     environment = {"OMP_NUM_THREADS": "7", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
     cpu.set_environment_defaults(environment)
-    cpu.set_thread_defaults(1, environment)
+    with cpu.divided_cores(1, environment):
+        pass
     assert environment == {
         "OMP_NUM_THREADS": "7",
         "SGLANG_CPU_OMP_THREADS_BIND": "0",
@@ -93,9 +94,10 @@ def test_defaults_leave_what_is_set() -> None:
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 64])
 def test_every_rank_gets_cores_and_at_least_one_thread(tp_size: int) -> None:
     environment: dict[str, str] = {}
-    cpu.set_thread_defaults(tp_size, environment)
-    assert int(environment["OMP_NUM_THREADS"]) >= 1
-    ranks = environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
+    with cpu.divided_cores(tp_size, environment):
+        assert int(environment["OMP_NUM_THREADS"]) >= 1
+        ranks = environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
+    assert environment == {}
     assert len(ranks) == tp_size
     cores = os.sched_getaffinity(0)
     assert all(rank and set(map(int, rank.split(","))) <= cores for rank in ranks)

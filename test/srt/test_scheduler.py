@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from srt.conftest import CHUNK_TOKENS, KV_POOL_TOKENS, Reference, Spec
-from srt.scripted_engine import EngineProcess, Iteration, ScriptedEngine
+from srt.conftest import CHUNK_TOKENS, KV_POOL_TOKENS, Reference
+from srt.scripted_engine import EngineProcess, Iteration, ScriptedEngine, Spec
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -160,12 +162,14 @@ def test_an_unknown_class_on_generate_is_a_400(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"service_tier"', b'{"service_tier": }'])
-def test_malformed_bodies_get_sglangs_own_answer(http: httpx.Client, content: bytes) -> None:
+def test_malformed_bodies_get_sglangs_own_answer(server: LocalServer, content: bytes) -> None:
     headers = {"content-type": "application/json"}
-    response = http.post("/v1/chat/completions", content=content, headers=headers)
-    # SGLang answers some of these with a 500; what counts is that it stays its answer.
+    response = httpx.post(
+        f"{server.base_url}/v1/chat/completions", content=content, headers=headers, timeout=60
+    )
+    # To some of these SGLang answers 500 and closes the connection; the server lives on.
     assert response.status_code >= 400
-    assert http.get("/health").status_code == 200
+    assert httpx.get(f"{server.base_url}/health", timeout=60).status_code == 200
 
 
 def test_text_that_looks_like_an_event_stays_text(http: httpx.Client) -> None:
@@ -194,3 +198,54 @@ def test_a_prompt_longer_than_the_context_is_a_400(client: openai.OpenAI) -> Non
             model="default", prompt=[5] * 5000, extra_body={"service_tier": "flex"}
         )
     assert "context length" in refused.value.message
+
+
+def wait_until(condition: Any, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the server did not get there"
+        time.sleep(0.1)
+
+
+def offline_body(max_new_tokens: int) -> dict[str, Any]:
+    params = {
+        "max_new_tokens": max_new_tokens,
+        "ignore_eos": True,
+        "custom_params": {"coserve_class": "offline"},
+    }
+    return {"input_ids": list(range(10, 300)), "sampling_params": params}
+
+
+def test_a_saturating_offline_load_can_be_checked_used_beside_and_dropped(
+    server: LocalServer, http: httpx.Client, client: openai.OpenAI
+) -> None:
+    """Health checks and online requests get through; leaving aborts what waits and runs."""
+
+    async def run() -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=server.base_url, timeout=None, limits=limits) as many:
+            body = offline_body(max_new_tokens=700)
+            posts = [asyncio.create_task(many.post("/generate", json=body)) for _ in range(200)]
+            await asyncio.to_thread(wait_until, lambda: num_offline_received(http) - before == 200)
+            health = await asyncio.to_thread(http.get, "/health_generate")
+            assert health.status_code == 200
+            answer = await asyncio.to_thread(
+                client.completions.create, model="default", prompt="x", max_tokens=4
+            )
+            assert answer.choices[0].text
+            offline = (await asyncio.to_thread(status, http))["offline"]
+            assert offline["waiting"] + offline["running"] > 100
+            assert not any(post.done() for post in posts)
+            for post in posts:
+                post.cancel()
+            await asyncio.gather(*posts, return_exceptions=True)
+
+    before = num_offline_received(http)
+    asyncio.run(run())
+
+    def is_empty() -> bool:
+        offline = status(http)["offline"]
+        return not (offline["waiting"] or offline["running"] or offline["prefilling"])
+
+    wait_until(is_empty)
+    assert http.post("/flush_cache").status_code == 200

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 __all__ = [
     "FLAG_DEFAULTS",
+    "divided_cores",
     "has_cuda",
     "install_page_allocation",
     "set_environment_defaults",
     "set_flag_defaults",
-    "set_thread_defaults",
 ]
 
 FLAG_DEFAULTS = {
@@ -42,21 +43,32 @@ def set_environment_defaults(environment: MutableMapping[str, str] = os.environ)
     environment.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 
-def set_thread_defaults(tp_size: int, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Divide the cores among the ranks that will be started, one core left over.
+@contextmanager
+def divided_cores(
+    tp_size: int, environment: MutableMapping[str, str] = os.environ
+) -> Iterator[None]:
+    """Within it, started ranks share the cores evenly, one core left over.
 
     The HTTP server and the detokenizer need that one: OpenMP threads that
     compete with other processes for a core make small matrix products many times
-    slower.
+    slower. Variables that are set already stay as they are.
     """
     cores = sorted(os.sched_getaffinity(0))
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (len(cores) - 1) // tp_size)))
     # One set of cores per rank; left unset, SGLang wants a NUMA node for each.
     cores_of_rank = [cores[rank::tp_size] or cores for rank in range(tp_size)]
-    environment.setdefault(
-        "SGLANG_CPU_OMP_THREADS_BIND",
-        "|".join(",".join(map(str, rank_cores)) for rank_cores in cores_of_rank),
-    )
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, (len(cores) - 1) // tp_size)),
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(
+            ",".join(map(str, rank_cores)) for rank_cores in cores_of_rank
+        ),
+    }
+    added = {name: value for name, value in defaults.items() if name not in environment}
+    environment.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            environment.pop(name, None)
 
 
 def set_flag_defaults(parser: argparse.ArgumentParser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
@@ -46,10 +47,9 @@ class CoserveEngine(Engine):
             kwargs = {"server_args": ServerArgs(**kwargs)}
         server_args = kwargs["server_args"]
         compat.check_server_args(server_args)
-        if not cpu.has_cuda():
-            cpu.set_thread_defaults(server_args.tp_size)
         server_args._coserve = coserve_config or CoserveConfig()
-        super().__init__(**kwargs)
+        with nullcontext() if cpu.has_cuda() else cpu.divided_cores(server_args.tp_size):
+            super().__init__(**kwargs)
         infos = self._scheduler_init_result.scheduler_infos
         if not all(INIT_INFO_KEY in info for info in infos):
             self.shutdown()

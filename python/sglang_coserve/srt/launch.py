@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
@@ -36,8 +37,6 @@ def launch_server(argv: Sequence[str]) -> None:
         cpu.set_environment_defaults()
     server_args = parse_server_args(argv, on_cpu=on_cpu)
     compat.check_server_args(server_args)
-    if on_cpu:
-        cpu.set_thread_defaults(server_args.tp_size)
 
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import kill_process_tree
@@ -45,13 +44,15 @@ def launch_server(argv: Sequence[str]) -> None:
     from sglang_coserve.srt import processes
 
     _install_routes(http_server)
+    cores = cpu.divided_cores(server_args.tp_size) if on_cpu else nullcontext()
     try:
-        http_server.launch_server(
-            server_args,
-            init_tokenizer_manager_func=processes.init_tokenizer_manager,
-            run_scheduler_process_func=processes.run_scheduler_process,
-            run_detokenizer_process_func=processes.run_detokenizer_process,
-        )
+        with cores:
+            http_server.launch_server(
+                server_args,
+                init_tokenizer_manager_func=processes.init_tokenizer_manager,
+                run_scheduler_process_func=processes.run_scheduler_process,
+                run_detokenizer_process_func=processes.run_detokenizer_process,
+            )
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
