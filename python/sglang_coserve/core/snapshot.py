@@ -13,7 +13,7 @@ its generated tokens behind the prompt).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -23,6 +23,7 @@ from sglang_coserve.core.request import RequestClass, RequestState
 __all__ = [
     "EngineSnapshot",
     "Eviction",
+    "FairnessUpdate",
     "PrefillChunk",
     "PrefixCache",
     "RequestInfo",
@@ -68,7 +69,9 @@ class Row(NamedTuple):
     """Tokens with KV on the device; 0 while it waits."""
 
     cached_tokens: int = 0
-    """For a waiting row: the tokens the prefix cache, or a checkpoint, would give it."""
+    """For a waiting row: the tokens the prefix cache, or a checkpoint, would give it. For one
+    that holds KV: how many of the leading computed ones other rows use too, so that evicting
+    this row does not free them."""
 
     last_token_s: float | None = None
     """When its last token came out; None before the first."""
@@ -139,6 +142,17 @@ class Eviction(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class FairnessUpdate:
+    """How the fairness counters stand once a plan is carried out."""
+
+    counters: Mapping[str | None, float]
+    """Of the users whose counter changes."""
+
+    waiting_users: frozenset[str | None]
+    """Users with online requests waiting at the time of the snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """What the next iteration does.
 
@@ -152,11 +166,11 @@ class StepPlan:
 
     evict: tuple[Eviction, ...] = ()
     pause: tuple[str, ...] = ()
-    """Offline decodes that skip iterations from now on; KV kept."""
+    """Decodes that skip iterations from now on; KV kept. Offline ones, but for BROS."""
 
     resume: tuple[str, ...] = ()
     park: tuple[str, ...] = ()
-    """Unfinished offline prefills that give way from now on; KV kept."""
+    """Running prefills that get no chunk and give way from now on; KV kept."""
 
     prefills: tuple[PrefillChunk, ...] = ()
     """Chunks in order, online before offline; rows, waiting requests or queue picks."""
@@ -168,7 +182,17 @@ class StepPlan:
     """Predicted latency of the planned batch."""
 
     budget_s: float = float("inf")
-    """Latency budget the batch was packed under; infinite when no online request bound it."""
+    """Latency budget that offline work was packed under; infinite when nothing bounds it,
+    0 when online work was left over, so that offline work got nothing."""
+
+    is_deadline_bound: bool = False
+    """True when online work was left out of the batch because a deadline would be missed."""
+
+    longest_prompt_s: float = 0.0
+    """Predicted time to the first token, from now, of the longest online prompt it begins."""
+
+    fairness: FairnessUpdate | None = None
+    """What ``commit`` does to the fairness counters; None without a fair order."""
 
     @property
     def is_idle(self) -> bool:

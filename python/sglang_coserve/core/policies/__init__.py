@@ -1,1 +1,50 @@
 """What differs between scheduling policies, one file each."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from sglang_coserve.core.policies.bros import BrosPolicy
+from sglang_coserve.core.policies.conserve import ConservePolicy
+from sglang_coserve.core.policies.coserve import CoservePolicy
+from sglang_coserve.core.policies.fcfs import FcfsPolicy
+from sglang_coserve.core.policies.hygen import HygenPolicy
+from sglang_coserve.core.policies.non_preemptive import NonPreemptivePolicy
+from sglang_coserve.core.policies.online_only import OnlineOnlyPolicy
+from sglang_coserve.core.policies.ooco import OocoPolicy
+from sglang_coserve.core.policies.priority import PriorityPolicy
+from sglang_coserve.core.policies.sarathi import SarathiPolicy
+from sglang_coserve.core.policy import Policy
+from sglang_coserve.errors import ConfigError
+
+__all__ = ["POLICIES", "make_policy"]
+
+POLICIES: Final[Mapping[str, Callable[[], Policy]]] = MappingProxyType(
+    {
+        policy.name: policy
+        for policy in (
+            CoservePolicy,
+            ConservePolicy,
+            HygenPolicy,
+            BrosPolicy,
+            OocoPolicy,
+            FcfsPolicy,
+            PriorityPolicy,
+            SarathiPolicy,
+            NonPreemptivePolicy,
+            OnlineOnlyPolicy,
+        )
+    }
+)
+"""Every policy by name, with its default settings."""
+
+
+def make_policy(name: str) -> Policy:
+    """Return a new policy with its default settings.
+
+    Raises:
+        ConfigError: no policy has this name.
+    """
+    if name not in POLICIES:
+        raise ConfigError(f"unknown scheduling policy {name!r}: use one of {', '.join(POLICIES)}")
+    return POLICIES[name]()

@@ -1,0 +1,316 @@
+"""One plan in the making: the batch so far, and what is left for more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.request import RequestClass, RequestState
+from sglang_coserve.core.snapshot import (
+    EngineSnapshot,
+    Eviction,
+    FairnessUpdate,
+    PrefillChunk,
+    Row,
+    StepPlan,
+)
+from sglang_coserve.metrics import SloTargets
+
+__all__ = ["BatchBuilder", "VictimOrder"]
+
+VictimOrder = Callable[["BatchBuilder"], Sequence[Row]]
+"""Returns the offline rows in the order in which they give up KV."""
+
+_DECODING = RequestState.DECODING
+_PAUSED = RequestState.PAUSED
+_PREFILLING = RequestState.PREFILLING
+_ONLINE = RequestClass.ONLINE
+
+
+class BatchBuilder:
+    """The working state of one call of ``Scheduler.plan``.
+
+    A policy adds work to it; it keeps the sums, the predicted latency, and what
+    is left of tokens, KV and request slots. Latency is the policy's to watch.
+
+    KV is counted in slots of whole pages. A prefill takes the pages of all it has
+    yet to compute, also in later chunks, so that nothing else in this plan gets
+    them. A waiting request also takes what it finds cached, because those slots
+    can no longer be freed then.
+    """
+
+    def __init__(
+        self,
+        snapshot: EngineSnapshot,
+        model: LatencyModel,
+        targets: SloTargets,
+        victim_order: VictimOrder,
+    ) -> None:
+        """Sort the rows by what they may do next. O(rows)."""
+        self.snapshot = snapshot
+        self.model = model
+        self.targets = targets
+
+        self.stats = BatchStats()
+        self.predicted_s = 0.0
+        self.offline_budget_s = math.inf
+        self.is_deadline_bound = False
+        self.longest_prompt_s = 0.0
+        self.admits_offline = True
+        """False when an online request waits for KV that new offline requests must not take."""
+        self.free_tokens = snapshot.max_batch_tokens
+        self.free_slots = snapshot.free_slots
+        self.free_kv_tokens = snapshot.free_kv_tokens + snapshot.evictable_kv_tokens
+
+        self.online_decodes: list[Row] = []
+        """Online rows that decode, and offline ones that cannot pause."""
+        self.online_prefills: list[Row] = []
+        """Online rows whose prefill is unfinished, the running one first."""
+        self.offline_decodes: list[Row] = []
+        """Offline rows that decode or are paused, in order of admission."""
+        self.offline_prefills: list[Row] = []
+        """Offline rows whose prefill is unfinished, the running one first."""
+        self.tpot_slack_s = math.inf
+        """Time until the first online decode misses its TPOT target."""
+
+        self._page_tokens = snapshot.page_tokens
+        self._victim_order = victim_order
+        self._victims: Sequence[Row] | None = None
+        self._evictions: dict[str, Eviction] = {}
+        self._probe: tuple[int, int, BatchStats, float] | None = None
+        self._shed: list[str] = []
+        self._chunks: dict[str, PrefillChunk] = {}
+        self._decoding: set[str] = set()
+        self._sort_rows()
+
+    @property
+    def has_online(self) -> bool:
+        """True when an online request runs or waits."""
+        if self.online_prefills or self.snapshot.waiting:
+            return True
+        return any(row.info.is_online for row in self.online_decodes)
+
+    @property
+    def has_left_over_online(self) -> bool:
+        """True when an online prompt got less than it could use, so offline work gets nothing."""
+        return self.offline_budget_s == 0.0
+
+    def is_evicted(self, row: Row) -> bool:
+        """True when this plan evicts the row."""
+        return row.info.rid in self._evictions
+
+    def limit_tokens(self, tokens: int) -> None:
+        """Compute no more than ``tokens`` from here on."""
+        self.free_tokens = min(self.free_tokens, tokens)
+
+    # --- decodes ---
+
+    def decode(self, rows: Sequence[Row]) -> None:
+        """Add decodes; the caller has checked that there is KV for them. O(rows)."""
+        if not rows:
+            return
+        self.stats = self._with_decodes(len(rows), sum([row.computed_tokens for row in rows]))
+        self.predicted_s = self.model.predict(self.stats)
+        self._probe = None
+        self.free_tokens -= len(rows)
+        self.free_kv_tokens -= self.kv_to_decode(rows)
+        self._decoding.update([row.info.rid for row in rows])
+
+    def predict_with_decodes(self, count: int, context_tokens: int) -> float:
+        """Return the latency with ``count`` decodes more, of so many cached tokens in all."""
+        return self.model.predict(self._with_decodes(count, context_tokens))
+
+    def kv_to_decode(self, rows: Sequence[Row]) -> int:
+        """Return the KV slots that one more token of each row opens."""
+        page = self._page_tokens
+        return (
+            len(rows)
+            if page == 1
+            else page * sum([row.computed_tokens % page == 0 for row in rows])
+        )
+
+    # --- prefills ---
+
+    def kv_to_prefill(self, context_tokens: int, rest_tokens: int, *, is_new: bool) -> int:
+        """Return the KV slots that a prefill takes; see the class."""
+        page = self._page_tokens
+        held_pages = 0 if is_new else -(-context_tokens // page)
+        return page * (-(-(context_tokens + rest_tokens) // page) - held_pages)
+
+    def longest_chunk(self, context_tokens: int, rest_tokens: int, budget_s: float) -> int:
+        """Return the longest chunk that keeps the batch within the latency budget."""
+        tokens = min(rest_tokens, self.free_tokens)
+        if tokens > 0 and budget_s < math.inf:
+            tokens = self.model.max_prefill_tokens(self.stats, context_tokens, tokens, budget_s)
+        return self.align_chunk(context_tokens, rest_tokens, tokens)
+
+    def align_chunk(self, context_tokens: int, rest_tokens: int, tokens: int) -> int:
+        """Shorten a chunk, unless it is the rest of its prompt, to end with a page."""
+        if tokens < rest_tokens:
+            tokens -= (context_tokens + tokens) % self._page_tokens
+        return max(tokens, 0)
+
+    def predict_with_prefill(self, tokens: int, context_tokens: int) -> float:
+        """Return the latency with one more prefill row; ``prefill`` of it is then quick."""
+        stats = self.stats.with_prefill(tokens, context_tokens)
+        seconds = self.model.predict(stats)
+        self._probe = (tokens, context_tokens, stats, seconds)
+        return seconds
+
+    def prefill(
+        self, rid: str, tokens: int, context_tokens: int, kv_tokens: int, *, is_new: bool
+    ) -> None:
+        """Add a chunk of a request for which ``kv_tokens`` of KV are set aside."""
+        assert 0 < tokens <= self.free_tokens, f"{rid}: {tokens} of {self.free_tokens} tokens"
+        probe = self._probe
+        if probe is not None and probe[0] == tokens and probe[1] == context_tokens:
+            _, _, self.stats, self.predicted_s = probe
+        else:
+            self.stats = self.stats.with_prefill(tokens, context_tokens)
+            self.predicted_s = self.model.predict(self.stats)
+        self._probe = None
+        self.free_tokens -= tokens
+        self.free_kv_tokens -= kv_tokens
+        self.free_slots -= is_new
+        self._chunks[rid] = PrefillChunk(rid, tokens)
+
+    # --- memory ---
+
+    def has_room(self, kv_tokens: int, slots: int = 0) -> bool:
+        """Tell whether so much is free."""
+        return self.free_kv_tokens >= kv_tokens and self.free_slots >= slots
+
+    def reclaim(self, kv_tokens: int, slots: int = 0) -> bool:
+        """Evict offline rows until so much is free; none, if all of them are not enough."""
+        if self.has_room(kv_tokens, slots):
+            return True
+        kv_short, slots_short = kv_tokens - self.free_kv_tokens, slots - self.free_slots
+        victims: list[Row] = []
+        for row in self._remaining_victims():
+            if kv_short <= 0 and slots_short <= 0:
+                break
+            victims.append(row)
+            kv_short -= self._own_kv(row)
+            slots_short -= 1
+        if kv_short > 0 or slots_short > 0:
+            return False
+        for row in victims:
+            self.evict(row, kv_tokens)
+        return True
+
+    def next_victim(self) -> Row | None:
+        """Return the offline row to evict next, ``None`` if there is none."""
+        return next(self._remaining_victims(), None)
+
+    def evict(self, row: Row, kv_tokens: int) -> None:
+        """Take a row's tail, as long as ``kv_tokens`` of free KV need; its head stays cached."""
+        page, own_kv = self._page_tokens, self._own_kv(row)
+        short = max(kv_tokens - self.free_kv_tokens, 0)
+        pages_kept = max(-(-row.computed_tokens // page) - max(-(-short // page), 1), 0)
+        tokens = row.computed_tokens - min(pages_kept * page, row.computed_tokens)
+        self._evictions[row.info.rid] = Eviction(row.info.rid, tokens)
+        # The head that stays cached is freed on demand: it counts as free, too.
+        self.free_kv_tokens += own_kv
+        self.free_slots += 1
+
+    def shed(self, row: Row) -> None:
+        """Refuse a waiting online request."""
+        self._shed.append(row.info.rid)
+
+    # --- the plan ---
+
+    @property
+    def chunks(self) -> Sequence[PrefillChunk]:
+        """The prefills so far, in order."""
+        return tuple(self._chunks.values())
+
+    @property
+    def decoding(self) -> frozenset[str]:
+        """The requests that decode so far."""
+        return frozenset(self._decoding)
+
+    def build(self, fairness: FairnessUpdate | None = None) -> StepPlan:
+        """Return the plan: decodes not added pause, prefills not added are parked. O(rows)."""
+        assert self.free_kv_tokens >= 0, f"KV over capacity by {-self.free_kv_tokens} tokens"
+        pause: list[str] = []
+        resume: list[str] = []
+        park: list[str] = []
+        decoding, evictions = self._decoding, self._evictions
+        for row in self.snapshot.rows:
+            rid, state = row.info.rid, row.state
+            if state is _DECODING:
+                if rid not in decoding and rid not in evictions:
+                    pause.append(rid)
+            elif state is _PAUSED:
+                if rid in decoding:
+                    resume.append(rid)
+            elif state is _PREFILLING and rid not in self._chunks and rid not in evictions:
+                park.append(rid)
+        return StepPlan(
+            shed=tuple(self._shed),
+            evict=tuple(evictions.values()),
+            pause=tuple(pause),
+            resume=tuple(resume),
+            park=tuple(park),
+            prefills=tuple(self._chunks.values()),
+            batch=self.stats,
+            predicted_s=self.predicted_s,
+            budget_s=self.offline_budget_s,
+            is_deadline_bound=self.is_deadline_bound,
+            longest_prompt_s=self.longest_prompt_s,
+            fairness=fairness,
+        )
+
+    # --- inside ---
+
+    def _sort_rows(self) -> None:
+        online_decodes, offline_decodes = self.online_decodes, self.offline_decodes
+        default_tpot_s = self.targets.tpot_s
+        due_s = math.inf
+        for row in self.snapshot.rows:
+            info, state = row.info, row.state
+            if state is not _DECODING and state is not _PAUSED:
+                prefills = (
+                    self.online_prefills if info.request_class is _ONLINE else self.offline_prefills
+                )
+                # Only one prefill may run: that one goes on first.
+                prefills.insert(0 if state is _PREFILLING else len(prefills), row)
+            elif info.request_class is _ONLINE:
+                online_decodes.append(row)
+                tpot_s = info.tpot_target_s or default_tpot_s
+                if tpot_s is not None:
+                    last_s = row.last_token_s
+                    row_due_s = (info.arrival_s if last_s is None else last_s) + tpot_s
+                    if row_due_s < due_s:
+                        due_s = row_due_s
+            elif info.can_pause:
+                offline_decodes.append(row)
+            else:
+                online_decodes.append(row)
+        self.tpot_slack_s = due_s - self.snapshot.now_s
+
+    def _with_decodes(self, count: int, context_tokens: int) -> BatchStats:
+        stats = self.stats
+        return BatchStats(
+            stats.prefill_requests,
+            stats.prefill_tokens,
+            stats.prefill_context_tokens,
+            stats.prefill_attention_pairs,
+            stats.decode_requests + count,
+            stats.decode_context_tokens + context_tokens + count,
+        )
+
+    def _own_kv(self, row: Row) -> int:
+        """Return the KV slots that nobody else uses."""
+        page = self._page_tokens
+        return page * (-(-row.computed_tokens // page) - -(-row.cached_tokens // page))
+
+    def _remaining_victims(self) -> Iterator[Row]:
+        if self._victims is None:
+            self._victims = self._victim_order(self)
+        for row in self._victims:
+            rid = row.info.rid
+            if not (rid in self._evictions or rid in self._chunks or rid in self._decoding):
+                yield row

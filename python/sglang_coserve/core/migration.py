@@ -1,0 +1,90 @@
+"""Which offline requests an instance should pull from another one (OOCO §3.4.3, Algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.latency_model import LatencyModel
+
+__all__ = ["LengthPreference", "closest_lengths", "preferred_length"]
+
+
+@dataclass(frozen=True, slots=True)
+class LengthPreference:
+    """The length an offline request should have to be worth pulling."""
+
+    tokens: int
+    """Preferred length; 1 stands for the shortest there are."""
+
+    max_tokens: int
+    """Longest that fits the latency bound and memory."""
+
+
+def preferred_length(
+    model: LatencyModel,
+    batch: BatchStats,
+    slo_s: float,
+    free_kv_tokens: int,
+    saturated_size: int,
+    *,
+    includes_all: bool,
+) -> LengthPreference | None:
+    """Return the preferred length, or ``None`` if nothing should be pulled.
+
+    Args:
+        model: the latency model.
+        batch: the decode batch of the last iteration.
+        slo_s: the bound on an iteration, the TPOT target.
+        free_kv_tokens: KV slots left, the paper's 1 − U_mem.
+        saturated_size: ``bottleneck.saturated_batch_size`` of the model.
+        includes_all: every request of the instance was in that batch.
+
+    Pull only if the instance runs all it has and there is time left (line 2).
+    With compute saturated, more rows gain nothing, so take the longest that fit
+    time and memory (lines 4–5). Below saturation: if one row less long still
+    reaches it in time, again the longest (lines 7–8); else the shortest, for
+    the most rows (line 10). O(log free_kv_tokens) predictions.
+
+    The paper's line 8 leaves memory out; we never prefer what has no room.
+    """
+    if not includes_all or model.predict(batch) >= slo_s:
+        return None
+    longest = _longest(model, batch, 1, slo_s, free_kv_tokens)
+    if longest == 0:
+        return None
+    missing = saturated_size - batch.decode_requests
+    if missing <= 0:
+        return LengthPreference(longest, longest)
+    # "A group of requests": as many equal ones as saturation still needs.
+    group = _longest(model, batch, missing, slo_s, free_kv_tokens // missing)
+    return LengthPreference(group or 1, longest)
+
+
+def closest_lengths(lengths: Iterable[int], preference: LengthPreference, count: int) -> list[int]:
+    """Return up to ``count`` lengths that fit, the closest to the preference first (line 14)."""
+    fitting = [length for length in lengths if length <= preference.max_tokens]
+    return sorted(fitting, key=lambda length: (abs(length - preference.tokens), length))[:count]
+
+
+def _longest(
+    model: LatencyModel, batch: BatchStats, count: int, slo_s: float, limit_tokens: int
+) -> int:
+    """Return the greatest length of ``count`` more decodes within the bound; 0 if none is."""
+    low, high = 0, limit_tokens + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        joined = BatchStats(
+            batch.prefill_requests,
+            batch.prefill_tokens,
+            batch.prefill_context_tokens,
+            batch.prefill_attention_pairs,
+            batch.decode_requests + count,
+            batch.decode_context_tokens + count * middle,
+        )
+        if model.predict(joined) <= slo_s:
+            low = middle
+        else:
+            high = middle
+    return low

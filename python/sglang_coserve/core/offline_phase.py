@@ -1,0 +1,165 @@
+"""Phase 2 of an iteration: offline work in what online work left over."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, islice
+from typing import Final
+
+from sglang_coserve.core.batch_builder import BatchBuilder
+from sglang_coserve.core.plan_context import PlanContext
+from sglang_coserve.core.snapshot import Row
+
+__all__ = [
+    "best_prefill_tokens",
+    "decode_offline",
+    "longest_prefix",
+    "prefill_offline",
+    "serve_offline",
+]
+
+_SMALLEST_PREFILL_TOKENS: Final = 128
+
+
+def serve_offline(
+    batch: BatchBuilder, context: PlanContext, *, for_throughput: bool = False
+) -> None:
+    """Add offline decodes, then offline prefills, within ``batch.offline_budget_s``.
+
+    ``for_throughput`` makes it the batch of highest predicted throughput (ConServe
+    §4.2): all decodes, since one more costs less than the average; and no more
+    prefill tokens than give the most tokens per second.
+
+    When no online request is there, a budget that not even the smallest batch
+    keeps is ignored: it would stop the engine and serve nobody.
+    """
+    free_tokens = batch.free_tokens
+    decode_offline(batch, batch.offline_decodes)
+    if for_throughput:
+        batch.limit_tokens(best_prefill_tokens(batch))
+    prefill_offline(batch, context)
+    if batch.stats.is_empty and not batch.has_online:
+        batch.offline_budget_s = math.inf
+        batch.free_tokens = min(free_tokens, context.config.min_chunk_tokens)
+        decode_offline(batch, batch.offline_decodes)
+        prefill_offline(batch, context)
+
+
+def decode_offline(batch: BatchBuilder, rows: Iterable[Row]) -> None:
+    """Add as many decodes as fit, in the order given; the others pause, their KV kept.
+
+    When KV is short for those that fit the latency budget, rows are evicted in
+    the policy's order of victims, but never the last: it pauses until
+    something else has ended. O(rows + log rows predictions).
+    """
+    rows = [row for row in rows if not batch.is_evicted(row)]
+    while True:
+        fitting = rows[: longest_prefix(batch, rows)]
+        needed = batch.kv_to_decode(fitting)
+        if batch.has_room(needed):
+            break
+        victim = batch.next_victim()
+        if victim is None or rows == [victim]:
+            fitting = []
+            break
+        batch.evict(victim, needed)
+        if victim in rows:
+            rows.remove(victim)
+    batch.decode(fitting)
+
+
+def longest_prefix(batch: BatchBuilder, rows: Sequence[Row]) -> int:
+    """Return how many of the first rows fit the latency and token budgets. Bisection."""
+    limit = min(len(rows), batch.free_tokens)
+    contexts = list(accumulate([row.computed_tokens for row in rows[:limit]], initial=0))
+    if limit == 0 or batch.predict_with_decodes(limit, contexts[limit]) <= batch.offline_budget_s:
+        return limit
+    return bisect_right(
+        range(1, limit),
+        batch.offline_budget_s,
+        key=lambda count: batch.predict_with_decodes(count, contexts[count]),
+    )
+
+
+def best_prefill_tokens(batch: BatchBuilder) -> int:
+    """Return the prefill tokens, in halves of what fits, that give the most tokens per second.
+
+    As if of one prompt without context: beyond that number its attention costs
+    more than sharing the fixed costs of the iteration gains.
+    """
+    if batch.free_tokens <= 0:
+        return 0
+    sizes = [batch.free_tokens]
+    while sizes[-1] > _SMALLEST_PREFILL_TOKENS:
+        sizes.append(sizes[-1] // 2)
+    decodes = batch.stats.compute_tokens
+    return max(sizes, key=lambda size: (decodes + size) / batch.predict_with_prefill(size, 0))
+
+
+def prefill_offline(batch: BatchBuilder, context: PlanContext) -> None:
+    """Add offline prefills: those begun, then picks from the queue, each as long as it can be.
+
+    Stops at the first that is cut or does not fit, so at most one is unfinished and
+    the queue's order holds. A new request also needs headroom in KV for the rows
+    that run, or it would soon be evicted for them.
+    """
+    if _continue_prefills(batch, context) and batch.admits_offline:
+        _admit(batch, context)
+
+
+def _continue_prefills(batch: BatchBuilder, context: PlanContext) -> bool:
+    for row in batch.offline_prefills:
+        if batch.is_evicted(row):
+            continue
+        rest_tokens = row.tokens_to_compute
+        kv_tokens = batch.kv_to_prefill(row.computed_tokens, rest_tokens, is_new=False)
+        while not batch.has_room(kv_tokens) and batch.stats.is_empty:
+            # Nothing runs that would free KV by ending, so another unfinished one has to.
+            victim = batch.next_victim()
+            if victim is None or victim is row:
+                return False
+            batch.evict(victim, kv_tokens)
+        if not batch.has_room(kv_tokens):
+            return False
+        if not _add(batch, context, row.info.rid, row.computed_tokens, rest_tokens, kv_tokens):
+            return False
+    return True
+
+
+def _admit(batch: BatchBuilder, context: PlanContext) -> None:
+    config, queue = context.config, context.queue
+    if batch.free_tokens <= 0 or batch.predicted_s >= batch.offline_budget_s:
+        return
+    num_rows = len(batch.snapshot.rows) + len(batch.chunks)
+    for request in islice(queue.candidates(batch.snapshot.now_s), config.max_picks):
+        length_tokens = request.num_prompt_tokens + request.num_generated_tokens
+        cached_tokens = min(context.cache.cached_tokens(request.rid), length_tokens - 1)
+        rest_tokens = length_tokens - cached_tokens
+        kv_tokens = batch.kv_to_prefill(cached_tokens, rest_tokens, is_new=True)
+        if not batch.has_room(kv_tokens + config.headroom_tokens * num_rows, slots=1):
+            return
+        if not _add(
+            batch, context, request.rid, cached_tokens, rest_tokens, kv_tokens, is_new=True
+        ):
+            return
+        num_rows += 1
+
+
+def _add(
+    batch: BatchBuilder,
+    context: PlanContext,
+    rid: str,
+    cached_tokens: int,
+    rest_tokens: int,
+    kv_tokens: int,
+    *,
+    is_new: bool = False,
+) -> bool:
+    """Add the longest chunk that fits; tell whether it was all of the rest."""
+    tokens = batch.longest_chunk(cached_tokens, rest_tokens, batch.offline_budget_s)
+    if tokens < min(rest_tokens, context.config.min_chunk_tokens):
+        return False
+    batch.prefill(rid, tokens, cached_tokens, kv_tokens, is_new=is_new)
+    return tokens == rest_tokens

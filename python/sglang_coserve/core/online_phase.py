@@ -1,0 +1,130 @@
+"""Phase 1 of an iteration: online work, before any offline work (HyGen §4.1, ConServe Alg. 1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from sglang_coserve.core.batch_builder import BatchBuilder
+from sglang_coserve.core.plan_context import PlanContext
+from sglang_coserve.core.scheduler_config import Overload
+from sglang_coserve.core.snapshot import Row
+
+__all__ = ["decode_online", "prefill_online", "serve_online", "slack_s"]
+
+
+def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> None:
+    """Add every online decode, then online prefills in order within the budget.
+
+    The batch is also kept within the TPOT slack of the decodes and the TTFT slack
+    of each prompt it completes, so that a later prompt does not delay an
+    earlier one beyond its target. A prompt's own target does not shorten its
+    chunk: that could only delay it.
+
+    Sets ``batch.offline_budget_s``: what all that leaves to offline work; 0 if an
+    online prompt was left over or is late, since offline work would delay it. A
+    request that arrives meanwhile counts, too: ``SchedulerConfig.arrival_wait_s``.
+    """
+    config = context.config
+    decode_online(batch)
+    prefill_online(batch, context, min(budget_s, batch.tpot_slack_s) * (1 - config.margin))
+    arrival_s = context.arrival_budget_s * (1 - config.margin)
+    batch.offline_budget_s = min(batch.offline_budget_s, arrival_s)
+
+
+def decode_online(batch: BatchBuilder, rows: list[Row] | None = None) -> None:
+    """Add the decodes that must run: these rows, or every online one.
+
+    If KV is short, offline rows lose theirs, then unfinished online prefills, then
+    the last of the decodes themselves.
+    """
+    if rows is None:
+        rows = batch.online_decodes
+    while not batch.reclaim(needed := batch.kv_to_decode(rows)):
+        batch.evict((batch.online_prefills or rows).pop(), needed)
+    batch.decode(rows)
+
+
+def prefill_online(
+    batch: BatchBuilder,
+    context: PlanContext,
+    budget_s: float,
+    *,
+    keeps_ttft: bool = True,
+    may_evict: bool = True,
+) -> None:
+    """Add online prefills in order: the unfinished ones, then the waiting ones.
+
+    Stops at the first that does not fit: no later request overtakes it. Sets
+    ``offline_budget_s`` as ``serve_online`` says.
+    """
+    config = context.config
+    sheds = config.overload is Overload.SHED
+    floor_tokens = 0 if sheds else config.min_online_chunk_tokens
+    slack_share = 1 - config.margin
+    for row, is_new in _prefills(batch, context):
+        rest_tokens = row.tokens_to_compute
+        cached_tokens = row.computed_tokens or row.cached_tokens
+        whole_s = batch.predict_with_prefill(rest_tokens, cached_tokens)
+        row_slack_s = slack_s(batch, row) if keeps_ttft else math.inf
+        if sheds and whole_s > row_slack_s and is_new and row.generated_tokens == 0:
+            batch.shed(row)
+            continue
+        if whole_s <= budget_s and rest_tokens <= batch.free_tokens:
+            tokens = rest_tokens
+        else:
+            tokens = _cut(batch, cached_tokens, rest_tokens, budget_s, floor_tokens)
+        if tokens == 0:
+            _leave_over(batch, by_deadline=batch.free_tokens > 0)
+            return
+        kv_tokens = batch.kv_to_prefill(cached_tokens, rest_tokens, is_new=is_new)
+        has_room = batch.has_room(kv_tokens, is_new)
+        if not has_room and not (may_evict and batch.reclaim(kv_tokens, is_new)):
+            batch.admits_offline = False
+            break
+        if is_new and whole_s > batch.longest_prompt_s:
+            batch.longest_prompt_s = whole_s
+        batch.prefill(row.info.rid, tokens, cached_tokens, kv_tokens, is_new=is_new)
+        floor_tokens = 0
+        if tokens < rest_tokens:
+            _leave_over(batch, by_deadline=batch.free_tokens > 0)
+            return
+        if whole_s > row_slack_s:
+            _leave_over(batch, by_deadline=True)
+        elif row_slack_s * slack_share < budget_s:
+            budget_s = row_slack_s * slack_share
+    batch.offline_budget_s = min(batch.offline_budget_s, budget_s)
+
+
+def slack_s(batch: BatchBuilder, row: Row) -> float:
+    """Return the time until a row's next token misses its target; negative once it has."""
+    info, targets = row.info, batch.targets
+    if row.generated_tokens and row.last_token_s is not None:
+        start_s, target_s = row.last_token_s, info.tpot_target_s or targets.tpot_s
+    else:
+        start_s, target_s = info.arrival_s, info.ttft_target_s or targets.ttft_s
+    return math.inf if target_s is None else start_s + target_s - batch.snapshot.now_s
+
+
+def _prefills(batch: BatchBuilder, context: PlanContext) -> Iterator[tuple[Row, bool]]:
+    for row in batch.online_prefills:
+        yield row, False
+    for row in context.waiting:
+        yield row, True
+
+
+def _cut(
+    batch: BatchBuilder, cached_tokens: int, rest_tokens: int, budget_s: float, floor_tokens: int
+) -> int:
+    """Return the longest chunk within the budget, but at least the floor."""
+    tokens = batch.longest_chunk(cached_tokens, rest_tokens, budget_s)
+    if tokens == 0 and batch.stats.is_empty:
+        # An empty batch makes nobody late: a budget it cannot keep must not stop it.
+        tokens = batch.longest_chunk(cached_tokens, rest_tokens, math.inf)
+    floor_tokens = min(floor_tokens, rest_tokens, batch.free_tokens)
+    return max(tokens, batch.align_chunk(cached_tokens, rest_tokens, floor_tokens))
+
+
+def _leave_over(batch: BatchBuilder, *, by_deadline: bool) -> None:
+    batch.offline_budget_s = 0.0
+    batch.is_deadline_bound |= by_deadline

@@ -1,0 +1,218 @@
+"""Choosing rows one by one, with the chance to take one back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from sglang_coserve.core.batch_builder import BatchBuilder
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.offline_phase import decode_offline
+from sglang_coserve.core.offline_queue import QueuedRequest
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.snapshot import Row
+
+__all__ = ["Candidate", "Packing"]
+
+_COUNTS = tuple(field.name for field in fields(BatchStats))
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A request that may join the batch: a row, or one that waits in the offline queue."""
+
+    rid: str
+    row: Row | None
+    context_tokens: int
+    rest_tokens: int
+    is_online: bool
+    is_decode: bool
+    is_new: bool
+    residual_s: float
+    """Time left to spend on this iteration."""
+
+    @classmethod
+    def of_row(cls, row: Row, residual_s: float) -> Candidate:
+        """Return the next step of a row."""
+        return cls(
+            rid=row.info.rid,
+            row=row,
+            context_tokens=row.computed_tokens or row.cached_tokens,
+            rest_tokens=row.tokens_to_compute,
+            is_online=row.info.is_online,
+            is_decode=row.state in (RequestState.DECODING, RequestState.PAUSED),
+            is_new=row.state is RequestState.WAITING,
+            residual_s=residual_s,
+        )
+
+    @classmethod
+    def of_queued(cls, request: QueuedRequest, cached_tokens: int) -> Candidate:
+        """Return the first step of an offline request that waits."""
+        length_tokens = request.num_prompt_tokens + request.num_generated_tokens
+        cached_tokens = min(cached_tokens, length_tokens - 1)
+        rest_tokens = length_tokens - cached_tokens
+        return cls(request.rid, None, cached_tokens, rest_tokens, False, False, True, math.inf)
+
+    def joined(self, stats: BatchStats, tokens: int) -> BatchStats:
+        """Return the batch with ``tokens`` of this request."""
+        if self.is_decode:
+            return stats.with_decode(self.context_tokens)
+        return stats.with_prefill(tokens, self.context_tokens)
+
+
+class _Choice(NamedTuple):
+    candidate: Candidate
+    tokens: int
+    kv_tokens: int
+    has_evicted: bool
+    """Offline rows lost KV for it."""
+
+    @property
+    def is_cut(self) -> bool:
+        return self.tokens < self.candidate.rest_tokens
+
+
+class Packing:
+    """A choice of candidates under a latency bound and a limit of rows.
+
+    Online candidates reclaim KV from offline rows, offline ones do not. At most
+    one choice is cut: after it ``add`` refuses what would be another.
+    """
+
+    def __init__(
+        self, batch: BatchBuilder, bound_s: float, max_requests: int, headroom_tokens: int
+    ) -> None:
+        self.stopped_by_bound = False
+        """True once a candidate did not fit the latency bound."""
+        self._batch = batch
+        self._bound_s = bound_s
+        self._max_requests = max_requests
+        self._headroom_tokens = headroom_tokens
+        self._stats = batch.stats
+        self._free_tokens = batch.free_tokens
+        self._kv_tokens = 0
+        self._slots = 0
+        self._online: list[_Choice] = []
+        self._offline: list[_Choice] = []
+        self._cut: Candidate | None = None
+
+    def add(self, candidate: Candidate) -> bool:
+        """Choose a candidate, if it fits at least in part. O(1) predictions."""
+        if len(self._online) + len(self._offline) >= self._max_requests:
+            return False
+        tokens = self._longest(candidate)
+        if tokens == 0:
+            return False
+        kv_tokens = self._kv(candidate)
+        has_room = self._has_room(candidate, kv_tokens)
+        if not has_room and not (candidate.is_online and self._reclaim(candidate, kv_tokens)):
+            return False
+        self._choose(_Choice(candidate, tokens, kv_tokens, has_evicted=not has_room))
+        return True
+
+    def replace_last_online(self, candidate: Candidate, wait_s: float) -> bool:
+        """Choose a candidate in the place of the online one that was chosen last.
+
+        Only if that one can wait for this iteration and ``wait_s`` more, and nothing
+        was evicted for it.
+        """
+        if not self._online or self._online[-1].has_evicted:
+            return False
+        leaving = self._drop_last_online()
+        predicted_s = self._batch.model.predict(candidate.joined(self._stats, 1))
+        if leaving.candidate.residual_s >= predicted_s + wait_s and self.add(candidate):
+            return True
+        self._choose(leaving)
+        return False
+
+    def apply(self) -> None:
+        """Add the choices to the batch."""
+        batch = self._batch
+        batch.decode(_decodes(self._online))
+        self._prefill(self._online)
+        decode_offline(batch, _decodes(self._offline))
+        self._prefill(self._offline)
+
+    def _prefill(self, choices: list[_Choice]) -> None:
+        batch = self._batch
+        for candidate, tokens, kv_tokens, _ in choices:
+            if candidate.is_decode:
+                continue
+            # An offline decode may have taken its KV meanwhile.
+            was_evicted = candidate.row is not None and batch.is_evicted(candidate.row)
+            if not was_evicted and batch.has_room(kv_tokens, int(candidate.is_new)):
+                batch.prefill(
+                    candidate.rid,
+                    tokens,
+                    candidate.context_tokens,
+                    kv_tokens,
+                    is_new=candidate.is_new,
+                )
+
+    def _longest(self, candidate: Candidate) -> int:
+        batch = self._batch
+        # The most urgent online request runs in any case.
+        is_first = candidate.is_online and self._stats.is_empty
+        bound_s = math.inf if is_first else self._bound_s
+        tokens = limit = min(candidate.rest_tokens, self._free_tokens)
+        if limit <= 0:
+            return 0
+        if candidate.is_decode:
+            tokens = int(batch.model.predict(candidate.joined(self._stats, 1)) <= bound_s)
+        elif bound_s < math.inf:
+            tokens = batch.model.max_prefill_tokens(
+                self._stats, candidate.context_tokens, limit, bound_s
+            )
+        self.stopped_by_bound |= tokens < limit
+        tokens = batch.align_chunk(candidate.context_tokens, candidate.rest_tokens, tokens)
+        return 0 if self._cut is not None and tokens < candidate.rest_tokens else tokens
+
+    def _has_room(self, candidate: Candidate, kv_tokens: int) -> bool:
+        if candidate.is_decode and not candidate.is_online:
+            return True  # ``apply`` makes room, or leaves it out.
+        kv_tokens += self._kv_tokens
+        if candidate.is_new and not candidate.is_online:
+            num_rows = len(self._batch.snapshot.rows) + self._slots
+            kv_tokens += self._headroom_tokens * num_rows
+        return self._batch.has_room(kv_tokens, self._slots + candidate.is_new)
+
+    def _reclaim(self, candidate: Candidate, kv_tokens: int) -> bool:
+        return self._batch.reclaim(self._kv_tokens + kv_tokens, self._slots + candidate.is_new)
+
+    def _kv(self, candidate: Candidate) -> int:
+        if candidate.row is not None and candidate.is_decode:
+            return self._batch.kv_to_decode([candidate.row])
+        return self._batch.kv_to_prefill(
+            candidate.context_tokens, candidate.rest_tokens, is_new=candidate.is_new
+        )
+
+    def _choose(self, choice: _Choice) -> None:
+        candidate, tokens, kv_tokens, _ = choice
+        (self._online if candidate.is_online else self._offline).append(choice)
+        self._stats = candidate.joined(self._stats, tokens)
+        self._free_tokens -= tokens
+        self._kv_tokens += kv_tokens
+        self._slots += candidate.is_new
+        if choice.is_cut:
+            self._cut = candidate
+
+    def _drop_last_online(self) -> _Choice:
+        choice = self._online.pop()
+        candidate, tokens, kv_tokens, _ = choice
+        self._stats = _difference(self._stats, candidate.joined(BatchStats(), tokens))
+        self._free_tokens += tokens
+        self._kv_tokens -= kv_tokens
+        self._slots -= candidate.is_new
+        if self._cut is candidate:
+            self._cut = None
+        return choice
+
+
+def _decodes(choices: list[_Choice]) -> list[Row]:
+    rows = (choice.candidate.row for choice in choices if choice.candidate.is_decode)
+    return [row for row in rows if row is not None]
+
+
+def _difference(left: BatchStats, right: BatchStats) -> BatchStats:
+    return BatchStats(*(getattr(left, name) - getattr(right, name) for name in _COUNTS))

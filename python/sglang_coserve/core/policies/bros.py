@@ -1,0 +1,146 @@
+"""BROS: deadline-ordered packing with replacement (Wan et al., §IV-B, Algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import ClassVar, Final
+
+from sglang_coserve.core.batch_builder import BatchBuilder
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.online_phase import decode_online, slack_s
+from sglang_coserve.core.packing import Candidate, Packing
+from sglang_coserve.core.plan_context import PlanContext
+from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.snapshot import StepPlan
+
+__all__ = ["BrosPolicy"]
+
+_MAX_BATCH_REQUESTS: Final = 1 << 16
+
+
+@dataclass
+class BrosPolicy(Policy):
+    """The most urgent online requests first; offline ones replace the least urgent.
+
+    Each iteration:
+
+    1. Online requests, decodes and prefills alike, ascend by the time left until
+       their TTFT or TPOT deadline, less T_avg for every further iteration they
+       need (lines 2–4). They join while the batch has fewer than B_curr rows,
+       memory, and a predicted latency within the least residual (lines 5–15).
+    2. Offline requests, those with the least KV to restore first, join on the
+       same terms; one that does not fit may take the place of the least
+       urgent online request (lines 16–36). That one must still be in time an
+       average iteration later: constraint 6, which the listing leaves out.
+    3. B_curr doubles unless a deadline stopped step 1, which resets it to B_base
+       (*Adaptive Batch Sizing*).
+
+    So online decodes may pause, and online requests wait for offline ones: under
+    this policy alone.
+
+    Where we differ: a deadline that is lost already bounds nothing, or one late
+    request would stop the engine. Prompts are cut into chunks where the paper
+    would leave them waiting. KV to restore is what must be computed again, for
+    blocks are not shared bidirectionally (§V): rows with KV go before the queue.
+    """
+
+    name: ClassVar[str] = "bros"
+
+    base_batch_requests: int = 128
+    """B_base."""
+
+    _batch_requests: int = field(default=0, init=False)
+    """B_curr; 0 before the first plan."""
+
+    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
+        """See ``Policy.compose``. O(rows log rows), and a prediction for each row."""
+        decode_online(batch, [row for row in batch.online_decodes if not row.info.is_online])
+        online = _by_urgency(batch, context)
+        bound_s = _least_residual_s(batch, online) * (1 - context.config.margin)
+        batch.offline_budget_s = bound_s
+
+        packing = Packing(
+            batch,
+            bound_s,
+            max_requests=self._batch_requests or self.base_batch_requests,
+            headroom_tokens=context.config.headroom_tokens,
+        )
+        for candidate in _after_evictions(batch, online):
+            if not packing.add(candidate):
+                # No room for a new one: those that run may go on.
+                if not candidate.is_new or packing.stopped_by_bound:
+                    break
+                batch.admits_offline = False
+        batch.is_deadline_bound = packing.stopped_by_bound
+        for candidate in _offline(batch, context):
+            if not packing.add(candidate) and not packing.replace_last_online(
+                candidate, context.mean_iteration_s
+            ):
+                break
+        packing.apply()
+
+    def commit(self, plan: StepPlan) -> None:
+        """See ``Policy.commit``: adapt B_curr."""
+        current = self._batch_requests or self.base_batch_requests
+        self._batch_requests = (
+            self.base_batch_requests
+            if plan.is_deadline_bound
+            else min(2 * current, _MAX_BATCH_REQUESTS)
+        )
+
+
+def _by_urgency(batch: BatchBuilder, context: PlanContext) -> list[Candidate]:
+    """Return the online requests by residual time (lines 2–3)."""
+    chunk_tokens = batch.snapshot.max_batch_tokens
+    candidates = []
+    for rows in (batch.online_decodes, batch.online_prefills, context.waiting):
+        for row in rows:
+            if not row.info.is_online:
+                continue
+            residual_s = slack_s(batch, row)
+            # The late keep the order of their deadlines, or each one that got a chunk would look
+            # less urgent than the others, and they would evict each other for ever.
+            if residual_s >= 0:
+                more_iterations = (row.tokens_to_compute - 1) // chunk_tokens
+                residual_s = max(residual_s - more_iterations * context.mean_iteration_s, 0.0)
+            candidates.append(Candidate.of_row(row, residual_s))
+    return sorted(candidates, key=lambda candidate: candidate.residual_s)
+
+
+def _least_residual_s(batch: BatchBuilder, online: Sequence[Candidate]) -> float:
+    """Return T_min^res (line 4) of the requests that can still be in time."""
+    for candidate in online:
+        tokens = min(candidate.rest_tokens, batch.snapshot.max_batch_tokens)
+        if batch.model.predict(candidate.joined(BatchStats(), tokens)) <= candidate.residual_s:
+            return candidate.residual_s
+    return math.inf
+
+
+def _after_evictions(batch: BatchBuilder, online: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Drop the least urgent while online requests leave the most urgent no KV to run (§V-B)."""
+    running = [candidate for candidate in online if not candidate.is_new]
+    evicted: set[str] = set()
+    while running:
+        first = running[0]
+        needed = batch.kv_to_prefill(first.context_tokens, first.rest_tokens, is_new=False)
+        if batch.reclaim(needed):
+            break
+        row = running.pop().row
+        assert row is not None
+        batch.evict(row, needed)
+        evicted.add(row.info.rid)
+    return [candidate for candidate in online if candidate.rid not in evicted]
+
+
+def _offline(batch: BatchBuilder, context: PlanContext) -> Iterator[Candidate]:
+    """Yield the offline requests, those with nothing to restore first (line 17)."""
+    for row in batch.offline_decodes + batch.offline_prefills:
+        if not batch.is_evicted(row):
+            yield Candidate.of_row(row, math.inf)
+    if batch.admits_offline:
+        queued = context.queue.candidates(batch.snapshot.now_s)
+        for request in islice(queued, context.config.max_picks):
+            yield Candidate.of_queued(request, context.cache.cached_tokens(request.rid))

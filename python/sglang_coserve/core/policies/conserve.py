@@ -1,0 +1,48 @@
+"""ConServe: offline tokens up to the TBT target (Qiao et al., §4.2, Algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sglang_coserve.core.batch_builder import BatchBuilder
+from sglang_coserve.core.offline_phase import serve_offline
+from sglang_coserve.core.online_phase import decode_online, prefill_online
+from sglang_coserve.core.plan_context import PlanContext
+from sglang_coserve.core.policy import Policy
+
+__all__ = ["ConservePolicy"]
+
+
+@dataclass
+class ConservePolicy(Policy):
+    """SLO-aware token-level scheduling.
+
+    Algorithm 1, invoked every iteration, with one bound t_TBT on its latency:
+
+    1. Online requests in order. Without memory for one, paused offline requests
+       lose KV. Of each as many tokens as the cost model allows; none: stop.
+    2. Offline requests the same way, but without memory for one: stop.
+
+    Without online traffic (§4.2, last paragraph) the batch is the one with the
+    highest predicted throughput: every decode, and as many prefill tokens as
+    give the most tokens per second. What then happens to a request that
+    arrives is the business of layer-wise preemption (§4.3; ``core.preemption``).
+
+    Where we differ: decodes go before prefills in both phases, since a decode
+    that waits misses its target for one token's work; unfinished prefills go
+    before new ones, since the engine runs one at a time; running offline
+    requests lose KV too, once no paused one is left.
+    """
+
+    name: ClassVar[str] = "conserve"
+
+    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
+        """See ``Policy.compose``."""
+        decode_online(batch)
+        if batch.has_online:
+            tbt_s = batch.targets.tpot_s
+            budget_s = math.inf if tbt_s is None else tbt_s * (1 - context.config.margin)
+            prefill_online(batch, context, budget_s, keeps_ttft=False)
+        serve_offline(batch, context, for_throughput=not batch.has_online)

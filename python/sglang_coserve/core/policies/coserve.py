@@ -1,0 +1,50 @@
+"""The default: what proved best in each of the four papers, put together."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sglang_coserve.core.batch_builder import BatchBuilder
+from sglang_coserve.core.offline_phase import serve_offline
+from sglang_coserve.core.offline_queue import OfflineQueueConfig
+from sglang_coserve.core.online_phase import serve_online
+from sglang_coserve.core.plan_context import PlanContext
+from sglang_coserve.core.policy import Policy
+
+__all__ = ["CoservePolicy"]
+
+
+@dataclass
+class CoservePolicy(Policy):
+    """Token-level packing under the deadlines of the requests themselves.
+
+    - From ConServe: a chunk is as long as a context-aware model allows, to the
+      token (§4.2), and the batch without online traffic is the one with the
+      highest throughput.
+    - From BROS: the budget is the time left until the next deadline of any online
+      request, TTFT and TPOT alike (§IV-B), not one TBT for all. So offline work
+      uses slack where there is some, and an urgent first token gets none of it
+      in its way. Unlike BROS, no online request waits for an offline one.
+    - From HyGen: a budget found by test runs can bound the iteration as well, since
+      per-token deadlines are not yet a mean or a percentile (§4.2); the queue
+      shares prefixes, with freshness (§4.3, A.3).
+    - From OOCO: under overload, requests that can no longer make it may be shed
+      (§3.4.4).
+
+    Beyond the papers: an iteration filled with offline work is no longer than a
+    request that arrives during it may wait (``SchedulerConfig.arrival_wait_s``),
+    so that TTFT holds also where an iteration cannot be aborted.
+    """
+
+    name: ClassVar[str] = "coserve"
+
+    def queue_config(self, seed: int = 0) -> OfflineQueueConfig:
+        """See ``Policy.queue_config``: prefixes, freshness and deadlines."""
+        return OfflineQueueConfig(seed=seed)
+
+    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
+        """See ``Policy.compose``."""
+        serve_online(batch, context, context.config.iteration_budget_s or math.inf)
+        serve_offline(batch, context, for_throughput=not batch.has_online)

@@ -1,0 +1,107 @@
+"""First come, first served, without classes: stock SGLang."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from sglang_coserve.core.batch_builder import BatchBuilder
+from sglang_coserve.core.plan_context import PlanContext
+from sglang_coserve.core.policy import Policy
+
+__all__ = ["FcfsPolicy"]
+
+
+class _Waiting(NamedTuple):
+    arrival_s: float
+    rid: str
+    length_tokens: int
+    cached_tokens: int
+
+
+@dataclass
+class FcfsPolicy(Policy):
+    """Online and offline requests in one line, by arrival.
+
+    The scheduling that BROS (§II-B) starts from, and what a server does that does
+    not know of classes: chunked prefill mixed with decodes under a fixed
+    token budget, nobody is preempted for anybody. If KV runs out, the last
+    admitted row loses its own. Needs an offline queue ordered by arrival.
+    """
+
+    name: ClassVar[str] = "fcfs"
+
+    chunk_tokens: int = 8192
+    """Most tokens of an iteration, prefill and decode together."""
+
+    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
+        """See ``Policy.compose``."""
+        batch.limit_tokens(self.chunk_tokens)
+        self._decode(batch)
+        for row in batch.online_prefills + batch.offline_prefills:
+            if not batch.is_evicted(row) and not self._prefill(
+                batch, row.info.rid, row.length_tokens, row.computed_tokens, is_new=False
+            ):
+                return
+        headroom_tokens = context.config.headroom_tokens
+        num_rows = len(batch.snapshot.rows)
+        for place, request in enumerate(self._by_arrival(batch, context)):
+            if place == context.config.max_picks or not self._prefill(
+                batch,
+                request.rid,
+                request.length_tokens,
+                request.cached_tokens,
+                is_new=True,
+                headroom_tokens=headroom_tokens * num_rows,
+            ):
+                return
+            num_rows += 1
+
+    def _decode(self, batch: BatchBuilder) -> None:
+        rows = batch.online_decodes + batch.offline_decodes
+        last_first = list(reversed(batch.snapshot.rows))
+        while not batch.has_room(needed := batch.kv_to_decode(rows)):
+            row = last_first.pop(0)
+            batch.evict(row, needed)
+            if row in rows:
+                rows.remove(row)
+        batch.decode(rows)
+
+    def _prefill(
+        self,
+        batch: BatchBuilder,
+        rid: str,
+        length_tokens: int,
+        cached_tokens: int,
+        *,
+        is_new: bool,
+        headroom_tokens: int = 0,
+    ) -> bool:
+        """Add a chunk; tell whether it was all of the rest."""
+        rest_tokens = max(length_tokens - cached_tokens, 1)
+        tokens = batch.longest_chunk(cached_tokens, rest_tokens, math.inf)
+        kv_tokens = batch.kv_to_prefill(cached_tokens, rest_tokens, is_new=is_new)
+        if tokens == 0 or not batch.has_room(kv_tokens + headroom_tokens, int(is_new)):
+            return False
+        batch.prefill(rid, tokens, cached_tokens, kv_tokens, is_new=is_new)
+        return tokens == rest_tokens
+
+    @staticmethod
+    def _by_arrival(batch: BatchBuilder, context: PlanContext) -> Iterator[_Waiting]:
+        online = (
+            _Waiting(row.info.arrival_s, row.info.rid, row.length_tokens, row.cached_tokens)
+            for row in context.waiting
+        )
+        offline = (
+            _Waiting(
+                request.arrival_s,
+                request.rid,
+                request.num_prompt_tokens + request.num_generated_tokens,
+                context.cache.cached_tokens(request.rid),
+            )
+            for request in context.queue.candidates(batch.snapshot.now_s)
+        )
+        return heapq.merge(online, offline, key=lambda request: request.arrival_s)

@@ -1,0 +1,68 @@
+"""HyGen: a searched latency budget, chunk and memory budgets, prefix sharing (Sun et al.)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sglang_coserve.core.batch_builder import BatchBuilder
+from sglang_coserve.core.offline_phase import serve_offline
+from sglang_coserve.core.offline_queue import OfflineQueueConfig
+from sglang_coserve.core.online_phase import decode_online, prefill_online
+from sglang_coserve.core.plan_context import PlanContext
+from sglang_coserve.core.policy import Policy
+
+__all__ = ["HygenPolicy"]
+
+
+@dataclass
+class HygenPolicy(Policy):
+    """Two-phase scheduling under three budgets.
+
+    Algorithm 2 calls Algorithm 1 twice, first with the online requests, then with
+    the offline ones, on what is left of
+
+    - t, the latency budget L, found by test runs so that the overall SLO holds
+      (§4.2; ``core.slo.search_budget``). It is ``SchedulerConfig.iteration_budget_s``;
+      without it the TPOT target, the simple strategy of Fig. 7;
+    - c, the chunk size C;
+    - m, the memory: online requests may take what offline ones hold, M_off.
+
+    Online decodes run even over budget (Algorithm 1, line 8). Offline requests
+    come in prefix order with freshness (§4.3, Algorithms 3 and 4): the offline
+    queue. L holds at all times, also without online traffic.
+
+    Where we differ: the paper subtracts each request's predicted latency from t;
+    here the batch is predicted as a whole, which is exact for terms that are
+    not additive. Line 9 of Algorithms 3 and 4 breaks when ``t > t_req``, that is
+    while there is budget; we follow Algorithm 1, which admits while ``t_req <= t``.
+    A preempted request keeps its head in the prefix cache.
+    """
+
+    name: ClassVar[str] = "hygen"
+
+    chunk_tokens: int = 512
+    """C: prefill tokens of an iteration, both phases together."""
+
+    utility_ratio: float = 0.95
+    """u of Algorithm 4; 1 is plain PSM (Algorithm 3)."""
+
+    def queue_config(self, seed: int = 0) -> OfflineQueueConfig:
+        """See ``Policy.queue_config``: prefixes and freshness, nothing else."""
+        return OfflineQueueConfig(
+            utility_ratio=self.utility_ratio,
+            max_overtakes=None,
+            deadline_slack_s=None,
+            seed=seed,
+        )
+
+    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
+        """See ``Policy.compose``."""
+        config = context.config
+        budget_s = config.iteration_budget_s or batch.targets.tpot_s or math.inf
+        decode_online(batch)
+        # Decodes have no part in the chunk size: offline ones must find tokens left for them.
+        batch.limit_tokens(self.chunk_tokens + len(batch.offline_decodes))
+        prefill_online(batch, context, budget_s * (1 - config.margin), keeps_ttft=False)
+        serve_offline(batch, context)

@@ -1,0 +1,33 @@
+"""Offline requests at low priority that run to their end: the most throughput there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sglang_coserve.core.batch_builder import BatchBuilder
+from sglang_coserve.core.plan_context import PlanContext
+from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.token_budget import serve_by_priority
+
+__all__ = ["NonPreemptivePolicy"]
+
+
+@dataclass
+class NonPreemptivePolicy(Policy):
+    """Sarathi-Serve with two priorities but no preemption.
+
+    ConServe's *Non-Preemptive* (§3.2, §6.1), an upper bound of offline throughput:
+    online requests are admitted first, but wait for KV until running requests
+    end. Only when decodes run out of KV does the last admitted offline row lose
+    its own, as in any engine.
+    """
+
+    name: ClassVar[str] = "non_preemptive"
+
+    chunk_tokens: int = 2048
+    """Tokens of an iteration, prefill and decode together."""
+
+    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
+        """See ``Policy.compose``."""
+        serve_by_priority(batch, context, self.chunk_tokens, may_evict=False)

@@ -1,0 +1,130 @@
+"""OOCO: bottleneck-based scheduling (Wu et al., §3.4)."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+from sglang_coserve.core.batch_builder import BatchBuilder
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.bottleneck import is_compute_saturated
+from sglang_coserve.core.offline_phase import decode_offline, longest_prefix, prefill_offline
+from sglang_coserve.core.online_phase import decode_online, prefill_online
+from sglang_coserve.core.plan_context import PlanContext
+from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.preemption import yields_first
+from sglang_coserve.core.snapshot import Row
+
+__all__ = ["OocoPolicy", "Role"]
+
+
+class Role(Enum):
+    """Which pool an instance belongs to (§3.2)."""
+
+    STRICT = "strict"
+    """Decodes only, each iteration within the TPOT target."""
+
+    RELAXED = "relaxed"
+    """Prefills, and decodes of offline requests, however long an iteration is."""
+
+    BOTH = "both"
+    """One instance for everything; the paper has two pools."""
+
+
+@dataclass
+class OocoPolicy(Policy):
+    """Four decisions along a request's way (§3.4), for one instance.
+
+    1. Online preemption: an online prefill interrupts offline work; if it needs
+       memory, victims are long when compute is the bottleneck, so that the batch
+       keeps its rows, else short, so that less is computed again.
+    2. Gating: a new offline request is prefilled only if what the larger decode
+       batch saves exceeds what its eviction would cost, times its probability.
+    3. Migration between instances is ``core.migration``, for the caller of two.
+    4. Mix decoding selection (Algorithm 2): all online decodes; up to K offline
+       ones at random, against starvation; then the shortest, as many as keep
+       the TPOT target.
+
+    Overload is ``SchedulerConfig.overload``. Where we differ: ``Role.BOTH`` runs
+    prefill chunks beside decodes within the TPOT target, as one instance must.
+    The probability of eviction is measured; the paper does not say where its
+    cost model takes it from. Draws are seeded.
+    """
+
+    name: ClassVar[str] = "ooco"
+
+    role: Role = Role.BOTH
+    random_picks: int = 8
+    """K of Algorithm 2."""
+
+    def victims(self, batch: BatchBuilder) -> Sequence[Row]:
+        """See ``Policy.victims``: by bottleneck (§3.4.1); of those, parked and paused first."""
+        rows = [row for row in batch.offline_decodes + batch.offline_prefills if row.info.can_pause]
+        decodes = len(batch.online_decodes) + len(batch.offline_decodes)
+        sign = -1 if is_compute_saturated(batch.model, decodes) else 1
+        return sorted(rows, key=lambda row: (yields_first(row), sign * row.computed_tokens))
+
+    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
+        """See ``Policy.compose``."""
+        config = context.config
+        tpot_s = batch.targets.tpot_s
+        budget_s = math.inf if tpot_s is None else tpot_s * (1 - config.margin)
+        if self.role is Role.RELAXED or not batch.has_online:
+            budget_s = math.inf
+        decode_online(batch)
+        if self.role is not Role.STRICT:
+            prefill_online(batch, context, budget_s, keeps_ttft=False)
+            if self.role is Role.RELAXED and batch.chunks:
+                # An online prefill has the instance to itself.
+                batch.offline_budget_s = 0.0
+        batch.offline_budget_s = min(batch.offline_budget_s, budget_s)
+        self._decode_mix(batch, context)
+        if self.role is not Role.STRICT:
+            batch.admits_offline &= _saves_time(batch, context)
+            prefill_offline(batch, context)
+
+    def _decode_mix(self, batch: BatchBuilder, context: PlanContext) -> None:
+        """Algorithm 2; O(rows log rows) when not all fit."""
+        rows = [row for row in batch.offline_decodes if not batch.is_evicted(row)]
+        if longest_prefix(batch, rows) < len(rows):
+            draws = random.Random(context.config.seed << 32 | context.iteration)
+            draws.shuffle(rows)
+            chosen: list[Row] = []
+            context_tokens = 0
+            for row in rows[: self.random_picks]:
+                longer_tokens = context_tokens + row.computed_tokens
+                predicted_s = batch.predict_with_decodes(len(chosen) + 1, longer_tokens)
+                if predicted_s <= batch.offline_budget_s:
+                    chosen.append(row)
+                    context_tokens = longer_tokens
+            rest = sorted(rows[self.random_picks :], key=lambda row: row.computed_tokens)
+            rows = chosen + rest
+        decode_offline(batch, rows)
+
+
+def _saves_time(batch: BatchBuilder, context: PlanContext) -> bool:
+    """Tell whether the next offline request is worth its prefill (§3.4.2).
+
+    One more of b decodes brings the time per token down from T(b)/b to
+    T(b + 1)/(b + 1), for as many iterations as it has tokens to generate; as
+    its own context must be read sooner or later, that is for one of average
+    length. Against that stands its prefill once more, times the probability
+    that it is evicted.
+    """
+    request = context.queue.peek(batch.snapshot.now_s)
+    decodes = batch.stats.decode_requests
+    if request is None or decodes == 0:
+        return True
+    length_tokens = request.num_prompt_tokens + request.num_generated_tokens
+    now = BatchStats(
+        decode_requests=decodes, decode_context_tokens=batch.stats.decode_context_tokens
+    )
+    before_s = batch.model.predict(now) * (decodes + 1) / decodes
+    after_s = batch.model.predict(now.with_decode(now.decode_context_tokens // decodes))
+    new_tokens = request.max_new_tokens - request.num_generated_tokens
+    prefill_s = batch.model.predict(BatchStats().with_prefill(length_tokens, 0))
+    return new_tokens * (before_s - after_s) >= context.eviction_rate * prefill_s

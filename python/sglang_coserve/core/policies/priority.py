@@ -1,0 +1,48 @@
+"""Stock SGLang with ``--enable-priority-scheduling``: offline requests have the lower priority."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sglang_coserve.core.batch_builder import BatchBuilder
+from sglang_coserve.core.plan_context import PlanContext
+from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.token_budget import serve_by_priority
+
+__all__ = ["PriorityPolicy"]
+
+
+@dataclass
+class PriorityPolicy(Policy):
+    """Waiting requests by priority, then arrival; running ones preempted for a higher one.
+
+    The chunk size bounds prefill tokens only; all decodes run. An online request
+    that finds no KV or slot takes them from offline rows, the last admitted
+    first, whatever state they are in. Offline and online prefills of one
+    iteration are not told apart by anything but their order.
+
+    Where we differ: decodes run along with prefills, as with
+    ``--enable-mixed-chunk``; the stock default stalls them for every prefill.
+    And the head of a preempted request stays in the prefix cache.
+    """
+
+    name: ClassVar[str] = "priority"
+
+    chunk_tokens: int = 8192
+    """Prefill tokens of an iteration (``--chunked-prefill-size``)."""
+
+    def victims(self, batch: BatchBuilder) -> Sequence[Row]:
+        """See ``Policy.victims``: the last admitted first."""
+        return [
+            row
+            for row in reversed(batch.snapshot.rows)
+            if not row.info.is_online and row.info.can_pause
+        ]
+
+    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
+        """See ``Policy.compose``."""
+        decodes = len(batch.online_decodes) + len(batch.offline_decodes)
+        serve_by_priority(batch, context, self.chunk_tokens + decodes, may_evict=True)

@@ -1,0 +1,34 @@
+"""Sarathi-Serve with two priorities and preemption: the papers' strongest baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sglang_coserve.core.batch_builder import BatchBuilder
+from sglang_coserve.core.plan_context import PlanContext
+from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.token_budget import serve_by_priority
+
+__all__ = ["SarathiPolicy"]
+
+
+@dataclass
+class SarathiPolicy(Policy):
+    """Stall-free batching under a fixed token budget, online first.
+
+    ConServe's *Sarathi-Preemptive* (§6.1) and HyGen's *Sarathi++* (§5.1): every
+    iteration holds all decodes, and prefill chunks up to the budget, those of
+    online requests first. Offline rows are preempted when memory is short.
+    Nothing looks at latency: the same budget is short on an empty cache and long
+    on a deep one (ConServe §4.2).
+    """
+
+    name: ClassVar[str] = "sarathi"
+
+    chunk_tokens: int = 2048
+    """Tokens of an iteration, prefill and decode together."""
+
+    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
+        """See ``Policy.compose``."""
+        serve_by_priority(batch, context, self.chunk_tokens, may_evict=True)

@@ -1,0 +1,103 @@
+"""Who gives way to online work: rows their KV, and the batch in flight the GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from sglang_coserve.core.batch_builder import BatchBuilder
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.snapshot import Row
+
+__all__ = ["Decision", "Reason", "decide", "last_admitted_first", "yields_first"]
+
+_RANK = {
+    RequestState.PARKED: 0,
+    RequestState.PAUSED: 1,
+    RequestState.PREFILLING: 2,
+    RequestState.DECODING: 2,
+}
+
+
+def yields_first(row: Row) -> int:
+    """Return how readily a row is evicted: parked (0), then paused (1), then running (2)."""
+    return _RANK[row.state]
+
+
+def last_admitted_first(batch: BatchBuilder) -> Sequence[Row]:
+    """Return the offline rows in the order of eviction: parked, paused, running.
+
+    Of equals the last admitted goes first: the oldest are closest to their end.
+    Rows that lose work when evicted are left out. O(rows log rows), and only
+    called when KV is short.
+    """
+    rows = [row for row in batch.offline_decodes + batch.offline_prefills if row.info.can_pause]
+    admitted = {row.info.rid: place for place, row in enumerate(batch.snapshot.rows)}
+    return sorted(rows, key=lambda row: (yields_first(row), -admitted[row.info.rid]))
+
+
+class Reason(Enum):
+    """Why a batch in flight is aborted or not."""
+
+    NO_OFFLINE_WORK = "no offline work in flight"
+    NO_TARGET = "no TTFT target"
+    IN_TIME = "the first token is predicted in time"
+    LATE = "waiting for the batch would miss the TTFT target"
+    LATE_ANYWAY = "the TTFT target is missed either way, and the batch is nearly done"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Whether to abort the offline part of the batch in flight at its next safepoint."""
+
+    abort: bool
+    reason: Reason
+    first_token_s: float
+    """Predicted wait for the first token from now on, if the batch is not aborted."""
+
+
+def decide(
+    model: LatencyModel,
+    in_flight: BatchStats,
+    in_flight_online: BatchStats,
+    elapsed_s: float,
+    arrived: BatchStats,
+    ttft_left_s: float | None,
+    *,
+    safepoint_s: float = 0.0,
+) -> Decision:
+    """Decide on the batch in flight when online requests arrive (ConServe Algorithm 2, A.1).
+
+    Args:
+        model: the latency model.
+        in_flight: the batch that runs.
+        in_flight_online: its online part, which goes on if the rest is aborted.
+        elapsed_s: time since it started.
+        arrived: the prefills of the online requests that wait, together.
+        ttft_left_s: time left until the first of them misses its TTFT target; ``None`` without
+            a target.
+        safepoint_s: time until the next safepoint notices an abort, and the rows are cleaned up.
+
+    The algorithm aborts whenever remaining + prefill exceeds the target. Here an
+    abort must also bring the first token forward: a batch that is nearly done
+    is not thrown away for nothing. O(1).
+    """
+    if in_flight == in_flight_online:
+        return Decision(False, Reason.NO_OFFLINE_WORK, math.inf)
+    prefill_s = model.predict(arrived)
+    remaining_s = max(model.predict(in_flight) - elapsed_s, 0.0)
+    first_token_s = remaining_s + prefill_s
+    if ttft_left_s is None:
+        return Decision(False, Reason.NO_TARGET, first_token_s)
+    if first_token_s <= ttft_left_s:
+        return Decision(False, Reason.IN_TIME, first_token_s)
+    # The online part goes through the layers that are left: its share of what remains.
+    whole_s = model.predict(in_flight)
+    online_s = model.predict(in_flight_online) * (remaining_s / whole_s if whole_s else 0.0)
+    if safepoint_s + online_s >= remaining_s:
+        return Decision(False, Reason.LATE_ANYWAY, first_token_s)
+    return Decision(True, Reason.LATE, first_token_s)

@@ -1,0 +1,150 @@
+"""The scheduler: one decision an iteration, the same code for the engine and the simulator."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from sglang_coserve.core.batch_builder import BatchBuilder
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.fairness import ArrivalOrder, VirtualTokenCounter, WaitingOrder
+from sglang_coserve.core.latency_model import LatencyModel, Refiner, Sample
+from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
+from sglang_coserve.core.plan_context import PlanContext
+from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.scheduler_config import OnlineOrder, SchedulerConfig
+from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, StepPlan
+from sglang_coserve.metrics import SloTargets
+
+__all__ = ["Scheduler"]
+
+_ITERATION_WEIGHT: Final = 0.1
+_EVICTION_WEIGHT: Final = 1 / 32
+
+# A prompt's time is to be an upper estimate: it follows long prompts, and forgets them slowly.
+_PROMPT_RISE: Final = 0.5
+_PROMPT_FALL: Final = 0.02
+
+# Beyond half of the target two arrivals in a row would be too many; below an eighth the
+# target leaves so little that it cannot be what iterations are cut up for.
+_ARRIVAL_SHARES: Final = (1 / 8, 1 / 2)
+
+
+class Scheduler:
+    """Decides what each iteration runs.
+
+    The caller asks for a plan, carries it out, and reports: ``commit`` for the
+    plan it carries out, ``restore`` for each offline request that was evicted,
+    ``finish`` for each request that ended. ``plan`` only looks, so a plan may
+    be dropped and asked for again. The same events give the same plans.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        model: LatencyModel,
+        targets: SloTargets,
+        queue: OfflineQueue,
+        config: SchedulerConfig | None = None,
+    ) -> None:
+        self._policy = policy
+        self._model = model
+        self._targets = targets
+        self._queue = queue
+        self._config = config or SchedulerConfig()
+        self._refiner = Refiner(model) if self._config.refine else None
+        fair = self._config.online_order is OnlineOrder.VTC
+        self._waiting_order: WaitingOrder = VirtualTokenCounter() if fair else ArrivalOrder()
+        self._iteration = 0
+        self._mean_iteration_s = 0.0
+        self._eviction_rate = 0.0
+        self._prompt_s = 0.0
+
+    @property
+    def model(self) -> LatencyModel:
+        """The latency model, as refined so far."""
+        return self._model
+
+    @property
+    def queue(self) -> OfflineQueue:
+        """The offline requests that wait."""
+        return self._queue
+
+    def add_offline(self, request: QueuedRequest) -> None:
+        """Let an offline request wait.
+
+        Raises:
+            RequestError: a request with its rid waits or runs.
+        """
+        self._queue.add(request)
+
+    def plan(self, snapshot: EngineSnapshot, cache: PrefixCache) -> StepPlan:
+        """Return what the next iteration does; changes nothing.
+
+        O(rows + waiting online requests), whatever waits in the offline queue.
+        """
+        batch = BatchBuilder(snapshot, self._model, self._targets, self._policy.victims)
+        context = PlanContext(
+            config=self._config,
+            queue=self._queue,
+            cache=cache,
+            waiting=self._waiting_order.ordered(snapshot.waiting),
+            iteration=self._iteration,
+            arrival_budget_s=self._arrival_budget_s(),
+            mean_iteration_s=self._mean_iteration_s,
+            eviction_rate=self._eviction_rate,
+        )
+        self._policy.compose(batch, context)
+        return batch.build(self._waiting_order.update(batch))
+
+    def commit(self, plan: StepPlan) -> None:
+        """Take into account that ``plan``, the last one, is carried out."""
+        for chunk in plan.prefills:
+            if chunk.rid in self._queue:
+                self._queue.take(chunk.rid)
+        if plan.fairness is not None:
+            self._waiting_order.commit(plan.fairness)
+        if not plan.is_idle:
+            change_s = plan.predicted_s - self._mean_iteration_s
+            # The first plan sets the average, which has nothing to weigh against it yet.
+            self._mean_iteration_s += change_s * (_ITERATION_WEIGHT if self._iteration else 1.0)
+            self._iteration += 1
+        if plan.longest_prompt_s > 0:
+            change_s = plan.longest_prompt_s - self._prompt_s
+            self._prompt_s += change_s * (_PROMPT_RISE if change_s > 0 else _PROMPT_FALL)
+        self._policy.commit(plan)
+
+    def observe(self, batch: BatchStats, seconds: float) -> None:
+        """Take a measured iteration into account, if the configuration says to refine.
+
+        Raises:
+            InputFileError: the batch is empty or the time is not positive.
+        """
+        if self._refiner is not None:
+            self._model = self._refiner.refine(Sample(batch, seconds))
+
+    def restore(self, rid: str, generated_tokens: int) -> None:
+        """Let an evicted offline request wait again, with its progress.
+
+        Raises:
+            RequestError: no such request was taken from the queue.
+        """
+        self._queue.restore(rid, generated_tokens)
+        self._eviction_rate += _EVICTION_WEIGHT * (1.0 - self._eviction_rate)
+
+    def finish(self, rid: str) -> None:
+        """Forget a request of either class that has ended, for whatever reason."""
+        if self._queue.is_running(rid):
+            self._eviction_rate -= _EVICTION_WEIGHT * self._eviction_rate
+            self._queue.remove(rid)
+        elif rid in self._queue:
+            self._queue.remove(rid)
+
+    def _arrival_budget_s(self) -> float:
+        if self._config.arrival_wait_s is not None:
+            return self._config.arrival_wait_s
+        ttft_s = self._targets.ttft_s
+        if ttft_s is None:
+            return math.inf
+        least, most = (share * ttft_s for share in _ARRIVAL_SHARES)
+        return min(max(ttft_s - self._prompt_s, least), most)

@@ -1,0 +1,209 @@
+"""Targets for latency statistics, and the budget search that meets them (HyGen §4.2)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from sglang_coserve.errors import ConfigError
+from sglang_coserve.metrics import LatencyReport, SloTargets, Summary
+
+__all__ = [
+    "Latency",
+    "Slo",
+    "SloCheck",
+    "SloResult",
+    "Statistic",
+    "format_slo",
+    "parse_slo",
+    "request_targets",
+]
+
+
+class Latency(Enum):
+    """Which latency a target bounds."""
+
+    TTFT = "ttft"
+    TPOT = "tpot"
+    """Mean time per output token of a request."""
+
+    TBT = "tbt"
+    """Time between two tokens, every one: the papers' TBT, SGLang's ITL."""
+
+    def summary(self, report: LatencyReport) -> Summary:
+        """Return the distribution that was measured."""
+        return {Latency.TTFT: report.ttft, Latency.TPOT: report.tpot, Latency.TBT: report.itl}[self]
+
+
+class Statistic(Enum):
+    """Which value of the distribution a target bounds."""
+
+    MEAN = "mean"
+    P50 = "p50"
+    P90 = "p90"
+    P99 = "p99"
+
+    def of(self, summary: Summary) -> float | None:
+        """Return the value in seconds, ``None`` without measurements."""
+        value: float | None = getattr(summary, f"{self.value}_s")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """One target, ``latency statistic <= limit``.
+
+    Either absolute, or a tolerance over what online requests measure alone:
+    0.1 allows 10% more (HyGen §5.2).
+    """
+
+    latency: Latency
+    statistic: Statistic
+    limit_s: float | None = None
+    tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.limit_s is None) != (self.tolerance is None), "one of limit and tolerance"
+
+    def limit_over(self, online_only: LatencyReport | None) -> float:
+        """Return the limit in seconds.
+
+        Raises:
+            ConfigError: a tolerance without a measurement to be relative to.
+        """
+        if self.limit_s is not None:
+            return self.limit_s
+        assert self.tolerance is not None
+        summary = None if online_only is None else self.latency.summary(online_only)
+        alone_s = None if summary is None else self.statistic.of(summary)
+        if alone_s is None:
+            raise ConfigError(
+                f"SLO {format_slo(self)!r} is relative to online requests alone, of which no "
+                f"{self.latency.value} was measured: measure them first, or give an absolute limit"
+            )
+        return alone_s * (1 + self.tolerance)
+
+
+@dataclass(frozen=True, slots=True)
+class SloResult:
+    """How one target was met."""
+
+    slo: Slo
+    limit_s: float
+    measured_s: float | None
+    """``None``: nothing was measured, so nothing exceeded the limit."""
+
+    @property
+    def is_met(self) -> bool:
+        """True when the limit was kept."""
+        return self.measured_s is None or self.measured_s <= self.limit_s
+
+    @property
+    def excess(self) -> float:
+        """How far the limit was exceeded, as a part of it; negative when kept."""
+        return -1.0 if self.measured_s is None else self.measured_s / self.limit_s - 1
+
+    def __str__(self) -> str:
+        measured = "-" if self.measured_s is None else f"{self.measured_s * 1000:.3g}ms"
+        limit = f"{self.limit_s * 1000:.3g}ms"
+        name = f"{self.slo.latency.value} {self.slo.statistic.value}"
+        return f"{name} {measured} {'<=' if self.is_met else '>'} {limit}"
+
+
+@dataclass(frozen=True, slots=True)
+class SloCheck:
+    """Several targets, all of which must hold (HyGen §5.4, Fig. 11)."""
+
+    slos: tuple[Slo, ...]
+    online_only: LatencyReport | None = None
+    """What tolerances are relative to."""
+
+    def results(self, measured: LatencyReport) -> tuple[SloResult, ...]:
+        """Compare a measurement of the online requests with each target.
+
+        Raises:
+            ConfigError: a tolerance, and nothing to be relative to.
+        """
+        return tuple(
+            SloResult(
+                slo,
+                slo.limit_over(self.online_only),
+                slo.statistic.of(slo.latency.summary(measured)),
+            )
+            for slo in self.slos
+        )
+
+    def is_met(self, measured: LatencyReport) -> bool:
+        """Tell whether every target holds."""
+        return all(result.is_met for result in self.results(measured))
+
+
+_UNITS_S: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_SLO: Final = re.compile(
+    r"(?P<latency>[a-z]+)[ _-](?P<statistic>[a-z]+\d*)\s*(?:<=|=|\s)\s*"
+    r"(?P<sign>\+)?(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>us|ms|s|%)"
+)
+
+
+def parse_slo(text: str) -> Slo:
+    """Read ``"tbt p99 <= 100ms"`` or, as a tolerance over online-only, ``"tbt mean <= +10%"``.
+
+    Raises:
+        ConfigError: anything else; the message says what is possible.
+    """
+    match = _SLO.fullmatch(text.strip().lower())
+    try:
+        if match is None:
+            raise ValueError("it has another form")
+        latency, statistic = Latency(match["latency"]), Statistic(match["statistic"])
+        number, unit = float(match["number"]), match["unit"]
+        if (unit == "%") != bool(match["sign"]):
+            raise ValueError("a tolerance has both a plus and a percent sign, a limit neither")
+        if unit == "%":
+            return Slo(latency, statistic, tolerance=number / 100)
+        if number == 0:
+            raise ValueError("no latency is 0")
+        return Slo(latency, statistic, limit_s=number * _UNITS_S[unit])
+    except ValueError as error:
+        names = "|".join(latency.value for latency in Latency)
+        statistics = "|".join(statistic.value for statistic in Statistic)
+        raise ConfigError(
+            f"SLO {text!r} cannot be read: {error}; write '({names}) ({statistics}) <= 100ms', "
+            "or '<= +10%' for a tolerance over online requests alone"
+        ) from error
+
+
+def format_slo(slo: Slo) -> str:
+    """Write a target so that ``parse_slo`` reads the same."""
+    if slo.tolerance is not None:
+        limit = f"+{slo.tolerance * 100:.10g}%"
+    else:
+        assert slo.limit_s is not None
+        limit = f"{slo.limit_s * 1000:.10g}ms"
+    return f"{slo.latency.value} {slo.statistic.value} <= {limit}"
+
+
+def request_targets(slos: Sequence[Slo], online_only: LatencyReport | None = None) -> SloTargets:
+    """Return the deadlines to schedule by: the least TTFT and TPOT or TBT limit there is.
+
+    A statistic is met if every request meets it, so this is the safe side; a budget
+    search then finds how much of it is needed.
+
+    Raises:
+        ConfigError: a tolerance, and nothing to be relative to.
+    """
+    ttft_s = tpot_s = math.inf
+    for slo in slos:
+        limit_s = slo.limit_over(online_only)
+        if slo.latency is Latency.TTFT:
+            ttft_s = min(ttft_s, limit_s)
+        else:
+            tpot_s = min(tpot_s, limit_s)
+    return SloTargets(
+        ttft_s=None if ttft_s == math.inf else ttft_s,
+        tpot_s=None if tpot_s == math.inf else tpot_s,
+    )

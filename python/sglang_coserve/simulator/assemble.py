@@ -1,0 +1,143 @@
+"""From names and files that a user writes to machines and requests."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from sglang_coserve.core.latency_model import (
+    Hardware,
+    LatencyModel,
+    LatencyProfile,
+    ModelShape,
+    RooflineModel,
+    find_hardware,
+)
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.errors import ConfigError, InputFileError
+from sglang_coserve.simulator.binding import from_jsonl, from_trace
+from sglang_coserve.simulator.models import MODELS, find_model, kv_bytes_per_token
+from sglang_coserve.simulator.request import SimRequest
+from sglang_coserve.workload import TraceRequest, fit_to_context, read_trace
+
+__all__ = ["Machine", "find_shape", "offline_requests", "read_profile"]
+
+_LENGTHS = re.compile(r"(\d+)x(\d+)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A model on a number of devices of one kind."""
+
+    shape: ModelShape
+    hardware: Hardware
+    tp_size: int
+
+    @classmethod
+    def named(cls, model: str, hardware: str, tp_size: int = 1) -> Machine:
+        """Look both up by name; a model may also be the path of a config.json.
+
+        Raises:
+            ConfigError: one of them is not known, or ``tp_size`` is below 1.
+            InputFileError: the config.json cannot be read.
+        """
+        if tp_size < 1:
+            raise ConfigError(f"tp_size is {tp_size}: it must be at least 1")
+        return cls(find_shape(model), find_hardware(hardware), tp_size)
+
+    def roofline(self) -> RooflineModel:
+        """Return a latency model from the datasheet.
+
+        Raises:
+            ConfigError: the model cannot be split over so many devices.
+        """
+        return RooflineModel.from_datasheet(self.shape, self.hardware, tp_size=self.tp_size)
+
+    def copied_tokens_per_s(self, bytes_per_s: float) -> float:
+        """Return the KV tokens copied a second when each device copies this many bytes."""
+        return bytes_per_s * self.tp_size / kv_bytes_per_token(self.shape)
+
+
+def find_shape(model: str) -> ModelShape:
+    """Return a model by name or from the path of a config.json.
+
+    Raises:
+        ConfigError: neither is there, or the config is not supported.
+        InputFileError: the file cannot be read or is not JSON.
+    """
+    path = Path(model)
+    if model.lower() in MODELS or path.suffix != ".json":
+        return find_model(model)
+    try:
+        config = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise InputFileError(f"{path}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise InputFileError(f"{path}: expected a JSON object")
+    return ModelShape.from_config(config, str(path))
+
+
+def read_profile(path: Path) -> LatencyModel:
+    """Return the latency model of a measured profile.
+
+    Raises:
+        InputFileError: the file cannot be read or is no profile.
+    """
+    return LatencyProfile.from_json(_read(path), str(path)).latency_model
+
+
+def offline_requests(
+    source: str, *, max_context_tokens: int, seed: int = 0, deadline_s: float | None = None
+) -> Callable[[], Iterable[SimRequest]]:
+    """Return what makes the offline requests that ``source`` names.
+
+    ``source`` is ``none``, lengths such as ``4096x256`` (endless requests of so
+    many prompt and output tokens, no two with a common prefix), a batch file
+    in OpenAI's format, or a trace.
+
+    Raises:
+        InputFileError, WorkloadError: a file is not usable.
+        ConfigError: the lengths are below 1 or beyond the context.
+    """
+    if source == "none":
+        return tuple
+    make = partial(from_trace, request_class=RequestClass.OFFLINE, seed=seed, deadline_s=deadline_s)
+    if match := _LENGTHS.fullmatch(source):
+        prompt_tokens, output_tokens = int(match[1]), int(match[2])
+        if min(prompt_tokens, output_tokens) < 1:
+            raise ConfigError(f"offline lengths {source}: both must be at least 1 token")
+        if prompt_tokens + output_tokens > max_context_tokens:
+            raise ConfigError(
+                f"offline lengths {source}: beyond the context of {max_context_tokens} tokens"
+            )
+        return lambda: make(
+            TraceRequest(index, 0.0, prompt_tokens, output_tokens) for index in count()
+        )
+    path = Path(source)
+    if _is_batch_file(path):
+        return partial(from_jsonl, path, deadline_s=deadline_s)
+    trace, _ = fit_to_context(read_trace(path), max_context_tokens)
+    return lambda: make(trace)
+
+
+def _is_batch_file(path: Path) -> bool:
+    """Tell a batch file from a Mooncake trace, which is JSONL too."""
+    if path.suffix != ".jsonl":
+        return False
+    try:
+        with path.open(encoding="utf-8") as file:
+            return "body" in json.loads(next(line for line in file if line.strip()))
+    except (OSError, StopIteration, ValueError, TypeError, RecursionError):
+        return False  # The trace reader says what is wrong with it.
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputFileError(f"{path}: cannot be read: {error}") from error

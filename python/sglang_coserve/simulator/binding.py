@@ -1,0 +1,140 @@
+"""From a workload's requests to the simulator's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sglang_coserve.core.offline_queue import PackedTokens
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.errors import InputFileError, WorkloadError
+from sglang_coserve.simulator.request import SimRequest
+from sglang_coserve.workload import TraceRequest, prompt_token_ids
+
+__all__ = ["from_jsonl", "from_trace"]
+
+_TOKEN_BYTES = 4
+_VOCAB_SIZE = 2**31
+
+
+def from_trace(
+    requests: Iterable[TraceRequest],
+    request_class: RequestClass,
+    *,
+    seed: int = 0,
+    max_new_tokens: int | None = None,
+    deadline_s: float | None = None,
+) -> Iterator[SimRequest]:
+    """Yield the requests of a trace, all of one class.
+
+    Prompts get token ids that share the prefixes the trace names, made when
+    they are first needed. The scheduler is told ``max_new_tokens``, or the
+    true output length when None; a longer output is cut to it.
+    ``deadline_s`` counts from each arrival.
+
+    Raises:
+        WorkloadError: a prompt or output length is below 1.
+    """
+    # Even serials are online, odd ones offline: outputs of the two never agree.
+    parity = request_class is RequestClass.OFFLINE
+    for request in requests:
+        if request.prompt_tokens < 1 or request.output_tokens < 1:
+            raise WorkloadError(
+                f"{request_class.value} request {request.index}: {request.prompt_tokens} prompt "
+                f"and {request.output_tokens} output tokens: both must be at least 1 "
+                "(fit_to_context leaves out requests that failed when recorded)"
+            )
+        limit = max_new_tokens or request.output_tokens
+        yield SimRequest(
+            RequestInfo(
+                rid=f"{request_class.value}-{request.index}",
+                request_class=request_class,
+                prompt_tokens=request.prompt_tokens,
+                max_new_tokens=limit,
+                arrival_s=request.arrival_s,
+            ),
+            min(request.output_tokens, limit),
+            partial(_trace_prompt, request, seed + parity),
+            2 * request.index + parity,
+            None if deadline_s is None else request.arrival_s + deadline_s,
+        )
+
+
+def _trace_prompt(request: TraceRequest, seed: int) -> PackedTokens:
+    token_ids = prompt_token_ids(request, vocab_size=_VOCAB_SIZE, seed=seed)
+    return PackedTokens(token_ids.astype("uint32").tobytes())
+
+
+def from_jsonl(
+    path: str | Path, *, default_output_tokens: int = 256, deadline_s: float | None = None
+) -> Iterator[SimRequest]:
+    """Yield the lines of a batch file in OpenAI's format as offline requests that wait at 0.
+
+    There is no tokenizer here: every 4 bytes of a prompt's text count as one
+    token, about right for English, and equal beginnings stay equal. The output
+    is as long as the line's ``max_tokens`` allows, else ``default_output_tokens``.
+
+    Raises:
+        InputFileError: the file cannot be read or holds no request.
+        WorkloadError: a line has no usable body; the message names it.
+    """
+    path = Path(path)
+    index = 0
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _from_line(
+                        line, f"{path}:{number}", index, default_output_tokens, deadline_s
+                    )
+                    index += 1
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputFileError(f"{path}: cannot be read: {error}") from error
+    if index == 0:
+        raise InputFileError(f"{path}: the file holds no request")
+
+
+def _from_line(
+    line: str, where: str, index: int, default_output_tokens: int, deadline_s: float | None
+) -> SimRequest:
+    try:
+        body = json.loads(line)["body"]
+        text = _text_of(body)
+        limit = body.get("max_completion_tokens", body.get("max_tokens", default_output_tokens))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise WorkloadError(
+            f"{where}: not a batch request with a prompt: {type(error).__name__}: {error}"
+        ) from error
+    if type(limit) is not int or limit < 1:
+        raise WorkloadError(
+            f"{where}: max_tokens: expected a whole number from 1 up, got {limit!r}"
+        )
+    data = text.encode()
+    tokens = PackedTokens(data + b"\0" * (-len(data) % _TOKEN_BYTES))
+    if not tokens:
+        raise WorkloadError(f"{where}: the prompt is empty")
+    info = RequestInfo(
+        rid=f"offline-{index}",
+        request_class=RequestClass.OFFLINE,
+        prompt_tokens=len(tokens) // _TOKEN_BYTES,
+        max_new_tokens=limit,
+        arrival_s=0.0,
+    )
+    return SimRequest(info, limit, lambda: tokens, 2 * index + 1, deadline_s)
+
+
+def _text_of(body: Any) -> str:
+    """Return the text of a chat, completion, embedding or responses body."""
+    if "messages" in body:
+        return "".join(
+            f"{message['role']}\n{_content(message['content'])}\n" for message in body["messages"]
+        )
+    return _content(body["prompt"] if "prompt" in body else body["input"])
+
+
+def _content(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

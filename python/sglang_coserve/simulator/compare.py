@@ -1,0 +1,87 @@
+"""Several policies on the same workload and machine, one after the other."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+from sglang_coserve.core.policy import Policy
+from sglang_coserve.simulator.chrome_trace import ChromeTrace
+from sglang_coserve.simulator.event_log import EventLog
+from sglang_coserve.simulator.observer import Observer
+from sglang_coserve.simulator.options import SimulationOptions
+from sglang_coserve.simulator.result import SimulationResult
+from sglang_coserve.simulator.run import simulate
+
+__all__ = ["Control", "compare"]
+
+
+class Control(Protocol):
+    """Watches the runs and may end them; ``RunControl`` is one."""
+
+    @property
+    def should_stop(self) -> bool:
+        """True when no further run should start."""
+        ...
+
+    def begin(self, name: str, interval_s: float) -> None:
+        """A run starts."""
+        ...
+
+    def tick(self, simulated_s: float) -> bool:
+        """A run has come so far; True ends it."""
+        ...
+
+
+def compare(
+    options: SimulationOptions,
+    directory: Path,
+    control: Control,
+    *,
+    event_log: bool = False,
+    chrome_trace: bool = False,
+) -> list[SimulationResult]:
+    """Run every policy of ``options``; logs and traces go to files in ``directory``.
+
+    Returns:
+        The results in the order of the policies, the last perhaps broken off;
+        empty when there was no time for any.
+
+    Raises:
+        CoserveError: an option or a file cannot be used.
+        OSError: the directory cannot be written.
+    """
+    runs = [(policy, options.setup(policy.name)) for policy in options.policies()]
+    workload = options.workload()
+    directory.mkdir(parents=True, exist_ok=True)
+    results: list[SimulationResult] = []
+    for policy, setup in runs:
+        if control.should_stop:
+            break
+        control.begin(policy.name, workload.interval_s)
+        with ExitStack() as files:
+            observers = _observers(policy, options, directory, files, event_log, chrome_trace)
+            results.append(
+                simulate(workload, setup, policy, observers=observers, on_progress=control.tick)
+            )
+    return results
+
+
+def _observers(
+    policy: Policy,
+    options: SimulationOptions,
+    directory: Path,
+    files: ExitStack,
+    event_log: bool,
+    chrome_trace: bool,
+) -> list[Observer]:
+    observers: list[Observer] = []
+    if event_log:
+        log = files.enter_context((directory / f"events-{policy.name}.jsonl").open("w"))
+        run = {"policy": policy.name, "settings": options.to_dict()}
+        observers.append(EventLog(log, run))
+    if chrome_trace:
+        trace = files.enter_context((directory / f"trace-{policy.name}.json").open("w"))
+        observers.append(files.enter_context(ChromeTrace(trace, policy.name)))
+    return observers

@@ -1,0 +1,59 @@
+"""The rows that decode in every iteration, with what a plan is checked against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.simulator.request import SimRequest
+
+__all__ = ["DecodeRows"]
+
+
+class DecodeRows:
+    """The decoding rows among ``rows``, made anew when one comes or goes.
+
+    While none does, each iteration adds a token to all of them, so that sums
+    follow in O(1).
+    """
+
+    def __init__(self, rows: Iterable[SimRequest], page_tokens: int) -> None:
+        decoding = RequestState.DECODING
+        self.rows = [row for row in rows if row.state is decoding]
+        self.num_online = sum(row.info.is_online for row in self.rows)
+        self._context_tokens = sum(row.computed_tokens for row in self.rows)
+        self._page_tokens = page_tokens
+        self._iterations = 0
+        self._rows_by_fill = [0] * page_tokens
+        """How many rows had so many tokens in their last page, 0 for a full one."""
+
+        for row in self.rows:
+            self._rows_by_fill[row.computed_tokens % page_tokens] += 1
+
+    @property
+    def opened_pages(self) -> int:
+        """Pages that one more token for each row begins."""
+        return self._rows_by_fill[-self._iterations % self._page_tokens]
+
+    def add_to(self, prefills: BatchStats) -> BatchStats:
+        """Return the sums over these prefills and one token of each row."""
+        count = len(self.rows)
+        return replace(
+            prefills,
+            decode_requests=count,
+            decode_context_tokens=self._context_tokens + count,
+        )
+
+    def advance(self) -> None:
+        """Take into account that each row has computed one token more."""
+        self._context_tokens += len(self.rows)
+        self._iterations += 1
+
+    def check_invariants(self, rows: Iterable[SimRequest]) -> None:
+        """Assert that it equals what would be made of ``rows`` now."""
+        fresh = DecodeRows(rows, self._page_tokens)
+        assert (self.rows, self.num_online) == (fresh.rows, fresh.num_online)
+        assert self._context_tokens == fresh._context_tokens
+        assert self.opened_pages == fresh.opened_pages

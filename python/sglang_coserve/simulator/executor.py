@@ -1,0 +1,416 @@
+"""The modelled executor: carries out plans on counters instead of a device.
+
+It knows memory and time, and nothing of scheduling: whatever a plan says is
+done, and a plan that could not be carried out by an engine is a bug of the
+scheduler, hence an ``AssertionError``.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import insort
+
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.snapshot import EngineSnapshot, Row, StepPlan
+from sglang_coserve.simulator.checkpoint import HostCheckpoint
+from sglang_coserve.simulator.decode_rows import DecodeRows
+from sglang_coserve.simulator.executor_config import ExecutorConfig
+from sglang_coserve.simulator.kv_pool import KvPool
+from sglang_coserve.simulator.prefix_cache import PrefixCache
+from sglang_coserve.simulator.request import SimRequest
+from sglang_coserve.simulator.running_batch import RunningBatch
+
+__all__ = ["Executor"]
+
+
+class Executor:
+    """Requests, their KV and the time iterations take, for one engine.
+
+    Also the core's ``PrefixCache``. One iteration costs O(rows), and O(prompt)
+    for each chunk.
+    """
+
+    def __init__(self, config: ExecutorConfig, model: LatencyModel) -> None:
+        """``model`` says how long iterations really take; the scheduler may believe another."""
+        self.config = config
+        self._model = model
+        self._random = random.Random(config.seed)
+        # Of a lognormal with mean 1.
+        self._noise_sigma = math.sqrt(math.log1p(config.noise_cv**2))
+        self.cache = PrefixCache(config.page_tokens)
+        self.pool = KvPool(config.kv_capacity_tokens, self.cache, config.page_tokens)
+        self._checkpoint = (
+            HostCheckpoint(config.checkpoint.tokens_per_s, config.page_tokens)
+            if config.checkpoint
+            else None
+        )
+        self.rows: dict[str, SimRequest] = {}
+        """Requests that hold KV, in order of admission."""
+
+        self.num_online_rows = 0
+        self.waiting: list[SimRequest] = []
+        """Online requests without KV, in order of arrival."""
+
+        self.offline_waiting: dict[str, SimRequest] = {}
+        self._sharing_version = 0
+        self._decoding = DecodeRows((), config.page_tokens)
+        self._ended: list[SimRequest] = []
+        """With overlap: complete, but in the iteration already planned."""
+
+    @property
+    def num_decoding(self) -> int:
+        """Rows in state ``DECODING``."""
+        return len(self._decoding.rows)
+
+    def submit(self, request: SimRequest) -> None:
+        """Take a request that has arrived, or that another engine hands over."""
+        if request.info.is_online:
+            insort(self.waiting, request, key=_arrival_order)
+        else:
+            self.offline_waiting[request.info.rid] = request
+
+    def can_hold(self, request: SimRequest) -> bool:
+        """Tell whether its prompt and the longest output it may have fit the device at all."""
+        length_tokens = request.info.prompt_tokens + request.info.max_new_tokens
+        return self.pool.pages_of(length_tokens) <= self.pool.capacity_pages
+
+    def cached_tokens(self, rid: str) -> int:
+        """Return the leading tokens of a waiting offline request that need not be computed."""
+        return self._cached_tokens(self.offline_waiting[rid])
+
+    def snapshot(self, now_s: float) -> EngineSnapshot:
+        """Return the engine as it stands between two iterations."""
+        version = self.cache.version
+        for request in self.waiting:
+            if request.match_version != version:
+                request.match_version = version
+                request.refresh_row(self._cached_tokens(request))
+        if self._sharing_version != self.cache.sharing_version:
+            self._note_sharing()
+        pool, config = self.pool, self.config
+        return EngineSnapshot(
+            now_s=now_s,
+            rows=[request.row for request in self.rows.values()],
+            waiting=[request.row for request in self.waiting],
+            free_kv_tokens=pool.free_pages * pool.page_tokens,
+            evictable_kv_tokens=self.cache.evictable_tokens,
+            free_slots=config.max_running_requests - len(self.rows) - len(self._ended),
+            max_batch_tokens=config.max_batch_tokens,
+            page_tokens=pool.page_tokens,
+        )
+
+    def begin(self, plan: StepPlan) -> RunningBatch:
+        """Change memory and states as planned and start the iteration."""
+        shed = [self._shed(rid) for rid in plan.shed]
+        evicted = [self._evict(self.rows[rid], tokens) for rid, tokens in plan.evict]
+        for rid in plan.pause:
+            self._switch(self.rows[rid], RequestState.PAUSED)
+        for rid in plan.resume:
+            self._switch(self.rows[rid], RequestState.DECODING)
+        for rid in plan.park:
+            self._switch(self.rows[rid], RequestState.PARKED)
+        if plan.pause or plan.resume:
+            self._list_decoding()
+        decoding = self._decoding
+        batch = RunningBatch(
+            [], decoding.rows, decoding.num_online, BatchStats(), 0.0, evicted, shed
+        )
+        opened = decoding.opened_pages
+        for rid, tokens in plan.prefills:
+            opened += self._begin_chunk(batch, rid, tokens)
+        self.pool.allocate(opened)
+        batch.stats = decoding.add_to(
+            BatchStats.of((tokens, request.computed_tokens) for request, tokens in batch.chunks)
+        )
+        assert batch.stats == plan.batch, f"planned {plan.batch}, found {batch.stats}"
+        batch.seconds = self._duration_s(batch)
+        return batch
+
+    def end(self, batch: RunningBatch, end_s: float, seconds: float) -> list[SimRequest]:
+        """Finish the iteration, which took ``seconds``, and return the requests that ended."""
+        self._release_ended()
+        ended: list[SimRequest] = []
+        page_tokens = self.pool.page_tokens
+        checkpoint = self._checkpoint
+        decoding, new_row = RequestState.DECODING, tuple.__new__
+        for request in batch.decodes:
+            request.computed_tokens = computed = request.computed_tokens + 1
+            request.generated_tokens = generated = request.generated_tokens + 1
+            request.token_times_s.append(end_s)
+            if generated == request.output_tokens:
+                ended.append(request)
+                continue
+            info, shared = request.info, request.shared_tokens
+            # What Row() does, at half its cost: this loop is most of an iteration.
+            request.row = new_row(Row, (info, decoding, generated, computed, shared, end_s))
+            if checkpoint and computed % page_tokens == 0 and not info.is_online:
+                checkpoint.mark(request)
+        for request, tokens in batch.chunks:
+            self._end_chunk(request, tokens, end_s)
+            if request.is_complete:
+                ended.append(request)
+        for request in ended:
+            self._finish(request)
+        if ended or batch.chunks or batch.is_aborted:
+            self._list_decoding()
+        else:
+            self._decoding.advance()
+        if checkpoint:
+            checkpoint.copy(seconds)
+        return ended
+
+    def abort_offline(self, batch: RunningBatch) -> list[SimRequest]:
+        """Take the offline rows out of a running batch; return those that lost their row.
+
+        What the iteration computed for them is thrown away. A request admitted by
+        this iteration waits again, the others stay as they were.
+        """
+        pages_of = self.pool.pages_of
+        lost: list[SimRequest] = []
+        for request, tokens in batch.chunks:
+            if request.info.is_online:
+                continue
+            request.aborted_tokens += tokens
+            computed = request.computed_tokens
+            self.pool.release(pages_of(computed + tokens) - pages_of(computed))
+            if request in batch.admitted:
+                lost.append(self._evict(request, 0))
+        for request in batch.decodes:
+            if not request.info.is_online:
+                request.aborted_tokens += 1
+                self.pool.release(request.computed_tokens % self.pool.page_tokens == 0)
+        batch.chunks = [chunk for chunk in batch.chunks if chunk[0].info.is_online]
+        batch.decodes = [request for request in batch.decodes if request.info.is_online]
+        batch.is_aborted = True
+        return lost
+
+    def online_part_s(self, batch: RunningBatch) -> float:
+        """Return how long the batch would take with its online rows alone."""
+        return self._model.predict(batch.online_stats())
+
+    def withdraw(self, request: SimRequest) -> None:
+        """Forget a waiting request."""
+        if request.info.is_online:
+            self.waiting.remove(request)
+        else:
+            del self.offline_waiting[request.info.rid]
+
+    def hand_over(self, rid: str) -> tuple[SimRequest, int]:
+        """Give a decoding row away; return it and its KV tokens, which ``adopt`` takes."""
+        request = self.rows[rid]
+        assert request.state is RequestState.DECODING, f"{rid} is {request.state}"
+        kv_tokens = request.computed_tokens
+        request.know_output()
+        request.computed_ever_tokens = max(request.computed_ever_tokens, kv_tokens)
+        request.lost_tokens += kv_tokens
+        self._release(request)
+        self._drop_row(request)
+        request.move(RequestState.WAITING)
+        self._list_decoding()
+        return request, kv_tokens
+
+    def has_room_for(self, kv_tokens: int) -> bool:
+        """Tell whether ``adopt`` could take a row with so much KV, and let it decode on."""
+        pool = self.pool
+        room_pages = pool.free_pages + self.cache.evictable_tokens // pool.page_tokens
+        slots = self.config.max_running_requests - len(self.rows) - len(self._ended)
+        return slots > 0 and pool.pages_of(kv_tokens + 1) <= room_pages
+
+    def adopt(self, request: SimRequest, kv_tokens: int) -> None:
+        """Take a decoding row over from another executor, with its KV."""
+        self.pool.allocate(self.pool.pages_of(kv_tokens))
+        request.computed_tokens = kv_tokens
+        request.reloaded_tokens += kv_tokens
+        request.lock = self.cache.root
+        request.saved_tokens = 0
+        self.rows[request.info.rid] = request
+        self.num_online_rows += request.info.is_online
+        request.move(RequestState.DECODING)
+        request.refresh_row()
+        self._list_decoding()
+
+    def settle(self) -> bool:
+        """Release what ended requests still hold; True when that was anything."""
+        has_ended = bool(self._ended)
+        self._release_ended()
+        return has_ended
+
+    def check_invariants(self) -> None:
+        """Assert the conservation of KV and of each running request's tokens. O(all)."""
+        self.cache.check_invariants()
+        pool = self.pool
+        assert pool.free_pages >= 0
+        holders = [*self.rows.values(), *self._ended]
+        private = sum(
+            pool.pages_of(r.computed_tokens) - r.locked_tokens // pool.page_tokens for r in holders
+        )
+        assert pool.private_pages == private, f"{pool.private_pages} private pages, {private} used"
+        for request in (*holders, *self.waiting, *self.offline_waiting.values()):
+            kept = request.worked_tokens + request.given_tokens + request.reloaded_tokens
+            assert request.computed_tokens == kept - request.lost_tokens, request.info.rid
+            assert request.locked_tokens <= request.computed_tokens <= request.length_tokens
+        assert self.num_online_rows == sum(r.info.is_online for r in self.rows.values())
+        assert all(r.state.holds_kv and r.computed_tokens > 0 for r in self.rows.values())
+        self._decoding.check_invariants(self.rows.values())
+
+    def _cached_tokens(self, request: SimRequest) -> int:
+        # The last token is always computed: its logits give the next one.
+        limit = request.length_tokens - 1
+        page_tokens = self.pool.page_tokens
+        saved = min(request.saved_tokens, limit // page_tokens * page_tokens)
+        if not self.config.prefix_cache:
+            return saved
+        return max(saved, self.cache.match(request.tokens, limit))
+
+    def _begin_chunk(self, batch: RunningBatch, rid: str, tokens: int) -> int:
+        """Put a chunk into the batch; return the pages it opens."""
+        pages_of = self.pool.pages_of
+        request = self.rows.get(rid)
+        if request is None:
+            request, opened = self._admit(batch, rid)
+        else:
+            opened = 0
+            request.move(RequestState.PREFILLING)
+        assert request.state is RequestState.PREFILLING, f"{rid} is {request.state}"
+        computed = request.computed_tokens
+        assert 0 < tokens <= request.length_tokens - computed, f"{rid}: chunk of {tokens} tokens"
+        batch.chunks.append((request, tokens))
+        return opened + pages_of(computed + tokens) - pages_of(computed)
+
+    def _admit(self, batch: RunningBatch, rid: str) -> tuple[SimRequest, int]:
+        """Give a waiting request a row; return it with the pages that reloading needs."""
+        request = self.offline_waiting.pop(rid, None)
+        if request is None:
+            index = next(i for i, r in enumerate(self.waiting) if r.info.rid == rid)
+            request = self.waiting.pop(index)
+        limit = request.length_tokens - 1 if self.config.prefix_cache else 0
+        request.lock = self.cache.lock(request.tokens, limit) if limit else self.cache.root
+        given = request.locked_tokens
+        reloaded = max(0, self._cached_tokens(request) - given)
+        request.computed_tokens = given + reloaded
+        if request.num_admissions == 0:
+            request.cached_prompt_tokens = given
+        request.num_admissions += 1
+        request.given_tokens += given
+        request.reloaded_tokens += reloaded
+        batch.reloaded_tokens += reloaded
+        batch.admitted.add(request)
+        request.move(RequestState.PREFILLING)
+        self.rows[rid] = request
+        self.num_online_rows += request.info.is_online
+        assert len(self.rows) + len(self._ended) <= self.config.max_running_requests, "no slot free"
+        return request, reloaded // self.pool.page_tokens
+
+    def _end_chunk(self, request: SimRequest, tokens: int, end_s: float) -> None:
+        start = request.computed_tokens
+        request.computed_tokens = computed = start + tokens
+        request.prefilled_tokens += tokens
+        redone_to = min(computed, request.computed_ever_tokens)
+        request.recomputed_tokens += max(0, redone_to - start)
+        self._share(request, min(computed, request.info.prompt_tokens))
+        if computed == request.length_tokens:
+            request.generated_tokens += 1
+            request.num_prefills += 1
+            request.token_times_s.append(end_s)
+            request.move(RequestState.DECODING)
+        request.refresh_row()
+        if self._checkpoint and not request.info.is_online:
+            self._checkpoint.mark(request)
+
+    def _share(self, request: SimRequest, tokens: int) -> None:
+        """Hand the whole pages of a row's first ``tokens`` tokens to the prefix cache."""
+        page_tokens = self.pool.page_tokens
+        length = tokens // page_tokens * page_tokens
+        locked = request.locked_tokens
+        if self.config.prefix_cache and length > locked and request.lock is not None:
+            request.lock, _ = self.cache.extend(request.lock, request.tokens, length)
+            self.pool.release((length - locked) // page_tokens)
+
+    def _shed(self, rid: str) -> SimRequest:
+        request = next(r for r in self.waiting if r.info.rid == rid)
+        self.waiting.remove(request)
+        request.move(RequestState.ABORTED)
+        return request
+
+    def _evict(self, request: SimRequest, tokens: int) -> SimRequest:
+        """Give up a row's last tokens and let it wait; its head stays in the prefix cache."""
+        head_tokens = request.computed_tokens - tokens
+        assert head_tokens >= 0, f"{request.info.rid}: {tokens} tokens of {request.computed_tokens}"
+        request.know_output()
+        self._share(request, head_tokens)
+        request.computed_ever_tokens = max(request.computed_ever_tokens, request.computed_tokens)
+        request.lost_tokens += request.computed_tokens
+        self._release(request)
+        self._drop_row(request)
+        request.move(RequestState.WAITING)
+        request.refresh_row()
+        request.match_version = -1
+        self._list_decoding()
+        self.submit(request)
+        return request
+
+    def _finish(self, request: SimRequest) -> None:
+        request.move(RequestState.FINISHED)
+        self._drop_row(request)
+        if self.config.overlap:
+            self._ended.append(request)
+        else:
+            self._release(request)
+
+    def _drop_row(self, request: SimRequest) -> None:
+        del self.rows[request.info.rid]
+        self.num_online_rows -= request.info.is_online
+
+    def _release_ended(self) -> None:
+        for request in self._ended:
+            self._release(request)
+        self._ended.clear()
+
+    def _release(self, request: SimRequest) -> None:
+        """Take a request's KV: private pages become free, shared ones evictable."""
+        locked_pages = request.locked_tokens // self.pool.page_tokens
+        self.pool.release(self.pool.pages_of(request.computed_tokens) - locked_pages)
+        if request.lock is not None:
+            self.cache.unlock(request.lock)
+        request.lock = None
+        request.computed_tokens = 0
+        request.shared_tokens = 0
+
+    def _note_sharing(self) -> None:
+        self._sharing_version = self.cache.sharing_version
+        for request in self.rows.values():
+            shared = 0 if request.lock is None else self.cache.shared_tokens(request.lock)
+            if shared != request.shared_tokens:
+                request.shared_tokens = shared
+                request.refresh_row()
+
+    def _switch(self, request: SimRequest, state: RequestState) -> None:
+        request.move(state)
+        request.refresh_row()
+
+    def _list_decoding(self) -> None:
+        self._decoding = DecodeRows(self.rows.values(), self.pool.page_tokens)
+
+    def _duration_s(self, batch: RunningBatch) -> float:
+        stats = batch.stats
+        for request in self._ended:
+            stats = stats.with_decode(request.computed_tokens)
+        seconds = self._model.predict(stats)
+        if self._noise_sigma:
+            sigma = self._noise_sigma
+            seconds *= self._random.lognormvariate(-(sigma**2) / 2, sigma)
+        if self._checkpoint and batch.reloaded_tokens:
+            seconds = max(seconds, self._checkpoint.load_s(batch.reloaded_tokens))
+        if not self.config.overlap:
+            seconds += self.config.scheduling_s
+        safepoint = self.config.safepoint
+        if safepoint and batch.has_offline:
+            seconds += safepoint.checks_per_iteration * safepoint.check_s
+        return seconds
+
+
+def _arrival_order(request: SimRequest) -> tuple[float, str]:
+    return request.info.arrival_s, request.info.rid

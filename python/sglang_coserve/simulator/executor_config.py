@@ -1,0 +1,119 @@
+"""What machine the modelled executor stands for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sglang_coserve.errors import ConfigError
+
+__all__ = ["CheckpointConfig", "ExecutorConfig", "SafepointConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """Copies of offline KV in host memory (ConServe §4.4).
+
+    Raises:
+        ConfigError: the bandwidth is not positive.
+    """
+
+    tokens_per_s: float
+    """KV tokens a second, in each direction; ConServe §6.5 measured 37 GB/s from one H100."""
+
+    def __post_init__(self) -> None:
+        _check(0 < self.tokens_per_s < math.inf, "checkpoint bandwidth", self.tokens_per_s, "> 0")
+
+
+@dataclass(frozen=True, slots=True)
+class SafepointConfig:
+    """Checks between layers at which offline work can be given up (ConServe §4.3).
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    num_layers: int
+    interval_layers: int = 4
+    """A check every so many layers; ConServe §6.5 uses 4."""
+
+    check_s: float = 10e-6
+    """Cost of one check; ConServe §6.5 states less than 10 µs on one GPU."""
+
+    def __post_init__(self) -> None:
+        _check(self.num_layers >= 1, "layers", self.num_layers, ">= 1")
+        _check(self.interval_layers >= 1, "safepoint interval", self.interval_layers, ">= 1 layer")
+        _check(0 <= self.check_s < math.inf, "safepoint cost", self.check_s, ">= 0 s")
+
+    @property
+    def checks_per_iteration(self) -> int:
+        """Checks in one iteration; the end of the last layer is none."""
+        return (self.num_layers - 1) // self.interval_layers
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorConfig:
+    """Memory, limits and imperfections of the modelled engine.
+
+    Raises:
+        ConfigError: a value is out of its range; the message names it.
+    """
+
+    kv_capacity_tokens: int
+    page_tokens: int = 16
+    """KV is allocated in pages of this many tokens."""
+
+    max_running_requests: int = 256
+    """Requests that may hold KV at once."""
+
+    max_batch_tokens: int = 8192
+    """Most tokens one iteration computes."""
+
+    prefix_cache: bool = True
+    """False: KV is never shared, and an evicted request keeps nothing on the device."""
+
+    checkpoint: CheckpointConfig | None = None
+    """None: what is evicted from the device must be computed again."""
+
+    safepoint: SafepointConfig | None = None
+    """None: an iteration always runs to its end."""
+
+    overlap: bool = False
+    """The next iteration is planned while the present one runs, as SGLang's overlap
+    scheduler does: an arrival is seen one iteration later, a request that ends
+    computes one token too many, and planning costs no device time."""
+
+    scheduling_s: float = 0.0
+    """Device time lost between two iterations to planning; none with ``overlap``."""
+
+    noise_cv: float = 0.0
+    """Coefficient of variation of an iteration's time around the latency model."""
+
+    seed: int = 0
+    """Of the noise."""
+
+    def __post_init__(self) -> None:
+        _check(self.page_tokens >= 1, "page size", self.page_tokens, ">= 1 token")
+        _check(
+            self.kv_capacity_tokens >= self.page_tokens,
+            "KV capacity",
+            self.kv_capacity_tokens,
+            f">= one page of {self.page_tokens} tokens",
+        )
+        _check(
+            self.max_running_requests >= 1, "running requests", self.max_running_requests, ">= 1"
+        )
+        # Chunks end with a page, so a smaller batch would never get on.
+        _check(
+            self.max_batch_tokens >= self.page_tokens,
+            "batch tokens",
+            self.max_batch_tokens,
+            f">= one page of {self.page_tokens} tokens",
+        )
+        _check(0 <= self.scheduling_s < math.inf, "scheduling time", self.scheduling_s, ">= 0 s")
+        _check(0 <= self.noise_cv < math.inf, "noise", self.noise_cv, ">= 0")
+
+
+def _check(is_valid: bool, name: str, value: float, valid: str) -> None:
+    if not is_valid:
+        raise ConfigError(f"simulator: {name} is {value}: it must be {valid}")

@@ -1,0 +1,62 @@
+"""How a run went over time, in bins: what the report plots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from sglang_coserve.simulator.observer import IterationRecord, RequestEvent
+from sglang_coserve.simulator.request import SimRequest
+
+__all__ = ["LoadBin", "LoadCurve"]
+
+
+@dataclass(slots=True)
+class LoadBin:
+    """Sums over the iterations that ended in one bin, and how it stood at the last of them."""
+
+    online_tokens: int = 0
+    offline_tokens: int = 0
+    online_running: int = 0
+    offline_running: int = 0
+    online_waiting: int = 0
+    held_kv_tokens: int = 0
+    cached_kv_tokens: int = 0
+
+
+class LoadCurve:
+    """Collects bins of a fixed width; twice as wide whenever there would be too many."""
+
+    MAX_BINS: Final = 1200
+
+    def __init__(self) -> None:
+        self.bin_s = 0.25
+        self.bins: list[LoadBin] = []
+
+    def on_request(self, now_s: float, event: RequestEvent, request: SimRequest) -> None:
+        """See ``Observer``; requests have no part in the curve."""
+
+    def on_iteration(self, record: IterationRecord) -> None:
+        """See ``Observer``."""
+        while (index := int(record.end_s / self.bin_s)) >= self.MAX_BINS:
+            self._widen()
+        while len(self.bins) <= index:
+            self.bins.append(LoadBin())
+        last = self.bins[index]
+        last.online_tokens += record.online_tokens
+        last.offline_tokens += record.offline_tokens
+        last.online_running = record.online_running
+        last.offline_running = record.offline_running
+        last.online_waiting = record.online_waiting
+        last.held_kv_tokens = record.held_kv_tokens
+        last.cached_kv_tokens = record.cached_kv_tokens
+
+    def _widen(self) -> None:
+        self.bin_s *= 2
+        pairs = zip(self.bins[::2], [*self.bins[1::2], LoadBin()], strict=False)
+        merged: list[LoadBin] = []
+        for first, second in pairs:
+            second.online_tokens += first.online_tokens
+            second.offline_tokens += first.offline_tokens
+            merged.append(second)
+        self.bins = merged

@@ -1,0 +1,181 @@
+"""What a user can say about a simulation; the flags of ``coserve simulate``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Final
+
+from sglang_coserve.core.policies import make_policy
+from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.errors import ConfigError
+from sglang_coserve.metrics import SloTargets
+from sglang_coserve.simulator.assemble import Machine, offline_requests, read_profile
+from sglang_coserve.simulator.binding import from_trace
+from sglang_coserve.simulator.executor_config import (
+    CheckpointConfig,
+    ExecutorConfig,
+    SafepointConfig,
+)
+from sglang_coserve.simulator.models import kv_capacity_tokens
+from sglang_coserve.simulator.run import Setup, Workload
+from sglang_coserve.workload import fit_to_context, read_trace, sample_path, scale_rate, window
+
+__all__ = ["BASELINES", "SimulationOptions"]
+
+BASELINES: Final = frozenset({"fcfs", "non_preemptive", "online_only", "priority", "sarathi"})
+"""Policies that stand for systems without safepoints and checkpoints."""
+
+
+@dataclass(frozen=True)
+class SimulationOptions:
+    """A machine, a workload, targets and policies; every method may raise what its parts do.
+
+    Raises:
+        ConfigError: a number is out of its range; the message names it.
+    """
+
+    trace: Path | None = None
+    """Online requests; None: the bundled sample."""
+
+    offline: str | None = None
+    """See ``offline_requests``; None: the bundled sample."""
+
+    backlog: int = 256
+    """Offline requests kept waiting; 0: they come at the times of their trace."""
+
+    hardware: str = "h100"
+    model: str = "llama-3.1-8b"
+    tp_size: int = 1
+    policy: str = "online_only,coserve"
+    """Names with commas between."""
+
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
+    rate: float = 1.0
+    """Factor of the online arrival rate."""
+
+    duration: float | None = None
+    """Simulated seconds; None: until the last online arrival, or without a backlog to the end."""
+
+    profile: Path | None = None
+    """Latency profile the scheduler believes; None: a roofline from the datasheet."""
+
+    true_profile: Path | None = None
+    """Latency profile of the machine; None: the scheduler is right."""
+
+    kv_capacity_tokens: int | None = None
+    """None: what 90% of the memory holds beside the weights."""
+
+    page_tokens: int = 16
+    max_context_tokens: int = 32768
+    max_running: int = 256
+    max_batch_tokens: int = 8192
+    prefix_cache: bool = True
+    checkpoint_gb_s: float = 37.0
+    """Of each device; 0: no checkpoints. Baselines have none."""
+
+    safepoint_layers: int = 4
+    """0: no safepoints. Baselines have none."""
+
+    overlap: bool = False
+    noise: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check what no part checks."""
+        for name in ("slo_ttft_ms", "slo_tpot_ms", "duration"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"simulation: {name} is {value}: it must be a positive number")
+        for name in ("backlog", "safepoint_layers", "checkpoint_gb_s"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"simulation: {name} is {value}: it must be at least 0")
+
+    def policies(self) -> list[Policy]:
+        """Return fresh policies."""
+        return [make_policy(name.strip()) for name in self.policy.split(",")]
+
+    @cached_property
+    def machine(self) -> Machine:
+        """The model and the devices."""
+        return Machine.named(self.model, self.hardware, self.tp_size)
+
+    def setup(self, policy: str) -> Setup:
+        """Return the machine and the scheduler's settings for the policy of this name."""
+        machine = self.machine
+        has_mechanisms = policy not in BASELINES
+        copied_bytes_per_s = self.checkpoint_gb_s * 1e9 * has_mechanisms
+        safepoint_layers = self.safepoint_layers * has_mechanisms
+        return Setup(
+            model=read_profile(self.profile) if self.profile else machine.roofline(),
+            true_model=read_profile(self.true_profile) if self.true_profile else None,
+            targets=SloTargets(_seconds(self.slo_ttft_ms), _seconds(self.slo_tpot_ms)),
+            # An iteration that can be aborted need not be short for arrivals' sake.
+            scheduler=SchedulerConfig(
+                arrival_wait_s=math.inf if safepoint_layers else None, seed=self.seed
+            ),
+            executor=ExecutorConfig(
+                kv_capacity_tokens=self._capacity_tokens(),
+                page_tokens=self.page_tokens,
+                max_running_requests=self.max_running,
+                max_batch_tokens=self.max_batch_tokens,
+                prefix_cache=self.prefix_cache,
+                checkpoint=CheckpointConfig(machine.copied_tokens_per_s(copied_bytes_per_s))
+                if copied_bytes_per_s
+                else None,
+                safepoint=SafepointConfig(machine.shape.num_layers, safepoint_layers)
+                if safepoint_layers
+                else None,
+                overlap=self.overlap,
+                noise_cv=self.noise,
+                seed=self.seed,
+            ),
+        )
+
+    def workload(self) -> Workload:
+        """Read the requests."""
+        context_tokens = self._context_tokens()
+        trace = read_trace(self.trace or sample_path("online"))
+        in_time = window(scale_rate(trace, self.rate), 0.0, self.duration or math.inf)
+        online, _ = fit_to_context(in_time, context_tokens)
+        interval_s = self.duration
+        if interval_s is None:
+            interval_s = online[-1].arrival_s if self.backlog and online else math.inf
+        return Workload(
+            online=partial(from_trace, online, RequestClass.ONLINE, seed=self.seed),
+            offline=offline_requests(
+                self.offline or str(sample_path("offline")),
+                max_context_tokens=context_tokens,
+                seed=self.seed,
+            ),
+            backlog_depth=self.backlog,
+            interval_s=interval_s,
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the fields, ready for JSON."""
+        return {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in asdict(self).items()
+        }
+
+    def _capacity_tokens(self) -> int:
+        if self.kv_capacity_tokens is not None:
+            return self.kv_capacity_tokens
+        machine = self.machine
+        return kv_capacity_tokens(machine.shape, machine.hardware, tp_size=self.tp_size)
+
+    def _context_tokens(self) -> int:
+        """Return the longest request that the user allows and the device can hold."""
+        whole_pages = self._capacity_tokens() // self.page_tokens * self.page_tokens
+        return min(self.max_context_tokens, whole_pages)
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3

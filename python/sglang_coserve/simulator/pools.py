@@ -1,0 +1,124 @@
+"""Two engines that share the work by latency: OOCO's relaxed and strict pools (§3.2)."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+
+from sglang_coserve.core.bottleneck import saturated_batch_size
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.migration import closest_lengths, preferred_length
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.simulator.engine import Engine
+from sglang_coserve.simulator.executor import Executor
+from sglang_coserve.simulator.request import SimRequest
+
+__all__ = ["Pools", "Pull", "length_preference"]
+
+Pull = Callable[["Pools"], list[str]]
+"""Which decoding rows of the relaxed engine the strict one takes over now."""
+
+
+class Pools:
+    """A relaxed engine that prefills, and a strict one that decodes.
+
+    All requests arrive at the relaxed engine. Online ones move to the strict one
+    after their first token (pushed); offline ones when ``pull`` says so. A row
+    that the strict engine evicts waits at the relaxed one again. A row on its way,
+    at ``link_tokens_per_s``, is at neither. Without room it stays where it is.
+    """
+
+    def __init__(
+        self,
+        relaxed: tuple[Engine, Executor],
+        strict: tuple[Engine, Executor],
+        link_tokens_per_s: float,
+        pull: Pull,
+    ) -> None:
+        """``strict`` must have been made with ``take_back=relaxed.accept``."""
+        self.relaxed, self.relaxed_executor = relaxed
+        self.strict, self.strict_executor = strict
+        self._link_tokens_per_s = link_tokens_per_s
+        self._pull = pull
+        self._on_their_way: list[tuple[float, int, SimRequest, int]] = []
+        self._coming_tokens = 0
+        self._num_moved = 0
+
+    def step(self, end_s: float) -> bool:
+        """Let the engine that is behind go on; False when both have nothing before ``end_s``."""
+        relaxed, strict = self.relaxed, self.strict
+        if relaxed.now_s <= strict.now_s:
+            if relaxed.now_s < end_s and relaxed.step(end_s):
+                self._push()
+                return True
+            if strict.now_s > relaxed.now_s:
+                relaxed.now_s = strict.now_s
+                return True
+            # Both stand at the same time, and only the strict engine may have work.
+        self._deliver()
+        if strict.now_s < end_s and strict.step(end_s):
+            for rid in self._pull(self):
+                self._move(rid)
+            return True
+        next_s = self._on_their_way[0][0] if self._on_their_way else math.inf
+        if relaxed.now_s > strict.now_s:
+            next_s = min(next_s, relaxed.now_s)
+        if not next_s < end_s:
+            return False
+        strict.now_s = next_s
+        return True
+
+    def _push(self) -> None:
+        for rid, request in list(self.relaxed_executor.rows.items()):
+            if request.info.is_online and request.state is RequestState.DECODING:
+                self._move(rid)
+
+    def _move(self, rid: str) -> None:
+        kv_tokens = self.relaxed_executor.rows[rid].computed_tokens
+        if not self.strict_executor.has_room_for(kv_tokens + self._coming_tokens):
+            return
+        request, kv_tokens = self.relaxed_executor.hand_over(rid)
+        self.relaxed.forget(request)
+        ready_s = self.relaxed.now_s + kv_tokens / self._link_tokens_per_s
+        heapq.heappush(self._on_their_way, (ready_s, self._num_moved, request, kv_tokens))
+        self._coming_tokens += kv_tokens
+        self._num_moved += 1
+
+    def _deliver(self) -> None:
+        """Give the strict engine what has arrived, or back what it has no more room for."""
+        while self._on_their_way and self._on_their_way[0][0] <= self.strict.now_s:
+            _, _, request, kv_tokens = heapq.heappop(self._on_their_way)
+            self._coming_tokens -= kv_tokens
+            if self.strict_executor.has_room_for(kv_tokens):
+                self.strict_executor.adopt(request, kv_tokens)
+            else:
+                self.relaxed.accept(request)
+
+
+def length_preference(model: LatencyModel, tpot_s: float, at_once: int = 4) -> Pull:
+    """Return OOCO's Algorithm 1: pull offline rows of the length that suits the bottleneck."""
+    saturated_size = saturated_batch_size(model)
+
+    def pull(pools: Pools) -> list[str]:
+        strict = pools.strict_executor
+        is_whole = all(row.state is RequestState.DECODING for row in strict.rows.values())
+        room_tokens = strict.pool.free_pages * strict.pool.page_tokens
+        preference = preferred_length(
+            model,
+            pools.strict.last_plan.batch,
+            tpot_s,
+            room_tokens,
+            saturated_size,
+            includes_all=is_whole,
+        )
+        if preference is None:
+            return []
+        by_length: dict[int, list[str]] = {}
+        for rid, row in pools.relaxed_executor.rows.items():
+            if row.state is RequestState.DECODING and not row.info.is_online:
+                by_length.setdefault(row.computed_tokens, []).append(rid)
+        lengths = [length for length, rids in by_length.items() for _ in rids]
+        return [by_length[n].pop() for n in closest_lengths(lengths, preference, at_once)]
+
+    return pull

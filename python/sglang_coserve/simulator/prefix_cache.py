@@ -1,0 +1,238 @@
+"""The modelled prefix cache: a radix tree over token ids, evicted leaf by leaf.
+
+It counts KV, it holds none. The tree covers every prefix that requests have
+inserted; a node that a running request stands on, or passes through, is locked.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES, common_prefix_bytes
+
+__all__ = ["Node", "PrefixCache"]
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """An edge of the tree and what is below it."""
+
+    parent: Node | None
+    edge: bytes
+    """Packed tokens, a positive number of whole pages; empty for the root."""
+
+    depth_tokens: int
+    """Tokens from the root to the end of this edge."""
+
+    locks: int = 0
+    """Requests whose path passes through this node."""
+
+    last_used: int = 0
+    children: dict[bytes, Node] = field(default_factory=dict)
+    """By the first page of their edge."""
+
+    @property
+    def edge_tokens(self) -> int:
+        """Tokens of the edge."""
+        return len(self.edge) // TOKEN_BYTES
+
+
+class PrefixCache:
+    """Which prefixes have KV on the device, in whole pages, least recently used out first.
+
+    Tokens are packed (``core.offline_queue.pack_tokens``). Walks cost O(edges on
+    the path) plus one ``memcmp`` of the prompt; ``evict`` O(log leaves) a leaf.
+    """
+
+    def __init__(self, page_tokens: int) -> None:
+        assert page_tokens > 0, f"a page holds tokens: {page_tokens}"
+        self._page_tokens = page_tokens
+        self._page_bytes = page_tokens * TOKEN_BYTES
+        self.root = Node(None, b"", 0)
+        self.total_tokens = 0
+        """Tokens in the tree."""
+
+        self.evictable_tokens = 0
+        """Of these, tokens no request holds."""
+
+        self.version = 0
+        """Grows whenever the prefixes held change: a cached match stays true until then."""
+
+        self.sharing_version = 0
+        """Grows whenever a prefix gets a second holder or is left with one."""
+
+        self._clock = 0
+        self._leaves: list[tuple[int, int, Node]] = []
+        self._num_pushed = 0
+
+    def match(self, tokens: bytes, limit_tokens: int) -> int:
+        """Return how many leading tokens are held: whole pages, at most ``limit_tokens``."""
+        return self._walk(self.root, tokens, self._aligned_bytes(limit_tokens))[1] // TOKEN_BYTES
+
+    def lock(self, tokens: bytes, limit_tokens: int) -> Node:
+        """Lock the longest prefix held, as ``match`` finds it, and return its end."""
+        stop = self._aligned_bytes(limit_tokens)
+        node = self._split(*self._walk(self.root, tokens, stop), tokens)
+        self._add_locks(node, self.root)
+        return node
+
+    def extend(self, node: Node, tokens: bytes, length_tokens: int) -> tuple[Node, int]:
+        """Insert a locked request's prefix of whole pages and move its lock to the end.
+
+        ``node`` is where the request's lock stands, an end of a shorter prefix.
+
+        Returns:
+            The new end, and how many of the tokens beyond ``node`` were new.
+        """
+        stop = self._aligned_bytes(length_tokens)
+        assert stop >= node.depth_tokens * TOKEN_BYTES, "the lock is beyond the prefix"
+        reached, matched = self._walk(node, tokens, stop)
+        end = self._split(reached, matched, tokens)
+        new_tokens = (stop - matched) // TOKEN_BYTES
+        if new_tokens:
+            child = Node(end, tokens[matched:stop], stop // TOKEN_BYTES)
+            end.children[self._page_at(tokens, matched)] = child
+            end = child
+            self.total_tokens += new_tokens
+            self.evictable_tokens += new_tokens
+            self.version += 1
+        self._add_locks(end, node)
+        return end, new_tokens
+
+    def unlock(self, node: Node) -> None:
+        """Take back one lock of ``node``'s path."""
+        self._clock += 1
+        step: Node | None = node
+        while step is not None and step is not self.root:
+            assert step.locks > 0, "unlocked more often than locked"
+            step.locks -= 1
+            if step.locks == 0:
+                step.last_used = self._clock
+                self.evictable_tokens += step.edge_tokens
+                self._offer(step)
+            elif step.locks == 1:
+                self.sharing_version += 1
+            step = step.parent
+
+    def shared_tokens(self, node: Node) -> int:
+        """Return how much of a locked path has other holders too. O(edges on the path)."""
+        step = node
+        while step.locks == 1 and step.parent is not None:
+            step = step.parent
+        return step.depth_tokens
+
+    def evict(self, tokens: int) -> int:
+        """Drop the tails of unlocked leaves, least recently used first, until ``tokens`` are gone.
+
+        Returns:
+            How many tokens went: whole pages, fewer than asked when nothing is
+            left to evict.
+        """
+        evicted = 0
+        while evicted < tokens and self._leaves:
+            last_used, _, leaf = heapq.heappop(self._leaves)
+            parent = leaf.parent
+            if leaf.locks or leaf.children or parent is None or leaf.last_used != last_used:
+                continue
+            kept_bytes = self._aligned_bytes(max(0, leaf.edge_tokens - (tokens - evicted)))
+            dropped = leaf.edge_tokens - kept_bytes // TOKEN_BYTES
+            if kept_bytes:
+                leaf.edge = leaf.edge[:kept_bytes]
+                leaf.depth_tokens -= dropped
+                self._offer(leaf)
+            else:
+                del parent.children[leaf.edge[: self._page_bytes]]
+                leaf.parent = None
+                self._offer(parent)
+            evicted += dropped
+            self.total_tokens -= dropped
+            self.evictable_tokens -= dropped
+            self.version += 1
+        return evicted
+
+    def check_invariants(self) -> None:
+        """Assert that the sums match the tree and locks never grow downwards. O(nodes)."""
+        nodes = list(self._nodes())
+        assert self.total_tokens == sum(node.edge_tokens for node in nodes)
+        assert self.evictable_tokens == sum(node.edge_tokens for node in nodes if not node.locks)
+        for node in nodes:
+            assert node.edge and len(node.edge) % self._page_bytes == 0
+            assert node.parent is not None
+            assert node.depth_tokens == node.parent.depth_tokens + node.edge_tokens
+            assert node.parent is self.root or node.parent.locks >= node.locks
+            assert node.parent.children[node.edge[: self._page_bytes]] is node
+
+    def _nodes(self) -> Iterator[Node]:
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _walk(self, node: Node, tokens: bytes, stop: int) -> tuple[Node, int]:
+        """Follow ``tokens`` down from ``node``.
+
+        Returns:
+            The last node reached, perhaps in the middle of its edge, and the
+            bytes matched from the root.
+        """
+        matched = node.depth_tokens * TOKEN_BYTES
+        while matched < stop:
+            child = node.children.get(self._page_at(tokens, matched))
+            if child is None:
+                break
+            end = min(stop, matched + len(child.edge))
+            common = self._common_bytes(child.edge, tokens[matched:end])
+            matched += common
+            node = child
+            if common < len(child.edge):
+                break
+        return node, matched
+
+    def _common_bytes(self, edge: bytes, tokens: bytes) -> int:
+        common = common_prefix_bytes(edge, tokens, 0, len(tokens))
+        return common - common % self._page_bytes
+
+    def _split(self, node: Node, matched: int, tokens: bytes) -> Node:
+        """Return the node that ends at ``matched``, cutting ``node``'s edge if it goes on.
+
+        The lower part keeps the object, so that locks on it stay where they are.
+        """
+        if matched == node.depth_tokens * TOKEN_BYTES:
+            return node
+        parent = node.parent
+        assert parent is not None
+        start = parent.depth_tokens * TOKEN_BYTES
+        cut = matched - start
+        head = Node(parent, node.edge[:cut], matched // TOKEN_BYTES, node.locks, node.last_used)
+        parent.children[self._page_at(tokens, start)] = head
+        node.edge = node.edge[cut:]
+        node.parent = head
+        head.children[node.edge[: self._page_bytes]] = node
+        return head
+
+    def _add_locks(self, node: Node, above: Node) -> None:
+        """Lock the path from ``node`` up to, but without, ``above``."""
+        step = node
+        while step is not above:
+            if step.locks == 0:
+                self.evictable_tokens -= step.edge_tokens
+            step.locks += 1
+            if step.locks == 2:
+                self.sharing_version += 1
+            assert step.parent is not None, "the path does not pass the locked node"
+            step = step.parent
+
+    def _offer(self, node: Node) -> None:
+        """Let ``node`` be found by ``evict`` if it is an unlocked leaf."""
+        if node.locks == 0 and not node.children and node is not self.root:
+            self._num_pushed += 1
+            heapq.heappush(self._leaves, (node.last_used, self._num_pushed, node))
+
+    def _aligned_bytes(self, tokens: int) -> int:
+        return tokens // self._page_tokens * self._page_bytes
+
+    def _page_at(self, tokens: bytes, offset: int) -> bytes:
+        return tokens[offset : offset + self._page_bytes]

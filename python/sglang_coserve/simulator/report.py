@@ -1,0 +1,139 @@
+"""A directory with the results: numbers, a table, plots, and one page with all of it."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from sglang_coserve.metrics import Summary, attainment, latency_report
+from sglang_coserve.simulator.plots import latency_cdfs, load_over_time
+from sglang_coserve.simulator.result import LABEL, SimulationResult
+
+__all__ = ["COLUMNS", "table_rows", "table_text", "write_report"]
+
+COLUMNS: Final = (
+    "policy",
+    "TTFT P50 ms",
+    "TTFT P99 ms",
+    "TPOT P50 ms",
+    "TPOT P99 ms",
+    "ITL P99 ms",
+    "attainment %",
+    "online tok/s",
+    "offline tok/s",
+    "recomputed %",
+    "aborts",
+)
+"""Headings of the table, a row for each policy."""
+
+
+def table_rows(results: Sequence[SimulationResult]) -> list[tuple[str, ...]]:
+    """Return the cells below ``COLUMNS``; "-" where something is not defined."""
+    return [_row(result) for result in results]
+
+
+def table_text(results: Sequence[SimulationResult]) -> str:
+    """Return the table as plain text, marked as simulated."""
+    rows = [COLUMNS, *table_rows(results)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(
+            cell.ljust(width) if place == 0 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join([f"({LABEL})", *lines]) + "\n"
+
+
+def write_report(
+    results: Sequence[SimulationResult], directory: Path, settings: Mapping[str, object]
+) -> Path:
+    """Write ``report.json``, ``table.txt``, the plots and ``index.html``; return the page.
+
+    Files of the same names are replaced. Needs matplotlib.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        OSError: the directory cannot be written.
+    """
+    assert results, "nothing to report"
+    figures = {"latency": latency_cdfs(results)}
+    figures |= {f"load-{result.policy}": load_over_time(result) for result in results}
+    directory.mkdir(parents=True, exist_ok=True)
+    report = {
+        "label": LABEL,
+        "settings": dict(settings),
+        "results": [result.to_dict() for result in results],
+    }
+    _write(directory / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
+    _write(directory / "table.txt", table_text(results))
+    for name, svg in figures.items():
+        _write(directory / f"{name}.svg", svg)
+    page = directory / "index.html"
+    _write(page, _page(results, figures, settings))
+    return page
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _row(result: SimulationResult) -> tuple[str, ...]:
+    latency = latency_report(result.online)
+    attained = attainment(result.online, result.targets)
+    engine = result.counters
+    computed = engine.online_tokens + engine.offline_tokens
+    return (
+        result.policy + ("" if result.is_complete else " (broken off)"),
+        _ms(latency.ttft, "p50_s"),
+        _ms(latency.ttft, "p99_s"),
+        _ms(latency.tpot, "p50_s"),
+        _ms(latency.tpot, "p99_s"),
+        _ms(latency.itl, "p99_s"),
+        "-" if attained is None else f"{100 * attained:.1f}",
+        f"{result.online_throughput.total_tokens_per_s:,.0f}",
+        f"{result.offline_throughput.total_tokens_per_s:,.0f}",
+        f"{100 * result.recomputed_tokens / computed:.1f}" if computed else "-",
+        str(engine.aborts),
+    )
+
+
+def _ms(summary: Summary, field: str) -> str:
+    value_s = getattr(summary, field)
+    return "-" if value_s is None else f"{value_s * 1e3:,.1f}"
+
+
+_STYLE: Final = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
+table { border-collapse: collapse; font-size: 13px } svg { width: 100%; height: auto }
+th, td { padding: .3rem .6rem; border-bottom: 1px solid #ddd; text-align: right }
+th:first-child, td:first-child { text-align: left } .mark { color: #a40 }
+"""
+
+
+def _page(
+    results: Sequence[SimulationResult], figures: Mapping[str, str], settings: Mapping[str, object]
+) -> str:
+    cells = [COLUMNS, *table_rows(results)]
+    head, *body = (
+        "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+        for tag, row in zip(("th", *["td"] * len(results)), cells, strict=True)
+    )
+    used = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(value))}</td></tr>"
+        for name, value in settings.items()
+    )
+    return (
+        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
+        f"<title>Co-serving, {LABEL}</title><style>{_STYLE}</style></head><body>\n"
+        f"<h1>Co-serving <span class='mark'>({LABEL})</span></h1>\n"
+        "<p>Computed by a latency model, not measured on a device. Latencies are of online "
+        "requests; rates count prompt and output tokens delivered within the interval.</p>\n"
+        f"<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>\n"
+        + "\n".join(figures.values())
+        + f"\n<h2>Settings</h2><table><tbody>{used}</tbody></table>\n</body></html>\n"
+    )

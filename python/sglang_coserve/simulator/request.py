@@ -1,0 +1,206 @@
+"""One request as the modelled executor keeps it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+
+from sglang_coserve.core.offline_queue import PackedTokens
+from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES
+from sglang_coserve.core.request import RequestState, check_transition
+from sglang_coserve.core.snapshot import RequestInfo, Row
+from sglang_coserve.metrics import Outcome, RequestTimeline
+from sglang_coserve.simulator.prefix_cache import Node
+
+__all__ = ["SimRequest"]
+
+
+class SimRequest:
+    """A request, its progress and its place in memory; changed by the executor only.
+
+    ``row`` is what the scheduler sees, made anew when something in it changes
+    and not once a snapshot.
+    """
+
+    __slots__ = (
+        "_make_prompt",
+        "_serial",
+        "_tokens",
+        "aborted_tokens",
+        "cached_prompt_tokens",
+        "computed_ever_tokens",
+        "computed_tokens",
+        "deadline_s",
+        "generated_tokens",
+        "given_tokens",
+        "info",
+        "lock",
+        "lost_tokens",
+        "match_version",
+        "num_admissions",
+        "num_prefills",
+        "output_tokens",
+        "prefilled_tokens",
+        "recomputed_tokens",
+        "reloaded_tokens",
+        "row",
+        "saved_tokens",
+        "shared_tokens",
+        "state",
+        "token_times_s",
+    )
+
+    def __init__(
+        self,
+        info: RequestInfo,
+        output_tokens: int,
+        make_prompt: Callable[[], PackedTokens],
+        serial: int,
+        deadline_s: float | None = None,
+    ) -> None:
+        """Describe a request that ends after ``output_tokens``.
+
+        ``make_prompt`` returns its prompt, packed; it is called when the prefix
+        cache first asks. ``serial`` tells its output from that of other requests.
+        """
+        assert 0 < output_tokens <= info.max_new_tokens, f"{info.rid}: {output_tokens} outputs"
+        assert info.prompt_tokens > 0, f"{info.rid}: no prompt"
+        self.info = info
+        self.output_tokens = output_tokens
+        self.deadline_s = deadline_s
+        self._make_prompt = make_prompt
+        self._serial = serial
+        self._tokens: PackedTokens | None = None
+
+        self.state = RequestState.WAITING
+        self.generated_tokens = 0
+        self.computed_tokens = 0
+        """Tokens with KV on the device."""
+
+        self.lock: Node | None = None
+        """Where its prefix in the cache ends; what is computed beyond is private."""
+
+        self.shared_tokens = 0
+        """Leading computed tokens that other rows use too."""
+
+        self.saved_tokens = 0
+        """Leading tokens with a copy in host memory, whole pages."""
+
+        self.token_times_s: list[float] = []
+        self.cached_prompt_tokens = 0
+        """Prompt tokens it found in the prefix cache when it was first admitted."""
+
+        # What became of its tokens; see ``worked_tokens``.
+        self.prefilled_tokens = 0
+        """Tokens computed in chunks."""
+
+        self.num_prefills = 0
+        """Prefills that ran to their end, each with an output token."""
+
+        self.num_admissions = 0
+        self.given_tokens = 0
+        """Tokens it found in the prefix cache, over all admissions."""
+
+        self.reloaded_tokens = 0
+        """Tokens copied back from host memory, over all admissions."""
+
+        self.lost_tokens = 0
+        """Computed tokens it held when it lost its row, over all evictions and aborts."""
+
+        self.recomputed_tokens = 0
+        """Of the worked ones, tokens whose KV had been computed before."""
+
+        self.aborted_tokens = 0
+        """Tokens whose computation a safepoint abort threw away."""
+
+        self.computed_ever_tokens = 0
+        """Most tokens it ever held computed before it lost them."""
+
+        self.match_version = -1
+        """Version of the prefix cache at which ``row.cached_tokens`` was looked up."""
+
+        self.row = Row(info, self.state, 0, 0)
+
+    @property
+    def tokens(self) -> PackedTokens:
+        """Its prompt, and what it had generated when it was last evicted, packed."""
+        if self._tokens is None:
+            self._tokens = self._make_prompt()
+        return self._tokens
+
+    @property
+    def prompt(self) -> PackedTokens:
+        """Its prompt, packed."""
+        return PackedTokens(self.tokens[: self.info.prompt_tokens * TOKEN_BYTES])
+
+    @property
+    def length_tokens(self) -> int:
+        """Prompt and generated tokens."""
+        return self.info.prompt_tokens + self.generated_tokens
+
+    @property
+    def locked_tokens(self) -> int:
+        """Computed tokens that the prefix cache holds for it."""
+        return 0 if self.lock is None else self.lock.depth_tokens
+
+    @property
+    def worked_tokens(self) -> int:
+        """Tokens that iterations computed for it.
+
+        Conservation: computed = worked + given + reloaded − lost.
+        """
+        return self.prefilled_tokens + self.generated_tokens - self.num_prefills
+
+    @property
+    def is_complete(self) -> bool:
+        """True when its last token is out."""
+        return self.generated_tokens == self.output_tokens
+
+    def arrive_at(self, now_s: float) -> None:
+        """Move its arrival, before it has arrived, and its deadline with it."""
+        if self.deadline_s is not None:
+            self.deadline_s += now_s - self.info.arrival_s
+        self.info = replace(self.info, arrival_s=now_s)
+        self.refresh_row()
+
+    def move(self, state: RequestState) -> None:
+        """Enter a state, which must be a legal transition."""
+        if state is not self.state:
+            self.state = check_transition(self.state, state)
+        if state.is_final:
+            self._tokens = None
+
+    def know_output(self) -> None:
+        """Let ``tokens`` cover what it generated so far."""
+        # Odd, so that at equal positions the ids of two requests differ.
+        first_id = self._serial * 0x9E3779B1
+        output = array("I", [(first_id + i) % 2**32 for i in range(self.generated_tokens)])
+        self._tokens = PackedTokens(self.prompt + output.tobytes())
+
+    def refresh_row(self, cached_tokens: int = 0) -> None:
+        """Make ``row`` say how the request stands now; a waiting one with what is cached."""
+        times = self.token_times_s
+        self.row = Row(
+            self.info,
+            self.state,
+            self.generated_tokens,
+            self.computed_tokens,
+            self.shared_tokens if self.computed_tokens else cached_tokens,
+            times[-1] if times else None,
+        )
+
+    def timeline(self) -> RequestTimeline:
+        """Return what the metrics are computed from."""
+        outcome = {
+            RequestState.FINISHED: Outcome.FINISHED,
+            RequestState.ABORTED: Outcome.FAILED,
+        }.get(self.state, Outcome.UNFINISHED)
+        return RequestTimeline(
+            self.info.rid,
+            self.info.arrival_s,
+            tuple(self.token_times_s),
+            self.info.prompt_tokens,
+            self.cached_prompt_tokens,
+            outcome,
+        )

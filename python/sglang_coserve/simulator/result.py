@@ -1,0 +1,126 @@
+"""What one simulated run came to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from sglang_coserve.metrics import (
+    RequestTimeline,
+    SloTargets,
+    Throughput,
+    attainment,
+    goodput_per_s,
+    latency_report,
+    throughput,
+    token_attainment,
+)
+from sglang_coserve.simulator.counters import Counters
+from sglang_coserve.simulator.load_curve import LoadCurve
+from sglang_coserve.simulator.request import SimRequest
+
+__all__ = ["LABEL", "SimulationResult"]
+
+LABEL: Final = "simulated"
+"""Stands on everything a simulation puts out."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationResult:
+    """One policy's run. Latencies and rates are those of ``sglang_coserve.metrics``."""
+
+    policy: str
+    targets: SloTargets
+    interval_s: float
+    """Rates are over (0, interval]; arrivals after it were not served."""
+
+    end_s: float
+    """When the run ended: later, if online requests were still running."""
+
+    is_complete: bool
+    """False when the run was broken off before ``interval_s``, and that is its real end."""
+
+    online: tuple[RequestTimeline, ...]
+    offline: tuple[RequestTimeline, ...]
+    counters: Counters
+    recomputed_tokens: int
+    reloaded_tokens: int
+    kv_capacity_tokens: int
+    curve: LoadCurve
+
+    @classmethod
+    def of(
+        cls,
+        requests: Iterable[SimRequest],
+        *,
+        policy: str,
+        targets: SloTargets,
+        interval_s: float,
+        end_s: float,
+        is_complete: bool,
+        counters: Counters,
+        kv_capacity_tokens: int,
+        curve: LoadCurve,
+    ) -> SimulationResult:
+        """Gather the requests of a run."""
+        online: list[RequestTimeline] = []
+        offline: list[RequestTimeline] = []
+        recomputed = reloaded = 0
+        for request in requests:
+            (online if request.info.is_online else offline).append(request.timeline())
+            recomputed += request.recomputed_tokens
+            reloaded += request.reloaded_tokens
+        return cls(
+            policy,
+            targets,
+            interval_s,
+            end_s,
+            is_complete,
+            tuple(online),
+            tuple(offline),
+            counters,
+            recomputed,
+            reloaded,
+            kv_capacity_tokens,
+            curve,
+        )
+
+    @property
+    def online_throughput(self) -> Throughput:
+        """Rates of the online requests."""
+        return throughput(self.online, 0.0, self.interval_s)
+
+    @property
+    def offline_throughput(self) -> Throughput:
+        """Rates of the offline requests."""
+        return throughput(self.offline, 0.0, self.interval_s)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return everything but the timelines and the curve, ready for JSON."""
+        targets = self.targets
+        return {
+            "policy": self.policy,
+            "label": LABEL,
+            "is_complete": self.is_complete,
+            "interval_s": self.interval_s,
+            "end_s": self.end_s,
+            "targets": {"ttft_s": targets.ttft_s, "tpot_s": targets.tpot_s},
+            "online": {
+                "latency": latency_report(self.online).to_dict(),
+                "throughput": self.online_throughput.to_dict(),
+                "attainment": attainment(self.online, targets),
+                "token_attainment": token_attainment(self.online, targets),
+                "goodput_per_s": goodput_per_s(self.online, targets, 0.0, self.interval_s),
+            },
+            "offline": {
+                "latency": latency_report(self.offline).to_dict(),
+                "throughput": self.offline_throughput.to_dict(),
+            },
+            "engine": {
+                **self.counters.to_dict(),
+                "recomputed_tokens": self.recomputed_tokens,
+                "reloaded_tokens": self.reloaded_tokens,
+                "kv_capacity_tokens": self.kv_capacity_tokens,
+            },
+        }

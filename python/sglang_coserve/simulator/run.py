@@ -1,0 +1,122 @@
+"""One run from beginning to end: a workload, a machine, a policy; and what came of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.offline_queue import OfflineQueue, OfflineQueueConfig
+from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.metrics import SloTargets
+from sglang_coserve.simulator.engine import Engine
+from sglang_coserve.simulator.executor import Executor
+from sglang_coserve.simulator.executor_config import ExecutorConfig
+from sglang_coserve.simulator.load_curve import LoadCurve
+from sglang_coserve.simulator.monitor import Monitor
+from sglang_coserve.simulator.observer import Observer
+from sglang_coserve.simulator.request import SimRequest
+from sglang_coserve.simulator.result import SimulationResult
+from sglang_coserve.simulator.source import Source
+
+__all__ = ["Setup", "Workload", "simulate"]
+
+_PROGRESS_ITERATIONS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What arrives. The requests are made anew for every run, since a run uses them up."""
+
+    online: Callable[[], Iterable[SimRequest]] = tuple
+    """In order of arrival."""
+
+    offline: Callable[[], Iterable[SimRequest]] = tuple
+    """In order of arrival; with a ``backlog_depth`` in the order to feed them."""
+
+    backlog_depth: int = 0
+    """0: offline requests come at their arrival times. Else the queue is kept filled
+    with this many, so that offline work never runs out while there are requests."""
+
+    interval_s: float = math.inf
+    """When measuring ends; infinite: when everything is served."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The machine and the scheduler's settings, shared by all policies that are compared."""
+
+    model: LatencyModel
+    """What the scheduler believes."""
+
+    executor: ExecutorConfig
+    targets: SloTargets = field(default_factory=SloTargets)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    queue: OfflineQueueConfig | None = None
+    """None: the one that goes with the policy."""
+
+    true_model: LatencyModel | None = None
+    """How long iterations really take; None: what the scheduler believes."""
+
+    drain_s: float = 300.0
+    """Longest time after the interval in which online requests that came within it may end.
+    Offline work goes on meanwhile but counts no more."""
+
+
+def simulate(
+    workload: Workload,
+    setup: Setup,
+    policy: Policy,
+    *,
+    observers: Sequence[Observer] = (),
+    on_progress: Callable[[float], bool] | None = None,
+) -> SimulationResult:
+    """Run a workload under one policy.
+
+    Args:
+        workload: What arrives.
+        setup: The machine; with ``executor.safepoint`` the core decides on aborts.
+        policy: A fresh one: policies keep state.
+        observers: Told of everything.
+        on_progress: Called now and then with the simulated time; True ends the
+            run, and the result is that of the time so far.
+    """
+    executor = Executor(setup.executor, setup.true_model or setup.model)
+    queue = OfflineQueue(setup.queue or policy.queue_config(setup.scheduler.seed))
+    scheduler = Scheduler(policy, setup.model, setup.targets, queue, setup.scheduler)
+    is_backlog = workload.backlog_depth > 0
+    source = Source(
+        timed=[workload.online()] if is_backlog else [workload.online(), workload.offline()],
+        backlog=workload.offline() if is_backlog else (),
+        backlog_depth=workload.backlog_depth,
+    )
+    curve = LoadCurve()
+    monitor = Monitor(setup.model, setup.targets) if setup.executor.safepoint else None
+    engine = Engine(scheduler, executor, source, (curve, *observers), monitor)
+    interval_s = workload.interval_s
+    is_complete = True
+    while engine.step(interval_s):
+        if engine.counters.iterations % _PROGRESS_ITERATIONS == 0 and on_progress:
+            is_complete = not on_progress(engine.now_s)
+        if not is_complete or engine.now_s >= interval_s:
+            break
+    if is_complete:
+        source.close()
+        while engine.has_online and engine.now_s < interval_s + setup.drain_s and engine.step():
+            pass
+    else:
+        interval_s = engine.now_s
+    return SimulationResult.of(
+        engine.requests,
+        policy=policy.name,
+        targets=setup.targets,
+        interval_s=interval_s if math.isfinite(interval_s) else max(engine.now_s, 1e-9),
+        end_s=engine.now_s,
+        is_complete=is_complete,
+        counters=engine.counters,
+        kv_capacity_tokens=setup.executor.kv_capacity_tokens,
+        curve=curve,
+    )

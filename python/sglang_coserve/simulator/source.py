@@ -1,0 +1,59 @@
+"""Where requests come from while a simulation runs."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator
+
+from sglang_coserve.simulator.request import SimRequest
+
+__all__ = ["Source"]
+
+
+class Source:
+    """Arrivals in order of time, and a backlog that never lets the offline queue run dry."""
+
+    def __init__(
+        self,
+        timed: Iterable[Iterable[SimRequest]] = (),
+        backlog: Iterable[SimRequest] = (),
+        backlog_depth: int = 0,
+    ) -> None:
+        """Merge ``timed`` streams, each in arrival order.
+
+        ``backlog`` requests arrive when fewer than ``backlog_depth`` offline
+        requests wait: a client that always keeps so many in the server.
+        """
+        self._timed = heapq.merge(*timed, key=_arrival_s)
+        self._next = next(self._timed, None)
+        self._backlog: Iterator[SimRequest] = iter(backlog)
+        self._backlog_depth = backlog_depth
+
+    @property
+    def next_arrival_s(self) -> float:
+        """When the next timed request arrives; infinite when none does."""
+        return math.inf if self._next is None else self._next.info.arrival_s
+
+    def arrived(self, until_s: float) -> Iterator[SimRequest]:
+        """Take the timed requests that arrive at or before ``until_s``."""
+        while self._next is not None and self._next.info.arrival_s <= until_s:
+            request, self._next = self._next, next(self._timed, None)
+            yield request
+
+    def close(self) -> None:
+        """Let no timed request arrive any more."""
+        self._next = None
+
+    def refill(self, num_waiting: int, now_s: float) -> Iterator[SimRequest]:
+        """Let arrive from the backlog what is missing beside ``num_waiting`` requests."""
+        for _ in range(num_waiting, self._backlog_depth):
+            request = next(self._backlog, None)
+            if request is None:
+                return
+            request.arrive_at(now_s)
+            yield request
+
+
+def _arrival_s(request: SimRequest) -> float:
+    return request.info.arrival_s

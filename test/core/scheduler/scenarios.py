@@ -1,0 +1,137 @@
+"""Builders of what a scheduler sees, so that a test reads as a scenario."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from sglang_coserve.core.latency_model import PolynomialModel
+from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest, pack_tokens
+from sglang_coserve.core.policies import make_policy
+from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.request import RequestClass, RequestState
+from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row
+from sglang_coserve.metrics import SloTargets
+
+# 10 ms an iteration, 0.1 ms a token, and a little for context.
+MODEL = PolynomialModel(
+    compute_token_s=1e-4, attention_pair_s=1e-9, context_token_s=1e-7, iteration_s=0.010
+)
+TARGETS = SloTargets(ttft_s=1.0, tpot_s=0.1)
+
+_numbers = itertools.count()
+
+
+def online(
+    prompt_tokens: int = 100,
+    state: RequestState = RequestState.WAITING,
+    *,
+    rid: str | None = None,
+    generated: int | None = None,
+    computed: int | None = None,
+    cached: int = 0,
+    arrival_s: float = 0.0,
+    last_token_s: float | None = None,
+    user: str | None = None,
+    request_class: RequestClass = RequestClass.ONLINE,
+    can_pause: bool = True,
+    ttft_s: float | None = None,
+    tpot_s: float | None = None,
+) -> Row:
+    """An online request. A decode has produced one token at 0 s, unless told otherwise."""
+    decodes = state in (RequestState.DECODING, RequestState.PAUSED)
+    if generated is None:
+        generated = 1 if decodes else 0
+    if computed is None:
+        computed = prompt_tokens + generated - 1 if decodes else 0
+    if last_token_s is None and generated:
+        last_token_s = 0.0
+    info = RequestInfo(
+        rid=rid or f"{request_class.value}-{next(_numbers)}",
+        request_class=request_class,
+        prompt_tokens=prompt_tokens,
+        max_new_tokens=64,
+        arrival_s=arrival_s,
+        ttft_target_s=ttft_s,
+        tpot_target_s=tpot_s,
+        user=user,
+        can_pause=can_pause,
+    )
+    return Row(info, state, generated, computed, cached, last_token_s)
+
+
+def offline(
+    prompt_tokens: int = 100, state: RequestState = RequestState.DECODING, **fields: object
+) -> Row:
+    """An offline request that holds KV; see ``online``."""
+    return online(prompt_tokens, state, request_class=RequestClass.OFFLINE, **fields)  # type: ignore[arg-type]
+
+
+def queued(
+    prompt_tokens: int = 100, *, rid: str | None = None, arrival_s: float = 0.0, first: int = 0
+) -> QueuedRequest:
+    """An offline request that waits."""
+    return QueuedRequest(
+        rid=rid or f"queued-{next(_numbers)}",
+        token_ids=pack_tokens(range(first, first + prompt_tokens)),
+        arrival_s=arrival_s,
+        max_new_tokens=64,
+    )
+
+
+def snapshot(
+    *rows: Row,
+    now_s: float = 0.0,
+    free_kv_tokens: int = 100_000,
+    evictable_kv_tokens: int = 0,
+    free_slots: int = 1000,
+    max_batch_tokens: int = 8192,
+    page_tokens: int = 1,
+) -> EngineSnapshot:
+    """An engine with these rows; those without KV wait."""
+    return EngineSnapshot(
+        now_s=now_s,
+        rows=[row for row in rows if row.state.holds_kv],
+        waiting=[row for row in rows if not row.state.holds_kv],
+        free_kv_tokens=free_kv_tokens,
+        evictable_kv_tokens=evictable_kv_tokens,
+        free_slots=free_slots,
+        max_batch_tokens=max_batch_tokens,
+        page_tokens=page_tokens,
+    )
+
+
+class Cache:
+    """A prefix cache with known contents."""
+
+    def __init__(self, cached_tokens: Mapping[str, int] | None = None) -> None:
+        self._cached_tokens = dict(cached_tokens or {})
+
+    def cached_tokens(self, rid: str) -> int:
+        return self._cached_tokens.get(rid, 0)
+
+
+NO_CACHE = Cache()
+
+
+def scheduler(
+    policy: str | Policy = "conserve",
+    *waiting: QueuedRequest,
+    targets: SloTargets = TARGETS,
+    model: PolynomialModel = MODEL,
+    **config: object,
+) -> Scheduler:
+    """A scheduler with a margin of 0, so that budgets are the numbers of the scenario."""
+    if isinstance(policy, str):
+        policy = make_policy(policy)
+    settings = SchedulerConfig(**{"margin": 0.0, **config})  # type: ignore[arg-type]
+    made = Scheduler(policy, model, targets, OfflineQueue(policy.queue_config()), settings)
+    for request in waiting:
+        made.add_offline(request)
+    return made
+
+
+def rids(rows: Sequence[Row]) -> tuple[str, ...]:
+    return tuple(row.info.rid for row in rows)

@@ -1,0 +1,96 @@
+"""The Virtual Token Counter: whoever was served least is next."""
+
+from __future__ import annotations
+
+from core.scheduler.scenarios import NO_CACHE, online, scheduler, snapshot
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.scheduler_config import OnlineOrder
+from sglang_coserve.core.snapshot import Row
+from sglang_coserve.metrics import SloTargets
+
+
+def fair() -> Scheduler:
+    """One prompt of 100 tokens an iteration, without targets."""
+    return scheduler(
+        "coserve", targets=SloTargets(), online_order=OnlineOrder.VTC, iteration_budget_s=10.0
+    )
+
+
+def prompts(user: str, count: int, tokens: int = 100) -> list[Row]:
+    return [online(tokens, user=user, rid=f"{user}-{number}") for number in range(count)]
+
+
+def served(brain: Scheduler, *waiting: Row, tokens: int = 100) -> list[str]:
+    """Plan and commit one iteration; return who is served."""
+    plan = brain.plan(snapshot(*waiting, max_batch_tokens=tokens), NO_CACHE)
+    brain.commit(plan)
+    return [chunk.rid for chunk in plan.prefills]
+
+
+def test_users_take_turns_though_one_sent_far_more() -> None:
+    rows = [*prompts("greedy", 5), *prompts("modest", 2)]
+    brain, order = fair(), []
+    while rows:
+        (rid,) = served(brain, *rows)
+        order.append(rid)
+        rows = [row for row in rows if row.info.rid != rid]
+    assert order == [
+        "greedy-0",
+        "modest-0",
+        "greedy-1",
+        "modest-1",
+        "greedy-2",
+        "greedy-3",
+        "greedy-4",
+    ]
+
+
+def test_turns_are_taken_within_an_iteration_too() -> None:
+    rows = [*prompts("greedy", 3), *prompts("modest", 1)]
+    assert served(fair(), *rows, tokens=400) == ["greedy-0", "modest-0", "greedy-1", "greedy-2"]
+
+
+def test_short_prompts_get_more_turns() -> None:
+    rows = [*prompts("long", 2, 300), *prompts("short", 3, 100)]
+    assert served(fair(), *rows, tokens=900) == [
+        "long-0",
+        "short-0",
+        "short-1",
+        "short-2",
+        "long-1",
+    ]
+
+
+def test_output_counts_twice() -> None:
+    """Ten decodes of one user weigh as much as 20 tokens of prompt."""
+    brain = fair()
+    decodes = [online(10, RequestState.DECODING, user="talks") for _ in range(10)]
+    brain.commit(brain.plan(snapshot(*decodes), NO_CACHE))
+    rows = [*prompts("talks", 1), *prompts("quiet", 2, 15)]
+    # The quiet user has 0, then 17 of 20 that the other already got.
+    assert served(brain, *rows, tokens=130) == ["quiet-0", "quiet-1", "talks-0"]
+
+
+def test_idling_saves_up_nothing() -> None:
+    brain = fair()
+    rows = prompts("steady", 10)
+    for _ in range(6):
+        rows = rows[len(served(brain, *rows)) :]
+    back = prompts("back", 4)
+    first, second, third = (served(brain, *rows, *back)[0] for _ in range(3))
+    assert "back-0" in (first, second), "it has its turn"
+    assert {first, second, third} & {row.info.rid for row in rows}, "but not all of them"
+
+
+def test_a_plan_that_is_dropped_counts_for_nobody() -> None:
+    brain = fair()
+    rows = [*prompts("a", 1), *prompts("b", 1)]
+    for _ in range(3):
+        plan = brain.plan(snapshot(*rows, max_batch_tokens=100), NO_CACHE)
+        assert [chunk.rid for chunk in plan.prefills] == ["a-0"]
+
+
+def test_requests_without_a_user_share_one_counter() -> None:
+    rows = [online(100, rid="x"), online(100, rid="y"), *prompts("named", 1)]
+    assert served(fair(), *rows, tokens=300) == ["x", "named-0", "y"]

@@ -1,0 +1,69 @@
+"""OOCO's Algorithm 1: which length an instance should pull."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.bottleneck import is_compute_saturated, saturated_batch_size
+from sglang_coserve.core.latency_model import PolynomialModel
+from sglang_coserve.core.migration import LengthPreference, closest_lengths, preferred_length
+
+# Saturates where 20 µs a row exceed the 6.4 ms all share: at 320 rows, so 512 of the powers.
+MODEL = PolynomialModel(compute_token_s=2e-5, context_token_s=1e-7, iteration_s=0.0064)
+
+
+def prefer(
+    decodes: int, slo_s: float, *, free: int = 1_000_000, includes_all: bool = True
+) -> LengthPreference | None:
+    batch = BatchStats.of(decodes=[100] * decodes)
+    return preferred_length(MODEL, batch, slo_s, free, 512, includes_all=includes_all)
+
+
+def test_the_saturated_size_is_where_rows_cost_what_all_share() -> None:
+    assert saturated_batch_size(MODEL) == 512
+    assert not is_compute_saturated(MODEL, 256)
+    assert not is_compute_saturated(MODEL, 0)
+
+
+def test_nothing_is_pulled_without_time_or_with_requests_left_out() -> None:
+    assert prefer(100, 0.005) is None
+    assert prefer(100, 0.1, includes_all=False) is None
+    assert prefer(100, 0.1, free=0) is None
+
+
+def test_a_saturated_batch_pulls_the_longest_that_fits() -> None:
+    preference = prefer(600, 0.1)
+    assert preference is not None
+    assert preference.tokens == preference.max_tokens
+    assert prefer(600, 0.1, free=50) == LengthPreference(50, 50)
+
+
+def test_a_small_batch_that_cannot_saturate_pulls_the_shortest() -> None:
+    preference = prefer(10, 0.010)
+    assert preference is not None
+    assert preference.tokens == 1 < preference.max_tokens
+
+
+def test_a_batch_that_can_saturate_pulls_the_longest_that_lets_it() -> None:
+    preference = prefer(500, 0.1)
+    assert preference is not None
+    assert 1 < preference.tokens < preference.max_tokens
+
+
+def test_the_closest_to_the_preference_migrate() -> None:
+    preference = LengthPreference(100, 150)
+    assert closest_lengths([10, 90, 120, 160, 99], preference, 3) == [99, 90, 120]
+
+
+@given(st.integers(1, 1000), st.floats(0.001, 0.5), st.integers(0, 10**6))
+def test_what_is_preferred_fits(decodes: int, slo_s: float, free: int) -> None:
+    batch = BatchStats.of(decodes=[100] * decodes)
+    preference = prefer(decodes, slo_s, free=free)
+    if preference is not None:
+        longest = preference.max_tokens
+        assert 1 <= preference.tokens <= longest <= free
+        assert MODEL.predict(batch.with_decode(longest - 1)) <= slo_s
+        if longest < free:
+            assert MODEL.predict(batch.with_decode(longest)) > slo_s

@@ -1,0 +1,199 @@
+"""Offline work fills what online work leaves, to the token."""
+
+from __future__ import annotations
+
+import math
+
+from core.scheduler.scenarios import (
+    MODEL,
+    NO_CACHE,
+    Cache,
+    offline,
+    online,
+    queued,
+    rids,
+    scheduler,
+    snapshot,
+)
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.latency_model import PolynomialModel
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.snapshot import PrefillChunk
+from sglang_coserve.metrics import SloTargets
+
+DECODING, PAUSED = RequestState.DECODING, RequestState.PAUSED
+PARKED, PREFILLING = RequestState.PARKED, RequestState.PREFILLING
+
+
+def test_decodes_that_do_not_fit_pause_the_last_first() -> None:
+    """Each offline decode of 100,000 tokens takes 10 ms and more; 90 ms are left."""
+    rows = [offline(100_000) for _ in range(10)]
+    plan = scheduler("coserve").plan(snapshot(online(10, DECODING), *rows), NO_CACHE)
+    running = plan.batch.decode_requests - 1
+    assert 0 < running < 10
+    assert plan.pause == rids(rows[running:])
+    longer = plan.batch.with_decode(100_000)
+    assert plan.predicted_s <= 0.1 < MODEL.predict(longer)
+
+
+def test_paused_decodes_resume_when_there_is_time() -> None:
+    rows = [offline(100, PAUSED), offline(100, DECODING)]
+    plan = scheduler("coserve").plan(snapshot(online(10, DECODING), *rows), NO_CACHE)
+    assert plan.resume == rids(rows[:1])
+    assert not plan.pause
+
+
+def test_a_decode_that_cannot_pause_always_runs() -> None:
+    rows = (online(10, DECODING, last_token_s=-5.0), offline(can_pause=False), offline())
+    plan = scheduler("coserve").plan(snapshot(*rows), NO_CACHE)
+    assert plan.pause == rids(rows[2:])
+    assert plan.batch.decode_requests == 2
+
+
+def test_a_chunk_is_the_longest_under_the_budget() -> None:
+    decode = online(10, DECODING)
+    plan = scheduler("coserve", queued(5000, rid="long")).plan(snapshot(decode), NO_CACHE)
+    decodes = BatchStats().with_decode(decode.computed_tokens)
+    longest = MODEL.max_prefill_tokens(decodes, 0, 5000, 0.1)
+    assert plan.prefills == (PrefillChunk("long", longest),)
+
+
+def test_a_chunk_ends_with_a_page() -> None:
+    plan = scheduler("coserve", queued(5000)).plan(
+        snapshot(online(10, DECODING), page_tokens=64), NO_CACHE
+    )
+    assert plan.prefills[0].tokens % 64 == 0
+
+
+def test_scraps_are_not_worth_a_chunk() -> None:
+    """20 tokens of time are left, and a chunk shall have 32."""
+    waiting = queued(5000)
+    plan = scheduler("coserve", waiting, min_chunk_tokens=32, iteration_budget_s=0.0123).plan(
+        snapshot(online(10, DECODING)), NO_CACHE
+    )
+    assert not plan.prefills
+
+
+def test_what_was_begun_goes_on_before_the_queue() -> None:
+    parked = offline(300, PARKED, computed=100, generated=0)
+    begun = offline(300, PREFILLING, computed=100, generated=0)
+    plan = scheduler("coserve", queued(50, rid="new")).plan(
+        snapshot(online(10, DECODING), parked, begun), NO_CACHE
+    )
+    assert [tuple(chunk) for chunk in plan.prefills] == [
+        (begun.info.rid, 200),
+        (parked.info.rid, 200),
+        ("new", 50),
+    ]
+
+
+def test_an_unfinished_prefill_is_parked_for_an_online_one() -> None:
+    begun = offline(3000, PREFILLING, computed=100, generated=0)
+    plan = scheduler("coserve").plan(snapshot(online(10, DECODING), begun, online(5000)), NO_CACHE)
+    assert plan.park == rids([begun])
+
+
+def test_at_most_one_prompt_is_left_unfinished() -> None:
+    waiting = [queued(700, first=number * 1000) for number in range(5)]
+    plan = scheduler("conserve", *waiting).plan(snapshot(online(10, DECODING)), NO_CACHE)
+    assert [chunk.tokens == 700 for chunk in plan.prefills] == [True, False]
+
+
+def test_what_is_cached_is_not_computed() -> None:
+    plan = scheduler("coserve", queued(100, rid="hit")).plan(snapshot(), Cache({"hit": 80}))
+    assert plan.prefills == (PrefillChunk("hit", 20),)
+
+
+def test_a_prompt_cached_as_a_whole_computes_its_last_token() -> None:
+    plan = scheduler("coserve", queued(100, rid="hit")).plan(snapshot(), Cache({"hit": 100}))
+    assert plan.prefills == (PrefillChunk("hit", 1),)
+
+
+def test_planning_takes_nothing_and_committing_does() -> None:
+    brain = scheduler("coserve", queued(100, rid="one"))
+    plan = brain.plan(snapshot(), NO_CACHE)
+    assert plan == brain.plan(snapshot(), NO_CACHE)
+    assert "one" in brain.queue
+    brain.commit(plan)
+    assert brain.queue.is_running("one")
+    brain.restore("one", 3)
+    assert "one" in brain.queue
+    brain.finish("one")
+    assert len(brain.queue) == 0
+
+
+def test_picks_are_bounded() -> None:
+    waiting = [queued(10) for _ in range(9)]
+    plan = scheduler("coserve", *waiting, max_picks=4).plan(snapshot(), NO_CACHE)
+    assert len(plan.prefills) == 4
+
+
+def test_admission_leaves_running_rows_room_to_grow() -> None:
+    """Two rows with a headroom of 50 each: 100 of the 180 free slots are theirs."""
+    rows = (offline(), offline())
+    fits, too_long = queued(70), queued(90)
+    for waiting, admitted in ((fits, 1), (too_long, 0)):
+        plan = scheduler("coserve", waiting, headroom_tokens=50).plan(
+            snapshot(*rows, free_kv_tokens=180), NO_CACHE
+        )
+        assert len(plan.prefills) == admitted
+        assert not plan.evict
+
+
+def test_an_empty_engine_needs_no_headroom() -> None:
+    plan = scheduler("coserve", queued(90), headroom_tokens=50).plan(
+        snapshot(free_kv_tokens=100), NO_CACHE
+    )
+    assert len(plan.prefills) == 1
+
+
+def test_evicted_rows_are_not_admitted_again_at_once() -> None:
+    """KV ran out, one row went: its KV covers its own return, but no headroom."""
+    rows = [offline(100) for _ in range(4)]
+    brain = scheduler("coserve", headroom_tokens=50)
+    plan = brain.plan(snapshot(*rows, free_kv_tokens=0), NO_CACHE)
+    assert [eviction.rid for eviction in plan.evict] == [rows[-1].info.rid]
+    brain.add_offline(queued(100, rid="returns"))
+    after = brain.plan(snapshot(*rows[:3], free_kv_tokens=1, evictable_kv_tokens=96), NO_CACHE)
+    assert not after.prefills
+    assert after.batch.decode_requests == 3
+
+
+def test_the_last_decode_pauses_rather_than_starting_over() -> None:
+    plan = scheduler("coserve").plan(
+        snapshot(online(1000, DECODING), offline(100), free_kv_tokens=1), NO_CACHE
+    )
+    assert not plan.evict
+    assert len(plan.pause) == 1
+
+
+def test_without_online_traffic_tokens_per_second_peak() -> None:
+    """Where attention dominates, a longer prefill is not a faster one: sqrt(0.01/1e-8) = 1000."""
+    model = PolynomialModel(attention_pair_s=1e-8, iteration_s=0.010, compute_token_s=1e-6)
+    plan = scheduler("conserve", queued(8192), model=model).plan(snapshot(), NO_CACHE)
+    assert [chunk.tokens for chunk in plan.prefills] == [1024]
+    assert plan.budget_s == math.inf
+
+
+def test_an_arrival_waits_no_longer_than_half_its_target() -> None:
+    plan = scheduler("coserve", queued(8000), targets=SloTargets(ttft_s=0.2)).plan(
+        snapshot(), NO_CACHE
+    )
+    assert 0.09 < plan.predicted_s <= 0.1
+
+
+def test_an_arrival_waits_no_longer_than_it_may() -> None:
+    plan = scheduler("coserve", queued(8000), arrival_wait_s=0.05).plan(snapshot(), NO_CACHE)
+    assert 0.04 < plan.predicted_s <= 0.05
+
+
+def test_a_budget_that_nothing_keeps_does_not_stop_an_idle_engine() -> None:
+    plan = scheduler("coserve", queued(500), targets=SloTargets(ttft_s=0.001)).plan(
+        snapshot(), NO_CACHE
+    )
+    assert len(plan.prefills) == 1
+    assert plan.budget_s == math.inf
+
+
+def test_an_idle_engine_without_work_plans_nothing() -> None:
+    assert scheduler("coserve").plan(snapshot(), NO_CACHE).is_idle

@@ -1,0 +1,210 @@
+"""Online work comes first, in order, and as much of it as the deadlines allow."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.scheduler.scenarios import (
+    MODEL,
+    NO_CACHE,
+    offline,
+    online,
+    queued,
+    rids,
+    scheduler,
+    snapshot,
+)
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.scheduler_config import Overload
+from sglang_coserve.metrics import SloTargets
+
+DECODING, PAUSED = RequestState.DECODING, RequestState.PAUSED
+PARKED, PREFILLING = RequestState.PARKED, RequestState.PREFILLING
+
+
+def test_every_online_decode_runs_even_late() -> None:
+    rows = [online(state=DECODING, last_token_s=-5.0) for _ in range(3)]
+    plan = scheduler("coserve").plan(snapshot(*rows), NO_CACHE)
+    assert plan.batch.decode_requests == 3
+    assert not plan.pause
+
+
+def test_prompts_join_in_order_of_arrival() -> None:
+    rows = [online(50), online(50), online(50)]
+    plan = scheduler("coserve").plan(snapshot(*rows), NO_CACHE)
+    assert [chunk.rid for chunk in plan.prefills] == [*rids(rows)]
+
+
+def test_the_unfinished_prompt_goes_on_before_others() -> None:
+    waiting, begun = online(50), online(50, PREFILLING, computed=16)
+    plan = scheduler("coserve").plan(snapshot(waiting, begun), NO_CACHE)
+    assert [tuple(chunk) for chunk in plan.prefills] == [
+        (begun.info.rid, 34),
+        (waiting.info.rid, 50),
+    ]
+
+
+def test_a_chunk_is_as_long_as_the_decodes_allow() -> None:
+    decode, prompt = online(state=DECODING), online(5000)
+    plan = scheduler("coserve").plan(snapshot(decode, prompt), NO_CACHE)
+    (chunk,) = plan.prefills
+    decodes = BatchStats().with_decode(decode.computed_tokens)
+    assert plan.predicted_s <= 0.1
+    assert MODEL.predict(decodes.with_prefill(chunk.tokens + 1, 0)) > 0.1
+    assert plan.is_deadline_bound
+
+
+def test_a_late_token_shortens_the_chunk() -> None:
+    """The decode's last token is 60 ms old, so 40 ms are left of its 100 ms."""
+    decode, prompt = online(state=DECODING, last_token_s=-0.06), online(5000)
+    plan = scheduler("coserve").plan(snapshot(decode, prompt), NO_CACHE)
+    assert 0.03 < plan.predicted_s <= 0.04
+
+
+def test_requests_have_targets_of_their_own() -> None:
+    decode, prompt = online(state=DECODING, tpot_s=0.05), online(5000)
+    plan = scheduler("coserve").plan(snapshot(decode, prompt), NO_CACHE)
+    assert 0.04 < plan.predicted_s <= 0.05
+
+
+def test_a_later_prompt_does_not_make_an_earlier_one_late() -> None:
+    """The first prompt is due in 60 ms and takes 30: the second gets what is left."""
+    first, second = online(200, arrival_s=-0.94), online(5000, arrival_s=-0.1)
+    plan = scheduler("coserve", targets=SloTargets(ttft_s=1.0)).plan(
+        snapshot(first, second), NO_CACHE
+    )
+    assert [chunk.rid for chunk in plan.prefills] == [*rids([first, second])]
+    assert 0.05 < plan.predicted_s <= 0.06
+
+
+def test_nothing_offline_runs_beside_a_prompt_that_is_cut() -> None:
+    rows = (online(state=DECODING), online(5000), offline())
+    plan = scheduler("coserve", queued()).plan(snapshot(*rows), NO_CACHE)
+    assert plan.pause == rids(rows[2:])
+    assert rids(rows[1:2]) == tuple(chunk.rid for chunk in plan.prefills)
+    assert plan.budget_s == 0
+
+
+def test_nothing_offline_delays_a_first_token_that_is_late() -> None:
+    rows = (online(50, arrival_s=-3.0), offline())
+    plan = scheduler("coserve", queued()).plan(snapshot(*rows), NO_CACHE)
+    assert [chunk.rid for chunk in plan.prefills] == [*rids(rows[:1])]
+    assert plan.pause == rids(rows[1:])
+
+
+def test_offline_work_leaves_a_first_token_in_time() -> None:
+    """The prompt is due in 80 ms."""
+    plan = scheduler("coserve", queued(5000)).plan(snapshot(online(50, arrival_s=-0.92)), NO_CACHE)
+    assert len(plan.prefills) == 2
+    assert 0.07 < plan.predicted_s <= 0.08
+
+
+def test_an_iteration_budget_bounds_online_chunks_too() -> None:
+    plan = scheduler("coserve", iteration_budget_s=0.03).plan(snapshot(online(5000)), NO_CACHE)
+    assert 0.02 < plan.predicted_s <= 0.03
+
+
+def test_a_margin_is_left_free() -> None:
+    plan = scheduler("coserve", margin=0.5).plan(
+        snapshot(online(state=DECODING), online(5000)), NO_CACHE
+    )
+    assert 0.04 < plan.predicted_s <= 0.05
+
+
+OVERLOADED = [online(1000, DECODING, tpot_s=0.005) for _ in range(4)]
+
+
+def test_best_effort_feeds_a_prompt_past_late_decodes() -> None:
+    plan = scheduler("coserve", min_online_chunk_tokens=64).plan(
+        snapshot(*OVERLOADED, online(500)), NO_CACHE
+    )
+    assert [chunk.tokens for chunk in plan.prefills] == [64]
+
+
+def test_without_the_floor_late_decodes_come_first() -> None:
+    plan = scheduler("coserve", min_online_chunk_tokens=0).plan(
+        snapshot(*OVERLOADED, online(500)), NO_CACHE
+    )
+    assert not plan.prefills
+    assert plan.batch.decode_requests == 4
+
+
+def test_shedding_refuses_what_cannot_make_it() -> None:
+    """A prompt of 5,000 tokens takes 0.5 s; this one has 0.2 s left."""
+    hopeless, hopeful = online(5000, arrival_s=-0.8), online(100, arrival_s=-0.5)
+    plan = scheduler("coserve", overload=Overload.SHED).plan(snapshot(hopeless, hopeful), NO_CACHE)
+    assert plan.shed == rids([hopeless])
+    assert [chunk.rid for chunk in plan.prefills] == [*rids([hopeful])]
+
+
+def test_shedding_spares_requests_that_have_begun() -> None:
+    begun = online(5000, PREFILLING, computed=16, arrival_s=-3.0)
+    again = online(100, generated=5, arrival_s=-3.0, last_token_s=-2.0)
+    plan = scheduler("coserve", overload=Overload.SHED).plan(snapshot(begun, again), NO_CACHE)
+    assert not plan.shed
+
+
+@pytest.mark.parametrize("policy", ["coserve", "conserve", "hygen", "sarathi", "ooco"])
+def test_victims_are_parked_then_paused_then_the_last_admitted(policy: str) -> None:
+    """The rows hold 300 tokens; a prompt of 250 needs all but the oldest."""
+    rows = [
+        offline(100, DECODING, computed=100),
+        offline(100, PAUSED, computed=100),
+        offline(100, PARKED, computed=100, generated=0),
+    ]
+    victims = []
+    for prompt_tokens in (80, 180, 280):
+        plan = scheduler(policy).plan(
+            snapshot(*rows, online(prompt_tokens), free_kv_tokens=0), NO_CACHE
+        )
+        victims.append(tuple(eviction.rid for eviction in plan.evict))
+    oldest, paused, parked = rids(rows)
+    assert victims == [(parked,), (parked, paused), (parked, paused, oldest)]
+
+
+def test_a_victim_gives_up_its_tail_only() -> None:
+    row = offline(1000, PARKED, computed=1000, generated=0)
+    plan = scheduler("coserve").plan(
+        snapshot(row, online(100), free_kv_tokens=0, page_tokens=10), NO_CACHE
+    )
+    assert plan.evict == ((row.info.rid, 100),)
+
+
+def test_what_others_share_frees_nothing() -> None:
+    shared = offline(100, PARKED, computed=100, generated=0, cached=90)
+    own = offline(100, PARKED, computed=100, generated=0)
+    plan = scheduler("coserve").plan(snapshot(own, shared, online(100), free_kv_tokens=0), NO_CACHE)
+    assert plan.evict == ((shared.info.rid, 100), (own.info.rid, 90))
+
+
+def test_nobody_is_evicted_in_vain() -> None:
+    """The prompt needs more than all offline rows hold."""
+    rows = (online(1000, DECODING), offline(100))
+    plan = scheduler("coserve", queued()).plan(
+        snapshot(*rows, online(500), free_kv_tokens=50), NO_CACHE
+    )
+    assert not plan.evict
+    assert not plan.prefills, "nor does anything new take the KV it waits for"
+    assert plan.batch.decode_requests == 2
+
+
+def test_a_request_slot_is_taken_from_the_last_admitted() -> None:
+    rows = (offline(), offline())
+    plan = scheduler("coserve").plan(snapshot(*rows, online(), free_slots=0), NO_CACHE)
+    assert [eviction.rid for eviction in plan.evict] == [*rids(rows[1:])]
+
+
+def test_rows_that_would_lose_work_are_no_victims() -> None:
+    rows = (offline(), offline(can_pause=False))
+    plan = scheduler("coserve").plan(snapshot(*rows, online(), free_slots=0), NO_CACHE)
+    assert [eviction.rid for eviction in plan.evict] == [*rids(rows[:1])]
+
+
+def test_online_decodes_out_of_kv_retract_the_last() -> None:
+    rows = (online(state=DECODING), online(state=DECODING), offline())
+    plan = scheduler("coserve").plan(snapshot(*rows, free_kv_tokens=0), NO_CACHE)
+    assert [eviction.rid for eviction in plan.evict] == [rows[2].info.rid]
+    plan = scheduler("coserve").plan(snapshot(*rows[:2], free_kv_tokens=0), NO_CACHE)
+    assert [eviction.rid for eviction in plan.evict] == [rows[1].info.rid]
+    assert plan.batch.decode_requests == 1

@@ -1,0 +1,243 @@
+"""What each policy does that the others do not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from core.scheduler.scenarios import (
+    MODEL,
+    NO_CACHE,
+    offline,
+    online,
+    queued,
+    rids,
+    scheduler,
+    snapshot,
+)
+from sglang_coserve.core.latency_model import PolynomialModel
+from sglang_coserve.core.policies import POLICIES, make_policy
+from sglang_coserve.core.policies.bros import BrosPolicy
+from sglang_coserve.core.policies.fcfs import FcfsPolicy
+from sglang_coserve.core.policies.hygen import HygenPolicy
+from sglang_coserve.core.policies.ooco import OocoPolicy, Role
+from sglang_coserve.core.policies.sarathi import SarathiPolicy
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.errors import ConfigError
+from sglang_coserve.metrics import SloTargets
+
+DECODING, PAUSED = RequestState.DECODING, RequestState.PAUSED
+PARKED, PREFILLING = RequestState.PARKED, RequestState.PREFILLING
+
+
+def test_an_unknown_policy_is_named_with_those_that_exist() -> None:
+    with pytest.raises(ConfigError, match=r"'random'.*coserve, conserve"):
+        make_policy("random")
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_is_found_by_its_name(name: str) -> None:
+    assert make_policy(name).name == name
+
+
+class TestConserve:
+    def test_one_tbt_bounds_the_batch_whatever_the_slack(self) -> None:
+        """The decode's token is late; coserve would stop here, t_TBT does not know."""
+        decode = online(state=DECODING, last_token_s=-0.09)
+        plan = scheduler("conserve", queued(5000)).plan(snapshot(decode), NO_CACHE)
+        assert 0.09 < plan.predicted_s <= 0.1
+
+    def test_an_idle_engine_ignores_who_may_arrive(self) -> None:
+        plan = scheduler("conserve", queued(8000)).plan(snapshot(), NO_CACHE)
+        assert plan.budget_s == math.inf
+
+
+class TestHygen:
+    def test_the_latency_budget_holds_without_online_traffic_too(self) -> None:
+        plan = scheduler("hygen", queued(5000), iteration_budget_s=0.03).plan(snapshot(), NO_CACHE)
+        assert 0.02 < plan.predicted_s <= 0.03
+
+    def test_both_phases_share_the_chunk(self) -> None:
+        prompt = online(100)
+        plan = scheduler(HygenPolicy(chunk_tokens=128), queued(500, rid="q")).plan(
+            snapshot(prompt), NO_CACHE
+        )
+        assert [tuple(chunk) for chunk in plan.prefills] == [(prompt.info.rid, 100), ("q", 28)]
+
+    def test_the_tpot_target_is_the_budget_without_a_search(self) -> None:
+        plan = scheduler(HygenPolicy(chunk_tokens=8192), queued(5000)).plan(
+            snapshot(online(state=DECODING)), NO_CACHE
+        )
+        assert 0.09 < plan.predicted_s <= 0.1
+
+    def test_offline_requests_come_in_prefix_order(self) -> None:
+        """HyGen §4.3's example: what shares a prefix is served together."""
+        waiting = [
+            queued(10, rid="ml", first=0),
+            queued(10, rid="code", first=100),
+            queued(12, rid="ai", first=0),
+        ]
+        plan = scheduler(HygenPolicy(utility_ratio=1.0), *waiting).plan(snapshot(), NO_CACHE)
+        assert [chunk.rid for chunk in plan.prefills] == ["ml", "ai", "code"]
+        plan = scheduler("conserve", *waiting).plan(snapshot(), NO_CACHE)
+        assert [chunk.rid for chunk in plan.prefills] == ["ml", "code", "ai"]
+
+
+class TestBros:
+    def test_an_urgent_prompt_goes_before_decodes_with_time(self) -> None:
+        """The prompt is due in 60 ms and takes 55; the decodes have 100 ms."""
+        decodes = [online(30_000, DECODING) for _ in range(5)]
+        prompt = online(450, arrival_s=-0.94)
+        plan = scheduler("bros").plan(snapshot(*decodes, prompt), NO_CACHE)
+        assert [chunk.rid for chunk in plan.prefills] == [prompt.info.rid]
+        assert 0 < len(plan.pause) < 5
+        assert plan.predicted_s <= 0.06
+
+    def test_an_offline_request_replaces_the_least_urgent(self) -> None:
+        """The relaxed one is due much later, and does not fit together with the offline one."""
+        urgent = online(100, arrival_s=-0.95)
+        relaxed = online(250, arrival_s=-0.1)
+        row = offline(100)
+        plan = scheduler("bros").plan(snapshot(urgent, relaxed, row), NO_CACHE)
+        assert [chunk.rid for chunk in plan.prefills] == [urgent.info.rid, relaxed.info.rid]
+        assert plan.batch.decode_requests == 1
+        tight = scheduler(BrosPolicy(base_batch_requests=2)).plan(
+            snapshot(urgent, relaxed, row), NO_CACHE
+        )
+        assert [chunk.rid for chunk in tight.prefills] == [urgent.info.rid]
+        assert tight.batch.decode_requests == 1
+
+    def test_no_online_request_is_replaced_that_cannot_wait(self) -> None:
+        """It has 60 ms left; this iteration takes 30 and the average one 50."""
+        brain = scheduler(BrosPolicy(base_batch_requests=1))
+        brain.commit(brain.plan(snapshot(online(400)), NO_CACHE))
+        prompts = (online(100, arrival_s=-0.95), online(100, arrival_s=-0.94))
+        plan = brain.plan(snapshot(*prompts, offline(5000)), NO_CACHE)
+        assert {chunk.rid for chunk in plan.prefills} == {*rids(prompts)}
+
+    def test_the_batch_grows_until_a_deadline_binds(self) -> None:
+        brain = scheduler(BrosPolicy(base_batch_requests=1))
+        rows = [online(10, DECODING) for _ in range(8)]
+        sizes = []
+        for _ in range(4):
+            plan = brain.plan(snapshot(*rows), NO_CACHE)
+            brain.commit(plan)
+            sizes.append(plan.batch.decode_requests)
+        assert sizes == [1, 2, 4, 8]
+        # Each of them has 12 ms left, and eight decodes of 10,000 tokens take longer.
+        tight = [online(10_000, DECODING, last_token_s=-0.088) for _ in range(8)]
+        brain.commit(brain.plan(snapshot(*tight), NO_CACHE))
+        assert brain.plan(snapshot(*rows), NO_CACHE).batch.decode_requests == 1
+
+    def test_a_lost_deadline_stops_nobody(self) -> None:
+        rows = (online(100, arrival_s=-9.0), online(100, arrival_s=-9.0), online(state=DECODING))
+        plan = scheduler("bros").plan(snapshot(*rows), NO_CACHE)
+        assert plan.batch.num_requests == 3
+
+
+class TestOoco:
+    MEMORY_BOUND = MODEL
+    COMPUTE_BOUND = PolynomialModel(compute_token_s=1e-2, iteration_s=1e-3)
+
+    @pytest.mark.parametrize(
+        ("model", "victim"), [(MEMORY_BOUND, "short"), (COMPUTE_BOUND, "long")]
+    )
+    def test_the_bottleneck_picks_the_victim(self, model: PolynomialModel, victim: str) -> None:
+        rows = (offline(900, rid="long"), offline(100, rid="short"))
+        plan = scheduler("ooco", model=model, targets=SloTargets()).plan(
+            snapshot(*rows, online(20), free_slots=0), NO_CACHE
+        )
+        assert [eviction.rid for eviction in plan.evict] == [victim]
+
+    def test_the_shortest_fill_the_batch_after_the_random_ones(self) -> None:
+        """Without draws the short ones run, wherever they stand."""
+        long = [offline(100_000) for _ in range(8)]
+        short = [offline(100) for _ in range(8)]
+        plan = scheduler(OocoPolicy(random_picks=0)).plan(
+            snapshot(online(10, DECODING), *long, *short), NO_CACHE
+        )
+        assert not {*plan.pause} & {*rids(short)}
+        assert {*plan.pause} < {*rids(long)}
+
+    def test_draws_let_long_ones_run_too(self) -> None:
+        """One of each iteration's draws: in the end every long decode has run."""
+        rows = [offline(400_000) for _ in range(4)] + [offline(100) for _ in range(400)]
+        brain = scheduler(OocoPolicy(random_picks=40))
+        seen: set[str] = set()
+        for _ in range(60):
+            plan = brain.plan(snapshot(online(10, DECODING), *rows), NO_CACHE)
+            brain.commit(plan)
+            seen |= {*rids(rows[:4])} - {*plan.pause}
+        assert seen == {*rids(rows[:4])}
+
+    def test_a_prefill_that_eviction_would_waste_is_not_begun(self) -> None:
+        """Ten compute-bound decodes gain little from one more, and every admission was evicted."""
+        rows = [offline(100) for _ in range(10)]
+        brain = scheduler("ooco", queued(4000, rid="new"), model=self.COMPUTE_BOUND)
+        idle = snapshot(*rows)
+        assert [chunk.rid for chunk in brain.plan(idle, NO_CACHE).prefills] == ["new"]
+        for _ in range(100):
+            brain.commit(brain.plan(idle, NO_CACHE))
+            if brain.queue.is_running("new"):
+                brain.restore("new", 0)
+        assert not brain.plan(idle, NO_CACHE).prefills
+
+    def test_a_strict_instance_only_decodes(self) -> None:
+        plan = scheduler(OocoPolicy(role=Role.STRICT), queued()).plan(
+            snapshot(online(100), offline()), NO_CACHE
+        )
+        assert not plan.prefills
+        assert plan.batch.decode_requests == 1
+
+    def test_an_online_prompt_has_a_relaxed_instance_to_itself(self) -> None:
+        policy = OocoPolicy(role=Role.RELAXED)
+        row, prompt = offline(), online(5000)
+        plan = scheduler(policy, queued()).plan(snapshot(row, prompt), NO_CACHE)
+        assert [tuple(chunk) for chunk in plan.prefills] == [(prompt.info.rid, 5000)]
+        assert plan.pause == rids([row])
+
+
+class TestBaselines:
+    def test_fcfs_serves_whoever_came_first(self) -> None:
+        waiting = [queued(50, rid="first", arrival_s=1.0), queued(50, rid="third", arrival_s=3.0)]
+        second = online(50, rid="second", arrival_s=2.0)
+        plan = scheduler("fcfs", *waiting).plan(snapshot(second), NO_CACHE)
+        assert [chunk.rid for chunk in plan.prefills] == ["first", "second", "third"]
+
+    def test_fcfs_lets_an_offline_prompt_block_an_online_one(self) -> None:
+        early = queued(500, rid="early", arrival_s=-1.0)
+        plan = scheduler(FcfsPolicy(chunk_tokens=256), early).plan(snapshot(online(50)), NO_CACHE)
+        assert [tuple(chunk) for chunk in plan.prefills] == [("early", 256)]
+
+    def test_sarathi_fills_a_fixed_number_of_tokens(self) -> None:
+        """Whatever the context makes of their latency."""
+        for tokens in (10, 400_000):
+            plan = scheduler(SarathiPolicy(chunk_tokens=512), queued(5000)).plan(
+                snapshot(online(tokens, DECODING), free_kv_tokens=10_000), NO_CACHE
+            )
+            assert plan.batch.compute_tokens == 512
+
+    def test_sarathi_stalls_no_decode_for_a_prompt(self) -> None:
+        plan = scheduler(SarathiPolicy(chunk_tokens=512)).plan(
+            snapshot(offline(), online(5000)), NO_CACHE
+        )
+        assert plan.batch.decode_requests == 1
+        assert plan.batch.compute_tokens == 512
+
+    def test_priority_evicts_the_last_admitted_whatever_its_state(self) -> None:
+        rows = (offline(100, PARKED, computed=50, generated=0), offline(100, DECODING))
+        plan = scheduler("priority").plan(snapshot(*rows, online(), free_slots=0), NO_CACHE)
+        assert [eviction.rid for eviction in plan.evict] == [*rids(rows[1:])]
+
+    def test_non_preemptive_lets_an_online_prompt_wait_for_memory(self) -> None:
+        rows = (offline(100), online(500))
+        plan = scheduler("non_preemptive").plan(snapshot(*rows, free_kv_tokens=450), NO_CACHE)
+        assert not plan.evict
+        assert not plan.prefills
+        assert plan.batch.decode_requests == 1
+
+    def test_online_only_runs_nothing_offline(self) -> None:
+        plan = scheduler("online_only", queued()).plan(snapshot(offline(), online(5000)), NO_CACHE)
+        assert plan.batch.decode_requests == 0
+        assert [chunk.tokens for chunk in plan.prefills] == [2048]

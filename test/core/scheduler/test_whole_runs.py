@@ -1,0 +1,137 @@
+"""Runs from the first arrival to the last token."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from core.scheduler.scenarios import MODEL
+from core.scheduler.tiny_engine import TinyEngine
+from sglang_coserve.core.offline_queue import (
+    OfflineQueue,
+    OfflineQueueConfig,
+    QueuedRequest,
+    pack_tokens,
+)
+from sglang_coserve.core.policies import POLICIES, make_policy
+from sglang_coserve.core.request import RequestClass, RequestState
+from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.scheduler_config import OnlineOrder, SchedulerConfig
+from sglang_coserve.core.snapshot import RequestInfo, StepPlan
+from sglang_coserve.metrics import SloTargets
+
+TARGETS = SloTargets(ttft_s=0.5, tpot_s=0.05)
+
+
+def engine_of(
+    policy: str, queue: OfflineQueueConfig | None = None, **settings: object
+) -> TinyEngine:
+    made = make_policy(policy)
+    config = SchedulerConfig(**settings)  # type: ignore[arg-type]
+    brain = Scheduler(made, MODEL, TARGETS, OfflineQueue(queue or made.queue_config()), config)
+    return TinyEngine(brain, MODEL, kv_tokens=2000, page_tokens=16, slots=16, max_batch_tokens=512)
+
+
+def arrive(
+    engine: TinyEngine,
+    request_class: RequestClass,
+    prompt_tokens: int,
+    new_tokens: int,
+    *,
+    prefix: int = 0,
+    user: str | None = None,
+) -> str:
+    rid = f"{request_class.value}-{len(engine.requests)}"
+    engine.arrive(
+        RequestInfo(rid, request_class, prompt_tokens, new_tokens, engine.now_s, user=user)
+    )
+    if request_class is RequestClass.OFFLINE:
+        prompt = pack_tokens([prefix] * (prompt_tokens - 1) + [len(engine.requests)])
+        engine.scheduler.add_offline(QueuedRequest(rid, prompt, engine.now_s, new_tokens))
+    return rid
+
+
+def run_to_the_end(engine: TinyEngine, limit: int = 5000) -> None:
+    for _ in range(limit):
+        if len(engine.ended) == len(engine.requests):
+            return
+        engine.step()
+    raise AssertionError(f"still running: {engine.requests.keys() - engine.ended.keys()}")
+
+
+def busy_hour(policy: str, seed: int) -> list[StepPlan]:
+    """Serve random traffic; return every plan."""
+    rng = random.Random(seed)
+    engine = engine_of(policy, online_order=OnlineOrder.VTC, seed=seed)
+    for _ in range(60):
+        for _ in range(rng.randrange(3)):
+            request_class = rng.choice(list(RequestClass))
+            prompt_tokens, new_tokens = rng.randint(1, 600), rng.randint(1, 40)
+            arrive(
+                engine, request_class, prompt_tokens, new_tokens, user=rng.choice(["a", "b", None])
+            )
+        engine.step()
+    if policy != "online_only":
+        run_to_the_end(engine)
+    return engine.log
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_same_events_give_the_same_plans(policy: str) -> None:
+    first = busy_hour(policy, seed=1)
+    assert first == busy_hour(policy, seed=1)
+    assert first != busy_hour(policy, seed=2)
+
+
+@pytest.mark.parametrize("policy", ["coserve", "hygen"])
+def test_no_offline_request_starves_behind_a_popular_prefix(policy: str) -> None:
+    """One odd prompt among endless ones that share another prefix, at most 8 overtakes."""
+    queue = OfflineQueueConfig(utility_ratio=1.0, max_overtakes=8, deadline_slack_s=None)
+    engine = engine_of(policy, queue, max_picks=1)
+    arrive(engine, RequestClass.OFFLINE, 50, 2, prefix=1)
+    engine.step()
+    odd = arrive(engine, RequestClass.OFFLINE, 50, 2, prefix=2)
+    picks = 0
+    while odd not in engine.ended:
+        arrive(engine, RequestClass.OFFLINE, 50, 2, prefix=1)
+        plan = engine.step()
+        if not engine.scheduler.queue.is_running(odd):
+            picks += len(plan.prefills)
+        assert picks <= 10
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"online_only"}))
+def test_offline_requests_survive_a_storm(policy: str) -> None:
+    """They are paused, parked and evicted by a burst, and all end with their tokens."""
+    engine = engine_of(policy)
+    rids = [arrive(engine, RequestClass.OFFLINE, 400, 30) for _ in range(8)]
+    for _ in range(12):
+        engine.step()
+    rids += [arrive(engine, RequestClass.ONLINE, 300, 20) for _ in range(12)]
+    run_to_the_end(engine)
+    assert {engine.ended[rid] for rid in rids} == {RequestState.FINISHED}
+    assert all(engine.requests[rid].generated in (20, 30) for rid in rids)
+
+
+def test_a_burst_is_served_as_if_it_were_alone() -> None:
+    """Offline work costs the online tokens nothing beyond their targets."""
+
+    def token_times(num_offline: int) -> list[float]:
+        engine = engine_of("coserve", margin=0.0)
+        for _ in range(num_offline):
+            arrive(engine, RequestClass.OFFLINE, 100, 200)
+        for _ in range(5):
+            engine.step()
+        start_s = engine.now_s
+        rids = [arrive(engine, RequestClass.ONLINE, 100, 10) for _ in range(4)]
+        gaps = []
+        while not engine.ended.keys() >= {*rids}:
+            before_s = engine.now_s
+            engine.step()
+            gaps.append(engine.now_s - before_s)
+        assert gaps[0] <= TARGETS.ttft_s  # type: ignore[operator]
+        assert max(gaps[1:]) <= TARGETS.tpot_s  # type: ignore[operator]
+        return [engine.now_s - start_s]
+
+    assert token_times(0) < token_times(6)

@@ -1,0 +1,81 @@
+"""Builders that let a simulator test read as a scenario."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from sglang_coserve.core.latency_model import LatencyModel, PolynomialModel
+from sglang_coserve.core.offline_queue import OfflineQueue, pack_tokens
+from sglang_coserve.core.policies import make_policy
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.metrics import SloTargets
+from sglang_coserve.simulator.engine import Engine
+from sglang_coserve.simulator.executor import Executor
+from sglang_coserve.simulator.executor_config import ExecutorConfig
+from sglang_coserve.simulator.monitor import Monitor
+from sglang_coserve.simulator.observer import Observer
+from sglang_coserve.simulator.request import SimRequest
+from sglang_coserve.simulator.source import Source
+
+MS_PER_TOKEN = PolynomialModel(compute_token_s=1e-3)
+"""An iteration takes one millisecond a token, nothing else."""
+
+_serials = itertools.count()
+
+
+def sim_request(
+    rid: str,
+    request_class: RequestClass,
+    prompt: int | list[int],
+    output_tokens: int,
+    arrival_s: float = 0.0,
+) -> SimRequest:
+    """A request with the given token ids, or with so many that no other has."""
+    serial = next(_serials) if isinstance(prompt, int) else 0
+    token_ids = [serial * 100_003 + i for i in range(prompt)] if isinstance(prompt, int) else prompt
+    info = RequestInfo(rid, request_class, len(token_ids), output_tokens, arrival_s)
+    return SimRequest(info, output_tokens, lambda: pack_tokens(token_ids), serial)
+
+
+def online(
+    rid: str, prompt: int | list[int], output_tokens: int, arrival_s: float = 0.0
+) -> SimRequest:
+    return sim_request(rid, RequestClass.ONLINE, prompt, output_tokens, arrival_s)
+
+
+def offline(
+    rid: str, prompt: int | list[int], output_tokens: int, arrival_s: float = 0.0
+) -> SimRequest:
+    return sim_request(rid, RequestClass.OFFLINE, prompt, output_tokens, arrival_s)
+
+
+def engine_of(
+    *requests: SimRequest,
+    policy: str = "conserve",
+    targets: SloTargets | None = None,
+    config: ExecutorConfig | None = None,
+    model: LatencyModel = MS_PER_TOKEN,
+    scheduler_config: SchedulerConfig | None = None,
+    observers: Sequence[Observer] = (),
+) -> tuple[Engine, Executor]:
+    """An engine, and its executor, before these requests arrive."""
+    targets = targets or SloTargets()
+    config = config or ExecutorConfig(kv_capacity_tokens=10_000, page_tokens=1)
+    executor = Executor(config, model)
+    chosen = make_policy(policy)
+    scheduler = Scheduler(
+        chosen, model, targets, OfflineQueue(chosen.queue_config(0)), scheduler_config
+    )
+    monitor = Monitor(model, targets) if config.safepoint else None
+    ordered = sorted(requests, key=lambda request: request.info.arrival_s)
+    return Engine(scheduler, executor, Source([ordered]), observers, monitor), executor
+
+
+def run_out(engine: Engine, executor: Executor) -> None:
+    """Step until nothing is left, checking the invariants between the steps."""
+    while engine.step():
+        executor.check_invariants()

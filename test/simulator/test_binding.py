@@ -1,0 +1,141 @@
+"""Workloads become requests; what is malformed is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.errors import ConfigError, InputFileError, WorkloadError
+from sglang_coserve.simulator.assemble import Machine, find_shape, offline_requests, read_profile
+from sglang_coserve.simulator.binding import from_jsonl, from_trace
+from sglang_coserve.simulator.executor_config import (
+    CheckpointConfig,
+    ExecutorConfig,
+    SafepointConfig,
+)
+from sglang_coserve.simulator.models import kv_bytes_per_token, kv_capacity_tokens, weight_bytes
+from sglang_coserve.simulator.options import SimulationOptions
+from sglang_coserve.workload import BLOCK_TOKENS, TraceRequest
+
+
+def shared_tokens(a: bytes, b: bytes) -> int:
+    return next(i // 4 for i in range(0, min(len(a), len(b)), 4) if a[i : i + 4] != b[i : i + 4])
+
+
+def test_equal_hash_ids_become_equal_tokens() -> None:
+    trace = [
+        TraceRequest(0, 0.0, 3 * BLOCK_TOKENS, 5, (7, 8, 9)),
+        TraceRequest(1, 1.0, 3 * BLOCK_TOKENS, 5, (7, 8, 10)),
+        TraceRequest(2, 2.0, 100, 5),
+    ]
+    a, b, c = from_trace(trace, RequestClass.ONLINE)
+    assert shared_tokens(a.tokens, b.tokens) == 2 * BLOCK_TOKENS
+    assert shared_tokens(a.tokens, c.tokens) == 0
+    assert len(c.tokens) == 4 * 100
+    assert (c.info.arrival_s, c.info.max_new_tokens, c.output_tokens) == (2.0, 5, 5)
+
+
+def test_a_limit_on_outputs_is_what_the_scheduler_is_told() -> None:
+    trace = [TraceRequest(0, 0.0, 1, 5), TraceRequest(1, 0.0, 1, 500)]
+    requests = list(from_trace(trace, RequestClass.OFFLINE, max_new_tokens=100))
+    assert [request.info.max_new_tokens for request in requests] == [100, 100]
+    assert [request.output_tokens for request in requests] == [5, 100]
+
+
+@pytest.mark.parametrize("lengths", [(0, 1), (1, 0), (-3, 5), (5, -3)])
+def test_lengths_below_one_are_refused(lengths: tuple[int, int]) -> None:
+    with pytest.raises(WorkloadError, match=r"offline request 4: .*at least 1"):
+        list(from_trace([TraceRequest(4, 0.0, *lengths)], RequestClass.OFFLINE))
+
+
+def batch_line(content: str, **body: object) -> str:
+    messages = [{"role": "user", "content": content}]
+    return json.dumps({"custom_id": "x", "body": {"messages": messages, **body}})
+
+
+def test_batch_files_share_the_prefixes_of_their_texts(tmp_path: Path) -> None:
+    path = tmp_path / "batch.jsonl"
+    lines = [batch_line("same beginning, one"), "", batch_line("same beginning, two", max_tokens=9)]
+    path.write_text("\n".join(lines))
+    first, second = from_jsonl(path, default_output_tokens=33)
+    assert (first.output_tokens, second.output_tokens) == (33, 9)
+    assert shared_tokens(first.tokens, second.tokens) == len("user\nsame beginning, ") // 4
+    assert first.info.prompt_tokens == -(-len("user\nsame beginning, one\n") // 4)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "not a batch request"),
+        ("[]", "not a batch request"),
+        ('{"body": {}}', "not a batch request"),
+        (batch_line("x", max_tokens=0), "max_tokens"),
+        (batch_line("x", max_tokens=True), "max_tokens"),
+        ('{"body": {"prompt": ""}}', "prompt is empty"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
+    path = tmp_path / "batch.jsonl"
+    path.write_text(f"{batch_line('fine')}\n{line}\n")
+    with pytest.raises(WorkloadError, match=f"batch.jsonl:2: .*{problem}"):
+        list(from_jsonl(path))
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    empty, broken = tmp_path / "empty.jsonl", tmp_path / "broken.json"
+    empty.write_text("\n")
+    broken.write_text("{")
+    with pytest.raises(InputFileError, match="no request"):
+        list(from_jsonl(empty))
+    with pytest.raises(InputFileError, match="cannot be read"):
+        list(from_jsonl(tmp_path / "missing.jsonl"))
+    for read in (find_shape, lambda path: read_profile(Path(path))):
+        with pytest.raises(InputFileError, match=r"broken\.json"):
+            read(str(broken))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Machine.named("llama-3.1-8b", "h100", 0),
+        lambda: Machine.named("llama-3.1-8b", "abacus"),
+        lambda: Machine.named("gpt-2", "h100"),
+        lambda: ExecutorConfig(kv_capacity_tokens=-1),
+        lambda: ExecutorConfig(kv_capacity_tokens=100, page_tokens=0),
+        lambda: ExecutorConfig(kv_capacity_tokens=100, page_tokens=64, max_batch_tokens=32),
+        lambda: ExecutorConfig(kv_capacity_tokens=100, noise_cv=float("nan")),
+        lambda: CheckpointConfig(0.0),
+        lambda: SafepointConfig(num_layers=32, interval_layers=0),
+        lambda: offline_requests("0x5", max_context_tokens=100),
+        lambda: offline_requests("99x5", max_context_tokens=100),
+        lambda: SimulationOptions(slo_ttft_ms=-1.0),
+        lambda: SimulationOptions(duration=0.0),
+        lambda: SimulationOptions(policy="conserve,nonsense").policies(),
+    ],
+)
+def test_settings_out_of_range_are_refused(make: object) -> None:
+    assert callable(make)
+    with pytest.raises(ConfigError):
+        make()
+
+
+def test_lengths_give_an_endless_backlog() -> None:
+    requests = iter(offline_requests("40x6", max_context_tokens=100)())
+    first, second = next(requests), next(requests)
+    assert (first.info.prompt_tokens, first.output_tokens) == (40, 6)
+    assert shared_tokens(first.tokens, second.tokens) == 0
+
+
+def test_memory_left_for_kv() -> None:
+    machine = Machine.named("llama-3.1-70b", "h100", 4)
+    # 2 bytes, keys and values, of 80 layers with 8 heads of 128.
+    assert kv_bytes_per_token(machine.shape) == 2 * 2 * 80 * 8 * 128
+    # 70.6 billion parameters.
+    assert weight_bytes(machine.shape) == pytest.approx(141e9, rel=0.01)
+    tokens = kv_capacity_tokens(machine.shape, machine.hardware, tp_size=4)
+    assert tokens == pytest.approx((0.9 * 320e9 - 141.1e9) / 327680, rel=0.01)
+    with pytest.raises(ConfigError, match="do not fit"):
+        kv_capacity_tokens(machine.shape, machine.hardware, tp_size=1)

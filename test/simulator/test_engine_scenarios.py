@@ -1,0 +1,207 @@
+"""Small cases whose every time can be computed by hand: an iteration takes 1 ms a token."""
+
+from __future__ import annotations
+
+from itertools import repeat, takewhile
+
+import pytest
+
+from sglang_coserve.core.latency_model import PolynomialModel
+from sglang_coserve.core.request import RequestClass, RequestState
+from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.core.snapshot import Eviction, StepPlan
+from sglang_coserve.metrics import SloTargets
+from sglang_coserve.simulator.binding import from_trace
+from sglang_coserve.simulator.executor_config import (
+    CheckpointConfig,
+    ExecutorConfig,
+    SafepointConfig,
+)
+from sglang_coserve.workload import poisson_arrivals, synthesize
+from simulator.engines import engine_of, offline, online, run_out
+
+
+def ms(times_s: list[float]) -> list[float]:
+    return pytest.approx([1e3 * time_s for time_s in times_s])
+
+
+def test_one_request_is_prefilled_then_decoded() -> None:
+    request = online("a", 10, 3, arrival_s=1.0)
+    run_out(*engine_of(request, policy="online_only"))
+    assert ms(request.token_times_s) == [1010, 1011, 1012]
+    assert request.worked_tokens == 12
+
+
+def test_an_arrival_waits_for_the_end_of_the_iteration() -> None:
+    first, second = online("a", 10, 2), online("b", 5, 1, arrival_s=0.004)
+    run_out(*engine_of(first, second, policy="online_only"))
+    # 10 tokens; then b's 5 beside a's one.
+    assert ms(first.token_times_s) == [10, 16]
+    assert ms(second.token_times_s) == [16]
+
+
+def test_with_overlap_an_arrival_is_seen_one_iteration_later_and_ends_hold_on() -> None:
+    first, second = online("a", 10, 2), online("b", 5, 1, arrival_s=0.004)
+    config = ExecutorConfig(kv_capacity_tokens=100, page_tokens=1, overlap=True)
+    engine, executor = engine_of(first, second, policy="online_only", config=config)
+    assert engine.step()
+    assert engine.step()
+    assert ms(first.token_times_s) == [10, 11]
+    assert executor.pool.held_tokens == 11
+    assert engine.step()
+    # a has left with the iteration after its last; b holds its own until the next.
+    assert executor.pool.held_tokens == 5
+    run_out(engine, executor)
+    # b's 5 tokens beside the one too many of a.
+    assert ms(second.token_times_s) == [17]
+    assert executor.pool.held_tokens == 0
+
+
+def test_a_shared_prefix_is_computed_once() -> None:
+    shared = list(range(100, 108))
+    first, second = online("a", [*shared, 1, 2], 1), online("b", [*shared, 3, 4], 1, arrival_s=1.0)
+    run_out(*engine_of(first, second, policy="online_only"))
+    assert ms(second.token_times_s) == [1002]
+    assert (first.cached_prompt_tokens, second.cached_prompt_tokens) == (0, 8)
+
+
+def test_the_same_prompt_again_computes_its_last_token() -> None:
+    prompt = list(range(100, 108))
+    second = online("b", prompt, 1, arrival_s=1.0)
+    run_out(*engine_of(online("a", prompt, 1), second, policy="online_only"))
+    assert ms(second.token_times_s) == [1001]
+
+
+def test_rows_that_share_a_prefix_say_so_while_they_do() -> None:
+    shared = list(range(100, 108))
+    first, second = online("a", [*shared, 1], 9), online("b", [*shared, 2], 3, arrival_s=0.010)
+    engine, executor = engine_of(first, second, policy="online_only")
+
+    def shared_tokens() -> list[int]:
+        return [row.cached_tokens for row in executor.snapshot(engine.now_s).rows]
+
+    assert engine.step()
+    assert shared_tokens() == [0]
+    while len(executor.rows) < 2:
+        assert engine.step()
+    assert shared_tokens() == [8, 8]
+    while len(executor.rows) == 2:
+        assert engine.step()
+    assert shared_tokens() == [0]
+
+
+def test_the_head_of_an_evicted_request_stays_in_the_prefix_cache() -> None:
+    request = offline("f", 20, 10)
+    config = ExecutorConfig(kv_capacity_tokens=100, page_tokens=4)
+    engine, executor = engine_of(request, config=config)
+    while request.computed_tokens < 27:
+        assert engine.step()
+    executor.begin(StepPlan(evict=(Eviction("f", 2),)))
+    # 25 tokens are six whole pages; the last of them holds outputs.
+    assert executor.cached_tokens("f") == 24
+    assert executor.pool.held_tokens == 0
+    executor.cache.evict(8)
+    assert executor.cached_tokens("f") == 16
+
+
+def evicted_then_resumed(checkpoint: CheckpointConfig | None) -> tuple[float, int, int]:
+    """Run an offline request whose memory an online one takes; when did it end, what was redone."""
+    background = offline("f", 60, 30)
+    intruder = online("n", 50, 2, arrival_s=0.065)
+    config = ExecutorConfig(
+        kv_capacity_tokens=100, page_tokens=1, prefix_cache=False, checkpoint=checkpoint
+    )
+    engine, executor = engine_of(
+        background,
+        intruder,
+        config=config,
+        scheduler_config=SchedulerConfig(headroom_tokens=0),
+    )
+    run_out(engine, executor)
+    assert engine.counters.evictions == 1
+    assert background.state is RequestState.FINISHED
+    return background.token_times_s[-1], background.recomputed_tokens, background.reloaded_tokens
+
+
+def test_an_evicted_request_computes_again_what_was_not_copied() -> None:
+    end_s, recomputed, reloaded = evicted_then_resumed(None)
+    # 60 ms of prefill and 5 decodes until the arrival; all 65 tokens with KV are lost.
+    assert (recomputed, reloaded) == (65, 0)
+    fast_end_s, redone, copied = evicted_then_resumed(CheckpointConfig(1e9))
+    assert copied == recomputed
+    assert redone == 0
+    assert end_s - fast_end_s == pytest.approx(recomputed * 1e-3, abs=1e-6)
+
+
+def test_reloading_at_a_low_bandwidth_lengthens_the_iteration() -> None:
+    fast_end_s, _, copied = evicted_then_resumed(CheckpointConfig(1e9))
+    slow_end_s, _, slow_copied = evicted_then_resumed(CheckpointConfig(1000.0))
+    assert slow_copied == copied
+    # 1 ms a token, in parallel with the one token it computes.
+    assert slow_end_s - fast_end_s == pytest.approx((copied - 1) * 1e-3, abs=1e-6)
+
+
+def test_a_safepoint_ends_offline_work_for_an_arrival() -> None:
+    # 10 layers of 8 ms each; the arrival at 20 ms is seen at the check after layer 4.
+    background, request = offline("f", 80, 1), online("n", 10, 1, arrival_s=0.020)
+    config = ExecutorConfig(
+        kv_capacity_tokens=1000,
+        page_tokens=1,
+        safepoint=SafepointConfig(num_layers=10, interval_layers=2, check_s=0.0),
+    )
+    engine, executor = engine_of(
+        background,
+        request,
+        config=config,
+        targets=SloTargets(ttft_s=0.030, tpot_s=0.010),
+        scheduler_config=SchedulerConfig(margin=0.0),
+    )
+    run_out(engine, executor)
+    assert engine.counters.aborts == 1
+    assert ms(request.token_times_s) == [42]
+    assert background.aborted_tokens == 80
+    assert background.state is RequestState.FINISHED
+
+
+def test_a_batch_that_is_nearly_done_is_not_aborted() -> None:
+    background, request = offline("f", 80, 1), online("n", 10, 1, arrival_s=0.075)
+    config = ExecutorConfig(
+        kv_capacity_tokens=1000,
+        page_tokens=1,
+        safepoint=SafepointConfig(num_layers=10, interval_layers=2, check_s=0.0),
+    )
+    engine, _ = engine_of(background, request, config=config, targets=SloTargets(ttft_s=0.001))
+    while engine.step():
+        pass
+    assert engine.counters.aborts == 0
+
+
+def test_what_never_fits_is_refused() -> None:
+    request = online("a", 90, 20)
+    config = ExecutorConfig(kv_capacity_tokens=100, page_tokens=10)
+    engine, _ = engine_of(request, config=config)
+    assert not engine.step()
+    assert request.state is RequestState.ABORTED
+
+
+def test_an_idle_engine_lets_time_pass_only_to_the_limit() -> None:
+    engine, _ = engine_of(online("a", 1, 1, arrival_s=5.0))
+    assert not engine.step(5.0)
+    assert engine.now_s == 0.0
+    assert engine.step(5.1)
+    assert engine.now_s == 5.0
+
+
+def test_one_server_with_constant_service_waits_as_queueing_theory_says() -> None:
+    # One slot, one token: an M/D/1 queue with D = 10 ms and 70 arrivals a second.
+    model = PolynomialModel(iteration_s=0.010)
+    arrivals = takewhile(lambda time_s: time_s < 120, poisson_arrivals(70.0, seed=5))
+    requests = list(from_trace(synthesize(arrivals, repeat((1, 1))), RequestClass.ONLINE))
+    config = ExecutorConfig(kv_capacity_tokens=100, page_tokens=1, max_running_requests=1)
+    engine, _ = engine_of(*requests, policy="online_only", config=config, model=model)
+    while engine.step():
+        pass
+    waits = [request.token_times_s[0] - request.info.arrival_s - 0.010 for request in requests]
+    load = 0.7
+    expected_s = load * 0.010 / (2 * (1 - load))  # Pollaczek–Khinchine
+    assert sum(waits) / len(waits) == pytest.approx(expected_s, rel=0.1)

@@ -1,0 +1,165 @@
+"""Conservation of tokens, KV and requests under any plan that an engine could carry out."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.request import RequestClass, RequestState
+from sglang_coserve.core.snapshot import EngineSnapshot, Eviction, PrefillChunk, Row, StepPlan
+from sglang_coserve.simulator.executor import Executor
+from sglang_coserve.simulator.executor_config import CheckpointConfig, ExecutorConfig
+from sglang_coserve.simulator.request import SimRequest
+from simulator.engines import MS_PER_TOKEN, sim_request
+
+PAGE = 4
+CAPACITY = 80
+
+
+class Plans(RuleBasedStateMachine):
+    """Draws plans instead of deciding on them."""
+
+    @initialize(
+        prefix_cache=st.booleans(),
+        overlap=st.booleans(),
+        copied_per_s=st.sampled_from([0, 50, 1e6]),
+    )
+    def start(self, prefix_cache: bool, overlap: bool, copied_per_s: float) -> None:
+        self.executor = Executor(
+            ExecutorConfig(
+                kv_capacity_tokens=CAPACITY,
+                page_tokens=PAGE,
+                max_running_requests=5,
+                prefix_cache=prefix_cache,
+                overlap=overlap,
+                checkpoint=CheckpointConfig(copied_per_s) if copied_per_s else None,
+            ),
+            MS_PER_TOKEN,
+        )
+        self.now_s = 0.0
+        self.requests: dict[str, SimRequest] = {}
+        self.ended: list[str] = []
+        self.computed_tokens = 0
+
+    @rule(
+        is_online=st.booleans(),
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),
+        output_tokens=st.integers(1, 8),
+    )
+    def submit(self, is_online: bool, prompt: list[int], output_tokens: int) -> None:
+        rid = f"r{len(self.requests)}"
+        request_class = RequestClass.ONLINE if is_online else RequestClass.OFFLINE
+        request = sim_request(rid, request_class, prompt, output_tokens, self.now_s)
+        self.requests[rid] = request
+        self.executor.submit(request)
+
+    @rule(data=st.data(), abort=st.booleans())
+    def iterate(self, data: st.DataObject, abort: bool) -> None:
+        plan = self.draw_plan(data, self.executor.snapshot(self.now_s))
+        batch = self.executor.begin(plan)
+        assert {request.info.rid for request in batch.evicted} == {rid for rid, _ in plan.evict}
+        assert batch.stats == plan.batch
+        self.now_s += 0.01
+        if abort:
+            had_row = set(self.executor.rows)
+            lost = self.executor.abort_offline(batch)
+            assert {r.info.rid for r in lost} == had_row - set(self.executor.rows)
+            assert not batch.has_offline
+        self.computed_tokens += sum(batch.tokens_by_class())
+        ended = self.executor.end(batch, self.now_s, 0.01)
+        self.ended += [request.info.rid for request in ended]
+
+    def draw_plan(self, data: st.DataObject, snapshot: EngineSnapshot) -> StepPlan:
+        room = snapshot.free_kv_tokens + snapshot.evictable_kv_tokens
+        slots = snapshot.free_slots
+        rows = {row.info.rid: row for row in snapshot.rows}
+        evict = []
+        for row in snapshot.rows:
+            if data.draw(st.integers(0, 9), "evict") == 0:
+                evict.append(Eviction(row.info.rid, data.draw(st.integers(1, row.computed_tokens))))
+                del rows[row.info.rid]
+        switches: dict[str, list[str]] = {"pause": [], "resume": [], "park": []}
+        decodes, prefills = [], []
+        for row in rows.values():
+            runs = data.draw(st.booleans(), "runs")
+            if row.state in (RequestState.DECODING, RequestState.PAUSED):
+                runs = runs and (need := PAGE * (row.computed_tokens % PAGE == 0)) <= room
+                if runs:
+                    room -= need
+                    decodes.append(row.computed_tokens)
+                if runs == (row.state is RequestState.PAUSED):
+                    switches["resume" if runs else "pause"].append(row.info.rid)
+            else:
+                chunk = self.draw_chunk(data, row, room) if runs else 0
+                if chunk:
+                    room -= slots_of(row.computed_tokens + chunk) - slots_of(row.computed_tokens)
+                    prefills.append((row.info.rid, chunk, row.computed_tokens))
+                elif row.state is RequestState.PREFILLING:
+                    switches["park"].append(row.info.rid)
+        offline = list(self.executor.offline_waiting.values())
+        for request in (*self.executor.waiting, *offline):
+            rid = request.info.rid
+            if slots == 0 or not data.draw(st.booleans(), "admit"):
+                continue
+            cached = (
+                request.row.cached_tokens
+                if request.info.is_online
+                else self.executor.cached_tokens(rid)
+            )
+            row = request.row._replace(cached_tokens=cached)
+            if chunk := self.draw_chunk(data, row, room - slots_of(cached)):
+                room -= slots_of(cached + chunk)
+                slots -= 1
+                prefills.append((rid, chunk, cached))
+        return StepPlan(
+            evict=tuple(evict),
+            pause=tuple(switches["pause"]),
+            resume=tuple(switches["resume"]),
+            park=tuple(switches["park"]),
+            prefills=tuple(PrefillChunk(rid, tokens) for rid, tokens, _ in prefills),
+            batch=BatchStats.of(((tokens, cached) for _, tokens, cached in prefills), decodes),
+        )
+
+    def draw_chunk(self, data: st.DataObject, row: Row, room: int) -> int:
+        most = min(row.tokens_to_compute, room - PAGE)
+        return data.draw(st.integers(0, most), "chunk") if most > 0 else 0
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        executor = self.executor
+        executor.check_invariants()
+        places = [
+            *executor.rows,
+            *(r.info.rid for r in executor.waiting),
+            *executor.offline_waiting,
+        ]
+        assert sorted(places + self.ended) == sorted(self.requests)
+        snapshot = executor.snapshot(self.now_s)
+        slots = snapshot.free_kv_tokens + snapshot.evictable_kv_tokens + executor.pool.held_tokens
+        assert slots == CAPACITY
+
+    @invariant()
+    def every_token_is_accounted_for(self) -> None:
+        worked = sum(request.worked_tokens for request in self.requests.values())
+        assert worked == self.computed_tokens
+        for rid in self.ended:
+            request = self.requests[rid]
+            assert request.state is RequestState.FINISHED
+            assert len(request.token_times_s) == request.output_tokens
+            needed = request.info.prompt_tokens + request.output_tokens - 1
+            kept = request.worked_tokens + request.given_tokens + request.reloaded_tokens
+            assert kept - request.lost_tokens == needed
+            assert request.worked_tokens + request.cached_prompt_tokens >= (
+                needed - request.reloaded_tokens - request.given_tokens
+            )
+            assert request.recomputed_tokens <= request.lost_tokens
+
+
+def slots_of(tokens: int) -> int:
+    return -(-tokens // PAGE) * PAGE
+
+
+Plans.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestPlans = Plans.TestCase

@@ -1,0 +1,120 @@
+"""The command as a user runs it, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from sglang_coserve.cli.simulate import simulate
+from sglang_coserve.errors import CoserveError
+
+app = typer.Typer()
+app.command()(simulate)
+
+SMALL = ["--duration", "8", "--offline", "400x40", "--max-running", "24", "--quiet"]
+
+
+def run(*arguments: str, output: Path) -> str:
+    result = CliRunner().invoke(app, [*SMALL, *arguments, "-o", str(output)])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_a_report_of_two_policies(tmp_path: Path) -> None:
+    arguments = ("--policy", "online_only, conserve", "--slo-tpot-p99-ms", "50", "--chrome-trace")
+    output = run(*arguments, output=tmp_path / "report")
+    made = files(tmp_path / "report")
+    assert set(made) == {
+        "report.json",
+        "table.txt",
+        "index.html",
+        "latency.svg",
+        *(
+            name
+            for policy in ("online_only", "conserve")
+            for name in (f"load-{policy}.svg", f"events-{policy}.jsonl", f"trace-{policy}.json")
+        ),
+    }
+    assert all(b"simulated" in content for content in made.values())
+    report = json.loads(made["report.json"])
+    alone, shared = report["results"]
+    assert alone["offline"]["throughput"]["total_tokens_per_s"] == 0
+    assert shared["offline"]["throughput"]["total_tokens_per_s"] > 1000
+    assert shared["online"]["attainment"] == 1.0
+    assert shared["online"]["latency"]["n"] == alone["online"]["latency"]["n"] > 0
+    assert report["settings"]["hardware"] == "h100"
+    assert made["table.txt"].decode() in output
+    assert made["index.html"].count(b"<svg") == 3
+    # One file that needs no other.
+    assert not any(word in made["index.html"] for word in (b" src=", b"<link", b"<script"))
+    events = json.loads(made["trace-conserve.json"])
+    slices = [event for event in events if event["ph"] == "X"]
+    assert len(slices) == shared["engine"]["iterations"]
+    assert all(a["ts"] + a["dur"] <= b["ts"] + 0.01 for a, b in pairwise(slices))
+
+
+def test_the_same_seed_gives_the_same_files(tmp_path: Path) -> None:
+    for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
+        run("--policy", "conserve", "--noise", "0.1", "--seed", seed, output=tmp_path / name)
+    first, second, other = (files(tmp_path / name) for name in "abc")
+    assert first == second
+    assert first["events-conserve.jsonl"] != other["events-conserve.jsonl"]
+
+
+def test_without_time_nothing_is_reported(tmp_path: Path) -> None:
+    assert "report" not in run("--time-limit", "0", output=tmp_path / "report")
+    assert files(tmp_path / "report") == {}
+
+
+def test_ctrl_c_reports_what_was_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_coserve.simulator.run_control import RunControl
+
+    tick = RunControl.tick
+
+    def interrupted_tick(control: RunControl, simulated_s: float) -> bool:
+        os.kill(os.getpid(), signal.SIGINT)
+        return tick(control, simulated_s)
+
+    monkeypatch.setattr(RunControl, "tick", interrupted_tick)
+    before = signal.getsignal(signal.SIGINT)
+    arguments = [*SMALL, "--duration", "500", "--policy", "conserve,fcfs"]
+    result = CliRunner().invoke(app, [*arguments, "-o", str(tmp_path)])
+    assert result.exit_code == 130
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "conserve (broken off)" in result.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    (only,) = report["results"]
+    assert not only["is_complete"]
+    assert 0 < only["interval_s"] == only["end_s"] < 500
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--hardware", "abacus"], "abacus"),
+        (["--model", "gpt-2"], "gpt-2"),
+        (["--policy", "nonsense"], "nonsense"),
+        (["--slo-ttft-p99-ms", "-5"], "slo_ttft_ms is -5"),
+        (["--rate", "0"], "rate factor 0"),
+        (["--trace", "missing.csv"], "missing.csv"),
+        (["--offline", "missing.jsonl"], "missing.jsonl"),
+        (["--model", "llama-3.1-70b"], "do not fit"),
+        (["--tp-size", "5"], "tp_size=5"),
+    ],
+)
+def test_what_cannot_be_used_is_named(tmp_path: Path, arguments: list[str], problem: str) -> None:
+    with pytest.raises(CoserveError, match=problem):
+        run(*arguments, output=tmp_path / "report")
