@@ -53,3 +53,10 @@ def test_settings_are_plain_json_values() -> None:
     values = CoserveConfig(slo_ttft_ms=1).to_dict()
     assert values["slo_ttft_ms"] == 1
     assert CoserveConfig(**values) == CoserveConfig(slo_ttft_ms=1)
+
+
+def test_every_policy_but_fifo_is_one_of_the_cores() -> None:
+    from sglang_coserve.config import OFFLINE_POLICIES
+    from sglang_coserve.core.policies import POLICIES
+
+    assert set(OFFLINE_POLICIES) - {"fifo"} <= set(POLICIES)

@@ -13,8 +13,8 @@ from sglang_coserve.errors import ConfigError
 
 __all__ = ["OFFLINE_POLICIES", "CoserveConfig"]
 
-OFFLINE_POLICIES = ("fcfs",)
-"""Orders in which waiting offline requests may be admitted."""
+OFFLINE_POLICIES = ("fifo", "coserve", "conserve", "hygen", "bros", "ooco")
+"""Ways to decide when offline requests run."""
 
 
 def _setting(default: Any, doc: str, **cli: Any) -> Any:
@@ -45,8 +45,10 @@ class CoserveConfig:
         metavar="MS",
     )
     offline_policy: str = _setting(
-        "fcfs",
-        "Order in which waiting offline requests are admitted.",
+        "fifo",
+        "When offline requests run. fifo: first come, first served, whenever no online request "
+        "waits. The others (experimental) plan every iteration with a latency model, against "
+        "--slo-ttft-ms and --slo-tpot-ms.",
         choices=OFFLINE_POLICIES,
     )
     offline_max_running: int | None = _setting(

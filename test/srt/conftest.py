@@ -11,6 +11,14 @@ import pytest
 from srt.scripted_engine import EngineProcess, EngineSpec, Spec, run_at_once
 
 KV_POOL_TOKENS = 1024
+LOOPS_AND_PAGES = {
+    "normal-page1": (False, 1),
+    "overlap-page1": (True, 1),
+    "normal-page16": (False, 16),
+    "overlap-page16": (True, 16),
+}
+"""Whether the event loop overlaps, and the page size, by name."""
+
 CHUNK_TOKENS = 128
 
 Reference = Callable[[Sequence[Spec]], dict[str, list[int]]]
@@ -47,12 +55,9 @@ def start_engine(small_model: Path) -> Iterator[Callable[..., EngineProcess]]:
         process.close()
 
 
-@pytest.fixture(
-    params=[(False, 1), (True, 1), (False, 16), (True, 16)],
-    ids=["normal-page1", "overlap-page1", "normal-page16", "overlap-page16"],
-)
+@pytest.fixture(params=LOOPS_AND_PAGES.values(), ids=LOOPS_AND_PAGES)
 def engine(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
-    """Our scheduler, in both event loops and with pages of 1 and 16 tokens."""
+    """Our FIFO scheduler, in both event loops and with pages of 1 and 16 tokens."""
     overlap, page_size = request.param
     process = start_engine(overlap=overlap, page_size=page_size)
     assert isinstance(process, EngineProcess)

@@ -58,15 +58,13 @@ class ScriptedEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         from sglang_coserve.config import CoserveConfig
-        from sglang_coserve.srt import cpu
+        from sglang_coserve.srt import cpu, processes
 
         cpu.set_environment_defaults()
         import torch
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.runtime_context import publish
         from sglang.srt.server_args import PortArgs, ServerArgs
-
-        from sglang_coserve.srt.scheduler import CoserveScheduler
 
         torch.set_num_threads(1)
         cpu.install_page_allocation()
@@ -82,7 +80,7 @@ class ScriptedEngine:
         server_args._coserve = CoserveConfig(**dict(spec.coserve))
         port_args = PortArgs.init_new(server_args)
         publish(server_args, role="scheduler")
-        base = Scheduler if spec.stock else CoserveScheduler
+        base = Scheduler if spec.stock else processes.scheduler_class(server_args)
         engine = self
 
         class RecordingScheduler(base):  # type: ignore[valid-type,misc]

@@ -224,11 +224,14 @@ def run_abort_all(engine: ScriptedEngine) -> int:
 
     engine.run(script)
     engine.assert_nothing_leaked()
-    return len(engine.scheduler._offline_waiting)
+    return int(engine.scheduler._num_offline_waiting())
 
 
 def test_abort_all_empties_the_offline_queue(engine: EngineProcess) -> None:
     assert engine.call(run_abort_all) == 0
+
+
+IDLE_ANSWERS = {"idle": False, "health_check_idle": True, "flushed": False}
 
 
 def run_idle_questions(engine: ScriptedEngine) -> dict[str, Any]:
@@ -253,11 +256,14 @@ def run_idle_questions(engine: ScriptedEngine) -> dict[str, Any]:
 def test_a_waiting_offline_request_is_work_for_flush_but_not_for_the_health_check(
     engine: EngineProcess,
 ) -> None:
-    assert engine.call(run_idle_questions) == {
-        "idle": False,
-        "health_check_idle": True,
-        "flushed": False,
-    }
+    assert engine.call(run_idle_questions) == IDLE_ANSWERS
+
+
+PAUSE_SPECS: list[Spec] = [
+    ("on0", prompt(1, 100), 20, False),
+    ("off0", prompt(2, 100), 20, True),
+    ("off1", prompt(3, 400), 20, True),
+]
 
 
 def run_pause(engine: ScriptedEngine, mode: str) -> dict[str, list[int]]:
@@ -266,17 +272,11 @@ def run_pause(engine: ScriptedEngine, mode: str) -> dict[str, list[int]]:
         PauseGenerationReqInput,
     )
 
-    specs: list[Spec] = [
-        ("on0", prompt(1, 100), 20, False),
-        ("off0", prompt(2, 100), 20, True),
-        ("off1", prompt(3, 400), 20, True),
-    ]
-
     def script(iteration: int) -> list[Any]:
         if iteration > 20:
             raise StopIteration
         messages: dict[int, list[Any]] = {
-            0: [engine.request(*spec[:3], offline=spec[3]) for spec in specs],
+            0: [engine.request(*spec[:3], offline=spec[3]) for spec in PAUSE_SPECS],
             4: [PauseGenerationReqInput(mode=mode)],
             8: [ContinueGenerationReqInput()],
             12: [PauseGenerationReqInput(mode=mode)],
@@ -285,7 +285,7 @@ def run_pause(engine: ScriptedEngine, mode: str) -> dict[str, list[int]]:
         return messages.get(iteration, [])
 
     engine.run(script)
-    outputs = {spec[0]: engine.output(spec[0]) for spec in specs}
+    outputs = {spec[0]: engine.output(spec[0]) for spec in PAUSE_SPECS}
     engine.assert_nothing_leaked()
     return outputs
 
@@ -295,12 +295,7 @@ def test_pause_generation_keeps_both_classes_whole(
     engine: EngineProcess, reference_outputs: Reference, mode: str
 ) -> None:
     outputs = engine.call(run_pause, mode)
-    specs: list[Spec] = [
-        ("on0", prompt(1, 100), 20, False),
-        ("off0", prompt(2, 100), 20, True),
-        ("off1", prompt(3, 400), 20, True),
-    ]
-    assert outputs == reference_outputs(specs)
+    assert outputs == reference_outputs(PAUSE_SPECS)
 
 
 # --- Everything at once -------------------------------------------------------------------
@@ -358,19 +353,54 @@ def run_mixed(
     return outputs, aborted, {name: after[name] - before.get(name, 0) for name in after}
 
 
+def assert_outputs(
+    specs: Sequence[Spec],
+    outputs: dict[str, list[int]],
+    aborted: set[str],
+    expected: dict[str, list[int]],
+) -> None:
+    """Every request generated what it should; an aborted one a part of it."""
+    for rid, _, max_new_tokens, _ in specs:
+        if rid not in aborted:
+            assert len(outputs[rid]) == max_new_tokens
+        assert outputs[rid] == expected[rid][: len(outputs[rid])]
+
+
 def test_two_hundred_mixed_requests_finish_with_the_outputs_of_stock(
     engine: EngineProcess, reference_outputs: Reference
 ) -> None:
     specs = mixed_specs(seed=11, num_online=80, num_offline=120)
     outputs, aborted, count = engine.call(run_mixed, specs, 5)
-    expected = reference_outputs(specs)
-    for rid, _, max_new_tokens, _ in specs:
-        if rid in aborted:
-            assert outputs[rid] == expected[rid][: len(outputs[rid])]
-        else:
-            assert len(outputs[rid]) == max_new_tokens
-            assert outputs[rid] == expected[rid]
+    assert_outputs(specs, outputs, aborted, reference_outputs(specs))
     assert aborted
     # The pool was small enough for the scenario to mean something.
     assert count["evicted"] > 10
     assert count["parked"] >= 1
+
+
+def run_too_long_offline_prompts(engine: ScriptedEngine) -> dict[str, Any]:
+    """Prompts beyond the context fail validation inside the scheduler, among good ones."""
+
+    def script(iteration: int) -> list[Any]:
+        if iteration > 6:
+            raise StopIteration
+        bad = engine.request(f"bad{iteration}", prompt(iteration, 1100), 4, offline=True)
+        good = engine.request(f"good{iteration}", prompt(iteration, 30), 4, offline=True)
+        return [good, bad]
+
+    before = counts(engine)
+    engine.run(script)
+    engine.assert_nothing_leaked()
+    return {
+        "bad": {type(engine.reqs[f"bad{i}"].finished_reason).__name__ for i in range(7)},
+        "good": {len(engine.output(f"good{i}")) for i in range(7)},
+        "admitted": counts(engine)["admitted"] - before.get("admitted", 0),
+    }
+
+
+def test_an_offline_request_that_fails_validation_is_answered(engine: EngineProcess) -> None:
+    assert engine.call(run_too_long_offline_prompts) == {
+        "bad": {"FINISH_ABORT"},
+        "good": {4},
+        "admitted": 7,
+    }

@@ -53,13 +53,13 @@ MESSAGES: Any = [{"role": "user", "content": "Who repaired the boat?"}]
 def test_status_shows_settings_and_classes(http: httpx.Client) -> None:
     replica = status(http)
     assert replica["config"]["slo_ttft_ms"] == 400
-    assert replica["config"]["offline_policy"] == "fcfs"
+    assert replica["config"]["offline_policy"] == "fifo"
     assert replica["online"].keys() == {"waiting", "running"}
 
 
 def test_server_info_names_the_scheduler(http: httpx.Client) -> None:
     info = http.get("/server_info").json()
-    assert info["coserve"] == {"scheduler": "CoserveScheduler"}
+    assert info["coserve"] == {"scheduler": "FifoScheduler"}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,9 @@ __all__ = [
     "SGLANG_VERSION",
     "check_server_args",
     "check_version",
+    "lowest_priority",
     "missing_seams",
+    "release_aborted",
     "release_for_requeue",
 ]
 
@@ -108,6 +110,15 @@ def release_for_requeue(req: Any, tree_cache: Any) -> None:
 
     release_kv_cache(req, tree_cache, is_insert=True)
     req.reset_for_retract()
+
+
+def release_aborted(req: Any, tree_cache: Any) -> None:
+    """Free the slot and KV of a request that is aborted while no batch holds it."""
+    from sglang.srt.disaggregation.utils import prepare_abort
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    prepare_abort(req, "Aborted")
+    release_kv_cache(req, tree_cache, is_insert=True)
 
 
 def lowest_priority(low_values_first: bool) -> int:

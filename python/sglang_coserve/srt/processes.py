@@ -7,29 +7,40 @@ them by name.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_coserve.errors import UnknownClassError
 from sglang_coserve.srt import cpu
 from sglang_coserve.srt.request_class import parse_custom_params
 
+if TYPE_CHECKING:
+    from sglang_coserve.srt.scheduler import CoserveScheduler
+
 __all__ = [
     "init_tokenizer_manager",
     "run_detokenizer_process",
     "run_scheduler_process",
+    "scheduler_class",
 ]
 
 
-def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
-    """Run SGLang's scheduler process with ``CoserveScheduler`` for its scheduler."""
+def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """Run SGLang's scheduler process with ours for its scheduler; takes its arguments."""
     from sglang.srt.managers import scheduler as sglang_scheduler
-
-    from sglang_coserve.srt.scheduler import CoserveScheduler
 
     if not cpu.has_cuda():
         cpu.install_page_allocation()
-    sglang_scheduler.Scheduler = CoserveScheduler
-    sglang_scheduler.run_scheduler_process(*args, **kwargs)
+    sglang_scheduler.Scheduler = scheduler_class(server_args)
+    sglang_scheduler.run_scheduler_process(server_args, *args, **kwargs)
+
+
+def scheduler_class(server_args: Any) -> type[CoserveScheduler]:
+    """Return the scheduler that the settings on ``server_args`` ask for."""
+    from sglang_coserve.srt.fifo_scheduler import FifoScheduler
+    from sglang_coserve.srt.planned_scheduler import PlannedScheduler
+    from sglang_coserve.srt.scheduler import config_of
+
+    return FifoScheduler if config_of(server_args).offline_policy == "fifo" else PlannedScheduler
 
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,82 @@
+"""Taking rows out of a running batch and putting them back, KV kept."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestrator
+
+__all__ = ["has_plain_state", "join", "split"]
+
+Req = Any
+ScheduleBatch = Any
+
+
+def has_plain_state(req: Req) -> bool:
+    """True when a request's state is its tokens and its KV, so that it can skip iterations.
+
+    Penalties count tokens in tensors that a split would shift under overlap
+    scheduling; log-probabilities, grammars and custom processors keep state of
+    their own. Such requests are never paused.
+    """
+    params = req.sampling_params
+    return not (
+        params.frequency_penalty
+        or params.presence_penalty
+        or params.repetition_penalty != 1.0
+        or params.min_new_tokens
+        or params.logit_bias
+        or req.return_logprob
+        or req.grammar is not None
+        or req.custom_logit_processor
+        or req.input_embeds is not None
+        or req.multimodal_inputs is not None
+        or req.session is not None
+    )
+
+
+@dataclass(eq=False)
+class _Rows:
+    """What an orchestrator of penalties looks at, before the batch it belongs to exists."""
+
+    reqs: list[Req]
+    device: Any
+
+
+def split(batch: ScheduleBatch, rids: Collection[str]) -> ScheduleBatch | None:
+    """Take the rows named in ``rids`` out of ``batch``; return them as a batch of their own.
+
+    Only rows with ``has_plain_state`` may be named. Returns None when no row is.
+    """
+    chosen = [i for i, req in enumerate(batch.reqs) if req.rid in rids]
+    if not chosen:
+        return None
+    taken = copy.copy(batch)
+    info = copy.copy(batch.sampling_info)
+    if info.custom_params is not None:
+        info.custom_params = list(info.custom_params)
+    rows = _Rows([batch.reqs[i] for i in chosen], batch.device)
+    # Rows without penalties: a fresh orchestrator holds no state and needs none.
+    penalties = info.penalizer_orchestrator
+    info.penalizer_orchestrator = BatchedPenalizerOrchestrator(
+        penalties.vocab_size, rows, set(penalties.penalizers)
+    )
+    taken.sampling_info = info
+    taken.filter_batch(keep_indices=chosen)
+    info.penalizer_orchestrator.batch = taken
+    out = set(chosen)
+    batch.filter_batch(keep_indices=[i for i in range(len(batch.reqs)) if i not in out])
+    return taken
+
+
+def join(batch: ScheduleBatch | None, other: ScheduleBatch | None) -> ScheduleBatch | None:
+    """Return one batch with the rows of both."""
+    if other is None or not other.reqs:
+        return batch
+    if batch is None or not batch.reqs:
+        return other
+    batch.merge_batch(other)
+    return batch

@@ -1,0 +1,165 @@
+"""The core's plans on the real scheduler: nothing lost, nothing leaked, the same outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from srt import test_scheduler as scenarios
+from srt.conftest import LOOPS_AND_PAGES, Reference
+from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
+
+LOOSE = {"offline_policy": "coserve", "slo_ttft_ms": 300.0, "slo_tpot_ms": 40.0}
+
+TIGHT = {"offline_policy": "coserve", "slo_ttft_ms": 300.0, "slo_tpot_ms": 0.01}
+"""No machine decodes that fast: offline rows pause whenever an online one decodes."""
+
+
+@pytest.fixture(params=LOOPS_AND_PAGES.values(), ids=LOOPS_AND_PAGES)
+def planned(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
+    """The default policy, in both event loops and with pages of 1 and 16 tokens."""
+    overlap, page_size = request.param
+    process = start_engine(overlap=overlap, page_size=page_size, coserve=LOOSE)
+    assert isinstance(process, EngineProcess)
+    return process
+
+
+def test_two_hundred_mixed_requests_finish_with_the_outputs_of_stock(
+    planned: EngineProcess, reference_outputs: Reference
+) -> None:
+    specs = scenarios.mixed_specs(seed=11, num_online=80, num_offline=120)
+    outputs, aborted, count = planned.call(scenarios.run_mixed, specs, 5)
+    scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
+    assert count["evicted"] > 0
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_pause_generation_keeps_both_classes_whole(
+    planned: EngineProcess, reference_outputs: Reference, mode: str
+) -> None:
+    outputs = planned.call(scenarios.run_pause, mode)
+    assert outputs == reference_outputs(scenarios.PAUSE_SPECS)
+
+
+def test_offline_requests_can_be_aborted_waiting_and_running(planned: EngineProcess) -> None:
+    generated = planned.call(scenarios.run_aborts)
+    assert generated["off4"] == 0
+    assert generated["off0"] < 30
+    assert [generated[f"off{i}"] for i in (1, 2, 3)] == [30, 30, 30]
+
+
+def test_abort_all_empties_the_offline_queue(planned: EngineProcess) -> None:
+    assert planned.call(scenarios.run_abort_all) == 0
+
+
+def test_a_waiting_offline_request_is_work_for_flush_but_not_for_the_health_check(
+    planned: EngineProcess,
+) -> None:
+    assert planned.call(scenarios.run_idle_questions) == scenarios.IDLE_ANSWERS
+
+
+def run_abort_in_every_state(engine: ScriptedEngine) -> dict[str, set[str]]:
+    """Abort each offline request as soon as it is seen parked or paused."""
+    scheduler = engine.scheduler
+    specs: list[Spec] = [(f"off{i}", scenarios.prompt(i, 400), 60, True) for i in range(12)]
+    seen: dict[str, set[str]] = {"parked": set(), "paused": set()}
+
+    def script(iteration: int) -> list[Any]:
+        if iteration == 0:
+            return [engine.request(*spec[:3], offline=True) for spec in specs]
+        if iteration > 400:
+            raise StopIteration
+        messages = []
+        if iteration % 6 == 0:
+            tokens = scenarios.prompt(iteration, 150)
+            messages.append(engine.request(f"on{iteration}", tokens, 12))
+        parked = set(scheduler._parked)
+        paused = {req.rid for req in scheduler._paused.reqs} if scheduler._paused else set()
+        for state, rids in (("parked", parked), ("paused", paused)):
+            if fresh := {rid for rid in rids if rid.startswith("off")} - seen[state]:
+                rid = min(fresh)
+                seen[state].add(rid)
+                messages.append(engine.abort(rid))
+        return messages
+
+    engine.run(script)
+    engine.assert_nothing_leaked()
+    assert not scheduler._infos
+    assert not scheduler._offline_reqs
+    assert not scheduler._last_token_s
+    return seen
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
+def test_parked_and_paused_requests_can_be_aborted(start_engine: Any, overlap: bool) -> None:
+    process = start_engine(overlap=overlap, page_size=16, coserve=TIGHT)
+    seen = process.call(run_abort_in_every_state)
+    assert seen["parked"]
+    assert seen["paused"]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
+def test_rows_that_pause_all_the_time_generate_the_same(
+    start_engine: Any, overlap: bool, reference_outputs: Reference
+) -> None:
+    process = start_engine(overlap=overlap, page_size=16, max_total_tokens=8192, coserve=TIGHT)
+    specs = scenarios.mixed_specs(seed=12, num_online=30, num_offline=40)
+    outputs, aborted, count = process.call(scenarios.run_mixed, specs, 6)
+    scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
+    assert count["paused"] > 0
+    assert count["resumed"] > 0
+
+
+PENALIZED: list[Spec] = [
+    (f"r{i}", scenarios.prompt(i, 60 + 40 * i), 40, i % 2 == 0) for i in range(8)
+]
+
+
+def run_with_penalties(engine: ScriptedEngine, *, mixed: bool) -> dict[str, list[int]]:
+    """Every second request of each class has penalties; arrivals overlap, so rows pause."""
+
+    def script(iteration: int) -> list[Any]:
+        if iteration > 40:
+            raise StopIteration
+        arrivals = [
+            spec for i, spec in enumerate(PENALIZED) if iteration == (5 * i if mixed else 0)
+        ]
+        return [
+            engine.request(
+                rid,
+                tokens,
+                n,
+                offline=offline and mixed,
+                **({"frequency_penalty": 0.7, "presence_penalty": 0.3} if int(rid[1]) > 3 else {}),
+            )
+            for rid, tokens, n, offline in arrivals
+        ]
+
+    engine.run(script)
+    outputs = {rid: engine.output(rid) for rid, *_ in PENALIZED}
+    engine.assert_nothing_leaked()
+    return outputs
+
+
+def test_penalties_keep_working_beside_paused_rows(start_engine: Any) -> None:
+    ours = start_engine(max_total_tokens=4096, coserve=TIGHT)
+    stock = start_engine(stock=True, max_total_tokens=65536, chunked_prefill_size=8192)
+    expected = stock.call(run_stock_with_penalties)
+    assert ours.call(run_mixed_with_penalties) == expected
+
+
+def run_stock_with_penalties(engine: ScriptedEngine) -> dict[str, list[int]]:
+    return run_with_penalties(engine, mixed=False)
+
+
+def run_mixed_with_penalties(engine: ScriptedEngine) -> dict[str, list[int]]:
+    outputs = run_with_penalties(engine, mixed=True)
+    assert scenarios.counts(engine)["paused"] > 0
+    return outputs
+
+
+def test_an_offline_request_that_fails_validation_is_answered(planned: EngineProcess) -> None:
+    answer = planned.call(scenarios.run_too_long_offline_prompts)
+    assert answer["bad"] == {"FINISH_ABORT"}
+    assert answer["good"] == {4}
