@@ -4,13 +4,13 @@
 
 A busy instance: ``--running`` rows of which half are online decodes, the rest
 offline decodes and one unfinished offline prefill; ``--waiting`` online requests
-without KV; and from 0 to ``--offline`` requests in the offline queue, which must
-not change the time. Prompts have the lengths of the Azure conversation trace's
-mean, and targets are TTFT 1 s, TPOT 100 ms; the model is an H100 with Llama-3.1 8B.
+without KV; and a hundredth of ``--offline``, then all of them, in the offline
+queue, which must not change the time. Targets are TTFT 1 s and TPOT 100 ms; the
+latency model is about that of Llama-3.1-8B on an H100.
 
-Three loads: ``burst``, the waiting online requests exceed what fits one
-iteration; ``steady``, they fit it and offline work fills the rest; ``idle``, no
-online request at all.
+Three loads: ``burst``, the waiting prompts, of 500 to 2500 tokens, exceed what fits
+one iteration; ``steady``, all of them, of 16 to 48 tokens, join it, and offline work
+fills the rest; ``idle``, no online request at all.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def main() -> None:
     print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}")
     print(f"{arguments.running} running, {arguments.waiting} online waiting; µs per plan")
     print(f"{'policy':15} {'load':7} {'offline waiting':>15} {'median':>7} {'p99':>7}")
+    snapshots = {load: busy_instance(arguments, load) for load in ("burst", "steady", "idle")}
     for policy in arguments.policies:
-        for load in ("burst", "steady", "idle"):
-            snapshot = busy_instance(arguments, load)
-            for num_offline in (arguments.offline // 100, arguments.offline):
-                scheduler = waiting_behind(arguments, policy, num_offline)
+        for num_offline in (arguments.offline // 100, arguments.offline):
+            scheduler = waiting_behind(arguments, policy, num_offline)
+            for load, snapshot in snapshots.items():
                 times_us = measure(scheduler, snapshot, arguments.repeat)
                 p99_us = float(np.percentile(times_us, 99))
                 print(
@@ -126,14 +126,14 @@ def busy_instance(arguments: argparse.Namespace, load: str) -> EngineSnapshot:
 
 
 def info(rid: str, *, is_online: bool, prompt_tokens: int, arrival_s: float = 5.0) -> RequestInfo:
-    """Return a request of one of eight users."""
+    """Return a request of one of three users."""
     return RequestInfo(
         rid=rid,
         request_class=RequestClass.ONLINE if is_online else RequestClass.OFFLINE,
         prompt_tokens=prompt_tokens,
         max_new_tokens=256,
         arrival_s=arrival_s,
-        user=f"user-{hash(rid) % 8}" if is_online else None,
+        user=f"user-{len(rid) % 3}" if is_online else None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
@@ -53,8 +53,6 @@ class BatchBuilder:
         self.model = model
         self.targets = targets
 
-        self.stats = BatchStats()
-        self.predicted_s = 0.0
         self.offline_budget_s = math.inf
         self.is_deadline_bound = False
         self.longest_prompt_s = 0.0
@@ -79,11 +77,31 @@ class BatchBuilder:
         self._victim_order = victim_order
         self._victims: Sequence[Row] | None = None
         self._evictions: dict[str, Eviction] = {}
+        # The batch, and the prefills that are not in it yet: summing rows is much cheaper than
+        # making a BatchStats of each.
+        self._stats = BatchStats()
+        self._predicted_s: float | None = 0.0
+        self._pending: list[tuple[int, int]] = []
         self._probe: tuple[int, int, BatchStats, float] | None = None
         self._shed: list[str] = []
         self._chunks: dict[str, PrefillChunk] = {}
         self._decoding: set[str] = set()
         self._sort_rows()
+
+    @property
+    def stats(self) -> BatchStats:
+        """Sums over the batch so far."""
+        if self._pending:
+            self._stats = _with_prefills(self._stats, self._pending)
+            self._pending = []
+        return self._stats
+
+    @property
+    def predicted_s(self) -> float:
+        """Predicted latency of the batch so far."""
+        if self._predicted_s is None:
+            self._predicted_s = self.model.predict(self.stats)
+        return self._predicted_s
 
     @property
     def has_online(self) -> bool:
@@ -111,9 +129,8 @@ class BatchBuilder:
         """Add decodes; the caller has checked that there is KV for them. O(rows)."""
         if not rows:
             return
-        self.stats = self._with_decodes(len(rows), sum([row.computed_tokens for row in rows]))
-        self.predicted_s = self.model.predict(self.stats)
-        self._probe = None
+        self._stats = self._with_decodes(len(rows), sum([row.computed_tokens for row in rows]))
+        self._predicted_s = self._probe = None
         self.free_tokens -= len(rows)
         self.free_kv_tokens -= self.kv_to_decode(rows)
         self._decoding.update([row.info.rid for row in rows])
@@ -159,6 +176,21 @@ class BatchBuilder:
         self._probe = (tokens, context_tokens, stats, seconds)
         return seconds
 
+    def predict_with_whole(self, rows: Iterable[Row]) -> float:
+        """Return the latency with the whole prompts of all rows; infinite if not even tokens fit.
+
+        O(rows), but never more than the tokens that are free.
+        """
+        left_tokens = self.free_tokens
+        prefills = []
+        for row in rows:
+            tokens = row.tokens_to_compute
+            left_tokens -= tokens
+            if left_tokens < 0:
+                return math.inf
+            prefills.append((tokens, row.computed_tokens or row.cached_tokens))
+        return self.model.predict(_with_prefills(self.stats, prefills))
+
     def prefill(
         self, rid: str, tokens: int, context_tokens: int, kv_tokens: int, *, is_new: bool
     ) -> None:
@@ -166,10 +198,10 @@ class BatchBuilder:
         assert 0 < tokens <= self.free_tokens, f"{rid}: {tokens} of {self.free_tokens} tokens"
         probe = self._probe
         if probe is not None and probe[0] == tokens and probe[1] == context_tokens:
-            _, _, self.stats, self.predicted_s = probe
+            _, _, self._stats, self._predicted_s = probe
         else:
-            self.stats = self.stats.with_prefill(tokens, context_tokens)
-            self.predicted_s = self.model.predict(self.stats)
+            self._pending.append((tokens, context_tokens))
+            self._predicted_s = None
         self._probe = None
         self.free_tokens -= tokens
         self.free_kv_tokens -= kv_tokens
@@ -314,3 +346,20 @@ class BatchBuilder:
             rid = row.info.rid
             if not (rid in self._evictions or rid in self._chunks or rid in self._decoding):
                 yield row
+
+
+def _with_prefills(stats: BatchStats, prefills: Iterable[tuple[int, int]]) -> BatchStats:
+    rows, tokens, context_tokens, pairs = (
+        stats.prefill_requests,
+        stats.prefill_tokens,
+        stats.prefill_context_tokens,
+        stats.prefill_attention_pairs,
+    )
+    for more, context in prefills:
+        rows += 1
+        tokens += more
+        context_tokens += context
+        pairs += more * (more + context)
+    return BatchStats(
+        rows, tokens, context_tokens, pairs, stats.decode_requests, stats.decode_context_tokens
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Final, Protocol
 
 from sglang_coserve.core.batch_builder import BatchBuilder
@@ -98,17 +99,20 @@ class VirtualTokenCounter:
         counters = self._lifted(users)
         chunks = {chunk.rid: chunk.tokens for chunk in batch.chunks}
         decoding = batch.decoding
-        for row in (*batch.snapshot.rows, *waiting):
+        for row in chain(batch.online_decodes, batch.online_prefills, waiting):
             info = row.info
-            if not info.is_online:
+            if tokens := chunks.get(info.rid):
+                service = _INPUT_WEIGHT * tokens
+                if tokens == row.tokens_to_compute:
+                    service += _OUTPUT_WEIGHT
+            elif info.rid in decoding and info.is_online:
+                service = _OUTPUT_WEIGHT
+            else:
                 continue
-            tokens = chunks.get(info.rid, 0)
-            service = _INPUT_WEIGHT * tokens
-            if info.rid in decoding or tokens == row.tokens_to_compute:
-                service += _OUTPUT_WEIGHT
-            if service:
-                before = counters.get(info.user, self._counters.get(info.user, 0.0))
-                counters[info.user] = before + service
+            before = counters.get(info.user)
+            counters[info.user] = service + (
+                self._counters.get(info.user, 0.0) if before is None else before
+            )
         return FairnessUpdate(counters, users)
 
     def commit(self, update: FairnessUpdate) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 
 from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.plan_context import PlanContext
@@ -62,11 +63,16 @@ def prefill_online(
     sheds = config.overload is Overload.SHED
     floor_tokens = 0 if sheds else config.min_online_chunk_tokens
     slack_share = 1 - config.margin
+    # Where all that waits fits at once, one prediction stands for those of every row.
+    all_s = batch.predict_with_whole(chain(batch.online_prefills, batch.snapshot.waiting))
     for row, is_new in _prefills(batch, context):
         rest_tokens = row.tokens_to_compute
         cached_tokens = row.computed_tokens or row.cached_tokens
-        whole_s = batch.predict_with_prefill(rest_tokens, cached_tokens)
         row_slack_s = slack_s(batch, row) if keeps_ttft else math.inf
+        if all_s <= budget_s and all_s <= row_slack_s:
+            whole_s = all_s
+        else:
+            whole_s = batch.predict_with_prefill(rest_tokens, cached_tokens)
         if sheds and whole_s > row_slack_s and is_new and row.generated_tokens == 0:
             batch.shed(row)
             continue
