@@ -63,7 +63,7 @@ def experiment(seconds: float, _trace: str | None) -> None:
                 "P99 TTFT, Sarathi-P, then SLO-aware",
                 "1399, 686 ms",
                 f"{p99_ttft_ms(sarathi):.0f}, {p99_ttft_ms(aware):.0f} ms",
-                "no engine overhead or queueing in front of the scheduler here",
+                "what a real engine adds around its iterations is not modelled",
             ),
             Claim(
                 "P99 TTFT with preemption",

@@ -12,7 +12,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
@@ -197,10 +197,6 @@ class Testbed:
         model = machine.roofline()
         copied = machine.copied_tokens_per_s(self.checkpoint_byte_per_s)
         layers = machine.shape.num_layers
-        scheduler = self.scheduler
-        if self.safepoint_layers:
-            # Arrivals need no short iterations where those can be aborted.
-            scheduler = replace(scheduler, arrival_wait_s=math.inf)
         capacity = self.kv_tokens or kv_capacity_tokens(
             machine.shape, machine.hardware, tp_size=machine.tp_size
         )
@@ -208,7 +204,7 @@ class Testbed:
             model=believed or model,
             true_model=model,
             targets=targets,
-            scheduler=scheduler,
+            scheduler=self.scheduler,
             executor=ExecutorConfig(
                 kv_capacity_tokens=capacity,
                 max_running_requests=self.max_running_requests,

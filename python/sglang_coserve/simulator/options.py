@@ -116,10 +116,7 @@ class SimulationOptions:
             model=read_profile(self.profile) if self.profile else machine.roofline(),
             true_model=read_profile(self.true_profile) if self.true_profile else None,
             targets=SloTargets(_seconds(self.slo_ttft_ms), _seconds(self.slo_tpot_ms)),
-            # An iteration that can be aborted need not be short for arrivals' sake.
-            scheduler=SchedulerConfig(
-                arrival_wait_s=math.inf if safepoint_layers else None, seed=self.seed
-            ),
+            scheduler=SchedulerConfig(seed=self.seed),
             executor=ExecutorConfig(
                 kv_capacity_tokens=self._capacity_tokens(),
                 page_tokens=self.page_tokens,
