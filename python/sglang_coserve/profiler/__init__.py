@@ -1,0 +1,39 @@
+"""How long iterations take on this machine: measure a grid of batches, fit, report.
+
+The executor that runs a batch is a protocol: the real one is in ``srt``.
+"""
+
+from sglang_coserve.profiler.executor import BatchKind, BatchShape, Executor, ExecutorLimits
+from sglang_coserve.profiler.fits import BEST, KINDS, FitAttempt, choose, fit_all, to_profile
+from sglang_coserve.profiler.grid import plan_grid
+from sglang_coserve.profiler.latency import measure_grid, quick_samples
+from sglang_coserve.profiler.machine import Machine
+from sglang_coserve.profiler.measurement import Measurement, measure, repeat_error
+from sglang_coserve.profiler.profile_file import load_profile, write_profile
+from sglang_coserve.profiler.report import report_text, write_plot
+from sglang_coserve.profiler.sample_file import SampleFile
+
+__all__ = [
+    "BEST",
+    "KINDS",
+    "BatchKind",
+    "BatchShape",
+    "Executor",
+    "ExecutorLimits",
+    "FitAttempt",
+    "Machine",
+    "Measurement",
+    "SampleFile",
+    "choose",
+    "fit_all",
+    "load_profile",
+    "measure",
+    "measure_grid",
+    "plan_grid",
+    "quick_samples",
+    "repeat_error",
+    "report_text",
+    "to_profile",
+    "write_plot",
+    "write_profile",
+]

@@ -1,0 +1,103 @@
+"""What can run one batch of a given shape, and which shapes it can run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from sglang_coserve.core.batch_stats import BatchStats
+
+__all__ = ["BatchKind", "BatchShape", "Executor", "ExecutorLimits"]
+
+
+class BatchKind(Enum):
+    """Which rows a batch has."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """The rows of a batch; what their tokens are does not matter."""
+
+    prefills: tuple[tuple[int, int], ...] = ()
+    """(P, C) of each prefill row: P ≥ 1 tokens to compute, C ≥ 0 cached before them."""
+
+    decodes: tuple[int, ...] = ()
+    """C ≥ 1 of each decode row: tokens cached before the one it computes."""
+
+    def __post_init__(self) -> None:
+        assert self.prefills or self.decodes, "a batch has at least one row"
+        assert all(tokens >= 1 and context >= 0 for tokens, context in self.prefills)
+        assert all(context >= 1 for context in self.decodes)
+
+    @property
+    def kind(self) -> BatchKind:
+        """Which rows there are."""
+        if not self.decodes:
+            return BatchKind.PREFILL
+        return BatchKind.MIXED if self.prefills else BatchKind.DECODE
+
+    @property
+    def stats(self) -> BatchStats:
+        """The sums that latency models see. O(rows)."""
+        return BatchStats.of(self.prefills, self.decodes)
+
+    def row_tokens(self) -> Iterator[int]:
+        """Yield P + C of each row: the KV it holds once the batch has run."""
+        yield from (tokens + context for tokens, context in self.prefills)
+        yield from (context + 1 for context in self.decodes)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorLimits:
+    """The largest batches of an executor."""
+
+    max_batch_tokens: int
+    """ΣP of a batch with prefill rows: SGLang's chunked prefill size."""
+
+    max_row_tokens: int
+    """P + C of one row."""
+
+    max_requests: int
+    """Rows of one batch."""
+
+    kv_capacity_tokens: int
+    """Σ(P + C), each row rounded up to whole pages."""
+
+    page_tokens: int = 1
+
+    def allow(self, shape: BatchShape) -> bool:
+        """Tell whether a batch of this shape can run. O(rows)."""
+        rows = list(shape.row_tokens())
+        pages = sum(-(-tokens // self.page_tokens) for tokens in rows)
+        batch_tokens = sum(tokens for tokens, _ in shape.prefills) + len(shape.decodes)
+        return (
+            len(rows) <= self.max_requests
+            and max(rows) <= self.max_row_tokens
+            and pages * self.page_tokens <= self.kv_capacity_tokens
+            and (not shape.prefills or batch_tokens <= self.max_batch_tokens)
+        )
+
+
+class Executor(Protocol):
+    """Runs batches, one at a time; nothing of a batch is left behind."""
+
+    @property
+    def limits(self) -> ExecutorLimits:
+        """What ``run`` accepts."""
+        ...
+
+    def run(self, shape: BatchShape) -> float:
+        """Run one batch that ``limits`` allow; return the seconds of its iteration.
+
+        Building the batch and releasing it is not part of the time.
+
+        Raises:
+            ServerError: the engine failed on this batch.
+        """
+        ...

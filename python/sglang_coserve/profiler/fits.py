@@ -1,0 +1,97 @@
+"""Fit every kind of latency model to the same measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from sglang_coserve.core.latency_model import (
+    Fit,
+    LatencyModel,
+    LatencyProfile,
+    LinearModel,
+    ModelShape,
+    PolynomialModel,
+    RooflineModel,
+    Sample,
+    SampleTable,
+    SplitLinearModel,
+)
+from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
+from sglang_coserve.profiler.machine import Machine
+
+__all__ = ["BEST", "KINDS", "FitAttempt", "choose", "fit_all", "to_profile"]
+
+BEST: Final = "best"
+"""Chooses the kind with the smallest error."""
+
+KINDS: Final = (
+    PolynomialModel.kind,
+    LinearModel.kind,
+    RooflineModel.kind,
+    SplitLinearModel.kind,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FitAttempt:
+    """A kind, fitted, or why it could not be."""
+
+    kind: str
+    fit: Fit[LatencyModel] | None
+    problem: str = ""
+
+
+def fit_all(
+    samples: Iterable[Sample], machine: Machine, *, seed: int = 0
+) -> tuple[FitAttempt, ...]:
+    """Fit the four kinds; all hold the same samples out, so their reports compare."""
+    table = SampleTable.of(samples)
+    return tuple(_attempt(kind, machine, table, seed) for kind in KINDS)
+
+
+def choose(attempts: Sequence[FitAttempt], kind: str = BEST) -> Fit[LatencyModel]:
+    """Return the fit of this kind; of ``BEST``, the one with the least held-out MAPE.
+
+    Raises:
+        InputFileError: the kind, or every kind, could not be fitted.
+    """
+    wanted = [attempt for attempt in attempts if kind in (BEST, attempt.kind)]
+    fits = [attempt.fit for attempt in wanted if attempt.fit is not None]
+    if not fits:
+        problems = "; ".join(f"{attempt.kind}: {attempt.problem}" for attempt in wanted)
+        raise InputFileError(f"no latency model could be fitted: {problems}")
+    return min(fits, key=lambda fit: fit.report.mape)
+
+
+def to_profile(fit: Fit[LatencyModel], machine: Machine) -> LatencyProfile:
+    """Return the profile that a server loads."""
+    return LatencyProfile(
+        fit.model,
+        fit.report,
+        machine.hardware,
+        machine.model,
+        machine.tp_size,
+        machine.sglang_version,
+    )
+
+
+def _attempt(kind: str, machine: Machine, table: SampleTable, seed: int) -> FitAttempt:
+    try:
+        return FitAttempt(kind, _form(kind, machine).fit(table, seed=seed))
+    except CoserveError as error:
+        return FitAttempt(kind, None, str(error))
+
+
+def _form(kind: str, machine: Machine) -> LatencyModel:
+    if kind == PolynomialModel.kind:
+        return PolynomialModel(captured_batch_sizes=machine.captured_batch_sizes)
+    if kind == LinearModel.kind:
+        return LinearModel()
+    if kind == SplitLinearModel.kind:
+        return SplitLinearModel()
+    if kind == RooflineModel.kind:
+        shape = ModelShape.from_config(machine.model_config)
+        return RooflineModel.from_datasheet(shape, machine.datasheet, tp_size=machine.tp_size)
+    raise ConfigError(f"unknown kind {kind!r}: use {BEST} or one of {', '.join(KINDS)}")

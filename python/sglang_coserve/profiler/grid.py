@@ -1,0 +1,120 @@
+"""Which batches to measure, and in which order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import chain, zip_longest
+from typing import Final
+
+from sglang_coserve.profiler.executor import BatchKind, BatchShape, ExecutorLimits
+
+__all__ = ["plan_grid"]
+
+_MAX_DECODES: Final = 256
+_MAX_PREFILLS: Final = 16
+_MAX_CANDIDATES: Final = 1200
+_MIN_CHUNK_TOKENS: Final = 16
+_MIN_CONTEXT_TOKENS: Final = 16
+# Of the ladders that climb in one direction only, the other directions stay here.
+_BASE_CHUNK_TOKENS: Final = 64
+_BASE_CONTEXT_TOKENS: Final = 256
+_BASE_DECODES: Final = 4
+_KINDS: Final = (BatchKind.PREFILL, BatchKind.DECODE, BatchKind.MIXED)
+
+
+def plan_grid(limits: ExecutorLimits, num_shapes: int = 400) -> tuple[BatchShape, ...]:
+    """Return up to ``num_shapes`` different shapes that ``limits`` allow, the most telling first.
+
+    First come ladders: one quantity doubles (chunk, decodes, context, prompts)
+    while the others stay small, all ladders in turn. They show every
+    coefficient of every model early, and reach the limits in steps that are
+    never much dearer than what was measured before. Then a Halton sequence
+    fills the space between, evenly in the logarithms wherever it is stopped:
+    prefill, decode and mixed batches in turn, contexts uneven within a batch.
+    """
+    candidates = chain(_ladders(limits), _fill(limits))
+    shapes: dict[BatchShape, None] = {}
+    for shape in candidates:
+        if len(shapes) == num_shapes:
+            break
+        if limits.allow(shape):
+            shapes.setdefault(shape)
+    return tuple(shapes)
+
+
+def _ladders(limits: ExecutorLimits) -> Iterator[BatchShape]:
+    chunk, base_context = _BASE_CHUNK_TOKENS, _BASE_CONTEXT_TOKENS
+    max_chunk = min(limits.max_batch_tokens, limits.max_row_tokens)
+    chunks = _doubling(_MIN_CHUNK_TOKENS, max_chunk)
+    decodes = _doubling(1, min(_MAX_DECODES, limits.max_requests))
+    contexts = _doubling(_MIN_CONTEXT_TOKENS, limits.max_row_tokens - chunk)
+    ladders = (
+        [BatchShape(prefills=((tokens, 0),)) for tokens in chunks],
+        [BatchShape(decodes=(base_context,) * rows) for rows in decodes],
+        [BatchShape(prefills=((chunk, context),)) for context in contexts],
+        [BatchShape(decodes=(context,) * _BASE_DECODES) for context in contexts],
+        [BatchShape(((tokens, 0),), (base_context,) * _BASE_DECODES) for tokens in chunks],
+        [BatchShape(prefills=((chunk, 0),) * rows) for rows in _doubling(2, _MAX_PREFILLS)],
+        [BatchShape(((chunk, base_context),), (base_context,) * rows) for rows in decodes],
+    )
+    for step in zip_longest(*ladders):
+        yield from (shape for shape in step if shape is not None)
+
+
+def _fill(limits: ExecutorLimits) -> Iterator[BatchShape]:
+    max_decodes = min(_MAX_DECODES, limits.max_requests)
+    max_context = limits.max_row_tokens
+    for index in range(1, _MAX_CANDIDATES):
+        kind = _KINDS[index % len(_KINDS)]
+        decodes: tuple[int, ...] = ()
+        prefills: tuple[tuple[int, int], ...] = ()
+        if kind is not BatchKind.PREFILL:
+            rows = _between(1, max_decodes, _halton(index, 2))
+            fitting = max(1, limits.kv_capacity_tokens // (2 * rows))
+            context = _between(_MIN_CONTEXT_TOKENS, min(max_context, fitting), _halton(index, 3))
+            decodes = tuple(min(max_context - 1, c) for c in _spread(context, rows))
+        if kind is not BatchKind.DECODE:
+            tokens = _between(
+                _MIN_CHUNK_TOKENS, limits.max_batch_tokens - len(decodes), _halton(index, 5)
+            )
+            rows = _between(1, min(_MAX_PREFILLS, tokens), _halton(index, 7))
+            chunk = tokens // rows
+            context = _between(1, max_context - chunk, _halton(index, 11))
+            prefills = tuple((chunk, c) for c in _spread(context, rows))
+        yield BatchShape(prefills, decodes)
+
+
+def _doubling(first: int, last: int) -> list[int]:
+    """Return first, 2·first, … and ``last`` itself, ascending."""
+    if last <= first:
+        return [max(1, last)]
+    values = []
+    while first < last:
+        values.append(first)
+        first *= 2
+    return [*values, last]
+
+
+def _between(low: int, high: int, share: float) -> int:
+    """Return the integer this share of the way from low to high, in logarithms."""
+    low = max(1, min(low, high))
+    high = max(low, high)
+    return round(low * math.exp(share * math.log(high / low)))
+
+
+def _spread(mean: int, rows: int) -> list[int]:
+    """Return ``rows`` values from half to one and a half of the mean, ascending."""
+    if rows == 1:
+        return [mean]
+    return [max(1, round(mean * (0.5 + row / (rows - 1)))) for row in range(rows)]
+
+
+def _halton(index: int, base: int) -> float:
+    """Return the radical inverse of ``index``, in (0, 1) for a positive index."""
+    value, digit_value = 0.0, 1.0
+    while index:
+        digit_value /= base
+        index, digit = divmod(index, base)
+        value += digit * digit_value
+    return value

@@ -1,0 +1,84 @@
+"""Measure a grid of shapes within a time limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
+
+from sglang_coserve.core.latency_model import Sample
+from sglang_coserve.profiler.cost_bound import CostBound
+from sglang_coserve.profiler.executor import BatchShape, Executor
+from sglang_coserve.profiler.grid import plan_grid
+from sglang_coserve.profiler.measurement import MIN_RUNS, Measurement, measure
+
+__all__ = ["measure_grid", "quick_samples"]
+
+# Of the time limit, what one shape may take: a few large ones must not use it all.
+_SHAPE_SHARE: Final = 1 / 20
+# After so many new shapes, one that was measured before is measured again.
+_REVISIT_AFTER: Final = 8
+
+
+def measure_grid(
+    executor: Executor,
+    shapes: Sequence[BatchShape],
+    *,
+    time_limit_s: float,
+    done: Iterable[Measurement] = (),
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Measurement]:
+    """Yield measurements of the shapes in order, until all are measured or the time is up.
+
+    Shapes in ``done`` are not measured again, and those that may take longer
+    than their share of the limit are passed over: a later call with more time
+    measures them. Every ninth measurement repeats a shape of this call, for
+    ``repeat_error``. Whoever iterates may stop at any time; nothing is left on
+    the executor.
+
+    Raises:
+        ServerError: the engine failed on a shape.
+    """
+    end_s = clock() + time_limit_s
+    shape_limit_s = time_limit_s * _SHAPE_SHARE
+    bound = CostBound()
+    known: set[BatchShape] = set()
+    for earlier in done:
+        bound.observe(earlier.shape.stats, earlier.seconds)
+        known.add(earlier.shape)
+    measured: list[BatchShape] = []
+
+    def visit(shape: BatchShape) -> Measurement | None:
+        budget_s = min(shape_limit_s, end_s - clock())
+        warm_up_and_runs = 1 + MIN_RUNS
+        if budget_s <= 0 or bound.seconds(shape.stats) * warm_up_and_runs > budget_s:
+            return None
+        measurement = measure(executor, shape, budget_s=budget_s, clock=clock)
+        bound.observe(shape.stats, measurement.seconds)
+        return measurement
+
+    for shape in shapes:
+        if clock() >= end_s:
+            return
+        if shape in known or (measurement := visit(shape)) is None:
+            continue
+        yield measurement
+        measured.append(shape)
+        if len(measured) % _REVISIT_AFTER == 0:
+            # The oldest that was not repeated yet, every eighth shape or so of the grid.
+            repeated = visit(measured[len(measured) // _REVISIT_AFTER - 1])
+            if repeated is not None:
+                yield repeated
+
+
+def quick_samples(
+    executor: Executor, time_limit_s: float, *, clock: Callable[[], float] = time.monotonic
+) -> list[Sample]:
+    """Return samples of the machine's own grid, as many as the time allows.
+
+    With several ranks, ``clock`` must tell all of them the same time: what is
+    measured next depends on it.
+    """
+    shapes = plan_grid(executor.limits)
+    measurements = measure_grid(executor, shapes, time_limit_s=time_limit_s, clock=clock)
+    return [measurement.sample for measurement in measurements]

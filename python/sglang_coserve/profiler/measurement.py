@@ -1,0 +1,108 @@
+"""One shape, run until its time is known."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from sglang_coserve.core.latency_model import Sample
+from sglang_coserve.profiler.executor import BatchShape, Executor
+
+__all__ = ["MIN_RUNS", "Measurement", "measure", "repeat_error"]
+
+MIN_RUNS: Final = 3
+"""Timed runs of a shape, when its time allows them."""
+
+_MAX_RUNS: Final = 10
+# Runs end when the mean is known to this relative standard error.
+_PRECISION: Final = 0.005
+# An outlier is this many robust standard deviations from the median, and at
+# least this share of it: equal timings must not make outliers of all others.
+_OUTLIER_DEVIATIONS: Final = 3.5
+_OUTLIER_SHARE: Final = 0.02
+# The standard deviation of a normal distribution, over its median absolute deviation.
+_MAD_SCALE: Final = 1.4826
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """The timed runs of one shape."""
+
+    shape: BatchShape
+    runs_s: tuple[float, ...]
+    """Every timed run, in order; the warm-up is not among them."""
+
+    @property
+    def kept_s(self) -> tuple[float, ...]:
+        """The runs without outliers, by their distance from the median in units of the MAD."""
+        return _without_outliers(self.runs_s)
+
+    @property
+    def seconds(self) -> float:
+        """The mean of the kept runs."""
+        return statistics.fmean(self.kept_s)
+
+    @property
+    def sample(self) -> Sample:
+        """What a latency model is fitted to."""
+        return Sample(self.shape.stats, self.seconds)
+
+
+def measure(
+    executor: Executor, shape: BatchShape, *, budget_s: float, clock: Callable[[], float]
+) -> Measurement:
+    """Run the shape once to warm up, then until the mean is precise or the time is up.
+
+    At least one run is timed; no further one starts later than ``budget_s`` from now.
+
+    Raises:
+        ServerError: the engine failed on this shape.
+    """
+    end_s = clock() + budget_s
+    executor.run(shape)
+    runs_s = [executor.run(shape)]
+    while len(runs_s) < _MAX_RUNS and not _is_precise(runs_s) and clock() < end_s:
+        runs_s.append(executor.run(shape))
+    return Measurement(shape, tuple(runs_s))
+
+
+def repeat_error(measurements: Iterable[Measurement]) -> float | None:
+    """Return the part of a prediction's MAPE that is the machine's own noise.
+
+    Taken from shapes that were measured again later, so it contains slow drift
+    as well as jitter: the mean of |a − b| / (a + b) · √2 over pairs (a, b) of
+    successive measurements. For independent normal errors that is the mean
+    absolute relative error of one measurement, hence the least MAPE that any
+    model can have. None without a repeated shape.
+    """
+    by_shape: defaultdict[BatchShape, list[float]] = defaultdict(list)
+    for measurement in measurements:
+        by_shape[measurement.shape].append(measurement.seconds)
+    errors = [
+        math.sqrt(2) * abs(first - second) / (first + second)
+        for times in by_shape.values()
+        for first, second in pairwise(times)
+    ]
+    return statistics.fmean(errors) if errors else None
+
+
+def _is_precise(runs_s: Sequence[float]) -> bool:
+    if len(runs_s) < MIN_RUNS:
+        return False
+    kept = _without_outliers(runs_s)
+    if len(kept) < MIN_RUNS:
+        return False
+    error = statistics.stdev(kept) / math.sqrt(len(kept))
+    return error <= _PRECISION * statistics.fmean(kept)
+
+
+def _without_outliers(runs_s: Sequence[float]) -> tuple[float, ...]:
+    median = statistics.median(runs_s)
+    deviation = _MAD_SCALE * statistics.median(abs(run - median) for run in runs_s)
+    limit = max(_OUTLIER_DEVIATIONS * deviation, _OUTLIER_SHARE * median)
+    return tuple(run for run in runs_s if abs(run - median) <= limit)

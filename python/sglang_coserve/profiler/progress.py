@@ -1,0 +1,73 @@
+"""Shows how far a profile is, and turns Ctrl-C into a stop after the shape being measured."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType, TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from sglang_coserve.profiler.measurement import Measurement
+
+__all__ = ["ProfileProgress"]
+
+
+class ProfileProgress:
+    """A context with a bar that fills with the shapes, or with the time if that ends first.
+
+    The first SIGINT asks for a stop, a second one interrupts as usual. Only the
+    main thread may enter it.
+    """
+
+    def __init__(self, num_shapes: int, time_limit_s: float, *, show: bool = True) -> None:
+        """``show`` draws the bar on standard error if that is a terminal."""
+        self.is_interrupted = False
+        self._num_shapes = num_shapes
+        self._time_limit_s = time_limit_s
+        self._start_s = time.monotonic()
+        self._num_measured = 0
+        console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not (show and console.is_terminal),
+        )
+        self._task = self._bar.add_task("profiling", total=1.0)
+
+    def __enter__(self) -> Self:
+        self._previous = signal.signal(signal.SIGINT, self._interrupt)
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+        signal.signal(signal.SIGINT, self._previous)
+
+    def advance(self, measurement: Measurement) -> None:
+        """Show one more measurement."""
+        self._num_measured += 1
+        of_time = (time.monotonic() - self._start_s) / self._time_limit_s
+        of_shapes = self._num_measured / max(1, self._num_shapes)
+        batch = measurement.shape.stats
+        self._bar.update(
+            self._task,
+            completed=min(1.0, max(of_time, of_shapes)),
+            description=f"{self._num_measured} measured; P {batch.prefill_tokens} × "
+            f"{batch.prefill_requests}, decodes {batch.decode_requests}: "
+            f"{measurement.seconds * 1e3:,.1f} ms",
+        )
+
+    def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
+        self.is_interrupted = True
+        signal.signal(signal.SIGINT, self._previous)

@@ -1,0 +1,222 @@
+"""The profiler's executor: one batch at a time on a real SGLang scheduler.
+
+Lives in the scheduler's process, while its event loop does not run.  Batches are
+built and run by SGLang's own functions; only what lies in the KV cache before a
+batch is not computed but copied there once.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from sglang.srt.managers.overlap_utils import resolve_forward_inputs
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.common import DynamicGradMode
+
+from sglang_coserve.core.latency_model import Sample
+from sglang_coserve.errors import UnsupportedError
+from sglang_coserve.profiler.executor import BatchShape, ExecutorLimits
+from sglang_coserve.profiler.latency import quick_samples
+
+__all__ = ["SchedulerExecutor", "profile_quickly"]
+
+_RADIX_NAMESPACE = "coserve-profiler"
+"""Prompts of the profiler must not match prefixes of users' prompts."""
+
+_DONOR_TOKENS = 1024
+
+
+class SchedulerExecutor:
+    """Runs batches of given shapes on an idle scheduler, as ``profiler.Executor`` asks.
+
+    An iteration's time is that of ``Scheduler.run_batch``: from the prepared
+    batch to its sampled tokens on the host. With tensor parallelism all ranks
+    must run the same shapes, and each returns rank 0's time.
+
+    Raises:
+        UnsupportedError: the model's cache is not one KV pool (sliding window, state space).
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        if scheduler.is_hybrid_swa or scheduler.tree_cache.supports_mamba():
+            raise UnsupportedError(
+                "the profiler does not support sliding-window and state-space caches: "
+                "start without a profile"
+            )
+        idle = scheduler.running_batch.is_empty() and not scheduler.waiting_queue
+        assert idle, "requests of users are in the engine"
+        self._scheduler = scheduler
+        self._allocator = scheduler.token_to_kv_pool_allocator
+        self._device = torch.get_device_module(scheduler.req_to_token_pool.device)
+        page = self._allocator.page_size
+        chunk = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
+        self._limits = ExecutorLimits(
+            max_batch_tokens=min(chunk, scheduler.max_prefill_tokens),
+            max_row_tokens=scheduler.max_req_len,
+            max_requests=min(
+                scheduler.max_running_requests, scheduler.req_to_token_pool.available_size()
+            ),
+            kv_capacity_tokens=self._allocator.available_size() // page * page,
+            page_tokens=page,
+        )
+        generator = random.Random(0)
+        vocabulary = range(scheduler.model_config.vocab_size)
+        self._tokens = array("q", generator.choices(vocabulary, k=scheduler.max_req_len + 1))
+        self._sampling = SamplingParams(max_new_tokens=1, temperature=0.0)
+        self._sampling.normalize(None)
+        self._fill_kv_pool()
+
+    @property
+    def limits(self) -> ExecutorLimits:
+        """Taken from the scheduler; the KV is what is free now."""
+        return self._limits
+
+    def run(self, shape: BatchShape) -> float:
+        """See ``profiler.Executor.run``."""
+        assert self._limits.allow(shape), f"outside of {self._limits}: {shape}"
+        reqs: list[Req] = []
+        free_tokens = self._allocator.available_size()
+        with DynamicGradMode():
+            try:
+                return self._time(self._build(shape, reqs))
+            finally:
+                self._release(reqs)
+                assert self._allocator.available_size() == free_tokens, "a batch leaked KV"
+
+    def _build(self, shape: BatchShape, reqs: list[Req]) -> ScheduleBatch:
+        """Return the batch, ready to run; add its requests to ``reqs`` as they get memory."""
+        decodes = None
+        if shape.decodes:
+            # A request that starts to decode has all but its last token in the KV cache.
+            decodes = self._extend([(1, context - 1) for context in shape.decodes], reqs)
+            decodes.prefill_input_ids_cpu = None
+            last_tokens = self._scheduler.future_map.output_tokens_buf
+            last_tokens[decodes.req_pool_indices] = torch.tensor(
+                self._tokens[: len(decodes.reqs)], dtype=last_tokens.dtype
+            ).to(last_tokens.device)
+            for req in decodes.reqs:
+                req.output_ids.append(self._tokens[0])
+            if not shape.prefills:
+                decodes.prepare_for_decode()
+                return decodes
+        batch = self._extend(shape.prefills, reqs)
+        if decodes is not None:
+            decodes.prepare_for_decode()
+            batch.mix_with_running(decodes)
+            batch.decoding_reqs = decodes.reqs
+        return batch
+
+    def _extend(self, rows: Sequence[tuple[int, int]], reqs: list[Req]) -> ScheduleBatch:
+        """Return a prepared prefill batch of (tokens, context) rows."""
+        scheduler = self._scheduler
+        added = [self._request(tokens, context) for tokens, context in rows]
+        reqs += added
+        batch = ScheduleBatch.init_new(
+            added,
+            scheduler.req_to_token_pool,
+            self._allocator,
+            scheduler.tree_cache,
+            scheduler.model_config,
+            False,  # Nothing overlaps with a single batch.
+            scheduler.spec_algorithm,
+        )
+        batch.prepare_for_extend()
+        return batch
+
+    def _request(self, tokens: int, context: int) -> Req:
+        total = tokens + context
+        req = Req(
+            "",
+            "",
+            self._tokens[:total],
+            self._sampling,
+            vocab_size=self._scheduler.model_config.vocab_size,
+            extra_key=_RADIX_NAMESPACE,
+        )
+        req.init_next_round_input(self._scheduler.tree_cache)
+        assert len(req.prefix_indices) == 0, "the profiler's prompts are never cached"
+        if context:
+            req.prefix_indices = self._allocate(context)
+        req.set_extend_range(context, total)
+        return req
+
+    def _allocate(self, tokens: int) -> torch.Tensor:
+        """Return the slots of so many tokens; the pages are the caller's as a whole."""
+        page = self._limits.page_tokens
+        slots = self._allocator.alloc(-(-tokens // page) * page)
+        assert slots is not None, "the limits promise that the KV suffices"
+        return slots[:tokens]
+
+    def _time(self, batch: ScheduleBatch) -> float:
+        """Run the batch; return rank 0's seconds."""
+        scheduler = self._scheduler
+        self._device.synchronize()
+        start_s = time.perf_counter()
+        resolve_forward_inputs(batch, scheduler.future_map)
+        result = scheduler.model_worker.forward_batch_generation(batch)
+        result.next_token_ids.tolist()
+        self._device.synchronize()
+        return _of_rank_0(scheduler, time.perf_counter() - start_s)
+
+    def _release(self, reqs: Sequence[Req]) -> None:
+        for req in reqs:
+            if req.req_pool_idx is None:  # Preparing the batch failed.
+                self._allocator.free(req.prefix_indices)
+            else:
+                release_kv_cache(req, self._scheduler.tree_cache, is_insert=False)
+
+    def _fill_kv_pool(self) -> None:
+        """Copy keys and values of a real prompt to every free slot.
+
+        Contexts then cost no prefill. They must not be zeros: a GPU draws less
+        power on zeros and clocks higher.
+        """
+        limits = self._limits
+        tokens = min(_DONOR_TOKENS, limits.max_batch_tokens, limits.max_row_tokens)
+        tokens = min(tokens, limits.kv_capacity_tokens // 2)
+        reqs: list[Req] = []
+        with DynamicGradMode():
+            batch = self._extend([(tokens, 0)], reqs)
+            self._time(batch)
+            donor = batch.out_cache_loc.long()
+            free_tokens = self._allocator.available_size()
+            rest = self._allocate(free_tokens // limits.page_tokens * limits.page_tokens)
+            pool = self._allocator.get_kvcache()
+            # SGLang's copy kernel is only set up for speculative decoding.
+            moves_natively = getattr(pool, "use_native_move_kv_cache", True)
+            pool.use_native_move_kv_cache = True
+            for slots in rest.long().split(tokens):
+                pool.move_kv_cache(slots, donor[: len(slots)])
+            pool.use_native_move_kv_cache = moves_natively
+            self._allocator.free(rest)
+            self._release(reqs)
+
+
+def profile_quickly(scheduler: Any, time_limit_s: float) -> list[Sample]:
+    """Return samples of an idle scheduler; call it on all ranks before the event loop starts.
+
+    Raises:
+        UnsupportedError: the model's cache is not one KV pool.
+    """
+
+    def clock() -> float:
+        return _of_rank_0(scheduler, time.monotonic())
+
+    return quick_samples(SchedulerExecutor(scheduler), time_limit_s, clock=clock)
+
+
+def _of_rank_0(scheduler: Any, value: float) -> float:
+    """Return rank 0's value on every rank, so that all of them decide the same."""
+    if scheduler.ps.tp_size == 1:
+        return value
+    box = torch.tensor([value], dtype=torch.float64)
+    group = scheduler.tp_cpu_group
+    torch.distributed.broadcast(box, torch.distributed.get_global_rank(group, 0), group=group)
+    return float(box)

@@ -1,0 +1,203 @@
+"""The profiler's executor in processes of its own, one for each tensor-parallel rank."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import platform
+import signal
+import sys
+import traceback
+from contextlib import nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from sglang_coserve.errors import CoserveError, ServerError, StartupError, UnsupportedError
+from sglang_coserve.profiler.executor import BatchShape, ExecutorLimits
+from sglang_coserve.profiler.machine import Machine
+from sglang_coserve.srt import compat, cpu
+
+__all__ = ["ExecutorProcesses"]
+
+_SETTINGS = (
+    "attention_backend",
+    "chunked_prefill_size",
+    "dtype",
+    "enable_torch_compile",
+    "kv_cache_dtype",
+    "max_running_requests",
+    "max_total_tokens",
+    "page_size",
+    "quantization",
+)
+"""Fields of ServerArgs that decide how long an iteration takes or what can run."""
+
+
+class ExecutorProcesses:
+    """A ``profiler.Executor`` that starts SGLang with the given command-line flags.
+
+    A context that ends the processes. They do not see Ctrl-C: whoever runs
+    batches decides when to stop.
+
+    Raises:
+        UnsupportedError: SGLang has another version, or a setting cannot be profiled.
+        StartupError: SGLang did not start; the message holds its error.
+    """
+
+    limits: ExecutorLimits
+    machine: Machine
+
+    def __init__(self, argv: list[str]) -> None:
+        compat.check_version()
+        on_cpu = not cpu.has_cuda()
+        if on_cpu:
+            cpu.set_environment_defaults()
+        from sglang.srt.server_args import PortArgs
+
+        from sglang_coserve.srt.launch import parse_server_args
+
+        server_args = parse_server_args(argv, on_cpu=on_cpu)
+        compat.check_server_args(server_args)
+        if server_args.dp_size > 1 or server_args.nnodes > 1:
+            raise UnsupportedError(
+                "the profiler measures one replica on one node: remove --dp-size and --nnodes"
+            )
+        port_args = PortArgs.init_new(server_args)
+        context = multiprocessing.get_context("spawn")
+        self._connections = []
+        self._processes = []
+        with cpu.divided_cores(server_args.tp_size) if on_cpu else nullcontext():
+            for tp_rank in range(server_args.tp_size):
+                connection, remote = context.Pipe()
+                process = context.Process(
+                    target=_serve, args=(remote, server_args, port_args, tp_rank), daemon=True
+                )
+                process.start()
+                remote.close()
+                self._connections.append(connection)
+                self._processes.append(process)
+        try:
+            self.limits, self.machine = self._receive(StartupError)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def run(self, shape: BatchShape) -> float:
+        """See ``profiler.Executor.run``."""
+        for connection in self._connections:
+            connection.send(shape)
+        seconds: float = self._receive(ServerError)
+        return seconds
+
+    def close(self) -> None:
+        """End the processes."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def _receive(self, kind: type[CoserveError]) -> Any:
+        """Return rank 0's answer when every rank has answered."""
+        answers = []
+        for rank, connection in enumerate(self._connections):
+            try:
+                answer, error = connection.recv()
+            except EOFError:
+                self._processes[rank].join(10)
+                code = self._processes[rank].exitcode
+                raise kind(f"SGLang's process {rank} died with exit code {code}") from None
+            if error is not None:
+                raise kind(f"SGLang failed:\n{error}")
+            answers.append(answer)
+        return answers[0]
+
+
+def _serve(connection: Any, server_args: Any, port_args: Any, tp_rank: int) -> None:
+    """Run one rank: send its limits and machine, then a time for each shape received."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        scheduler = _start_scheduler(server_args, port_args, tp_rank)
+        from sglang_coserve.srt.executor import SchedulerExecutor
+
+        executor = SchedulerExecutor(scheduler)
+        answer: Any = executor.limits, _machine(server_args, scheduler)
+        while True:
+            connection.send((answer, None))
+            answer = executor.run(connection.recv())
+    except EOFError:
+        os._exit(0)
+    except BaseException:
+        connection.send((None, traceback.format_exc()))
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _start_scheduler(server_args: Any, port_args: Any, tp_rank: int) -> Any:
+    """Return SGLang's own scheduler with its model loaded; its event loop never runs."""
+    from sglang.srt.entrypoints.engine import _compute_parallelism_ranks
+    from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
+    from sglang.srt.runtime_context import publish
+
+    if not cpu.has_cuda():
+        cpu.install_page_allocation()
+    gpu_id = server_args.base_gpu_id + tp_rank * server_args.gpu_id_step
+    cp_rank, moe_dp_rank, moe_ep_rank = _compute_parallelism_ranks(server_args, tp_rank)
+    pp_rank = 0
+    dp_rank = configure_scheduler_process(
+        server_args, gpu_id, tp_rank, cp_rank, moe_dp_rank, moe_ep_rank, pp_rank, None
+    )
+    publish(server_args, role="scheduler")
+    return Scheduler(
+        server_args,
+        port_args,
+        gpu_id,
+        tp_rank,
+        moe_ep_rank,
+        pp_rank,
+        cp_rank,
+        moe_dp_rank,
+        dp_rank,
+    )
+
+
+def _machine(server_args: Any, scheduler: Any) -> Machine:
+    runner = scheduler.tp_worker.model_runner.decode_cuda_graph_runner
+    return Machine(
+        hardware=_hardware_name(),
+        model=server_args.model_path,
+        tp_size=server_args.tp_size,
+        sglang_version=compat.SGLANG_VERSION,
+        model_config=json.loads(scheduler.model_config.hf_config.to_json_string(use_diff=False)),
+        settings={name: getattr(server_args, name, None) for name in _SETTINGS},
+        captured_batch_sizes=tuple(sorted(getattr(runner, "capture_bs", ()))),
+    )
+
+
+def _hardware_name() -> str:
+    """Name the GPU; or the CPU, its cores and the threads that compute."""
+    import torch
+
+    if cpu.has_cuda():
+        return str(torch.cuda.get_device_name())
+    processor = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        lines = information.read_text(encoding="utf-8").splitlines()
+        named = (line.split(":", 1)[1] for line in lines if line.startswith("model name"))
+        processor = next(named, processor).strip()
+    cores = len(os.sched_getaffinity(0))
+    return f"CPU {processor}, {cores} cores, {torch.get_num_threads()} threads"

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+
+from profiler.modelled_executor import LIMITS, POLYNOMIAL, ModelledExecutor
+from sglang_coserve.core.latency_model import PolynomialModel
+from sglang_coserve.profiler import (
+    BatchKind,
+    Measurement,
+    measure_grid,
+    plan_grid,
+    quick_samples,
+    repeat_error,
+)
+
+SHAPES = plan_grid(LIMITS, 100)
+
+
+def run(
+    executor: ModelledExecutor, time_limit_s: float, done: tuple[Measurement, ...] = ()
+) -> list[Measurement]:
+    measuring = measure_grid(
+        executor, SHAPES, time_limit_s=time_limit_s, done=done, clock=executor.clock
+    )
+    return list(measuring)
+
+
+def test_with_time_enough_every_shape_is_measured_and_some_again() -> None:
+    measurements = run(ModelledExecutor(noise=0.02), 10_000)
+    shapes = [measurement.shape for measurement in measurements]
+    assert set(shapes) == set(SHAPES)
+    assert len(shapes) - len(SHAPES) == len(SHAPES) // 8
+    error = repeat_error(measurements)
+    assert error is not None
+    assert 0.001 < error < 0.02
+
+
+@pytest.mark.parametrize("time_limit_s", [1, 5, 20, 60])
+def test_the_time_limit_is_kept(time_limit_s: float) -> None:
+    executor = ModelledExecutor(noise=0.02)
+    assert run(executor, time_limit_s)
+    # The last shape's runs end within its budget, the last one may end later.
+    assert executor.clock() <= time_limit_s * 1.05
+
+
+def test_more_time_reaches_larger_batches() -> None:
+    def largest(time_limit_s: float) -> float:
+        return max(m.seconds for m in run(ModelledExecutor(), time_limit_s))
+
+    assert largest(3) < largest(30) < largest(300)
+
+
+def test_a_later_call_measures_the_rest() -> None:
+    executor = ModelledExecutor()
+    first = list(
+        islice(
+            measure_grid(executor, SHAPES, time_limit_s=1000, clock=executor.clock),
+            30,
+        )
+    )
+    ran = len(executor.runs)
+    second = run(executor, 1000, done=tuple(first))
+    known = {measurement.shape for measurement in first}
+    assert known.isdisjoint(measurement.shape for measurement in second)
+    assert known.isdisjoint(executor.runs[ran:])
+    assert known | {measurement.shape for measurement in second} == set(SHAPES)
+
+
+def test_nothing_left_to_measure_takes_no_time() -> None:
+    executor = ModelledExecutor()
+    done = tuple(run(executor, 10_000))
+    end_s = executor.clock()
+    assert run(executor, 10_000, done) == []
+    assert executor.clock() == end_s
+
+
+def test_quick_samples_determine_the_machine() -> None:
+    executor = ModelledExecutor(noise=0.01)
+    samples = quick_samples(executor, 10.0, clock=executor.clock)
+    fitted = PolynomialModel().fit(samples).model
+    for shape in SHAPES:
+        if shape.kind is not BatchKind.DECODE or len(shape.decodes) < 32:
+            exact = POLYNOMIAL.predict(shape.stats)
+            assert fitted.predict(shape.stats) == pytest.approx(exact, rel=0.1)

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from profiler.modelled_executor import LIMITS
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.latency_model import PolynomialModel
+from sglang_coserve.profiler import (
+    BatchShape,
+    ExecutorLimits,
+    Measurement,
+    measure,
+    repeat_error,
+)
+from sglang_coserve.profiler.cost_bound import CostBound
+
+SHAPE = BatchShape(prefills=((64, 0),))
+
+
+@dataclass
+class ReplayExecutor:
+    """Takes the given times, one after the other."""
+
+    times_s: Iterator[float]
+    limits: ExecutorLimits = LIMITS
+    now_s: float = 0.0
+
+    def run(self, shape: BatchShape) -> float:
+        seconds = next(self.times_s)
+        self.now_s += seconds
+        return seconds
+
+    def clock(self) -> float:
+        return self.now_s
+
+
+def replay(*times_s: float, budget_s: float = 100.0) -> Measurement:
+    executor = ReplayExecutor(iter(times_s))
+    return measure(executor, SHAPE, budget_s=budget_s, clock=executor.clock)
+
+
+def test_the_warm_up_does_not_count() -> None:
+    assert replay(9.0, 1.0, 1.0, 1.0).runs_s == (1.0, 1.0, 1.0)
+
+
+def test_runs_go_on_until_the_mean_is_precise() -> None:
+    measurement = replay(1.0, 1.0, 1.1, 0.9, *[1.0] * 20)
+    assert 3 < len(measurement.runs_s) <= 10
+    assert measurement.seconds == pytest.approx(1.0, rel=0.01)
+
+
+def test_an_outlier_is_left_out() -> None:
+    measurement = replay(1.0, 1.0, 7.0, 1.01, 0.99, 1.0, *[1.0] * 9)
+    assert 7.0 in measurement.runs_s
+    assert 7.0 not in measurement.kept_s
+    assert measurement.seconds == pytest.approx(1.0, rel=0.01)
+
+
+def test_equal_times_make_no_outliers_of_small_differences() -> None:
+    measurement = Measurement(SHAPE, (1.0, 1.0, 1.0, 1.0, 1.01))
+    assert measurement.kept_s == measurement.runs_s
+
+
+def test_no_run_starts_after_the_budget_but_one_is_timed() -> None:
+    assert replay(5.0, 6.0, budget_s=3.0).runs_s == (6.0,)
+    assert replay(1.0, 1.0, 1.5, budget_s=3.0).runs_s == (1.0, 1.5)
+
+
+def test_repeat_error_is_the_mean_error_of_one_measurement() -> None:
+    generator = random.Random(0)
+    pairs = [BatchShape(decodes=(context,)) for context in range(1, 2000)] * 2
+    measurements = [Measurement(shape, (generator.gauss(1, 0.03),)) for shape in pairs]
+    mean_absolute_error = 0.03 * 0.79788  # √(2/π) standard deviations.
+    assert repeat_error(measurements) == pytest.approx(mean_absolute_error, rel=0.05)
+
+
+def test_without_a_repeated_shape_the_repeat_error_is_unknown() -> None:
+    assert repeat_error([Measurement(SHAPE, (1.0, 1.0))]) is None
+
+
+batches = st.builds(
+    BatchStats.of,
+    st.lists(st.tuples(st.integers(1, 4096), st.integers(0, 50_000)), min_size=1, max_size=4),
+    st.lists(st.integers(1, 50_000), max_size=8),
+)
+
+
+@given(
+    st.tuples(*[st.floats(0, 1e-3)] * 4).filter(any),
+    st.lists(batches, min_size=1, max_size=5),
+    batches,
+)
+def test_cost_bound_holds_for_any_prices(
+    prices: tuple[float, float, float, float], measured: list[BatchStats], batch: BatchStats
+) -> None:
+    model = PolynomialModel(*prices)
+    bound = CostBound()
+    for known in measured:
+        bound.observe(known, model.predict(known))
+    assert bound.seconds(batch) >= model.predict(batch) * (1 - 1e-9)
+    assert bound.seconds(measured[0]) == pytest.approx(model.predict(measured[0]))

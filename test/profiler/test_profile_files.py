@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from profiler.modelled_executor import LIMITS, MACHINE, POLYNOMIAL, ModelledExecutor
+from sglang_coserve.core.latency_model import LinearModel, PolynomialModel, RooflineModel
+from sglang_coserve.errors import ConfigError, InputFileError
+from sglang_coserve.profiler import (
+    BatchShape,
+    Machine,
+    Measurement,
+    SampleFile,
+    choose,
+    fit_all,
+    load_profile,
+    measure_grid,
+    plan_grid,
+    report_text,
+    to_profile,
+    write_plot,
+    write_profile,
+)
+
+FIRST = Measurement(BatchShape(prefills=((64, 0), (32, 128))), (0.5, 0.25))
+SECOND = Measurement(BatchShape(prefills=((8, 1),), decodes=(256, 1)), (1.5,))
+
+
+@pytest.fixture(scope="module")
+def measurements() -> list[Measurement]:
+    executor = ModelledExecutor(noise=0.01)
+    shapes = plan_grid(LIMITS, 120)
+    return list(measure_grid(executor, shapes, time_limit_s=10_000, clock=executor.clock))
+
+
+def written(path: Path, *measurements: Measurement) -> Path:
+    with SampleFile(path, MACHINE, resume=False) as file:
+        for measurement in measurements:
+            file.append(measurement)
+    return path
+
+
+def resumed(path: Path, machine: Machine = MACHINE) -> list[Measurement]:
+    with SampleFile(path, machine, resume=True) as file:
+        return file.measurements
+
+
+def test_measurements_survive(tmp_path: Path) -> None:
+    path = written(tmp_path / "samples.jsonl", FIRST)
+    with SampleFile(path, MACHINE, resume=True) as file:
+        assert file.measurements == [FIRST]
+        file.append(SECOND)
+    assert resumed(path) == [FIRST, SECOND]
+
+
+@pytest.mark.parametrize("cut", [1, 10, 40])
+def test_a_line_cut_short_is_dropped_and_written_over(tmp_path: Path, cut: int) -> None:
+    path = written(tmp_path / "samples.jsonl", FIRST, SECOND)
+    path.write_bytes(path.read_bytes()[:-cut])
+    with SampleFile(path, MACHINE, resume=True) as file:
+        assert file.measurements == [FIRST]
+        file.append(SECOND)
+    assert resumed(path) == [FIRST, SECOND]
+
+
+def test_resume_without_a_file_starts_one(tmp_path: Path) -> None:
+    assert resumed(tmp_path / "new.jsonl") == []
+
+
+def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
+    path = written(tmp_path / "samples.jsonl", FIRST)
+    with pytest.raises(ConfigError, match="--resume"):
+        SampleFile(path, MACHINE, resume=False)
+    assert resumed(path) == [FIRST]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"hardware": "NVIDIA H200"}, "hardware"), ({"settings": {"page_size": 16}}, "settings")],
+)
+def test_another_machine_is_refused(tmp_path: Path, change: dict[str, object], named: str) -> None:
+    path = written(tmp_path / "samples.jsonl", FIRST)
+    with pytest.raises(InputFileError, match=named):
+        resumed(path, replace(MACHINE, **change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("{}", "prefill_tokens"),
+        ('{"prefill_tokens": [0], "prefill_contexts": [0]}', "prefill_tokens"),
+        ('{"prefill_tokens": [1], "prefill_contexts": [], "decodes": [], "runs_s": [1.0]}', "1 pr"),
+        ('{"prefill_tokens": [], "prefill_contexts": [], "decodes": [3], "runs_s": []}', "run"),
+        ('{"prefill_tokens": [], "prefill_contexts": [], "decodes": [], "runs_s": [1.0]}', "row"),
+        ('{"prefill_tokens": [], "prefill_contexts": [], "decodes": [3], "runs_s": [-1.0]}', "pos"),
+        ("not JSON", "JSON"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, named: str) -> None:
+    path = written(tmp_path / "samples.jsonl", FIRST)
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(InputFileError, match=rf"samples.jsonl:3: .*{named}"):
+        resumed(path)
+
+
+def test_best_is_the_kind_with_the_least_error(measurements: list[Measurement]) -> None:
+    attempts = fit_all([m.sample for m in measurements], MACHINE)
+    best = choose(attempts)
+    fits = [attempt.fit for attempt in attempts if attempt.fit is not None]
+    assert len(fits) == 4
+    assert best.report.mape == min(fit.report.mape for fit in fits)
+    # The machine is a polynomial: that kind is as good as the noise, the others lack terms.
+    assert isinstance(best.model, PolynomialModel)
+    assert best.report.mape < 0.02
+    assert isinstance(choose(attempts, "linear").model, LinearModel)
+
+
+def test_a_kind_that_does_not_fit_is_told_and_left_out(measurements: list[Measurement]) -> None:
+    config = {**MACHINE.model_config, "architectures": ["MixtralForCausalLM"]}
+    attempts = fit_all([m.sample for m in measurements], replace(MACHINE, model_config=config))
+    text = report_text(measurements, attempts)
+    assert "roofline" in text
+    assert "MixtralForCausalLM" in text
+    assert choose(attempts).model.kind == "polynomial"
+    with pytest.raises(InputFileError, match="MixtralForCausalLM"):
+        choose(attempts, "roofline")
+
+
+def test_captured_batch_sizes_are_fitted_apart(measurements: list[Measurement]) -> None:
+    machine = replace(MACHINE, captured_batch_sizes=(1, 2, 4, 8, 16, 32, 64))
+    model = choose(fit_all([m.sample for m in measurements], machine), "polynomial").model
+    assert isinstance(model, PolynomialModel)
+    assert model.graph_iteration_s > 0
+
+
+@pytest.mark.parametrize(
+    ("hardware", "flop_per_s", "source"),
+    [
+        ("NVIDIA H200", 989.5e12, "datasheet"),
+        ("CPU AMD EPYC, 2 cores, 1 threads", 1e11, "assumed"),
+        ("NVIDIA RTX 9999", 312e12, "unknown GPU"),
+    ],
+)
+def test_datasheets(hardware: str, flop_per_s: float, source: str) -> None:
+    datasheet = replace(MACHINE, hardware=hardware).datasheet
+    assert datasheet.bf16_flop_per_s == flop_per_s
+    assert source in datasheet.source
+
+
+def test_the_report_shows_errors_beside_the_noise(measurements: list[Measurement]) -> None:
+    text = report_text(measurements, fit_all([m.sample for m in measurements], MACHINE))
+    head, *rows = text.splitlines()
+    assert head.split()[:4] == ["kind", "MAPE", "P99", "bias"]
+    assert [row.split()[0] for row in rows[:4]] == [
+        "polynomial",
+        "linear",
+        "roofline",
+        "split_linear",
+    ]
+    assert rows[4].startswith("repeat error")
+    assert f"{len(measurements)} measurements" in rows[5]
+
+
+def test_without_repeats_the_noise_is_not_invented() -> None:
+    text = report_text([FIRST], fit_all([FIRST.sample], MACHINE))
+    assert "not measured: no shape was repeated" in text
+    assert text.count("not fitted") == 4
+
+
+def test_the_plot_is_an_image(measurements: list[Measurement], tmp_path: Path) -> None:
+    attempts = fit_all([m.sample for m in measurements], MACHINE)
+    write_plot(measurements, attempts, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    write_plot(measurements, attempts, tmp_path / "plot.svg")
+    text = (tmp_path / "plot.svg").read_text()
+    assert text.count('id="axes_') == 4
+
+
+def test_profiles_survive(measurements: list[Measurement], tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    for attempt in fit_all([m.sample for m in measurements], MACHINE):
+        assert attempt.fit is not None
+        write_profile(to_profile(attempt.fit, MACHINE), path)
+        profile = load_profile(path)
+        assert profile == to_profile(attempt.fit, MACHINE)
+    assert isinstance(profile.latency_model, type(attempt.fit.model))
+    assert [file.name for file in tmp_path.iterdir()] == ["profile.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "coserve profile"), (b"\xff\xfe", "coserve profile"), (b"[]", "JSON object")],
+)
+def test_what_is_not_a_profile_is_refused(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    path = tmp_path / "profile.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InputFileError, match=rf"profile.json: .*{message}"):
+        load_profile(path)
+
+
+def test_a_roofline_of_the_modelled_machine_comes_close() -> None:
+    executor = ModelledExecutor(model=POLYNOMIAL)
+    shapes = plan_grid(LIMITS, 60)
+    measurements = measure_grid(executor, shapes, time_limit_s=10_000, clock=executor.clock)
+    fit = choose(fit_all([m.sample for m in measurements], MACHINE), "roofline")
+    assert isinstance(fit.model, RooflineModel)
+    assert fit.report.mape < 0.15

@@ -1,0 +1,133 @@
+"""The real executor: SGLang's model runner, its memory, its processes."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from sglang_coserve.cli.profile import PROFILE_SETTINGS, profile
+from sglang_coserve.errors import ConfigError
+from sglang_coserve.profiler import BatchKind, BatchShape, load_profile, plan_grid
+from srt.scripted_engine import EngineProcess, ScriptedEngine
+
+app = typer.Typer()
+app.command(context_settings=PROFILE_SETTINGS)(profile)
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def runs_what_it_is_asked(engine: ScriptedEngine) -> None:
+    """Look at the batches that reach the model worker."""
+    from sglang_coserve.srt.executor import SchedulerExecutor
+
+    executor = SchedulerExecutor(engine.scheduler)
+    worker = engine.scheduler.model_worker
+    forward, seen = worker.forward_batch_generation, list[Any]()
+
+    def look(batch: Any) -> Any:
+        mode = batch.forward_mode
+        lens = batch.seq_lens.tolist()
+        new = [1] * len(lens) if mode.is_decode() else list(batch.extend_lens)
+        cached = [total - fresh for total, fresh in zip(lens, new, strict=True)]
+        if not mode.is_decode():
+            assert list(batch.prefix_lens) == cached
+        assert len(batch.input_ids) == sum(new) == len(set(batch.out_cache_loc.tolist()))
+        seen.append((mode.name, list(zip(new, cached, strict=True))))
+        return forward(batch)
+
+    worker.forward_batch_generation = look
+    try:
+        shapes = {
+            "EXTEND": BatchShape(prefills=((40, 0), (7, 33), (1, 16))),
+            "DECODE": BatchShape(decodes=(1, 15, 16, 17, 200)),
+            "MIXED": BatchShape(prefills=((20, 50),), decodes=(100, 1, 31)),
+        }
+        for mode, shape in shapes.items():
+            assert executor.run(shape) > 0
+            rows = [*shape.prefills, *((1, context) for context in shape.decodes)]
+            assert seen.pop() == (mode, rows)
+        for shape in plan_grid(executor.limits, 40):
+            assert executor.run(shape) > 0
+    finally:
+        del worker.forward_batch_generation
+
+
+def serves_the_same_before_and_after(engine: ScriptedEngine) -> None:
+    from sglang_coserve.srt.executor import profile_quickly
+
+    generator = random.Random(1)
+    prompts = [generator.choices(range(300), k=length) for length in (5, 40, 200)]
+
+    def serve(name: str) -> list[list[int]]:
+        engine.run([engine.request(f"{name}{i}", p) for i, p in enumerate(prompts)])
+        return [engine.output(f"{name}{i}") for i in range(len(prompts))]
+
+    before = serve("before")
+    engine.assert_nothing_leaked()
+    samples = profile_quickly(engine.scheduler, 2.0)
+    assert any(s.batch.prefill_requests for s in samples)
+    assert any(s.batch.decode_requests for s in samples)
+    engine.assert_nothing_leaked()
+    assert serve("after") == before
+    engine.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize(("overlap", "page_size"), [(False, 16), (True, 1)])
+def test_a_scheduler_is_profiled_and_left_as_it_was(
+    start_engine: Callable[..., EngineProcess], overlap: bool, page_size: int
+) -> None:
+    process = start_engine(overlap=overlap, page_size=page_size)
+    process.call(runs_what_it_is_asked)
+    process.call(serves_the_same_before_and_after)
+
+
+def test_the_command_measures_resumes_and_reports(small_model: Path, tmp_path: Path) -> None:
+    output, samples = tmp_path / "profile.json", tmp_path / "profile.samples.jsonl"
+    plot = tmp_path / "profile.png"
+    flags = ["--model-path", str(small_model), "-o", str(output), "--time-limit", "600", "--quiet"]
+    engine_flags = ["--dtype", "float32", "--max-total-tokens", "2048"]
+
+    text = invoke(*flags, *engine_flags, "--max-shapes", "16", "--kind", "polynomial")
+    assert str(small_model) in text
+    assert load_profile(output).latency_model.kind == "polynomial"
+    first = samples.read_text().splitlines()
+    assert len(first) == 1 + 16 + 2  # The machine, each shape, and two of them again.
+
+    with pytest.raises(ConfigError, match="--resume"):
+        invoke(*flags, *engine_flags)
+
+    text = invoke(*flags, *engine_flags, "--max-shapes", "40", "--resume", "--plot", str(plot))
+    assert "repeat error" in text
+    lines = samples.read_text().splitlines()
+    assert lines[: len(first)] == first
+    shapes = [json.dumps({**json.loads(line), "runs_s": None}) for line in lines[1:]]
+    assert len(set(shapes)) == 40
+    kinds = {
+        BatchKind.MIXED if row["prefill_tokens"] and row["decodes"] else BatchKind.DECODE
+        for row in map(json.loads, lines[1:])
+        if row["decodes"]
+    }
+    assert kinds == {BatchKind.MIXED, BatchKind.DECODE}
+    loaded = load_profile(output)
+    assert loaded.report is not None
+    assert loaded.tp_size == 1
+    assert loaded.hardware
+    assert plot.stat().st_size > 0
+
+
+def test_an_unknown_kind_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cubic"):
+        invoke("--model-path", "m", "-o", str(tmp_path / "p.json"), "--kind", "cubic")
