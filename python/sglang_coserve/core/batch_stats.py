@@ -8,13 +8,12 @@ that tries thousands of batches an iteration extends a sum instead of walking
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["BatchStats"]
 
 
-@dataclass(frozen=True, slots=True)
-class BatchStats:
+class BatchStats(NamedTuple):
     """Sums over the rows of one iteration's batch.
 
     A row is a request with P tokens to compute and C tokens already in the KV

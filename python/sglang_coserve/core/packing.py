@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from sglang_coserve.core.batch_builder import BatchBuilder
@@ -14,8 +14,6 @@ from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import Row
 
 __all__ = ["Candidate", "Packing"]
-
-_COUNTS = tuple(field.name for field in fields(BatchStats))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,4 +213,4 @@ def _decodes(choices: list[_Choice]) -> list[Row]:
 
 
 def _difference(left: BatchStats, right: BatchStats) -> BatchStats:
-    return BatchStats(*(getattr(left, name) - getattr(right, name) for name in _COUNTS))
+    return BatchStats(*(a - b for a, b in zip(left, right, strict=True)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.request import RequestState
@@ -40,8 +39,7 @@ class DecodeRows:
     def add_to(self, prefills: BatchStats) -> BatchStats:
         """Return the sums over these prefills and one token of each row."""
         count = len(self.rows)
-        return replace(
-            prefills,
+        return prefills._replace(
             decode_requests=count,
             decode_context_tokens=self._context_tokens + count,
         )

@@ -16,7 +16,7 @@ __all__ = ["Floats", "Ints", "Sample", "SampleTable"]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.floating]
 
-_COUNTS = tuple(field.name for field in fields(BatchStats))
+_COUNTS = BatchStats._fields
 
 
 @dataclass(frozen=True, slots=True)
