@@ -53,6 +53,19 @@ def test_help_shows_sglangs_flags_and_ours() -> None:
         assert flag in shown.stdout
 
 
+def test_flags_are_parsed_again_and_again_and_leave_sglang_as_it_was(small_model: Path) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    before = dict(vars(ServerArgs))
+    for ttft_ms in (100.0, 200.0):
+        argv = ["--model-path", str(small_model), "--slo-ttft-ms", str(ttft_ms)]
+        server_args = launch.parse_server_args(argv, on_cpu=True)
+        assert server_args._coserve.slo_ttft_ms == ttft_ms
+        assert server_args.attention_backend == "torch_native"
+    after = vars(ServerArgs)
+    assert all(after[name] is before[name] for name in ("add_cli_args", "from_cli_args"))
+
+
 UNSUPPORTED = {
     "pipeline parallelism": {"pp_size": 2},
     "DP attention": {"enable_dp_attention": True},

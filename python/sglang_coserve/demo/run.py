@@ -28,7 +28,7 @@ from sglang_coserve.workload import TraceRequest, fit_to_context, read_trace, wi
 __all__ = ["DemoOptions", "run_demo"]
 
 # Small enough for two CPU cores to serve both workloads.
-_MODEL = SmallModelSpec(hidden=128, layers=4)
+_MODEL = SmallModelSpec(hidden=128, layers=2)
 _CONCURRENCY = 64
 # Positions of the context that SGLang keeps for itself, and a few to spare.
 _RESERVED_TOKENS = 8

@@ -1,6 +1,6 @@
 """Starts SGLang's server with co-serving in place, or not at all.
 
-Flags enter through hooks on SGLang's argument parser, the scheduler through the
+Flags enter through SGLang's own argument parser, the scheduler through the
 process functions that SGLang lets a launcher replace, routes through its FastAPI
 app.  Each part is then looked for where the running server would use it; a part
 that is missing stops the start.
@@ -8,10 +8,11 @@ that is missing stops the start.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
@@ -66,31 +67,46 @@ def parse_server_args(argv: Sequence[str], *, on_cpu: bool) -> Any:
         SystemExit: argparse refused the command line, or printed its help.
     """
     from sglang.srt.plugins import load_plugins
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import prepare_server_args
 
-    def add_our_flags(result: Any, parser: Any) -> Any:
+    load_plugins()
+    with _our_flags(on_cpu=on_cpu):
+        server_args = prepare_server_args(list(argv))
+    if not isinstance(getattr(server_args, "_coserve", None), CoserveConfig):
+        raise StartupError(
+            "SGLang's argument parser did not take the coserve flags: it no longer calls "
+            "ServerArgs.add_cli_args and from_cli_args"
+        )
+    return server_args
+
+
+@contextmanager
+def _our_flags(*, on_cpu: bool) -> Iterator[None]:
+    """Within it, SGLang's parser knows our flags, and what it makes carries our settings."""
+    from sglang.srt.server_args import ServerArgs
+
+    replaced = {name: ServerArgs.__dict__[name] for name in ("add_cli_args", "from_cli_args")}
+    add_cli_args, from_cli_args = ServerArgs.add_cli_args, ServerArgs.from_cli_args
+
+    def add_with_ours(parser: argparse.ArgumentParser) -> None:
+        add_cli_args(parser)
         CoserveConfig.add_cli_args(parser)
         if on_cpu:
             cpu.set_flag_defaults(parser)
-        return result
 
-    def attach_our_settings(result: Any, _cls: type, args: Any) -> Any:
+    def from_with_ours(args: argparse.Namespace) -> Any:
+        server_args = from_cli_args(args)
         # ServerArgs refuses unknown public attributes; this one travels to every process.
-        result._coserve = CoserveConfig.from_mapping(vars(args))
-        return result
+        server_args._coserve = CoserveConfig.from_mapping(vars(args))
+        return server_args
 
-    target = "sglang.srt.server_args.ServerArgs"
-    HookRegistry.register(f"{target}.add_cli_args", add_our_flags, HookType.AFTER)
-    HookRegistry.register(f"{target}.from_cli_args", attach_our_settings, HookType.AFTER)
-    load_plugins()
-    server_args = prepare_server_args(list(argv))
-    if not isinstance(getattr(server_args, "_coserve", None), CoserveConfig):
-        raise StartupError(
-            "SGLang's argument parser did not take the coserve flags: another plugin replaced "
-            "ServerArgs.add_cli_args or from_cli_args"
-        )
-    return server_args
+    ServerArgs.add_cli_args = staticmethod(add_with_ours)
+    ServerArgs.from_cli_args = staticmethod(from_with_ours)
+    try:
+        yield
+    finally:
+        for name, method in replaced.items():
+            setattr(ServerArgs, name, method)
 
 
 def _install_routes(http_server: Any) -> None:
