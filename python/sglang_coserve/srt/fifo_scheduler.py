@@ -58,10 +58,7 @@ class FifoScheduler(CoserveScheduler):
             running_batch.batch_is_full = False
             self._offline_filled_batch = False
 
-        plan = super().get_new_batch_prefill(running_batch)
-        while self._online_is_starved(plan) and self._evict_offline(plan.running_batch):
-            plan = super().get_new_batch_prefill(plan.running_batch)
-
+        plan = self._admit(running_batch)
         if self._offered:
             self._offline_waiting.untake(self._withdraw_offer())
             # Full for an offline request is not full for an online one, which may be smaller

@@ -259,37 +259,26 @@ class PlannedScheduler(CoserveScheduler):
     # --- Plan to engine ------------------------------------------------------------------
 
     def _make_room(self, plan: StepPlan, running_batch: ScheduleBatch) -> ScheduleBatch:
-        """Carry out everything of a plan but its prefills."""
+        """Carry out a plan but for its prefills; a chunk that gets none is parked with those."""
         for rid in plan.shed:
             self._shed(rid)
         evicted = {eviction.rid for eviction in plan.evict}
         for rid in evicted & self._parked.keys():
-            self._release(self._parked.pop(rid))
+            self._evict_parked(rid)
         if self.chunked_req is not None and self.chunked_req.rid in evicted:
             req, self.chunked_req = self.chunked_req, None
             self._release(req)
+            self._offline_counts["evicted"] += 1
         for batch in (running_batch, self._paused):
             if batch is not None and evicted:
                 self._evict_rows(batch, evicted)
-        self._offline_counts["evicted"] += len(evicted)
         if plan.pause:
             self._paused = join(self._paused, split(running_batch, set(plan.pause)))
             self._offline_counts["paused"] += len(plan.pause)
         if self._paused is not None:
             running_batch = self._resume(running_batch, set(plan.resume))
             self._offline_counts["resumed"] += len(plan.resume)
-        if self.chunked_req is not None and self.chunked_req.rid in plan.park:
-            self._park_chunk()
         return running_batch
-
-    def _evict_rows(self, batch: ScheduleBatch, rids: set[str]) -> None:
-        keep = [i for i, req in enumerate(batch.reqs) if req.rid not in rids]
-        gone = [req for req in batch.reqs if req.rid in rids]
-        for req in gone:
-            self._release(req)
-        if gone:
-            batch.filter_batch(keep_indices=keep)
-            batch.batch_is_full = False
 
     def _park_chunk(self) -> None:
         req = self.chunked_req
@@ -328,7 +317,7 @@ class PlannedScheduler(CoserveScheduler):
         hidden = [req for req in self.waiting_queue if req not in shown]
         self._offered = [req for req in shown if req.rid not in online]
         self.waiting_queue = shown
-        result = self._admit(running_batch, sum(chunk.tokens for chunk in chunks))
+        result = self._admit_mixed(running_batch, sum(chunk.tokens for chunk in chunks))
         left = {req.rid for req in (*self._withdraw_offer(), *self.waiting_queue)}
         # What the pass left over, what it was not shown, and what arrived meanwhile.
         self.waiting_queue = sorted(
@@ -342,7 +331,7 @@ class PlannedScheduler(CoserveScheduler):
             self._offline_reqs.pop(chunk.rid, None)
         return result, admitted
 
-    def _admit(self, running_batch: ScheduleBatch, tokens: int) -> Any:
+    def _admit_mixed(self, running_batch: ScheduleBatch, tokens: int) -> Any:
         """Let SGLang build a mixed batch of ``tokens`` prefill tokens and all decodes."""
         size, mixed = self.chunked_prefill_size, self.is_mixed_chunk
         running_batch.batch_is_full = False
@@ -350,11 +339,8 @@ class PlannedScheduler(CoserveScheduler):
             self.is_mixed_chunk = True
             # SGLang takes the decodes of a mixed batch off the size of the chunk.
             self.chunked_prefill_size = max(tokens, self.page_size) + len(running_batch.reqs)
-            result = super().get_new_batch_prefill(running_batch)
-            # SGLang also reserves room for a request's output; a plan does not.
-            while self._online_is_starved(result) and self._evict_offline(result.running_batch):
-                result = super().get_new_batch_prefill(result.running_batch)
-            return result
+            # It may evict: SGLang also reserves room for a request's output, a plan does not.
+            return self._admit(running_batch)
         finally:
             self.chunked_prefill_size, self.is_mixed_chunk = size, mixed
 
@@ -376,17 +362,19 @@ class PlannedScheduler(CoserveScheduler):
     def _evict_offline(self, running_batch: ScheduleBatch) -> bool:
         """Release one offline row that a plan left in memory: parked, paused, then running."""
         if self._parked:
-            _, req = self._parked.popitem()
-            self._release(req)
+            self._evict_parked(next(reversed(self._parked)))
         elif self._paused is not None and self._paused.reqs:
             self._evict_rows(self._paused, {self._paused.reqs[-1].rid})
             if not self._paused.reqs:
                 self._paused = None
         else:
             return super()._evict_offline(running_batch)
-        self._offline_counts["evicted"] += 1
         running_batch.batch_is_full = False
         return True
+
+    def _evict_parked(self, rid: str) -> None:
+        self._release(self._parked.pop(rid))
+        self._offline_counts["evicted"] += 1
 
     # --- What SGLang asks about ----------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 from sglang.srt.managers.io_struct import AbortReq
@@ -104,6 +104,13 @@ class CoserveScheduler(Scheduler, ABC):
 
     # --- Offline gives way ---------------------------------------------------------------
 
+    def _admit(self, running_batch: ScheduleBatch) -> Any:
+        """Let SGLang admit; evict offline requests while an online one does not fit."""
+        plan = super().get_new_batch_prefill(running_batch)
+        while self._online_is_starved(plan) and self._evict_offline(plan.running_batch):
+            plan = super().get_new_batch_prefill(plan.running_batch)
+        return plan
+
     def _online_is_starved(self, plan: Any) -> bool:
         """True when the pass produced nothing because an online request did not fit."""
         return (
@@ -128,15 +135,22 @@ class CoserveScheduler(Scheduler, ABC):
         if not any(is_offline(req) for req in running_batch.reqs):
             return False
         running_batch.filter_batch()  # A finished request has nothing left to release.
-        reqs = running_batch.reqs
-        victim = next((i for i in reversed(range(len(reqs))) if is_offline(reqs[i])), None)
+        victim = next((req for req in reversed(running_batch.reqs) if is_offline(req)), None)
         if victim is None:
             return False
-        self._release(reqs[victim])
-        running_batch.filter_batch(keep_indices=[i for i in range(len(reqs)) if i != victim])
-        running_batch.batch_is_full = False
-        self._offline_counts["evicted"] += 1
+        self._evict_rows(running_batch, {victim.rid})
         return True
+
+    def _evict_rows(self, batch: ScheduleBatch, rids: Collection[str]) -> None:
+        """Release the rows named in ``rids``; others may be named too."""
+        keep = [i for i, req in enumerate(batch.reqs) if req.rid not in rids]
+        gone = [req for req in batch.reqs if req.rid in rids]
+        for req in gone:
+            self._release(req)
+        if gone:
+            batch.filter_batch(keep_indices=keep)
+            batch.batch_is_full = False
+        self._offline_counts["evicted"] += len(gone)
 
     def _release(self, req: Req) -> None:
         release_for_requeue(req, self.tree_cache)
