@@ -41,8 +41,7 @@ def server(kind: str, model: Path, work: Path) -> Iterator[LocalServer]:
         # What our launcher defaults to on a CPU; torchvision needs our package imported first.
         module = "stock_on_cpu" if not cpu.has_cuda() else "sglang.launch_server"
         if not cpu.has_cuda():
-            for name, value in cpu.FLAG_DEFAULTS.items():
-                flags += [f"--{name.replace('_', '-')}", str(value)]
+            flags += cpu.default_flags()
     env: dict[str, str] = {"PYTHONPATH": str(Path(__file__).parent)}
     if not cpu.has_cuda():
         cpu.set_environment_defaults(env)

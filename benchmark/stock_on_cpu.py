@@ -1,15 +1,37 @@
-"""Stock SGLang's server where torchvision is a CUDA build beside a CPU torch.
+"""Stock SGLang's server on a CPU, with the same repairs of SGLang that ours has.
 
-Nothing of co-serving takes part: importing the package only makes torchvision
-importable, in this process and in those it spawns.
+Nothing of co-serving takes part. Importing the package makes a CUDA build of
+torchvision importable beside a CPU torch, in this process and in those it spawns;
+the scheduler processes get the attention and the page allocation of
+``sglang_coserve.srt.cpu``, so that a comparison of the two servers compares
+scheduling and not kernels.
 """
 
+import os
 import sys
+from typing import Any
 
 import sglang_coserve  # noqa: F401
 
-if __name__ == "__main__":
-    from sglang.launch_server import run_server
-    from sglang.srt.server_args import prepare_server_args
 
-    run_server(prepare_server_args(sys.argv[1:]))
+def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
+    """Run SGLang's scheduler process; takes its arguments."""
+    from sglang.srt.managers import scheduler
+
+    from sglang_coserve.srt import cpu
+
+    cpu.install_replacements()
+    scheduler.run_scheduler_process(*args, **kwargs)
+
+
+if __name__ == "__main__":
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        launch_server(
+            prepare_server_args(sys.argv[1:]), run_scheduler_process_func=run_scheduler_process
+        )
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)

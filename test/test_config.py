@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from typing import Any
 
 import pytest
 
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.slo import format_slo
 from sglang_coserve.errors import ConfigError
+from sglang_coserve.metrics import SloTargets
 
 
 def parse(*argv: str) -> CoserveConfig:
@@ -40,6 +43,8 @@ def test_flags_set_fields() -> None:
         ("slo_ttft_ms", -1.0),
         ("slo_tpot_ms", float("nan")),
         ("slo_tpot_ms", float("inf")),
+        ("slo", ("ttft p99 <= 300ms", "fast")),
+        ("slo", ("tbt mean <= +10%",)),
         ("offline_policy", "best"),
         ("offline_max_running", 0),
     ],
@@ -50,9 +55,42 @@ def test_a_value_out_of_range_names_the_flag(field: str, value: Any) -> None:
 
 
 def test_settings_are_plain_json_values() -> None:
-    values = CoserveConfig(slo_ttft_ms=1).to_dict()
+    config = CoserveConfig(slo_ttft_ms=1, slo=("ttft p99 <= 300ms",))
+    values = json.loads(json.dumps(config.to_dict()))
     assert values["slo_ttft_ms"] == 1
-    assert CoserveConfig(**values) == CoserveConfig(slo_ttft_ms=1)
+    assert CoserveConfig(**values) == config
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--slo", "ttft p99 <= 300ms", "tpot mean <= 50ms"],
+        ["--slo", "ttft p99 <= 300ms", "--slo", "tpot mean <= 50ms"],
+    ],
+)
+def test_several_slos_hold_at_once(argv: list[str]) -> None:
+    config = parse(*argv)
+    assert [format_slo(slo) for slo in config.slos()] == ["ttft p99 <= 300ms", "tpot mean <= 50ms"]
+    assert parse().slos() == ()
+
+
+def test_requests_are_scheduled_by_the_least_target() -> None:
+    slo = ("ttft p99 <= 300ms", "tpot mean <= 50ms", "tbt p99 <= 100ms")
+    assert CoserveConfig(slo=slo).slo_targets() == SloTargets(0.3, 0.05)
+    assert CoserveConfig(slo=slo, slo_ttft_ms=200).slo_targets() == SloTargets(0.2, 0.05)
+    assert CoserveConfig(slo=slo, slo_tpot_ms=80).slo_targets() == SloTargets(0.3, 0.05)
+    assert CoserveConfig(slo_tpot_ms=80).slo_targets() == SloTargets(None, 0.08)
+    assert CoserveConfig().slo_targets() == SloTargets()
+
+
+def test_a_target_of_every_request_is_an_slo_for_p99() -> None:
+    slos = CoserveConfig(slo_ttft_ms=200, slo=("ttft mean <= 100ms",)).slos()
+    assert [format_slo(slo) for slo in slos] == ["ttft p99 <= 200ms", "ttft mean <= 100ms"]
+
+
+def test_a_tolerance_is_refused_with_what_measures_it() -> None:
+    with pytest.raises(ConfigError, match=r"'tbt mean <= \+10%'.*give a limit in ms; coserve slo"):
+        CoserveConfig(slo=("tbt mean <= +10%",))
 
 
 def test_every_policy_but_fifo_is_one_of_the_cores() -> None:

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_coserve.core.slo import Latency, Slo, Statistic, parse_slo, request_targets
 from sglang_coserve.errors import ConfigError
+from sglang_coserve.metrics import SloTargets
 
 __all__ = ["OFFLINE_POLICIES", "CoserveConfig"]
 
-OFFLINE_POLICIES = ("fifo", "coserve", "conserve", "hygen", "bros", "ooco")
+OFFLINE_POLICIES = ("fifo", "coserve", "conserve", "hygen", "bros", "ooco", "non_preemptive")
 """Ways to decide when offline requests run."""
 
 
@@ -32,23 +34,34 @@ class CoserveConfig:
 
     slo_ttft_ms: float | None = _setting(
         None,
-        "Target for the time to first token of an online request, in milliseconds. "
-        "Shown by /coserve/status; reports count the requests within it.",
+        "Target for the time to first token of every online request that brings none of its own, "
+        "in milliseconds. /coserve/status shows the share of requests within it.",
         type=float,
         metavar="MS",
     )
     slo_tpot_ms: float | None = _setting(
         None,
-        "Target for the mean time per output token (after the first) of an online request, in "
-        "milliseconds. Shown by /coserve/status; reports count the requests within it.",
+        "Target for the mean time per output token (after the first) of every online request "
+        "that brings none of its own, in milliseconds. /coserve/status shows the share of "
+        "requests within it.",
         type=float,
         metavar="MS",
+    )
+    slo: tuple[str, ...] = _setting(
+        (),
+        "Bounds on statistics over the online requests, all to be met at once: 'ttft p99 <= 300ms' "
+        "'tpot mean <= 50ms'. Latencies are ttft, tpot (mean of a request) and tbt (every gap "
+        "between tokens), statistics mean, p50, p90 and p99. Each request is scheduled by the "
+        "least of them and of the two targets above; /coserve/status shows what is reached.",
+        nargs="+",
+        action="extend",
+        metavar="SLO",
     )
     offline_policy: str = _setting(
         "fifo",
         "When offline requests run. fifo: first come, first served, whenever no online request "
         "waits. The others (experimental) plan every iteration with a latency model, against "
-        "--slo-ttft-ms and --slo-tpot-ms.",
+        "--slo-ttft-ms, --slo-tpot-ms and --slo.",
         choices=OFFLINE_POLICIES,
     )
     offline_max_running: int | None = _setting(
@@ -59,11 +72,48 @@ class CoserveConfig:
         metavar="N",
     )
 
+    latency_profile: str | None = _setting(
+        None,
+        "Latency profile of this model on this machine, from coserve profile. Without one the "
+        "server profiles briefly at start-up.",
+        metavar="PROFILE.json",
+    )
+    startup_profile_seconds: float = _setting(
+        10.0,
+        "How long to profile at start-up when there is no --latency-profile; 0: not at all, the "
+        "model's shape and the device's peaks give a first guess. In each case every iteration "
+        "refines the prediction.",
+        type=float,
+        metavar="S",
+    )
+    iteration_budget_ms: float | None = _setting(
+        None,
+        "Longest iteration, as predicted, that offline work may make while online requests run, in "
+        "milliseconds; coserve profile slo finds the one that just meets given SLOs. By default "
+        "the deadlines of the online requests alone decide.",
+        type=float,
+        metavar="MS",
+    )
+    record_plans: str | None = _setting(
+        None,
+        "Write every scheduling decision and what it was made from to this file, for coserve "
+        "replay. Holds prompts' token ids.",
+        metavar="PLANS.jsonl",
+    )
+
     def __post_init__(self) -> None:
-        for name in ("slo_ttft_ms", "slo_tpot_ms"):
+        object.__setattr__(self, "slo", tuple(self.slo))  # argparse makes a list.
+        for name in ("slo_ttft_ms", "slo_tpot_ms", "iteration_budget_ms"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{_flag(name)} must be a positive number of ms, got {value}")
+        for text in self.slo:
+            _absolute_slo(text)
+        if not 0 <= self.startup_profile_seconds < math.inf:
+            raise ConfigError(
+                f"{_flag('startup_profile_seconds')} must be a number of seconds, 0 for none, got "
+                f"{self.startup_profile_seconds}"
+            )
         if self.offline_policy not in OFFLINE_POLICIES:
             raise ConfigError(
                 f"{_flag('offline_policy')} must be one of {', '.join(OFFLINE_POLICIES)}, "
@@ -74,6 +124,22 @@ class CoserveConfig:
                 f"{_flag('offline_max_running')} must be at least 1, got {self.offline_max_running}"
             )
 
+    def slos(self) -> tuple[Slo, ...]:
+        """Return all SLOs; a target for every request counts as one for P99."""
+        targets = (
+            Slo(latency, Statistic.P99, limit_s=limit_ms / 1e3)
+            for latency, limit_ms in (
+                (Latency.TTFT, self.slo_ttft_ms),
+                (Latency.TPOT, self.slo_tpot_ms),
+            )
+            if limit_ms is not None
+        )
+        return (*targets, *map(_absolute_slo, self.slo))
+
+    def slo_targets(self) -> SloTargets:
+        """Return the deadlines to schedule by, those of a request that has none of its own."""
+        return request_targets(self.slos())
+
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
         """Add one flag per field to ``parser``, in a group named coserve."""
@@ -83,7 +149,8 @@ class CoserveConfig:
         for field in dataclasses.fields(CoserveConfig):
             group.add_argument(
                 _flag(field.name),
-                default=field.default,
+                # argparse extends a copy of the default, which it can make of a list only.
+                default=list(field.default) if field.default == () else field.default,
                 help=field.metadata["doc"],
                 **field.metadata["cli"],
             )
@@ -101,3 +168,16 @@ class CoserveConfig:
 
 def _flag(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
+
+
+def _absolute_slo(text: str) -> Slo:
+    try:
+        slo = parse_slo(text)
+    except ConfigError as error:
+        raise ConfigError(f"{_flag('slo')}: {error}") from error
+    if slo.limit_s is None:
+        raise ConfigError(
+            f"{_flag('slo')}: {text!r} is relative to online requests alone, which a server that "
+            "runs both does not measure: give a limit in ms; coserve slo measures and prints it"
+        )
+    return slo

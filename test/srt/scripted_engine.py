@@ -67,7 +67,7 @@ class ScriptedEngine:
         from sglang.srt.server_args import PortArgs, ServerArgs
 
         torch.set_num_threads(1)
-        cpu.install_page_allocation()
+        cpu.install_replacements()
         settings = {
             **cpu.FLAG_DEFAULTS,
             "model_path": str(spec.model),

@@ -20,7 +20,8 @@ from sglang_coserve.local_server import LocalServer
 def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     log = tmp_path_factory.mktemp("server") / "server.log"
     flags = ["--model-path", str(small_model), "--dtype", "float32", "--slo-ttft-ms", "400"]
-    with LocalServer(flags, log_path=log) as running:
+    slos = ["--slo", "ttft p99 <= 300ms", "tpot mean <= 1s"]
+    with LocalServer([*flags, *slos], log_path=log) as running:
         yield running
 
 
@@ -53,6 +54,7 @@ MESSAGES: Any = [{"role": "user", "content": "Who repaired the boat?"}]
 def test_status_shows_settings_and_classes(http: httpx.Client) -> None:
     replica = status(http)
     assert replica["config"]["slo_ttft_ms"] == 400
+    assert replica["config"]["slo"] == ["ttft p99 <= 300ms", "tpot mean <= 1s"]
     assert replica["config"]["offline_policy"] == "fifo"
     assert replica["online"].keys() == {"waiting", "running"}
 
@@ -130,6 +132,59 @@ def test_generate_takes_custom_params(http: httpx.Client) -> None:
     params = {"max_new_tokens": 3, "custom_params": {"coserve_class": "offline"}}
     http.post("/generate", json={"text": "x", "sampling_params": params}).raise_for_status()
     assert num_offline_received(http) - before == 1
+
+
+TARGETS = {"coserve_slo_ttft_ms": 250, "coserve_slo_tpot_ms": 40.5}
+
+
+def test_openai_requests_take_targets_of_their_own(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model="default", messages=MESSAGES, max_tokens=4, extra_body=TARGETS
+    )
+    assert chat.choices[0].message.content
+    assert chat.service_tier is None
+    completion = client.completions.create(
+        model="default", prompt="x", max_tokens=4, extra_body={"coserve_class": "online", **TARGETS}
+    )
+    assert completion.choices[0].text
+
+
+def test_generate_takes_targets_in_custom_params(http: httpx.Client) -> None:
+    params = {"max_new_tokens": 3, "custom_params": TARGETS}
+    body = {"text": "x", "sampling_params": params}
+    assert http.post("/generate", json=body).raise_for_status().json()["text"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"model": "default", "messages": MESSAGES}),
+        ("/v1/chat/completions", {"model": "default", "messages": MESSAGES, "stream": True}),
+        ("/v1/completions", {"model": "default", "prompt": "x"}),
+        ("/v1/completions", {"model": "default", "prompt": "x", "stream": True}),
+        ("/generate", {"text": "x"}),
+        ("/generate", {"text": "x", "stream": True}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("marks", "says"),
+    [
+        ({"coserve_slo_ttft_ms": "fast"}, "coserve_slo_ttft_ms is 'fast'"),
+        ({"coserve_slo_tpot_ms": 0}, "coserve_slo_tpot_ms is 0"),
+        ({"coserve_slo_tpot_ms": 10**30}, "at most 1e+09"),
+        ({"coserve_slo_ttft": 250}, "co-serving knows coserve_class, coserve_slo_ttft_ms"),
+        ({"coserve_class": "offline", "coserve_slo_ttft_ms": 250}, "completion window"),
+    ],
+)
+def test_bad_targets_are_a_400_at_every_door(
+    http: httpx.Client, path: str, body: dict[str, Any], marks: dict[str, Any], says: str
+) -> None:
+    asked = {"sampling_params": {"custom_params": marks}} if path == "/generate" else marks
+    response = http.post(path, json={**body, **asked})
+    # SGLang's /generate puts the error of a stream, of whatever parameter, into its first event.
+    in_event = path == "/generate" and "stream" in body
+    assert response.status_code == (200 if in_event else 400)
+    assert says in response.text
 
 
 @pytest.mark.parametrize(

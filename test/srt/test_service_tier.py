@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.errors import UnknownClassError
-from sglang_coserve.srt.service_tier import ServiceTierMiddleware, class_of_body
+from sglang_coserve.errors import RequestError, UnknownClassError
+from sglang_coserve.srt.body_marks import class_of_body, move_marks
+from sglang_coserve.srt.service_tier import ServiceTierMiddleware
 
 
 class Inner:
@@ -92,12 +93,42 @@ def test_other_routes_are_not_read(path: str) -> None:
     assert app.body == FLEX
 
 
-unmarked_keys = st.text().filter(lambda key: key not in ("service_tier", "coserve_class"))
+def test_targets_become_custom_params_and_the_response_is_stock() -> None:
+    app = Inner("application/json", [b'{"a":1}'])
+    fields = {"coserve_slo_ttft_ms": 250, "coserve_slo_tpot_ms": 40.5, "custom_params": {"x": 1}}
+    status, answer, _ = call(app, json.dumps(fields).encode())
+    assert app.body is not None
+    assert json.loads(app.body) == {
+        "custom_params": {"x": 1, "coserve_slo_ttft_ms": 250, "coserve_slo_tpot_ms": 40.5}
+    }
+    assert int(app.headers[b"content-length"]) == len(app.body)
+    assert (status, answer) == (200, b'{"a":1}')
 
 
-@given(st.dictionaries(unmarked_keys, st.integers()))
-def test_a_body_without_marks_passes_byte_for_byte(fields: dict[str, int]) -> None:
-    body = json.dumps(fields).encode()
+def test_class_and_target_travel_together() -> None:
+    fields = {"coserve_slo_ttft_ms": 250, "service_tier": "default"}
+    marked = move_marks(json.dumps(fields).encode())
+    assert marked is not None
+    assert marked.tier_used == "default"
+    assert json.loads(marked.content) == {
+        "custom_params": {"coserve_class": "online", "coserve_slo_ttft_ms": 250}
+    }
+
+
+unmarked_keys = st.text().filter(
+    lambda key: key != "service_tier" and not key.startswith("coserve_")
+)
+unmarked_values = st.integers() | st.sampled_from(["coserve_class", "my coserve_x", "service_tier"])
+
+
+@given(
+    st.dictionaries(unmarked_keys, unmarked_values),
+    st.dictionaries(st.sampled_from(["service_tier", "coserve_slo_ttft_ms"]), st.none()),
+)
+def test_a_body_without_marks_passes_byte_for_byte(
+    fields: dict[str, Any], nulls: dict[str, None]
+) -> None:
+    body = json.dumps(fields | nulls).encode()
     app = Inner("application/json", [b'{"a":1}'])
     _, answer, _ = call(app, body)
     assert app.body == body
@@ -138,6 +169,8 @@ def test_every_event_gets_the_tier_and_keeps_its_text(groups: list[list[str]]) -
         ({"service_tier": "auto"}, RequestClass.ONLINE),
         ({"custom_params": {"coserve_class": "offline"}}, RequestClass.OFFLINE),
         ({"custom_params": {"other": 1}}, None),
+        ({"custom_params": {"coserve_class": None}}, None),
+        ({"coserve_slo_ttft_ms": 250}, None),
         ({"service_tier": "flex", "coserve_class": "offline"}, RequestClass.OFFLINE),
     ],
 )
@@ -148,3 +181,13 @@ def test_class_of_body(fields: dict[str, Any], expected: RequestClass | None) ->
 def test_marks_that_disagree_are_refused() -> None:
     with pytest.raises(UnknownClassError, match="contradicting"):
         class_of_body({"service_tier": "flex", "coserve_class": "online"})
+
+
+def test_two_values_of_one_target_are_refused() -> None:
+    fields = {"coserve_slo_ttft_ms": 250, "custom_params": {"coserve_slo_ttft_ms": 300}}
+    with pytest.raises(RequestError, match="contradicting values of coserve_slo_ttft_ms: 250"):
+        move_marks(json.dumps(fields).encode())
+    same = {"coserve_slo_ttft_ms": 300, "custom_params": {"coserve_slo_ttft_ms": 300}}
+    marked = move_marks(json.dumps(same).encode())
+    assert marked is not None
+    assert json.loads(marked.content) == {"custom_params": {"coserve_slo_ttft_ms": 300}}

@@ -13,6 +13,7 @@ import typer
 from sglang_coserve.cli import exit_codes
 from sglang_coserve.cli.make_model import make_model
 from sglang_coserve.cli.profile import PROFILE_SETTINGS, profile
+from sglang_coserve.cli.replay import replay
 from sglang_coserve.cli.serve import PASS_THROUGH, serve
 from sglang_coserve.cli.simulate import simulate
 from sglang_coserve.cli.submit import submit
@@ -31,6 +32,7 @@ app.command(context_settings=PASS_THROUGH)(serve)
 app.command()(submit)
 app.command(context_settings=PROFILE_SETTINGS)(profile)
 app.command()(simulate)
+app.command()(replay)
 app.command()(make_model)
 app.command()(version)
 

@@ -12,6 +12,7 @@ from sglang_coserve.core.snapshot import (
     EngineSnapshot,
     Eviction,
     FairnessUpdate,
+    FirstToken,
     PrefillChunk,
     Row,
     StepPlan,
@@ -55,7 +56,8 @@ class BatchBuilder:
 
         self.offline_budget_s = math.inf
         self.is_deadline_bound = False
-        self.longest_prompt_s = 0.0
+        self.online_part_s = 0.0
+        self.first_tokens: list[FirstToken] = []
         self.admits_offline = True
         """False when an online request waits for KV that new offline requests must not take."""
         self.free_tokens = snapshot.max_batch_tokens
@@ -287,11 +289,13 @@ class BatchBuilder:
             resume=tuple(resume),
             park=tuple(park),
             prefills=tuple(self._chunks.values()),
+            now_s=self.snapshot.now_s,
             batch=self.stats,
             predicted_s=self.predicted_s,
             budget_s=self.offline_budget_s,
             is_deadline_bound=self.is_deadline_bound,
-            longest_prompt_s=self.longest_prompt_s,
+            online_part_s=self.online_part_s,
+            first_tokens=tuple(self.first_tokens),
             fairness=fairness,
         )
 

@@ -42,7 +42,9 @@ def serve_offline(
     prefill_offline(batch, context)
     if batch.stats.is_empty and not batch.has_online:
         batch.offline_budget_s = math.inf
-        batch.free_tokens = min(free_tokens, context.config.min_chunk_tokens)
+        # Chunks end with a page.
+        least_tokens = max(context.config.min_chunk_tokens, batch.snapshot.page_tokens)
+        batch.free_tokens = min(free_tokens, least_tokens)
         decode_offline(batch, batch.offline_decodes)
         prefill_offline(batch, context)
 
@@ -133,7 +135,11 @@ def _admit(batch: BatchBuilder, context: PlanContext) -> None:
     if batch.free_tokens <= 0 or batch.predicted_s >= batch.offline_budget_s:
         return
     num_rows = len(batch.snapshot.rows) + len(batch.chunks)
-    for request in islice(queue.candidates(batch.snapshot.now_s), config.max_picks):
+    picks = config.max_picks
+    if config.max_offline_rows is not None:
+        held = sum(not row.info.is_online for row in batch.snapshot.rows)
+        picks = min(picks, max(config.max_offline_rows - held, 0))
+    for request in islice(queue.candidates(batch.snapshot.now_s), picks):
         length_tokens = request.num_prompt_tokens + request.num_generated_tokens
         cached_tokens = min(context.cache.cached_tokens(request.rid), length_tokens - 1)
         rest_tokens = length_tokens - cached_tokens

@@ -9,7 +9,7 @@ from itertools import chain
 from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.scheduler_config import Overload
-from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.snapshot import FirstToken, Row
 
 __all__ = ["decode_online", "prefill_online", "serve_online", "slack_s"]
 
@@ -29,6 +29,7 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
     config = context.config
     decode_online(batch)
     prefill_online(batch, context, min(budget_s, batch.tpot_slack_s) * (1 - config.margin))
+    batch.online_part_s = batch.predicted_s
     arrival_s = context.arrival_budget_s * (1 - config.margin)
     batch.offline_budget_s = min(batch.offline_budget_s, arrival_s)
 
@@ -88,13 +89,15 @@ def prefill_online(
         if not has_room and not (may_evict and batch.reclaim(kv_tokens, is_new)):
             batch.admits_offline = False
             break
-        if is_new and whole_s > batch.longest_prompt_s:
-            batch.longest_prompt_s = whole_s
         batch.prefill(row.info.rid, tokens, cached_tokens, kv_tokens, is_new=is_new)
         floor_tokens = 0
         if tokens < rest_tokens:
             _leave_over(batch, by_deadline=batch.free_tokens > 0)
             return
+        if row.generated_tokens == 0:
+            info = row.info
+            seen_s = info.arrival_s if info.seen_s is None else info.seen_s
+            batch.first_tokens.append(FirstToken(info.arrival_s, seen_s))
         if whole_s > row_slack_s:
             _leave_over(batch, by_deadline=True)
         elif row_slack_s * slack_share < budget_s:

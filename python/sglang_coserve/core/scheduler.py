@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from sglang_coserve.core.arrival_wait import ArrivalWait
 from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.fairness import ArrivalOrder, VirtualTokenCounter, WaitingOrder
@@ -12,6 +13,7 @@ from sglang_coserve.core.latency_model import LatencyModel, Refiner, Sample
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.prediction_error import PredictionError
 from sglang_coserve.core.scheduler_config import OnlineOrder, SchedulerConfig
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, StepPlan
 from sglang_coserve.metrics import SloTargets
@@ -20,14 +22,6 @@ __all__ = ["Scheduler"]
 
 _ITERATION_WEIGHT: Final = 0.1
 _EVICTION_WEIGHT: Final = 1 / 32
-
-# A prompt's time is to be an upper estimate: it follows long prompts, and forgets them slowly.
-_PROMPT_RISE: Final = 0.5
-_PROMPT_FALL: Final = 0.02
-
-# Beyond half of the target two arrivals in a row would be too many; below an eighth the
-# target leaves so little that it cannot be what iterations are cut up for.
-_ARRIVAL_SHARES: Final = (1 / 8, 1 / 2)
 
 
 class Scheduler:
@@ -46,7 +40,19 @@ class Scheduler:
         targets: SloTargets,
         queue: OfflineQueue,
         config: SchedulerConfig | None = None,
+        *,
+        profile_mape: float | None = None,
     ) -> None:
+        """Start without requests.
+
+        Args:
+            policy: A fresh one: policies keep state.
+            model: Predicts iterations; ``observe`` may correct it.
+            targets: Of online requests without their own.
+            queue: The waiting offline requests; the scheduler's alone from now on.
+            config: What all policies share.
+            profile_mape: The error of ``model`` when it was fitted, a fraction.
+        """
         self._policy = policy
         self._model = model
         self._targets = targets
@@ -56,14 +62,21 @@ class Scheduler:
         fair = self._config.online_order is OnlineOrder.VTC
         self._waiting_order: WaitingOrder = VirtualTokenCounter() if fair else ArrivalOrder()
         self._iteration = 0
+        self._prediction_error = PredictionError(profile_mape)
         self._mean_iteration_s = 0.0
         self._eviction_rate = 0.0
-        self._prompt_s = 0.0
+        ttft_s = targets.ttft_s
+        self._arrival_wait = None if ttft_s is None else ArrivalWait(ttft_s)
 
     @property
     def model(self) -> LatencyModel:
         """The latency model, as refined so far."""
         return self._model
+
+    @property
+    def prediction_error(self) -> PredictionError:
+        """How well the model predicted the observed iterations, before it was corrected."""
+        return self._prediction_error
 
     @property
     def queue(self) -> OfflineQueue:
@@ -109,9 +122,10 @@ class Scheduler:
             # The first plan sets the average, which has nothing to weigh against it yet.
             self._mean_iteration_s += change_s * (_ITERATION_WEIGHT if self._iteration else 1.0)
             self._iteration += 1
-        if plan.longest_prompt_s > 0:
-            change_s = plan.longest_prompt_s - self._prompt_s
-            self._prompt_s += change_s * (_PROMPT_RISE if change_s > 0 else _PROMPT_FALL)
+        if self._arrival_wait is not None:
+            self._arrival_wait.observe(
+                plan.now_s, plan.predicted_s, plan.online_part_s, plan.first_tokens
+            )
         self._policy.commit(plan)
 
     def observe(self, batch: BatchStats, seconds: float) -> None:
@@ -120,6 +134,7 @@ class Scheduler:
         Raises:
             InputFileError: the batch is empty or the time is not positive.
         """
+        self._prediction_error.observe(self._model.predict(batch), seconds)
         if self._refiner is not None:
             self._model = self._refiner.refine(Sample(batch, seconds))
 
@@ -143,8 +158,4 @@ class Scheduler:
     def _arrival_budget_s(self) -> float:
         if self._config.arrival_wait_s is not None:
             return self._config.arrival_wait_s
-        ttft_s = self._targets.ttft_s
-        if ttft_s is None:
-            return math.inf
-        least, most = (share * ttft_s for share in _ARRIVAL_SHARES)
-        return min(max(ttft_s - self._prompt_s, least), most)
+        return math.inf if self._arrival_wait is None else self._arrival_wait.wait_s

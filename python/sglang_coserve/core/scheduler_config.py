@@ -45,8 +45,8 @@ class SchedulerConfig:
 
     arrival_wait_s: float | None = None
     """Longest iteration that offline work may fill, since an online request that arrives
-    meanwhile waits for its end. ``None``: what the TTFT target leaves beside the prefill of a
-    long prompt, as seen so far; infinite without a target."""
+    meanwhile waits for its end. ``None``: learned, so that the TTFT target holds for all but a
+    hundredth of the requests (``ArrivalWait``); infinite without a target."""
 
     margin: float = 0.05
     """Part of every latency budget that offline work leaves free for prediction error."""
@@ -65,6 +65,9 @@ class SchedulerConfig:
     """KV kept free for each running row when a new offline request is admitted, so that the
     admitted one is not evicted again at once."""
 
+    max_offline_rows: int | None = None
+    """Most offline requests that may hold KV at once; ``None``: only memory bounds them."""
+
     max_picks: int = 64
     """Most offline requests taken from the queue in one iteration; bounds the planning time."""
 
@@ -82,6 +85,10 @@ class SchedulerConfig:
                 raise ConfigError(f"scheduler: {name} is {value}: use a positive time or None")
         if not 0 <= self.margin < 1:
             raise ConfigError(f"scheduler: margin is {self.margin}: use a number from 0 to below 1")
+        if self.max_offline_rows is not None and self.max_offline_rows < 1:
+            raise ConfigError(
+                f"scheduler: max_offline_rows is {self.max_offline_rows}: use at least 1, or None"
+            )
         for name, least in (
             ("min_online_chunk_tokens", 0),
             ("min_chunk_tokens", 1),

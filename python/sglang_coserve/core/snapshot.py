@@ -24,6 +24,7 @@ __all__ = [
     "EngineSnapshot",
     "Eviction",
     "FairnessUpdate",
+    "FirstToken",
     "PrefillChunk",
     "PrefixCache",
     "RequestInfo",
@@ -49,6 +50,10 @@ class RequestInfo:
 
     user: str | None = None
     """Whom fairness counts it for: a key or a user name."""
+
+    seen_s: float | None = None
+    """When the scheduler could first take it into account: at the end of the iteration that ran
+    when it arrived. None: on arrival."""
 
     can_pause: bool = True
     """False when the engine cannot skip iterations of it, or evict it, without loss."""
@@ -141,6 +146,13 @@ class Eviction(NamedTuple):
     tokens: int
 
 
+class FirstToken(NamedTuple):
+    """An online request that is about to get its first token."""
+
+    arrival_s: float
+    seen_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class FairnessUpdate:
     """How the fairness counters stand once a plan is carried out."""
@@ -175,6 +187,9 @@ class StepPlan:
     prefills: tuple[PrefillChunk, ...] = ()
     """Chunks in order, online before offline; rows, waiting requests or queue picks."""
 
+    now_s: float = 0.0
+    """Of the snapshot."""
+
     batch: BatchStats = field(default_factory=BatchStats)
     """Sums over the planned batch."""
 
@@ -188,8 +203,11 @@ class StepPlan:
     is_deadline_bound: bool = False
     """True when online work was left out of the batch because a deadline would be missed."""
 
-    longest_prompt_s: float = 0.0
-    """Predicted time to the first token, from now, of the longest online prompt it begins."""
+    online_part_s: float = 0.0
+    """Predicted latency of the batch's online work alone."""
+
+    first_tokens: tuple[FirstToken, ...] = ()
+    """Of the online requests that this batch gives their first token."""
 
     fairness: FairnessUpdate | None = None
     """What ``commit`` does to the fairness counters; None without a fair order."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from sglang_coserve.core.batch_stats import BatchStats
 
 __all__ = ["CostBound"]
@@ -11,8 +13,10 @@ class CostBound:
     """An upper bound that needs no fit.
 
     If the time is a sum of works with unknown prices that are not negative
-    (the polynomial: ΣP, ΣP·(P + C), Σ(P + C) and a constant), a batch takes at
-    most as many times longer than another as its largest ratio of works.
+    (those of the polynomial: tokens, attention, context, rows and a constant),
+    a batch takes at most as many times longer than another as its largest ratio
+    of works. A batch with rows of a kind that the other has not is not bounded
+    by it.
     """
 
     def __init__(self) -> None:
@@ -23,16 +27,27 @@ class CostBound:
         self._measured.append((_works(batch), seconds))
 
     def seconds(self, batch: BatchStats) -> float:
-        """Return the least bound; 0 before anything was observed. O(observations)."""
+        """Return the least bound; 0 when no observed batch bounds this one. O(observations)."""
         works = _works(batch)
-        return min(
-            (
-                seconds * max(work / known for work, known in zip(works, measured, strict=True))
-                for measured, seconds in self._measured
-            ),
-            default=0.0,
+        bound_s = min(
+            (seconds * max(map(_ratio, works, measured)) for measured, seconds in self._measured),
+            default=math.inf,
         )
+        return bound_s if bound_s < math.inf else 0.0
 
 
 def _works(batch: BatchStats) -> tuple[float, ...]:
-    return (1.0, batch.compute_tokens, batch.attention_pairs, batch.total_tokens)
+    return (
+        1.0,
+        batch.compute_tokens,
+        batch.attention_pairs,
+        batch.total_tokens,
+        batch.prefill_requests,
+        batch.decode_requests,
+    )
+
+
+def _ratio(work: float, measured: float) -> float:
+    if measured:
+        return work / measured
+    return math.inf if work else 0.0

@@ -89,15 +89,37 @@ def check_server_args(server_args: Any) -> None:
 def missing_seams() -> list[str]:
     """Name the parts of SGLang that co-serving overrides or calls and that are not there."""
     from sglang.srt.entrypoints import http_server
+    from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
+    from sglang.srt.layers.attention import attention_registry
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.mem_cache.allocator import paged
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
-    missing = [f"Scheduler.{name}" for name in _SCHEDULER_METHODS if not hasattr(Scheduler, name)]
-    if not hasattr(TokenizerManager, "_validate_one_request"):
-        missing.append("TokenizerManager._validate_one_request")
-    if not hasattr(http_server, "_setup_and_run_http_server"):
-        missing.append("http_server._setup_and_run_http_server")
-    return missing
+    from sglang_coserve.srt.batch_backend.continuation import STATEFUL_FIELDS, STATEFUL_PARAMS
+
+    seams = {
+        Scheduler: _SCHEDULER_METHODS,
+        TokenizerManager: ("_validate_one_request", "generate_request", "serving_chat_class"),
+        OpenAIServingBase: ("handle_request",),
+        GenerateReqInput: ("contains_mm_input", "rid", "stream", *STATEFUL_FIELDS),
+        EmbeddingReqInput: ("contains_mm_input", "rid", "sampling_params"),
+        SamplingParams: ("stream_interval", *STATEFUL_PARAMS),
+        Req: ("update_reasoning_tokens",),
+        http_server: ("_setup_and_run_http_server",),
+        paged: ("alloc_decode_kernel", "alloc_extend_kernel"),
+        attention_registry: ("register_attention_backend",),
+        TorchNativeAttnBackend: ("_run_sdpa_forward_decode", "_run_sdpa_forward_extend"),
+    }
+    return [
+        f"{owner.__name__.rpartition('.')[2]}.{name}"
+        for owner, names in seams.items()
+        for name in names
+        if not hasattr(owner, name)
+    ]
 
 
 def release_for_requeue(req: Any, tree_cache: Any) -> None:

@@ -1,8 +1,8 @@
 """Defaults that make SGLang run on a machine without CUDA.
 
 SGLang's CPU path expects its own kernels and an AMX processor.  Without them a
-few settings and two allocation kernels must be replaced; users can override
-every default by setting the variable or the flag themselves.
+few settings, two allocation kernels and the attention must be replaced; users can
+override every default by setting the variable or the flag themselves.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 
 __all__ = [
     "FLAG_DEFAULTS",
+    "default_flags",
     "divided_cores",
     "has_cuda",
-    "install_page_allocation",
+    "install_replacements",
     "set_environment_defaults",
     "set_flag_defaults",
 ]
@@ -25,6 +26,10 @@ __all__ = [
 FLAG_DEFAULTS = {
     "device": "cpu",
     "attention_backend": "torch_native",
+    # A float32 model would otherwise run in float16, which is several times slower on a CPU.
+    "dtype": "float32",
+    # There is no second device to overlap with: it would only delay each token by an iteration.
+    "disable_overlap_schedule": True,
     # SGLang would otherwise claim most of the machine's memory for the KV cache.
     "max_total_tokens": 65536,
 }
@@ -76,7 +81,28 @@ def set_flag_defaults(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**FLAG_DEFAULTS)
 
 
-def install_page_allocation() -> None:
+def default_flags() -> list[str]:
+    """Return ``FLAG_DEFAULTS`` as a command line, for a server that is not ours."""
+    flags = []
+    for name, value in FLAG_DEFAULTS.items():
+        flags.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            flags.append(str(value))
+    return flags
+
+
+def install_replacements() -> None:
+    """Replace the parts of SGLang that need CUDA or are slow without it, in this process.
+
+    Call it in each process that runs a scheduler, before the scheduler is made.
+    """
+    from sglang_coserve.srt.cpu_attention import install_attention
+
+    _install_page_allocation()
+    install_attention()
+
+
+def _install_page_allocation() -> None:
     """Replace the two Triton kernels of the paged KV allocator by torch code."""
     from sglang.srt.mem_cache.allocator import paged
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
-import platform
 import signal
 import sys
 import traceback
 from contextlib import nullcontext
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,19 +17,6 @@ from sglang_coserve.profiler.machine import Machine
 from sglang_coserve.srt import compat, cpu
 
 __all__ = ["ExecutorProcesses"]
-
-_SETTINGS = (
-    "attention_backend",
-    "chunked_prefill_size",
-    "dtype",
-    "enable_torch_compile",
-    "kv_cache_dtype",
-    "max_running_requests",
-    "max_total_tokens",
-    "page_size",
-    "quantization",
-)
-"""Fields of ServerArgs that decide how long an iteration takes or what can run."""
 
 
 class ExecutorProcesses:
@@ -132,9 +116,10 @@ def _serve(connection: Any, server_args: Any, port_args: Any, tp_rank: int) -> N
     try:
         scheduler = _start_scheduler(server_args, port_args, tp_rank)
         from sglang_coserve.srt.executor import SchedulerExecutor
+        from sglang_coserve.srt.machine import machine_of
 
         executor = SchedulerExecutor(scheduler)
-        answer: Any = executor.limits, _machine(server_args, scheduler)
+        answer: Any = executor.limits, machine_of(scheduler)
         while True:
             connection.send((answer, None))
             answer = executor.run(connection.recv())
@@ -153,7 +138,7 @@ def _start_scheduler(server_args: Any, port_args: Any, tp_rank: int) -> Any:
     from sglang.srt.runtime_context import publish
 
     if not cpu.has_cuda():
-        cpu.install_page_allocation()
+        cpu.install_replacements()
     gpu_id = server_args.base_gpu_id + tp_rank * server_args.gpu_id_step
     cp_rank, moe_dp_rank, moe_ep_rank = _compute_parallelism_ranks(server_args, tp_rank)
     pp_rank = 0
@@ -172,32 +157,3 @@ def _start_scheduler(server_args: Any, port_args: Any, tp_rank: int) -> Any:
         moe_dp_rank,
         dp_rank,
     )
-
-
-def _machine(server_args: Any, scheduler: Any) -> Machine:
-    runner = scheduler.tp_worker.model_runner.decode_cuda_graph_runner
-    return Machine(
-        hardware=_hardware_name(),
-        model=server_args.model_path,
-        tp_size=server_args.tp_size,
-        sglang_version=compat.SGLANG_VERSION,
-        model_config=json.loads(scheduler.model_config.hf_config.to_json_string(use_diff=False)),
-        settings={name: getattr(server_args, name, None) for name in _SETTINGS},
-        captured_batch_sizes=tuple(sorted(getattr(runner, "capture_bs", ()))),
-    )
-
-
-def _hardware_name() -> str:
-    """Name the GPU; or the CPU, its cores and the threads that compute."""
-    import torch
-
-    if cpu.has_cuda():
-        return str(torch.cuda.get_device_name())
-    processor = platform.processor() or platform.machine()
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        lines = information.read_text(encoding="utf-8").splitlines()
-        named = (line.split(":", 1)[1] for line in lines if line.startswith("model name"))
-        processor = next(named, processor).strip()
-    cores = len(os.sched_getaffinity(0))
-    return f"CPU {processor}, {cores} cores, {torch.get_num_threads()} threads"

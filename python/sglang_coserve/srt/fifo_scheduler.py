@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_coserve.srt.offline_waiting import OfflineWaiting
-from sglang_coserve.srt.request_class import is_offline
+from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.scheduler import CoserveScheduler
 
 __all__ = ["FifoScheduler"]
@@ -45,6 +45,13 @@ class FifoScheduler(CoserveScheduler):
 
     def _num_offline_waiting(self) -> int:
         return len(self._offline_waiting)
+
+    def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
+        """Forget who ended."""
+        super().process_batch_result(batch, result)
+        for req in batch.reqs:
+            if req.finished():
+                self._forget(req.rid)
 
     def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> Any:
         """Admit online requests as SGLang does; offline ones only when none of them waits."""

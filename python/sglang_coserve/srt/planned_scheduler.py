@@ -11,8 +11,9 @@ unfinished prefill at a time, and runs it first.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,15 +21,16 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
-from sglang_coserve.core.request import RequestClass, RequestState
+from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler as CoreScheduler
-from sglang_coserve.core.snapshot import EngineSnapshot, PrefillChunk, RequestInfo, Row, StepPlan
+from sglang_coserve.core.snapshot import EngineSnapshot, PrefillChunk, Row, StepPlan
 from sglang_coserve.srt.compat import release_aborted
 from sglang_coserve.srt.core_setup import make_core_scheduler
-from sglang_coserve.srt.request_class import is_offline
-from sglang_coserve.srt.row_groups import has_plain_state, join, split
+from sglang_coserve.srt.iteration_times import IterationTimes
+from sglang_coserve.srt.latency_source import latency_profile
+from sglang_coserve.srt.request_marks import is_offline
+from sglang_coserve.srt.row_groups import join, split
 from sglang_coserve.srt.scheduler import CoserveScheduler
 from sglang_coserve.srt.ticks import Tick, TickSource
 
@@ -37,14 +39,17 @@ __all__ = ["PlannedScheduler"]
 Req = Any
 ScheduleBatch = Any
 
-_MATCHED_WAITING = 8
-"""Waiting online requests whose cached prefix is looked up each pass; the others count as new."""
+logger = logging.getLogger(__name__)
+
+_DRIFT_WARNING_INTERVAL_S = 60.0
 
 
 class PlannedScheduler(CoserveScheduler):
     """See the module's docstring."""
 
     _count_names = (*CoserveScheduler._count_names, "paused", "resumed")
+
+    _core: CoreScheduler
 
     # State of SGLang's that is assigned here too.
     chunked_prefill_size: int | None
@@ -53,19 +58,25 @@ class PlannedScheduler(CoserveScheduler):
 
     # --- Set-up --------------------------------------------------------------------------
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Start SGLang's scheduler; then profile, with the model in place and nobody waiting."""
+        super().__init__(*args, **kwargs)
+        profile = latency_profile(self, self._coserve_config)
+        self._core = make_core_scheduler(self._coserve_config, profile)
+
     def init_running_status(self) -> None:
         """Set up the core scheduler and the rows that hold KV outside SGLang's batches."""
         super().init_running_status()
-        self._core: CoreScheduler = make_core_scheduler(self._coserve_config)
         self._offline_reqs: dict[str, Req] = {}
         self._cooling: list[Req] = []
         self._parked: dict[str, Req] = {}
         self._paused: ScheduleBatch | None = None
-        self._infos: dict[str, RequestInfo] = {}
-        self._last_token_s: dict[str, float] = {}
         self._produced: list[Req] = []
         self._tick_s: float | None = None
-        self._launched: tuple[float, BatchStats] | None = None
+        self._next_drift_warning_s = 0.0
+        self._offline_ran: tuple[float, float] | None = None
+        self._arrivals_s: Mapping[str, float] = {}
+        self._times = IterationTimes(is_overlapped=self.enable_overlap and self.device != "cpu")
 
     def init_watch_dog_memory_saver_input_blocker(self) -> None:
         """Broadcast rank 0's clock where there are several ranks."""
@@ -80,16 +91,17 @@ class PlannedScheduler(CoserveScheduler):
 
     def _on_tick(self, tick: Tick) -> None:
         self._tick_s = tick.now_s
+        self._arrivals_s = tick.arrivals_s
 
     def _now_s(self) -> float:
-        return time.perf_counter() if self._tick_s is None else self._tick_s
+        return super()._now_s() if self._tick_s is None else self._tick_s
+
+    def _arrival_s(self, req: Req, now_s: float) -> float:
+        if self._tick_s is None:
+            return super()._arrival_s(req, now_s)
+        return self._arrivals_s.get(req.rid, now_s)
 
     # --- Requests arrive and leave -------------------------------------------------------
-
-    def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
-        if req.rid not in self._infos:
-            self._infos[req.rid] = self._info_of(req)
-        super()._add_request_to_queue(req, is_retracted)
 
     def _enqueue_offline(self, req: Req) -> None:
         if req.retraction_count:
@@ -100,24 +112,9 @@ class PlannedScheduler(CoserveScheduler):
             QueuedRequest(
                 rid=req.rid,
                 token_ids=pack_tokens(req.origin_input_ids),
-                arrival_s=self._infos[req.rid].arrival_s,
+                arrival_s=self._ledger[req.rid].arrival_s,
                 max_new_tokens=req.sampling_params.max_new_tokens,
             )
-        )
-
-    def _info_of(self, req: Req) -> RequestInfo:
-        return RequestInfo(
-            rid=req.rid,
-            # One that failed validation takes SGLang's way out, as an online one.
-            request_class=(
-                RequestClass.OFFLINE
-                if is_offline(req) and req.to_finish is None
-                else RequestClass.ONLINE
-            ),
-            prompt_tokens=len(req.origin_input_ids),
-            max_new_tokens=req.sampling_params.max_new_tokens,
-            arrival_s=self._now_s(),
-            can_pause=has_plain_state(req),
         )
 
     def _dequeue_offline(self, matches: Callable[[Req], bool]) -> list[Req]:
@@ -137,13 +134,17 @@ class PlannedScheduler(CoserveScheduler):
         return gone
 
     def _forget(self, rid: str) -> None:
-        if self._infos.pop(rid, None) is not None:
+        if rid in self._ledger:
             self._core.finish(rid)
             self._offline_reqs.pop(rid, None)
-            self._last_token_s.pop(rid, None)
+        super()._forget(rid)
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         """Note who got a token, and who ended."""
+        if self._offline_ran is not None:
+            start_s, online_part_s = self._offline_ran
+            self._slo_watch.offline_ran(start_s, time.perf_counter(), online_part_s)
+            self._offline_ran = None
         super().process_batch_result(batch, result)
         self._produced += batch.reqs
 
@@ -154,6 +155,7 @@ class PlannedScheduler(CoserveScheduler):
         now_s = self._now_s()
         self._account(now_s)
         if not self._has_offline(running_batch):
+            self._times.launched(None)
             return super().get_new_batch_prefill(running_batch)
         running_batch.filter_batch()
         running_batch = self._resume_aborted(running_batch)
@@ -162,7 +164,9 @@ class PlannedScheduler(CoserveScheduler):
         chunks = self._executable(plan)
         result, admitted = self._run_chunks(chunks, running_batch)
         self._core.commit(replace(plan, prefills=admitted))
-        self._launched = (now_s, plan.batch) if len(admitted) == len(plan.prefills) else None
+        if plan.predicted_s > plan.online_part_s:
+            self._offline_ran = (time.perf_counter(), plan.online_part_s)
+        self._times.launched(plan.batch if len(admitted) == len(plan.prefills) else None)
         return result
 
     def _has_offline(self, running_batch: ScheduleBatch) -> bool:
@@ -176,17 +180,28 @@ class PlannedScheduler(CoserveScheduler):
             if req.finished():
                 self._forget(req.rid)
             elif req.output_ids:
-                self._last_token_s[req.rid] = now_s
+                self._ledger.produced(req.rid, now_s)
         self._produced = []
-        if self._launched is not None and self.last_batch is not None:
-            started_s, stats = self._launched
-            if not stats.is_empty and now_s > started_s:
-                self._core.observe(stats, now_s - started_s)
-        self._launched = None
+        measured = self._times.next_pass(now_s)
+        if measured is not None:
+            self._core.observe(*measured)
+            self._warn_of_drift(now_s)
         for req in self._cooling:
             self._core.restore(req.rid, len(req.output_ids))
             self._offline_reqs[req.rid] = req
         self._cooling = []
+
+    def _warn_of_drift(self, now_s: float) -> None:
+        error = self._core.prediction_error
+        if error.has_drifted and now_s >= self._next_drift_warning_s:
+            self._next_drift_warning_s = now_s + _DRIFT_WARNING_INTERVAL_S
+            logger.warning(
+                "predicted iteration times are off by %.0f%% on average (bias %+.0f%%): targets "
+                "may be missed or time wasted; other work on this machine? profile again with "
+                "coserve profile",
+                100 * (error.mape or 0.0),
+                100 * (error.bias or 0.0),
+            )
 
     def _resume_aborted(self, running_batch: ScheduleBatch) -> ScheduleBatch:
         if self._paused is None:
@@ -210,7 +225,7 @@ class PlannedScheduler(CoserveScheduler):
         return EngineSnapshot(
             now_s=now_s,
             rows=rows,
-            waiting=[self._waiting_row(i, req) for i, req in enumerate(self.waiting_queue)],
+            waiting=self._ledger.waiting_rows(self.waiting_queue),
             free_kv_tokens=self.token_to_kv_pool_allocator.available_size(),
             evictable_kv_tokens=self.tree_cache.evictable_size(),
             free_slots=max(0, self.get_num_allocatable_reqs(len(rows))),
@@ -219,42 +234,19 @@ class PlannedScheduler(CoserveScheduler):
         )
 
     def _rows(self, running_batch: ScheduleBatch) -> Iterator[Row]:
+        ledger = self._ledger
         for req in running_batch.reqs:
-            yield self._decode_row(req, RequestState.DECODING)
+            yield ledger.decode_row(req, RequestState.DECODING)
         for req in self._paused.reqs if self._paused is not None else ():
-            yield self._decode_row(req, RequestState.PAUSED)
+            yield ledger.decode_row(req, RequestState.PAUSED)
         for req in self._parked.values():
-            yield self._prefill_row(req, RequestState.PARKED)
+            yield ledger.prefill_row(req, RequestState.PARKED)
         if self.chunked_req is not None:
-            yield self._prefill_row(self.chunked_req, RequestState.PREFILLING)
-
-    def _decode_row(self, req: Req, state: RequestState) -> Row:
-        info = self._infos[req.rid]
-        # Counts a token still in flight under overlap scheduling: its KV is taken already.
-        computed = req.kv_committed_len
-        generated = computed + 1 - info.prompt_tokens
-        return Row(info, state, generated, computed, 0, self._last_token_s.get(req.rid))
-
-    def _prefill_row(self, req: Req, state: RequestState) -> Row:
-        computed = len(req.prefix_indices)
-        last_s = self._last_token_s.get(req.rid)
-        return Row(self._infos[req.rid], state, len(req.output_ids), computed, 0, last_s)
-
-    def _waiting_row(self, position: int, req: Req) -> Row:
-        cached = 0
-        if position < _MATCHED_WAITING:
-            req.init_next_round_input(self.tree_cache)
-            cached = len(req.prefix_indices)
-        last_s = self._last_token_s.get(req.rid)
-        return Row(
-            self._infos[req.rid], RequestState.WAITING, len(req.output_ids), 0, cached, last_s
-        )
+            yield ledger.prefill_row(self.chunked_req, RequestState.PREFILLING)
 
     def cached_tokens(self, rid: str) -> int:
         """Return what the radix cache holds of a waiting offline request (``PrefixCache``)."""
-        req = self._offline_reqs[rid]
-        req.init_next_round_input(self.tree_cache)
-        return len(req.prefix_indices)
+        return self._ledger.match_prefix(self._offline_reqs[rid])
 
     # --- Plan to engine ------------------------------------------------------------------
 
@@ -355,6 +347,7 @@ class PlannedScheduler(CoserveScheduler):
             self.ipc_channels.send_to_tokenizer.send_output(
                 AbortReq(rid=rid, finished_reason=reason), req
             )
+            self._slo_watch.refused(rid, self._now_s())
             self._forget(rid)
 
     # --- Memory --------------------------------------------------------------------------

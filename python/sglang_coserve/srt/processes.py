@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang_coserve.errors import UnknownClassError
+from sglang_coserve.errors import RequestError
 from sglang_coserve.srt import cpu
-from sglang_coserve.srt.request_class import parse_custom_params
+from sglang_coserve.srt.request_marks import check_marks
 
 if TYPE_CHECKING:
     from sglang_coserve.srt.scheduler import CoserveScheduler
@@ -29,7 +29,7 @@ def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers import scheduler as sglang_scheduler
 
     if not cpu.has_cuda():
-        cpu.install_page_allocation()
+        cpu.install_replacements()
     sglang_scheduler.Scheduler = scheduler_class(server_args)
     sglang_scheduler.run_scheduler_process(server_args, *args, **kwargs)
 
@@ -51,22 +51,25 @@ def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
 
 
 def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
-    """Make SGLang's tokenizer manager, with a check of every request's class."""
+    """Make SGLang's tokenizer manager, with a check of every request's marks."""
     from sglang.srt.entrypoints import engine
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-    class ClassCheckingTokenizerManager(TokenizerManager):
-        """Answers an unknown request class with the error of any invalid parameter."""
+    from sglang_coserve.srt.arrival_time import install_arrival_times
+
+    class MarkCheckingTokenizerManager(TokenizerManager):
+        """Answers a bad mark with the error of any invalid parameter."""
 
         def _validate_one_request(self, obj: Any, input_ids: Any) -> None:
             super()._validate_one_request(obj, input_ids)
             try:
-                parse_custom_params(obj.sampling_params.get("custom_params"))
-            except UnknownClassError as error:
+                check_marks(obj.sampling_params.get("custom_params"))
+            except RequestError as error:
                 # SGLang's doors turn a ValueError into a 400.
                 raise ValueError(str(error)) from error
 
+    install_arrival_times()
     managers: tuple[Any, Any] = engine.init_tokenizer_manager(
-        server_args, port_args, ClassCheckingTokenizerManager
+        server_args, port_args, MarkCheckingTokenizerManager
     )
     return managers

@@ -8,6 +8,7 @@ and they wait again, progress kept), and what SGLang is told about them.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -17,8 +18,11 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.srt.arrival_time import arrival_s
 from sglang_coserve.srt.compat import lowest_priority, release_for_requeue
-from sglang_coserve.srt.request_class import is_offline
+from sglang_coserve.srt.request_ledger import RequestLedger
+from sglang_coserve.srt.request_marks import is_offline
+from sglang_coserve.srt.slo_watch import SloWatch
 
 __all__ = ["INIT_INFO_KEY", "CoserveScheduler", "config_of"]
 
@@ -53,10 +57,14 @@ class CoserveScheduler(Scheduler, ABC):
         self._coserve_config = config_of(self.server_args)
         self._offered: list[Req] = []
         self._offline_counts: Counter[str] = Counter()
+        self._ledger = RequestLedger(self.tree_cache)
+        self._slo_watch = SloWatch(self._coserve_config)
 
     # --- Requests arrive and leave -------------------------------------------------------
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
+        now_s = self._now_s()
+        self._slo_watch.arrived(self._ledger.add(req, self._arrival_s(req, now_s), now_s))
         # A request that failed validation takes SGLang's way out whatever its class.
         if not is_offline(req) or req.to_finish is not None:
             super()._add_request_to_queue(req, is_retracted)
@@ -86,6 +94,31 @@ class CoserveScheduler(Scheduler, ABC):
     def _num_offline_waiting(self) -> int:
         """Count the offline requests that are neither running nor offered."""
 
+    def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
+        """Note what the batch's online requests got."""
+        super().process_batch_result(batch, result)
+        self._slo_watch.results(batch.reqs, time.perf_counter())
+
+    def _now_s(self) -> float:
+        """Return the time by which this rank decides."""
+        return time.perf_counter()
+
+    def _arrival_s(self, req: Req, now_s: float) -> float:
+        """Return when a request that is new now arrived at the server."""
+        return arrival_s(req, now_s)
+
+    def _forget(self, rid: str) -> None:
+        """Drop what is kept of a request that has ended."""
+        self._ledger.forget(rid)
+        self._slo_watch.forget(rid)
+
+    def on_idle(self) -> None:
+        """Drop what is left of requests that SGLang refused by itself."""
+        super().on_idle()
+        if len(self._ledger) and self.is_fully_idle():
+            for rid in self._ledger.rids():
+                self._forget(rid)
+
     def _move_behind_offered(self, req: Req) -> None:
         """Let an online request that becomes ready during a pass go before the offline ones."""
         if self._offered and self.waiting_queue and self.waiting_queue[-1] is req:
@@ -94,7 +127,10 @@ class CoserveScheduler(Scheduler, ABC):
 
     def abort_request(self, recv_req: AbortReq) -> None:
         """Abort requests in every state; the waiting offline ones are ours to find."""
+        waiting = {req.rid for req in self.waiting_queue}
         super().abort_request(recv_req)
+        for rid in waiting.difference(req.rid for req in self.waiting_queue):
+            self._forget(rid)
         aborted = self._dequeue_offline(
             lambda req: recv_req.abort_all or req.rid.startswith(recv_req.rid)
         )
@@ -200,6 +236,7 @@ class CoserveScheduler(Scheduler, ABC):
         prefilling = self.chunked_req
         output.internal_state[INIT_INFO_KEY] = {
             "config": self._coserve_config.to_dict(),
+            "slo": self._slo_watch.report(time.perf_counter()),
             "online": {
                 "waiting": len(self.waiting_queue),
                 "running": len(running) - num_offline,

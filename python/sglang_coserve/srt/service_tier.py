@@ -1,28 +1,22 @@
-"""OpenAI's ``service_tier`` (and our ``coserve_class``) on SGLang's HTTP routes.
+"""OpenAI's ``service_tier`` (and our ``coserve_…`` keys) on SGLang's HTTP routes.
 
-SGLang drops ``service_tier`` from chat and completion bodies, so an ASGI
-middleware translates it into ``custom_params`` before the route sees the body,
-and writes the tier used into the response.  A body without either key passes
-through after one scan for the bytes of their names, so that unmarked traffic
-gets the stock response.
+An ASGI middleware moves the marks of chat and completion bodies into
+``custom_params`` before the route sees the body, and writes the tier used into
+the response.  A body without the bytes of a mark's name passes through as it is,
+so that unmarked traffic gets the stock response.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, Final
 
-from sglang_coserve.core.request import RequestClass
-from sglang_coserve.errors import RequestError, UnknownClassError
-from sglang_coserve.srt.request_class import (
-    CLASS_KEY,
-    parse_custom_params,
-    parse_service_tier,
-    tier_used,
-)
+from sglang_coserve.errors import RequestError
+from sglang_coserve.srt.body_marks import SERVICE_TIER, move_marks
+from sglang_coserve.srt.request_marks import MARK_PREFIX
 
-__all__ = ["MARKED_PATHS", "ServiceTierMiddleware", "class_of_body"]
+__all__ = ["MARKED_PATHS", "ServiceTierMiddleware"]
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -31,13 +25,14 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MARKED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
-"""Routes whose bodies may name a class."""
+"""Routes whose bodies may carry marks."""
 
-_SERVICE_TIER = "service_tier"
+# Two searches for a substring are much faster than one regular expression.
+_NAMES: Final = (MARK_PREFIX.encode(), SERVICE_TIER.encode())
 
 
 class ServiceTierMiddleware:
-    """Translates the class marks of OpenAI bodies; see the module's docstring."""
+    """Moves the marks of OpenAI bodies; see the module's docstring."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -54,63 +49,18 @@ class ServiceTierMiddleware:
         body, disconnect = await _read_body(receive)
         if disconnect is not None:
             return
-        if _SERVICE_TIER.encode() not in body and CLASS_KEY.encode() not in body:
-            await self._app(scope, _replay(body, receive), send)
-            return
         try:
-            marked = _translate(body)
+            marked = move_marks(body) if any(name in body for name in _NAMES) else None
         except RequestError as error:
             await _send_bad_request(send, str(error))
             return
         if marked is None:
             await self._app(scope, _replay(body, receive), send)
             return
-        body, tier = marked
-        scope = dict(scope, headers=_with_content_length(scope["headers"], len(body)))
-        await self._app(scope, _replay(body, receive), _TierWriter(send, tier))
-
-
-def class_of_body(body: dict[str, Any]) -> RequestClass | None:
-    """Return the class an OpenAI body asks for; None when it says nothing.
-
-    Raises:
-        UnknownClassError: a mark names no class, or two marks disagree.
-    """
-    asked: dict[str, RequestClass] = {}
-    if body.get(_SERVICE_TIER) is not None:
-        asked[_SERVICE_TIER] = parse_service_tier(body[_SERVICE_TIER])
-    if body.get(CLASS_KEY) is not None:
-        asked[CLASS_KEY] = RequestClass.parse(body[CLASS_KEY])
-    custom_params = body.get("custom_params")
-    if isinstance(custom_params, dict) and CLASS_KEY in custom_params:
-        asked["custom_params"] = parse_custom_params(custom_params)
-    # "auto" leaves the choice to the server, so it yields to any other mark.
-    if body.get(_SERVICE_TIER) == "auto" and len(asked) > 1:
-        del asked[_SERVICE_TIER]
-    if len(set(asked.values())) > 1:
-        said = ", ".join(f"{name} says {value.value}" for name, value in asked.items())
-        raise UnknownClassError(f"contradicting request classes: {said}")
-    return next(iter(asked.values()), None)
-
-
-def _translate(body: bytes) -> tuple[bytes, str] | None:
-    """Return the body for SGLang and the tier to report; None when it has no mark."""
-    try:
-        fields = json.loads(body)
-    except ValueError:
-        return None  # The route answers malformed JSON in its own words.
-    if not isinstance(fields, dict):
-        return None
-    request_class = class_of_body(fields)
-    if request_class is None:
-        return None
-    fields.pop(_SERVICE_TIER, None)
-    fields.pop(CLASS_KEY, None)
-    custom_params = fields.get("custom_params")
-    if custom_params is not None and not isinstance(custom_params, dict):
-        return None  # Malformed as well.
-    fields["custom_params"] = {**(custom_params or {}), CLASS_KEY: request_class.value}
-    return json.dumps(fields, ensure_ascii=False).encode(), tier_used(request_class)
+        scope = dict(scope, headers=_with_content_length(scope["headers"], len(marked.content)))
+        if marked.tier_used is not None:
+            send = _TierWriter(send, marked.tier_used)
+        await self._app(scope, _replay(marked.content, receive), send)
 
 
 class _TierWriter:
@@ -123,7 +73,7 @@ class _TierWriter:
 
     def __init__(self, send: Send, tier: str) -> None:
         self._send = send
-        self._field = json.dumps({_SERVICE_TIER: tier})[1:-1].encode() + b","
+        self._field = json.dumps({SERVICE_TIER: tier})[1:-1].encode() + b","
         self._kind: str | None = None
         self._at_event_start = True
 
@@ -200,7 +150,7 @@ async def _send_bad_request(send: Send, message: str) -> None:
         "object": "error",
         "message": message,
         "type": "BadRequestError",
-        "param": _SERVICE_TIER,
+        "param": None,
         "code": 400,
     }
     body = json.dumps(error).encode()

@@ -7,8 +7,11 @@ next collective.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from sglang_coserve.srt.arrival_time import arrival_s
 
 __all__ = ["Tick", "TickSource"]
 
@@ -18,6 +21,8 @@ class Tick:
     """The time on rank 0 at the start of an iteration."""
 
     now_s: float
+    arrivals_s: Mapping[str, float]
+    """When the requests that come with it arrived, by rid."""
 
 
 class TickSource:
@@ -32,5 +37,13 @@ class TickSource:
         if self._inner is not None:
             recv_reqs = self._inner.handle(recv_reqs)
         if self._is_source and recv_reqs is not None:
-            return [Tick(time.perf_counter()), *recv_reqs]
+            now_s = time.perf_counter()
+            arrivals_s = {req.rid: arrival_s(req, now_s) for req in _with_rid(recv_reqs)}
+            return [Tick(now_s, arrivals_s), *recv_reqs]
         return recv_reqs
+
+
+def _with_rid(received: list[Any]) -> list[Any]:
+    """Return the messages that are requests; a batch of them holds its own."""
+    flat = [one for item in received for one in getattr(item, "batch", None) or (item,)]
+    return [item for item in flat if isinstance(getattr(item, "rid", None), str)]

@@ -49,6 +49,8 @@ POLYNOMIAL = PolynomialModel(
     compute_token_s=2.5e-5,
     attention_pair_s=8e-10,
     context_token_s=4e-8,
+    prefill_request_s=5e-4,
+    decode_request_s=2e-5,
     iteration_s=6e-3,
     graph_row_s=1.5e-5,
     graph_context_token_s=4e-8,
@@ -56,7 +58,12 @@ POLYNOMIAL = PolynomialModel(
     captured_batch_sizes=CAPTURED,
 )
 EAGER_POLYNOMIAL = PolynomialModel(
-    compute_token_s=2.5e-5, attention_pair_s=8e-10, context_token_s=4e-8, iteration_s=6e-3
+    compute_token_s=2.5e-5,
+    attention_pair_s=8e-10,
+    context_token_s=4e-8,
+    prefill_request_s=5e-4,
+    decode_request_s=2e-5,
+    iteration_s=6e-3,
 )
 LINEAR = LinearModel(
     prefill_token_s=2.5e-5,

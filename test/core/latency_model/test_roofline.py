@@ -102,7 +102,7 @@ def test_fit_finds_the_efficiencies_of_a_machine() -> None:
             name: value * factor
             for (name, value), factor in zip(
                 coefficients(ROOFLINE).items(),
-                (1.3, 1.2, 2.0, 1.0, 1.5, 1.0, 4.0, 0.5),
+                (1.3, 1.2, 2.0, 1.0, 1.5, 1.0, 4.0, 0.5, 300.0, 20.0),
                 strict=True,
             )
         },
@@ -112,6 +112,8 @@ def test_fit_finds_the_efficiencies_of_a_machine() -> None:
     assert error_of(fit.model, machine, random_batches(1000, seed=3)) < 0.005
     assert fit.model.efficiencies["gemm_flop_s"] == pytest.approx(0.65 / 1.3, rel=0.02)
     assert fit.model.efficiencies["attention_byte_s"] == pytest.approx(0.8 / 1.5, rel=0.02)
+    assert fit.model.prefill_request_s == pytest.approx(machine.prefill_request_s, rel=0.1)
+    assert fit.model.decode_request_s == pytest.approx(machine.decode_request_s, rel=0.1)
 
 
 def test_a_few_samples_move_only_what_they_show() -> None:

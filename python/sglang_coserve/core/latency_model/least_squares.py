@@ -83,9 +83,12 @@ def solve_nonnegative(gram: Floats, moment: Floats) -> Floats:
 
 def _reject_ambiguous(gram: Floats, names: Sequence[str]) -> None:
     eigenvalues, eigenvectors = np.linalg.eigh(gram)
-    if eigenvalues[0] > _RANK_TOLERANCE * eigenvalues[-1]:
+    silent = eigenvectors[:, eigenvalues <= _RANK_TOLERANCE * eigenvalues[-1]]
+    if not silent.size:
         return
-    tied = [name for name, part in zip(names, eigenvectors[:, 0], strict=True) if abs(part) > 0.1]
+    # Any combination of them leaves the predictions as they are.
+    parts = np.linalg.norm(silent, axis=1)
+    tied = [name for name, part in zip(names, parts, strict=True) if part > 0.1]
     raise InputFileError(
         f"samples: they do not tell {', '.join(tied)} apart: "
         "vary prompt length, cached context and number of requests independently"

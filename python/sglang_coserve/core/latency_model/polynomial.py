@@ -25,15 +25,20 @@ from sglang_coserve.core.latency_model.samples import Floats, Sample, SampleTabl
 
 __all__ = ["PolynomialModel"]
 
-_EAGER_TERMS = 4
+_EAGER_TERMS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class PolynomialModel:
-    """T = k1·ΣP + k2·ΣP·(P + C) + k4·Σ(P + C) + k5 (ConServe §4.2).
+    """T = k1·ΣP + k2·ΣP·(P + C) + k4·Σ(P + C) + k5 (ConServe §4.2), and a price of each row.
 
     The paper's communication term k3·P multiplies the same P as k1, so only
     k1 + k3 can be measured: one coefficient, valid for one tensor-parallel size.
+
+    The paper has no term for rows. It profiles a GPU, where one kernel serves
+    all rows; elsewhere each row has kernels of its own, and the work of a row
+    that does not depend on its length (logits, sampling) is no token's. Prefill
+    and decode rows have a coefficient each, because their kernels differ.
 
     A decode-only batch that replays a CUDA graph runs as the next captured
     batch size and without the launch costs of the other batches. With
@@ -53,6 +58,12 @@ class PolynomialModel:
 
     context_token_s: float = 0.0
     """k4, of Σ(P + C)."""
+
+    prefill_request_s: float = 0.0
+    """Of each prefill row."""
+
+    decode_request_s: float = 0.0
+    """Of each decode row."""
 
     iteration_s: float = 0.0
     """k5."""
@@ -74,6 +85,8 @@ class PolynomialModel:
         "compute_token_s",
         "attention_pair_s",
         "context_token_s",
+        "prefill_request_s",
+        "decode_request_s",
         "iteration_s",
         "graph_row_s",
         "graph_context_token_s",
@@ -94,6 +107,8 @@ class PolynomialModel:
             self.compute_token_s * (batch.prefill_tokens + decodes)
             + self.attention_pair_s * batch.attention_pairs
             + self.context_token_s * batch.total_tokens
+            + self.prefill_request_s * batch.prefill_requests
+            + self.decode_request_s * decodes
             + self.iteration_s
         )
         sizes = self.captured_batch_sizes
@@ -142,7 +157,7 @@ class PolynomialModel:
         """See ``LatencyModel.fit``.
 
         With captured batch sizes the samples must hold decode-only batches and
-        others, because the two parts are fitted apart.
+        mixed ones, because the two parts are fitted apart.
         """
         return fit_and_report(self._fit_all, samples, seed)
 
@@ -187,6 +202,8 @@ class PolynomialModel:
                 table.compute_tokens,
                 table.attention_pairs,
                 table.total_tokens,
+                table.prefill_requests,
+                table.decode_requests,
                 np.ones(len(table)),
             ]
         )

@@ -47,7 +47,7 @@ class Refiner(Generic[M]):
     while a machine that really changed does, and is then believed.
 
     A coefficient that the profile found to be zero stays zero. Not
-    thread-safe. One ``refine`` is O(k³) for k ≤ 8 coefficients.
+    thread-safe. One ``refine`` is O(k³) for k ≤ 10 coefficients.
     """
 
     def __init__(self, model: M, *, window_samples: int = 100) -> None:

@@ -30,6 +30,7 @@ _DECODE_ATTENTION_COMPUTE: Final = 0.3
 _MEMORY: Final = 0.8
 _LINK: Final = 0.7
 _STEP_S: Final = 1e-3
+_REQUEST_S: Final = 1e-6
 
 
 _GemmLine = tuple[float, float, float]
@@ -42,9 +43,10 @@ class RooflineModel:
 
     The coefficients are the inverses of the paper's Table 4, so that all of
     them are seconds per unit. A batch with prefill and decode rows pays the
-    larger of the two static overheads. Built from the model's config and the
-    device's datasheet it predicts before anything was measured; ``fit``
-    replaces the assumed efficiencies by measured ones.
+    larger of the two static overheads; each row adds a price of its own, which
+    the paper does not have (``PolynomialModel`` says why). Built from the
+    model's config and the device's datasheet it predicts before anything was
+    measured; ``fit`` replaces the assumed efficiencies by measured ones.
     """
 
     shape: ModelShape
@@ -75,6 +77,12 @@ class RooflineModel:
     decode_step_s: float
     """O_d."""
 
+    prefill_request_s: float
+    """Of each prefill row."""
+
+    decode_request_s: float
+    """Of each decode row."""
+
     _operators: Operators = field(init=False, repr=False, compare=False)
     _layer_gemm_lines: tuple[_GemmLine, ...] = field(init=False, repr=False, compare=False)
     _lm_head_line: _GemmLine = field(init=False, repr=False, compare=False)
@@ -89,6 +97,8 @@ class RooflineModel:
         "communication_byte_s",
         "prefill_step_s",
         "decode_step_s",
+        "prefill_request_s",
+        "decode_request_s",
     )
 
     def __post_init__(self) -> None:
@@ -120,6 +130,8 @@ class RooflineModel:
             communication_byte_s=1 / (_LINK * hardware.link_byte_per_s),
             prefill_step_s=_STEP_S,
             decode_step_s=_STEP_S,
+            prefill_request_s=_REQUEST_S,
+            decode_request_s=_REQUEST_S,
         )
 
     @property
@@ -139,7 +151,11 @@ class RooflineModel:
         """See ``LatencyModel.predict``."""
         prefills, decodes = batch.prefill_requests, batch.decode_requests
         tokens = batch.prefill_tokens + decodes
-        seconds = self.communication_byte_s * self._operators.communication_bytes * tokens
+        seconds = (
+            self.communication_byte_s * self._operators.communication_bytes * tokens
+            + self.prefill_request_s * prefills
+            + self.decode_request_s * decodes
+        )
         for row_compute_s, row_memory_s, weight_s in self._layer_gemm_lines:
             seconds += max(row_compute_s * tokens, weight_s + row_memory_s * tokens)
         row_compute_s, row_memory_s, weight_s = self._lm_head_line
@@ -204,6 +220,8 @@ class RooflineModel:
                 communication_s,
                 prefill_step_s,
                 decode_step_s,
+                self.prefill_request_s * table.prefill_requests,
+                self.decode_request_s * table.decode_requests,
             ]
         ).T
 

@@ -1,0 +1,99 @@
+"""``coserve replay``: recorded scheduling decisions, made again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sglang_coserve.cli import exit_codes
+
+if TYPE_CHECKING:
+    from sglang_coserve.core.recording import Event, ReplayedPlan, SchedulerSetup
+
+__all__ = ["replay"]
+
+_MAX_SHOWN = 10
+
+
+def replay(
+    recording: Annotated[
+        Path, typer.Argument(metavar="PLANS.jsonl", help="What a server's --record-plans wrote.")
+    ],
+    policy: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Decide by another policy than the server.")
+    ] = None,
+    plans: Annotated[bool, typer.Option("--plans", help="Show every plan.")] = False,
+) -> None:
+    """Make recorded scheduling decisions again and compare.
+
+    Every plan starts from the recorded state of the engine: with --policy this shows
+    what that policy would decide next, not where it would lead (see coserve simulate).
+    Exits with 0, with 1 when the same policy decides differently, with 2 when a file or
+    flag cannot be used.
+    """
+    from sglang_coserve.core import recording as records
+    from sglang_coserve.errors import InputFileError
+
+    report = records.ReplayReport()
+    clock = _Stopwatch()
+    try:
+        with recording.open(encoding="utf-8", errors="replace") as lines:
+            setup, events = records.read_recording(lines, str(recording))
+            is_same_policy = policy in (None, setup.policy)
+            typer.echo(_setup_text(setup))
+            for plan in records.replay(clock.started_at_each(events), setup.make(policy)):
+                report.add(plan, clock.elapsed_s)
+                is_shown = is_same_policy and report.num_different <= _MAX_SHOWN
+                if plans or (is_shown and plan.differences):
+                    typer.echo(_comparison(plan))
+    except OSError as error:
+        raise InputFileError(f"{recording}: cannot be read: {error.strerror}") from error
+    typer.echo(report.summary())
+    if not is_same_policy:
+        typer.echo(report.table(setup.policy, policy or setup.policy))
+    elif report.num_different:
+        raise typer.Exit(exit_codes.SOME_FAILED)
+
+
+class _Stopwatch:
+    """Measures from when an event is handed out."""
+
+    def __init__(self) -> None:
+        self._started_s = 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the last event was handed out."""
+        return time.perf_counter() - self._started_s
+
+    def started_at_each(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Hand out the events."""
+        for event in events:
+            self._started_s = time.perf_counter()
+            yield event
+
+
+def _setup_text(setup: SchedulerSetup) -> str:
+    targets = setup.targets
+    told = [setup.policy]
+    for name, target_s in (("TTFT", targets.ttft_s), ("TPOT", targets.tpot_s)):
+        if target_s is not None:
+            told.append(f"{name} {target_s * 1e3:g} ms")
+    return f"recorded: {', '.join(told)}; {setup.profile.model} on {setup.profile.hardware}"
+
+
+def _comparison(plan: ReplayedPlan) -> str:
+    from sglang_coserve.core.recording import plan_text
+
+    head = f"#{plan.index} at {plan.snapshot.now_s:.6f} s: "
+    if not plan.differences:
+        return head + plan_text(plan.recorded)
+    return (
+        f"{head}{', '.join(plan.differences)} differ\n"
+        f"  recorded: {plan_text(plan.recorded)}\n"
+        f"  replayed: {plan_text(plan.replayed)}"
+    )

@@ -1,0 +1,148 @@
+"""How long the iteration that an online request arrives into may be."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from typing import Final
+
+import numpy as np
+
+from sglang_coserve.core.snapshot import FirstToken
+
+__all__ = ["ArrivalWait"]
+
+_WINDOW: Final = 1024
+_PASSES: Final = 2048
+_RECOMPUTE_EVERY: Final = 4
+_BISECTIONS: Final = 10
+
+_LATE_SHARE: Final = 0.01
+"""Of the requests, as a target for the 99th percentile allows."""
+
+_EXCESS: Final = 0.07
+"""Where online requests alone come close to the target, or miss it, offline work may still add
+this part of the target: to stop altogether would help them little, since it is not the cause."""
+
+_LEAST_SHARE: Final = 1 / 16
+_MOST_SHARE: Final = 0.45
+"""Of the target, what the answer may be; the most only on an engine without online work."""
+
+_PRIOR_SHARE: Final = 1 / 8
+_PRIOR_REQUESTS: Final = 16
+_PRIOR_UTILIZATION: Final = 0.5
+_UTILIZATION_SPAN_S: Final = 60.0
+
+# One late request in a hundred leaves the correction where it is.
+_STEP_DOWN: Final = 0.03
+_STEP_UP: Final = _STEP_DOWN * _LATE_SHARE / (1 - _LATE_SHARE)
+_LEAST_CORRECTION: Final = math.log(1 / 8)
+
+
+class ArrivalWait:
+    """The longest iteration that offline work may fill, learned from first tokens.
+
+    A request arrives at a random time in an iteration of length w and waits for
+    its end, U(0, w). It then takes what it takes by itself: t from the moment the
+    scheduler can see it, in an iteration whose online part lasts p and that
+    offline work may fill up to w. With a window of (t, p), the answer is the
+    largest w with
+
+        mean over (t, p) of P[t + max(0, w - p) + U(0, w) > target] <= 1%,
+
+    the target raised by what offline work may add where online requests alone
+    already reach it. Offline work that ran while a request was seen and waited is
+    taken off its t.
+
+    Two things bound it besides. A queue amplifies each delay by 1 / (1 - ρ), ρ the
+    utilization by online work: w is at most a share of (1 - ρ)·target. And what
+    all this leaves out, a correction learns from the requests that came late.
+
+    O(log window) an iteration; O(window) once every few first tokens.
+    """
+
+    def __init__(self, target_s: float) -> None:
+        """``target_s`` is the TTFT target."""
+        self._target_s = target_s
+        self._samples: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
+        self._since_recomputed = 0
+        self._modelled_s = _PRIOR_SHARE * target_s
+        self._limit_s = target_s
+        self._log_correction = 0.0
+        self._utilization = _PRIOR_UTILIZATION
+        # Start of each iteration, and what offline work had added before it.
+        self._starts_s: deque[float] = deque(maxlen=_PASSES)
+        self._added_before_s: deque[float] = deque(maxlen=_PASSES)
+        self._added_s = 0.0
+        self._online_part_s = 0.0
+
+    @property
+    def wait_s(self) -> float:
+        """The answer, from the requests seen so far."""
+        learned_s = self._modelled_s * math.exp(self._log_correction)
+        most_s = _MOST_SHARE * (1 - self._utilization) * self._target_s
+        return max(min(learned_s, most_s), _LEAST_SHARE * self._target_s)
+
+    def observe(
+        self,
+        now_s: float,
+        predicted_s: float,
+        online_part_s: float,
+        first_tokens: tuple[FirstToken, ...],
+    ) -> None:
+        """Take an iteration into account.
+
+        Args:
+            now_s: When it started.
+            predicted_s: How long it is to last.
+            online_part_s: The part of that for its online work alone.
+            first_tokens: Online requests that it gives their first token.
+        """
+        self._follow_utilization(now_s)
+        self._online_part_s = online_part_s
+        self._starts_s.append(now_s)
+        self._added_before_s.append(self._added_s)
+        for token in first_tokens:
+            added_s = self._added_s - self._added_until(token.seen_s)
+            own_s = max(now_s - token.seen_s - added_s, 0.0) + online_part_s
+            self._samples.append((own_s, online_part_s))
+            is_late = now_s + predicted_s - token.arrival_s > self._limit_s
+            correction = self._log_correction + (-_STEP_DOWN if is_late else _STEP_UP)
+            self._log_correction = min(max(correction, _LEAST_CORRECTION), 0.0)
+            self._since_recomputed += 1
+        self._added_s += max(predicted_s - online_part_s, 0.0)
+        if self._since_recomputed >= _RECOMPUTE_EVERY:
+            self._since_recomputed = 0
+            self._recompute()
+
+    def _follow_utilization(self, now_s: float) -> None:
+        """Take the time since the last iteration's start into account."""
+        if not self._starts_s or now_s <= self._starts_s[-1]:
+            return
+        span_s = now_s - self._starts_s[-1]
+        weight = -math.expm1(-span_s / _UTILIZATION_SPAN_S)
+        busy = min(self._online_part_s / span_s, 1.0)
+        self._utilization += weight * (busy - self._utilization)
+
+    def _added_until(self, seen_s: float) -> float:
+        """Return what offline work had added before the iteration that saw a request."""
+        index = bisect_left(self._starts_s, seen_s)
+        return self._added_before_s[min(index, len(self._added_before_s) - 1)]
+
+    def _recompute(self) -> None:
+        own_s, part_s = np.array(self._samples).T
+        alone_s = float(np.quantile(own_s, 1 - _LATE_SHARE))
+        self._limit_s = limit_s = max(self._target_s, alone_s + _EXCESS * self._target_s)
+        low_s, high_s = _LEAST_SHARE * self._target_s, _MOST_SHARE * self._target_s
+        for _ in range(_BISECTIONS):
+            wait_s = (low_s + high_s) / 2
+            ends_s = own_s + np.maximum(0.0, wait_s - part_s)
+            late = np.clip((ends_s + wait_s - limit_s) / wait_s, 0.0, 1.0).mean()
+            if late <= _LATE_SHARE:
+                low_s = wait_s
+            else:
+                high_s = wait_s
+        # A few requests say little about a hundredth of them.
+        share = min(1.0, len(own_s) / _PRIOR_REQUESTS)
+        self._modelled_s = share * low_s + (1 - share) * _PRIOR_SHARE * self._target_s

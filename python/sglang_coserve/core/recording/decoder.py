@@ -1,0 +1,180 @@
+"""Recordings from JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final
+
+from sglang_coserve.core.latency_model import LatencyProfile
+from sglang_coserve.core.latency_model.json_object import JsonObject
+from sglang_coserve.core.recording.events import Committed, Event, Finished, Planned
+from sglang_coserve.core.recording.line_format import EVENTS, FORMAT, STATE_LETTERS, VERSION
+from sglang_coserve.core.recording.plain import from_plain, read_dataclass, read_fields
+from sglang_coserve.core.recording.setup import SchedulerSetup
+from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row, StepPlan
+from sglang_coserve.errors import InputFileError
+from sglang_coserve.metrics import SloTargets
+
+__all__ = ["read_recording"]
+
+_STATES: Final = MappingProxyType({letter: state for state, letter in STATE_LETTERS.items()})
+_EMPTY_PLAN: Final = StepPlan()
+
+_Line = Mapping[str, object]
+
+
+def read_recording(lines: Iterable[str], source: str) -> tuple[SchedulerSetup, Iterator[Event]]:
+    """Return what was recorded; the events are read as they are asked for.
+
+    A last line without its line feed was cut short when the recording process ended,
+    and is left out.
+
+    Raises:
+        InputFileError: a line is not as it was written: the first one now, another when
+            its event is asked for. The message starts with ``source:number``.
+    """
+    documents = (
+        JsonObject.parse(line, f"{source}:{number}")
+        for number, line in enumerate(lines, start=1)
+        if line.endswith("\n")
+    )
+    header = next(documents, None)
+    if header is None:
+        raise InputFileError(f"{source}: nothing is recorded in it")
+    return _read_setup(header), _read_events(documents)
+
+
+def _read_setup(header: JsonObject) -> SchedulerSetup:
+    if header.fields.get("format") != FORMAT:
+        header.fail("format", f"expected {FORMAT!r}, which --record-plans writes")
+    version = header.integer("version")
+    if version != VERSION:
+        header.fail("version", f"{version} is not {VERSION}, which this version reads")
+    try:
+        targets = _field(header.fields, "targets", partial(from_plain, SloTargets))
+        config = _field(header.fields, "config", partial(from_plain, SchedulerConfig))
+    except ValueError as error:
+        raise _at_line(header, error) from error
+    profile = json.dumps(header.child("profile").fields)
+    return SchedulerSetup(
+        header.text("policy"),
+        targets,
+        config,
+        LatencyProfile.from_json(profile, f"{header.source}: profile"),
+    )
+
+
+def _read_events(documents: Iterable[JsonObject]) -> Iterator[Event]:
+    decoder = _EventDecoder()
+    for document in documents:
+        try:
+            event = decoder.decode(document.fields)
+        except ValueError as error:
+            raise _at_line(document, error) from error
+        yield event
+
+
+class _EventDecoder:
+    """Turns the lines of one recording, in order, into events.
+
+    Every method raises ``ValueError`` where a line is not as it was written.
+    """
+
+    def __init__(self) -> None:
+        self._infos: dict[int, RequestInfo] = {}
+        self._numbers: dict[str, int] = {}
+        self._num_known = 0
+        self._planned = _EMPTY_PLAN
+
+    def decode(self, line: _Line) -> Event:
+        """Return the event of a line."""
+        kind = _field(line, "event", _event_kind)
+        if kind is Planned:
+            return self._planned_event(line)
+        if kind is Committed:
+            return Committed(_field(line, "plan", partial(_changed, self._planned)))
+        event: Event = read_dataclass(
+            kind, {name: value for name, value in line.items() if name != "event"}
+        )
+        if isinstance(event, Finished) and event.rid in self._numbers:
+            del self._infos[self._numbers.pop(event.rid)]
+        return event
+
+    def _planned_event(self, line: _Line) -> Planned:
+        for info in _field(line, "new", partial(from_plain, tuple[RequestInfo, ...])):
+            self._infos[self._num_known] = info
+            self._numbers[info.rid] = self._num_known
+            self._num_known += 1
+        rows, waiting = (_field(line, name, self._rows) for name in ("rows", "waiting"))
+        engine = partial(read_dataclass, EngineSnapshot, rows=rows, waiting=waiting)
+        self._planned = _field(line, "plan", partial(_changed, _EMPTY_PLAN))
+        return Planned(
+            _field(line, "engine", engine),
+            _field(line, "cached_tokens", partial(from_plain, Mapping[str, int])),
+            self._planned,
+        )
+
+    def _rows(self, value: object) -> list[Row]:
+        if value is None:
+            return []
+        columns: _Columns = from_plain(_Columns, value)
+        try:
+            return columns.rows(self._infos)
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(f": the columns do not fit together: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Rows by column."""
+
+    request: tuple[int, ...]
+    state: str
+    generated: tuple[int, ...]
+    computed: tuple[int, ...]
+    cached: tuple[int, ...]
+    last_token: tuple[int, ...]
+    times_s: tuple[float | None, ...]
+
+    def rows(self, infos: Mapping[int, RequestInfo]) -> list[Row]:
+        """Return the rows; a ``LookupError`` or ``ValueError`` tells that there are none."""
+        return [
+            Row(infos[number], _STATES[letter], generated, computed, cached, self.times_s[place])
+            for number, letter, generated, computed, cached, place in zip(
+                self.request,
+                self.state,
+                self.generated,
+                self.computed,
+                self.cached,
+                self.last_token,
+                strict=True,
+            )
+        ]
+
+
+def _event_kind(name: object) -> Any:
+    if not isinstance(name, str) or name not in EVENTS:
+        raise ValueError(f": expected one of {', '.join(EVENTS)}, found {name!r:.40}")
+    return EVENTS[name]
+
+
+def _changed(base: StepPlan, value: object) -> StepPlan:
+    return replace(base, **read_fields(StepPlan, value))
+
+
+def _field(line: _Line, name: str, read: Callable[[object], Any]) -> Any:
+    if name not in line:
+        raise ValueError(f"{name}: this field is missing")
+    try:
+        return read(line[name])
+    except ValueError as error:
+        raise ValueError(f"{name}{error}") from error
+
+
+def _at_line(document: JsonObject, error: ValueError) -> InputFileError:
+    return InputFileError(f"{document.source}: {str(error).lstrip('.: ')}")

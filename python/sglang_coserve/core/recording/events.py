@@ -1,0 +1,64 @@
+"""The calls made to a scheduler, as immutable values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.offline_queue import QueuedRequest
+from sglang_coserve.core.snapshot import EngineSnapshot, StepPlan
+
+__all__ = ["Committed", "Event", "Finished", "Observed", "OfflineAdded", "Planned", "Restored"]
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineAdded:
+    """``Scheduler.add_offline`` was called."""
+
+    request: QueuedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """``Scheduler.plan`` was called, and returned ``plan``."""
+
+    snapshot: EngineSnapshot
+    cached_tokens: Mapping[str, int]
+    """What the prefix cache held of each request that the scheduler asked about, by rid."""
+
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """``Scheduler.commit`` was called, perhaps with less than what was planned."""
+
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """``Scheduler.observe`` was called."""
+
+    batch: BatchStats
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """``Scheduler.restore`` was called."""
+
+    rid: str
+    generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """``Scheduler.finish`` was called."""
+
+    rid: str
+
+
+Event: TypeAlias = OfflineAdded | Planned | Committed | Observed | Restored | Finished

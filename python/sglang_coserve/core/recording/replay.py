@@ -1,0 +1,96 @@
+"""Making the recorded calls again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import Final, assert_never
+
+from sglang_coserve.core.recording.events import (
+    Committed,
+    Event,
+    Finished,
+    Observed,
+    OfflineAdded,
+    Planned,
+    Restored,
+)
+from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.snapshot import EngineSnapshot, StepPlan
+
+__all__ = ["ReplayedPlan", "replay"]
+
+_TIME_TOLERANCE: Final = 1e-9
+"""Relative. The linear algebra that refines a model may round differently on another machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedPlan:
+    """One plan of a recording, and what the replaying scheduler planned."""
+
+    index: int
+    """Plans of the recording before this one."""
+
+    snapshot: EngineSnapshot
+    recorded: StepPlan
+    replayed: StepPlan
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """The fields in which the two plans differ; in times by more than rounding."""
+        if self.recorded == self.replayed:
+            return ()
+        names = (field.name for field in fields(StepPlan))
+        return tuple(
+            name
+            for name in names
+            if not _is_same(getattr(self.recorded, name), getattr(self.replayed, name))
+        )
+
+
+def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[ReplayedPlan]:
+    """Make the recorded calls on ``scheduler``, a fresh one; yield every plan beside its own.
+
+    Whatever it plans, it is told next what the recording says: each plan starts from the
+    recorded state, also under another policy. Such a policy may ask the prefix cache
+    about a request that the recorded one did not ask about then; it gets the last answer
+    on record, 0 if there is none.
+    """
+    cache = _RecordedAnswers()
+    index = 0
+    for event in events:
+        match event:
+            case OfflineAdded(request):
+                scheduler.add_offline(request)
+            case Planned(snapshot, cached_tokens, plan):
+                cache.known |= cached_tokens
+                yield ReplayedPlan(index, snapshot, plan, scheduler.plan(snapshot, cache))
+                index += 1
+            case Committed(plan):
+                scheduler.commit(plan)
+            case Observed(batch, seconds):
+                scheduler.observe(batch, seconds)
+            case Restored(rid, generated_tokens):
+                scheduler.restore(rid, generated_tokens)
+            case Finished(rid):
+                scheduler.finish(rid)
+                cache.known.pop(rid, None)
+            case _:
+                assert_never(event)
+
+
+class _RecordedAnswers:
+    """A ``PrefixCache`` that knows what is on record."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, int] = {}
+
+    def cached_tokens(self, rid: str) -> int:
+        return self.known.get(rid, 0)
+
+
+def _is_same(recorded: object, replayed: object) -> bool:
+    if isinstance(recorded, float) and isinstance(replayed, float):
+        return math.isclose(recorded, replayed, rel_tol=_TIME_TOLERANCE)
+    return recorded == replayed

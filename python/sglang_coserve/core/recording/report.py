@@ -1,0 +1,104 @@
+"""What a replay shows: decisions counted, plans in a line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+from sglang_coserve.core.recording.replay import ReplayedPlan
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.snapshot import EngineSnapshot, StepPlan
+from sglang_coserve.metrics import percentile
+
+__all__ = ["PlanTally", "ReplayReport", "plan_text"]
+
+_DECODES = (RequestState.DECODING, RequestState.PAUSED)
+
+
+@dataclass(slots=True)
+class PlanTally:
+    """What plans decide, added up. A row counts once in every plan that it is part of."""
+
+    decodes: int = 0
+    paused_decodes: int = 0
+    """Decodes that sit out the iteration, from this plan on or an earlier one."""
+
+    parked_prefills: int = 0
+    """Unfinished prefills without a chunk, from this plan on or an earlier one."""
+
+    online_prefill_tokens: int = 0
+    offline_prefill_tokens: int = 0
+    evicted_rows: int = 0
+    evicted_tokens: int = 0
+    shed_requests: int = 0
+
+    def add(self, snapshot: EngineSnapshot, plan: StepPlan) -> None:
+        """Count one plan. O(rows)."""
+        evicted = {eviction.rid for eviction in plan.evict}
+        chunks = {chunk.rid for chunk in plan.prefills}
+        online = {row.info.rid for row in (*snapshot.rows, *snapshot.waiting) if row.info.is_online}
+        kept = [row for row in snapshot.rows if row.info.rid not in evicted]
+        num_decodes = sum(row.state in _DECODES for row in kept)
+        self.decodes += plan.batch.decode_requests
+        self.paused_decodes += num_decodes - plan.batch.decode_requests
+        self.parked_prefills += sum(
+            row.state not in _DECODES and row.info.rid not in chunks for row in kept
+        )
+        for rid, tokens in plan.prefills:
+            if rid in online:
+                self.online_prefill_tokens += tokens
+            else:
+                self.offline_prefill_tokens += tokens
+        self.evicted_rows += len(plan.evict)
+        self.evicted_tokens += sum(eviction.tokens for eviction in plan.evict)
+        self.shed_requests += len(plan.shed)
+
+
+class ReplayReport:
+    """Takes in the plans of one replay, one by one."""
+
+    def __init__(self) -> None:
+        self.recorded = PlanTally()
+        self.replayed = PlanTally()
+        self.num_plans = 0
+        self.num_different = 0
+        self._planning_us: list[float] = []
+
+    def add(self, plan: ReplayedPlan, planning_s: float) -> None:
+        """Take in a plan that took ``planning_s`` to make again. O(rows)."""
+        self.num_plans += 1
+        self.num_different += bool(plan.differences)
+        self.recorded.add(plan.snapshot, plan.recorded)
+        self.replayed.add(plan.snapshot, plan.replayed)
+        self._planning_us.append(planning_s * 1e6)
+
+    def summary(self) -> str:
+        """Return how many plans differ, and how long planning took."""
+        counts = f"{self.num_plans:,} plans, {self.num_different:,} differ"
+        if not self._planning_us:
+            return counts
+        median_us, p99_us = (percentile(self._planning_us, q) for q in (50, 99))
+        return f"{counts}; planning took {median_us:.0f} µs (median), {p99_us:.0f} µs (P99)"
+
+    def table(self, recorded_policy: str, replayed_policy: str) -> str:
+        """Return the two tallies side by side."""
+        lines = [f"{'':24}{recorded_policy:>16}{replayed_policy:>16}"]
+        for field in fields(PlanTally):
+            recorded, replayed = (getattr(t, field.name) for t in (self.recorded, self.replayed))
+            lines.append(f"{field.name.replace('_', ' '):24}{recorded:>16,}{replayed:>16,}")
+        return "\n".join(lines)
+
+
+def plan_text(plan: StepPlan) -> str:
+    """Return a plan in one line."""
+    return ", ".join(_parts(plan))
+
+
+def _parts(plan: StepPlan) -> Iterator[str]:
+    yield f"{plan.batch.decode_requests} decodes"
+    for name in ("prefills", "pause", "resume", "park", "evict", "shed"):
+        items: Sequence[str | tuple[str, int]] = getattr(plan, name)
+        if items:
+            told = (item if isinstance(item, str) else f"{item[0]}:{item[1]}" for item in items)
+            yield f"{name.removesuffix('s')} {' '.join(told)}"
+    yield f"{plan.predicted_s * 1e3:.2f} of {plan.budget_s * 1e3:.2f} ms"

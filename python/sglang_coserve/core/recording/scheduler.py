@@ -1,0 +1,88 @@
+"""A scheduler that tells what is asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
+from sglang_coserve.core.recording.events import (
+    Committed,
+    Event,
+    Finished,
+    Observed,
+    OfflineAdded,
+    Planned,
+    Restored,
+)
+from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, StepPlan
+
+__all__ = ["RecordingScheduler"]
+
+
+class RecordingScheduler:
+    """A ``Scheduler`` that passes every call, once it succeeded, to ``sink`` as an event.
+
+    Snapshots and plans are passed on as they are, since nobody may change them.
+    """
+
+    def __init__(self, scheduler: Scheduler, sink: Callable[[Event], None]) -> None:
+        """Record ``scheduler``, of which nothing was asked yet."""
+        self._scheduler = scheduler
+        self._sink = sink
+
+    @property
+    def model(self) -> LatencyModel:
+        """See ``Scheduler.model``."""
+        return self._scheduler.model
+
+    @property
+    def queue(self) -> OfflineQueue:
+        """See ``Scheduler.queue``."""
+        return self._scheduler.queue
+
+    def add_offline(self, request: QueuedRequest) -> None:
+        """See ``Scheduler.add_offline``."""
+        self._scheduler.add_offline(request)
+        self._sink(OfflineAdded(request))
+
+    def plan(self, snapshot: EngineSnapshot, cache: PrefixCache) -> StepPlan:
+        """See ``Scheduler.plan``."""
+        answers = _NotedAnswers(cache)
+        plan = self._scheduler.plan(snapshot, answers)
+        self._sink(Planned(snapshot, answers.noted, plan))
+        return plan
+
+    def commit(self, plan: StepPlan) -> None:
+        """See ``Scheduler.commit``."""
+        self._scheduler.commit(plan)
+        self._sink(Committed(plan))
+
+    def observe(self, batch: BatchStats, seconds: float) -> None:
+        """See ``Scheduler.observe``."""
+        self._scheduler.observe(batch, seconds)
+        self._sink(Observed(batch, seconds))
+
+    def restore(self, rid: str, generated_tokens: int) -> None:
+        """See ``Scheduler.restore``."""
+        self._scheduler.restore(rid, generated_tokens)
+        self._sink(Restored(rid, generated_tokens))
+
+    def finish(self, rid: str) -> None:
+        """See ``Scheduler.finish``."""
+        self._scheduler.finish(rid)
+        self._sink(Finished(rid))
+
+
+class _NotedAnswers:
+    """A ``PrefixCache`` that notes what it answers."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self.noted: dict[str, int] = {}
+        self._cache = cache
+
+    def cached_tokens(self, rid: str) -> int:
+        tokens = self.noted[rid] = self._cache.cached_tokens(rid)
+        return tokens

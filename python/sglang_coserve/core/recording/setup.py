@@ -1,0 +1,37 @@
+"""What a scheduler is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_coserve.core.latency_model import LatencyProfile
+from sglang_coserve.core.offline_queue import OfflineQueue
+from sglang_coserve.core.policies import make_policy
+from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.metrics import SloTargets
+
+__all__ = ["SchedulerSetup"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSetup:
+    """What a scheduler is made of, as a value: equal setups make equal schedulers."""
+
+    policy: str
+    """Its name; it has its default settings, and the offline queue that goes with it."""
+
+    targets: SloTargets
+    config: SchedulerConfig
+    profile: LatencyProfile
+    """Holds the latency model that planning starts with."""
+
+    def make(self, policy: str | None = None) -> Scheduler:
+        """Return a new scheduler, under another policy if one is named.
+
+        Raises:
+            ConfigError: no policy has this name.
+        """
+        made = make_policy(self.policy if policy is None else policy)
+        queue = OfflineQueue(made.queue_config(self.config.seed))
+        return Scheduler(made, self.profile.latency_model, self.targets, queue, self.config)

@@ -1,0 +1,207 @@
+"""Whether the online requests of late met their targets, and whether they could have."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_coserve.core.offline_delay import OfflineDelay
+from sglang_coserve.core.slo import Latency, Slo, SloResult
+from sglang_coserve.core.slo_report import SloReport, SloStanding
+from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.metrics import SloTargets, summarize
+
+__all__ = ["SloMonitor"]
+
+_LEAST_MISSES: Final = 5
+"""So many requests must be too slow by themselves; fewer may be chance."""
+
+_WARNING_INTERVAL_S: Final = 60.0
+
+_UNDEFINED: Final = (math.nan, math.nan)
+
+_Floats = NDArray[np.float64]
+
+
+class SloMonitor:
+    """Judges the online requests that ended lately against their targets.
+
+    Latencies and attainment are those of ``metrics``; a request with a target of
+    its own for TTFT or TPOT is not judged by the SLOs on that latency, but counts in
+    the attainment by its own target. Beside each measured value stands what online
+    requests reach alone: ``OfflineDelay`` says how.
+
+    It keeps nothing for a request that has not ended, so none needs to be forgotten.
+    """
+
+    def __init__(
+        self,
+        targets: SloTargets,
+        slos: Sequence[Slo] = (),
+        *,
+        max_requests: int = 512,
+        max_gaps: int = 8192,
+        span_s: float = 600.0,
+    ) -> None:
+        """Start with an empty window.
+
+        Args:
+            targets: those of a request that has none of its own.
+            slos: bounds on statistics of such requests; no tolerances.
+            max_requests: how many of the last requests are judged.
+            max_gaps: how many of the last gaps between tokens are, for SLOs on TBT.
+            span_s: nothing older is judged.
+
+        Raises:
+            ConfigError: an SLO is a tolerance.
+        """
+        self._targets = targets
+        self._limits_s = [(slo, slo.limit_over(None)) for slo in slos]
+        self._span_s = span_s
+        self._delay = OfflineDelay()
+        self._requests = _Window(max_requests, width=6)
+        self._gaps = _Window(max_gaps, width=2)
+        self._next_warning_s = -math.inf
+        self.needs_gaps: Final = any(slo.latency is Latency.TBT for slo in slos)
+        """True when an SLO bounds TBT, so that ``gap`` must be called."""
+
+    def offline_ran(self, start_s: float, end_s: float, online_s: float) -> None:
+        """Note an iteration with offline rows, before the tokens that it produced. O(1).
+
+        Args:
+            start_s: when it began.
+            end_s: when it ended, after all others.
+            online_s: predicted latency of its online rows alone; 0 without any.
+        """
+        self._delay.add(start_s, end_s, end_s - start_s - online_s)
+
+    def gap(self, info: RequestInfo, last_token_s: float, now_s: float) -> None:
+        """Note an online request's token that is not its first. O(log iterations)."""
+        assert info.is_online, f"{info.rid} is offline"
+        if info.tpot_target_s is None:
+            self._gaps.add(now_s, *self._per_token(last_token_s, now_s, 1))
+
+    def finished(
+        self, info: RequestInfo, first_token_s: float, last_token_s: float, tokens: int
+    ) -> None:
+        """Note an online request that delivered all its ``tokens``. O(log iterations)."""
+        self._ended(info, last_token_s, first_token_s, last_token_s, tokens, is_finished=True)
+
+    def failed(
+        self,
+        info: RequestInfo,
+        now_s: float,
+        first_token_s: float | None = None,
+        last_token_s: float | None = None,
+        tokens: int = 0,
+    ) -> None:
+        """Note an online request that was refused, shed or aborted. O(log iterations).
+
+        It has missed, and its ``tokens`` so far are measured, as ``docs/metrics.md`` says.
+        """
+        self._ended(info, now_s, first_token_s, last_token_s, tokens, is_finished=False)
+
+    def report(self, now_s: float) -> SloReport:
+        """Judge the window. O(window log window)."""
+        requests = self._requests.since(now_s - self._span_s)
+        gaps = self._gaps.since(now_s - self._span_s)
+        ttft, ttft_alone, tpot, tpot_alone, met, met_alone = requests
+        measured = {Latency.TTFT: ttft, Latency.TPOT: tpot, Latency.TBT: gaps[0]}
+        alone = {Latency.TTFT: ttft_alone, Latency.TPOT: tpot_alone, Latency.TBT: gaps[1]}
+        standings = []
+        for slo, limit_s in self._limits_s:
+            alone_result = SloResult(slo, limit_s, _statistic(slo, alone[slo.latency]))
+            misses = int(np.count_nonzero(alone[slo.latency] > limit_s))
+            standings.append(
+                SloStanding(
+                    measured=SloResult(slo, limit_s, _statistic(slo, measured[slo.latency])),
+                    alone=alone_result,
+                    is_feasible=alone_result.is_met or misses < _LEAST_MISSES,
+                )
+            )
+        return SloReport(self._targets, len(met), _mean(met), _mean(met_alone), tuple(standings))
+
+    def warning(self, now_s: float) -> str | None:
+        """Return what to warn of, if anything; looks once a minute, and is O(1) otherwise."""
+        if now_s < self._next_warning_s:
+            return None
+        self._next_warning_s = now_s + _WARNING_INTERVAL_S
+        return self.report(now_s).reason
+
+    def _ended(
+        self,
+        info: RequestInfo,
+        now_s: float,
+        first_token_s: float | None,
+        last_token_s: float | None,
+        tokens: int,
+        *,
+        is_finished: bool,
+    ) -> None:
+        assert info.is_online, f"{info.rid} is offline"
+        ttft = self._per_token(info.arrival_s, first_token_s, 1)
+        tpot = self._per_token(first_token_s, last_token_s, tokens - 1)
+        targets = SloTargets(
+            info.ttft_target_s or self._targets.ttft_s, info.tpot_target_s or self._targets.tpot_s
+        )
+        self._requests.add(
+            now_s,
+            *(ttft if info.ttft_target_s is None else _UNDEFINED),
+            *(tpot if info.tpot_target_s is None else _UNDEFINED),
+            *(_is_met(targets, *pair, is_finished) for pair in zip(ttft, tpot, strict=True)),
+        )
+
+    def _per_token(
+        self, start_s: float | None, end_s: float | None, tokens: int
+    ) -> tuple[float, float]:
+        """Return the time per token as measured, and without the delay due to offline work."""
+        if start_s is None or end_s is None or tokens < 1:
+            return _UNDEFINED
+        delay_s = self._delay.between(start_s, end_s)
+        return (end_s - start_s) / tokens, (end_s - start_s - delay_s) / tokens
+
+
+class _Window:
+    """The last rows of ``width`` numbers that were added, each with its time."""
+
+    def __init__(self, capacity: int, width: int) -> None:
+        self._capacity = capacity
+        self._columns = [array("d", bytes(8 * capacity)) for _ in range(1 + width)]
+        self._count = 0
+
+    def add(self, now_s: float, *row: float) -> None:
+        index = self._count % self._capacity
+        for column, value in zip(self._columns, (now_s, *row), strict=True):
+            column[index] = value
+        self._count += 1
+
+    def since(self, time_s: float) -> _Floats:
+        """Return the columns of the rows added after ``time_s``, in any order of rows."""
+        count = min(self._count, self._capacity)
+        times_s, *columns = (np.frombuffer(column, count=count) for column in self._columns)
+        return np.array(columns)[:, times_s > time_s]
+
+
+def _is_met(targets: SloTargets, ttft_s: float, tpot_s: float, is_finished: bool) -> float:
+    """Return 1 if met, 0 if missed, NaN when nothing was promised (``SloTargets.met_by``)."""
+    if targets == SloTargets():
+        return math.nan
+    # An undefined TTFT has missed its target, an undefined TPOT has not.
+    is_late = (targets.ttft_s is not None and not ttft_s <= targets.ttft_s) or (
+        targets.tpot_s is not None and tpot_s > targets.tpot_s
+    )
+    return float(is_finished and not is_late)
+
+
+def _statistic(slo: Slo, values_s: _Floats) -> float | None:
+    return slo.statistic.of(summarize(values_s[~np.isnan(values_s)].tolist()))
+
+
+def _mean(values: _Floats) -> float | None:
+    defined = values[~np.isnan(values)]
+    return float(defined.mean()) if defined.size else None

@@ -1,0 +1,85 @@
+"""Where a server's latency model comes from: a profile, a brief one at start-up, or a guess."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from sglang_coserve import profiler
+from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.latency_model import LatencyProfile, ModelShape, RooflineModel
+from sglang_coserve.errors import ConfigError, CoserveError, InputFileError, UnsupportedError
+from sglang_coserve.profiler.machine import Machine
+from sglang_coserve.srt.machine import machine_of
+
+__all__ = ["latency_profile"]
+
+logger = logging.getLogger(__name__)
+
+
+def latency_profile(scheduler: Any, config: CoserveConfig) -> LatencyProfile:
+    """Return the profile to start from; every rank must call it, before the event loop starts.
+
+    Raises:
+        InputFileError: the profile named in ``config`` cannot be read.
+        ConfigError: it was measured with another tensor-parallel size, or no guess can be made.
+    """
+    machine = machine_of(scheduler)
+    if config.latency_profile is not None:
+        return _load(Path(config.latency_profile), machine)
+    if config.startup_profile_seconds > 0:
+        profile = _measure(scheduler, machine, config.startup_profile_seconds)
+        if profile is not None:
+            return profile
+    return _guess(machine)
+
+
+def _load(path: Path, machine: Machine) -> LatencyProfile:
+    profile = profiler.load_profile(path)
+    if profile.tp_size != machine.tp_size:
+        raise ConfigError(
+            f"{path}: measured with a tensor-parallel size of {profile.tp_size}, the server has "
+            f"{machine.tp_size}: profile again with --tp-size {machine.tp_size}"
+        )
+    for what, profiled, here in (
+        ("hardware", profile.hardware, machine.hardware),
+        ("model", profile.model, machine.model),
+        ("SGLang version", profile.sglang_version, machine.sglang_version),
+    ):
+        if profiled != here:
+            logger.warning(
+                "%s: the profile's %s is %s, the server's is %s: predictions will be off until "
+                "they are refined; profile again with coserve profile",
+                path, what, profiled, here,
+            )  # fmt: skip
+    return profile
+
+
+def _measure(scheduler: Any, machine: Machine, time_limit_s: float) -> LatencyProfile | None:
+    """Profile for this long; None, with a warning, when that is not possible."""
+    from sglang_coserve.srt.executor import profile_quickly
+
+    try:
+        samples = profile_quickly(scheduler, time_limit_s)
+        fit = profiler.choose(profiler.fit_all(samples, machine))
+    except (InputFileError, UnsupportedError) as error:
+        logger.warning("no profile at start-up: %s", error)
+        return None
+    logger.info("latency profile from %d batches: %s, %s", len(samples), fit.model.kind, fit.report)
+    return profiler.to_profile(fit, machine)
+
+
+def _guess(machine: Machine) -> LatencyProfile:
+    try:
+        shape = ModelShape.from_config(machine.model_config)
+        model = RooflineModel.from_datasheet(shape, machine.datasheet, tp_size=machine.tp_size)
+    except CoserveError as error:
+        raise ConfigError(
+            f"no latency model for {machine.model}: {error}; give a --latency-profile, or use "
+            "--offline-policy fifo, which needs none"
+        ) from error
+    logger.info("latency model: a guess from %s, refined while serving", machine.datasheet.source)
+    return LatencyProfile(
+        model, None, machine.hardware, machine.model, machine.tp_size, machine.sglang_version
+    )

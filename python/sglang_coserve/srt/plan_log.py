@@ -1,0 +1,84 @@
+"""Scheduling decisions on disk: ``--record-plans``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import Final
+
+from sglang_coserve.core.recording import (
+    Event,
+    EventEncoder,
+    RecordingScheduler,
+    SchedulerSetup,
+    encode_setup,
+)
+from sglang_coserve.errors import ConfigError
+
+__all__ = ["PlanLog", "recorded"]
+
+_MAX_BYTES: Final = 1 << 30
+
+logger = logging.getLogger(__name__)
+
+
+def recorded(
+    setup: SchedulerSetup, path: str | Path, *, max_bytes: int = _MAX_BYTES
+) -> RecordingScheduler:
+    """Return a scheduler made of ``setup`` whose calls are written to ``path``.
+
+    For one rank only: the others decide the same.
+
+    Raises:
+        ConfigError: the file cannot be opened.
+    """
+    log = PlanLog(Path(path), setup, max_bytes=max_bytes)
+    return RecordingScheduler(setup.make(), log.append)
+
+
+class PlanLog:
+    """Appends events to a new file, a line each, as long as there is room for them.
+
+    Serving goes on whatever happens: when a line cannot be written, or would make the
+    file longer than ``max_bytes``, that is logged once and nothing more is written. What
+    was appended is the operating system's to keep, so it survives the end of the process.
+    """
+
+    def __init__(self, path: Path, setup: SchedulerSetup, *, max_bytes: int) -> None:
+        """Begin the file, in place of one that was there.
+
+        Raises:
+            ConfigError: the file cannot be opened.
+        """
+        self._path = path
+        self._left_bytes = max_bytes
+        self._encoder = EventEncoder()
+        try:
+            self._file = path.open("w", encoding="ascii", buffering=1)
+        except OSError as error:
+            raise ConfigError(
+                f"--record-plans {path}: cannot be written: {error.strerror}: name another file"
+            ) from error
+        self._write(encode_setup(setup))
+
+    def append(self, event: Event) -> None:
+        """Write an event; O(rows)."""
+        if not self._file.closed:
+            self._write(self._encoder.encode(event))
+
+    def _write(self, line: str) -> None:
+        self._left_bytes -= len(line)
+        if self._left_bytes < 0:
+            self._stop("it has reached its greatest length")
+            return
+        try:
+            self._file.write(line)
+        except OSError as error:
+            self._stop(f"{error.strerror}")
+
+    def _stop(self, reason: str) -> None:
+        logger.warning("--record-plans %s: %s: recording ends here", self._path, reason)
+        # What cannot be written is still in its buffer, and closing tries once more.
+        with contextlib.suppress(OSError):
+            self._file.close()

@@ -1,0 +1,102 @@
+"""What the core knows of the requests in the engine, and the snapshot made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from sglang_coserve.core.request import RequestClass, RequestState
+from sglang_coserve.core.snapshot import RequestInfo, Row
+from sglang_coserve.srt.request_marks import is_offline, targets_of
+from sglang_coserve.srt.row_groups import has_plain_state
+
+__all__ = ["RequestLedger"]
+
+Req = Any
+
+_MATCHED_WAITING = 8
+"""Waiting online requests whose cached prefix is looked up each pass; the others count as new."""
+
+
+class RequestLedger:
+    """The live requests by rid: what does not change, and when the last token came out."""
+
+    def __init__(self, tree_cache: Any) -> None:
+        self._tree_cache = tree_cache
+        self._infos: dict[str, RequestInfo] = {}
+        self._last_token_s: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    def __contains__(self, rid: str) -> bool:
+        return rid in self._infos
+
+    def __getitem__(self, rid: str) -> RequestInfo:
+        return self._infos[rid]
+
+    def add(self, req: Req, arrival_s: float, now_s: float) -> RequestInfo:
+        """Take a request in that arrived earlier; one that is in already stays as it is."""
+        known = self._infos.get(req.rid)
+        if known is not None:
+            return known
+        ttft_target_s, tpot_target_s = targets_of(req)
+        info = self._infos[req.rid] = RequestInfo(
+            rid=req.rid,
+            # One that failed validation takes SGLang's way out, as an online one.
+            request_class=(
+                RequestClass.OFFLINE
+                if is_offline(req) and req.to_finish is None
+                else RequestClass.ONLINE
+            ),
+            prompt_tokens=len(req.origin_input_ids),
+            max_new_tokens=req.sampling_params.max_new_tokens,
+            arrival_s=arrival_s,
+            ttft_target_s=ttft_target_s,
+            tpot_target_s=tpot_target_s,
+            seen_s=now_s,
+            can_pause=has_plain_state(req),
+        )
+        return info
+
+    def produced(self, rid: str, now_s: float) -> None:
+        """Note that a token came out."""
+        self._last_token_s[rid] = now_s
+
+    def rids(self) -> list[str]:
+        """Return all rids."""
+        return list(self._infos)
+
+    def forget(self, rid: str) -> None:
+        """Drop a request, if it is in."""
+        self._last_token_s.pop(rid, None)
+        self._infos.pop(rid, None)
+
+    def decode_row(self, req: Req, state: RequestState) -> Row:
+        """Return the row of a request that generates or is paused."""
+        info = self._infos[req.rid]
+        # Counts a token still in flight under overlap scheduling: its KV is taken already.
+        computed = req.kv_committed_len
+        generated = computed + 1 - info.prompt_tokens
+        return Row(info, state, generated, computed, 0, self._last_token_s.get(req.rid))
+
+    def prefill_row(self, req: Req, state: RequestState) -> Row:
+        """Return the row of a request whose prompt is partly computed."""
+        computed = len(req.prefix_indices)
+        last_s = self._last_token_s.get(req.rid)
+        return Row(self._infos[req.rid], state, len(req.output_ids), computed, 0, last_s)
+
+    def waiting_rows(self, reqs: Iterable[Req]) -> list[Row]:
+        """Return the rows of waiting requests, the first ones with their cached prefix."""
+        rows = []
+        for position, req in enumerate(reqs):
+            cached = self.match_prefix(req) if position < _MATCHED_WAITING else 0
+            last_s = self._last_token_s.get(req.rid)
+            info, generated = self._infos[req.rid], len(req.output_ids)
+            rows.append(Row(info, RequestState.WAITING, generated, 0, cached, last_s))
+        return rows
+
+    def match_prefix(self, req: Req) -> int:
+        """Return how many leading tokens of a waiting request the radix cache holds."""
+        req.init_next_round_input(self._tree_cache)
+        return len(req.prefix_indices)

@@ -1,0 +1,104 @@
+"""What a request asks of co-serving, and how that travels through SGLang.
+
+``sampling_params.custom_params`` is the one field that reaches the scheduler's
+``Req`` unchanged from every door: ``Engine``, ``/generate``, ``/v1/completions``
+and ``/v1/chat/completions``.  Marks are checked there once, on arrival; the
+scheduler then reads them without a check.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.errors import RequestError
+
+__all__ = [
+    "CLASS_KEY",
+    "MARK_PREFIX",
+    "TPOT_KEY",
+    "TTFT_KEY",
+    "check_marks",
+    "is_offline",
+    "targets_of",
+]
+
+MARK_PREFIX = "coserve_"
+"""Keys of ``custom_params``, and of an OpenAI body, that begin so are marks."""
+
+CLASS_KEY = "coserve_class"
+"""Names the request's class."""
+
+TTFT_KEY = "coserve_slo_ttft_ms"
+"""An online request's own TTFT target in milliseconds, instead of the server's."""
+
+TPOT_KEY = "coserve_slo_tpot_ms"
+"""An online request's own TPOT target in milliseconds, instead of the server's."""
+
+_TARGET_KEYS: Final = (TTFT_KEY, TPOT_KEY)
+_MARKS: Final = (CLASS_KEY, *_TARGET_KEYS)
+
+_MOST_MS: Final = 1e9
+"""Longer than any target (11 days), and short enough for an integer to reach the scheduler."""
+
+
+def check_marks(custom_params: object) -> None:
+    """Check all marks of a request; without any it is online. A null says nothing.
+
+    Raises:
+        RequestError: a mark is unknown or has a bad value, or an offline request has a target.
+    """
+    if not isinstance(custom_params, dict):
+        return
+    marks = {
+        key: value
+        for key, value in custom_params.items()
+        if isinstance(key, str) and key.startswith(MARK_PREFIX) and value is not None
+    }
+    for key in marks:
+        if key not in _MARKS:
+            raise RequestError(f"unknown field {key!r}: co-serving knows {', '.join(_MARKS)}")
+    request_class = RequestClass.parse(marks.get(CLASS_KEY, RequestClass.ONLINE.value))
+    for key in _TARGET_KEYS:
+        if key not in marks:
+            continue
+        if request_class is RequestClass.OFFLINE:
+            raise RequestError(
+                f"{key} is for online requests, and this one is offline: leave it out; the "
+                "deadline of offline work is the completion window of its batch"
+            )
+        if not _is_target(marks[key]):
+            raise RequestError(
+                f"{key} is {marks[key]!r}: use a number of milliseconds above 0, at most "
+                f"{_MOST_MS:.0e}"
+            )
+
+
+def is_offline(req: Any) -> bool:
+    """True when SGLang's ``Req`` is offline. Its marks were checked on arrival."""
+    custom_params = req.sampling_params.custom_params
+    return (
+        isinstance(custom_params, dict)
+        and custom_params.get(CLASS_KEY) == RequestClass.OFFLINE.value
+    )
+
+
+def targets_of(req: Any) -> tuple[float | None, float | None]:
+    """Return the TTFT and TPOT targets that SGLang's ``Req`` brings along, in seconds.
+
+    None stands for the server's target. Its marks were checked on arrival.
+    """
+    custom_params = req.sampling_params.custom_params
+    if not isinstance(custom_params, dict):
+        return None, None
+    return _seconds(custom_params.get(TTFT_KEY)), _seconds(custom_params.get(TPOT_KEY))
+
+
+def _is_target(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value <= _MOST_MS
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3

@@ -1,0 +1,454 @@
+"""A recording replayed gives the same plans, also after a way through a file."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+import types
+from collections import abc
+from dataclasses import replace
+from enum import Enum
+from itertools import pairwise
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, rule, run_state_machine_as_test
+
+from core.scheduler.scenarios import MODEL, NO_CACHE, Cache, offline, online, queued, snapshot
+from core.scheduler.test_scheduler_machine import SchedulerMachine, configs, slo_targets
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.latency_model import LatencyProfile, LinearModel
+from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
+from sglang_coserve.core.policies import POLICIES
+from sglang_coserve.core.recording import (
+    Committed,
+    Event,
+    EventEncoder,
+    Finished,
+    Observed,
+    OfflineAdded,
+    Planned,
+    RecordingScheduler,
+    Restored,
+    SchedulerSetup,
+    encode_setup,
+    read_recording,
+    replay,
+)
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.core.snapshot import (
+    Eviction,
+    FairnessUpdate,
+    PrefillChunk,
+    StepPlan,
+)
+from sglang_coserve.errors import InputFileError
+from sglang_coserve.metrics import SloTargets
+
+PROFILE = LatencyProfile(MODEL, None, "h100", "llama-3.1-8b", 1, "0.5.17")
+
+
+def setup(
+    policy: str = "coserve", targets: SloTargets | None = None, **config: Any
+) -> SchedulerSetup:
+    return SchedulerSetup(
+        policy, targets or SloTargets(1.0, 0.1), SchedulerConfig(**config), PROFILE
+    )
+
+
+def lines_of(made_of: SchedulerSetup, events: list[Event]) -> list[str]:
+    encoder = EventEncoder()
+    return [encode_setup(made_of), *map(encoder.encode, events)]
+
+
+def read(lines: list[str]) -> tuple[SchedulerSetup, list[Event]]:
+    made_of, events = read_recording(lines, "plans.jsonl")
+    return made_of, list(events)
+
+
+# --- Random traffic -----------------------------------------------------------------------
+
+
+class RecordedMachine(SchedulerMachine):
+    """The same arbitrary traffic; in the end all that the scheduler was told is replayed."""
+
+    @initialize(
+        config=configs.map(lambda config: replace(config, refine=True)),
+        slo=slo_targets,
+        page_tokens=st.sampled_from([1, 16]),
+        slots=st.sampled_from([2, 16]),
+        max_batch_tokens=st.sampled_from([48, 512]),
+    )
+    def start(self, config: SchedulerConfig, slo: SloTargets, **machine: int) -> None:
+        super().start(config, slo, **machine)
+        self.setup_made_of = SchedulerSetup(self.policy, slo, config, PROFILE)
+        self.events: list[Event] = []
+        self.scheduler = RecordingScheduler(self.setup_made_of.make(), self.events.append)
+        self.engine.scheduler = self.scheduler
+
+    @rule(factor=st.floats(0.5, 2.0))
+    def iteration_takes(self, factor: float) -> None:
+        plan = self._step()
+        if not plan.is_idle:
+            self.scheduler.observe(plan.batch, plan.predicted_s * factor)
+            self.engine.model = self.scheduler.model
+
+    def teardown(self) -> None:
+        if not hasattr(self, "events"):
+            return
+        super().teardown()
+        made_of, events = read(lines_of(self.setup_made_of, self.events))
+        assert made_of == self.setup_made_of
+        assert events == self.events
+        for replayed in replay(events, made_of.make()):
+            assert replayed.recorded == replayed.replayed
+            assert not replayed.differences
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_random_traffic_replays_to_the_same_plans(policy: str) -> None:
+    machine = type(f"Recorded_{policy}", (RecordedMachine,), {"policy": policy})
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=15, stateful_step_count=20, deadline=None)
+    )
+
+
+# --- Any event ----------------------------------------------------------------------------
+
+times = st.floats(allow_nan=False)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+names = st.text(max_size=8)
+queued_requests = st.builds(
+    QueuedRequest,
+    rid=names,
+    token_ids=st.lists(st.integers(0, 2**32 - 1), min_size=1).map(pack_tokens),
+    arrival_s=finite,
+    max_new_tokens=st.integers(min_value=0),
+    num_generated_tokens=st.integers(min_value=0),
+    deadline_s=st.none() | finite,
+    estimated_service_s=st.floats(0, 1e300),
+    user=st.none() | names,
+)
+SIMPLE = {
+    float: times,
+    int: st.integers(),
+    str: names,
+    bool: st.booleans(),
+    NoneType: st.none(),
+    QueuedRequest: queued_requests,
+}
+
+
+def anything(kind: Any) -> st.SearchStrategy[Any]:
+    """Values of a type; every field of a dataclass gets one, also where it has a default."""
+    arguments = get_args(kind)
+    match get_origin(kind):
+        case None if kind in SIMPLE:
+            return SIMPLE[kind]
+        case None if issubclass(kind, Enum):
+            return st.sampled_from(kind)
+        case None:
+            hints = get_type_hints(kind)
+            return st.builds(kind, **{name: anything(hint) for name, hint in hints.items()})
+        case types.UnionType:
+            return st.one_of(*map(anything, arguments))
+        case abc.Mapping:
+            return st.dictionaries(*map(anything, arguments), max_size=4)
+        case origin:
+            few = st.lists(anything(arguments[0]), max_size=4)
+            return few if origin is abc.Sequence else few.map(origin)
+
+
+events_of_every_kind = anything(Event)
+
+
+@settings(deadline=None)
+@given(st.lists(events_of_every_kind, max_size=12))
+def test_every_event_survives_the_way_through_a_file(events: list[Event]) -> None:
+    lines = lines_of(setup(), events)
+    assert all(line.endswith("\n") and line.isascii() for line in lines)
+    assert read(lines)[1] == events
+
+
+@given(
+    st.builds(
+        SchedulerConfig,
+        iteration_budget_s=st.none() | st.floats(min_value=0, exclude_min=True),
+        arrival_wait_s=st.none() | st.just(float("inf")),
+        margin=st.floats(0, 1, exclude_max=True),
+        refine=st.booleans(),
+        seed=st.integers(),
+    ),
+    st.builds(SloTargets, st.none() | times, st.none() | times),
+)
+def test_the_setup_survives_the_way_through_a_file(
+    config: SchedulerConfig, targets: SloTargets
+) -> None:
+    profile = replace(PROFILE, latency_model=LinearModel(prefill_token_s=0.1, iteration_s=1 / 3))
+    made_of = SchedulerSetup("hygen", targets, config, profile)
+    assert read([encode_setup(made_of)]) == (made_of, [])
+
+
+def test_a_commit_that_changes_the_plan_is_recorded_as_it_was() -> None:
+    """The engine may have admitted less than planned, and may plan twice before it commits."""
+    row = online(50, rid="a")
+    planned = StepPlan(prefills=(PrefillChunk("a", 50),), predicted_s=0.5)
+    events: list[Event] = [
+        Planned(snapshot(row), {}, StepPlan(pause=("b",))),
+        Planned(snapshot(row), {}, planned),
+        Committed(replace(planned, prefills=())),
+        Committed(planned),
+    ]
+    assert read(lines_of(setup(), events))[1] == events
+
+
+def test_a_snapshot_of_64_rows_is_small() -> None:
+    rng = random.Random(0)
+    decodes = [
+        offline(
+            rng.randint(100, 4000),
+            rid=f"{rng.getrandbits(128):032x}",
+            generated=rng.randint(1, 400),
+            last_token_s=12345.678901234567,
+        )
+        for _ in range(64)
+    ]
+    planned = Planned(snapshot(*decodes), {}, StepPlan())
+    encoder = EventEncoder()
+    encoder.encode(planned)
+    assert len(encoder.encode(planned)) < 2000
+
+
+def test_a_request_is_described_again_when_its_id_is_used_again() -> None:
+    first, second = online(10, rid="a"), online(20, rid="a")
+    events: list[Event] = [
+        Planned(snapshot(first), {}, StepPlan()),
+        Finished("a"),
+        Planned(snapshot(second), {}, StepPlan()),
+        Planned(snapshot(first), {}, StepPlan()),
+    ]
+    lines = lines_of(setup(), events)
+    assert read(lines)[1] == events
+    assert [line.count('"rid":"a"') for line in lines[1:]] == [1, 1, 1, 1]
+
+
+# --- Recording ----------------------------------------------------------------------------
+
+
+def test_a_recording_scheduler_has_the_interface_of_a_scheduler() -> None:
+    def interface(kind: type) -> dict[str, object]:
+        return {
+            name: inspect.signature(member) if callable(member) else type(member)
+            for name, member in vars(kind).items()
+            if not name.startswith("_")
+        }
+
+    assert interface(RecordingScheduler) == interface(Scheduler)
+
+
+def test_a_call_that_fails_is_not_recorded() -> None:
+    events: list[Event] = []
+    recording = RecordingScheduler(setup().make(), events.append)
+    request = queued(10)
+    recording.add_offline(request)
+    with pytest.raises(Exception, match="already queued"):
+        recording.add_offline(request)
+    with pytest.raises(Exception, match="never came"):
+        recording.restore("nobody", 0)
+    assert events == [OfflineAdded(request)]
+    assert recording.queue.peek(0.0) == request
+    assert recording.model == MODEL
+
+
+# --- Replaying ----------------------------------------------------------------------------
+
+
+def recorded_evening(policy: str = "coserve") -> tuple[SchedulerSetup, list[Event]]:
+    """Three offline prompts, of which the first is cached, beside an online decode."""
+    made_of = setup(policy)
+    events: list[Event] = []
+    recording = RecordingScheduler(made_of.make(), events.append)
+    for number in range(3):
+        recording.add_offline(queued(400, rid=f"q{number}", arrival_s=number, first=number * 1000))
+    decode = online(100, RequestState.DECODING, rid="on")
+    for cache in (Cache({"q0": 300}), NO_CACHE):
+        plan = recording.plan(snapshot(decode, max_batch_tokens=600), cache)
+        recording.commit(plan)
+    recording.finish("on")
+    return made_of, events
+
+
+def test_the_answers_of_the_prefix_cache_are_part_of_the_recording() -> None:
+    made_of, events = recorded_evening()
+    first = next(event for event in events if isinstance(event, Planned))
+    assert dict(first.plan.prefills)["q0"] == 100
+    assert first.cached_tokens["q0"] == 300
+    assert not any(replayed.differences for replayed in replay(events, made_of.make()))
+    forgotten = [replace(e, cached_tokens={}) if e is first else e for e in events]
+    replayed = next(iter(replay(forgotten, made_of.make())))
+    assert {"prefills", "batch"} <= set(replayed.differences)
+
+
+def test_a_plan_that_differs_is_named_with_its_fields() -> None:
+    made_of, events = recorded_evening()
+    slower = replace(made_of, targets=SloTargets(ttft_s=1.0, tpot_s=0.03))
+    replays = list(replay(events, slower.make()))
+    assert [replayed.index for replayed in replays] == [0, 1]
+    assert "prefills" in replays[0].differences
+    assert replays[0].recorded == next(e.plan for e in events if isinstance(e, Planned))
+    assert replays[0].replayed.batch.prefill_tokens < replays[0].recorded.batch.prefill_tokens
+
+
+def test_rounding_is_no_difference_in_a_time_but_a_token_is_one() -> None:
+    made_of, events = recorded_evening()
+    for factor, differences in ((1 + 1e-12, ()), (1 + 1e-6, ("predicted_s",))):
+        rounded = [
+            replace(e, plan=replace(e.plan, predicted_s=e.plan.predicted_s * factor))
+            if isinstance(e, Planned)
+            else e
+            for e in events
+        ]
+        assert {r.differences for r in replay(rounded, made_of.make())} == {differences}
+
+
+def test_another_policy_starts_every_plan_from_the_recorded_state() -> None:
+    """Alone it would go on with what it admitted itself; here it sees what was recorded."""
+    made_of, events = recorded_evening("coserve")
+    replays = list(replay(events, made_of.make("online_only")))
+    assert [replayed.replayed.prefills for replayed in replays] == [(), ()]
+    assert [replayed.snapshot for replayed in replays] == [
+        event.snapshot for event in events if isinstance(event, Planned)
+    ]
+    made_of, events = recorded_evening("online_only")
+    first, second = replay(events, made_of.make("coserve"))
+    assert first.replayed.prefills == second.replayed.prefills
+
+
+# --- Lines that are not as they were written ----------------------------------------------
+
+
+def all_lines() -> list[str]:
+    made_of, events = recorded_evening()
+    events += [Observed(BatchStats(decode_requests=1), 0.5), Restored("q0", 3)]
+    update = FairnessUpdate({None: 1.5}, frozenset({None}))
+    events.append(Committed(StepPlan(fairness=update, evict=(Eviction("q0", 3),))))
+    return lines_of(made_of, events)
+
+
+def leaves(node: object) -> list[list[Any]]:
+    if isinstance(node, dict) and node:
+        children = list(node.items())
+    elif isinstance(node, list) and node and not isinstance(node[0], int | str):
+        children = list(enumerate(node))
+    else:
+        return [[]]
+    return [[key, *path] for key, child in children for path in leaves(child)]
+
+
+def test_every_wrong_value_is_refused_with_its_line() -> None:
+    lines = all_lines()
+    assert len(read(lines)[1]) == len(lines) - 1
+    for number, line in enumerate(lines):
+        for path in leaves(json.loads(line)):
+            document = json.loads(line)
+            node = document
+            for key in path[:-1]:
+                node = node[key]
+            node[path[-1]] = {"a": True}
+            bad = [*lines[:number], json.dumps(document) + "\n", *lines[number + 1 :]]
+            with pytest.raises(InputFileError, match=rf"^plans\.jsonl:{number + 1}: .*{path[0]}"):
+                read(bad)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nonsense", "not valid JSON"),
+        ('{"event":"observed","batch":[1,0,0,0,0,0],"seconds":NaN}', "NaN is not JSON"),
+        ("[]", "expected a JSON object"),
+        ("{}", "event: this field is missing"),
+        ('{"event":"vanished"}', "event: expected one of added, planned"),
+        ('{"event":["added"]}', "event: expected one of added, planned"),
+        ('{"event":"finished"}', "rid: this field is missing"),
+        ('{"event":"finished","rid":"a","why":"b"}', "why: there is no such field"),
+        ('{"event":"restored","rid":"a","generated_tokens":true}', "expected int, found True"),
+        ('{"event":"observed","batch":[1,2],"seconds":1}', "batch: expected a list of 6"),
+        (
+            '{"event":"observed","batch":[1,0,0,0,0,0],"seconds":1' + "0" * 400 + "}",
+            "seconds: expected a number that fits a float",
+        ),
+        (
+            '{"event":"added","request":{"rid":"a","token_ids":[],"arrival_s":0,"max_new_tokens":1}}',
+            "request: offline request 'a' cannot be queued: its prompt has no tokens",
+        ),
+        (
+            '{"event":"added","request":{"rid":"a","token_ids":[-1],"arrival_s":0,'
+            '"max_new_tokens":1}}',
+            "request.token_ids: a prompt cannot be queued",
+        ),
+        (
+            '{"event":"committed","plan":{"prefills":[["a"]]}}',
+            r"plan.prefills\[0\]: expected a list",
+        ),
+        (
+            '{"event":"committed","plan":{"fairness":{"counters":[[1,2]],"waiting_users":[]}}}',
+            r"plan.fairness.counters\[0\]\[0\]: expected str, found 1",
+        ),
+    ],
+)
+def test_a_malformed_line_is_refused_by_number(line: str, message: str) -> None:
+    with pytest.raises(InputFileError, match=rf"^plans\.jsonl:2: .*{message}"):
+        read([encode_setup(setup()), line + "\n"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"request": [9]}, {"state": "X"}, {"last_token": [7]}, {"generated": [1, 2]}],
+    ids=str,
+)
+def test_columns_that_do_not_fit_together_are_refused(changes: dict[str, object]) -> None:
+    header, line = lines_of(setup(), [Planned(snapshot(online(5)), {}, StepPlan())])
+    document = json.loads(line)
+    document["waiting"] |= changes
+    with pytest.raises(InputFileError, match=r"^plans\.jsonl:2: waiting: the columns do not fit"):
+        read([header, json.dumps(document) + "\n"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "csv"}, "format: expected 'coserve plans'"),
+        ({"version": 2}, "version: 2 is not 1"),
+        ({"config": {"margin": 3.0}}, "config: scheduler: margin is 3.0"),
+        ({"config": {"online_order": "lifo"}}, "config.online_order: expected 'fcfs' or 'vtc'"),
+        ({"targets": {"ttft_s": "soon"}}, "targets.ttft_s: expected a number, found 'soon'"),
+        ({"profile": {}}, "profile: schema_version: this field is missing"),
+    ],
+)
+def test_a_first_line_that_cannot_be_used_is_refused(
+    changes: dict[str, object], message: str
+) -> None:
+    header = json.loads(encode_setup(setup())) | changes
+    with pytest.raises(InputFileError, match=rf"^plans\.jsonl:1: {message}"):
+        read([json.dumps(header) + "\n"])
+
+
+def test_a_recording_broken_off_at_any_place_is_read_up_to_there() -> None:
+    lines = all_lines()
+    whole = read(lines)[1]
+    text = "".join(lines)
+    ends = [0, *(i + 1 for i, letter in enumerate(text) if letter == "\n")]
+    for number, (start, end) in enumerate(pairwise(ends)):
+        for cut in (start, (start + end) // 2, end - 1):
+            kept = text[:cut].splitlines(keepends=True)
+            if number == 0:
+                with pytest.raises(InputFileError, match=r"^plans\.jsonl: nothing is recorded"):
+                    read(kept)
+            else:
+                assert read(kept)[1] == whole[: number - 1]

@@ -1,0 +1,263 @@
+"""What the monitor says, against the metrics of the requests in its window."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.core.slo import Latency, Slo, SloCheck, Statistic, parse_slo
+from sglang_coserve.core.slo_monitor import SloMonitor
+from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.errors import ConfigError
+from sglang_coserve.metrics import (
+    Outcome,
+    RequestTimeline,
+    SloTargets,
+    attainment,
+    latency_report,
+)
+
+NO_TARGETS = SloTargets()
+TARGETS = SloTargets(ttft_s=0.25, tpot_s=0.0625)
+ALL_SLOS = tuple(
+    Slo(latency, statistic, limit_s=limit_s)
+    for latency, limit_s in ((Latency.TTFT, 0.25), (Latency.TPOT, 0.0625), (Latency.TBT, 0.0625))
+    for statistic in Statistic
+)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A request as it was served."""
+
+    timeline: RequestTimeline
+    targets: SloTargets
+
+    def tell(self, monitor: SloMonitor, now_s: float) -> None:
+        timeline = self.timeline
+        info = RequestInfo(
+            timeline.rid,
+            RequestClass.ONLINE,
+            timeline.prompt_tokens,
+            64,
+            timeline.arrival_s,
+            self.targets.ttft_s,
+            self.targets.tpot_s,
+        )
+        times = timeline.token_times_s
+        for last_s, token_s in pairwise(times):
+            monitor.gap(info, last_s, token_s)
+        if timeline.outcome is Outcome.FINISHED:
+            monitor.finished(info, times[0], times[-1], len(times))
+        elif times:
+            monitor.failed(info, now_s, times[0], times[-1], len(times))
+        else:
+            monitor.failed(info, now_s)
+
+
+def served(
+    ttft_s: float,
+    tpot_s: float = 0.01,
+    *,
+    arrival_s: float = 0.0,
+    targets: SloTargets = NO_TARGETS,
+) -> Served:
+    times = tuple(arrival_s + ttft_s + tpot_s * number for number in range(4))
+    return Served(RequestTimeline("r", arrival_s, times, 10), targets)
+
+
+def tell_all(monitor: SloMonitor, *requests: Served) -> None:
+    for request in requests:
+        request.tell(monitor, request.timeline.token_times_s[-1])
+
+
+# Multiples of 1/1024 s, so that sums and comparisons with targets are exact.
+ticks = st.integers(0, 512).map(lambda count: count / 1024)
+own_targets = st.sampled_from([None, None, 0.125, 0.5])
+
+
+@st.composite
+def requests_in_order_of_end(draw: st.DrawFn) -> list[tuple[float, Served]]:
+    """Requests and when each ended."""
+    requests = []
+    for number in range(draw(st.integers(0, 12))):
+        arrival_s = draw(ticks) * 40
+        outcome = draw(st.sampled_from([Outcome.FINISHED, Outcome.FINISHED, Outcome.FAILED]))
+        waits = draw(st.lists(ticks, min_size=outcome is Outcome.FINISHED, max_size=5))
+        times = tuple(accumulate(waits, initial=arrival_s))[1:]
+        end_s = times[-1] if outcome is Outcome.FINISHED else max((arrival_s, *times)) + draw(ticks)
+        timeline = RequestTimeline(f"r{number}", arrival_s, times, 10, outcome=outcome)
+        requests.append((end_s, Served(timeline, SloTargets(draw(own_targets), draw(own_targets)))))
+    return sorted(requests, key=lambda ended: ended[0])
+
+
+@given(
+    ended=requests_in_order_of_end(),
+    max_requests=st.integers(1, 12),
+    span_s=st.sampled_from([2.0, 10.0, 100.0]),
+    default=st.sampled_from([NO_TARGETS, TARGETS, SloTargets(ttft_s=0.25)]),
+)
+def test_the_window_is_measured_as_the_metrics_define(
+    ended: list[tuple[float, Served]], max_requests: int, span_s: float, default: SloTargets
+) -> None:
+    slos = tuple(slo for slo in ALL_SLOS if slo.latency is not Latency.TBT)
+    monitor = SloMonitor(default, slos, max_requests=max_requests, span_s=span_s)
+    for end_s, request in ended:
+        request.tell(monitor, end_s)
+    now_s = ended[-1][0] if ended else 0.0
+    report = monitor.report(now_s)
+
+    window = [r for end_s, r in ended[-max_requests:] if end_s > now_s - span_s]
+    assert report.requests == len(window)
+    for standing in report.standings:
+        latency = standing.measured.slo.latency
+        judged = [
+            request.timeline
+            for request in window
+            if getattr(request.targets, f"{latency.value}_s") is None
+        ]
+        (expected,) = SloCheck((standing.measured.slo,)).results(latency_report(judged))
+        assert standing.measured.is_met == expected.is_met
+        assert standing.measured.measured_s == pytest.approx(expected.measured_s)
+        assert standing.alone == standing.measured, "no offline work ran"
+
+    promised = [
+        (request.timeline, targets)
+        for request in window
+        if (
+            targets := SloTargets(
+                request.targets.ttft_s or default.ttft_s, request.targets.tpot_s or default.tpot_s
+            )
+        )
+        != NO_TARGETS
+    ]
+    each = [attainment([timeline], targets) or 0.0 for timeline, targets in promised]
+    assert report.attainment == (pytest.approx(sum(each) / len(each)) if each else None)
+    assert report.attainment_alone == report.attainment
+
+
+@given(
+    ended=requests_in_order_of_end(), max_gaps=st.integers(1, 40), span_s=st.sampled_from([2.0, 99])
+)
+def test_gaps_have_a_window_of_their_own(
+    ended: list[tuple[float, Served]], max_gaps: int, span_s: float
+) -> None:
+    slos = tuple(slo for slo in ALL_SLOS if slo.latency is Latency.TBT)
+    monitor = SloMonitor(TARGETS, slos, max_gaps=max_gaps, span_s=span_s)
+    gaps: list[tuple[float, float]] = []
+    for end_s, request in ended:
+        request.tell(monitor, end_s)
+        times = request.timeline.token_times_s
+        if request.targets.tpot_s is None:
+            gaps += pairwise(times)
+    now_s = max((end_s for _, end_s in gaps), default=0.0)
+    recent = [gap for gap in gaps[-max_gaps:] if gap[1] > now_s - span_s]
+    pairs = [RequestTimeline("gap", a, (a, b), 1) for a, b in recent]
+    expected = SloCheck(slos).results(latency_report(pairs))
+    for standing, result in zip(monitor.report(now_s).standings, expected, strict=True):
+        assert standing.measured.measured_s == pytest.approx(result.measured_s)
+
+
+@given(ended=requests_in_order_of_end(), online_share=st.floats(0, 1), step_s=st.floats(0.01, 0.5))
+def test_online_alone_is_never_slower_than_measured(
+    ended: list[tuple[float, Served]], online_share: float, step_s: float
+) -> None:
+    monitor = SloMonitor(TARGETS, ALL_SLOS)
+    end_s = max((end_s for end_s, _ in ended), default=0.0)
+    for number in range(int(end_s / step_s)):
+        start_s = number * step_s
+        monitor.offline_ran(start_s, start_s + step_s, step_s * online_share)
+    for ended_s, request in ended:
+        request.tell(monitor, ended_s)
+    report = monitor.report(end_s)
+    for standing in report.standings:
+        if standing.measured.measured_s is not None:
+            assert standing.alone.measured_s is not None
+            assert 0 <= standing.alone.measured_s <= standing.measured.measured_s + 1e-9
+    if report.attainment is not None:
+        assert report.attainment_alone is not None
+        assert report.attainment <= report.attainment_alone
+
+
+def test_what_offline_work_delayed_could_have_been_met() -> None:
+    """Half of every iteration is offline work: the SLO is missed, but is not infeasible."""
+    slos = (parse_slo("ttft p99 <= 300ms"), parse_slo("tbt mean <= 15ms"))
+    monitor = SloMonitor(TARGETS, slos)
+    for number in range(1000):
+        monitor.offline_ran(number * 0.02, (number + 1) * 0.02, 0.01)
+    tell_all(monitor, *(served(0.4, 0.02, arrival_s=number * 0.1) for number in range(20)))
+    report = monitor.report(2.0)
+    assert [s.measured.measured_s for s in report.standings] == pytest.approx([0.4, 0.02])
+    assert [s.alone.measured_s for s in report.standings] == pytest.approx([0.2, 0.01])
+    assert not any(standing.measured.is_met for standing in report.standings)
+    assert report.reason is None
+    assert (report.attainment, report.attainment_alone) == (0.0, 1.0)
+
+
+def test_what_online_work_alone_misses_is_infeasible_and_the_reason_says_it_all() -> None:
+    monitor = SloMonitor(TARGETS, (parse_slo("ttft p99 <= 300ms"), parse_slo("tpot mean <= 1s")))
+    tell_all(monitor, *[served(0.45)] * 10)
+    report = monitor.report(1.0)
+    assert [standing.is_feasible for standing in report.standings] == [False, True]
+    assert report.reason == (
+        "'ttft p99 <= 300ms' cannot be met, online requests alone reach 450ms; "
+        "allow more, or send this server less online work"
+    )
+
+
+def test_a_few_slow_requests_prove_nothing() -> None:
+    monitor = SloMonitor(TARGETS, (parse_slo("ttft p99 <= 300ms"),))
+    tell_all(monitor, *[served(0.45)] * 4)
+    (standing,) = monitor.report(1.0).standings
+    assert not standing.measured.is_met
+    assert standing.is_feasible
+
+
+def test_a_warning_comes_once_a_minute_while_it_lasts() -> None:
+    monitor = SloMonitor(TARGETS, (parse_slo("ttft p99 <= 300ms"),), span_s=150.0)
+    assert monitor.warning(0.0) is None
+    tell_all(monitor, *[served(0.45)] * 10)
+    warned_s = [now_s for now_s in range(400) if monitor.warning(float(now_s))]
+    assert warned_s == [60, 120]
+
+
+def test_a_request_with_its_own_targets_is_judged_by_those() -> None:
+    monitor = SloMonitor(TARGETS, (parse_slo("ttft p99 <= 300ms"), parse_slo("tbt p99 <= 30ms")))
+    lenient = served(5.0, 0.02, targets=SloTargets(ttft_s=6.0))
+    strict = served(0.2, 0.05, targets=SloTargets(ttft_s=0.1, tpot_s=0.04))
+    tell_all(monitor, served(0.2, 0.02), lenient, strict)
+    report = monitor.report(6.0)
+    assert [s.measured.measured_s for s in report.standings] == pytest.approx([0.2, 0.02])
+    assert report.attainment == pytest.approx(2 / 3)
+
+
+def test_a_request_that_failed_has_missed() -> None:
+    monitor = SloMonitor(TARGETS)
+    info = RequestInfo("shed", RequestClass.ONLINE, 10, 64, 0.0)
+    monitor.failed(info, 1.0)
+    tell_all(monitor, served(0.1), served(0.1), served(0.1))
+    report = monitor.report(1.0)
+    assert (report.requests, report.attainment) == (4, 0.75)
+
+
+def test_a_tolerance_has_nothing_to_be_relative_to() -> None:
+    with pytest.raises(ConfigError, match="measure them first"):
+        SloMonitor(TARGETS, (parse_slo("tbt mean <= +10%"),))
+
+
+@pytest.mark.parametrize("requests", [[], [served(0.45)] * 10])
+def test_a_report_is_json(requests: list[Served]) -> None:
+    monitor = SloMonitor(SloTargets(ttft_s=0.3), (parse_slo("ttft p99 <= 300ms"),))
+    tell_all(monitor, *requests)
+    values = json.loads(json.dumps(monitor.report(1.0).to_dict(), allow_nan=False))
+    assert values["targets"] == {"ttft_ms": 300.0, "tpot_ms": None}
+    assert values["feasible"] is not bool(requests)
+    (standing,) = values["measured"]
+    assert standing["slo"] == "ttft p99 <= 300ms"
+    assert standing["met"] is not bool(requests)

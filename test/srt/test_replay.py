@@ -1,0 +1,249 @@
+"""``--record-plans`` and ``coserve replay``: what the engine decided is decided again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from core.scheduler.scenarios import MODEL, queued
+from core.scheduler.tiny_engine import TinyEngine
+from sglang_coserve.cli import app
+from sglang_coserve.config import OFFLINE_POLICIES
+from sglang_coserve.core.latency_model import LatencyProfile
+from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
+from sglang_coserve.core.recording import (
+    Committed,
+    Event,
+    EventEncoder,
+    Finished,
+    Observed,
+    OfflineAdded,
+    Planned,
+    SchedulerSetup,
+    encode_setup,
+    read_recording,
+    replay,
+)
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.errors import ConfigError, InputFileError
+from sglang_coserve.metrics import SloTargets
+from sglang_coserve.srt.plan_log import recorded
+from srt import test_scheduler as scenarios
+from srt.scripted_engine import ScriptedEngine, Spec
+
+SETUP = SchedulerSetup(
+    "coserve",
+    SloTargets(ttft_s=0.3, tpot_s=0.03),
+    SchedulerConfig(),
+    LatencyProfile(MODEL, None, "cpu", "small", 1, "0.5.17"),
+)
+
+
+def read(path: Path) -> tuple[SchedulerSetup, list[Event]]:
+    with path.open(encoding="ascii") as lines:
+        setup, events = read_recording(lines, str(path))
+        return setup, list(events)
+
+
+# --- On the engine ------------------------------------------------------------------------
+
+
+def run_recorded(
+    engine: ScriptedEngine, setup: SchedulerSetup, path: Path, specs: list[Spec]
+) -> None:
+    engine.scheduler._core = recorded(setup, path)
+    scenarios.run_mixed(engine, specs, 6)
+
+
+PLANNING_POLICIES = [name for name in OFFLINE_POLICIES if name != "fifo"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "overlap"),
+    [(policy, True) for policy in PLANNING_POLICIES] + [("coserve", False)],
+)
+def test_a_mixed_load_replays_to_the_same_plans(
+    start_engine: Any, tmp_path: Path, policy: str, overlap: bool
+) -> None:
+    coserve = {"offline_policy": "coserve", "startup_profile_seconds": 0.0}
+    process = start_engine(overlap=overlap, page_size=16, coserve=coserve)
+    path = tmp_path / "plans.jsonl"
+    setup = replace(SETUP, policy=policy, config=SchedulerConfig(refine=True))
+    specs = scenarios.mixed_specs(seed=13, num_online=15, num_offline=25)
+    process.call(run_recorded, setup, path, specs)
+
+    made_of, events = read(path)
+    assert made_of == setup
+    replays = list(replay(events, made_of.make()))
+    assert len(replays) > 200
+    assert [r.index for r in replays if r.differences] == []
+    kinds = {type(event) for event in events}
+    assert kinds >= {OfflineAdded, Planned, Committed, Observed, Finished}
+
+
+# --- The file -----------------------------------------------------------------------------
+
+
+def add_some(path: Path, count: int, **settings: Any) -> int:
+    """Record ``count`` arrivals; return how many the scheduler has afterwards."""
+    scheduler = recorded(SETUP, path, **settings)
+    for number in range(count):
+        scheduler.add_offline(queued(50, rid=f"q{number}"))
+    return len(scheduler.queue)
+
+
+def test_what_was_recorded_is_in_the_file_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "plans.jsonl"
+    path.write_text("an earlier recording\n")
+    scheduler = recorded(SETUP, path)
+    scheduler.add_offline(queued(50, rid="q"))
+    assert read(path) == (SETUP, [OfflineAdded(queued(50, rid="q"))])
+
+
+def test_a_full_recording_ends_with_a_whole_line_and_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "plans.jsonl"
+    with caplog.at_level(logging.WARNING):
+        assert add_some(path, 50, max_bytes=4000) == 50
+    assert 3500 < path.stat().st_size <= 4000
+    _, events = read(path)
+    assert [event.request.rid for event in events] == [f"q{i}" for i in range(len(events))]
+    (warning,) = caplog.messages
+    assert (
+        warning == f"--record-plans {path}: it has reached its greatest length: recording ends here"
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_logged_once_and_serving_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert add_some(Path("/dev/full"), 50) == 50
+    (warning,) = caplog.messages
+    assert "No space left on device: recording ends here" in warning
+
+
+def test_a_file_that_cannot_be_opened_is_refused_at_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "plans.jsonl"
+    with pytest.raises(ConfigError, match=f"--record-plans {path}: .*No such file"):
+        recorded(SETUP, path)
+
+
+# --- The command --------------------------------------------------------------------------
+
+
+def busy_recording(path: Path, policy: str = "coserve") -> list[Event]:
+    """Random arrivals of both classes on a small engine."""
+    rng = random.Random(1)
+    scheduler = recorded(replace(SETUP, policy=policy), path)
+    engine = TinyEngine(
+        scheduler, MODEL, kv_tokens=2000, page_tokens=16, slots=16, max_batch_tokens=512
+    )
+    for number in range(60):
+        request_class = rng.choice(list(RequestClass))
+        prompt_tokens, new_tokens = rng.randint(1, 600), rng.randint(1, 40)
+        info = RequestInfo(f"r{number}", request_class, prompt_tokens, new_tokens, engine.now_s)
+        engine.arrive(info)
+        if not info.is_online:
+            prompt = pack_tokens([number] * prompt_tokens)
+            scheduler.add_offline(QueuedRequest(info.rid, prompt, engine.now_s, new_tokens))
+        engine.step()
+    return read(path)[1]
+
+
+def run(*arguments: object) -> Result:
+    result = CliRunner().invoke(app, ["replay", *map(str, arguments)])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_the_same_policy_decides_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "plans.jsonl"
+    num_plans = sum(isinstance(event, Planned) for event in busy_recording(path))
+    result = run(path)
+    first, last = result.output.splitlines()
+    assert first == "recorded: coserve, TTFT 300 ms, TPOT 30 ms; small on cpu"
+    assert last.startswith(f"{num_plans} plans, 0 differ; planning took ")
+    assert result.exit_code == 0
+    assert len(run(path, "--plans").output.splitlines()) == num_plans + 2
+
+
+def test_a_plan_that_differs_is_shown_and_exits_with_1(tmp_path: Path) -> None:
+    path = tmp_path / "plans.jsonl"
+    events = busy_recording(path)
+    index = max(i for i, e in enumerate(events) if isinstance(e, Planned) and e.plan.prefills)
+    event = events[index]
+    (first, *others) = event.plan.prefills
+    prefills = (first._replace(tokens=first.tokens + 1), *others)
+    events[index] = replace(event, plan=replace(event.plan, prefills=prefills))
+    encoder = EventEncoder()
+    path.write_text(encode_setup(SETUP) + "".join(map(encoder.encode, events)))
+
+    result = run(path)
+    assert result.exit_code == 1
+    place = sum(isinstance(event, Planned) for event in events[:index])
+    head, was, now = result.output.splitlines()[1:4]
+    assert head == f"#{place} at {event.snapshot.now_s:.6f} s: prefills differ"
+    assert f"prefill {first.rid}:{first.tokens + 1}" in was
+    assert f"prefill {first.rid}:{first.tokens}" in now
+    assert "plans, 1 differ" in result.output
+
+
+def test_another_policy_is_compared_by_its_decisions(tmp_path: Path) -> None:
+    path = tmp_path / "plans.jsonl"
+    events = busy_recording(path)
+    result = run(path, "--policy", "online_only")
+    assert result.exit_code == 0
+    *_, head = (line for line in result.output.splitlines() if "online_only" in line)
+    assert head.split() == ["coserve", "online_only"]
+    table = {
+        line[:24].strip(): [int(cell.replace(",", "")) for cell in line[24:].split()]
+        for line in result.output.split(head)[1].splitlines()[1:]
+    }
+    online = {f"r{i}" for i in range(60)} - {
+        event.request.rid for event in events if isinstance(event, OfflineAdded)
+    }
+    chunks = [c for e in events if isinstance(e, Planned) for c in e.plan.prefills]
+    assert table["online prefill tokens"][0] == sum(c.tokens for c in chunks if c.rid in online)
+    offline_tokens = sum(c.tokens for c in chunks if c.rid not in online)
+    assert table["offline prefill tokens"] == [offline_tokens, 0]
+    assert table["decodes"][0] == sum(
+        e.plan.batch.decode_requests for e in events if isinstance(e, Planned)
+    )
+    assert table["paused decodes"][1] > table["paused decodes"][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "error", "message"),
+    [
+        (None, [], InputFileError, "cannot be read: No such file"),
+        ("", [], InputFileError, "nothing is recorded"),
+        ('{"rid": "a"}\n', [], InputFileError, ":1: format: expected 'coserve plans'"),
+        (encode_setup(SETUP), ["--policy", "lifo"], ConfigError, "policy 'lifo'"),
+        (encode_setup(SETUP) + "\xff\n", [], InputFileError, ":2: not valid JSON"),
+    ],
+)
+def test_what_cannot_be_replayed_is_named(
+    tmp_path: Path, text: str | None, arguments: list[str], error: type, message: str
+) -> None:
+    path = tmp_path / "plans.jsonl"
+    if text is not None:
+        path.write_text(text, encoding="latin-1")
+    with pytest.raises(error, match=message):
+        run(path, *arguments)
+
+
+def test_a_recording_without_plans_has_nothing_to_compare(tmp_path: Path) -> None:
+    path = tmp_path / "plans.jsonl"
+    path.write_text(json.dumps(json.loads(encode_setup(SETUP))) + "\n")
+    assert run(path).output.splitlines()[1] == "0 plans, 0 differ"

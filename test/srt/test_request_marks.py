@@ -1,0 +1,82 @@
+"""Marks in ``custom_params``: checked on arrival, read by the scheduler."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_coserve.errors import RequestError, UnknownClassError
+from sglang_coserve.srt.request_marks import check_marks, is_offline, targets_of
+
+
+def req(custom_params: Any) -> Any:
+    """Of SGLang's ``Req``, what is read."""
+    return SimpleNamespace(sampling_params=SimpleNamespace(custom_params=custom_params))
+
+
+@pytest.mark.parametrize(
+    ("custom_params", "targets"),
+    [
+        (None, (None, None)),
+        ({}, (None, None)),
+        ({"other": "x"}, (None, None)),
+        ({"coserve_class": "online"}, (None, None)),
+        ({"coserve_class": "offline"}, (None, None)),
+        ({"coserve_class": None, "coserve_slo_ttft_ms": None}, (None, None)),
+        ({"coserve_slo_ttft_ms": 250}, (0.25, None)),
+        ({"coserve_class": "online", "coserve_slo_tpot_ms": 12.5}, (None, 0.0125)),
+        ({"coserve_slo_ttft_ms": 1e9, "coserve_slo_tpot_ms": 1e-3}, (1e6, 1e-6)),
+    ],
+)
+def test_good_marks_are_read(
+    custom_params: Any, targets: tuple[float | None, float | None]
+) -> None:
+    check_marks(custom_params)
+    assert targets_of(req(custom_params)) == targets
+    assert is_offline(req(custom_params)) == (
+        (custom_params or {}).get("coserve_class") == "offline"
+    )
+
+
+BAD_TARGETS = [0, -1, -0.5, True, "250", [250], {}, float("nan"), float("inf"), 10**400, 2e9]
+
+
+@pytest.mark.parametrize("key", ["coserve_slo_ttft_ms", "coserve_slo_tpot_ms"])
+@pytest.mark.parametrize("value", BAD_TARGETS, ids=lambda value: str(value)[:9])
+def test_a_bad_target_is_refused_with_what_to_use(key: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=rf"{key} is .*: use a number of milliseconds above 0"):
+        check_marks({key: value})
+
+
+def test_an_offline_request_has_no_targets() -> None:
+    with pytest.raises(RequestError, match=r"coserve_slo_tpot_ms is for online.*completion window"):
+        check_marks({"coserve_class": "offline", "coserve_slo_tpot_ms": 50})
+
+
+def test_a_misspelt_mark_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(RequestError, match=r"'coserve_slo_ttft'.*coserve_slo_ttft_ms"):
+        check_marks({"coserve_slo_ttft": 250})
+
+
+def test_an_unknown_class_is_refused() -> None:
+    with pytest.raises(UnknownClassError, match="'online' or 'offline'"):
+        check_marks({"coserve_class": "batch"})
+
+
+values = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just("offline")
+keys = st.sampled_from(["coserve_class", "coserve_slo_ttft_ms", "coserve_slo_tpot_ms", "x", 1])
+
+
+@given(st.dictionaries(keys, values) | values)
+def test_what_passes_the_check_can_be_read(custom_params: Any) -> None:
+    try:
+        check_marks(custom_params)
+    except RequestError:
+        return
+    targets = targets_of(req(custom_params))
+    assert all(target is None or 0 <= target <= 1e6 for target in targets)
+    assert targets == (None, None) or not is_offline(req(custom_params))
