@@ -57,6 +57,32 @@ def read(path: Path) -> tuple[SchedulerSetup, list[Event]]:
 # --- On the engine ------------------------------------------------------------------------
 
 
+PLANNED = {"startup_profile_seconds": 0.0, "slo_ttft_ms": 300.0, "slo_tpot_ms": 30.0}
+
+
+def mixed_load() -> list[Spec]:
+    return scenarios.mixed_specs(seed=13, num_online=15, num_offline=25)
+
+
+def assert_replays(path: Path, policy: str) -> None:
+    setup, events = read(path)
+    assert setup.policy == policy
+    assert setup.targets == SETUP.targets
+    kinds = {type(event) for event in events}
+    assert kinds >= {OfflineAdded, Planned, Committed, Observed, Finished}
+    replays = list(replay(events, setup.make()))
+    assert len(replays) > 200
+    assert [plan.index for plan in replays if plan.differences] == []
+
+
+def test_a_server_records_plans_that_replay_to_the_same(start_engine: Any, tmp_path: Path) -> None:
+    path = tmp_path / "plans.jsonl"
+    coserve = {**PLANNED, "offline_policy": "coserve", "record_plans": str(path)}
+    process = start_engine(page_size=1, coserve=coserve)
+    process.call(scenarios.run_mixed, mixed_load(), 6)
+    assert_replays(path, "coserve")
+
+
 def run_recorded(
     engine: ScriptedEngine, setup: SchedulerSetup, path: Path, specs: list[Spec]
 ) -> None:
@@ -64,30 +90,17 @@ def run_recorded(
     scenarios.run_mixed(engine, specs, 6)
 
 
-PLANNING_POLICIES = [name for name in OFFLINE_POLICIES if name != "fifo"]
-
-
-@pytest.mark.parametrize(
-    ("policy", "overlap"),
-    [(policy, True) for policy in PLANNING_POLICIES] + [("coserve", False)],
-)
-def test_a_mixed_load_replays_to_the_same_plans(
-    start_engine: Any, tmp_path: Path, policy: str, overlap: bool
+@pytest.mark.parametrize("policy", [name for name in OFFLINE_POLICIES if name != "fifo"])
+def test_every_policy_replays_to_the_same_plans(
+    start_engine: Any, tmp_path: Path, policy: str
 ) -> None:
-    coserve = {"offline_policy": "coserve", "startup_profile_seconds": 0.0}
-    process = start_engine(overlap=overlap, page_size=16, coserve=coserve)
+    """On one engine, whose policy is exchanged."""
+    coserve = {**PLANNED, "offline_policy": "coserve"}
+    process = start_engine(overlap=True, page_size=16, coserve=coserve)
     path = tmp_path / "plans.jsonl"
     setup = replace(SETUP, policy=policy, config=SchedulerConfig(refine=True))
-    specs = scenarios.mixed_specs(seed=13, num_online=15, num_offline=25)
-    process.call(run_recorded, setup, path, specs)
-
-    made_of, events = read(path)
-    assert made_of == setup
-    replays = list(replay(events, made_of.make()))
-    assert len(replays) > 200
-    assert [r.index for r in replays if r.differences] == []
-    kinds = {type(event) for event in events}
-    assert kinds >= {OfflineAdded, Planned, Committed, Observed, Finished}
+    process.call(run_recorded, setup, path, mixed_load())
+    assert_replays(path, policy)
 
 
 # --- The file -----------------------------------------------------------------------------

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.latency_model import LatencyProfile
-from sglang_coserve.core.offline_queue import OfflineQueue
-from sglang_coserve.core.policies import make_policy
+from sglang_coserve.core.recording import RecordingScheduler, SchedulerSetup
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.srt.plan_log import recorded
 
 __all__ = ["make_core_scheduler"]
 
 
-def make_core_scheduler(config: CoserveConfig, profile: LatencyProfile) -> Scheduler:
-    """Return a scheduler with the policy and the targets of ``config``."""
-    policy = make_policy(config.offline_policy)
-    settings = SchedulerConfig(
-        iteration_budget_s=_seconds(config.iteration_budget_ms),
-        max_offline_rows=config.offline_max_running,
-        refine=True,
+def make_core_scheduler(
+    config: CoserveConfig, profile: LatencyProfile, *, records: bool
+) -> Scheduler | RecordingScheduler:
+    """Return a scheduler with the policy, the targets and the limits of ``config``.
+
+    ``records`` says whether this rank writes the recording, if there is to be one.
+
+    Raises:
+        ConfigError: the recording cannot be written.
+    """
+    setup = SchedulerSetup(
+        policy=config.offline_policy,
+        targets=config.slo_targets(),
+        config=SchedulerConfig(
+            iteration_budget_s=_seconds(config.iteration_budget_ms),
+            max_offline_rows=config.offline_max_running,
+            refine=True,
+        ),
+        profile=profile,
     )
-    queue = OfflineQueue(policy.queue_config())
-    return Scheduler(
-        policy,
-        profile.latency_model,
-        config.slo_targets(),
-        queue,
-        settings,
-        profile_mape=None if profile.report is None else profile.report.mape,
-    )
+    if records and config.record_plans is not None:
+        return recorded(setup, config.record_plans)
+    return setup.make()
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -22,6 +22,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
+from sglang_coserve.core.recording import RecordingScheduler
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler as CoreScheduler
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefillChunk, Row, StepPlan
@@ -29,6 +30,7 @@ from sglang_coserve.srt.compat import release_aborted
 from sglang_coserve.srt.core_setup import make_core_scheduler
 from sglang_coserve.srt.iteration_times import IterationTimes
 from sglang_coserve.srt.latency_source import latency_profile
+from sglang_coserve.srt.offline_marks import deadline_of, user_of
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.row_groups import join, split
 from sglang_coserve.srt.scheduler import CoserveScheduler
@@ -49,7 +51,7 @@ class PlannedScheduler(CoserveScheduler):
 
     _count_names = (*CoserveScheduler._count_names, "paused", "resumed")
 
-    _core: CoreScheduler
+    _core: CoreScheduler | RecordingScheduler
 
     # State of SGLang's that is assigned here too.
     chunked_prefill_size: int | None
@@ -62,7 +64,9 @@ class PlannedScheduler(CoserveScheduler):
         """Start SGLang's scheduler; then profile, with the model in place and nobody waiting."""
         super().__init__(*args, **kwargs)
         profile = latency_profile(self, self._coserve_config)
-        self._core = make_core_scheduler(self._coserve_config, profile)
+        self._core = make_core_scheduler(
+            self._coserve_config, profile, records=self.ps.tp_rank == 0
+        )
 
     def init_running_status(self) -> None:
         """Set up the core scheduler and the rows that hold KV outside SGLang's batches."""
@@ -108,12 +112,16 @@ class PlannedScheduler(CoserveScheduler):
             self._cooling.append(req)
             return
         self._offline_reqs[req.rid] = req
+        arrival_s = self._ledger[req.rid].arrival_s
         self._core.add_offline(
             QueuedRequest(
                 rid=req.rid,
                 token_ids=pack_tokens(req.origin_input_ids),
-                arrival_s=self._ledger[req.rid].arrival_s,
+                arrival_s=arrival_s,
                 max_new_tokens=req.sampling_params.max_new_tokens,
+                num_generated_tokens=len(req.output_ids),
+                deadline_s=deadline_of(req, arrival_s),
+                user=user_of(req),
             )
         )
 

@@ -20,6 +20,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.srt.arrival_time import arrival_s
 from sglang_coserve.srt.compat import lowest_priority, release_for_requeue
+from sglang_coserve.srt.offline_marks import restore_generated
 from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.slo_watch import SloWatch
@@ -75,6 +76,7 @@ class CoserveScheduler(Scheduler, ABC):
         if not self._set_or_validate_priority(req):
             return
         req.time_stats.set_wait_queue_entry_time()
+        restore_generated(req, self.model_config.think_end_ids)
         self._enqueue_offline(req)
         self._offline_counts["put_back" if req.retraction_count else "received"] += 1
 

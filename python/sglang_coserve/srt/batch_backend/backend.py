@@ -1,0 +1,109 @@
+"""Serves lines of batches with SGLang's own OpenAI handlers, without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sglang_coserve.batch.backend import Backend, BackendLoad, LineRequest, LineResult
+from sglang_coserve.errors import RequestError
+from sglang_coserve.srt.batch_backend.answer import engine_failure, invalid_request, line_result
+from sglang_coserve.srt.batch_backend.endpoints import model_endpoints
+from sglang_coserve.srt.batch_backend.line_manager import LineManager, LineTask
+from sglang_coserve.srt.batch_backend.token_rate import TokenRate
+
+__all__ = ["BatchBackend"]
+
+_STREAM_INTERVAL_TOKENS = 16
+"""How often a line's new tokens are told of. SGLang sends those of any request every 50; each
+time costs a message between processes."""
+
+logger = logging.getLogger(__name__)
+
+
+class BatchBackend(Backend):
+    """See ``batch.backend.Backend``. Lives on the event loop of SGLang's tokenizer manager.
+
+    ``now_s`` is in seconds since the epoch, ``monotonic_s`` measures durations.
+    """
+
+    def __init__(
+        self,
+        tokenizer_manager: Any,
+        template_manager: Any,
+        *,
+        stream_interval_tokens: int = _STREAM_INTERVAL_TOKENS,
+        now_s: Callable[[], float] = time.time,
+        monotonic_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tokenizer_manager = tokenizer_manager
+        self._endpoints = model_endpoints(tokenizer_manager, template_manager)
+        self._stream_interval_tokens = stream_interval_tokens
+        self._now_s = now_s
+        self._rate = TokenRate(monotonic_s)
+
+    @property
+    def endpoints(self) -> frozenset[str]:
+        """The endpoints that the loaded model can serve."""
+        return frozenset(self._endpoints)
+
+    @property
+    def is_stopping(self) -> bool:
+        """True once the server waits for all requests to end before it stops.
+
+        It waits for lines in flight too, unless they are cancelled.
+        """
+        return bool(self._tokenizer_manager.gracefully_exit)
+
+    def load(self) -> BackendLoad:
+        """See ``Backend.load``; the rate is that of the lines served here."""
+        return BackendLoad(offline_tokens_per_s=self._rate.per_s())
+
+    async def run(
+        self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
+    ) -> LineResult:
+        """See ``Backend.run``."""
+        request_id = uuid.uuid4().hex
+        endpoint = self._endpoints.get(request.endpoint)
+        if endpoint is None:
+            known = ", ".join(sorted(self._endpoints))
+            message = f"this model does not serve {request.endpoint}: use one of {known}"
+            return invalid_request(request_id, message)
+        try:
+            parsed = endpoint.parse(request.body)
+        except RequestError as error:
+            return invalid_request(request_id, str(error))
+
+        num_told = 0
+
+        def tell(token_ids: Sequence[int]) -> None:
+            nonlocal num_told
+            num_told += len(token_ids)
+            self._rate.add(len(token_ids))
+            on_tokens(token_ids)
+
+        task = LineTask(
+            request_id=request_id,
+            batch_id=request.batch_id,
+            due_in_s=request.deadline_s - self._now_s(),
+            generated=request.generated,
+            on_tokens=tell,
+        )
+        manager = LineManager(self._tokenizer_manager, task, self._stream_interval_tokens)
+        with self._rate.in_flight():
+            try:
+                result = line_result(request_id, await endpoint.serve(parsed, manager))
+            except Exception as error:
+                logger.exception("line %d of %s failed", request.line, request.batch_id)
+                result = engine_failure(request_id, f"{type(error).__name__}: {error}")
+            if manager.was_cancelled:
+                raise asyncio.CancelledError
+            if manager.failure is not None:
+                return engine_failure(request_id, manager.failure)
+            usage = result.body.get("usage") or {}
+            self._rate.add(max(0, usage.get("total_tokens", 0) - num_told))
+        return result

@@ -1,0 +1,63 @@
+"""Which requests can be continued from the tokens they had generated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+__all__ = ["STATEFUL_FIELDS", "STATEFUL_PARAMS", "can_continue"]
+
+STATEFUL_PARAMS: Final[Mapping[str, object]] = {
+    # Penalties count the output tokens as they are sampled, and start from nothing.
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    # A grammar's state is what it has read.
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+    # Of several choices, no one knows whose the tokens are.
+    "n": 1,
+    # What a custom processor makes of these is its own affair.
+    "custom_params": None,
+}
+"""Sampling parameters that make sampling depend on more than the tokens so far, unless neutral."""
+
+STATEFUL_FIELDS: Final = (
+    # What comes out per token is not journaled.
+    "return_logprob",
+    "return_hidden_states",
+    "return_routed_experts",
+    "return_indexer_topk",
+    "return_sampling_mask",
+    # State outside the request.
+    "custom_logit_processor",
+    "session_id",
+    "session_params",
+    "input_embeds",
+    "max_thinking_tokens",
+)
+"""Fields of SGLang's request that have to be unset."""
+
+
+def can_continue(request: Any, preferred_params: Mapping[str, Any] | None = None) -> bool:
+    """Tell whether prompt and output tokens are the whole state of ``request``.
+
+    If so, a generation that is cut at any token and continued gives what it would
+    have given uncut. ``request`` is SGLang's ``GenerateReqInput`` before it is
+    normalised, ``preferred_params`` the server's defaults for sampling parameters.
+    """
+    if isinstance(request.input_ids, list):
+        is_single = bool(request.input_ids) and isinstance(request.input_ids[0], int)
+    else:
+        is_single = isinstance(request.text, str)
+    if not is_single or request.contains_mm_input():
+        return False
+    if any(getattr(request, field) for field in STATEFUL_FIELDS):
+        return False
+    params = {**(preferred_params or {}), **(request.sampling_params or {})}
+    return all(
+        not params.get(name) or params[name] == neutral for name, neutral in STATEFUL_PARAMS.items()
+    )

@@ -1,0 +1,114 @@
+"""SGLang's OpenAI routes, as far as the lines of a batch may name them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, ValidationError
+from sglang.srt.entrypoints.openai import protocol
+from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
+from sglang.srt.entrypoints.openai.serving_embedding import OpenAIServingEmbedding
+
+from sglang_coserve.errors import RequestError
+
+__all__ = ["Endpoint", "model_endpoints"]
+
+_MOST_FAULTS = 3
+"""Faults of a body that are told: a bad member of a union has one for each alternative."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One route: the model of its body, and SGLang's handler."""
+
+    body_type: type[BaseModel]
+    handler: Any
+    method: str = "handle_request"
+    fixed_fields: Mapping[str, Any] = field(default_factory=dict)
+    """What a batch decides, whatever the body says."""
+
+    def parse(self, body: Mapping[str, Any]) -> BaseModel:
+        """Return the request that ``body`` describes.
+
+        Raises:
+            RequestError: it describes none, or one that has no place in a batch.
+        """
+        try:
+            # SGLang's models change what they are given, and a line may be tried again.
+            fields = orjson.loads(orjson.dumps(dict(body)))
+            request = self.body_type.model_validate({**fields, **self.fixed_fields})
+        except ValidationError as error:
+            raise RequestError(_told(error)) from None
+        except Exception as error:
+            # Models also look into a body before its types are checked.
+            raise RequestError(f"malformed body: {type(error).__name__}: {error}") from error
+        for name in ("stream", "background"):
+            if getattr(request, name, False):
+                raise RequestError(
+                    f"{name}: a line of a batch is answered once, in the output file: leave it out"
+                )
+        return request
+
+    async def serve(self, request: BaseModel, tokenizer_manager: Any) -> Any:
+        """Return the answer of SGLang's handler, which generates with ``tokenizer_manager``."""
+        # A copy, for a handler holds one tokenizer manager, and some state of a request.
+        handler = copy.copy(self.handler)
+        handler.tokenizer_manager = tokenizer_manager
+        return await getattr(handler, self.method)(request, None)
+
+
+def model_endpoints(tokenizer_manager: Any, template_manager: Any) -> dict[str, Endpoint]:
+    """Return, by path, the endpoints that the loaded model supports."""
+    managers = (tokenizer_manager, template_manager)
+    if not tokenizer_manager.is_generation:
+        handler = OpenAIServingEmbedding(*managers)
+        return {"/v1/embeddings": Endpoint(protocol.EmbeddingRequest, handler)}
+    if tokenizer_manager.tokenizer is None:
+        return {}  # Without a tokenizer there is no text to answer with.
+    completions = Endpoint(protocol.CompletionRequest, OpenAIServingCompletion(*managers))
+    endpoints = {"/v1/completions": completions}
+    chat = tokenizer_manager.serving_chat_class(*managers)
+    has_template = template_manager.chat_template_name is not None or getattr(
+        tokenizer_manager.tokenizer, "chat_template", None
+    )
+    if has_template or chat.chat_encoding_spec is not None:
+        endpoints["/v1/chat/completions"] = Endpoint(protocol.ChatCompletionRequest, chat)
+        if (responses := _responses_handler(*managers)) is not None:
+            endpoints["/v1/responses"] = Endpoint(
+                protocol.ResponsesRequest,
+                responses,
+                method="create_responses",
+                # SGLang keeps stored responses in memory for as long as it runs.
+                fixed_fields={"store": False},
+            )
+    return endpoints
+
+
+def _responses_handler(tokenizer_manager: Any, template_manager: Any) -> Any:
+    """Return SGLang's handler for responses; None where it does not come up."""
+    try:
+        # Needs packages and, for some models, files that SGLang does without elsewhere.
+        from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
+
+        return OpenAIServingResponses(tokenizer_manager, template_manager)
+    except Exception as error:
+        logger.warning("no /v1/responses in batches: %s: %s", type(error).__name__, error)
+        return None
+
+
+def _told(error: ValidationError) -> str:
+    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    told = [
+        f"{'.'.join(map(str, fault['loc'])) or 'body'}: {fault['msg']}"
+        for fault in faults[:_MOST_FAULTS]
+    ]
+    if len(faults) > _MOST_FAULTS:
+        told.append(f"and {len(faults) - _MOST_FAULTS} more")
+    return "; ".join(told)

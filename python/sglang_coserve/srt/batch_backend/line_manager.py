@@ -1,0 +1,169 @@
+"""SGLang's tokenizer manager, as the handler of one line sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import HTTPException
+from sglang.srt.managers.io_struct import EmbeddingReqInput
+from sglang.srt.managers.tokenizer_manager import RequestAbortedError
+
+from sglang_coserve.srt.batch_backend.continuation import can_continue
+from sglang_coserve.srt.batch_backend.engine_limits import check_engine_limits
+from sglang_coserve.srt.offline_marks import offline_marks
+
+__all__ = ["LineManager", "LineTask"]
+
+
+@dataclass(frozen=True, slots=True)
+class LineTask:
+    """What a line brings along beside its body."""
+
+    request_id: str
+    batch_id: str
+
+    due_in_s: float
+    """Time left until the batch should be complete."""
+
+    generated: tuple[int, ...]
+    """Output tokens of an interrupted attempt, to go on after if the request allows it."""
+
+    on_tokens: Callable[[Sequence[int]], None]
+    """Called with the output tokens after ``generated`` as they come, but for the last ones:
+    those are in the answer. So what it has heard is never a complete generation."""
+
+
+class LineManager:
+    """Marks the line's request and continues it; the handler gets the final output alone.
+
+    Everything but ``generate_request`` is SGLang's manager's.
+    """
+
+    def __init__(self, inner: Any, task: LineTask, stream_interval_tokens: int) -> None:
+        self._inner = inner
+        self._task = task
+        self._stream_interval_tokens = stream_interval_tokens
+
+        self.failure: str | None = None
+        """Why the engine failed on the request; None when it did not."""
+
+        self.was_cancelled = False
+        """A handler may answer a cancellation instead of passing it on."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def generate_request(self, request: Any, _raw_request: Any = None) -> AsyncIterator[Any]:
+        """Serve SGLang's ``request`` and yield its final output, once.
+
+        Raises:
+            ValueError: the request is at fault, or ``failure`` says why the engine is.
+            HTTPException: ``failure`` says why the engine is at fault.
+        """
+        try:
+            output = await self._final_output(request)
+            _raise_if_aborted(output)
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+        except RequestAbortedError as error:  # A ValueError, but not the request's fault.
+            self.failure = str(error)
+            raise
+        except ValueError:
+            raise
+        except HTTPException as error:
+            if error.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                self.failure = error.detail
+            raise
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            raise
+        yield output
+
+    async def _final_output(self, request: Any) -> Any:
+        """Return what SGLang would have answered without streaming.
+
+        To be cancelled is enough to abort the request: SGLang then does it itself.
+        """
+        feed = self._prepare(request)
+        is_delta = feed is not None and self._inner.incremental_streaming_output
+        output: Any = None
+        output_ids: list[int] = []
+        texts: list[str] = []
+        async with aclosing(self._inner.generate_request(request)) as outputs:
+            async for output in outputs:
+                if feed is None:
+                    continue
+                if is_delta:
+                    texts.append(output["text"])
+                    output_ids += output["output_ids"]
+                else:
+                    output_ids = output["output_ids"]
+                if output["meta_info"]["finish_reason"] is None:
+                    feed.hear(output_ids)
+        if is_delta:
+            output = {**output, "text": "".join(texts), "output_ids": output_ids}
+        return output
+
+    def _prepare(self, request: Any) -> _TokenFeed | None:
+        """Mark a request; return who hears of its tokens, None if it cannot be continued."""
+        check_engine_limits(request, self._inner.model_config.vocab_size)
+        task = self._task
+        is_embedding = isinstance(request, EmbeddingReqInput)
+        is_continuable = not is_embedding and can_continue(
+            request, self._inner.preferred_sampling_params
+        )
+        generated = task.generated if is_continuable else ()
+        marks = offline_marks(due_in_s=task.due_in_s, user=task.batch_id, generated=generated)
+        params = dict(request.sampling_params or {})
+        params["custom_params"] = {**(params.get("custom_params") or {}), **marks}
+        if is_continuable:
+            request.stream = True
+            params["stream_interval"] = self._stream_interval_tokens
+        request.sampling_params = params
+        # A client's id could be that of another line. For several inputs, an embedding request
+        # takes no single id.
+        request.rid = None if is_embedding else task.request_id
+        return _TokenFeed(task) if is_continuable else None
+
+
+class _TokenFeed:
+    """Tells of the output tokens that are new."""
+
+    def __init__(self, task: LineTask) -> None:
+        self._generated = list(task.generated)
+        self._on_tokens = task.on_tokens
+        self._num_told = len(self._generated)
+        self._is_checked = False
+
+    def hear(self, output_ids: list[int]) -> None:
+        """Take all output tokens so far; they only ever become more."""
+        if not self._is_checked:
+            self._is_checked = True
+            if output_ids[: len(self._generated)] != self._generated:
+                # The scheduler started over, and what it generates does not follow on these.
+                self._on_tokens = _ignore
+        new_ids = output_ids[self._num_told :]
+        self._num_told = len(output_ids)
+        if new_ids:
+            self._on_tokens(new_ids)
+
+
+def _ignore(_token_ids: Sequence[int]) -> None:
+    pass
+
+
+def _raise_if_aborted(output: Any) -> None:
+    """SGLang answers an abort as if it were an end; in a stream, also that of a bad request."""
+    for item in output if isinstance(output, list) else [output]:
+        reason = item["meta_info"].get("finish_reason")
+        if isinstance(reason, dict) and reason.get("type") == "abort":
+            message = reason.get("message") or "aborted"
+            if reason.get("status_code") == HTTPStatus.BAD_REQUEST:
+                raise ValueError(message)
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, message)

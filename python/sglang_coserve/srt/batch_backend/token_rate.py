@@ -1,0 +1,57 @@
+"""Tokens per second while there is work."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["TokenRate"]
+
+
+class TokenRate:
+    """A moving mean over the last ``window_s`` in which anything was in flight.
+
+    Time without work does not count, so the rate after a pause is that before it.
+    ``clock`` is monotonic, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float], window_s: float = 60.0) -> None:
+        self._clock = clock
+        self._window_s = window_s
+        self._in_flight = 0
+        self._last_s = clock()
+        self._busy_s = 0.0
+        self._recent: deque[tuple[float, int]] = deque()
+        self._tokens = 0
+
+    @contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Count the time within it as time with work."""
+        self._advance()
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._advance()
+            self._in_flight -= 1
+
+    def add(self, tokens: int) -> None:
+        """Count tokens that work in flight took; O(1) amortised."""
+        self._advance()
+        self._recent.append((self._busy_s, tokens))
+        self._tokens += tokens
+
+    def per_s(self) -> float | None:
+        """Return the mean; None before the first tokens."""
+        self._advance()
+        observed_s = min(self._busy_s, self._window_s)
+        return self._tokens / observed_s if self._tokens and observed_s else None
+
+    def _advance(self) -> None:
+        now_s = self._clock()
+        if self._in_flight:
+            self._busy_s += now_s - self._last_s
+        self._last_s = now_s
+        while self._recent and self._recent[0][0] <= self._busy_s - self._window_s:
+            self._tokens -= self._recent.popleft()[1]

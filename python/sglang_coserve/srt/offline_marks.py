@@ -1,0 +1,98 @@
+"""What a line of a batch tells the scheduler, beside its class.
+
+It travels in ``custom_params`` as other marks do (``request_marks``), but under
+names that no client needs and no door checks.  So the scheduler checks here what
+it reads, and takes what is malformed for absent.
+
+A deadline travels as the time left, and counts from the arrival in the
+scheduler: that needs no clock in common with the sender, and all ranks, which
+take the arrival from rank 0, come to the same moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.srt.request_marks import CLASS_KEY
+
+__all__ = ["deadline_of", "offline_marks", "restore_generated", "user_of"]
+
+_DUE_IN_KEY: Final = "_coserve_due_in_s"
+_USER_KEY: Final = "_coserve_user"
+_GENERATED_KEY: Final = "_coserve_generated"
+
+Req = Any
+
+logger = logging.getLogger(__name__)
+
+
+def offline_marks(
+    *, due_in_s: float, user: str, generated: Sequence[int] = ()
+) -> dict[str, float | str | list[int]]:
+    """Return the ``custom_params`` of an offline request.
+
+    ``due_in_s`` is the time left until its deadline, negative when that has passed;
+    ``generated`` are the output tokens that it goes on after.
+    """
+    marks: dict[str, float | str | list[int]] = {
+        CLASS_KEY: RequestClass.OFFLINE.value,
+        _DUE_IN_KEY: due_in_s,
+        _USER_KEY: user,
+    }
+    if generated:
+        marks[_GENERATED_KEY] = list(generated)
+    return marks
+
+
+def deadline_of(req: Req, arrival_s: float) -> float | None:
+    """Return when ``req`` should be finished, on the clock of its arrival; None: at any time."""
+    due_in_s = _mark(req, _DUE_IN_KEY)
+    if not isinstance(due_in_s, int | float) or not math.isfinite(due_in_s):
+        return None
+    return arrival_s + due_in_s
+
+
+def user_of(req: Req) -> str | None:
+    """Return whose request it is: the id of its batch; None when it is of no batch."""
+    user = _mark(req, _USER_KEY)
+    return user if isinstance(user, str) else None
+
+
+def restore_generated(req: Req, think_end_ids: Sequence[int] | None) -> None:
+    """Give a request that has yet to run the output tokens it brings along, once.
+
+    It then is what a retracted request is to SGLang: the prompt and these tokens are
+    prefilled, and stop conditions, limits, usage and text see one generation.
+    ``think_end_ids`` is the model's end of thinking, for the count of reasoning tokens.
+
+    The request starts over when its state is more than its tokens (grammar, image
+    positions), or the tokens cannot be its own: another vocabulary, or too many.
+    """
+    custom_params = req.sampling_params.custom_params
+    if not isinstance(custom_params, dict):
+        return
+    generated = custom_params.pop(_GENERATED_KEY, None)
+    if generated is None or req.output_ids:
+        return
+    is_restorable = (
+        req.grammar is None
+        and req.multimodal_inputs is None
+        and isinstance(generated, list)
+        and len(generated) < req.sampling_params.max_new_tokens
+        and all(type(token) is int and 0 <= token < req.vocab_size for token in generated)
+    )
+    if not is_restorable:
+        logger.warning("request %s cannot be continued from its tokens: starting over", req.rid)
+        return
+    req.output_ids.extend(generated)
+    if req.require_reasoning and think_end_ids:
+        req.update_reasoning_tokens(generated, think_end_ids)
+
+
+def _mark(req: Req, key: str) -> object:
+    custom_params = req.sampling_params.custom_params
+    return custom_params.get(key) if isinstance(custom_params, dict) else None
