@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from sglang_coserve.errors import InputFileError
+from sglang_coserve.jsonl import lines
 
 __all__ = ["InputLine", "LineRef", "open_input", "read_lines"]
 
-_UTF8_BOM = b"\xef\xbb\xbf"
-_UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
-_SKIP_BYTES = 1 << 20
+_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class InputLine:
     @property
     def is_blank(self) -> bool:
         """True for a line of nothing but white space, which asks for nothing."""
-        return self.content is not None and not self.content.strip()
+        return lines.is_blank(self.content)
 
 
 def open_input(path: Path) -> BinaryIO:
@@ -56,10 +55,10 @@ def open_input(path: Path) -> BinaryIO:
     if path.exists() and not path.is_file():
         raise InputFileError(f"{path} is not a regular file: save the lines to a file first")
     try:
-        file = path.open("rb", buffering=_SKIP_BYTES)
+        file = path.open("rb", buffering=_READ_BYTES)
     except OSError as error:
         raise InputFileError(f"cannot read {path}: {error.strerror}") from error
-    if file.read(2) in _UTF16_BOMS:
+    if file.read(2) in lines.UTF16_BOMS:
         file.close()
         raise InputFileError(f"{path} is UTF-16: save it as UTF-8")
     file.seek(0)
@@ -76,26 +75,18 @@ def read_lines(path: Path, max_line_bytes: int) -> Iterator[InputLine]:
     Raises:
         InputFileError: see ``open_input``.
     """
+    excess = blake2b(digest_size=8)
+
+    def hash_excess(piece: bytes) -> None:
+        excess.update(piece)
+
     with open_input(path) as file:
-        number = 0
-        while piece := file.readline(max_line_bytes + 1):
-            number += 1
-            size_bytes = len(piece)
-            if number == 1:
-                piece = piece.removeprefix(_UTF8_BOM)
-            content: bytes | None = _without_ending(piece)
-            fingerprint = blake2b(content or b"", digest_size=8)
-            if size_bytes > max_line_bytes and not piece.endswith(b"\n"):
-                content = None
-                while not piece.endswith(b"\n") and (piece := file.readline(_SKIP_BYTES)):
-                    size_bytes += len(piece)
-                    fingerprint.update(_without_ending(piece))
+        for line in lines.read_lines(file, max_line_bytes, on_excess=hash_excess):
+            fingerprint = excess
+            if line.content is None:
+                excess = blake2b(digest_size=8)
+            else:
+                fingerprint = blake2b(line.content, digest_size=8)
             # 0 marks "no record" in FinishedLines.
             digest = int.from_bytes(fingerprint.digest()) or 1
-            yield InputLine(LineRef(number, digest, size_bytes), content)
-
-
-def _without_ending(piece: bytes) -> bytes:
-    if not piece.endswith(b"\n"):
-        return piece
-    return piece[:-2] if piece.endswith(b"\r\n") else piece[:-1]
+            yield InputLine(LineRef(line.number, digest, line.size_bytes), line.content)

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from sglang_coserve.client.batch_result import BatchResult, LineError
 from sglang_coserve.client.input_lines import InputLine, LineRef
-from sglang_coserve.client.seen_ids import SeenIds
+from sglang_coserve.jsonl.seen_ids import SeenIds
 
 __all__ = ["BatchRequest", "LineChecker"]
 

@@ -1,0 +1,63 @@
+"""A durable Batch API for one engine, as OpenAI's clients know it.
+
+``BatchService`` is all of it but HTTP. It sees the engine through ``Backend`` and keeps
+everything in one directory:
+
+- ``service`` is what the routes call; ``schemas`` are the objects that it takes and gives.
+- ``state`` is the life of a batch as a pure function; ``batch_driver`` does what a state
+  calls for, ``batch_run`` takes the lines of a batch to their records.
+- ``store`` is SQLite, for what is known of files and batches; ``result_log`` and
+  ``journal`` are append-only files, for what is known of lines.
+- ``fair_slots`` decides whose line is next, ``eta`` when a batch will be complete.
+"""
+
+from sglang_coserve.batch.backend import Backend, BackendLoad, LineRequest, LineResult
+from sglang_coserve.batch.errors import (
+    BatchRequestError,
+    ConflictError,
+    NotFoundError,
+    StorageError,
+    TooLargeError,
+    TooManyError,
+)
+from sglang_coserve.batch.limits import BatchLimits
+from sglang_coserve.batch.owners import owner_of
+from sglang_coserve.batch.record import BatchEvent
+from sglang_coserve.batch.schemas import (
+    BatchList,
+    BatchObject,
+    CoserveOptions,
+    CreateBatch,
+    ExpiresAfter,
+    FileDeleted,
+    FileList,
+    FileObject,
+)
+from sglang_coserve.batch.service import BatchService, FileContent, ServiceStatus
+
+__all__ = [
+    "Backend",
+    "BackendLoad",
+    "BatchEvent",
+    "BatchLimits",
+    "BatchList",
+    "BatchObject",
+    "BatchRequestError",
+    "BatchService",
+    "ConflictError",
+    "CoserveOptions",
+    "CreateBatch",
+    "ExpiresAfter",
+    "FileContent",
+    "FileDeleted",
+    "FileList",
+    "FileObject",
+    "LineRequest",
+    "LineResult",
+    "NotFoundError",
+    "ServiceStatus",
+    "StorageError",
+    "TooLargeError",
+    "TooManyError",
+    "owner_of",
+]

@@ -1,0 +1,89 @@
+"""What may become a file or a batch at all."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import Final
+
+from sglang_coserve.batch.context import BatchContext, new_id
+from sglang_coserve.batch.errors import BatchRequestError
+from sglang_coserve.batch.record import BatchRecord
+from sglang_coserve.batch.schemas import CreateBatch
+from sglang_coserve.batch.window import window_s
+
+__all__ = ["check_limit", "check_order", "check_upload", "new_batch"]
+
+_MAX_FILENAME_CHARS: Final = 255
+_MAX_KEY_CHARS: Final = 255
+
+
+def check_upload(filename: str, purpose: str) -> None:
+    """Check what comes with the bytes of an upload.
+
+    Raises:
+        BatchRequestError: the purpose or the name cannot be used.
+    """
+    if purpose != "batch":
+        message = f"purpose must be 'batch', not {purpose[:64]!r}"
+        raise BatchRequestError(message, code="invalid_purpose", param="purpose")
+    if not 0 < len(filename) <= _MAX_FILENAME_CHARS:
+        message = f"filename must have 1 to {_MAX_FILENAME_CHARS} characters"
+        raise BatchRequestError(message, code="invalid_filename", param="file")
+
+
+def check_limit(limit: int, most: int) -> None:
+    """Check the size of a page.
+
+    Raises:
+        BatchRequestError: it is not from 1 to ``most``.
+    """
+    if not 1 <= limit <= most:
+        message = f"limit must be from 1 to {most}, not {limit}"
+        raise BatchRequestError(message, code="invalid_limit", param="limit")
+
+
+def check_order(order: str) -> None:
+    """Check the order of a page.
+
+    Raises:
+        BatchRequestError: it is neither ``asc`` nor ``desc``.
+    """
+    if order not in ("asc", "desc"):
+        message = f"order must be 'asc' or 'desc', not {order[:64]!r}"
+        raise BatchRequestError(message, code="invalid_order", param="order")
+
+
+def new_batch(
+    owner: str, request: CreateBatch, idempotency_key: str | None, context: BatchContext
+) -> BatchRecord:
+    """Return the batch that ``request`` asks for, whose input is still to be looked up.
+
+    Raises:
+        BatchRequestError: the endpoint, the window or the key cannot be used.
+    """
+    endpoints = context.backend.endpoints
+    if request.endpoint not in endpoints:
+        message = f"endpoint must be one of {', '.join(sorted(endpoints))}"
+        raise BatchRequestError(message, code="invalid_endpoint", param="endpoint")
+    if idempotency_key is not None and not 0 < len(idempotency_key) <= _MAX_KEY_CHARS:
+        message = f"an idempotency key must have 1 to {_MAX_KEY_CHARS} characters"
+        raise BatchRequestError(message, code="invalid_idempotency_key")
+    now_s, rng = context.clock.now_s(), context.rng
+    expiry = request.output_expires_after
+    return BatchRecord(
+        id=new_id("batch_", rng),
+        owner=owner,
+        endpoint=request.endpoint,
+        input_file_id=request.input_file_id,
+        output_file_id=new_id("file-", rng),
+        error_file_id=new_id("file-", rng),
+        completion_window=request.completion_window,
+        metadata=request.metadata,
+        output_expires_after_s=expiry.seconds if expiry else None,
+        priority=request.coserve.priority,
+        weight=request.coserve.weight,
+        idempotency_key=idempotency_key,
+        fingerprint=sha256(request.model_dump_json().encode()).hexdigest(),
+        created_at_s=now_s,
+        expires_at_s=now_s + window_s(request.completion_window, context.limits.max_window_s),
+    )

@@ -1,0 +1,194 @@
+"""Leads one batch from state to state until it is in a final one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeAlias, TypeVar
+
+from sglang_coserve.batch.batch_run import BatchRun
+from sglang_coserve.batch.context import BatchContext
+from sglang_coserve.batch.errors import StorageError
+from sglang_coserve.batch.fair_slots import Lane
+from sglang_coserve.batch.record import BatchRecord, LineFault, Progress, Status
+from sglang_coserve.batch.retry import RetryPolicy
+from sglang_coserve.batch.state import (
+    DeadlinePassed,
+    Event,
+    Failed,
+    Finalized,
+    LinesFinished,
+    Progressed,
+    Validated,
+)
+from sglang_coserve.batch.store import batch_rows
+from sglang_coserve.batch.validation import validate
+
+__all__ = ["BatchDriver"]
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_PATIENCE = RetryPolicy(max_attempts=1 << 30, first_delay_s=1.0, max_delay_s=30.0)
+"""How a batch waits for its disk to recover."""
+
+_MAX_FAILURES = 5
+"""How often a batch tries to end well once its window has closed, or it is cancelled."""
+
+Apply: TypeAlias = Callable[[str, Event, Status | None], Awaitable[BatchRecord]]
+
+
+class BatchDriver:
+    """Does what the state of a batch calls for, and again whenever the state has changed.
+
+    A restart of the server and a disk that was full for a while need nothing of their
+    own: a state says what is to be done next, whatever came before.
+    """
+
+    def __init__(
+        self,
+        record: BatchRecord,
+        context: BatchContext,
+        validating: asyncio.Semaphore,
+        apply: Apply,
+    ) -> None:
+        self.record = record
+        """The latest state that this driver has seen."""
+
+        self.lane = Lane(record.priority, record.weight, record.expires_at_s)
+        self.trouble: str | None = None
+        """Why the batch makes no progress; None while it does."""
+
+        self._context = context
+        self._validating = validating
+        self._apply_event = apply
+        self._changed = asyncio.Event()
+        self._failures = 0
+
+    @property
+    def is_served(self) -> bool:
+        """True while the engine's rate is shared with this batch."""
+        return self.record.status is Status.IN_PROGRESS and not self.record.is_paused
+
+    def notice_change(self) -> None:
+        """Leave what the state called for: the state is another one."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Lead the batch to its end. Cancelling leaves it for the next driver to continue."""
+        while not self.record.status.is_final:
+            # Before the state is read: a change after that ends the step.
+            self._changed.clear()
+            try:
+                self.record = await self._context.store.run(batch_rows.find, self.record.id)
+                await self._step(self.record)
+                self._all_is_well()
+            except _InterruptedError:
+                continue
+            except StorageError as error:
+                self._note(str(error))
+                with suppress(_InterruptedError, StorageError):
+                    await self._endure()
+
+    def _all_is_well(self) -> None:
+        self.trouble = None
+        self._failures = 0
+
+    def _note(self, trouble: str) -> None:
+        if trouble != self.trouble:
+            _log.error("batch %s waits: %s", self.record.id, trouble)
+        self.trouble = trouble
+        self._failures += 1
+
+    async def _endure(self) -> None:
+        """Wait for the disk to recover, then give up a batch that has nothing left to wait for."""
+        delay_s = _PATIENCE.delay_s(self._failures, self._context.rng)
+        assert delay_s is not None
+        await self._uninterrupted(self._context.clock.sleep(delay_s))
+        batch = self.record
+        is_over = batch.status is Status.CANCELLING or self._left_s(batch) <= 0
+        if is_over and self._failures >= _MAX_FAILURES:
+            await self._apply(Failed((LineFault("storage_failed", str(self.trouble)),)), batch)
+
+    async def _step(self, batch: BatchRecord) -> None:
+        match batch.status:
+            case Status.VALIDATING:
+                await self._apply(await self._uninterrupted(self._check_input(batch)), batch)
+            case Status.IN_PROGRESS if self._left_s(batch) <= 0:
+                await self._apply(DeadlinePassed(), batch)
+            case Status.IN_PROGRESS if batch.is_paused:
+                await self._uninterrupted(self._context.clock.sleep(self._left_s(batch)))
+            case Status.IN_PROGRESS:
+                await self._serve(batch)
+            case Status.FINALIZING:
+                await self._finalize(batch)
+            case Status.CANCELLING:
+                await self._batch_run(batch).settle()
+                await self._apply(Finalized(), batch)
+
+    async def _check_input(self, batch: BatchRecord) -> Validated | Failed:
+        async with self._validating:
+            path = self._context.directory.file(batch.input_file_id)
+            return await validate(path, batch.endpoint, self._context.limits)
+
+    async def _serve(self, batch: BatchRecord) -> None:
+        await self._uninterrupted(self._batch_run(batch).serve(), self._left_s(batch))
+        served = self.record.progress.lines
+        if served != batch.total_lines:
+            raise StorageError(
+                f"{batch.input_file_id} has changed: {served} of {batch.total_lines} requests"
+                " are there; restore it, or cancel the batch"
+            )
+        await self._apply(LinesFinished(), batch)
+
+    async def _finalize(self, batch: BatchRecord) -> None:
+        run = self._batch_run(batch)
+        if batch.is_past_deadline:
+            message = f"the window of {batch.completion_window} closed before this line was served"
+            await run.give_up("batch_expired", message)
+        await run.settle()
+        await self._apply(Finalized(), batch)
+
+    def _batch_run(self, batch: BatchRecord) -> BatchRun:
+        return BatchRun(batch, self.lane, self._context, self._commit)
+
+    async def _commit(self, progress: Progress) -> None:
+        if progress.lines > self.record.progress.lines:
+            self._all_is_well()
+        self.record = await self._apply_event(self.record.id, Progressed(progress), None)
+
+    async def _apply(self, event: Event, batch: BatchRecord) -> None:
+        """Take the batch through ``event``, unless its state is no longer that of ``batch``."""
+        self.record = await self._apply_event(batch.id, event, batch.status)
+
+    def _left_s(self, batch: BatchRecord) -> float:
+        return batch.expires_at_s - self._context.clock.now_s()
+
+    async def _uninterrupted(
+        self, work: Coroutine[Any, Any, _T], time_limit_s: float | None = None
+    ) -> _T:
+        """Return what ``work`` returns.
+
+        Raises:
+            _InterruptedError: the state has changed, or the time was up, before that.
+                ``work`` has been cancelled and has ended.
+        """
+        task = asyncio.create_task(work)
+        interrupts: list[asyncio.Task[Any]] = [asyncio.create_task(self._changed.wait())]
+        if time_limit_s is not None:
+            interrupts.append(asyncio.create_task(self._context.clock.sleep(time_limit_s)))
+        try:
+            await asyncio.wait({task, *interrupts}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise _InterruptedError
+            return task.result()
+        finally:
+            for each in (task, *interrupts):
+                each.cancel()
+            await asyncio.gather(task, *interrupts, return_exceptions=True)
+
+
+class _InterruptedError(Exception):
+    """The step is over before its work is."""

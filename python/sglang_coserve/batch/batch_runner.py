@@ -1,0 +1,154 @@
+"""Every unfinished batch, each with its driver."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, Final
+
+from sglang_coserve.batch.batch_driver import BatchDriver
+from sglang_coserve.batch.context import BatchContext, new_id
+from sglang_coserve.batch.eta import Outlook, outlooks
+from sglang_coserve.batch.record import BatchRecord, Status
+from sglang_coserve.batch.state import Event
+from sglang_coserve.batch.store import batch_rows
+
+__all__ = ["BatchRunner"]
+
+_log = logging.getLogger(__name__)
+
+_MAX_VALIDATING: Final = 2
+_LOOK_INTERVAL_S: Final = 1.0
+
+
+class BatchRunner:
+    """Starts the drivers, tells them of changes, and compares their prospects."""
+
+    def __init__(self, context: BatchContext, *, record_events: bool) -> None:
+        self._context = context
+        self._record_events = record_events
+        self._validating = asyncio.Semaphore(_MAX_VALIDATING)
+        self._drivers: dict[str, BatchDriver] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._watching: asyncio.Task[None] | None = None
+        self.event_added = asyncio.Event()
+        """Set when an event has been put into the outbox."""
+
+    async def start(self) -> None:
+        """Continue every batch that is unfinished.
+
+        Raises:
+            StorageError: the database cannot be read.
+        """
+        for record in await self._context.store.run(batch_rows.unfinished):
+            self._lead(record)
+        self._watching = asyncio.create_task(self._watch())
+
+    async def create(self, wanted: BatchRecord) -> BatchRecord:
+        """Store a batch and lead it to its end; see ``batch_rows.create`` for what it raises."""
+        return await _to_its_end(self._create(wanted))
+
+    async def change(self, batch_id: str, event: Event, owner: str) -> BatchRecord:
+        """Take a batch of ``owner`` through an event that comes from outside.
+
+        Raises:
+            NotFoundError: the owner has no such batch.
+            ConflictError: its state forbids it.
+            StorageError: the database cannot be written.
+        """
+        return await _to_its_end(self._change(batch_id, event, owner))
+
+    def outlooks(self) -> dict[str, Outlook]:
+        """Return what is to be expected of every batch that is being served, by id."""
+        served = [driver.record for driver in self._drivers.values() if driver.is_served]
+        rate = self._context.backend.load().offline_tokens_per_s
+        return outlooks(served, rate, self._context.clock.now_s())
+
+    def trouble(self, batch_id: str) -> str | None:
+        """Return why a batch makes no progress; None while it does."""
+        driver = self._drivers.get(batch_id)
+        return driver.trouble if driver else None
+
+    @property
+    def active_batches(self) -> int:
+        """Batches that are in no final state."""
+        return len(self._drivers)
+
+    async def close(self) -> None:
+        """Stop every batch where it is; its engine requests are aborted, its results written."""
+        tasks = [*self._tasks.values()]
+        if self._watching is not None:
+            tasks.append(self._watching)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _create(self, wanted: BatchRecord) -> BatchRecord:
+        record, is_new = await self._context.store.run(
+            batch_rows.create,
+            wanted,
+            wanted.created_at_s,
+            self._context.limits.max_active_batches,
+        )
+        if is_new:
+            self._lead(record)
+        return record
+
+    async def _change(self, batch_id: str, event: Event, owner: str) -> BatchRecord:
+        record = await self._apply(batch_id, event, None, owner)
+        if batch_id in self._tasks:
+            self._drivers[batch_id].notice_change()
+        elif not record.status.is_final:
+            # Its driver has died of an internal error; a new one may fare better.
+            self._lead(record)
+        return record
+
+    def _lead(self, record: BatchRecord) -> None:
+        driver = BatchDriver(record, self._context, self._validating, self._apply)
+        task = asyncio.create_task(driver.run())
+        self._drivers[record.id] = driver
+        self._tasks[record.id] = task
+        task.add_done_callback(lambda task: self._ended(record.id, task))
+
+    async def _apply(
+        self, batch_id: str, event: Event, expected: Status | None, owner: str | None = None
+    ) -> BatchRecord:
+        context = self._context
+        record = await context.store.run(
+            batch_rows.apply,
+            batch_id,
+            event,
+            context.clock.now_s(),
+            owner=owner,
+            expected=expected,
+            outbox_id=new_id("evt_", context.rng) if self._record_events else None,
+        )
+        if record.status.is_final:
+            self.event_added.set()
+        return record
+
+    def _ended(self, batch_id: str, task: asyncio.Task[None]) -> None:
+        del self._tasks[batch_id]
+        if task.cancelled() or task.exception() is None:
+            del self._drivers[batch_id]
+            return
+        # The driver stays, to say so to whoever asks.
+        error = task.exception()
+        self._drivers[batch_id].trouble = f"internal error: {error!r}; resume or cancel the batch"
+        _log.error("batch %s stands still", batch_id, exc_info=error)
+
+    async def _watch(self) -> None:
+        while True:
+            await self._context.clock.sleep(_LOOK_INTERVAL_S)
+            for batch_id, outlook in self.outlooks().items():
+                self._drivers[batch_id].lane.is_urgent = outlook.is_urgent
+
+
+async def _to_its_end(work: Coroutine[Any, Any, BatchRecord]) -> BatchRecord:
+    """Await ``work``, which goes on when the caller is cancelled.
+
+    Otherwise a client that hangs up could leave a change in the store that no driver
+    has heard of.
+    """
+    return await asyncio.shield(asyncio.ensure_future(work))

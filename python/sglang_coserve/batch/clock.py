@@ -1,0 +1,31 @@
+"""Time, from outside, so that tests can make it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Protocol
+
+__all__ = ["Clock", "SystemClock"]
+
+
+class Clock(Protocol):
+    """What the Batch API needs of time."""
+
+    def now_s(self) -> float:
+        """Return seconds since the epoch."""
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait for ``seconds``; not at all when negative."""
+
+
+class SystemClock:
+    """The time of the machine."""
+
+    def now_s(self) -> float:
+        """Return seconds since the epoch."""
+        return time.time()
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait for ``seconds``; not at all when negative."""
+        await asyncio.sleep(max(0.0, seconds))

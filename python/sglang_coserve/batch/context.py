@@ -1,0 +1,36 @@
+"""What every batch of one service shares."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from sglang_coserve.batch.backend import Backend
+from sglang_coserve.batch.clock import Clock
+from sglang_coserve.batch.data_directory import DataDirectory
+from sglang_coserve.batch.fair_slots import FairSlots
+from sglang_coserve.batch.limits import BatchLimits
+from sglang_coserve.batch.store import Store
+from sglang_coserve.batch.worker_threads import WorkerThreads
+
+__all__ = ["BatchContext", "new_id"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchContext:
+    """The means of running batches."""
+
+    directory: DataDirectory
+    store: Store
+    threads: WorkerThreads
+    slots: FairSlots
+    backend: Backend
+    limits: BatchLimits
+    clock: Clock
+    rng: random.Random
+    """Of ids and of the jitter between retries."""
+
+
+def new_id(prefix: str, rng: random.Random) -> str:
+    """Return an id that cannot be guessed when ``rng`` cannot."""
+    return f"{prefix}{rng.getrandbits(96):024x}"

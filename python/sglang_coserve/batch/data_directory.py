@@ -1,0 +1,132 @@
+"""Where the Batch API keeps everything, one server at a time.
+
+::
+
+    coserve.sqlite      what is known of files, batches and events
+    files/<file id>     uploads, outputs and error files
+    journal/<batch id>  generated tokens of lines that are not finished
+    in_doubt/<file id>  empty; says that the file is being added or deleted
+    lock
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from sglang_coserve.errors import StartupError
+
+__all__ = ["DataDirectory"]
+
+_ID: Final = re.compile(r"[a-z]{1,8}[-_][0-9a-f]{24}")
+_PROBE_BYTES: Final = 1 << 16
+
+
+class DataDirectory:
+    """The paths, and the lock on them.
+
+    Whether a file exists is for the store to say: it inserts a row after the last byte
+    is on the disk, and deletes it before the first one goes. A mark in ``in_doubt/``
+    stands as long as the bytes may be there without the row, so that ``settle`` finds
+    what a crash has left, and touches nothing else.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.database = root / "coserve.sqlite"
+        self._files = root / "files"
+        self._journals = root / "journal"
+        self._in_doubt = root / "in_doubt"
+        self._lock_fd: int | None = None
+
+    def open(self) -> None:
+        """Make the directory when it is not there, and lock it.
+
+        Raises:
+            StartupError: it cannot be written, or another server is using it.
+        """
+        try:
+            for directory in (self.root, self._files, self._journals, self._in_doubt):
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock()
+            probe = self.root / "probe"
+            probe.write_bytes(bytes(_PROBE_BYTES))
+            probe.unlink()
+        except OSError as error:
+            self.close()
+            raise StartupError(
+                f"cannot use the data directory {self.root}: {error.strerror};"
+                " name another --coserve-data-dir"
+            ) from error
+
+    def _lock(self) -> None:
+        self._lock_fd = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise StartupError(
+                f"the data directory {self.root} is in use by another server:"
+                " stop that one, or name another --coserve-data-dir"
+            ) from None
+
+    def close(self) -> None:
+        """Let another server have the directory."""
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def file(self, file_id: str) -> Path:
+        """Return where a stored file is."""
+        return self._files / _checked(file_id)
+
+    def journal(self, batch_id: str) -> Path:
+        """Return where the tokens of a batch's unfinished lines are."""
+        return self._journals / _checked(batch_id)
+
+    @property
+    def free_bytes(self) -> int:
+        """Room that is left on the disk."""
+        return shutil.disk_usage(self.root).free
+
+    def doubt(self, file_id: str) -> None:
+        """Mark a file that is about to be added or deleted. Blocks, as all that follow."""
+        (self._in_doubt / _checked(file_id)).touch()
+        _sync_directory(self._in_doubt)
+
+    def keep(self, file_id: str) -> None:
+        """Take the mark from a file that the store knows."""
+        (self._in_doubt / _checked(file_id)).unlink(missing_ok=True)
+
+    def discard(self, file_id: str) -> None:
+        """Delete a marked file that the store does not know."""
+        self.file(file_id).unlink(missing_ok=True)
+        self.keep(file_id)
+
+    def settle(self, is_known: Callable[[str], bool]) -> None:
+        """Keep the marked files that the store knows, and discard the others."""
+        for path in list(self._in_doubt.iterdir()):
+            (self.keep if is_known(path.name) else self.discard)(path.name)
+
+    def sync_files(self) -> None:
+        """Force the names in ``files/`` to the disk."""
+        _sync_directory(self._files)
+
+
+def _sync_directory(path: Path) -> None:
+    """Force the names in a directory to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _checked(name: str) -> str:
+    assert _ID.fullmatch(name), f"not an id: {name!r}"
+    return name

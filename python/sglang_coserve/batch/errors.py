@@ -1,0 +1,58 @@
+"""What a caller of the Batch API can do wrong, and what the disk can.
+
+::
+
+    CoserveError
+    ├── RequestError
+    │   └── BatchRequestError    one call cannot be served as asked (HTTP 400)
+    │       ├── NotFoundError      no such object, or another owner's (404)
+    │       ├── ConflictError      the object's state forbids it (409)
+    │       ├── TooLargeError      an upload is over the limit (413)
+    │       └── TooManyError       too many unfinished batches (429)
+    └── StorageError             the disk is full or failing (507); what was stored stays
+"""
+
+from __future__ import annotations
+
+from sglang_coserve.errors import CoserveError, RequestError
+
+__all__ = [
+    "BatchRequestError",
+    "ConflictError",
+    "NotFoundError",
+    "StorageError",
+    "TooLargeError",
+    "TooManyError",
+]
+
+
+class BatchRequestError(RequestError):
+    """One call of the Batch API cannot be served as asked."""
+
+    def __init__(self, message: str, *, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        """A word for programs, as in OpenAI's error objects."""
+
+        self.param = param
+        """The parameter at fault; None when it is no single one."""
+
+
+class NotFoundError(BatchRequestError):
+    """There is no such object, or it belongs to another owner: the two look the same."""
+
+
+class ConflictError(BatchRequestError):
+    """The state of the object forbids the call."""
+
+
+class TooLargeError(BatchRequestError):
+    """An upload is larger than allowed."""
+
+
+class TooManyError(BatchRequestError):
+    """There are as many unfinished batches as allowed."""
+
+
+class StorageError(CoserveError):
+    """The disk is full or failing; nothing that was stored is lost."""

@@ -1,0 +1,186 @@
+"""The bytes of files: streamed in, streamed out, and never half there."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import AsyncGenerator, AsyncIterable, Generator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Final
+
+from sglang_coserve.batch.data_directory import DataDirectory
+from sglang_coserve.batch.errors import NotFoundError, StorageError, TooLargeError
+from sglang_coserve.batch.limits import BatchLimits
+from sglang_coserve.batch.record import FileRecord
+from sglang_coserve.batch.store import Store, file_rows
+from sglang_coserve.batch.worker_threads import WorkerThreads
+
+__all__ = ["FileStore"]
+
+_PIECE_BYTES: Final = 1 << 20
+_EXPIRED_AT_ONCE: Final = 100
+
+
+class FileStore:
+    """Adds, reads and deletes files."""
+
+    def __init__(
+        self, directory: DataDirectory, store: Store, threads: WorkerThreads, limits: BatchLimits
+    ) -> None:
+        self._directory = directory
+        self._store = store
+        self._threads = threads
+        self._limits = limits
+
+    async def settle(self) -> None:
+        """Mend what a crash has left; once, before anything else.
+
+        Raises:
+            StorageError: the disk is failing.
+        """
+        await self._store.run(self._settle)
+
+    async def receive(self, file_id: str, chunks: AsyncIterable[bytes]) -> int:
+        """Write an upload, force it to the disk, and return its size.
+
+        The file does not exist before ``add``. However this fails, nothing of it stays.
+
+        Raises:
+            TooLargeError: it is longer than ``max_upload_bytes``.
+            StorageError: the disk is full or failing.
+        """
+        limit_bytes = self._limits.max_upload_bytes
+        size_bytes = 0
+        try:
+            await self._threads.run(self._begin, file_id)
+            async for piece in _in_pieces(chunks):
+                size_bytes += len(piece)
+                if size_bytes > limit_bytes:
+                    raise TooLargeError(
+                        f"the file is larger than {limit_bytes:,} bytes: split it",
+                        code="file_too_large",
+                        param="file",
+                    )
+                await self._threads.run(self._append, file_id, piece)
+            await self._threads.run(self._force, file_id)
+        except BaseException:
+            await self._threads.run(self._discard, file_id)
+            raise
+        return size_bytes
+
+    async def add(self, file: FileRecord) -> None:
+        """Make a received file one that exists.
+
+        Raises:
+            StorageError: the disk is full or failing; nothing of the file stays.
+        """
+        try:
+            await self._store.run(file_rows.insert, file)
+        except StorageError:
+            await self._threads.run(self._discard, file.id)
+            raise
+        await self._threads.run(self._keep, file.id)
+
+    async def read(self, file: FileRecord, start: int, end: int) -> AsyncGenerator[bytes]:
+        """Yield the bytes [``start``, ``end``) of ``file``.
+
+        Raises:
+            NotFoundError: it has been deleted meanwhile.
+            StorageError: it is shorter than the store says, or cannot be read.
+        """
+        path = self._directory.file(file.id)
+        try:
+            fd = await self._threads.run(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise NotFoundError(
+                f"no such file: {file.id!r}", code="file_not_found", param="file_id"
+            ) from None
+        try:
+            while start < end:
+                with _disk_errors(f"file {file.id} cannot be read"):
+                    size_bytes = min(_PIECE_BYTES, end - start)
+                    piece = await self._threads.run(os.pread, fd, size_bytes, start)
+                if not piece:
+                    raise StorageError(f"file {file.id} has been cut off at byte {start}")
+                start += len(piece)
+                yield piece
+        finally:
+            os.close(fd)
+
+    async def remove(self, owner: str, file_id: str) -> None:
+        """Delete a file.
+
+        Raises:
+            NotFoundError, ConflictError: see ``file_rows.delete``.
+            StorageError: the disk is failing.
+        """
+        await self._store.run(self._delete, owner, file_id)
+        await self._threads.run(self._discard, file_id)
+
+    async def remove_expired(self, now_s: float) -> None:
+        """Delete the files whose time is over, except those that a batch needs."""
+        while expired := await self._store.run(file_rows.expired, now_s, _EXPIRED_AT_ONCE):
+            for owner, file_id in expired:
+                # Its owner may have been faster.
+                with suppress(NotFoundError):
+                    await self.remove(owner, file_id)
+
+    def _settle(self, connection: sqlite3.Connection) -> None:
+        with _disk_errors("the data directory cannot be mended"):
+            self._directory.settle(partial(file_rows.exists, connection))
+
+    def _keep(self, file_id: str) -> None:
+        with _disk_errors(f"file {file_id} cannot be kept"):
+            self._directory.keep(file_id)
+
+    def _discard(self, file_id: str) -> None:
+        with _disk_errors(f"file {file_id} cannot be deleted"):
+            self._directory.discard(file_id)
+
+    def _delete(self, connection: sqlite3.Connection, owner: str, file_id: str) -> None:
+        file_rows.delete(connection, owner, file_id)
+        # Before the transaction ends: from its end on the bytes are there without a row.
+        with _disk_errors(f"file {file_id} cannot be deleted"):
+            self._directory.doubt(file_id)
+
+    def _begin(self, file_id: str) -> None:
+        with _disk_errors("the upload cannot be written"):
+            self._directory.doubt(file_id)
+            self._directory.file(file_id).touch(mode=0o600, exist_ok=False)
+
+    def _append(self, file_id: str, piece: bytes) -> None:
+        if self._directory.free_bytes - len(piece) < self._limits.min_free_bytes:
+            raise StorageError(
+                "the server's disk is full: delete files, or wait until others have expired"
+            )
+        with (
+            _disk_errors("the upload cannot be written"),
+            self._directory.file(file_id).open("ab") as file,
+        ):
+            file.write(piece)
+
+    def _force(self, file_id: str) -> None:
+        with _disk_errors("the upload cannot be written"):
+            with self._directory.file(file_id).open("rb") as file:
+                os.fsync(file.fileno())
+            self._directory.sync_files()
+
+
+async def _in_pieces(chunks: AsyncIterable[bytes]) -> AsyncGenerator[bytes]:
+    """Yield the same bytes in pieces large enough to be worth a thread's while; at least one."""
+    buffer = bytearray()
+    async for chunk in chunks:
+        buffer += chunk
+        if len(buffer) >= _PIECE_BYTES:
+            yield bytes(buffer)
+            buffer.clear()
+    yield bytes(buffer)
+
+
+@contextmanager
+def _disk_errors(what: str) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{what}: {error.strerror}") from error

@@ -1,0 +1,73 @@
+"""How much the Batch API takes on, and how hard it tries."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from sglang_coserve.errors import ConfigError
+
+__all__ = ["BatchLimits"]
+
+_MIB = 1 << 20
+_DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """Limits of the Batch API.
+
+    Raises:
+        ConfigError: a value is not a positive number.
+    """
+
+    max_upload_bytes: int = 200 * _MIB
+    """Size of one input file."""
+
+    max_lines: int = 50_000
+    """Requests in one input file."""
+
+    max_line_bytes: int = 16 * _MIB
+    """Size of one line; a longer one fails its batch and is never held in memory."""
+
+    max_reported_errors: int = 100
+    """Validation stops after this many offending lines."""
+
+    max_active_batches: int = 256
+    """Batches that are not in a final state, over all owners."""
+
+    max_window_s: float = 366 * _DAY_S
+    """Longest ``completion_window``."""
+
+    max_in_flight: int = 512
+    """Lines that the engine has at the same time, over all batches."""
+
+    max_in_flight_bytes: int = 64 * _MIB
+    """Their bytes in the input; a single larger line is sent alone."""
+
+    max_attempts: int = 5
+    """Times that one line is tried when the engine fails on it."""
+
+    first_retry_delay_s: float = 0.5
+    max_retry_delay_s: float = 30.0
+
+    flush_interval_s: float = 0.05
+    """How long a result may wait for others to be written with it."""
+
+    journal_interval_s: float = 0.25
+    """How much generation a crash may cost."""
+
+    journal_compact_bytes: int = 64 * _MIB
+    """Size above which a journal is rewritten without the lines that are finished."""
+
+    input_retention_s: float = 30 * _DAY_S
+    """When an upload expires that names no expiry of its own."""
+
+    min_free_bytes: int = 64 * _MIB
+    """Uploads are refused when they would leave less of the disk free."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"{field.name} must be greater than 0, not {value}")

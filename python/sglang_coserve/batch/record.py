@@ -1,0 +1,162 @@
+"""Files, batches and events as the store keeps them: immutable values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["BatchEvent", "BatchRecord", "FileRecord", "LineFault", "Progress", "Status", "Usage"]
+
+
+class Status(StrEnum):
+    """Where a batch stands; the values are OpenAI's."""
+
+    VALIDATING = "validating"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    CANCELLING = "cancelling"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        """True when nothing can happen to the batch any more."""
+        return self in (Status.COMPLETED, Status.FAILED, Status.EXPIRED, Status.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True)
+class LineFault:
+    """Why a batch failed."""
+
+    code: str
+    message: str
+
+    line: int | None = None
+    """1-based line number in the input; None when it is the file as a whole."""
+
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens, summed over finished lines."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    """Of ``input_tokens``, those taken from the cache."""
+
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+    """Of ``output_tokens``, those that are no part of the answer."""
+
+    @property
+    def total_tokens(self) -> int:
+        """Input and output together."""
+        return self.input_tokens + self.output_tokens
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.input_tokens + other.input_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.output_tokens + other.output_tokens,
+            self.reasoning_tokens + other.reasoning_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What the output and error files hold, up to a moment at which both were on the disk."""
+
+    completed: int = 0
+    failed: int = 0
+    output_bytes: int = 0
+    error_bytes: int = 0
+    usage: Usage = Usage()
+
+    estimated_tokens: int = 0
+    """What the finished lines were expected to take; against ``usage`` it calibrates the rest."""
+
+    @property
+    def lines(self) -> int:
+        """Finished lines."""
+        return self.completed + self.failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """A stored file."""
+
+    id: str
+    owner: str
+    filename: str
+    purpose: str
+    size_bytes: int
+    created_at_s: float
+    expires_at_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRecord:
+    """A batch. All times are in seconds since the epoch."""
+
+    id: str
+    owner: str
+    endpoint: str
+    input_file_id: str
+
+    output_file_id: str
+    """Reserved at creation; the file is there once a line has succeeded."""
+
+    error_file_id: str
+    """Reserved at creation; the file is there once a line has failed."""
+
+    completion_window: str
+    metadata: Mapping[str, str] | None
+    output_expires_after_s: float | None
+    priority: int
+    weight: float
+    idempotency_key: str | None
+    fingerprint: str
+    """Of the request, to tell a repeated one from another with the same key."""
+
+    status: Status = Status.VALIDATING
+    is_paused: bool = False
+    is_past_deadline: bool = False
+    """What is being finalized will be expired, not completed."""
+
+    created_at_s: float
+    expires_at_s: float
+    in_progress_at_s: float | None = None
+    finalizing_at_s: float | None = None
+    completed_at_s: float | None = None
+    failed_at_s: float | None = None
+    expired_at_s: float | None = None
+    cancelling_at_s: float | None = None
+    cancelled_at_s: float | None = None
+
+    total_lines: int = 0
+    """Requests in the input; 0 before it has been validated."""
+
+    estimated_tokens: int = 0
+    """What all lines together are expected to take."""
+
+    progress: Progress = Progress()
+    faults: tuple[LineFault, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchEvent:
+    """A batch has reached a final state, and its owner may want to hear of it."""
+
+    id: str
+    type: str
+    """``batch.completed``, ``batch.failed``, ``batch.expired`` or ``batch.cancelled``."""
+
+    batch_id: str
+    owner: str
+    created_at_s: float
+    attempts: int = 0
+    """Deliveries that have failed."""

@@ -1,0 +1,117 @@
+"""From the store's records to OpenAI's objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+
+from sglang_coserve.batch.eta import Outlook
+from sglang_coserve.batch.record import BatchRecord, FileRecord
+from sglang_coserve.batch.schemas import (
+    BatchError,
+    BatchErrors,
+    BatchList,
+    BatchObject,
+    BatchUsage,
+    CoserveBatch,
+    FileList,
+    FileObject,
+    InputTokensDetails,
+    OutputTokensDetails,
+    RequestCounts,
+)
+
+__all__ = ["batch_list", "batch_object", "file_list", "file_object"]
+
+
+def file_object(file: FileRecord) -> FileObject:
+    """Return a file as the API shows it."""
+    return FileObject(
+        id=file.id,
+        bytes=file.size_bytes,
+        created_at=int(file.created_at_s),
+        expires_at=_seconds(file.expires_at_s),
+        filename=file.filename,
+        purpose="batch" if file.purpose == "batch" else "batch_output",
+    )
+
+
+def file_list(found: Sequence[FileRecord], limit: int) -> FileList:
+    """Return the first ``limit`` of ``found``, which holds one more when there are more."""
+    data = [file_object(file) for file in found[:limit]]
+    return FileList(
+        data=data,
+        first_id=data[0].id if data else None,
+        last_id=data[-1].id if data else None,
+        has_more=len(found) > limit,
+    )
+
+
+def batch_list(found: Sequence[BatchObject], limit: int) -> BatchList:
+    """Return the first ``limit`` of ``found``, which holds one more when there are more."""
+    data = list(found[:limit])
+    return BatchList(
+        data=data,
+        first_id=data[0].id if data else None,
+        last_id=data[-1].id if data else None,
+        has_more=len(found) > limit,
+    )
+
+
+def batch_object(batch: BatchRecord, outlook: Outlook | None, trouble: str | None) -> BatchObject:
+    """Return a batch as the API shows it."""
+    progress, usage = batch.progress, batch.progress.usage
+    faults = [BatchError(**asdict(fault)) for fault in batch.faults]
+    return BatchObject(
+        id=batch.id,
+        endpoint=batch.endpoint,
+        errors=BatchErrors(data=faults) if faults else None,
+        input_file_id=batch.input_file_id,
+        completion_window=batch.completion_window,
+        status=batch.status.value,
+        output_file_id=batch.output_file_id if progress.output_bytes else None,
+        error_file_id=batch.error_file_id if progress.error_bytes else None,
+        created_at=int(batch.created_at_s),
+        in_progress_at=_seconds(batch.in_progress_at_s),
+        expires_at=int(batch.expires_at_s),
+        finalizing_at=_seconds(batch.finalizing_at_s),
+        completed_at=_seconds(batch.completed_at_s),
+        failed_at=_seconds(batch.failed_at_s),
+        expired_at=_seconds(batch.expired_at_s),
+        cancelling_at=_seconds(batch.cancelling_at_s),
+        cancelled_at=_seconds(batch.cancelled_at_s),
+        request_counts=RequestCounts(
+            total=batch.total_lines, completed=progress.completed, failed=progress.failed
+        ),
+        usage=BatchUsage(
+            input_tokens=usage.input_tokens,
+            input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens),
+            output_tokens=usage.output_tokens,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=usage.reasoning_tokens),
+            total_tokens=usage.total_tokens,
+        ),
+        metadata=None if batch.metadata is None else dict(batch.metadata),
+        coserve=CoserveBatch(
+            paused=batch.is_paused,
+            priority=batch.priority,
+            weight=batch.weight,
+            eta=_seconds(outlook.eta_s) if outlook else None,
+            rate_tokens_per_s=outlook.rate_tokens_per_s if outlook else None,
+            warning=trouble or _lateness(batch, outlook),
+        ),
+    )
+
+
+def _lateness(batch: BatchRecord, outlook: Outlook | None) -> str | None:
+    if outlook is None or outlook.eta_s is None or not outlook.is_late:
+        return None
+    eta = datetime.fromtimestamp(outlook.eta_s, UTC).isoformat(timespec="seconds")
+    return (
+        f"expected to be complete at {eta}, {outlook.eta_s - batch.expires_at_s:.0f} s after the"
+        f" window of {batch.completion_window} closes: lines that are not finished then will expire"
+    )
+
+
+def _seconds(time_s: float | None) -> int | None:
+    return None if time_s is None else int(time_s)

@@ -1,0 +1,212 @@
+"""The objects of OpenAI's files and batches API, field by field, and our ``coserve`` part."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = [
+    "BatchError",
+    "BatchErrors",
+    "BatchList",
+    "BatchObject",
+    "BatchStatus",
+    "BatchUsage",
+    "CoserveBatch",
+    "CoserveOptions",
+    "CreateBatch",
+    "ExpiresAfter",
+    "FileDeleted",
+    "FileList",
+    "FileObject",
+    "InputTokensDetails",
+    "OutputTokensDetails",
+    "RequestCounts",
+]
+
+BatchStatus = Literal[
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
+]
+
+
+class ExpiresAfter(BaseModel):
+    """When a file is deleted, counted from its creation."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
+
+
+class FileObject(BaseModel):
+    """A stored file: an input, or the output or errors of a batch."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"] = "processed"
+
+
+class FileList(BaseModel):
+    """One page of files."""
+
+    object: Literal["list"] = "list"
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(BaseModel):
+    """The answer to the deletion of a file."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
+
+
+class CoserveOptions(BaseModel):
+    """What OpenAI's API has no field for; the ``coserve`` field of a request to create a batch."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    priority: Annotated[int, Field(ge=-100, le=100)] = 0
+    """Batches of a higher priority are served first."""
+
+    weight: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False, strict=False)] = 1.0
+    """Share of the engine among the batches of one priority."""
+
+
+_MetadataKey = Annotated[str, Field(max_length=64)]
+_MetadataValue = Annotated[str, Field(max_length=512)]
+
+
+class CreateBatch(BaseModel):
+    """The body of a request to create a batch."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    input_file_id: Annotated[str, Field(max_length=64)]
+    endpoint: Annotated[str, Field(max_length=64)]
+    completion_window: Annotated[str, Field(max_length=64)]
+    """A duration: ``24h``, ``90m``, ``1h30m``, ``7d``."""
+
+    metadata: Annotated[dict[_MetadataKey, _MetadataValue], Field(max_length=16)] | None = None
+    output_expires_after: ExpiresAfter | None = None
+    coserve: CoserveOptions = CoserveOptions()
+
+
+class BatchError(BaseModel):
+    """Why a batch failed: one line, or the file as a whole."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class BatchErrors(BaseModel):
+    """All that validation found."""
+
+    object: Literal["list"] = "list"
+    data: list[BatchError]
+
+
+class RequestCounts(BaseModel):
+    """Lines by what became of them; the rest is not finished."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class InputTokensDetails(BaseModel):
+    """Prompt tokens that need no computing."""
+
+    cached_tokens: int
+
+
+class OutputTokensDetails(BaseModel):
+    """Generated tokens that are no part of the answer."""
+
+    reasoning_tokens: int
+
+
+class BatchUsage(BaseModel):
+    """Tokens of all the finished lines."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class CoserveBatch(BaseModel):
+    """What OpenAI's batch object has no field for."""
+
+    paused: bool
+    priority: int
+    weight: float
+
+    eta: int | None
+    """When the batch is expected to be complete; None when that is not known."""
+
+    rate_tokens_per_s: float | None
+    """The batch's share of the measured offline throughput."""
+
+    warning: str | None
+    """Why the batch may miss its window, or makes no progress."""
+
+
+class BatchObject(BaseModel):
+    """A batch."""
+
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: str
+    status: BatchStatus
+    output_file_id: str | None
+    """Readable while the batch runs; None until a line has succeeded."""
+
+    error_file_id: str | None
+    """Readable while the batch runs; None until a line has failed."""
+
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    usage: BatchUsage
+    metadata: dict[str, str] | None
+    coserve: CoserveBatch
+
+
+class BatchList(BaseModel):
+    """One page of batches."""
+
+    object: Literal["list"] = "list"
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -1,0 +1,348 @@
+"""The Batch API without HTTP: what the routes call."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncGenerator, AsyncIterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from sglang_coserve.batch.admission import check_limit, check_order, check_upload, new_batch
+from sglang_coserve.batch.backend import Backend
+from sglang_coserve.batch.batch_runner import BatchRunner
+from sglang_coserve.batch.clock import Clock, SystemClock
+from sglang_coserve.batch.context import BatchContext, new_id
+from sglang_coserve.batch.data_directory import DataDirectory
+from sglang_coserve.batch.errors import BatchRequestError, StorageError
+from sglang_coserve.batch.fair_slots import FairSlots
+from sglang_coserve.batch.file_store import FileStore
+from sglang_coserve.batch.limits import BatchLimits
+from sglang_coserve.batch.record import BatchEvent, BatchRecord, FileRecord
+from sglang_coserve.batch.render import batch_list, batch_object, file_list, file_object
+from sglang_coserve.batch.schemas import (
+    BatchList,
+    BatchObject,
+    CreateBatch,
+    ExpiresAfter,
+    FileDeleted,
+    FileList,
+    FileObject,
+)
+from sglang_coserve.batch.state import CancelAsked, Event, PauseAsked, ResumeAsked
+from sglang_coserve.batch.store import Store, batch_rows, event_rows, file_rows
+from sglang_coserve.batch.worker_threads import WorkerThreads
+from sglang_coserve.errors import StartupError
+
+__all__ = ["BatchService", "FileContent", "ServiceStatus"]
+
+_log = logging.getLogger(__name__)
+
+_FILE_THREADS: Final = 4
+_EXPIRY_INTERVAL_S: Final = 60.0
+_MAX_FILES: Final = 10_000
+_MAX_BATCHES: Final = 100
+"""Objects on one page."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileContent:
+    """Bytes [``start``, ``end``) of a file."""
+
+    file: FileObject
+    start: int
+    end: int
+    total_bytes: int
+    """Of the whole file, as it is now: the output of a running batch grows."""
+
+    chunks: AsyncGenerator[bytes]
+    """Iterate to its end, or ``aclose`` it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStatus:
+    """A moment in the life of the service."""
+
+    active_batches: int
+    lines_in_flight: int
+    bytes_in_flight: int
+    """Of the input lines in flight."""
+
+
+class BatchService:
+    """Files and batches of many owners, on one directory and one engine.
+
+    Methods raise ``NotFoundError`` for what an owner does not have, other
+    ``BatchRequestError`` for what cannot be asked, and ``StorageError`` when the disk
+    fails. Whatever they have returned survives a crash.
+    """
+
+    def __init__(self, context: BatchContext, files: FileStore, runner: BatchRunner) -> None:
+        self._context = context
+        self._files = files
+        self._runner = runner
+        self._expiring: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        directory: Path,
+        backend: Backend,
+        limits: BatchLimits | None = None,
+        *,
+        record_events: bool = False,
+        clock: Clock | None = None,
+        rng: random.Random | None = None,
+    ) -> Self:
+        """Open ``directory``, or make it, and continue the batches that are unfinished.
+
+        With ``record_events`` the end of a batch stays in ``pending_events`` until it
+        is settled. ``rng`` makes the ids, so it must be one that cannot be guessed.
+
+        Raises:
+            StartupError: the directory cannot be used, or another server is using it.
+        """
+        limits = limits or BatchLimits()
+        data = DataDirectory(directory)
+        data.open()
+        try:
+            store = await Store.open(data.database)
+        except BaseException:
+            data.close()
+            raise
+
+        def max_lines() -> int:
+            hint = backend.load().max_in_flight
+            return limits.max_in_flight if hint is None else min(limits.max_in_flight, hint)
+
+        context = BatchContext(
+            directory=data,
+            store=store,
+            threads=WorkerThreads("coserve-files", _FILE_THREADS),
+            slots=FairSlots(max_lines, limits.max_in_flight_bytes),
+            backend=backend,
+            limits=limits,
+            clock=clock or SystemClock(),
+            rng=rng or random.SystemRandom(),
+        )
+        files = FileStore(data, store, context.threads, limits)
+        service = cls(context, files, BatchRunner(context, record_events=record_events))
+        try:
+            await service._start()
+        except BaseException as error:
+            await service.close()
+            if isinstance(error, StorageError):
+                raise StartupError(str(error)) from error
+            raise
+        return service
+
+    async def _start(self) -> None:
+        await self._files.settle()
+        await self._runner.start()
+        self._expiring = asyncio.create_task(self._expire_regularly())
+
+    async def close(self) -> None:
+        """Stop every batch where it is, and let another server have the directory."""
+        if self._expiring is not None:
+            self._expiring.cancel()
+            await asyncio.wait({self._expiring})
+        await self._runner.close()
+        await self._context.threads.close()
+        await self._context.store.close()
+        self._context.directory.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def create_file(
+        self,
+        owner: str,
+        filename: str,
+        purpose: str,
+        chunks: AsyncIterable[bytes],
+        expires_after: ExpiresAfter | None = None,
+    ) -> FileObject:
+        """Store an upload. What it holds is looked at when a batch is made of it.
+
+        Raises:
+            BatchRequestError: the purpose or the name cannot be used.
+            TooLargeError: it is longer than ``max_upload_bytes``.
+        """
+        check_upload(filename, purpose)
+        file_id = new_id("file-", self._context.rng)
+        size_bytes = await self._files.receive(file_id, chunks)
+        now_s = self._context.clock.now_s()
+        retention_s = self._context.limits.input_retention_s
+        file = FileRecord(
+            id=file_id,
+            owner=owner,
+            filename=filename,
+            purpose=purpose,
+            size_bytes=size_bytes,
+            created_at_s=now_s,
+            expires_at_s=now_s + (expires_after.seconds if expires_after else retention_s),
+        )
+        await self._files.add(file)
+        return file_object(file)
+
+    async def list_files(
+        self,
+        owner: str,
+        *,
+        after: str | None = None,
+        limit: int = _MAX_FILES,
+        order: str = "desc",
+        purpose: str | None = None,
+    ) -> FileList:
+        """Return a page of files, by their creation."""
+        check_limit(limit, _MAX_FILES)
+        check_order(order)
+        found = await self._context.store.run(
+            file_rows.page,
+            owner,
+            self._context.clock.now_s(),
+            after=after,
+            limit=limit + 1,
+            is_ascending=order == "asc",
+            purpose=purpose,
+        )
+        return file_list(found, limit)
+
+    async def retrieve_file(self, owner: str, file_id: str) -> FileObject:
+        """Return one file."""
+        return file_object(await self._find_file(owner, file_id))
+
+    async def file_content(
+        self, owner: str, file_id: str, start: int = 0, end: int | None = None
+    ) -> FileContent:
+        """Return the bytes [``start``, ``end``) of a file, as far as they are there.
+
+        Raises:
+            BatchRequestError: ``start`` is beyond the end of the file.
+        """
+        file = await self._find_file(owner, file_id)
+        end = file.size_bytes if end is None else min(end, file.size_bytes)
+        if not 0 <= start <= end:
+            message = f"the file has {file.size_bytes} bytes: there is no range from {start}"
+            raise BatchRequestError(message, code="invalid_range", param="Range")
+        chunks = self._files.read(file, start, end)
+        return FileContent(file_object(file), start, end, file.size_bytes, chunks)
+
+    async def delete_file(self, owner: str, file_id: str) -> FileDeleted:
+        """Delete a file.
+
+        Raises:
+            ConflictError: an unfinished batch reads or writes it.
+        """
+        await self._files.remove(owner, file_id)
+        return FileDeleted(id=file_id)
+
+    async def create_batch(
+        self, owner: str, request: CreateBatch, idempotency_key: str | None = None
+    ) -> BatchObject:
+        """Begin a batch. The same key and request again return the same batch.
+
+        Raises:
+            BatchRequestError: the endpoint or the window cannot be used.
+            ConflictError: the key was used for another request.
+            TooManyError: too many batches are unfinished.
+        """
+        wanted = new_batch(owner, request, idempotency_key, self._context)
+        return self._shown(await self._runner.create(wanted))
+
+    async def retrieve_batch(self, owner: str, batch_id: str) -> BatchObject:
+        """Return one batch."""
+        return self._shown(await self._context.store.run(batch_rows.find, batch_id, owner))
+
+    async def list_batches(
+        self, owner: str, *, after: str | None = None, limit: int = 20
+    ) -> BatchList:
+        """Return a page of batches, the newest first."""
+        check_limit(limit, _MAX_BATCHES)
+        found = await self._context.store.run(batch_rows.page, owner, after=after, limit=limit + 1)
+        return batch_list(self._all_shown(found), limit)
+
+    async def cancel_batch(self, owner: str, batch_id: str) -> BatchObject:
+        """Have a batch cancelled; what is finished stays.
+
+        Raises:
+            ConflictError: it is finalizing, or in a final state.
+        """
+        return await self._change(owner, batch_id, CancelAsked())
+
+    async def pause_batch(self, owner: str, batch_id: str) -> BatchObject:
+        """Take a batch out of the engine until it is resumed; its window goes on.
+
+        Raises:
+            ConflictError: it is cancelling or finalizing, or in a final state.
+        """
+        return await self._change(owner, batch_id, PauseAsked())
+
+    async def resume_batch(self, owner: str, batch_id: str) -> BatchObject:
+        """Let a paused batch go on.
+
+        Raises:
+            ConflictError: it is cancelling or finalizing, or in a final state.
+        """
+        return await self._change(owner, batch_id, ResumeAsked())
+
+    async def pending_events(self, limit: int = 100) -> list[BatchEvent]:
+        """Return events that are to be delivered now, the oldest first."""
+        now_s = self._context.clock.now_s()
+        return await self._context.store.run(event_rows.due, now_s, limit)
+
+    async def settle_event(self, event_id: str) -> None:
+        """Forget an event: it has been delivered, or given up."""
+        await self._context.store.run(event_rows.settle, event_id)
+
+    async def retry_event(self, event_id: str, at_s: float) -> None:
+        """Count a failed delivery; the event is pending again at ``at_s``."""
+        await self._context.store.run(event_rows.postpone, event_id, at_s)
+
+    async def event_added(self) -> None:
+        """Wait for an event that is new since the last call. For one caller."""
+        await self._runner.event_added.wait()
+        self._runner.event_added.clear()
+
+    def status(self) -> ServiceStatus:
+        """Return how busy the service is."""
+        slots = self._context.slots
+        return ServiceStatus(
+            self._runner.active_batches, slots.lines_in_flight, slots.bytes_in_flight
+        )
+
+    async def _find_file(self, owner: str, file_id: str) -> FileRecord:
+        now_s = self._context.clock.now_s()
+        return await self._context.store.run(file_rows.find, owner, file_id, now_s)
+
+    async def _change(self, owner: str, batch_id: str, event: Event) -> BatchObject:
+        return self._shown(await self._runner.change(batch_id, event, owner))
+
+    def _shown(self, batch: BatchRecord) -> BatchObject:
+        return self._all_shown([batch])[0]
+
+    def _all_shown(self, batches: list[BatchRecord]) -> list[BatchObject]:
+        outlooks = self._runner.outlooks()
+        return [
+            batch_object(batch, outlooks.get(batch.id), self._runner.trouble(batch.id))
+            for batch in batches
+        ]
+
+    async def _expire_regularly(self) -> None:
+        while True:
+            try:
+                await self._files.remove_expired(self._context.clock.now_s())
+            except StorageError:
+                _log.exception("expired files could not be deleted")
+            await self._context.clock.sleep(_EXPIRY_INTERVAL_S)

@@ -1,0 +1,176 @@
+"""The life of a batch: a pure function from a record and an event to the next record.
+
+::
+
+    validating ──> in_progress ──> finalizing ──> completed
+        │                │              └───────> expired
+        └────────────────┴─> cancelling ────────> cancelled
+
+A bad input, and a disk that fails for good, lead from any of these to ``failed``.
+``pause`` and ``resume`` leave the status alone, because OpenAI's clients know no other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final, TypeAlias
+
+from sglang_coserve.batch.errors import ConflictError
+from sglang_coserve.batch.record import BatchRecord, LineFault, Progress, Status
+
+__all__ = [
+    "CancelAsked",
+    "DeadlinePassed",
+    "Event",
+    "Failed",
+    "Finalized",
+    "LinesFinished",
+    "PauseAsked",
+    "Progressed",
+    "ResumeAsked",
+    "Validated",
+    "transition",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """The input can be used."""
+
+    total_lines: int
+    estimated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The input cannot be used, or the disk keeps the batch from its end."""
+
+    faults: tuple[LineFault, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """More records are on the disk. The values are totals, so saying it twice changes nothing."""
+
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class LinesFinished:
+    """Every line has its record."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """The window has closed with lines unfinished."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finalized:
+    """Nothing of the batch is in the engine any more, and its files are complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAsked:
+    """The owner wants no more of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PauseAsked:
+    """The owner wants it to wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeAsked:
+    """The owner wants it to go on."""
+
+
+Event: TypeAlias = (
+    Validated
+    | Failed
+    | Progressed
+    | LinesFinished
+    | DeadlinePassed
+    | Finalized
+    | CancelAsked
+    | PauseAsked
+    | ResumeAsked
+)
+
+_S = Status
+_PENDING = frozenset({_S.VALIDATING, _S.IN_PROGRESS})
+
+_LEGAL_FROM: Final = MappingProxyType(
+    {
+        Validated: frozenset({_S.VALIDATING}),
+        Failed: _PENDING | {_S.FINALIZING, _S.CANCELLING},
+        Progressed: frozenset({_S.IN_PROGRESS, _S.FINALIZING, _S.CANCELLING}),
+        LinesFinished: frozenset({_S.IN_PROGRESS}),
+        DeadlinePassed: frozenset({_S.IN_PROGRESS}),
+        Finalized: frozenset({_S.FINALIZING, _S.CANCELLING}),
+        CancelAsked: _PENDING | {_S.CANCELLING},
+        PauseAsked: _PENDING,
+        ResumeAsked: _PENDING,
+    }
+)
+"""The states in which each event may happen."""
+
+_USER_VERBS: Final = MappingProxyType(
+    {CancelAsked: "cancel", PauseAsked: "pause", ResumeAsked: "resume"}
+)
+
+
+def transition(record: BatchRecord, event: Event, now_s: float) -> BatchRecord:
+    """Return ``record`` after ``event``; the record itself when nothing changes.
+
+    Raises:
+        ConflictError: a user asks for what the state forbids. Any other illegal
+            event is a bug of the caller, hence an ``AssertionError``.
+    """
+    if record.status not in _LEGAL_FROM[type(event)]:
+        verb = _USER_VERBS.get(type(event))
+        assert verb is not None, f"{type(event).__name__} while {record.status}"
+        raise ConflictError(
+            f"cannot {verb} batch {record.id}: it is {record.status}", code="invalid_batch_status"
+        )
+    match event:
+        case Validated(total_lines, estimated_tokens):
+            return replace(
+                record,
+                status=_S.IN_PROGRESS,
+                in_progress_at_s=now_s,
+                total_lines=total_lines,
+                estimated_tokens=estimated_tokens,
+            )
+        case Failed(faults):
+            return replace(record, status=_S.FAILED, failed_at_s=now_s, faults=faults)
+        case Progressed(progress):
+            assert record.progress.lines <= progress.lines <= record.total_lines
+            return replace(record, progress=progress)
+        case LinesFinished():
+            assert record.progress.lines == record.total_lines
+            return replace(record, status=_S.FINALIZING, finalizing_at_s=now_s)
+        case DeadlinePassed():
+            return replace(
+                record, status=_S.FINALIZING, finalizing_at_s=now_s, is_past_deadline=True
+            )
+        case Finalized():
+            return _finalized(record, now_s)
+        case CancelAsked():
+            if record.status is _S.CANCELLING:
+                return record
+            return replace(record, status=_S.CANCELLING, cancelling_at_s=now_s)
+        case PauseAsked():
+            return replace(record, is_paused=True)
+        case ResumeAsked():
+            return replace(record, is_paused=False)
+
+
+def _finalized(record: BatchRecord, now_s: float) -> BatchRecord:
+    if record.status is _S.CANCELLING:
+        return replace(record, status=_S.CANCELLED, cancelled_at_s=now_s)
+    assert record.progress.lines == record.total_lines, "finalized with lines unfinished"
+    if record.is_past_deadline:
+        return replace(record, status=_S.EXPIRED, expired_at_s=now_s)
+    return replace(record, status=_S.COMPLETED, completed_at_s=now_s)

@@ -1,0 +1,232 @@
+"""The rows of batches."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import asdict, fields
+from typing import Any, Final
+
+from sglang_coserve.batch.errors import (
+    BatchRequestError,
+    ConflictError,
+    NotFoundError,
+    TooManyError,
+)
+from sglang_coserve.batch.record import (
+    BatchEvent,
+    BatchRecord,
+    FileRecord,
+    LineFault,
+    Progress,
+    Status,
+    Usage,
+)
+from sglang_coserve.batch.state import Event, Failed, Finalized, Progressed, transition
+from sglang_coserve.batch.store import event_rows, file_rows
+
+__all__ = ["apply", "create", "find", "page", "unfinished"]
+
+_NESTED: Final = ("progress", "faults", "metadata")
+_PLAIN: Final = tuple(field.name for field in fields(BatchRecord) if field.name not in _NESTED)
+_PROGRESS: Final = (
+    "completed_lines",
+    "failed_lines",
+    "output_bytes",
+    "error_bytes",
+    "finished_estimated_tokens",
+)
+_USAGE: Final = tuple(field.name for field in fields(Usage))
+_COLUMNS: Final = (*_PLAIN, *_PROGRESS, *_USAGE, "faults", "metadata")
+_SELECT: Final = f"SELECT {', '.join(_COLUMNS)} FROM batches"
+_UNFINISHED: Final = "status IN ('validating', 'in_progress', 'finalizing', 'cancelling')"
+
+
+def create(
+    connection: sqlite3.Connection, record: BatchRecord, now_s: float, max_active: int
+) -> tuple[BatchRecord, bool]:
+    """Add a batch; return it and True, or an earlier one with the same key and False.
+
+    Raises:
+        NotFoundError: the owner has no such input file.
+        BatchRequestError: the file is no input.
+        ConflictError: the key was used for another request.
+        TooManyError: ``max_active`` batches are unfinished.
+    """
+    if record.idempotency_key is not None:
+        row = connection.execute(
+            f"{_SELECT} WHERE owner = ? AND idempotency_key = ?",
+            (record.owner, record.idempotency_key),
+        ).fetchone()
+        if row is not None:
+            return _same_request(_record(row), record), False
+    file = file_rows.find(connection, record.owner, record.input_file_id, now_s)
+    if file.purpose != "batch":
+        raise BatchRequestError(
+            f"file {file.id} has the purpose {file.purpose!r}: a batch needs purpose 'batch'",
+            code="invalid_file_purpose",
+            param="input_file_id",
+        )
+    query = f"SELECT count(*) FROM batches WHERE {_UNFINISHED}"
+    if connection.execute(query).fetchone()[0] >= max_active:
+        raise TooManyError(
+            f"{max_active} batches are unfinished: wait for one of them, or cancel it",
+            code="too_many_batches",
+        )
+    names = ", ".join(_COLUMNS)
+    values = ", ".join(f":{name}" for name in _COLUMNS)
+    connection.execute(f"INSERT INTO batches ({names}) VALUES ({values})", _row(record))
+    return record, True
+
+
+def find(connection: sqlite3.Connection, batch_id: str, owner: str | None = None) -> BatchRecord:
+    """Return a batch: of ``owner``, or of anybody when that is None.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    row = connection.execute(f"{_SELECT} WHERE id = ?", (batch_id,)).fetchone()
+    record = None if row is None else _record(row)
+    if record is None or owner not in (None, record.owner):
+        raise NotFoundError(
+            f"no such batch: {batch_id[:64]!r}", code="batch_not_found", param="batch_id"
+        )
+    return record
+
+
+def page(
+    connection: sqlite3.Connection, owner: str, *, after: str | None, limit: int
+) -> list[BatchRecord]:
+    """Return up to ``limit`` batches of ``owner``, the newest first.
+
+    Raises:
+        NotFoundError: ``after`` is no batch of ``owner``.
+    """
+    condition = ""
+    if after is not None:
+        find(connection, after, owner)
+        condition = "AND seq < (SELECT seq FROM batches WHERE id = :after)"
+    rows = connection.execute(
+        f"{_SELECT} WHERE owner = :owner {condition} ORDER BY seq DESC LIMIT :limit",
+        {"owner": owner, "after": after, "limit": limit},
+    )
+    return [_record(row) for row in rows]
+
+
+def unfinished(connection: sqlite3.Connection) -> list[BatchRecord]:
+    """Return the batches that are in no final state, the oldest first."""
+    return [
+        _record(row) for row in connection.execute(f"{_SELECT} WHERE {_UNFINISHED} ORDER BY seq")
+    ]
+
+
+def apply(
+    connection: sqlite3.Connection,
+    batch_id: str,
+    event: Event,
+    now_s: float,
+    *,
+    owner: str | None = None,
+    expected: Status | None = None,
+    outbox_id: str | None = None,
+) -> BatchRecord:
+    """Take a batch through one transition, its files and its outbox event with it.
+
+    Nothing happens when ``expected`` is given and the batch is in another state.
+    ``outbox_id`` is the id of the event to record should the batch end now.
+
+    Raises:
+        NotFoundError: there is no such batch of ``owner``.
+        ConflictError: see ``transition``.
+    """
+    before = find(connection, batch_id, owner)
+    if expected not in (None, before.status):
+        return before
+    after = transition(before, event, now_s)
+    if after == before:
+        return before
+    assignments = ", ".join(f"{name} = :{name}" for name in _COLUMNS)
+    connection.execute(f"UPDATE batches SET {assignments} WHERE id = :id", _row(after))
+    if isinstance(event, Progressed | Finalized | Failed):
+        _put_outputs(connection, after, now_s)
+    if after.status.is_final and outbox_id is not None:
+        event_rows.insert(
+            connection,
+            BatchEvent(
+                id=outbox_id,
+                type=f"batch.{after.status}",
+                batch_id=batch_id,
+                owner=after.owner,
+                created_at_s=now_s,
+            ),
+        )
+    return after
+
+
+def _put_outputs(connection: sqlite3.Connection, batch: BatchRecord, now_s: float) -> None:
+    """Note what the output and error files hold. They live from when they are complete."""
+    after_s = batch.output_expires_after_s
+    expires_at_s = now_s + after_s if after_s is not None and batch.status.is_final else None
+    for file_id, size_bytes, kind in (
+        (batch.output_file_id, batch.progress.output_bytes, "output"),
+        (batch.error_file_id, batch.progress.error_bytes, "error"),
+    ):
+        if size_bytes:
+            file_rows.put_output(
+                connection,
+                FileRecord(
+                    id=file_id,
+                    owner=batch.owner,
+                    filename=f"{batch.id}_{kind}.jsonl",
+                    purpose="batch_output",
+                    size_bytes=size_bytes,
+                    created_at_s=now_s,
+                    expires_at_s=expires_at_s,
+                ),
+            )
+
+
+def _same_request(earlier: BatchRecord, record: BatchRecord) -> BatchRecord:
+    if earlier.fingerprint != record.fingerprint:
+        raise ConflictError(
+            f"the idempotency key {record.idempotency_key!r} was used for another request,"
+            f" batch {earlier.id}: use a new key",
+            code="idempotency_conflict",
+            param="Idempotency-Key",
+        )
+    return earlier
+
+
+def _row(record: BatchRecord) -> dict[str, Any]:
+    progress = record.progress
+    counts = (
+        progress.completed,
+        progress.failed,
+        progress.output_bytes,
+        progress.error_bytes,
+        progress.estimated_tokens,
+    )
+    row = {name: getattr(record, name) for name in _PLAIN}
+    row |= zip(_PROGRESS, counts, strict=True)
+    row |= asdict(progress.usage)
+    row["faults"] = json.dumps([asdict(fault) for fault in record.faults])
+    row["metadata"] = None if record.metadata is None else json.dumps(dict(record.metadata))
+    return row
+
+
+def _record(values: tuple[Any, ...]) -> BatchRecord:
+    row = dict(zip(_COLUMNS, values, strict=True))
+    completed, failed, output_bytes, error_bytes, estimated = (row[name] for name in _PROGRESS)
+    usage = Usage(**{name: row[name] for name in _USAGE})
+    plain = {name: row[name] for name in _PLAIN}
+    plain |= {
+        "status": Status(plain["status"]),
+        "is_paused": bool(plain["is_paused"]),
+        "is_past_deadline": bool(plain["is_past_deadline"]),
+    }
+    return BatchRecord(
+        **plain,
+        progress=Progress(completed, failed, output_bytes, error_bytes, usage, estimated),
+        faults=tuple(LineFault(**fault) for fault in json.loads(row["faults"])),
+        metadata=None if row["metadata"] is None else json.loads(row["metadata"]),
+    )

@@ -1,0 +1,130 @@
+"""The rows of files."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Any
+
+from sglang_coserve.batch.errors import ConflictError, NotFoundError
+from sglang_coserve.batch.record import FileRecord
+
+__all__ = ["delete", "exists", "expired", "find", "insert", "page", "put_output"]
+
+_COLUMNS = "id, owner, filename, purpose, size_bytes, created_at_s, expires_at_s"
+_VALUES = ":id, :owner, :filename, :purpose, :size_bytes, :created_at_s, :expires_at_s"
+_USED_BY = """
+SELECT id FROM batches
+WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling')
+AND :id IN (input_file_id, output_file_id, error_file_id)
+"""
+
+
+def insert(connection: sqlite3.Connection, file: FileRecord) -> None:
+    """Add a file."""
+    connection.execute(f"INSERT INTO files ({_COLUMNS}) VALUES ({_VALUES})", _row(file))
+
+
+def put_output(connection: sqlite3.Connection, file: FileRecord) -> None:
+    """Add the output of a running batch, or note its new size and times."""
+    connection.execute(
+        f"INSERT INTO files ({_COLUMNS}) VALUES ({_VALUES}) ON CONFLICT (id) DO UPDATE SET"
+        " size_bytes = :size_bytes, created_at_s = :created_at_s, expires_at_s = :expires_at_s",
+        _row(file),
+    )
+
+
+def exists(connection: sqlite3.Connection, file_id: str) -> bool:
+    """Return True when anybody has such a file."""
+    found = connection.execute("SELECT 1 FROM files WHERE id = ?", (file_id,)).fetchone()
+    return found is not None
+
+
+def find(connection: sqlite3.Connection, owner: str, file_id: str, now_s: float) -> FileRecord:
+    """Return a file of ``owner``.
+
+    Raises:
+        NotFoundError: there is none, or it has expired.
+    """
+    row = connection.execute(
+        f"SELECT {_COLUMNS} FROM files WHERE id = ? AND owner = ?"
+        " AND (expires_at_s IS NULL OR expires_at_s > ?)",
+        (file_id, owner, now_s),
+    ).fetchone()
+    if row is None:
+        raise NotFoundError(
+            f"no such file: {file_id[:64]!r}", code="file_not_found", param="file_id"
+        )
+    return _record(row)
+
+
+def page(
+    connection: sqlite3.Connection,
+    owner: str,
+    now_s: float,
+    *,
+    after: str | None,
+    limit: int,
+    is_ascending: bool,
+    purpose: str | None,
+) -> list[FileRecord]:
+    """Return up to ``limit`` files of ``owner`` in the order of their creation.
+
+    Raises:
+        NotFoundError: ``after`` is no file of ``owner``.
+    """
+    conditions = ["owner = :owner", "(expires_at_s IS NULL OR expires_at_s > :now_s)"]
+    if after is not None:
+        find(connection, owner, after, now_s)
+        sign = ">" if is_ascending else "<"
+        conditions.append(f"seq {sign} (SELECT seq FROM files WHERE id = :after)")
+    if purpose is not None:
+        conditions.append("purpose = :purpose")
+    rows = connection.execute(
+        f"SELECT {_COLUMNS} FROM files WHERE {' AND '.join(conditions)}"
+        f" ORDER BY seq {'ASC' if is_ascending else 'DESC'} LIMIT :limit",
+        {"owner": owner, "now_s": now_s, "after": after, "purpose": purpose, "limit": limit},
+    )
+    return [_record(row) for row in rows]
+
+
+def delete(connection: sqlite3.Connection, owner: str, file_id: str) -> None:
+    """Forget a file.
+
+    Raises:
+        NotFoundError: ``owner`` has no such file.
+        ConflictError: an unfinished batch reads or writes it.
+    """
+    found = connection.execute(
+        "SELECT 1 FROM files WHERE id = ? AND owner = ?", (file_id, owner)
+    ).fetchone()
+    if found is None:
+        raise NotFoundError(
+            f"no such file: {file_id[:64]!r}", code="file_not_found", param="file_id"
+        )
+    user = connection.execute(_USED_BY, {"id": file_id}).fetchone()
+    if user is not None:
+        raise ConflictError(
+            f"file {file_id} is in use by batch {user[0]}: cancel it, or wait for its end",
+            code="file_in_use",
+            param="file_id",
+        )
+    connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
+
+
+def expired(connection: sqlite3.Connection, now_s: float, limit: int) -> list[tuple[str, str]]:
+    """Return (owner, id) of files to delete: past their expiry and in use by no batch."""
+    rows = connection.execute(
+        "SELECT owner, id FROM files WHERE expires_at_s <= ? AND NOT EXISTS ("
+        + _USED_BY.replace(":id", "files.id").replace("SELECT id", "SELECT 1")
+        + ") ORDER BY expires_at_s LIMIT ?",
+        (now_s, limit),
+    )
+    return [(owner, file_id) for owner, file_id in rows]
+
+
+def _row(file: FileRecord) -> dict[str, Any]:
+    return {name: getattr(file, name) for name in _COLUMNS.split(", ")}
+
+
+def _record(row: tuple[Any, ...]) -> FileRecord:
+    return FileRecord(**dict(zip(_COLUMNS.split(", "), row, strict=True)))

@@ -1,0 +1,34 @@
+"""Durations as users write them."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from sglang_coserve.batch.errors import BatchRequestError
+
+__all__ = ["window_s"]
+
+_UNITS_S: Final = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
+_PART = re.compile(r"([0-9]{1,9})([dhms])")
+_WINDOW = re.compile(r"(?:[0-9]{1,9}[dhms])+")
+
+
+def window_s(text: str, max_window_s: float) -> float:
+    """Return the seconds in ``text``: ``24h``, ``90m``, ``1h30m``, ``7d``.
+
+    Raises:
+        BatchRequestError: it is no duration, or not in (0, ``max_window_s``].
+    """
+    if _WINDOW.fullmatch(text) is None:
+        raise _error(f"completion_window {text[:32]!r} is no duration: use 24h, 90m, 1h30m or 7d")
+    seconds = sum(int(count) * _UNITS_S[unit] for count, unit in _PART.findall(text))
+    if not 0 < seconds <= max_window_s:
+        raise _error(
+            f"completion_window {text!r} must be more than 0 s and at most {max_window_s:g} s"
+        )
+    return float(seconds)
+
+
+def _error(message: str) -> BatchRequestError:
+    return BatchRequestError(message, code="invalid_completion_window", param="completion_window")

@@ -1,0 +1,78 @@
+"""A batch of many lines in a process of its own, to see what it takes.
+
+``python large_child.py DIRECTORY LINES`` prints the seconds and the peak memory of
+each step as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+from batch.scenarios import OWNER, wanted
+from batch.scripted_backend import ENDPOINT, answer
+from sglang_coserve.batch import BackendLoad, BatchLimits, BatchService, LineRequest, LineResult
+
+TOKENS = list(range(500))
+LIMITS = BatchLimits(max_lines=10_000_000, max_upload_bytes=4 << 30)
+
+
+class InstantEngine:
+    """Answers at once and remembers nothing."""
+
+    model = "instant"
+    endpoints = frozenset({ENDPOINT})
+
+    async def run(
+        self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
+    ) -> LineResult:
+        on_tokens(TOKENS)
+        await asyncio.sleep(0)
+        return answer(request)
+
+    def load(self) -> BackendLoad:
+        return BackendLoad(None)
+
+
+async def many_lines(count: int) -> AsyncIterator[bytes]:
+    """Lines of about 500 bytes each."""
+    prompt = "word " * 80
+    for number in range(count):
+        fields = {"custom_id": f"id-{number}", "method": "POST", "url": ENDPOINT}
+        yield json.dumps(fields | {"body": {"prompt": prompt, "max_tokens": 4}}).encode() + b"\n"
+
+
+def peak_mib(who: int) -> float:
+    return round(resource.getrusage(who).ru_maxrss / 1024, 1)
+
+
+async def main(directory: Path, count: int) -> None:
+    found: dict[str, float] = {"start_mib": peak_mib(resource.RUSAGE_SELF)}
+    async with await BatchService.open(directory, InstantEngine(), LIMITS) as service:
+        began_s = time.perf_counter()
+        file = await service.create_file(OWNER, "in", "batch", many_lines(count))
+        found |= {"input_mb": file.bytes // 1_000_000, "upload_s": time.perf_counter() - began_s}
+        began_s = time.perf_counter()
+        batch = await service.create_batch(OWNER, wanted(file))
+        while batch.status == "validating":
+            await asyncio.sleep(0.05)
+            batch = await service.retrieve_batch(OWNER, batch.id)
+        found["validate_s"] = time.perf_counter() - began_s
+        found["validator_mib"] = peak_mib(resource.RUSAGE_CHILDREN)
+        began_s = time.perf_counter()
+        while batch.status in ("in_progress", "finalizing"):
+            await asyncio.sleep(0.05)
+            batch = await service.retrieve_batch(OWNER, batch.id)
+        found["run_s"] = time.perf_counter() - began_s
+        found["completed"] = batch.request_counts.completed
+    found["server_mib"] = peak_mib(resource.RUSAGE_SELF)
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,140 @@
+"""What the tests of the service have in common: input files, a service, its results."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from batch.manual_clock import ManualClock
+from batch.scripted_backend import ENDPOINT, ScriptedBackend
+from sglang_coserve.batch import (
+    BatchLimits,
+    BatchObject,
+    BatchService,
+    CoserveOptions,
+    CreateBatch,
+    FileObject,
+)
+
+T = TypeVar("T")
+OWNER = "owner"
+FINAL = ("completed", "failed", "expired", "cancelled")
+
+
+def line(custom_id: str, **body: Any) -> str:
+    """A valid line."""
+    fields = {"prompt": custom_id} | body
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": ENDPOINT, "body": fields})
+
+
+def lines(count: int, prefix: str = "id", **body: Any) -> bytes:
+    """A valid file."""
+    return "".join(line(f"{prefix}-{n}", **body) + "\n" for n in range(1, count + 1)).encode()
+
+
+async def stream(content: bytes, chunk_bytes: int = 1 << 16) -> AsyncIterator[bytes]:
+    for start in range(0, len(content), chunk_bytes):
+        yield content[start : start + chunk_bytes]
+
+
+def wanted(input_file: FileObject | str, window: str = "24h", **options: Any) -> CreateBatch:
+    """A request for a batch; ``options`` are priority and weight."""
+    return CreateBatch(
+        input_file_id=input_file if isinstance(input_file, str) else input_file.id,
+        endpoint=ENDPOINT,
+        completion_window=window,
+        coserve=CoserveOptions(**options),
+    )
+
+
+@dataclass
+class Scene:
+    """A service, its engine and its time."""
+
+    service: BatchService
+    backend: ScriptedBackend
+    clock: ManualClock
+    directory: Path
+
+    async def upload(self, content: bytes, owner: str = OWNER) -> FileObject:
+        return await self.service.create_file(owner, "in.jsonl", "batch", stream(content))
+
+    async def create(self, content: bytes, window: str = "24h", **options: Any) -> BatchObject:
+        file = await self.upload(content)
+        return await self.service.create_batch(OWNER, wanted(file, window, **options))
+
+    async def reaches(self, batch_id: str, *statuses: str) -> BatchObject:
+        """Wait until the batch is in one of ``statuses``."""
+
+        async def look() -> BatchObject | None:
+            batch = await self.service.retrieve_batch(OWNER, batch_id)
+            assert batch.status in statuses or batch.status not in FINAL, batch
+            return batch if batch.status in statuses else None
+
+        return await self.eventually(look)
+
+    async def ends(self, batch_id: str) -> BatchObject:
+        """Wait until the batch is in a final state."""
+        return await self.reaches(batch_id, *FINAL)
+
+    async def eventually(self, look: Callable[[], Awaitable[T | None]]) -> T:
+        """Let time pass until ``look`` finds something."""
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + 60.0
+        while (found := await look()) is None:
+            assert loop.time() < give_up_s, "still waiting"
+            await asyncio.sleep(0.001)
+            self.clock.advance(0.05)
+        return found
+
+    async def in_flight(self, count: int) -> None:
+        """Wait until the engine has ``count`` requests."""
+        await self.clock.until(lambda: len(self.backend.in_flight) == count, f"{count} in flight")
+
+    async def content(self, file_id: str | None) -> bytes:
+        """A file's bytes; none when there is no file."""
+        if file_id is None:
+            return b""
+        content = await self.service.file_content(OWNER, file_id)
+        return b"".join([chunk async for chunk in content.chunks])
+
+    async def records(self, batch: BatchObject) -> dict[str, dict[str, Any]]:
+        """Every record of a batch by its custom id; fails when a line has two."""
+        found: dict[str, dict[str, Any]] = {}
+        for file_id in (batch.output_file_id, batch.error_file_id):
+            for text in (await self.content(file_id)).splitlines():
+                record = json.loads(text)
+                assert record["custom_id"] not in found, f"two records: {record['custom_id']}"
+                found[record["custom_id"]] = record
+        return found
+
+
+async def opened(
+    directory: Path,
+    backend: ScriptedBackend | None = None,
+    clock: ManualClock | None = None,
+    *,
+    record_events: bool = False,
+    **limits: Any,
+) -> Scene:
+    """A service on ``directory``, to be closed by the test."""
+    backend, clock = backend or ScriptedBackend(), clock or ManualClock()
+    service = await BatchService.open(
+        directory,
+        backend,
+        BatchLimits(**limits),
+        record_events=record_events,
+        clock=clock,
+        rng=random.Random(),
+    )
+    return Scene(service, backend, clock, directory)
+
+
+def play(scenario: Coroutine[Any, Any, T]) -> T:
+    """Run a scenario on an event loop of its own."""
+    return asyncio.run(scenario)

@@ -1,0 +1,97 @@
+"""An engine that answers as it is told, and generates what every run of it would."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from sglang_coserve.batch import BackendLoad, LineRequest, LineResult
+
+ENDPOINT = "/v1/completions"
+
+
+def tokens_of(custom_id: str, count: int) -> list[int]:
+    """The first ``count`` tokens that are generated for a line."""
+    return [
+        int.from_bytes(blake2b(f"{custom_id}/{n}".encode(), digest_size=4).digest())
+        for n in range(count)
+    ]
+
+
+def answer(request: LineRequest) -> LineResult:
+    """What is answered to ``request``: all of its tokens, whoever generated them."""
+    count = request.body.get("max_tokens", 4)
+    tokens = tokens_of(request.custom_id, count)
+    usage = {"prompt_tokens": 3, "completion_tokens": count}
+    body = {"choices": [{"text": " ".join(map(str, tokens))}], "usage": usage}
+    return LineResult(200, f"cmpl-{request.custom_id}", body)
+
+
+def failure(status_code: int, *, is_retryable: bool = False) -> LineResult:
+    """What is answered when it went wrong."""
+    return LineResult(status_code, "cmpl-x", {"error": {"message": "no"}}, is_retryable)
+
+
+@dataclass(eq=False)
+class InFlight:
+    """A request that the engine has."""
+
+    request: LineRequest
+    on_tokens: Callable[[Sequence[int]], None]
+    result: asyncio.Future[LineResult]
+    generated: int = 0
+
+    def generate(self, count: int) -> None:
+        """Generate ``count`` more tokens."""
+        custom_id = self.request.custom_id
+        self.on_tokens(tokens_of(custom_id, self.generated + count)[self.generated :])
+        self.generated += count
+
+    def finish(self, result: LineResult | None = None) -> None:
+        """Answer the request."""
+        if not self.result.done():
+            self.result.set_result(result or answer(self.request))
+
+
+@dataclass
+class ScriptedBackend:
+    """Answers at once, or holds requests until the test answers them."""
+
+    holds: bool = False
+    answers: Callable[[LineRequest], LineResult] = answer
+    tokens_per_s: float | None = None
+    max_in_flight: int | None = None
+    model: str = "scripted"
+    endpoints: frozenset[str] = frozenset({ENDPOINT, "/v1/chat/completions"})
+    in_flight: list[InFlight] = field(default_factory=list)
+    started: list[LineRequest] = field(default_factory=list)
+    aborted: list[LineRequest] = field(default_factory=list)
+
+    async def run(
+        self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
+    ) -> LineResult:
+        self.started.append(request)
+        count = len(request.generated)
+        assert list(request.generated) == tokens_of(request.custom_id, count), "not its tokens"
+        if not self.holds:
+            await asyncio.sleep(0)
+            return self.answers(request)
+        entry = InFlight(request, on_tokens, asyncio.Future(), count)
+        self.in_flight.append(entry)
+        try:
+            return await entry.result
+        except asyncio.CancelledError:
+            self.aborted.append(request)
+            raise
+        finally:
+            self.in_flight.remove(entry)
+
+    def load(self) -> BackendLoad:
+        return BackendLoad(self.tokens_per_s, self.max_in_flight)
+
+    def held(self, custom_id: str) -> InFlight:
+        """The request of a line that is in flight."""
+        (entry,) = (e for e in self.in_flight if e.request.custom_id == custom_id)
+        return entry

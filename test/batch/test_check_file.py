@@ -1,0 +1,144 @@
+"""What is found wrong with an input file, and that nothing in one can hurt the check."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batch.scenarios import line, lines
+from batch.scripted_backend import ENDPOINT
+from sglang_coserve.batch import BatchLimits, StorageError
+from sglang_coserve.batch.record import LineFault
+from sglang_coserve.batch.state import Failed, Validated
+from sglang_coserve.batch.validation import validate
+from sglang_coserve.jsonl.check_file import CheckLimits, FileReport, check_file
+from sglang_coserve.jsonl.request_line import estimate_tokens
+
+LIMITS = CheckLimits(max_lines=1000, max_line_bytes=4000, max_faults=5)
+
+
+def check(content: bytes, limits: CheckLimits = LIMITS) -> FileReport:
+    return check_file(io.BytesIO(content), ENDPOINT, limits)
+
+
+def codes(content: bytes, limits: CheckLimits = LIMITS) -> list[tuple[str, int | None]]:
+    return [(fault.code, fault.line) for fault in check(content, limits).faults]
+
+
+def a_line(**fields: Any) -> bytes:
+    valid = {"custom_id": "a", "method": "POST", "url": ENDPOINT, "body": {"prompt": "x"}}
+    given = {name: value for name, value in (valid | fields).items() if value is not ...}
+    return json.dumps(given).encode()
+
+
+def test_a_good_file() -> None:
+    report = check(lines(3, max_tokens=100))
+    assert report.requests == 3
+    assert not report.faults
+    assert 300 < report.estimated_tokens < 400
+
+
+@pytest.mark.parametrize(
+    "ending", [b"\n", b"\r\n", b"\n\n \t\n"], ids=["plain", "windows", "blank lines"]
+)
+@pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf", b"\n"], ids=["", "bom", "blank"])
+@pytest.mark.parametrize("end", [b"", b"\n"], ids=["no last ending", "last ending"])
+def test_endings_marks_and_blank_lines_do_not_matter(
+    start: bytes, ending: bytes, end: bytes
+) -> None:
+    report = check(start + ending.join(lines(3).splitlines()) + end)
+    assert (report.requests, report.faults) == (3, [])
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"{", "invalid_json"),
+        (b'{"custom_id": NaN}', "invalid_json"),
+        (b'{"custom_id":"\xff"}', "invalid_utf8"),
+        (b'{"custom_id":"\\ud800"}', "invalid_json"),
+        (b"\x00\x01\x02", "invalid_json"),
+        (b"[" * 2000 + b"]" * 2000, "invalid_json"),
+        (b'{"a":' * 500 + b"1" + b"}" * 500, "missing_field"),
+        (b"[]", "invalid_line"),
+        (b"null", "invalid_line"),
+        (a_line(custom_id=...), "missing_field"),
+        (a_line(custom_id=7), "invalid_custom_id"),
+        (a_line(custom_id=""), "invalid_custom_id"),
+        (a_line(method="GET"), "invalid_method"),
+        (a_line(url="/v1/chat/completions"), "mismatched_url"),
+        (a_line(url=["/v1/completions"]), "mismatched_url"),
+        (a_line(body="{}"), "invalid_body"),
+        (a_line(body=None), "invalid_body"),
+        (b"x" * 5000, "line_too_long"),
+    ],
+)
+def test_a_bad_line_is_named(content: bytes, code: str) -> None:
+    good = line("good").encode()
+    assert codes(b"\n".join([good, b"", content, line("last").encode()])) == [(code, 3)]
+
+
+def test_a_short_line_of_too_many_values_is_never_parsed() -> None:
+    bomb = b'{"custom_id":"a","body":{"prompt":[' + b"[]," * 1_000_000 + b"[]]}}"
+    limits = CheckLimits(10, 1 << 30, 10)
+    assert codes(bomb, limits) == [("line_too_complex", 1)]
+    text = a_line(body={"prompt": "x" * 2_000_000})
+    assert codes(text, limits) == []
+
+
+def test_the_second_of_two_lines_with_an_id_is_the_duplicate() -> None:
+    content = "\n".join([line("a"), line("b"), line("a"), line("A")]).encode()
+    assert codes(content) == [("duplicate_custom_id", 3)]
+
+
+def test_faults_and_lines_are_limited() -> None:
+    assert [code for code, _ in codes(b"x\n" * 100)] == ["invalid_json"] * 5 + ["too_many_errors"]
+    assert codes(lines(1001)) == [("too_many_requests", None)]
+    assert codes(lines(1000)) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xef\xbb\xbf", b" \r\n"])
+def test_an_empty_file(content: bytes) -> None:
+    assert codes(content) == [("empty_file", None)]
+
+
+def test_utf16_is_named_once() -> None:
+    assert codes("{}\n{}".encode("utf-16")) == [("invalid_utf8", None)]
+
+
+@settings(deadline=None)
+@given(content=st.binary(max_size=300))
+def test_any_bytes_give_a_report(content: bytes) -> None:
+    report = check(content)
+    assert report.faults, "no such bytes are a batch"
+
+
+@settings(deadline=None)
+@given(body=st.dictionaries(st.sampled_from(["max_tokens", "n"]), st.integers() | st.text()))
+def test_an_estimate_is_positive_and_bounded(body: dict[str, Any]) -> None:
+    assert 1 <= estimate_tokens(100, body) <= 10_000_100
+
+
+def test_the_process_says_what_the_function_says(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(lines(20))
+    found = asyncio.run(validate(path, ENDPOINT, BatchLimits()))
+    assert found == Validated(20, check(lines(20)).estimated_tokens)
+    path.write_bytes(lines(1) + b"{\n")
+    found = asyncio.run(validate(path, ENDPOINT, BatchLimits()))
+    assert isinstance(found, Failed)
+    (fault,) = found.faults
+    assert isinstance(fault, LineFault)
+    assert (fault.code, fault.line) == ("invalid_json", 2)
+
+
+def test_a_check_that_cannot_be_made_is_no_verdict(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="No such file"):
+        asyncio.run(validate(tmp_path / "gone", ENDPOINT, BatchLimits()))

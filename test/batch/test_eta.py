@@ -1,0 +1,145 @@
+"""When batches will be complete: against a simulation, and in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batch.test_state import a_batch
+from sglang_coserve.batch.errors import BatchRequestError
+from sglang_coserve.batch.eta import Work, completion_delays_s, outlooks, remaining_tokens
+from sglang_coserve.batch.limits import BatchLimits
+from sglang_coserve.batch.record import BatchRecord, Progress, Usage
+from sglang_coserve.batch.render import batch_object
+from sglang_coserve.batch.retry import RetryPolicy
+from sglang_coserve.batch.window import window_s
+from sglang_coserve.errors import ConfigError
+
+works = st.lists(
+    st.builds(
+        Work,
+        tokens=st.floats(0, 1000),
+        priority=st.integers(0, 2),
+        weight=st.sampled_from([0.25, 1.0, 4.0]),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+def simulated(batches: list[Work], tokens_per_s: float) -> list[float]:
+    """Serve the highest priority by weight, from one completion to the next."""
+    left = [work.tokens for work in batches]
+    ended = [0.0 if not tokens else -1.0 for tokens in left]
+    now_s = 0.0
+    while any(at < 0 for at in ended):
+        pending = [i for i, at in enumerate(ended) if at < 0]
+        top = max(batches[i].priority for i in pending)
+        served = [i for i in pending if batches[i].priority == top]
+        total = sum(batches[i].weight for i in served)
+        step_s = min(left[i] * total / batches[i].weight for i in served) / tokens_per_s
+        now_s += step_s
+        for i in served:
+            left[i] -= step_s * tokens_per_s * batches[i].weight / total
+            if left[i] <= 1e-9 * (1 + batches[i].tokens):
+                ended[i] = now_s
+    return ended
+
+
+@settings(deadline=None)
+@given(batches=works, tokens_per_s=st.sampled_from([0.5, 10.0, 5000.0]))
+def test_delays_are_those_of_a_simulation(batches: list[Work], tokens_per_s: float) -> None:
+    delays = completion_delays_s(batches, tokens_per_s)
+    for work, delay, expected in zip(
+        batches, delays, simulated(batches, tokens_per_s), strict=True
+    ):
+        if work.tokens:
+            assert delay == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    total_s = sum(work.tokens for work in batches) / tokens_per_s
+    assert max(delays) == pytest.approx(total_s)
+
+
+def served(**changes: object) -> BatchRecord:
+    return replace(a_batch(), total_lines=100, estimated_tokens=1000, **changes)  # type: ignore[arg-type]
+
+
+def test_what_is_left_is_corrected_by_what_was_served() -> None:
+    assert remaining_tokens(served()) == 1000
+    done = Progress(completed=80, usage=Usage(0, 0, 1600), estimated_tokens=800)
+    # 80 lines took twice as long as expected, and the estimate weighs as much as 20 lines.
+    assert remaining_tokens(served(progress=done)) == pytest.approx(200 * 1.8)
+    assert remaining_tokens(a_batch()) == 0
+
+
+def test_an_unknown_rate_gives_no_eta() -> None:
+    outlook = outlooks([served()], None, 0.0)["batch_1"]
+    assert outlook.eta_s is None and not outlook.is_urgent and not outlook.is_late
+
+
+def test_a_window_that_cannot_be_kept_is_told_in_words() -> None:
+    batch = served(expires_at_s=100.0)
+    outlook = outlooks([batch], 5.0, 0.0)["batch_1"]
+    shown = batch_object(batch, outlook, None).coserve
+    assert (shown.eta, shown.rate_tokens_per_s) == (200, 5.0)
+    assert shown.warning is not None
+    assert "expected to be complete at 1970-01-01T00:03:20+00:00, 100 s after" in shown.warning
+    assert batch_object(batch, outlook, "disk full").coserve.warning == "disk full"
+    in_time = outlooks([batch], 50.0, 0.0)["batch_1"]
+    assert batch_object(batch, in_time, None).coserve.warning is None
+
+
+def test_only_a_window_that_going_first_can_keep_is_urgent() -> None:
+    """1,000 tokens each at 10 tokens/s: 100 s alone, 200 s together."""
+    others = served(id="batch_2", expires_at_s=10_000.0)
+    for expires_at_s, is_urgent in ((90.0, False), (150.0, True), (215.0, True), (250.0, False)):
+        batch = served(expires_at_s=expires_at_s)
+        found = outlooks([batch, others], 10.0, 0.0)
+        assert found["batch_1"].is_urgent == is_urgent, expires_at_s
+        assert not found["batch_2"].is_urgent
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("24h", 86400),
+        ("30m", 1800),
+        ("7d", 604800),
+        ("1h30m", 5400),
+        ("90s", 90),
+        ("1d1h1m1s", 90061),
+    ],
+)
+def test_windows(text: str, seconds: float) -> None:
+    assert window_s(text, 366 * 86400) == seconds
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "24", "h", "-1h", "1.5h", "1 h", "1H", "24hours", "0s", "367d", "9" * 50 + "d", "٣h"],
+)
+def test_what_is_no_window(text: str) -> None:
+    with pytest.raises(BatchRequestError, match="completion_window") as caught:
+        window_s(text, 366 * 86400)
+    assert caught.value.param == "completion_window"
+
+
+class HalfRandom:
+    """The middle of every range."""
+
+    def uniform(self, low: float, high: float) -> float:
+        return (low + high) / 2
+
+
+def test_retries_wait_longer_and_end() -> None:
+    policy = RetryPolicy(max_attempts=5, first_delay_s=1.0, max_delay_s=3.0)
+    delays = [policy.delay_s(failures, HalfRandom()) for failures in range(1, 6)]  # type: ignore[arg-type]
+    assert delays == [0.75, 1.5, 2.25, 2.25, None]
+
+
+@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
+def test_limits_are_positive(value: float) -> None:
+    with pytest.raises(ConfigError, match="max_window_s must be greater than 0"):
+        BatchLimits(max_window_s=value)

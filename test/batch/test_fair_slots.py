@@ -1,0 +1,214 @@
+"""Whose line is next, and that nothing is lost when somebody leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_coserve.batch.fair_slots import FairSlots, Lane
+
+
+async def keep_sending(
+    slots: FairSlots, lane: Lane, name: str, tokens: int, served: Counter[str], lines: int
+) -> None:
+    """Send lines one after the other as fast as the slots allow."""
+    slots.join(lane)
+
+    async def one_line() -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        served[name] += tokens
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(lines):
+            await slots.acquire(lane, 1, tokens)
+            task = group.create_task(one_line())
+            task.add_done_callback(lambda _: slots.release(lane, 1, tokens, tokens))
+    slots.leave(lane)
+
+
+@settings(deadline=None)
+@given(
+    lanes=st.lists(
+        st.tuples(st.sampled_from([0.5, 1.0, 3.0]), st.integers(1, 50)), min_size=2, max_size=4
+    ),
+    max_lines=st.integers(1, 3),
+)
+def test_lanes_share_by_weight_to_within_one_line(
+    lanes: list[tuple[float, int]], max_lines: int
+) -> None:
+    """All lanes want more than they get, so that their shares can be compared at any moment."""
+
+    async def scenario() -> None:
+        slots = FairSlots(lambda: max_lines, 1000)
+        members = [Lane(0, weight, 0.0) for weight, _ in lanes]
+        served: Counter[str] = Counter()
+        senders = [
+            asyncio.create_task(keep_sending(slots, lane, str(i), tokens, served, 10_000))
+            for i, (lane, (_, tokens)) in enumerate(zip(members, lanes, strict=True))
+        ]
+        for _ in range(200):
+            await asyncio.sleep(0)
+            levels = [lane.taken_per_weight for lane in members]
+            bound = max(tokens / weight for weight, tokens in lanes) + 1e-6
+            assert max(levels) - min(levels) <= bound
+            assert slots.lines_in_flight <= max_lines
+        for sender in senders:
+            sender.cancel()
+        await asyncio.gather(*senders, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def order_of(lanes: dict[str, Lane], running: Lane) -> list[str]:
+    """The order in which waiting lanes are served when slots come free one at a time."""
+
+    async def scenario() -> list[str]:
+        slots = FairSlots(lambda: 1, 1000)
+        slots.join(running)
+        await slots.acquire(running, 1, 1)
+        order: list[str] = []
+
+        async def wait(name: str, lane: Lane) -> None:
+            slots.join(lane)
+            await slots.acquire(lane, 1, 1)
+            order.append(name)
+            slots.release(lane, 1, 1, 1)
+
+        waiting = [asyncio.create_task(wait(name, lane)) for name, lane in lanes.items()]
+        await asyncio.sleep(0)
+        slots.release(running, 1, 1, 1)
+        await asyncio.gather(*waiting)
+        return order
+
+    return asyncio.run(scenario())
+
+
+def urgent(deadline_s: float, priority: int = 0) -> Lane:
+    lane = Lane(priority, 1.0, deadline_s)
+    lane.is_urgent = True
+    return lane
+
+
+def test_urgent_lanes_go_first_then_priorities() -> None:
+    lanes = {
+        "low": Lane(-1, 1.0, 1.0),
+        "normal": Lane(0, 1.0, 1.0),
+        "high": Lane(5, 1.0, 9.0),
+        "late": urgent(20.0),
+        "soon": urgent(10.0, priority=-5),
+    }
+    assert order_of(lanes, Lane(0, 1.0, 0.0)) == ["soon", "late", "high", "normal", "low"]
+
+
+def test_having_been_away_earns_nothing() -> None:
+    async def scenario() -> None:
+        slots = FairSlots(lambda: 1, 1000)
+        busy, away = Lane(0, 1.0, 0.0), Lane(0, 1.0, 0.0)
+        slots.join(away)
+        slots.join(busy)
+        for _ in range(100):
+            await slots.acquire(busy, 1, 10)
+            slots.release(busy, 1, 10, 10)
+        await slots.acquire(busy, 1, 10)
+        waiting = asyncio.create_task(slots.acquire(away, 1, 10))
+        await asyncio.sleep(0)
+        slots.release(busy, 1, 10, 10)
+        await waiting
+        assert away.taken_per_weight > 1000
+
+    asyncio.run(scenario())
+
+
+def test_an_estimate_that_was_wrong_is_forgotten() -> None:
+    async def scenario() -> None:
+        slots = FairSlots(lambda: 1, 1000)
+        old, new = Lane(0, 1.0, 0.0), Lane(0, 1.0, 0.0)
+        slots.join(old)
+        await slots.acquire(old, 1, 1000)
+        assert old.taken_per_weight == 1000
+        slots.join(new)
+        slots.release(old, 1, 1000, 3)
+        assert (old.taken_per_weight, new.taken_per_weight) == (3, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_large_line_goes_alone_and_bytes_are_bounded() -> None:
+    async def scenario() -> None:
+        slots = FairSlots(lambda: 100, 10)
+        lane = Lane(0, 1.0, 0.0)
+        slots.join(lane)
+        await slots.acquire(lane, 50, 1)
+        waiting = asyncio.create_task(slots.acquire(lane, 4, 1))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        slots.release(lane, 50, 1, 1)
+        await waiting
+        await slots.acquire(lane, 6, 1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(slots.acquire(lane, 1, 1), 0.01)
+        assert (slots.lines_in_flight, slots.bytes_in_flight) == (2, 10)
+
+    asyncio.run(scenario())
+
+
+def test_the_engine_may_want_fewer_lines_but_never_none() -> None:
+    async def scenario() -> None:
+        slots = FairSlots(lambda: 0, 10)
+        lane = Lane(0, 1.0, 0.0)
+        slots.join(lane)
+        await slots.acquire(lane, 1, 1)
+        slots.release(lane, 1, 1, 1)
+        assert slots.lines_in_flight == 0
+
+    asyncio.run(scenario())
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_cancelled_waits_leak_nothing(data: st.DataObject) -> None:
+    async def scenario() -> None:
+        slots = FairSlots(lambda: 2, 1000)
+        lanes = [Lane(0, 1.0, 0.0) for _ in range(4)]
+        served: Counter[str] = Counter()
+        senders = [
+            asyncio.create_task(keep_sending(slots, lane, str(i), 1, served, 20))
+            for i, lane in enumerate(lanes)
+        ]
+        for sender in senders[:3]:
+            for _ in range(data.draw(st.integers(0, 12))):
+                await asyncio.sleep(0)
+            sender.cancel()
+        await asyncio.gather(*senders, return_exceptions=True)
+        assert served["3"] == 20
+        assert (slots.lines_in_flight, slots.bytes_in_flight) == (0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_grant_that_nobody_takes_is_given_to_the_next() -> None:
+    async def scenario() -> None:
+        slots = FairSlots(lambda: 1, 1000)
+        first, second, third = (Lane(0, 1.0, 0.0) for _ in range(3))
+        for lane in (first, second, third):
+            slots.join(lane)
+        await slots.acquire(first, 1, 1)
+        leaving = asyncio.create_task(slots.acquire(second, 1, 1))
+        staying = asyncio.create_task(slots.acquire(third, 1, 1))
+        await asyncio.sleep(0)
+        before = second.taken_per_weight
+        slots.release(first, 1, 1, 1)
+        # After the slot is granted, and before the waiter has run again.
+        asyncio.get_running_loop().call_soon(leaving.cancel)
+        await staying
+        assert leaving.cancelled()
+        assert slots.lines_in_flight == 1
+        assert second.taken_per_weight == before
+        slots.release(third, 1, 1, 1)
+
+    asyncio.run(scenario())

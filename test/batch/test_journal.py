@@ -1,0 +1,180 @@
+"""Generated tokens come back after a crash, or are forgotten, but are never wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from sglang_coserve.batch import StorageError
+from sglang_coserve.batch.journal import TokenJournal
+from sglang_coserve.batch.line_bitmap import LineBitmap
+
+COMPACT_BYTES = 300
+LINES = st.integers(1, 5)
+TOKENS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=8)
+
+
+def bitmap(*lines: int) -> LineBitmap:
+    finished = LineBitmap()
+    for line in lines:
+        finished.add(line)
+    return finished
+
+
+def a_journal(path: Path, model: str = "m") -> TokenJournal:
+    return TokenJournal(path, model, COMPACT_BYTES)
+
+
+def write(journal: TokenJournal) -> None:
+    journal.write(*journal.take_unwritten())
+
+
+class JournalWithCrashes(RuleBasedStateMachine):
+    """Crashes lose what was not written, and a cut file loses its last entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = TemporaryDirectory()
+        self.path = Path(self.directory.name) / "journal"
+        self.journal = a_journal(self.path)
+        self.expected: dict[int, list[int]] = {}
+        self.written: dict[int, list[int]] = {}
+        self.finished = LineBitmap()
+
+    def teardown(self) -> None:
+        self.directory.cleanup()
+
+    @rule(line=LINES, tokens=TOKENS)
+    def tokens_are_generated(self, line: int, tokens: list[int]) -> None:
+        if line not in self.finished:
+            self.journal.add(line, tokens)
+            self.expected.setdefault(line, []).extend(tokens)
+
+    @rule()
+    def tokens_are_written(self) -> None:
+        if self.journal.has_unwritten:
+            write(self.journal)
+            self.written = {line: [*tokens] for line, tokens in self.expected.items()}
+
+    @rule(line=LINES)
+    def a_line_finishes(self, line: int) -> None:
+        if len(self.finished) < 3:
+            self.finished.add(line)
+            self.journal.drop(line)
+            self.expected.pop(line, None)
+
+    @rule()
+    def a_crash(self) -> None:
+        self.journal = a_journal(self.path)
+        self.journal.load(self.finished)
+        self.expected = {
+            line: tokens for line, tokens in self.written.items() if line not in self.finished
+        }
+        self.written = {line: [*tokens] for line, tokens in self.expected.items()}
+
+    @rule(cut_bytes=st.integers(1, 200))
+    def a_crash_that_cuts_the_file(self, cut_bytes: int) -> None:
+        if self.path.exists():
+            content = self.path.read_bytes()
+            self.path.write_bytes(content[: max(0, len(content) - cut_bytes)])
+        journal = a_journal(self.path)
+        journal.load(self.finished)
+        for line in range(1, 6):
+            kept = list(journal.tokens(line))
+            assert kept == self.written.get(line, [])[: len(kept)]
+            self.expected[line] = kept
+        self.written = {line: [*tokens] for line, tokens in self.expected.items()}
+        self.journal = journal
+
+    @invariant()
+    def every_token_is_known(self) -> None:
+        for line in range(1, 6):
+            assert list(self.journal.tokens(line)) == self.expected.get(line, [])
+
+    @invariant()
+    def finished_lines_do_not_pile_up(self) -> None:
+        if self.path.exists():
+            live_bytes = sum(12 + 4 * len(tokens) for tokens in self.expected.values())
+            one_write_bytes = 5 * (12 + 4 * 8 * 50)
+            assert self.path.stat().st_size <= max(COMPACT_BYTES, 2 * live_bytes) + one_write_bytes
+
+
+TestJournalWithCrashes = JournalWithCrashes.TestCase
+TestJournalWithCrashes.settings = settings(deadline=None)
+
+
+@settings(deadline=None)
+@given(position=st.integers(0, 200), flip=st.integers(1, 255))
+def test_a_damaged_byte_costs_tokens_but_makes_none(
+    tmp_path_factory: pytest.TempPathFactory, position: int, flip: int
+) -> None:
+    path = tmp_path_factory.mktemp("journal") / "j"
+    journal = a_journal(path)
+    for start in (0, 10, 20):
+        journal.add(1, list(range(start, start + 10)))
+        write(journal)
+    content = bytearray(path.read_bytes())
+    position %= len(content)
+    content[position] ^= flip
+    path.write_bytes(content)
+    journal = a_journal(path)
+    journal.load(bitmap())
+    tokens = list(journal.tokens(1))
+    assert tokens == list(range(len(tokens)))
+    assert len(tokens) in (0, 10, 20)
+    journal.add(1, [7])
+    write(journal)
+    again = a_journal(path)
+    again.load(bitmap())
+    assert list(again.tokens(1)) == [*tokens, 7]
+
+
+def test_finished_lines_are_not_loaded(tmp_path: Path) -> None:
+    journal = a_journal(tmp_path / "j")
+    for line in (1, 2):
+        journal.add(line, [line])
+    write(journal)
+    again = a_journal(tmp_path / "j")
+    again.load(bitmap(1))
+    assert (again.tokens(1), again.tokens(2)) == ((), (2,))
+
+
+def test_the_tokens_of_another_model_mean_nothing(tmp_path: Path) -> None:
+    journal = a_journal(tmp_path / "j", model="one")
+    journal.add(1, [1, 2])
+    write(journal)
+    other = a_journal(tmp_path / "j", model="two")
+    other.load(bitmap())
+    assert other.tokens(1) == ()
+
+
+def test_deleting_what_is_not_there_is_no_error(tmp_path: Path) -> None:
+    journal = a_journal(tmp_path / "j")
+    journal.add(1, [1])
+    write(journal)
+    journal.delete()
+    journal.delete()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_named() -> None:
+    journal = a_journal(Path("/dev/full"))
+    journal.add(1, [1])
+    with pytest.raises(StorageError, match="No space left"):
+        write(journal)
+
+
+@settings(deadline=None)
+@given(lines=st.sets(st.integers(0, 5000)))
+def test_a_bitmap_is_a_set(lines: set[int]) -> None:
+    finished = LineBitmap()
+    for line in lines:
+        assert finished.add(line)
+        assert not finished.add(line)
+    assert len(finished) == len(lines)
+    assert {line for line in range(5100) if line in finished} == lines

@@ -1,0 +1,201 @@
+"""Records that were written whole are kept, and nothing else is, wherever a crash cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_coserve.batch import LineResult, StorageError
+from sglang_coserve.batch.record import Progress, Usage
+from sglang_coserve.batch.result_log import Recovered, ResultLog
+from sglang_coserve.batch.result_record import (
+    encode_result,
+    encode_unserved,
+    record_line,
+    usage_in_record,
+    usage_of,
+)
+
+BATCH = "batch_" + "ab" * 12
+OTHER = "batch_" + "cd" * 12
+
+
+def record(line: int, tokens: int = 5) -> bytes:
+    usage = {"prompt_tokens": tokens, "completion_tokens": 1}
+    return encode_result(BATCH, line, f"id-{line}", LineResult(200, "r", {"usage": usage}))
+
+
+def unserved(line: int) -> bytes:
+    return encode_unserved(BATCH, line, f"id-{line}", "batch_expired", "too late")
+
+
+def a_log(directory: Path) -> ResultLog:
+    return ResultLog(BATCH, directory / "output", directory / "errors", lambda: None)
+
+
+def lines_in(recovered: Recovered, last: int) -> list[int]:
+    return [line for line in range(1, last + 1) if line in recovered.finished]
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_a_file_cut_off_anywhere_keeps_its_whole_records(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    directory = tmp_path_factory.mktemp("log")
+    output = [record(line, tokens=line) for line in range(1, 6)]
+    errors = [unserved(line) for line in range(6, 9)]
+    counted = data.draw(st.integers(0, 5), label="records that the store counted")
+    kept_bytes = len(b"".join(output[:counted]))
+    cut = data.draw(st.integers(kept_bytes, len(b"".join(output))), label="cut at byte")
+    garbage = data.draw(st.sampled_from([b"", b"\0" * 100, b"\0\n\0\n"]))
+    (directory / "output").write_bytes(b"".join(output)[:cut] + garbage)
+    (directory / "errors").write_bytes(b"".join(errors))
+    committed = Progress(
+        completed=counted,
+        output_bytes=kept_bytes,
+        usage=Usage(input_tokens=sum(range(1, counted + 1)), output_tokens=counted),
+    )
+
+    recovered = a_log(directory).recover(committed, 10)
+
+    whole = sum(len(b"".join(output[:n])) <= cut for n in range(1, 6))
+    assert lines_in(recovered, 8) == [*range(1, whole + 1), 6, 7, 8]
+    assert recovered.progress == Progress(
+        completed=whole,
+        failed=3,
+        output_bytes=len(b"".join(output[:whole])),
+        error_bytes=len(b"".join(errors)),
+        usage=Usage(input_tokens=sum(range(1, whole + 1)), output_tokens=whole),
+        estimated_tokens=10 * (whole - counted + 3),
+    )
+    assert (directory / "output").read_bytes() == b"".join(output[:whole])
+    assert a_log(directory).recover(recovered.progress, 10).progress == recovered.progress
+
+
+def test_what_is_appended_is_recovered(tmp_path: Path) -> None:
+    log = a_log(tmp_path)
+    log.append(record(2) + record(9), b"")
+    log.append(b"", unserved(4))
+    log.append(record(1), b"")
+    recovered = log.recover(Progress(), 0)
+    assert lines_in(recovered, 10) == [1, 2, 4, 9]
+    assert recovered.progress.usage.total_tokens == 18
+
+
+def test_no_file_is_made_for_nothing(tmp_path: Path) -> None:
+    log = a_log(tmp_path)
+    log.append(b"", b"")
+    assert log.recover(Progress(), 0).progress == Progress()
+    assert not list(tmp_path.iterdir())
+
+
+def test_results_that_were_counted_and_are_gone_are_no_reason_to_start_over(tmp_path: Path) -> None:
+    committed = Progress(completed=2, output_bytes=len(record(1) + record(2)))
+    with pytest.raises(StorageError, match="output is gone"):
+        a_log(tmp_path).recover(committed, 0)
+    damaged = record(1) + record(2).replace(b'{"id"', b'{"ID"')
+    (tmp_path / "output").write_bytes(damaged)
+    with pytest.raises(StorageError, match="damaged after byte"):
+        a_log(tmp_path).recover(committed, 0)
+    assert (tmp_path / "output").read_bytes() == damaged
+
+
+def test_a_line_with_two_records_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "output").write_bytes(record(1))
+    (tmp_path / "errors").write_bytes(unserved(1))
+    with pytest.raises(StorageError, match="second record for line 1"):
+        a_log(tmp_path).recover(Progress(), 0)
+
+
+def test_a_full_disk_is_named() -> None:
+    log = ResultLog(BATCH, Path("/dev/full"), Path("/dev/full"), lambda: None)
+    with pytest.raises(StorageError, match="No space left on device"):
+        log.append(record(1), b"")
+
+
+@pytest.mark.parametrize(
+    "not_ours",
+    [
+        b"",
+        b"{}\n",
+        record(1).rstrip(),
+        record(1).replace(b"ab", b"cd"),
+        record(1).replace(b"_1", b"_0"),
+        record(1).replace(b"_1", b"_" + b"9" * 30),
+        b" " + record(1),
+    ],
+)
+def test_what_is_no_record_of_this_batch(not_ours: bytes) -> None:
+    assert record_line(record(1), BATCH) == 1
+    assert record_line(not_ours, BATCH) is None
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda children: (
+        st.lists(children, max_size=3) | st.dictionaries(st.text(), children, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None)
+@given(
+    line=st.integers(1, 10**8), custom_id=st.text(), body=st.dictionaries(st.text(), json_values)
+)
+def test_a_record_says_what_was_answered(line: int, custom_id: str, body: dict[str, Any]) -> None:
+    encoded = encode_result(BATCH, line, custom_id, LineResult(200, "req", body))
+    assert encoded.count(b"\n") == 1
+    assert record_line(encoded, BATCH) == line
+    assert record_line(encoded, OTHER) is None
+    fields = json.loads(encoded)
+    assert list(fields) == ["id", "custom_id", "response", "error"]
+    assert fields["custom_id"] == custom_id
+    assert fields["response"] == {"status_code": 200, "request_id": "req", "body": body}
+    assert usage_in_record(encoded) == usage_of(body)
+
+
+def test_half_a_character_has_a_record_too() -> None:
+    encoded = encode_result(BATCH, 1, "a", LineResult(200, "r", {"text": "\ud800", "n": 1 << 70}))
+    assert json.loads(encoded)["response"]["body"] == {"text": "\ud800", "n": 1 << 70}
+
+
+@pytest.mark.parametrize(
+    ("usage", "counted"),
+    [
+        (
+            {
+                "prompt_tokens": 5,
+                "completion_tokens": 7,
+                "prompt_tokens_details": {"cached_tokens": 2},
+                "completion_tokens_details": {"reasoning_tokens": 3},
+            },
+            Usage(5, 2, 7, 3),
+        ),
+        (
+            {
+                "input_tokens": 5,
+                "output_tokens": 7,
+                "input_tokens_details": {"cached_tokens": 2},
+                "output_tokens_details": {"reasoning_tokens": 3},
+            },
+            Usage(5, 2, 7, 3),
+        ),
+        ({"prompt_tokens": 5, "total_tokens": 5, "prompt_tokens_details": None}, Usage(5)),
+        ({"prompt_tokens": True, "completion_tokens": -1}, Usage()),
+        ("many", Usage()),
+        (None, Usage()),
+    ],
+)
+def test_every_api_counts_its_tokens_its_own_way(usage: object, counted: Usage) -> None:
+    assert usage_of({"usage": usage}) == counted

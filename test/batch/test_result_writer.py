@@ -1,0 +1,140 @@
+"""Group commit: on the disk first, then counted, together, and never twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batch.manual_clock import ManualClock
+from batch.test_result_log import BATCH, record, unserved
+from sglang_coserve.batch import StorageError
+from sglang_coserve.batch.record import Progress, Usage
+from sglang_coserve.batch.result_log import ResultLog
+from sglang_coserve.batch.result_writer import ResultWriter
+from sglang_coserve.batch.worker_threads import WorkerThreads
+
+
+@dataclass
+class Desk:
+    """A writer, and what it has committed."""
+
+    directory: Path
+    output: Path
+    clock: ManualClock = field(default_factory=ManualClock)
+    commits: list[Progress] = field(default_factory=list)
+    is_broken: bool = False
+
+    async def commit(self, progress: Progress) -> None:
+        if self.is_broken:
+            raise StorageError("no")
+        on_disk = self.output.stat().st_size if self.output.exists() else 0
+        assert on_disk >= progress.output_bytes, "counted before it was written"
+        self.commits.append(progress)
+
+    def add(self, writer: ResultWriter, line: int, *, is_ok: bool = True) -> None:
+        content = record(line, tokens=2) if is_ok else unserved(line)
+        usage = Usage(2, 0, 1, 0) if is_ok else Usage()
+        writer.add(content, is_ok=is_ok, usage=usage, estimated_tokens=4)
+
+
+def play(desk: Desk, scenario: Callable[[ResultWriter], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        threads = WorkerThreads("test", 1)
+        log = ResultLog(BATCH, desk.output, desk.directory / "errors", lambda: None)
+        try:
+            writer = ResultWriter(log, Progress(), desk.commit, threads, desk.clock, 1.0)
+            await scenario(writer)
+        finally:
+            await threads.close()
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path, tmp_path / "output")
+
+
+def test_results_of_one_interval_are_committed_together(desk: Desk) -> None:
+    async def scenario(writer: ResultWriter) -> None:
+        desk.add(writer, 1)
+        await asyncio.sleep(0.01)
+        desk.add(writer, 2)
+        desk.add(writer, 3, is_ok=False)
+        await asyncio.sleep(0.01)
+        assert desk.commits == []
+        await desk.clock.until(lambda: bool(desk.commits))
+        assert [(p.completed, p.failed) for p in desk.commits] == [(2, 1)]
+        desk.add(writer, 4)
+        await desk.clock.until(lambda: len(desk.commits) == 2)
+        await writer.close()
+        size_bytes = len(record(1, 2) * 3)
+        done = Progress(3, 1, size_bytes, len(unserved(3)), Usage(6, 0, 3, 0), 16)
+        assert desk.commits[-1] == done
+        assert desk.output.read_bytes() == record(1, 2) + record(2, 2) + record(4, 2)
+
+    play(desk, scenario)
+
+
+def test_closing_writes_what_waits(desk: Desk) -> None:
+    async def scenario(writer: ResultWriter) -> None:
+        desk.add(writer, 1)
+        await writer.close()
+        assert [p.completed for p in desk.commits] == [1]
+        assert desk.output.read_bytes() == record(1, 2)
+
+    play(desk, scenario)
+
+
+def test_a_writer_that_was_given_nothing_commits_what_it_began_with(desk: Desk) -> None:
+    async def scenario(writer: ResultWriter) -> None:
+        await writer.close()
+        assert desk.commits == [Progress()]
+
+    play(desk, scenario)
+
+
+def test_a_full_buffer_waits_for_the_disk_and_not_for_the_clock(desk: Desk) -> None:
+    async def scenario(writer: ResultWriter) -> None:
+        for line in range(1, 3):
+            padding = b" " * (3 << 20)
+            content = record(line).replace(b"null}", b"null" + padding + b"}")
+            writer.add(content, is_ok=True, usage=Usage(), estimated_tokens=0)
+        async with asyncio.timeout(30):
+            await writer.room()
+            while not desk.commits:
+                await asyncio.sleep(0.001)
+        assert desk.commits[-1].completed == 2
+        await writer.close()
+
+    play(desk, scenario)
+
+
+def test_a_failing_disk_is_told_to_everybody(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, Path("/dev/full"))
+
+    async def scenario(writer: ResultWriter) -> None:
+        telling = asyncio.create_task(writer.failure())
+        desk.add(writer, 1)
+        await desk.clock.until(telling.done)
+        for call in (telling, writer.room(), writer.close()):
+            with pytest.raises(StorageError, match="No space left"):
+                await call
+        assert desk.commits == []
+
+    play(desk, scenario)
+
+
+def test_what_could_not_be_counted_is_told(desk: Desk) -> None:
+    async def scenario(writer: ResultWriter) -> None:
+        desk.is_broken = True
+        desk.add(writer, 1)
+        with pytest.raises(StorageError, match="no"):
+            await writer.close()
+
+    play(desk, scenario)

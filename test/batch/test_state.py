@@ -1,0 +1,175 @@
+"""The life of a batch: every sequence of events leads somewhere legal, or changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sglang_coserve.batch.errors import ConflictError
+from sglang_coserve.batch.record import BatchRecord, LineFault, Progress, Status
+from sglang_coserve.batch.state import (
+    CancelAsked,
+    DeadlinePassed,
+    Event,
+    Failed,
+    Finalized,
+    LinesFinished,
+    PauseAsked,
+    Progressed,
+    ResumeAsked,
+    Validated,
+    transition,
+)
+
+USER_EVENTS = (CancelAsked(), PauseAsked(), ResumeAsked())
+LEGAL = {
+    Status.VALIDATING: {Status.IN_PROGRESS, Status.FAILED, Status.CANCELLING},
+    Status.IN_PROGRESS: {Status.FINALIZING, Status.FAILED, Status.CANCELLING},
+    Status.FINALIZING: {Status.COMPLETED, Status.EXPIRED, Status.FAILED},
+    Status.CANCELLING: {Status.CANCELLED, Status.FAILED},
+}
+
+
+def a_batch(**changes: object) -> BatchRecord:
+    batch = BatchRecord(
+        id="batch_1",
+        owner="o",
+        endpoint="/v1/completions",
+        input_file_id="file-1",
+        output_file_id="file-2",
+        error_file_id="file-3",
+        completion_window="1h",
+        metadata=None,
+        output_expires_after_s=None,
+        priority=0,
+        weight=1.0,
+        idempotency_key=None,
+        fingerprint="",
+        created_at_s=0.0,
+        expires_at_s=3600.0,
+    )
+    return replace(batch, **changes)  # type: ignore[arg-type]
+
+
+class LifeOfABatch(RuleBasedStateMachine):
+    """Events in any order a driver and its users can produce them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = a_batch()
+        self.now_s = 0.0
+        self.history = [self.batch.status]
+
+    def happens(self, event: Event) -> None:
+        self.now_s += 1.0
+        before = self.batch
+        self.batch = transition(before, event, self.now_s)
+        if self.batch.status is not before.status:
+            assert self.batch.status in LEGAL[before.status]
+            self.history.append(self.batch.status)
+            moment = f"{self.batch.status}_at_s"
+            assert getattr(before, moment) is None
+            assert getattr(self.batch, moment) == self.now_s
+
+    @rule(event=st.sampled_from(USER_EVENTS))
+    def a_user_asks(self, event: Event) -> None:
+        before = self.batch
+        pending = before.status in (Status.VALIDATING, Status.IN_PROGRESS)
+        if pending or (before.status is Status.CANCELLING and isinstance(event, CancelAsked)):
+            self.happens(event)
+        else:
+            with pytest.raises(ConflictError, match=f"it is {before.status}"):
+                transition(before, event, self.now_s)
+
+    @precondition(lambda self: self.batch.status is Status.VALIDATING)
+    @rule(total_lines=st.integers(1, 5))
+    def the_input_is_good(self, total_lines: int) -> None:
+        self.happens(Validated(total_lines, estimated_tokens=10 * total_lines))
+
+    @precondition(lambda self: not self.batch.status.is_final)
+    @rule()
+    def the_input_or_the_disk_is_bad(self) -> None:
+        self.happens(Failed((LineFault("invalid_json", "no", 3),)))
+        assert self.batch.faults
+
+    @precondition(lambda self: self.batch.progress.lines < self.batch.total_lines)
+    @rule(is_ok=st.booleans())
+    def a_line_finishes(self, is_ok: bool) -> None:
+        if self.batch.status in (Status.IN_PROGRESS, Status.FINALIZING, Status.CANCELLING):
+            progress = self.batch.progress
+            more = Progress(progress.completed + is_ok, progress.failed + (not is_ok))
+            self.happens(Progressed(more))
+            self.happens(Progressed(more))
+
+    @precondition(lambda self: self.batch.status is Status.IN_PROGRESS)
+    @rule()
+    def the_driver_looks(self) -> None:
+        if self.batch.progress.lines == self.batch.total_lines:
+            self.happens(LinesFinished())
+
+    @precondition(lambda self: self.batch.status is Status.IN_PROGRESS)
+    @rule()
+    def the_window_closes(self) -> None:
+        self.happens(DeadlinePassed())
+
+    @precondition(lambda self: self.batch.status is Status.FINALIZING)
+    @rule()
+    def the_files_are_complete(self) -> None:
+        self.happens(
+            Progressed(
+                replace(
+                    self.batch.progress,
+                    failed=self.batch.total_lines - self.batch.progress.completed,
+                )
+            )
+        )
+        self.happens(Finalized())
+
+    @precondition(lambda self: self.batch.status is Status.CANCELLING)
+    @rule()
+    def the_engine_has_let_go(self) -> None:
+        self.happens(Finalized())
+
+    @precondition(lambda self: self.batch.status.is_final)
+    @rule()
+    def nothing_happens_after_the_end(self) -> None:
+        for event in (Validated(1, 1), Progressed(Progress()), LinesFinished(), DeadlinePassed()):
+            with pytest.raises(AssertionError):
+                transition(self.batch, event, self.now_s)
+
+    @initialize()
+    def begins(self) -> None:
+        assert self.batch.status is Status.VALIDATING
+
+    @invariant()
+    def the_record_tells_its_history(self) -> None:
+        assert len(set(self.history)) == len(self.history), "a state was entered twice"
+        for field in fields(BatchRecord):
+            if field.name.endswith("_at_s") and field.name not in ("created_at_s", "expires_at_s"):
+                entered = Status(field.name.removesuffix("_at_s")) in self.history
+                assert (getattr(self.batch, field.name) is not None) == entered
+        if self.batch.status in (Status.COMPLETED, Status.EXPIRED):
+            assert self.batch.progress.lines == self.batch.total_lines
+        assert (self.batch.status is Status.FAILED) == bool(self.batch.faults)
+
+
+TestLifeOfABatch = LifeOfABatch.TestCase
+TestLifeOfABatch.settings = settings(deadline=None)
+
+
+def test_an_expired_batch_is_not_completed() -> None:
+    batch = transition(a_batch(), Validated(1, 10), 1.0)
+    batch = transition(batch, DeadlinePassed(), 2.0)
+    batch = transition(batch, Progressed(Progress(failed=1)), 3.0)
+    assert transition(batch, Finalized(), 4.0).status is Status.EXPIRED
+
+
+def test_pausing_is_idempotent_and_changes_no_status() -> None:
+    batch = transition(a_batch(), PauseAsked(), 1.0)
+    assert transition(batch, PauseAsked(), 2.0) == batch
+    assert batch.status is Status.VALIDATING
+    assert transition(batch, ResumeAsked(), 3.0) == a_batch()

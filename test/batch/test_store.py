@@ -1,0 +1,328 @@
+"""The database: what it refuses to open, what a transaction leaves, what a page holds."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batch.test_state import a_batch
+from sglang_coserve.batch import (
+    BatchRequestError,
+    ConflictError,
+    NotFoundError,
+    StorageError,
+    TooManyError,
+)
+from sglang_coserve.batch.record import FileRecord, LineFault, Progress, Status, Usage
+from sglang_coserve.batch.state import (
+    CancelAsked,
+    Failed,
+    Finalized,
+    LinesFinished,
+    Progressed,
+    Validated,
+)
+from sglang_coserve.batch.store import Store, batch_rows, event_rows, file_rows
+from sglang_coserve.batch.store.database import open_database
+from sglang_coserve.batch.store.migrations import MIGRATIONS
+from sglang_coserve.errors import StartupError
+
+
+@pytest.fixture
+def connection(tmp_path: Path) -> Iterator[sqlite3.Connection]:
+    connection = open_database(tmp_path / "db")
+    yield connection
+    connection.close()
+
+
+def a_file(file_id: str = "file-1", owner: str = "o", **changes: object) -> FileRecord:
+    file = FileRecord(
+        id=file_id,
+        owner=owner,
+        filename="in.jsonl",
+        purpose="batch",
+        size_bytes=10,
+        created_at_s=0.0,
+        expires_at_s=None,
+    )
+    return replace(file, **changes)  # type: ignore[arg-type]
+
+
+class TestOpening:
+    def test_what_was_committed_is_there_again(self, tmp_path: Path) -> None:
+        connection = open_database(tmp_path / "db")
+        file_rows.insert(connection, a_file())
+        connection.close()
+        connection = open_database(tmp_path / "db")
+        assert file_rows.find(connection, "o", "file-1", 0.0) == a_file()
+        connection.close()
+
+    def test_a_damaged_database_is_refused_and_left_alone(self, tmp_path: Path) -> None:
+        path = tmp_path / "db"
+        connection = open_database(path)
+        for number in range(200):
+            file_rows.insert(connection, a_file(f"file-{number}"))
+        connection.close()
+        content = bytearray(path.read_bytes())
+        for page in range(1, len(content) // 4096):
+            content[page * 4096 : page * 4096 + 200] = b"\xff" * 200
+        path.write_bytes(content)
+        with pytest.raises(StartupError, match=r"cannot use .*db: .*restore it, move it away"):
+            open_database(path)
+        assert path.read_bytes() == content
+
+    @pytest.mark.parametrize("content", [b"not a database at all" * 300, b"SQLite format 3\0abc"])
+    def test_another_file_is_refused(self, tmp_path: Path, content: bytes) -> None:
+        (tmp_path / "db").write_bytes(content)
+        with pytest.raises(StartupError, match="cannot use the batch database"):
+            open_database(tmp_path / "db")
+
+    def test_the_database_of_another_program_is_refused(self, tmp_path: Path) -> None:
+        other = sqlite3.connect(tmp_path / "db")
+        other.execute("CREATE TABLE users (name TEXT)")
+        other.close()
+        with pytest.raises(StartupError, match="another program"):
+            open_database(tmp_path / "db")
+
+    def test_a_later_schema_is_refused(self, tmp_path: Path) -> None:
+        open_database(tmp_path / "db", [*MIGRATIONS, ["CREATE TABLE later (x)"]]).close()
+        with pytest.raises(StartupError, match=r"schema is version 2, this program's 1"):
+            open_database(tmp_path / "db")
+
+    def test_an_earlier_schema_is_brought_up_to_date(self, tmp_path: Path) -> None:
+        connection = open_database(tmp_path / "db")
+        file_rows.insert(connection, a_file())
+        connection.close()
+        later = [*MIGRATIONS, ["ALTER TABLE files ADD COLUMN note TEXT"], ["SELECT 1"]]
+        connection = open_database(tmp_path / "db", later)
+        assert connection.execute("SELECT id, note FROM files").fetchall() == [("file-1", None)]
+        connection.close()
+        open_database(tmp_path / "db", later).close()
+
+    def test_a_migration_that_fails_changes_nothing(self, tmp_path: Path) -> None:
+        open_database(tmp_path / "db").close()
+        broken = [*MIGRATIONS, ["CREATE TABLE half (x)", "CREATE NONSENSE"]]
+        with pytest.raises(StartupError, match="syntax error"):
+            open_database(tmp_path / "db", broken)
+        connection = open_database(tmp_path / "db")
+        names = {row[0] for row in connection.execute("SELECT name FROM sqlite_schema")}
+        connection.close()
+        assert "half" not in names
+
+    def test_a_directory_that_is_not_there_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(StartupError, match="unable to open"):
+            open_database(tmp_path / "gone" / "db")
+
+
+def test_a_transaction_that_fails_leaves_no_trace(tmp_path: Path) -> None:
+    def insert_and_fail(connection: sqlite3.Connection) -> None:
+        file_rows.insert(connection, a_file())
+        raise ValueError("no")
+
+    async def scenario() -> None:
+        store = await Store.open(tmp_path / "db")
+        with pytest.raises(ValueError, match="no"):
+            await store.run(insert_and_fail)
+        assert not await store.run(file_rows.exists, "file-1")
+        await store.run(file_rows.insert, a_file())
+        with pytest.raises(StorageError, match="UNIQUE constraint"):
+            await store.run(file_rows.insert, a_file())
+        assert await store.run(file_rows.exists, "file-1")
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_full_disk_is_named_and_changes_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = await Store.open(tmp_path / "db")
+        pages = await store.run(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
+        await store._thread.run(lambda: store._connection.execute(f"PRAGMA max_page_count={pages}"))
+        with pytest.raises(StorageError, match="full"):
+            for number in range(1000):
+                await store.run(file_rows.insert, a_file(f"file-{number}", filename="x" * 200))
+        count = await store.run(lambda db: db.execute("SELECT count(*) FROM files").fetchone()[0])
+        assert count == number
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_batch_is_stored_as_it_is(connection: sqlite3.Connection) -> None:
+    file_rows.insert(connection, a_file())
+    batch = a_batch(
+        metadata={"a": "b'; DROP TABLE batches; --", "\u2603": ""},
+        idempotency_key="k",
+        output_expires_after_s=3600.0,
+        weight=2.5,
+        priority=-3,
+    )
+    batch_rows.create(connection, batch, 0.0, 10)
+    assert batch_rows.find(connection, batch.id) == batch
+    faults = (LineFault("invalid_json", "no", 3, None), LineFault("x", "y", None, "url"))
+    failed = batch_rows.apply(connection, batch.id, Failed(faults), 5.0)
+    assert failed == replace(batch, status=Status.FAILED, failed_at_s=5.0, faults=faults)
+    assert batch_rows.find(connection, batch.id, "o") == failed
+    assert batch_rows.unfinished(connection) == []
+
+
+def test_progress_moves_with_its_files(connection: sqlite3.Connection) -> None:
+    file_rows.insert(connection, a_file())
+    batch = a_batch(output_expires_after_s=3600.0)
+    batch_rows.create(connection, batch, 0.0, 10)
+    batch_rows.apply(connection, batch.id, Validated(2, 20), 1.0)
+    for file_id in (batch.output_file_id, batch.error_file_id):
+        assert not file_rows.exists(connection, file_id)
+    half = Progress(completed=1, output_bytes=50, usage=Usage(1, 2, 3, 4), estimated_tokens=10)
+    batch_rows.apply(connection, batch.id, Progressed(half), 2.0)
+    output = file_rows.find(connection, "o", batch.output_file_id, 2.0)
+    assert (output.size_bytes, output.purpose, output.expires_at_s) == (50, "batch_output", None)
+    assert not file_rows.exists(connection, batch.error_file_id)
+    whole = replace(half, failed=1, error_bytes=70)
+    batch_rows.apply(connection, batch.id, Progressed(whole), 3.0)
+    batch_rows.apply(connection, batch.id, LinesFinished(), 4.0)
+    done = batch_rows.apply(connection, batch.id, Finalized(), 5.0, outbox_id="evt_1")
+    assert done.progress == whole
+    assert file_rows.find(connection, "o", batch.output_file_id, 5.0).expires_at_s == 3605.0
+    assert file_rows.find(connection, "o", batch.error_file_id, 5.0).size_bytes == 70
+    (event,) = event_rows.due(connection, 5.0, 10)
+    assert (event.type, event.batch_id, event.owner) == ("batch.completed", batch.id, "o")
+
+
+def test_an_event_in_an_unexpected_state_does_nothing(connection: sqlite3.Connection) -> None:
+    file_rows.insert(connection, a_file())
+    batch_rows.create(connection, a_batch(), 0.0, 10)
+    cancelling = batch_rows.apply(connection, "batch_1", CancelAsked(), 1.0, owner="o")
+    late = Validated(1, 1)
+    expected = Status.VALIDATING
+    assert batch_rows.apply(connection, "batch_1", late, 2.0, expected=expected) == cancelling
+
+
+def test_what_a_batch_cannot_be_made_of(connection: sqlite3.Connection) -> None:
+    batch = a_batch()
+    with pytest.raises(NotFoundError, match="file-1"):
+        batch_rows.create(connection, batch, 0.0, 10)
+    file_rows.insert(connection, a_file(owner="somebody else"))
+    with pytest.raises(NotFoundError):
+        batch_rows.create(connection, batch, 0.0, 10)
+    file_rows.insert(connection, a_file("file-x", expires_at_s=10.0))
+    with pytest.raises(NotFoundError):
+        batch_rows.create(connection, a_batch(input_file_id="file-x"), 10.0, 10)
+    file_rows.insert(connection, a_file("file-y", purpose="batch_output"))
+    with pytest.raises(BatchRequestError, match="purpose"):
+        batch_rows.create(connection, a_batch(input_file_id="file-y"), 0.0, 10)
+    with pytest.raises(TooManyError, match="0 batches"):
+        batch_rows.create(connection, a_batch(input_file_id="file-x"), 0.0, 0)
+
+
+def test_idempotency_keys_belong_to_an_owner(connection: sqlite3.Connection) -> None:
+    for owner in ("o", "p"):
+        file_rows.insert(connection, a_file(f"file-{owner}", owner))
+    first = a_batch(input_file_id="file-o", idempotency_key="k", fingerprint="f")
+    assert batch_rows.create(connection, first, 0.0, 1) == (first, True)
+    again = replace(first, id="batch_2", created_at_s=9.0)
+    assert batch_rows.create(connection, again, 9.0, 1) == (first, False)
+    with pytest.raises(ConflictError, match="batch_1"):
+        batch_rows.create(connection, replace(again, fingerprint="g"), 9.0, 1)
+    other = replace(first, id="batch_3", owner="p", input_file_id="file-p")
+    assert batch_rows.create(connection, other, 0.0, 2) == (other, True)
+
+
+def test_a_file_in_use_is_neither_deleted_nor_expired(connection: sqlite3.Connection) -> None:
+    file_rows.insert(connection, a_file(expires_at_s=10.0))
+    file_rows.insert(connection, a_file("file-9", expires_at_s=20.0))
+    batch_rows.create(connection, a_batch(), 0.0, 10)
+    with pytest.raises(ConflictError, match="in use by batch batch_1"):
+        file_rows.delete(connection, "o", "file-1")
+    assert file_rows.expired(connection, 15.0, 10) == []
+    assert file_rows.expired(connection, 20.0, 10) == [("o", "file-9")]
+    batch_rows.apply(connection, "batch_1", CancelAsked(), 1.0)
+    batch_rows.apply(connection, "batch_1", Finalized(), 2.0)
+    assert file_rows.expired(connection, 15.0, 10) == [("o", "file-1")]
+    file_rows.delete(connection, "o", "file-1")
+    assert not file_rows.exists(connection, "file-1")
+
+
+@pytest.mark.parametrize(
+    "bad_id", ["", "file-2", "' OR 1=1 --", "../../etc/passwd", "\0", "x" * 9999]
+)
+def test_ids_are_looked_up_and_nothing_else(connection: sqlite3.Connection, bad_id: str) -> None:
+    file_rows.insert(connection, a_file())
+    file_rows.insert(connection, a_file("file-2", owner="somebody else"))
+    for look_up in (
+        lambda: file_rows.find(connection, "o", bad_id, 0.0),
+        lambda: file_rows.delete(connection, "o", bad_id),
+        lambda: batch_rows.find(connection, bad_id, "o"),
+        lambda: batch_rows.apply(connection, bad_id, CancelAsked(), 0.0, owner="o"),
+        lambda: batch_rows.page(connection, "o", after=bad_id, limit=1),
+    ):
+        with pytest.raises(NotFoundError) as caught:
+            look_up()
+        assert len(str(caught.value)) < 300
+    assert file_rows.exists(connection, "file-2")
+
+
+@settings(deadline=None)
+@given(
+    owners=st.lists(st.sampled_from("ab"), max_size=12),
+    limit=st.integers(1, 5),
+    is_ascending=st.booleans(),
+)
+def test_pages_add_up_to_everything_of_one_owner(
+    tmp_path_factory: pytest.TempPathFactory, owners: list[str], limit: int, is_ascending: bool
+) -> None:
+    connection = open_database(tmp_path_factory.mktemp("pages") / "db")
+    for number, owner in enumerate(owners):
+        file_rows.insert(connection, a_file(f"file-{number}", owner))
+        batch_rows.create(
+            connection,
+            a_batch(id=f"batch_{number}", owner=owner, input_file_id=f"file-{number}"),
+            0.0,
+            100,
+        )
+    mine = [number for number, owner in enumerate(owners) if owner == "a"]
+
+    files: list[str] = []
+    while page := file_rows.page(
+        connection,
+        "a",
+        0.0,
+        after=files[-1] if files else None,
+        limit=limit,
+        is_ascending=is_ascending,
+        purpose=None,
+    ):
+        assert len(page) <= limit
+        files += [file.id for file in page]
+    assert files == [f"file-{n}" for n in (mine if is_ascending else reversed(mine))]
+
+    batches: list[str] = []
+    while found := batch_rows.page(
+        connection, "a", after=batches[-1] if batches else None, limit=limit
+    ):
+        batches += [batch.id for batch in found]
+    assert batches == [f"batch_{n}" for n in reversed(mine)]
+    connection.close()
+
+
+def test_events_wait_until_they_are_settled(connection: sqlite3.Connection) -> None:
+    for number in (1, 2):
+        file_rows.insert(connection, a_file(f"file-{number}"))
+        batch = a_batch(id=f"batch_{number}", input_file_id=f"file-{number}")
+        batch_rows.create(connection, batch, 0.0, 10)
+        failed = Failed((LineFault("x", "y"),))
+        batch_rows.apply(connection, batch.id, failed, 10.0, outbox_id=f"evt_{number}")
+    first, second = event_rows.due(connection, 10.0, 10)
+    assert [first.id, second.id] == ["evt_1", "evt_2"]
+    event_rows.postpone(connection, "evt_1", 30.0)
+    assert event_rows.due(connection, 29.0, 10) == [second]
+    assert event_rows.due(connection, 30.0, 10) == [replace(first, attempts=1), second]
+    event_rows.settle(connection, "evt_1")
+    assert event_rows.due(connection, 99.0, 10) == [second]
