@@ -132,7 +132,10 @@ def _continue_prefills(batch: BatchBuilder, context: PlanContext) -> bool:
 
 def _admit(batch: BatchBuilder, context: PlanContext) -> None:
     config, queue = context.config, context.queue
-    if batch.free_tokens <= 0 or batch.predicted_s >= batch.offline_budget_s:
+    # Without a slot there is no need to ask the prefix cache, which costs as much as the rest.
+    if batch.free_slots <= 0 or batch.free_tokens <= 0:
+        return
+    if batch.predicted_s >= batch.offline_budget_s:
         return
     num_rows = len(batch.snapshot.rows) + len(batch.chunks)
     picks = config.max_picks

@@ -23,6 +23,9 @@ __all__ = ["Scheduler"]
 _ITERATION_WEIGHT: Final = 0.1
 _EVICTION_WEIGHT: Final = 1 / 32
 
+# Refining costs more than planning, but for many iterations little more than for one.
+_REFINED_AT_ONCE: Final = 16
+
 
 class Scheduler:
     """Decides what each iteration runs.
@@ -61,6 +64,7 @@ class Scheduler:
         self._refiner = Refiner(model) if self._config.refine else None
         fair = self._config.online_order is OnlineOrder.VTC
         self._waiting_order: WaitingOrder = VirtualTokenCounter() if fair else ArrivalOrder()
+        self._observed: list[Sample] = []
         self._iteration = 0
         self._prediction_error = PredictionError(profile_mape)
         self._mean_iteration_s = 0.0
@@ -135,8 +139,12 @@ class Scheduler:
             InputFileError: the batch is empty or the time is not positive.
         """
         self._prediction_error.observe(self._model.predict(batch), seconds)
-        if self._refiner is not None:
-            self._model = self._refiner.refine(Sample(batch, seconds))
+        if self._refiner is None:
+            return
+        self._observed.append(Sample(batch, seconds))
+        if len(self._observed) == _REFINED_AT_ONCE:
+            self._model = self._refiner.refine(*self._observed)
+            self._observed.clear()
 
     def restore(self, rid: str, generated_tokens: int) -> None:
         """Let an evicted offline request wait again, with its progress.

@@ -1,8 +1,8 @@
 """Defaults that make SGLang run on a machine without CUDA.
 
 SGLang's CPU path expects its own kernels and an AMX processor.  Without them a
-few settings, two allocation kernels and the attention must be replaced; users can
-override every default by setting the variable or the flag themselves.
+few settings, a few kernels and the attention must be replaced; users can override
+every default by setting the variable or the flag themselves.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ __all__ = [
 FLAG_DEFAULTS = {
     "device": "cpu",
     "attention_backend": "torch_native",
+    "lora_backend": "torch_native",
     # A float32 model would otherwise run in float16, which is several times slower on a CPU.
     "dtype": "float32",
     # There is no second device to overlap with: it would only delay each token by an iteration.
@@ -99,6 +100,8 @@ def install_replacements() -> None:
     from sglang_coserve.srt.cpu_attention import install_attention
 
     _install_page_allocation()
+    _install_ordinary_memory()
+    _install_grammar_masks()
     install_attention()
 
 
@@ -108,6 +111,51 @@ def _install_page_allocation() -> None:
 
     paged.alloc_extend_kernel = _Kernel(_alloc_extend)
     paged.alloc_decode_kernel = _Kernel(_alloc_decode)
+
+
+def _install_ordinary_memory() -> None:
+    """Give ordinary memory where grammars and LoRA ask for pinned: there is no device to copy to."""
+    import torch
+    from sglang.srt.constrained import xgrammar_backend
+    from sglang.srt.lora import layers
+    from sglang.srt.lora.backend import torch_backend
+
+    torch.Tensor.pin_memory = _itself
+    for module in (xgrammar_backend, layers, torch_backend):
+        module.torch = _UnpinnedTorch(torch)
+
+
+def _itself(tensor: Any, *_device: Any) -> Any:
+    return tensor
+
+
+class _UnpinnedTorch:
+    """The torch module, but its functions pin no memory."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._torch, name)
+        if name not in ("arange", "full", "tensor", "zeros"):
+            return value
+
+        def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+            return value(*args, **kwargs)
+
+        return unpinned
+
+
+def _install_grammar_masks() -> None:
+    """Let XGrammar apply its masks with its own CPU kernel: SGLang calls those for GPUs only."""
+    import xgrammar
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
+
+    def apply_vocab_mask(logits: Any, vocab_mask: Any) -> None:
+        xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)
+
+    for owner in (XGrammarGrammar, XGrammarGrammarBackend):
+        owner.apply_vocab_mask = staticmethod(apply_vocab_mask)
 
 
 class _Kernel:

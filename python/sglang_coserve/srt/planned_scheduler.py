@@ -171,10 +171,11 @@ class PlannedScheduler(CoserveScheduler):
         running_batch = self._make_room(plan, running_batch)
         chunks = self._executable(plan)
         result, admitted = self._run_chunks(chunks, running_batch)
-        self._core.commit(replace(plan, prefills=admitted))
+        is_whole = admitted == plan.prefills
+        self._core.commit(plan if is_whole else replace(plan, prefills=admitted))
         if plan.predicted_s > plan.online_part_s:
             self._offline_ran = (time.perf_counter(), plan.online_part_s)
-        self._times.launched(plan.batch if len(admitted) == len(plan.prefills) else None)
+        self._times.launched(plan.batch if is_whole else None)
         return result
 
     def _has_offline(self, running_batch: ScheduleBatch) -> bool:
@@ -229,7 +230,7 @@ class PlannedScheduler(CoserveScheduler):
     # --- Engine state to snapshot --------------------------------------------------------
 
     def _snapshot(self, running_batch: ScheduleBatch, now_s: float) -> EngineSnapshot:
-        rows = list(self._rows(running_batch))
+        rows = self._rows(running_batch)
         return EngineSnapshot(
             now_s=now_s,
             rows=rows,
@@ -241,16 +242,16 @@ class PlannedScheduler(CoserveScheduler):
             page_tokens=self.page_size,
         )
 
-    def _rows(self, running_batch: ScheduleBatch) -> Iterator[Row]:
+    def _rows(self, running_batch: ScheduleBatch) -> list[Row]:
         ledger = self._ledger
-        for req in running_batch.reqs:
-            yield ledger.decode_row(req, RequestState.DECODING)
-        for req in self._paused.reqs if self._paused is not None else ():
-            yield ledger.decode_row(req, RequestState.PAUSED)
+        rows = ledger.decode_rows(running_batch.reqs, RequestState.DECODING)
+        if self._paused is not None:
+            rows += ledger.decode_rows(self._paused.reqs, RequestState.PAUSED)
         for req in self._parked.values():
-            yield ledger.prefill_row(req, RequestState.PARKED)
+            rows.append(ledger.prefill_row(req, RequestState.PARKED))
         if self.chunked_req is not None:
-            yield ledger.prefill_row(self.chunked_req, RequestState.PREFILLING)
+            rows.append(ledger.prefill_row(self.chunked_req, RequestState.PREFILLING))
+        return rows
 
     def cached_tokens(self, rid: str) -> int:
         """Return what the radix cache holds of a waiting offline request (``PrefixCache``)."""
@@ -393,6 +394,14 @@ class PlannedScheduler(CoserveScheduler):
             if id(req) not in counted:
                 counted.add(id(req))
                 yield req
+
+    def _state(self) -> dict[str, Any]:
+        error = self._core.prediction_error
+        model = self._core.model
+        return {
+            **super()._state(),
+            "prediction": {"model": model.kind, "mape": error.mape, "bias": error.bias},
+        }
 
     def _num_offline_waiting(self) -> int:
         held = len(self._paused.reqs) if self._paused is not None else 0

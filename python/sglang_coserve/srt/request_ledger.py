@@ -72,13 +72,18 @@ class RequestLedger:
         self._last_token_s.pop(rid, None)
         self._infos.pop(rid, None)
 
-    def decode_row(self, req: Req, state: RequestState) -> Row:
-        """Return the row of a request that generates or is paused."""
-        info = self._infos[req.rid]
-        # Counts a token still in flight under overlap scheduling: its KV is taken already.
-        computed = req.kv_committed_len
-        generated = computed + 1 - info.prompt_tokens
-        return Row(info, state, generated, computed, 0, self._last_token_s.get(req.rid))
+    def decode_rows(self, reqs: Iterable[Req], state: RequestState) -> list[Row]:
+        """Return the rows of requests that generate or are paused."""
+        infos, last_token_s = self._infos, self._last_token_s.get
+        rows = []
+        for req in reqs:
+            rid = req.rid
+            info = infos[rid]
+            # Counts a token still in flight under overlap scheduling: its KV is taken already.
+            computed = req.kv_committed_len
+            generated = computed + 1 - info.prompt_tokens
+            rows.append(Row(info, state, generated, computed, 0, last_token_s(rid)))
+        return rows
 
     def prefill_row(self, req: Req, state: RequestState) -> Row:
         """Return the row of a request whose prompt is partly computed."""

@@ -20,6 +20,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.srt.arrival_time import arrival_s
 from sglang_coserve.srt.compat import lowest_priority, release_for_requeue
+from sglang_coserve.srt.exporter import Exporter
 from sglang_coserve.srt.offline_marks import restore_generated
 from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.request_marks import is_offline
@@ -60,6 +61,8 @@ class CoserveScheduler(Scheduler, ABC):
         self._offline_counts: Counter[str] = Counter()
         self._ledger = RequestLedger(self.tree_cache)
         self._slo_watch = SloWatch(self._coserve_config)
+        wants_metrics = self.server_args.enable_metrics and self.ps.tp_rank == 0
+        self._exporter = Exporter(self.server_args.served_model_name) if wants_metrics else None
 
     # --- Requests arrive and leave -------------------------------------------------------
 
@@ -100,6 +103,7 @@ class CoserveScheduler(Scheduler, ABC):
         """Note what the batch's online requests got."""
         super().process_batch_result(batch, result)
         self._slo_watch.results(batch.reqs, time.perf_counter())
+        self._publish()
 
     def _now_s(self) -> float:
         """Return the time by which this rank decides."""
@@ -117,6 +121,7 @@ class CoserveScheduler(Scheduler, ABC):
     def on_idle(self) -> None:
         """Drop what is left of requests that SGLang refused by itself."""
         super().on_idle()
+        self._publish()
         if len(self._ledger) and self.is_fully_idle():
             for rid in self._ledger.rids():
                 self._forget(rid)
@@ -230,14 +235,20 @@ class CoserveScheduler(Scheduler, ABC):
         return info
 
     def get_internal_state(self, recv_req: Any) -> Any:
-        """Add the state of the offline class, in plain values, under ``coserve``."""
+        """Add the state of both classes, in plain values, under ``coserve``."""
         output = super().get_internal_state(recv_req)
+        output.internal_state[INIT_INFO_KEY] = {
+            "config": self._coserve_config.to_dict(),
+            **self._state(),
+        }
+        return output
+
+    def _state(self) -> dict[str, Any]:
         # The batch sheds finished requests only when it runs next.
         running = [req for req in self.running_batch.reqs if not req.finished()]
         num_offline = sum(is_offline(req) for req in running)
         prefilling = self.chunked_req
-        output.internal_state[INIT_INFO_KEY] = {
-            "config": self._coserve_config.to_dict(),
+        return {
             "slo": self._slo_watch.report(time.perf_counter()),
             "online": {
                 "waiting": len(self.waiting_queue),
@@ -247,7 +258,14 @@ class CoserveScheduler(Scheduler, ABC):
                 "waiting": self._num_offline_waiting(),
                 "running": num_offline,
                 "prefilling": int(prefilling is not None and is_offline(prefilling)),
-                **{name: self._offline_counts[name] for name in self._count_names},
+                **self._events(),
             },
         }
-        return output
+
+    def _events(self) -> dict[str, int]:
+        return {name: self._offline_counts[name] for name in self._count_names}
+
+    def _publish(self) -> None:
+        """Renew the Prometheus metrics, where they are wanted and due."""
+        if self._exporter is not None and self._exporter.is_due(now_s := time.perf_counter()):
+            self._exporter.publish(self._state(), self._events(), now_s)

@@ -69,27 +69,37 @@ class Refiner(Generic[M]):
         """The model as refined so far."""
         return self._model
 
-    def refine(self, sample: Sample) -> M:
-        """Take one measured iteration into account and return the new model.
+    def refine(self, *samples: Sample) -> M:
+        """Take measured iterations into account, in their order; return the new model.
+
+        Several at once cost hardly more than one.
 
         Raises:
-            InputFileError: the batch is empty or the time is not positive.
+            InputFileError: a batch is empty or a time is not positive.
         """
-        contributions = self._model.contributions(SampleTable.of([sample]))[0]
-        predicted_s = float(contributions.sum())
-        assert predicted_s > 0, "refine needs a fitted model"
-        shares = contributions / predicted_s
-        residual = math.log(sample.seconds / predicted_s)
-        weight = min(1.0, _HUBER * self._median / max(abs(residual), 1e-12))
-        self._follow_median(abs(residual))
+        table = SampleTable.of(samples)
+        contributions = self._model.contributions(table)
+        predicted_s = contributions.sum(axis=1)
+        assert predicted_s.min() > 0, "refine needs a fitted model"
+        shares = contributions / predicted_s[:, np.newaxis]
+        residuals = np.log(table.seconds / predicted_s)
+        ages = np.arange(len(samples) - 1, -1, -1)
+        weights = self._keep**ages * [self._huber_weight(abs(r)) for r in residuals.tolist()]
+        weighted = shares * weights[:, np.newaxis]
 
-        self._information = self._keep * self._information + weight * np.outer(shares, shares)
-        target = residual + float(shares @ self._log_changes)
-        self._moment = self._keep * self._moment + weight * target * shares
+        kept = self._keep ** len(samples)
+        targets = residuals + shares @ self._log_changes
+        self._information = kept * self._information + weighted.T @ shares
+        self._moment = kept * self._moment + targets @ weighted
         estimate = np.linalg.solve(self._prior + self._information, self._moment)
         self._log_changes = np.clip(estimate, -_MAX_LOG_CHANGE, _MAX_LOG_CHANGE)
         self._model = rescaled(self._profiled, self._log_changes)
         return self._model
+
+    def _huber_weight(self, size: float) -> float:
+        weight = min(1.0, _HUBER * self._median / max(size, 1e-12))
+        self._follow_median(size)
+        return weight
 
     def _follow_median(self, size: float) -> None:
         step = _MEDIAN_STEP if size > self._median else -_MEDIAN_STEP

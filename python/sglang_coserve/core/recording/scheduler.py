@@ -7,6 +7,7 @@ from collections.abc import Callable
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
+from sglang_coserve.core.prediction_error import PredictionError
 from sglang_coserve.core.recording.events import (
     Committed,
     Event,
@@ -37,6 +38,11 @@ class RecordingScheduler:
     def model(self) -> LatencyModel:
         """See ``Scheduler.model``."""
         return self._scheduler.model
+
+    @property
+    def prediction_error(self) -> PredictionError:
+        """See ``Scheduler.prediction_error``."""
+        return self._scheduler.prediction_error
 
     @property
     def queue(self) -> OfflineQueue:

@@ -34,4 +34,12 @@ class SchedulerSetup:
         """
         made = make_policy(self.policy if policy is None else policy)
         queue = OfflineQueue(made.queue_config(self.config.seed))
-        return Scheduler(made, self.profile.latency_model, self.targets, queue, self.config)
+        report = self.profile.report
+        return Scheduler(
+            made,
+            self.profile.latency_model,
+            self.targets,
+            queue,
+            self.config,
+            profile_mape=None if report is None else report.mape,
+        )

@@ -1,0 +1,71 @@
+"""The state of both classes as Prometheus metrics, beside SGLang's own (``--enable-metrics``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["Exporter"]
+
+_INTERVAL_S = 1.0
+
+
+class Exporter:
+    """Publishes a scheduler's state, at most once a second; one exporter a process.
+
+    The names and meanings are listed in ``docs/metrics.md``.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        # SGLang sets where the processes of a server leave their metrics before the first import.
+        from prometheus_client import Counter, Gauge
+
+        def gauge(name: str, text: str, *labels: str) -> Any:
+            names = ("model_name", *labels)
+            return Gauge(f"coserve_{name}", text, names, multiprocess_mode="mostrecent")
+
+        self._model_name = model_name
+        self._next_s = 0.0
+        self._requests = gauge("requests", "Requests by class and state.", "request_class", "state")
+        self._attainment = gauge("slo_attainment", "Share of late requests within their targets.")
+        self._measured = gauge("slo_measured_seconds", "Statistic that an SLO bounds.", "slo")
+        self._alone = gauge(
+            "slo_alone_seconds", "The same without the delay by offline work, estimated.", "slo"
+        )
+        self._error = gauge("prediction_mape", "Mean absolute error of predicted iterations.")
+        self._events = Counter(
+            "coserve_offline_events",
+            "What became of offline requests.",
+            ("model_name", "event"),
+        )
+        self._counted: dict[str, int] = {}
+
+    def is_due(self, now_s: float) -> bool:
+        """Tell whether to publish now."""
+        return now_s >= self._next_s
+
+    def publish(self, state: Mapping[str, Any], events: Mapping[str, int], now_s: float) -> None:
+        """Publish what ``/coserve/status`` says of a replica, and its events so far."""
+        self._next_s = now_s + _INTERVAL_S
+        name = self._model_name
+        for request_class in ("online", "offline"):
+            for kind in ("waiting", "running"):
+                value = state[request_class][kind]
+                self._requests.labels(name, request_class, kind).set(value)
+        for event, count in events.items():
+            more = count - self._counted.get(event, 0)
+            self._counted[event] = count
+            self._events.labels(name, event).inc(more)
+        slo = state["slo"]
+        if slo["attainment"] is not None:
+            self._attainment.labels(name).set(slo["attainment"])
+        for standing in slo["measured"]:
+            for metric, key in (
+                (self._measured, "measured_ms"),
+                (self._alone, "online_alone_ms"),
+            ):
+                if standing[key] is not None:
+                    metric.labels(name, standing["slo"]).set(standing[key] / 1e3)
+        prediction = state.get("prediction")
+        if prediction is not None and prediction["mape"] is not None:
+            self._error.labels(name).set(prediction["mape"])
