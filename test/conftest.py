@@ -5,6 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# No test depends on how fast the machine is.
+settings.register_profile("any_machine", deadline=None)
+settings.load_profile("any_machine")
 
 
 @pytest.fixture(scope="session")
