@@ -97,7 +97,7 @@ class CoserveConfig:
     record_plans: str | None = _setting(
         None,
         "Write every scheduling decision and what it was made from to this file, for coserve "
-        "replay. Holds prompts' token ids.",
+        "replay; numbered where it exists. Holds prompts' token ids.",
         metavar="PLANS.jsonl",
     )
 

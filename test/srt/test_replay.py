@@ -116,10 +116,18 @@ def add_some(path: Path, count: int, **settings: Any) -> int:
 
 def test_what_was_recorded_is_in_the_file_at_once(tmp_path: Path) -> None:
     path = tmp_path / "plans.jsonl"
-    path.write_text("an earlier recording\n")
     scheduler = recorded(SETUP, path)
     scheduler.add_offline(queued(50, rid="q"))
     assert read(path) == (SETUP, [OfflineAdded(queued(50, rid="q"))])
+
+
+def test_an_earlier_recording_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "plans.jsonl"
+    path.write_text("an earlier recording\n")
+    assert add_some(path, 1) == add_some(path, 2) - 1
+    assert path.read_text() == "an earlier recording\n"
+    assert len(read(tmp_path / "plans.1.jsonl")[1]) == 1
+    assert len(read(tmp_path / "plans.2.jsonl")[1]) == 2
 
 
 def test_a_full_recording_ends_with_a_whole_line_and_a_warning(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from itertools import count
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 from sglang_coserve.core.recording import (
     Event,
@@ -37,6 +38,20 @@ def recorded(
     return RecordingScheduler(setup.make(), log.append)
 
 
+def _begin(path: Path) -> tuple[Path, TextIO]:
+    for number in count():
+        numbered = path.with_stem(f"{path.stem}.{number}") if number else path
+        try:
+            return numbered, numbered.open("x", encoding="ascii", buffering=1)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(
+                f"--record-plans {path}: cannot be written: {error.strerror}: name another file"
+            ) from error
+    raise AssertionError("there are always more numbers")
+
+
 class PlanLog:
     """Appends events to a new file, a line each, as long as there is room for them.
 
@@ -46,20 +61,16 @@ class PlanLog:
     """
 
     def __init__(self, path: Path, setup: SchedulerSetup, *, max_bytes: int) -> None:
-        """Begin the file, in place of one that was there.
+        """Begin the file; where one is there already, one with the next free number.
+
+        So a restart does not overwrite what led to it, and replicas do not share a file.
 
         Raises:
             ConfigError: the file cannot be opened.
         """
-        self._path = path
         self._left_bytes = max_bytes
         self._encoder = EventEncoder()
-        try:
-            self._file = path.open("w", encoding="ascii", buffering=1)
-        except OSError as error:
-            raise ConfigError(
-                f"--record-plans {path}: cannot be written: {error.strerror}: name another file"
-            ) from error
+        self._path, self._file = _begin(path)
         self._write(encode_setup(setup))
 
     def append(self, event: Event) -> None:
