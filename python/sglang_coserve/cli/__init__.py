@@ -11,8 +11,10 @@ import sys
 import typer
 
 from sglang_coserve.cli import exit_codes
+from sglang_coserve.cli.groups import CommandGroup, SeveralSlosCommand
 from sglang_coserve.cli.make_model import make_model
 from sglang_coserve.cli.profile import PROFILE_SETTINGS, profile
+from sglang_coserve.cli.profile_slo import SLO_SETTINGS, profile_slo
 from sglang_coserve.cli.replay import replay
 from sglang_coserve.cli.serve import PASS_THROUGH, serve
 from sglang_coserve.cli.simulate import simulate
@@ -23,6 +25,7 @@ from sglang_coserve.errors import CoserveError
 __all__ = ["app", "main"]
 
 app = typer.Typer(
+    cls=CommandGroup,
     help="Online and offline requests on one SGLang engine.",
     add_completion=False,
     no_args_is_help=True,
@@ -31,6 +34,7 @@ app = typer.Typer(
 app.command(context_settings=PASS_THROUGH)(serve)
 app.command()(submit)
 app.command(context_settings=PROFILE_SETTINGS)(profile)
+app.command("profile slo", cls=SeveralSlosCommand, context_settings=SLO_SETTINGS)(profile_slo)
 app.command()(simulate)
 app.command()(replay)
 app.command()(make_model)

@@ -42,7 +42,9 @@ def _begin(path: Path) -> tuple[Path, TextIO]:
     for number in count():
         numbered = path.with_stem(f"{path.stem}.{number}") if number else path
         try:
-            return numbered, numbered.open("x", encoding="ascii", buffering=1)
+            # A pipe or a device is there to be written to.
+            mode = "w" if numbered.exists() and not numbered.is_file() else "x"
+            return numbered, numbered.open(mode, encoding="ascii", buffering=1)
         except FileExistsError:
             continue
         except OSError as error:
