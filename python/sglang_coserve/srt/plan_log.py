@@ -43,8 +43,9 @@ def _begin(path: Path) -> tuple[Path, TextIO]:
         numbered = path.with_stem(f"{path.stem}.{number}") if number else path
         try:
             # A pipe or a device is there to be written to.
-            mode = "w" if numbered.exists() and not numbered.is_file() else "x"
-            return numbered, numbered.open(mode, encoding="ascii", buffering=1)
+            if numbered.exists() and not numbered.is_file():
+                return numbered, numbered.open("w", encoding="ascii", buffering=1)
+            return numbered, numbered.open("x", encoding="ascii", buffering=1)
         except FileExistsError:
             continue
         except OSError as error:
