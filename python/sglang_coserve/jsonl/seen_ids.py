@@ -18,7 +18,8 @@ class SeenIds:
     """
 
     def __init__(self) -> None:
-        self._db = sqlite3.connect("", isolation_level=None)
+        # One user at a time, but not always the same thread: whoever stops a reader closes this.
+        self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         self._db.execute("PRAGMA journal_mode = OFF")
         self._db.execute("PRAGMA synchronous = OFF")
         self._db.execute("PRAGMA cache_size = -16384")

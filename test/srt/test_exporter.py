@@ -1,0 +1,46 @@
+"""What is exported, from a state as the scheduler gives it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+from prometheus_client import generate_latest
+from sglang_coserve.srt.exporter import Exporter
+
+def state(running):
+    return {
+        "slo": {"attainment": 0.75, "measured": [
+            {"slo": "ttft p99 <= 300ms", "measured_ms": 250.0, "online_alone_ms": None}]},
+        "online": {"waiting": 1, "running": running},
+        "offline": {"waiting": 100000, "running": 2},
+        "prediction": {"mape": 0.04, "bias": 0.0},
+    }
+
+exporter = Exporter("m")
+assert exporter.is_due(10.0)
+exporter.publish(state(3), {"evicted": 2}, 10.0)
+assert not exporter.is_due(10.5)
+exporter.publish(state(4), {"evicted": 5}, 11.5)
+print(generate_latest().decode())
+"""
+
+
+def test_gauges_show_the_last_state_and_counters_add_up() -> None:
+    """In a process of its own, since metrics belong to the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for line in (
+        'coserve_requests{model_name="m",request_class="online",state="running"} 4.0',
+        'coserve_requests{model_name="m",request_class="offline",state="waiting"} 100000.0',
+        'coserve_offline_events_total{event="evicted",model_name="m"} 5.0',
+        'coserve_slo_attainment{model_name="m"} 0.75',
+        'coserve_slo_measured_seconds{model_name="m",slo="ttft p99 <= 300ms"} 0.25',
+        'coserve_prediction_mape{model_name="m"} 0.04',
+    ):
+        assert line in lines
+    assert not any(line.startswith("coserve_slo_alone_seconds{") for line in lines)
