@@ -1,0 +1,177 @@
+"""Runs on a real server of this machine: online requests streamed, offline ones as a batch."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import httpx
+
+from sglang_coserve.client import AsyncCoserveClient, AsyncJob, ClientOptions
+from sglang_coserve.demo.replay import replay
+from sglang_coserve.errors import ConfigError, ServerError
+from sglang_coserve.local_server import LocalServer
+from sglang_coserve.metrics import Outcome, RequestTimeline, latency_report
+from sglang_coserve.slo_search.load import Load
+from sglang_coserve.slo_search.machine import EngineMachine
+from sglang_coserve.slo_search.measurement import Measurement
+from sglang_coserve.slo_search.progress import SearchProgress
+from sglang_coserve.workload import TraceRequest
+
+__all__ = ["LiveBench"]
+
+_READY_TIMEOUT_S: Final = 1800.0
+_STEADY_S: Final = 5.0
+_STEADY_TIMEOUT_S: Final = 300.0
+_DRAIN_S: Final = 60.0
+_POLL_S: Final = 0.1
+_WARMUP_REQUESTS: Final = 4
+_WARMUP_INDEX: Final = 1 << 40
+"""Of the requests before the measurement: their prompts must not be in its prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveBench:
+    """Starts servers, one at a time, and measures what they do."""
+
+    flags: Sequence[str]
+    """Of every server: the model and whatever the user gave for SGLang."""
+
+    vocab_size: int
+    logs: Path
+    """A folder for the servers' logs and the offline results."""
+
+    progress: SearchProgress
+
+    @classmethod
+    def of(
+        cls, model_path: str, flags: Sequence[str], logs: Path, progress: SearchProgress
+    ) -> LiveBench:
+        """Prepare for a model, a folder or a hub name.
+
+        Raises:
+            ConfigError: there is no such model.
+        """
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(model_path).get_text_config()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--model-path {model_path}: no model to serve: {error}") from error
+        return cls(flags, int(config.vocab_size), logs, progress)
+
+    @contextmanager
+    def serving(self, name: str, *more_flags: str) -> Iterator[str]:
+        """Run a server, logged under ``name``, and give its address.
+
+        Raises:
+            StartupError: it does not start; the message holds the end of its log.
+        """
+        self.progress.begin(f"{name}: starting the server")
+        server = LocalServer(
+            ["--log-level", "warning", *self.flags, *more_flags],
+            log_path=self.logs / f"{name}.log",
+            ready_timeout_s=_READY_TIMEOUT_S,
+        )
+        with server:
+            yield server.base_url
+
+    def machine(self, base_url: str) -> EngineMachine:
+        """Read the limits of a server.
+
+        Raises:
+            ServerError: it does not tell them.
+        """
+        try:
+            with httpx.Client(base_url=base_url, trust_env=False, timeout=60.0) as client:
+                info, models = (
+                    client.get(path).raise_for_status().json()
+                    for path in ("/server_info", "/v1/models")
+                )
+        except httpx.HTTPError as error:
+            raise ServerError(f"the server does not tell its limits: {error}") from error
+        return EngineMachine.of_server(info, models["data"][0])
+
+    def measure(
+        self, name: str, base_url: str, load: Load, offline_file: Path | None = None
+    ) -> Measurement:
+        """Serve the online requests, and beside them a batch file if there is one.
+
+        Raises:
+            ServerError: the server does not serve the offline or the online requests.
+        """
+        return asyncio.run(self._measure(name, base_url, load, offline_file))
+
+    async def _measure(
+        self, name: str, base_url: str, load: Load, offline_file: Path | None
+    ) -> Measurement:
+        self.progress.begin(f"{name}: warming up")
+        warmup = [
+            replace(request, index=request.index + _WARMUP_INDEX, arrival_s=0.0)
+            for request in load.online[:_WARMUP_REQUESTS]
+        ]
+        await self._replay(base_url, warmup)
+        if offline_file is None:
+            online = asyncio.create_task(self._replay(base_url, load.online))
+            await self._wait(name, online, load.seconds)
+            return Measurement(latency_report(_served(await online)))
+        options = ClientOptions(concurrency=load.offline_concurrency)
+        async with AsyncCoserveClient(base_url, options=options) as client:
+            results = self.logs / f"{name}.results.jsonl"
+            results.unlink(missing_ok=True)
+            job = await client.submit_jsonl(offline_file, results)
+            await _until_steady(job)
+            before = job.status
+            online = asyncio.create_task(self._replay(base_url, load.online))
+            await self._wait(name, online, load.seconds)
+            after, ran_out = job.status, not job.is_running
+            if ran_out:
+                await job.wait()  # Raises what ended it, if it was not the end of the file.
+            timelines = await online
+        tokens = after.prompt_tokens + after.completion_tokens
+        tokens -= before.prompt_tokens + before.completion_tokens
+        return Measurement(
+            latency_report(_served(timelines)),
+            offline_tokens_per_s=tokens / load.seconds,
+            offline_requests_per_s=(after.ok - before.ok) / load.seconds,
+            offline_ran_out=ran_out,
+        )
+
+    async def _replay(
+        self, base_url: str, requests: Sequence[TraceRequest]
+    ) -> list[RequestTimeline]:
+        return await replay(base_url, requests, vocab_size=self.vocab_size, drain_s=_DRAIN_S)
+
+    async def _wait(self, name: str, online: asyncio.Task[object], seconds: float) -> None:
+        """Wait until the time is over in which offline tokens count."""
+        self.progress.begin(f"{name}: measuring", seconds)
+        start_s = time.perf_counter()
+        while (elapsed_s := time.perf_counter() - start_s) < seconds:
+            if online.done():
+                online.result()
+            self.progress.tick(elapsed_s)
+            await asyncio.sleep(min(_POLL_S, seconds - elapsed_s))
+
+
+async def _until_steady(job: AsyncJob) -> None:
+    """Wait until offline requests come out as well as go in: their rate is the server's then."""
+    start_s = time.perf_counter()
+    while (elapsed_s := time.perf_counter() - start_s) < _STEADY_TIMEOUT_S:
+        if elapsed_s >= _STEADY_S and job.status.ok:
+            return
+        if not job.is_running:
+            await job.wait()  # Raises what ended it, if it was not the end of the file.
+            break
+        await asyncio.sleep(_POLL_S)
+    raise ServerError(f"the server finished no offline request; failed ones are in {job.errors}")
+
+
+def _served(timelines: Sequence[RequestTimeline]) -> Sequence[RequestTimeline]:
+    if all(timeline.outcome is Outcome.FAILED for timeline in timelines):
+        raise ServerError("the server refused every online request; see its log")
+    return timelines

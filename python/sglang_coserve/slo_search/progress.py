@@ -1,0 +1,49 @@
+"""Shows which run is going on, and how far it is."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+__all__ = ["SearchProgress"]
+
+
+class SearchProgress:
+    """A bar on standard error, if that is a terminal; a context."""
+
+    def __init__(self, *, show: bool = True) -> None:
+        console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not (show and console.is_terminal),
+        )
+        self._task = self._bar.add_task("")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def begin(self, what: str, seconds: float | None = None) -> None:
+        """Show what goes on now, and that it lasts so many (simulated) seconds, if known."""
+        self._bar.reset(self._task, total=seconds, description=what)
+
+    def tick(self, seconds: float) -> bool:
+        """Show how far it is; False: a simulation may go on."""
+        self._bar.update(self._task, completed=seconds)
+        return False

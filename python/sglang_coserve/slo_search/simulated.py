@@ -1,0 +1,66 @@
+"""Runs on the simulator: the production scheduler, iterations as long as the profile says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.policies import make_policy
+from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.core.slo import SloCheck, request_targets
+from sglang_coserve.metrics import Outcome, SloTargets, latency_report
+from sglang_coserve.simulator import Setup, SimulationResult, simulate
+from sglang_coserve.slo_search.load import Load
+from sglang_coserve.slo_search.machine import EngineMachine
+from sglang_coserve.slo_search.measurement import Measurement
+from sglang_coserve.slo_search.progress import SearchProgress
+
+__all__ = ["SimulatedBench"]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedBench:
+    """One load on one modelled engine."""
+
+    model: LatencyModel
+    machine: EngineMachine
+    load: Load
+    policy: str
+    progress: SearchProgress
+
+    def online_only(self) -> Measurement:
+        """Run without offline requests and without targets."""
+        return self._run("online_only", SloTargets(), None)
+
+    def under_budget(self, budget_s: float, check: SloCheck) -> Measurement:
+        """Run both classes. As the server's, the scheduler knows the SLOs besides its budget."""
+        targets = request_targets(check.slos, check.online_only)
+        return self._run(self.policy, targets, budget_s)
+
+    def _run(self, policy: str, targets: SloTargets, budget_s: float | None) -> Measurement:
+        load = self.load
+        setup = Setup(
+            model=self.model,
+            executor=self.machine.executor_config(load.seed),
+            targets=targets,
+            scheduler=SchedulerConfig(
+                iteration_budget_s=budget_s,
+                # The simulator keeps so many waiting besides; the server has so many in all.
+                max_offline_rows=load.offline_concurrency,
+                seed=load.seed,
+            ),
+        )
+        workload, chosen = load.simulated(), make_policy(policy)
+        result = simulate(workload, setup, chosen, on_progress=self.progress.tick)
+        return _measurement(result)
+
+
+def _measurement(result: SimulationResult) -> Measurement:
+    offline = result.offline_throughput
+    outcomes = {timeline.outcome for timeline in result.offline}
+    return Measurement(
+        latency_report(result.online),
+        offline_tokens_per_s=offline.total_tokens_per_s,
+        offline_requests_per_s=offline.requests_per_s,
+        offline_ran_out=bool(outcomes) and Outcome.UNFINISHED not in outcomes,
+    )
