@@ -187,6 +187,39 @@ def test_bad_targets_are_a_400_at_every_door(
     assert says in response.text
 
 
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/generate", {"input_ids": [5, 10**6]}, "token ids"),
+        ("/generate", {"input_ids": [[5], [-1]]}, "token ids"),
+        ("/generate", {"text": "x", "sampling_params": {"logit_bias": {"5": "x"}}}, "logit_bias"),
+        (COMPLETIONS, {"prompt": [5, 10**6]}, "token ids"),
+        (COMPLETIONS, {"prompt": "x", "logprobs": 10**6}, "logprobs"),
+        (COMPLETIONS, {"prompt": "x", "min_tokens": 2, "stop_token_ids": [10**6]}, "token ids"),
+        (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 10**6}, "logprobs"),
+        (CHAT, {"messages": MESSAGES, "logit_bias": {"5": 1e39}}, "logit_bias"),
+    ],
+)
+def test_what_would_end_the_scheduler_process_is_a_400(
+    http: httpx.Client, path: str, body: dict[str, Any], says: str
+) -> None:
+    response = http.post(path, json=body if path == "/generate" else {"model": "default", **body})
+    assert response.status_code == 400
+    assert says in response.text
+    assert status(http)["online"] == {"waiting": 0, "running": 0}
+
+
+def test_stop_tokens_of_another_model_do_no_harm(client: openai.OpenAI) -> None:
+    completion = client.completions.create(
+        model="default", prompt="x", max_tokens=3, extra_body={"stop_token_ids": [10**6]}
+    )
+    assert completion.choices[0].text
+
+
 @pytest.mark.parametrize(
     ("mark", "says"),
     [

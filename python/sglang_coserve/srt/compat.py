@@ -16,6 +16,7 @@ __all__ = [
     "SGLANG_VERSION",
     "check_server_args",
     "check_version",
+    "fill_token_ids_logprobs",
     "lowest_priority",
     "missing_seams",
     "release_aborted",
@@ -26,6 +27,7 @@ SGLANG_VERSION = "0.5.17"
 
 _SCHEDULER_METHODS = (
     "_add_request_to_queue",
+    "_can_schedule_lora_req",
     "abort_request",
     "get_init_info",
     "get_internal_state",
@@ -88,15 +90,18 @@ def check_server_args(server_args: Any) -> None:
 
 def missing_seams() -> list[str]:
     """Name the parts of SGLang that co-serving overrides or calls and that are not there."""
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
     from sglang.srt.entrypoints import http_server
     from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
     from sglang.srt.layers.attention import attention_registry
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.mem_cache.allocator import paged
+    from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestrator
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     from sglang_coserve.srt.batch_backend.continuation import STATEFUL_FIELDS, STATEFUL_PARAMS
@@ -112,6 +117,10 @@ def missing_seams() -> list[str]:
         http_server: ("_setup_and_run_http_server",),
         paged: ("alloc_decode_kernel", "alloc_extend_kernel"),
         attention_registry: ("register_attention_backend",),
+        BatchedPenalizerOrchestrator: ("batch", "cumulate_output_tokens"),
+        LoRAManager: ("validate_lora_batch",),
+        XGrammarGrammar: ("apply_vocab_mask",),
+        XGrammarGrammarBackend: ("apply_vocab_mask",),
         TorchNativeAttnBackend: ("_run_sdpa_forward_decode", "_run_sdpa_forward_extend"),
     }
     return [
@@ -141,6 +150,20 @@ def release_aborted(req: Any, tree_cache: Any) -> None:
 
     prepare_abort(req, "Aborted")
     release_kv_cache(req, tree_cache, is_insert=True)
+
+
+def fill_token_ids_logprobs(logits_output: Any) -> None:
+    """Mend the result of a batch in which only some rows asked for ``token_ids_logprob``.
+
+    SGLang 0.5.17 gives the others a plain list where it then wants a tensor, and its
+    scheduler process dies of that (sgl-project/sglang#34719).
+    """
+    import torch
+
+    values = logits_output.next_token_token_ids_logprobs_val
+    for i, value in enumerate(values or ()):
+        if not torch.is_tensor(value):
+            values[i] = torch.tensor(value)
 
 
 def lowest_priority(low_values_first: bool) -> int:

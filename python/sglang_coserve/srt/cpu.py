@@ -114,7 +114,7 @@ def _install_page_allocation() -> None:
 
 
 def _install_ordinary_memory() -> None:
-    """Give ordinary memory where grammars and LoRA ask for pinned: there is no device to copy to."""
+    """Give ordinary memory where grammars and LoRA ask for pinned memory, which needs a GPU."""
     import torch
     from sglang.srt.constrained import xgrammar_backend
     from sglang.srt.lora import layers
@@ -140,7 +140,8 @@ class _UnpinnedTorch:
         if name not in ("arange", "full", "tensor", "zeros"):
             return value
 
-        def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        def unpinned(*args: Any, **kwargs: Any) -> Any:
+            kwargs.pop("pin_memory", None)
             return value(*args, **kwargs)
 
         return unpinned

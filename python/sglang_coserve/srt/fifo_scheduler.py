@@ -59,6 +59,9 @@ class FifoScheduler(CoserveScheduler):
         if self._online_waits():
             self._park_offline_chunk()
             self._make_room_for_online_chunk(running_batch)
+            if in_the_way := self._rids_in_the_way(running_batch.reqs):
+                running_batch.filter_batch()  # A finished request has nothing left to release.
+                self._evict_rows(running_batch, in_the_way)
         elif self._offline_waiting.has_ready:
             self._offer_offline(running_batch)
         if self._offline_filled_batch:

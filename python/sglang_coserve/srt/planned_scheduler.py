@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,6 +76,7 @@ class PlannedScheduler(CoserveScheduler):
         self._parked: dict[str, Req] = {}
         self._paused: ScheduleBatch | None = None
         self._produced: list[Req] = []
+        self._has_left_decodes = False
         self._tick_s: float | None = None
         self._next_drift_warning_s = 0.0
         self._offline_ran: tuple[float, float] | None = None
@@ -167,11 +168,18 @@ class PlannedScheduler(CoserveScheduler):
             return super().get_new_batch_prefill(running_batch)
         running_batch.filter_batch()
         running_batch = self._resume_aborted(running_batch)
+        self._evict(self._rids_in_the_way(self._rows_with_kv(running_batch)), running_batch)
         plan = self._core.plan(self._snapshot(running_batch, now_s), self)
         running_batch = self._make_room(plan, running_batch)
-        chunks = self._executable(plan)
+        # SGLang runs decodes and prefills apart when one of them returns log-probabilities, and
+        # prefills first: so that they take turns, the next prefills wait for a pass.
+        chunks = [] if self._has_left_decodes else self._executable(plan)
         result, admitted = self._run_chunks(chunks, running_batch)
-        is_whole = admitted == plan.prefills
+        batch = result.batch_to_run
+        self._has_left_decodes = (
+            batch is not None and batch.decoding_reqs is None and bool(running_batch.reqs)
+        )
+        is_whole = admitted == plan.prefills and not self._has_left_decodes
         self._core.commit(plan if is_whole else replace(plan, prefills=admitted))
         if plan.predicted_s > plan.online_part_s:
             self._offline_ran = (time.perf_counter(), plan.online_part_s)
@@ -263,16 +271,7 @@ class PlannedScheduler(CoserveScheduler):
         """Carry out a plan but for its prefills; a chunk that gets none is parked with those."""
         for rid in plan.shed:
             self._shed(rid)
-        evicted = {eviction.rid for eviction in plan.evict}
-        for rid in evicted & self._parked.keys():
-            self._evict_parked(rid)
-        if self.chunked_req is not None and self.chunked_req.rid in evicted:
-            req, self.chunked_req = self.chunked_req, None
-            self._release(req)
-            self._offline_counts["evicted"] += 1
-        for batch in (running_batch, self._paused):
-            if batch is not None and evicted:
-                self._evict_rows(batch, evicted)
+        self._evict({eviction.rid for eviction in plan.evict}, running_batch)
         if plan.pause:
             self._paused = join(self._paused, split(running_batch, set(plan.pause)))
             self._offline_counts["paused"] += len(plan.pause)
@@ -373,6 +372,36 @@ class PlannedScheduler(CoserveScheduler):
             return super()._evict_offline(running_batch)
         running_batch.batch_is_full = False
         return True
+
+    def _evict(self, rids: Collection[str], running_batch: ScheduleBatch) -> None:
+        """Release the rows named in ``rids``, wherever they are."""
+        if not rids:
+            return
+        for rid in [rid for rid in self._parked if rid in rids]:
+            self._evict_parked(rid)
+        if self.chunked_req is not None and self.chunked_req.rid in rids:
+            req, self.chunked_req = self.chunked_req, None
+            self._release(req)
+            self._offline_counts["evicted"] += 1
+        for batch in (running_batch, self._paused):
+            if batch is not None:
+                self._evict_rows(batch, rids)
+
+    def _rows_with_kv(self, running_batch: ScheduleBatch) -> Iterator[Req]:
+        yield from running_batch.reqs
+        yield from self._set_aside()
+        if self.chunked_req is not None:
+            yield self.chunked_req
+
+    def _set_aside(self) -> list[Req]:
+        """Return the rows that hold KV outside SGLang's batches."""
+        paused = self._paused.reqs if self._paused is not None else ()
+        return [*paused, *self._parked.values()]
+
+    def _can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
+        """Keep the places of the adapters whose rows are to come back into the batch."""
+        kept = {row.lora_id for row in self._set_aside()}
+        return bool(super()._can_schedule_lora_req(req, running_loras | kept))
 
     def _evict_parked(self, rid: str) -> None:
         self._release(self._parked.pop(rid))

@@ -51,17 +51,20 @@ def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
 
 
 def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
-    """Make SGLang's tokenizer manager, with a check of every request's marks."""
+    """Make SGLang's tokenizer manager, with more checks of every request."""
     from sglang.srt.entrypoints import engine
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     from sglang_coserve.srt.arrival_time import install_arrival_times
+    from sglang_coserve.srt.batch_backend.engine_limits import check_fatal_values
 
-    class MarkCheckingTokenizerManager(TokenizerManager):
-        """Answers a bad mark with the error of any invalid parameter."""
+    class CheckingTokenizerManager(TokenizerManager):
+        """Answers a bad mark, or a value that would end the scheduler process, with the error
+        of any invalid parameter."""
 
         def _validate_one_request(self, obj: Any, input_ids: Any) -> None:
             super()._validate_one_request(obj, input_ids)
+            check_fatal_values(obj, self.model_config.vocab_size)
             try:
                 check_marks(obj.sampling_params.get("custom_params"))
             except RequestError as error:
@@ -70,6 +73,6 @@ def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
 
     install_arrival_times()
     managers: tuple[Any, Any] = engine.init_tokenizer_manager(
-        server_args, port_args, MarkCheckingTokenizerManager
+        server_args, port_args, CheckingTokenizerManager
     )
     return managers

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestrator
+from sglang_coserve.srt.penalties import new_penalties
 
 __all__ = ["has_plain_state", "join", "split"]
 
@@ -20,7 +19,8 @@ def has_plain_state(req: Req) -> bool:
 
     Penalties count tokens in tensors that a split would shift under overlap
     scheduling; log-probabilities, grammars and custom processors keep state of
-    their own. Such requests are never paused.
+    their own. Such requests are never paused. A LoRA adapter is no such state: SGLang
+    loads what the rows of a batch name, so long as the batch has places for all.
     """
     params = req.sampling_params
     return not (
@@ -38,14 +38,6 @@ def has_plain_state(req: Req) -> bool:
     )
 
 
-@dataclass(eq=False)
-class _Rows:
-    """What an orchestrator of penalties looks at, before the batch it belongs to exists."""
-
-    reqs: list[Req]
-    device: Any
-
-
 def split(batch: ScheduleBatch, rids: Collection[str]) -> ScheduleBatch | None:
     """Take the rows named in ``rids`` out of ``batch``; return them as a batch of their own.
 
@@ -58,12 +50,8 @@ def split(batch: ScheduleBatch, rids: Collection[str]) -> ScheduleBatch | None:
     info = copy.copy(batch.sampling_info)
     if info.custom_params is not None:
         info.custom_params = list(info.custom_params)
-    rows = _Rows([batch.reqs[i] for i in chosen], batch.device)
     # Rows without penalties: a fresh orchestrator holds no state and needs none.
-    penalties = info.penalizer_orchestrator
-    info.penalizer_orchestrator = BatchedPenalizerOrchestrator(
-        penalties.vocab_size, rows, set(penalties.penalizers)
-    )
+    info.penalizer_orchestrator = new_penalties(batch, [batch.reqs[i] for i in chosen])
     taken.sampling_info = info
     taken.filter_batch(keep_indices=chosen)
     info.penalizer_orchestrator.batch = taken

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar
 
 from sglang.srt.managers.io_struct import AbortReq
@@ -19,9 +19,14 @@ from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.srt.arrival_time import arrival_s
-from sglang_coserve.srt.compat import lowest_priority, release_for_requeue
+from sglang_coserve.srt.compat import (
+    fill_token_ids_logprobs,
+    lowest_priority,
+    release_for_requeue,
+)
 from sglang_coserve.srt.exporter import Exporter
 from sglang_coserve.srt.offline_marks import restore_generated
+from sglang_coserve.srt.penalties import restore_penalties
 from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.slo_watch import SloWatch
@@ -101,6 +106,8 @@ class CoserveScheduler(Scheduler, ABC):
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         """Note what the batch's online requests got."""
+        if batch.return_logprob:
+            fill_token_ids_logprobs(result.logits_output)
         super().process_batch_result(batch, result)
         self._slo_watch.results(batch.reqs, time.perf_counter())
         self._publish()
@@ -152,6 +159,8 @@ class CoserveScheduler(Scheduler, ABC):
         plan = super().get_new_batch_prefill(running_batch)
         while self._online_is_starved(plan) and self._evict_offline(plan.running_batch):
             plan = super().get_new_batch_prefill(plan.running_batch)
+        if plan.batch_to_run is not None:
+            restore_penalties(plan.batch_to_run)
         return plan
 
     def _online_is_starved(self, plan: Any) -> bool:
@@ -183,6 +192,36 @@ class CoserveScheduler(Scheduler, ABC):
             return False
         self._evict_rows(running_batch, {victim.rid})
         return True
+
+    def _rids_in_the_way(self, rows: Iterable[Req]) -> set[str]:
+        """Return those of ``rows`` to evict for the LoRA adapter of the next online request.
+
+        A batch has places for a few adapters, the bare model counting as one, and
+        SGLang passes over a request that needs one more. Of the offline rows those
+        stay whose adapters fit beside the online ones. O(rows) if LoRA is enabled.
+        """
+        if not self.enable_lora:
+            return set()
+        first = next((req for req in self.waiting_queue if not is_offline(req)), None)
+        if first is None:
+            return set()
+        fits = self.tp_worker.model_runner.lora_manager.validate_lora_batch
+        kept = {first.lora_id}
+        offline: dict[str | None, list[str]] = {}
+        for req in rows:
+            if is_offline(req):
+                offline.setdefault(req.lora_id, []).append(req.rid)
+            else:
+                kept.add(req.lora_id)
+        if not fits(kept):
+            return set()  # It is for other online requests that it has to wait.
+        in_the_way: set[str] = set()
+        for lora_id, rids in offline.items():
+            if fits(kept | {lora_id}):
+                kept.add(lora_id)
+            else:
+                in_the_way.update(rids)
+        return in_the_way
 
     def _evict_rows(self, batch: ScheduleBatch, rids: Collection[str]) -> None:
         """Release the rows named in ``rids``; others may be named too."""
