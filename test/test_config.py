@@ -89,7 +89,9 @@ def test_a_target_of_every_request_is_an_slo_for_p99() -> None:
 
 
 def test_a_tolerance_is_refused_with_what_measures_it() -> None:
-    with pytest.raises(ConfigError, match=r"'tbt mean <= \+10%'.*give a limit in ms; coserve slo"):
+    with pytest.raises(
+        ConfigError, match=r"'tbt mean <= \+10%'.*give a limit in ms; coserve profile slo"
+    ):
         CoserveConfig(slo=("tbt mean <= +10%",))
 
 

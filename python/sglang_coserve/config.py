@@ -101,6 +101,29 @@ class CoserveConfig:
         metavar="PLANS.jsonl",
     )
 
+    coserve_data_dir: str | None = _setting(
+        None,
+        "Directory of the Batch API: what users upload, its results, and what is still to do. "
+        "Made when it is not there; for one server at a time. Without one, /v1/files and "
+        "/v1/batches are off, so that nothing is kept unasked.",
+        metavar="DIRECTORY",
+    )
+    batch_max_upload_mib: int = _setting(
+        200, "Largest file that may be uploaded for a batch, in MiB.", type=int, metavar="MIB"
+    )
+    batch_max_lines: int = _setting(50_000, "Most requests in one batch.", type=int, metavar="N")
+    batch_webhook_url: str | None = _setting(
+        None,
+        "Address that is told when a batch has completed, failed, expired or been cancelled. The "
+        "secret to sign with is in the environment variable COSERVE_WEBHOOK_SECRET.",
+        metavar="URL",
+    )
+    batch_webhook_allow_private: bool = _setting(
+        False,
+        "Let --batch-webhook-url be on this machine or in a private network.",
+        action="store_true",
+    )
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "slo", tuple(self.slo))  # argparse makes a list.
         for name in ("slo_ttft_ms", "slo_tpot_ms", "iteration_budget_ms"):
@@ -118,6 +141,14 @@ class CoserveConfig:
             raise ConfigError(
                 f"{_flag('offline_policy')} must be one of {', '.join(OFFLINE_POLICIES)}, "
                 f"got {self.offline_policy!r}"
+            )
+        for name in ("batch_max_upload_mib", "batch_max_lines"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{_flag(name)} must be at least 1, got {getattr(self, name)}")
+        if self.batch_webhook_url is not None and self.coserve_data_dir is None:
+            raise ConfigError(
+                f"{_flag('batch_webhook_url')} needs batches to tell of: add "
+                f"{_flag('coserve_data_dir')}"
             )
         if self.offline_max_running is not None and self.offline_max_running < 1:
             raise ConfigError(
@@ -178,6 +209,7 @@ def _absolute_slo(text: str) -> Slo:
     if slo.limit_s is None:
         raise ConfigError(
             f"{_flag('slo')}: {text!r} is relative to online requests alone, which a server that "
-            "runs both does not measure: give a limit in ms; coserve slo measures and prints it"
+            "runs both does not measure: give a limit in ms; coserve profile slo measures and "
+            "prints it"
         )
     return slo

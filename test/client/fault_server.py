@@ -115,6 +115,9 @@ class FaultServer:
             name.lower(): value.strip()
             for name, _, value in (line.partition(":") for line in header_lines if line)
         }
+        if request_line.startswith("GET "):
+            writer.write(_http(404, b'{"detail": "Not Found"}'))  # It has no Batch API.
+            return True
         body = json.loads(await reader.readexactly(int(headers["content-length"])))
         self.paths.append(request_line.split()[1])
         self.authorization.append(headers.get("authorization"))

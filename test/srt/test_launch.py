@@ -9,7 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 
+from sglang_coserve.batch.routes import add_batch_routes
 from sglang_coserve.errors import StartupError, UnsupportedError
 from sglang_coserve.srt import cpu
 
@@ -131,11 +133,31 @@ def test_a_bad_value_of_our_flags_is_refused(small_model: Path) -> None:
     assert "error: --slo-ttft-ms must be a positive number" in refused.stderr
 
 
-def complete_app() -> Any:
-    return SimpleNamespace(
-        user_middleware=[SimpleNamespace(cls=ServiceTierMiddleware)],
-        routes=[SimpleNamespace(path=launch.STATUS_PATH)],
-    )
+def answer() -> None:
+    """A route of somebody."""
+
+
+def complete_app() -> FastAPI:
+    app = FastAPI()
+    app.add_middleware(ServiceTierMiddleware)
+    app.add_api_route(launch.STATUS_PATH, answer)
+    add_batch_routes(app)
+    return app
+
+
+def app_without(part: str) -> FastAPI:
+    app = complete_app()
+    if part == "middleware":
+        app.user_middleware.clear()
+    app.router.routes[:] = [route for route in app.routes if getattr(route, "path", "") != part]
+    return app
+
+
+def shadowed_app() -> FastAPI:
+    app = complete_app()
+    app.add_api_route("/v1/files", answer)
+    app.router.routes.insert(0, app.router.routes.pop())
+    return app
 
 
 def test_a_complete_server_passes() -> None:
@@ -146,18 +168,12 @@ def test_a_complete_server_passes() -> None:
     ("app", "info", "says"),
     [
         (complete_app(), {"status": "ready"}, "scheduler 0 is not CoserveScheduler"),
-        (
-            SimpleNamespace(user_middleware=[], routes=complete_app().routes),
-            {"coserve": {}},
-            "middleware",
-        ),
-        (
-            SimpleNamespace(user_middleware=complete_app().user_middleware, routes=[]),
-            {"coserve": {}},
-            launch.STATUS_PATH,
-        ),
+        (app_without("middleware"), {"coserve": {}}, "middleware"),
+        (app_without(launch.STATUS_PATH), {"coserve": {}}, launch.STATUS_PATH),
+        (app_without("/v1/batches"), {"coserve": {}}, "batch route /v1/batches"),
+        (shadowed_app(), {"coserve": {}}, "batch route /v1/files"),
     ],
-    ids=["scheduler", "middleware", "route"],
+    ids=["scheduler", "middleware", "route", "batches", "another's route"],
 )
 def test_a_missing_part_stops_the_start(app: Any, info: dict[str, Any], says: str) -> None:
     with pytest.raises(StartupError, match=says):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, AsyncIterable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -85,6 +85,20 @@ class BatchService:
         self._files = files
         self._runner = runner
         self._expiring: asyncio.Task[None] | None = None
+
+    @staticmethod
+    async def check(directory: Path) -> None:
+        """Find out whether ``open`` could use ``directory``, and make it when it is not there.
+
+        Raises:
+            StartupError: it could not.
+        """
+        data = DataDirectory(directory)
+        data.open()
+        try:
+            await (await Store.open(data.database)).close()
+        finally:
+            data.close()
 
     @classmethod
     async def open(
@@ -171,9 +185,11 @@ class BatchService:
         filename: str,
         purpose: str,
         chunks: AsyncIterable[bytes],
-        expires_after: ExpiresAfter | None = None,
+        expires_after: ExpiresAfter | Callable[[], ExpiresAfter | None] | None = None,
     ) -> FileObject:
         """Store an upload. What it holds is looked at when a batch is made of it.
+
+        A function for ``expires_after`` is asked after the last chunk: a form may say it there.
 
         Raises:
             BatchRequestError: the purpose or the name cannot be used.
@@ -182,6 +198,8 @@ class BatchService:
         check_upload(filename, purpose)
         file_id = new_id("file-", self._context.rng)
         size_bytes = await self._files.receive(file_id, chunks)
+        if callable(expires_after):
+            expires_after = expires_after()
         now_s = self._context.clock.now_s()
         retention_s = self._context.limits.input_retention_s
         file = FileRecord(

@@ -11,6 +11,7 @@ import sys
 import typer
 
 from sglang_coserve.cli import exit_codes
+from sglang_coserve.cli.batches import cancel, list_batches, results, status
 from sglang_coserve.cli.groups import CommandGroup, SeveralSlosCommand
 from sglang_coserve.cli.make_model import make_model
 from sglang_coserve.cli.profile import PROFILE_SETTINGS, profile
@@ -33,6 +34,10 @@ app = typer.Typer(
 )
 app.command(context_settings=PASS_THROUGH)(serve)
 app.command()(submit)
+app.command()(status)
+app.command("list")(list_batches)
+app.command()(cancel)
+app.command()(results)
 app.command(context_settings=PROFILE_SETTINGS)(profile)
 app.command("profile slo", cls=SeveralSlosCommand, context_settings=SLO_SETTINGS)(profile_slo)
 app.command()(simulate)

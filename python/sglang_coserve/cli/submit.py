@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sglang_coserve.cli import exit_codes
-from sglang_coserve.errors import CoserveError
+from sglang_coserve.cli.batches import batch_json
+from sglang_coserve.cli.server_flags import DEFAULT_BASE_URL, ApiKey, BaseUrl
+from sglang_coserve.errors import ConfigError, CoserveError
 
 if TYPE_CHECKING:
-    from sglang_coserve.client import AsyncJob
+    from sglang_coserve.client import AsyncJob, BatchApi, BatchWish
 
 __all__ = ["submit"]
 
@@ -24,22 +26,32 @@ def submit(
         Path, typer.Argument(metavar="INPUT.jsonl", help="Requests in OpenAI's batch input format.")
     ],
     output: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             "--output",
             "-o",
             metavar="OUTPUT.jsonl",
-            help="Results in OpenAI's batch output format; failed lines go to"
-            " OUTPUT.errors.jsonl. When it exists, the run that wrote it is continued.",
+            help="Wait, and write results in OpenAI's batch output format; failed lines go to"
+            " OUTPUT.errors.jsonl. When it exists, the run that wrote it is continued. Without it"
+            " the batch is left to the server: see coserve status and coserve results.",
         ),
-    ],
-    base_url: Annotated[
-        str, typer.Option(envvar="COSERVE_BASE_URL", help="The server.")
-    ] = "http://127.0.0.1:30000",
-    api_key: Annotated[
-        str | None,
-        typer.Option(envvar=["COSERVE_API_KEY", "OPENAI_API_KEY"], help="Sent as a bearer token."),
     ] = None,
+    window: Annotated[
+        str, typer.Option(help="Time in which the server is to complete the batch: 2h, 90m, 7d.")
+    ] = "24h",
+    priority: Annotated[int, typer.Option(help="Batches of a higher one go first.")] = 0,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait for the end; --output does it in any case.")
+    ] = False,
+    no_batch: Annotated[
+        bool,
+        typer.Option(
+            "--no-batch",
+            help="Send the lines one by one from here, as to a server without a Batch API.",
+        ),
+    ] = False,
+    base_url: BaseUrl = DEFAULT_BASE_URL,
+    api_key: ApiKey = None,
     concurrency: Annotated[
         int, typer.Option(min=1, help="Lines that the server has at the same time.")
     ] = 64,
@@ -64,11 +76,19 @@ def submit(
 ) -> None:
     """Run every request of a file in the offline class and write the results as they come.
 
-    Exits with 0 when every line has a result, 1 when some failed, 2 when a file
-    or flag cannot be used, 3 when the server is gone, 130 on Ctrl-C. In every
-    case the same command continues: no line is answered twice.
+    A server with a Batch API runs them as one batch, which goes on whatever
+    becomes of this command. Exits with 0 when every line has a result, 1 when
+    some failed, 2 when a file or flag cannot be used, 3 when the server is gone,
+    130 on Ctrl-C. With --output the same command continues in every case: no line
+    is answered twice.
     """
-    from sglang_coserve.client import AsyncCoserveClient, ClientOptions, JobState, RetryPolicy
+    from sglang_coserve.client import (
+        AsyncCoserveClient,
+        BatchWish,
+        ClientOptions,
+        JobState,
+        RetryPolicy,
+    )
 
     options = ClientOptions(
         concurrency=concurrency,
@@ -78,9 +98,23 @@ def submit(
         seed=seed,
     )
 
+    wish = BatchWish(window, priority)
+
     async def run() -> int:
         async with AsyncCoserveClient(base_url, api_key=api_key, options=options) as client:
-            job = await client.submit_jsonl(source, output, retry_failed=retry_failed)
+            if output is None:
+                if no_batch or retry_failed or not await client.batches.is_on():
+                    raise ConfigError(
+                        "without a Batch API of the server, results need a place: add -o FILE"
+                    )
+                return await _leave(client.batches, source, wish, wait, quiet, as_json)
+            job = await client.submit_jsonl(
+                source,
+                output,
+                retry_failed=retry_failed,
+                wish=wish,
+                use_batch=False if no_batch else None,
+            )
             signals = _cancel_on_signal(job)
             error: CoserveError | None = None
             try:
@@ -98,6 +132,23 @@ def submit(
             return exit_codes.SOME_FAILED if job.status.failed else exit_codes.OK
 
     raise typer.Exit(asyncio.run(run()))
+
+
+async def _leave(
+    api: BatchApi, source: Path, wish: BatchWish, wait: bool, quiet: bool, as_json: bool
+) -> int:
+    """Begin a batch, and wait for its end if that is wanted; results stay with the server."""
+    from sglang_coserve.client.batch_ticket import BatchTicket
+    from sglang_coserve.client.server_batch import begin_batch, check_outcome, follow_batch
+
+    batch = await begin_batch(api, source, wish, BatchTicket.new(), lambda _: None)
+    if wait:
+        batch = await follow_batch(api, batch, source, show=not quiet)
+    typer.echo(batch_json(batch) if as_json else batch["id"])
+    if not wait:
+        return exit_codes.OK
+    check_outcome(batch, source)
+    return exit_codes.SOME_FAILED if batch["request_counts"]["failed"] else exit_codes.OK
 
 
 def _cancel_on_signal(job: AsyncJob) -> list[int]:
@@ -130,6 +181,8 @@ def _summary(job: AsyncJob, error: CoserveError | None) -> dict[str, Any]:
 
 
 def _describe(job: AsyncJob) -> str:
+    from sglang_coserve.client.batch_api import FINAL_STATUSES
+
     status = job.status
     tokens = status.prompt_tokens + status.completion_tokens
     earlier = f" ({status.resumed} by an earlier run)" if status.resumed else ""
@@ -140,7 +193,10 @@ def _describe(job: AsyncJob) -> str:
         f"results: {job.output}",
     ]
     if status.failed:
-        lines.append(f"errors: {job.errors} (--retry-failed sends these lines again)")
+        again = "" if status.batch_id else " (--retry-failed sends these lines again)"
+        lines.append(f"errors: {job.errors}{again}")
     if status.state.value != "completed":
+        if status.batch_state not in (None, *FINAL_STATUSES):
+            lines.append(f"the server goes on with it, unless: coserve cancel {status.batch_id}")
         lines.append("run the same command again to continue")
     return "\n".join(lines)

@@ -1,22 +1,28 @@
 """The offline client: a file of requests in, a file of results out, whatever happens between.
 
 ``CoserveClient`` and its asyncio twin ``AsyncCoserveClient`` read and write OpenAI's
-batch formats, send every line in the offline class, and continue where an earlier
-run stopped. ``coserve submit`` is the same thing from a shell.
+batch formats, have every line served in the offline class - by the server's Batch API,
+or sent one by one - and continue where an earlier run stopped. ``coserve submit`` is the
+same thing from a shell.
 """
 
 from sglang_coserve.client.async_client import AsyncCoserveClient, AsyncJob
+from sglang_coserve.client.batch_api import Batch, BatchApi
 from sglang_coserve.client.batch_result import BatchResult, LineError, Response
 from sglang_coserve.client.options import ClientOptions
 from sglang_coserve.client.result_stream import read_results
 from sglang_coserve.client.retry import RetryPolicy
+from sglang_coserve.client.server_batch import BatchWish
 from sglang_coserve.client.status import JobState, JobStatus
 from sglang_coserve.client.sync_client import CoserveClient, Job
 
 __all__ = [
     "AsyncCoserveClient",
     "AsyncJob",
+    "Batch",
+    "BatchApi",
     "BatchResult",
+    "BatchWish",
     "ClientOptions",
     "CoserveClient",
     "Job",

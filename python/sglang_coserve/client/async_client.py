@@ -6,17 +6,22 @@ import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
+from sglang_coserve.client.batch_api import BatchApi
 from sglang_coserve.client.batch_result import BatchResult
 from sglang_coserve.client.batch_run import BatchRun
+from sglang_coserve.client.batch_ticket import TicketFile, ticket_path
 from sglang_coserve.client.connections import Connections
 from sglang_coserve.client.http_sender import HttpSender
+from sglang_coserve.client.input_lines import open_input
 from sglang_coserve.client.options import ClientOptions
 from sglang_coserve.client.progress import ProgressView
-from sglang_coserve.client.result_files import ResultFiles
+from sglang_coserve.client.result_files import ResultFiles, errors_path
 from sglang_coserve.client.result_stream import ResultStream
+from sglang_coserve.client.server_batch import BatchWish, ServerBatch
 from sglang_coserve.client.status import JobState, JobStatus
+from sglang_coserve.errors import InputFileError, ServerError
 
 __all__ = ["DEFAULT_BASE_URL", "AsyncCoserveClient", "AsyncJob"]
 
@@ -25,10 +30,20 @@ DEFAULT_BASE_URL = "http://127.0.0.1:30000"
 _POLL_S = 0.2
 
 
+class Run(Protocol):
+    """The work of a job."""
+
+    def status(self, state: JobState) -> JobStatus:
+        """Return how far it is."""
+
+    async def run(self) -> None:
+        """Do it; however it ends, what was written stays."""
+
+
 class AsyncJob:
     """A submitted file. It runs on its own, whether or not anybody waits for it."""
 
-    def __init__(self, run: BatchRun, output: Path, errors: Path) -> None:
+    def __init__(self, run: Run, output: Path, errors: Path) -> None:
         self.output = output
         """Where results go, in OpenAI's batch output format."""
 
@@ -73,7 +88,10 @@ class AsyncJob:
         await asyncio.wait({self._task}, timeout=timeout_s)
 
     def cancel(self) -> None:
-        """Stop the job; lines that are not finished are left for the next submission."""
+        """Stop the job; lines that are not finished are left for the next submission.
+
+        A batch that the server runs goes on there: ``batches.cancel`` ends it.
+        """
         self._task.cancel()
 
     def _state(self) -> JobState:
@@ -101,24 +119,77 @@ class AsyncCoserveClient:
         """
         self._options = options or ClientOptions()
         self._connections = Connections(base_url, api_key, self._options.concurrency)
+        self.batches = BatchApi(base_url, api_key, self._options.retry_policy)
+        """The server's Batch API, for batches of any client."""
+
         self._jobs: list[AsyncJob] = []
 
     async def submit_jsonl(
-        self, source: str | Path, output: str | Path, *, retry_failed: bool = False
+        self,
+        source: str | Path,
+        output: str | Path,
+        *,
+        retry_failed: bool = False,
+        wish: BatchWish | None = None,
+        use_batch: bool | None = None,
     ) -> AsyncJob:
         """Start, or continue, the batch in ``source``.
 
+        The server runs it when it has a Batch API, as ``wish`` says; otherwise its
+        lines are sent one by one from here. ``use_batch`` decides it instead of the
+        server. An output is continued in the way in which it was begun.
+
         Lines that have a record in ``output`` or its error file are not sent
-        again. With ``retry_failed`` the lines in the error file are.
+        again. With ``retry_failed`` the lines in the error file are, one by one.
 
         Raises:
             InputFileError: a file cannot be used, another client is writing
                 ``output``, or ``output`` was made from something else.
+            ServerError: ``use_batch`` is true and the server has no Batch API.
         """
-        files = ResultFiles(Path(output))
+        source, output = Path(source), Path(output)
+        if await self._is_for_server(output, retry_failed, use_batch):
+            job = self._follow(source, output, wish or BatchWish())
+        else:
+            job = await self._send_lines(source, output, retry_failed=retry_failed)
+        self._jobs.append(job)
+        # A task that is cancelled before its first step would never close its files.
+        await asyncio.sleep(0)
+        return job
+
+    async def _is_for_server(
+        self, output: Path, retry_failed: bool, use_batch: bool | None
+    ) -> bool:
+        if ticket_path(output).exists():
+            if retry_failed or use_batch is False:
+                raise InputFileError(
+                    f"{output} is filled by a batch that the server runs, which sends no line "
+                    "again: choose another output"
+                )
+            return True
+        if retry_failed or use_batch is False:
+            return False
+        if output.exists() or errors_path(output).exists():
+            return False
+        is_on = await self.batches.is_on()
+        if use_batch and not is_on:
+            raise ServerError(
+                "the server has no Batch API, or cannot be reached: it needs --coserve-data-dir"
+            )
+        return is_on
+
+    def _follow(self, source: Path, output: Path, wish: BatchWish) -> AsyncJob:
+        open_input(source).close()
+        ticket = TicketFile(output)
+        ticket.open()
+        run = ServerBatch(source, output, self.batches, wish, ticket)
+        return AsyncJob(run, output, errors_path(output))
+
+    async def _send_lines(self, source: Path, output: Path, *, retry_failed: bool) -> AsyncJob:
+        files = ResultFiles(output)
         opening = asyncio.ensure_future(
             asyncio.to_thread(
-                files.open, Path(source), self._options.max_line_bytes, retry_failed=retry_failed
+                files.open, source, self._options.max_line_bytes, retry_failed=retry_failed
             )
         )
         try:
@@ -128,13 +199,7 @@ class AsyncCoserveClient:
             opening.add_done_callback(lambda _: files.close())
             raise
         sender = HttpSender(self._connections, self._options)
-        job = AsyncJob(
-            BatchRun(Path(source), files, sender, self._options), files.output, files.errors
-        )
-        self._jobs.append(job)
-        # A task that is cancelled before its first step would never close its files.
-        await asyncio.sleep(0)
-        return job
+        return AsyncJob(BatchRun(source, files, sender, self._options), files.output, files.errors)
 
     async def results(self, job: AsyncJob) -> AsyncGenerator[BatchResult]:
         """Yield every result of ``job``, those of earlier runs too, until it has ended.
@@ -163,6 +228,7 @@ class AsyncCoserveClient:
         for job in self._jobs:
             await job.ended()
         await self._connections.close()
+        await self.batches.close()
 
     async def __aenter__(self) -> Self:
         return self

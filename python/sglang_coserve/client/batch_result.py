@@ -22,6 +22,8 @@ RECORD_START: Final = b'{"id":"batch_req_'
 
 _RECORD = re.compile(rb'\{"id":"batch_req_([1-9][0-9]{0,17})_([0-9a-f]{16})",')
 
+_SERVER_RECORD = re.compile(rb'\{"id":"batch_req_[0-9a-f]{24}_([1-9][0-9]{0,8})",')
+
 
 @dataclass(frozen=True, slots=True)
 class Response:
@@ -132,18 +134,29 @@ def record_identity(record: bytes) -> tuple[int, int] | None:
 
 
 def decode_record(record: bytes) -> BatchResult:
-    """Return the result that ``encode_record`` wrote.
+    """Return the result that ``encode_record`` wrote, or a server's Batch API.
 
     Raises:
-        ValueError: ``record`` was not written by ``encode_record``.
+        ValueError: ``record`` is from neither.
     """
     identity = record_identity(record)
-    if identity is None:
+    if identity is not None:
+        line = identity[0]
+    elif (server := _SERVER_RECORD.match(record)) and record.endswith(b"}\n"):
+        line = int(server[1])
+    else:
         raise ValueError("not a record of a batch run")
     fields = json.loads(record)
-    return BatchResult(
-        line=identity[0],
-        custom_id=fields["custom_id"],
-        response=fields["response"] and Response(**fields["response"]),
-        error=fields["error"] and LineError(**fields["error"]),
-    )
+    response = fields["response"] and Response(**fields["response"])
+    error = fields["error"] and LineError(**fields["error"])
+    if identity is None and response and response.status_code not in range(200, 300):
+        # A server writes no error of its own where the answer tells of one.
+        error = LineError(f"http_{response.status_code}", _told(response.body))
+    return BatchResult(line, fields["custom_id"], response, error)
+
+
+def _told(body: Any) -> str:
+    match body:
+        case {"error": {"message": str(message)}}:
+            return message
+    return json.dumps(body)[:500]

@@ -9,7 +9,7 @@ import httpx
 
 from sglang_coserve.errors import ConfigError
 
-__all__ = ["Connections"]
+__all__ = ["Connections", "server_address"]
 
 _CONNECT_TIMEOUT_S = 10.0
 # Shorter than the 5 s after which uvicorn closes an idle connection, so that a
@@ -35,12 +35,8 @@ class Connections:
         Raises:
             ConfigError: the address or the key cannot be used.
         """
-        address = _address(base_url)
-        headers = {"content-type": "application/json"}
-        if api_key is not None:
-            if not api_key.isascii() or not api_key.isprintable():
-                raise ConfigError("the API key has characters that no HTTP header can carry")
-            headers["authorization"] = f"Bearer {api_key}"
+        address, headers = server_address(base_url, api_key)
+        headers["content-type"] = "application/json"
         ssl_context = httpx.create_ssl_context()
         self._clients = [
             httpx.AsyncClient(
@@ -78,6 +74,20 @@ class Connections:
         """Close every connection."""
         for client in self._clients:
             await client.aclose()
+
+
+def server_address(base_url: str, api_key: str | None) -> tuple[httpx.URL, dict[str, str]]:
+    """Return where a server is, and the headers that every call to it has.
+
+    Raises:
+        ConfigError: the address or the key cannot be used.
+    """
+    address = _address(base_url)
+    if api_key is None:
+        return address, {}
+    if not api_key.isascii() or not api_key.isprintable():
+        raise ConfigError("the API key has characters that no HTTP header can carry")
+    return address, {"authorization": f"Bearer {api_key}"}
 
 
 def _address(base_url: str) -> httpx.URL:

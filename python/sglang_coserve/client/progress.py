@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from datetime import datetime
 from types import TracebackType
 from typing import Self
 
@@ -66,6 +67,18 @@ class ProgressView:
 
 
 def _describe(status: JobStatus) -> str:
+    if status.batch_id:
+        return _describe_batch(status)
     if status.trouble:
         return f"{status.ok} ok, {status.failed} failed; retrying: {status.trouble[:80]}"
     return f"{status.ok} ok, {status.failed} failed, {status.tokens_per_s:.0f} tokens/s"
+
+
+def _describe_batch(status: JobStatus) -> str:
+    told = [f"{status.batch_id} {status.batch_state}: {status.ok} ok, {status.failed} failed"]
+    if status.eta_s is not None:
+        at = datetime.fromtimestamp(status.eta_s).astimezone()
+        told.append(f"expected at {at:%Y-%m-%d %H:%M:%S}")
+    if status.trouble:
+        told.append(status.trouble[:80])
+    return ", ".join(told)

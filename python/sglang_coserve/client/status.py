@@ -14,7 +14,7 @@ class JobState(Enum):
 
     RUNNING = "running"
     COMPLETED = "completed"
-    """Every line has a record."""
+    """Every line has a record: an answer, or why there is none (its window was over, say)."""
 
     CANCELLED = "cancelled"
     """Stopped on purpose; submitting it again continues it."""
@@ -50,6 +50,15 @@ class JobStatus:
 
     trouble: str | None
     """Why lines are being retried; None while the server answers."""
+
+    batch_id: str | None = None
+    """The batch that the server runs; None when it is sent line by line."""
+
+    batch_state: str | None = None
+    """The server's word for where the batch stands."""
+
+    eta_s: float | None = None
+    """When the server expects the batch to be complete, in seconds since the epoch."""
 
     @property
     def tokens_per_s(self) -> float:

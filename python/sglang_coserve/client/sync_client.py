@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 from sglang_coserve.client.async_client import DEFAULT_BASE_URL, AsyncCoserveClient, AsyncJob
 from sglang_coserve.client.batch_result import BatchResult
 from sglang_coserve.client.options import ClientOptions
+from sglang_coserve.client.server_batch import BatchWish
 from sglang_coserve.client.status import JobStatus
 
 __all__ = ["CoserveClient", "Job"]
@@ -96,10 +97,18 @@ class CoserveClient:
         self._loop = _LoopThread()
 
     def submit_jsonl(
-        self, source: str | Path, output: str | Path, *, retry_failed: bool = False
+        self,
+        source: str | Path,
+        output: str | Path,
+        *,
+        retry_failed: bool = False,
+        wish: BatchWish | None = None,
+        use_batch: bool | None = None,
     ) -> Job:
         """Start, or continue, a batch; see ``AsyncCoserveClient.submit_jsonl``."""
-        submitting = self._client.submit_jsonl(source, output, retry_failed=retry_failed)
+        submitting = self._client.submit_jsonl(
+            source, output, retry_failed=retry_failed, wish=wish, use_batch=use_batch
+        )
         return Job(self._loop.run(submitting), self._loop)
 
     def results(self, job: Job) -> Iterator[BatchResult]:

@@ -15,9 +15,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from sglang_coserve.batch.routes import missing_routes
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.errors import StartupError
 from sglang_coserve.srt import compat, cpu
+from sglang_coserve.srt.batch_api import check_batch_settings, install_batch_api
 from sglang_coserve.srt.service_tier import ServiceTierMiddleware
 
 __all__ = ["launch_server", "parse_server_args"]
@@ -30,7 +32,8 @@ def launch_server(argv: Sequence[str]) -> None:
 
     Raises:
         UnsupportedError: SGLang has another version, or a setting cannot be co-served.
-        StartupError: a part of co-serving is not in place.
+        StartupError: a part of co-serving is not in place, or the data directory of the
+            Batch API cannot be used.
     """
     compat.check_version()
     on_cpu = not cpu.has_cuda()
@@ -38,6 +41,7 @@ def launch_server(argv: Sequence[str]) -> None:
         cpu.set_environment_defaults()
     server_args = parse_server_args(argv, on_cpu=on_cpu)
     compat.check_server_args(server_args)
+    check_batch_settings(server_args._coserve)
 
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import kill_process_tree
@@ -121,6 +125,7 @@ def _install_routes(http_server: Any) -> None:
     app = http_server.app
     app.add_middleware(ServiceTierMiddleware)
     app.add_api_route(STATUS_PATH, status, methods=["GET"])
+    install_batch_api(http_server)
 
     serve = http_server._setup_and_run_http_server
 
@@ -164,6 +169,7 @@ def verify_in_place(app: Any, scheduler_infos: Sequence[dict[str, Any]]) -> None
         problems.append("the service_tier middleware is not installed")
     if STATUS_PATH not in {getattr(route, "path", None) for route in app.routes}:
         problems.append(f"the route {STATUS_PATH} is not installed")
+    problems += [f"the batch route {path} is not installed" for path in missing_routes(app)]
     if problems:
         raise StartupError("co-serving is not in place: " + "; ".join(problems))
 

@@ -47,6 +47,13 @@ class BatchBackend(Backend):
         self._rate = TokenRate(monotonic_s)
 
     @property
+    def model(self) -> str:
+        """What the tokens belong to; weights that are changed while it runs have a version."""
+        args = self._tokenizer_manager.server_args
+        parts = (args.model_path, args.revision, args.tokenizer_path, args.weight_version)
+        return "|".join(str(part or "") for part in parts)
+
+    @property
     def endpoints(self) -> frozenset[str]:
         """The endpoints that the loaded model can serve."""
         return frozenset(self._endpoints)

@@ -1,0 +1,11 @@
+"""The Batch API over HTTP, as OpenAI's clients speak it: FastAPI routes without an engine.
+
+An application takes the routes with ``add_batch_routes`` and says with ``set_service`` what
+they serve; before that they answer 503. Whether a key is valid is for the application to
+check; here it only says whose things are whose.
+"""
+
+from sglang_coserve.batch.routes.caller import set_service
+from sglang_coserve.batch.routes.routing import add_batch_routes, missing_routes
+
+__all__ = ["add_batch_routes", "missing_routes", "set_service"]

@@ -1,0 +1,169 @@
+"""Every failure of a call as OpenAI's error object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from http import HTTPStatus
+from typing import Any, Final
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive
+
+from sglang_coserve.batch.errors import (
+    BatchRequestError,
+    ConflictError,
+    NotFoundError,
+    StorageError,
+    TooLargeError,
+    TooManyError,
+)
+from sglang_coserve.errors import CoserveError
+
+__all__ = ["ERROR_RESPONSES", "BatchApiOffError", "JsonRoute", "OpenAIRoute"]
+
+_MAX_JSON_BYTES: Final = 1 << 20
+"""A body that is no upload needs far less."""
+
+_STATUS: Final = (
+    (NotFoundError, HTTPStatus.NOT_FOUND),
+    (ConflictError, HTTPStatus.CONFLICT),
+    (TooLargeError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
+    (TooManyError, HTTPStatus.TOO_MANY_REQUESTS),
+    (BatchRequestError, HTTPStatus.BAD_REQUEST),
+    (StorageError, HTTPStatus.INSUFFICIENT_STORAGE),
+)
+
+
+class BatchApiOffError(CoserveError):
+    """There is no service, or no more: the server has no data directory, or is stopping."""
+
+
+class ErrorObject(BaseModel):
+    """What went wrong with a call."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """The body of every answer that is not 2xx."""
+
+    error: ErrorObject
+
+
+ERROR_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
+    status.value: {"model": ErrorResponse}
+    for status in (
+        HTTPStatus.BAD_REQUEST,
+        HTTPStatus.NOT_FOUND,
+        HTTPStatus.CONFLICT,
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        HTTPStatus.TOO_MANY_REQUESTS,
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        HTTPStatus.INSUFFICIENT_STORAGE,
+    )
+}
+"""For the OpenAPI document."""
+
+
+class OpenAIRoute(APIRoute):
+    """A route that answers its failures itself, whatever the application does with others'."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """See ``APIRoute``."""
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except RequestValidationError as error:
+                return _invalid(error)
+            except CoserveError as error:
+                return _failed(error)
+            except ClientDisconnect:
+                return Response(status_code=499)  # Nobody reads it.
+            except HTTPException as error:
+                return _error(error.status_code, str(error.detail), code="invalid_request")
+
+        return answer
+
+
+class JsonRoute(OpenAIRoute):
+    """A route whose body is short."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """See ``APIRoute``."""
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            receive = _Bounded(request.receive)
+            answer = await handle(Request(request.scope, receive))
+            if receive.is_exceeded:
+                message = f"the body is larger than {_MAX_JSON_BYTES:,} bytes"
+                return _failed(TooLargeError(message, code="body_too_large"))
+            return answer
+
+        return answer
+
+
+class _Bounded:
+    """An ASGI ``receive`` that ends a body which is too long."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._size_bytes = 0
+        self.is_exceeded = False
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self._size_bytes += len(message.get("body", b""))
+        if self._size_bytes > _MAX_JSON_BYTES:
+            self.is_exceeded = True
+            # Not valid JSON, so no handler gets to see it.
+            return {"type": "http.request", "body": b"", "more_body": False}
+        return message
+
+
+def _invalid(error: RequestValidationError) -> Response:
+    fault = error.errors()[0]
+    # The first item says where: body, query, path or header.
+    param = ".".join(map(str, fault["loc"][1:])) or None
+    if fault["type"] == "json_invalid":
+        return _error(400, f"the body is not valid JSON: {fault['ctx']['error']}", "invalid_json")
+    message = f"{param or 'body'}: {fault['msg']}"
+    return _error(HTTPStatus.BAD_REQUEST, message, code="invalid_value", param=param)
+
+
+def _failed(error: CoserveError) -> Response:
+    if isinstance(error, BatchApiOffError):
+        return _error(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="batch_api_off")
+    status = next(
+        (status for kind, status in _STATUS if isinstance(error, kind)),
+        HTTPStatus.INTERNAL_SERVER_ERROR,
+    )
+    if isinstance(error, BatchRequestError):
+        if error.code == "invalid_range":
+            status = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+        return _error(status, str(error), code=error.code, param=error.param)
+    code = "storage_failed" if isinstance(error, StorageError) else "internal_error"
+    return _error(status, str(error), code=code)
+
+
+def _error(status: int, message: str, code: str, param: str | None = None) -> Response:
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        kind = "server_error"
+    elif status == HTTPStatus.TOO_MANY_REQUESTS:
+        kind = "rate_limit_error"
+    else:
+        kind = "invalid_request_error"
+    body = ErrorResponse(error=ErrorObject(message=message, type=kind, param=param, code=code))
+    # OpenAI's client would try some of these again at once, which helps with none of them.
+    return JSONResponse(body.model_dump(), status, headers={"x-should-retry": "false"})

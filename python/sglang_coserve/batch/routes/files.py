@@ -1,0 +1,143 @@
+"""``/v1/files``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Annotated, Any, Final, Literal
+from urllib.parse import quote
+
+from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi.responses import StreamingResponse
+
+from sglang_coserve.batch.errors import BatchRequestError
+from sglang_coserve.batch.routes.byte_range import byte_range
+from sglang_coserve.batch.routes.caller import Owner, Service
+from sglang_coserve.batch.routes.errors import ERROR_RESPONSES, ErrorResponse, OpenAIRoute
+from sglang_coserve.batch.routes.upload_form import UploadForm
+from sglang_coserve.batch.schemas import FileDeleted, FileList, FileObject
+from sglang_coserve.batch.service import FileContent
+
+__all__ = ["router"]
+
+router = APIRouter(
+    prefix="/v1/files", tags=["files"], route_class=OpenAIRoute, responses=ERROR_RESPONSES
+)
+
+FileId = Annotated[str, Path(max_length=64)]
+
+_UPLOAD: Final[dict[str, Any]] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["purpose", "file"],
+                    "properties": {
+                        "purpose": {"const": "batch"},
+                        "file": {"type": "string", "format": "binary"},
+                        "expires_after[anchor]": {"const": "created_at"},
+                        "expires_after[seconds]": {
+                            "type": "integer",
+                            "minimum": 3600,
+                            "maximum": 2_592_000,
+                        },
+                    },
+                    "dependentRequired": {
+                        "expires_after[anchor]": ["expires_after[seconds]"],
+                        "expires_after[seconds]": ["expires_after[anchor]"],
+                    },
+                }
+            }
+        },
+    }
+}
+_BYTES: Final[dict[str, Any]] = {
+    "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+}
+
+
+@router.post("", openapi_extra=_UPLOAD)
+async def create_file(service: Service, owner: Owner, request: Request) -> FileObject:
+    """Upload a file."""
+    form = UploadForm(request.headers.get("content-type", ""), request.stream())
+    await form.read_to_file()
+    purpose = form.purpose or "batch"  # Named after the file, it is checked there.
+    return await service.create_file(
+        owner, form.filename, purpose, form.file_chunks(), form.expires_after
+    )
+
+
+@router.get("")
+async def list_files(
+    service: Service,
+    owner: Owner,
+    after: Annotated[str | None, Query(max_length=64)] = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+    order: Literal["asc", "desc"] = "desc",
+    purpose: Annotated[str | None, Query(max_length=64)] = None,
+) -> FileList:
+    """List files by their creation."""
+    return await service.list_files(owner, after=after, limit=limit, order=order, purpose=purpose)
+
+
+@router.get("/{file_id}")
+async def retrieve_file(service: Service, owner: Owner, file_id: FileId) -> FileObject:
+    """Look at a file."""
+    return await service.retrieve_file(owner, file_id)
+
+
+@router.delete("/{file_id}")
+async def delete_file(service: Service, owner: Owner, file_id: FileId) -> FileDeleted:
+    """Delete a file."""
+    return await service.delete_file(owner, file_id)
+
+
+@router.get(
+    "/{file_id}/content",
+    response_class=Response,
+    responses={200: _BYTES, 206: _BYTES, 416: {"model": ErrorResponse}},
+)
+async def file_content(
+    service: Service,
+    owner: Owner,
+    file_id: FileId,
+    range_header: Annotated[str | None, Header(alias="range")] = None,
+) -> Response:
+    """Read a file; that of a running batch holds the records written so far."""
+    size_bytes = (await service.retrieve_file(owner, file_id)).bytes
+    wanted = byte_range(range_header, size_bytes) if range_header else None
+    if wanted is None:
+        return _answer(await service.file_content(owner, file_id), is_partial=False)
+    start, end = wanted
+    if start >= size_bytes:
+        message = f"the file has {size_bytes} bytes: there is nothing from byte {start}"
+        raise BatchRequestError(message, code="invalid_range", param="Range")
+    return _answer(await service.file_content(owner, file_id, start, end), is_partial=True)
+
+
+def _answer(content: FileContent, *, is_partial: bool) -> Response:
+    filename = quote(content.file.filename, safe="")
+    headers = {
+        "accept-ranges": "bytes",
+        "content-length": str(content.end - content.start),
+        # Whatever a user has uploaded, a browser must not show it as a page of ours.
+        "content-disposition": f"attachment; filename*=UTF-8''{filename}",
+        "x-content-type-options": "nosniff",
+    }
+    if is_partial:
+        last = content.end - 1
+        headers["content-range"] = f"bytes {content.start}-{last}/{content.total_bytes}"
+    return StreamingResponse(
+        _closing(content.chunks),
+        status_code=206 if is_partial else 200,
+        headers=headers,
+        media_type="application/octet-stream",
+    )
+
+
+async def _closing(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            yield chunk

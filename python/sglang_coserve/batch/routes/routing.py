@@ -1,0 +1,37 @@
+"""Puts the routes into an application, and makes sure that it would use them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from fastapi import FastAPI
+from starlette.routing import Match
+
+from sglang_coserve.batch.routes import batches, files
+
+__all__ = ["add_batch_routes", "missing_routes"]
+
+_ENDPOINTS: Final = {
+    "/v1/files": files.list_files,
+    "/v1/batches": batches.list_batches,
+}
+
+
+def add_batch_routes(app: FastAPI) -> None:
+    """Add the routes to ``app``."""
+    # One by one, as the application's own: who looks through its routes finds them.
+    app.router.routes.extend([*files.router.routes, *batches.router.routes])
+
+
+def missing_routes(app: Any) -> list[str]:
+    """Name the paths at which a request to ``app`` would not reach our routes."""
+    return [path for path, endpoint in _ENDPOINTS.items() if _endpoint(app, path) != endpoint]
+
+
+def _endpoint(app: Any, path: str) -> Any:
+    scope = {"type": "http", "method": "GET", "path": path, "headers": [], "root_path": ""}
+    for route in app.routes:
+        match, child_scope = route.matches(dict(scope))
+        if match is Match.FULL:
+            return child_scope.get("endpoint")
+    return None

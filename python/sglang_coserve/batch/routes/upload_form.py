@@ -1,0 +1,160 @@
+"""The form of an upload, read as it comes: its file is never in memory as a whole."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Final
+
+from pydantic import ValidationError
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from sglang_coserve.batch.errors import BatchRequestError
+from sglang_coserve.batch.schemas import ExpiresAfter
+
+__all__ = ["UploadForm"]
+
+_MAX_FIELDS: Final = 16
+_MAX_FIELD_BYTES: Final = 4096
+_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+
+
+class UploadForm:
+    """A ``multipart/form-data`` body with one file, and fields before and after it.
+
+    Every method raises ``BatchRequestError`` for a form that is none, or lacks something.
+    """
+
+    def __init__(self, content_type: str, body: AsyncIterator[bytes]) -> None:
+        kind, options = parse_options_header(content_type)
+        boundary = options.get(b"boundary")
+        if kind != b"multipart/form-data" or not boundary:
+            raise _malformed("send it as multipart/form-data, with a boundary")
+        self.filename = ""
+        self._body = body
+        self._fields: dict[str, str] = {}
+        self._pieces: deque[bytes] = deque()
+        self._has_file = False
+        self._is_complete = False
+        self._header_name = self._header_value = b""
+        self._disposition = b""
+        self._field_name: str | None = None
+        self._field_value = bytearray()
+        try:
+            self._parser = MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": self._part_begins,
+                    "on_header_field": self._header_name_comes,
+                    "on_header_value": self._header_value_comes,
+                    "on_header_end": self._header_ends,
+                    "on_headers_finished": self._headers_end,
+                    "on_part_data": self._data_comes,
+                    "on_part_end": self._part_ends,
+                    "on_end": self._form_ends,
+                },
+            )
+        except FormParserError as error:
+            raise _malformed(str(error)) from error
+
+    @property
+    def purpose(self) -> str | None:
+        """The field of that name; None while it has not come."""
+        return self._fields.get("purpose")
+
+    def expires_after(self) -> ExpiresAfter | None:
+        """Return what the fields read so far say of the file's expiry."""
+        if _ANCHOR not in self._fields and _SECONDS not in self._fields:
+            return None
+        names = (("anchor", _ANCHOR), ("seconds", _SECONDS))
+        given = {short: self._fields[name] for short, name in names if name in self._fields}
+        try:
+            return ExpiresAfter.model_validate(given)
+        except ValidationError as error:
+            fault = error.errors()[0]
+            param = f"expires_after[{fault['loc'][0]}]"
+            message = f"{param}: {fault['msg']}"
+            raise BatchRequestError(message, code="invalid_value", param=param) from None
+
+    async def read_to_file(self) -> None:
+        """Read up to the first bytes of the file."""
+        while not self._has_file:
+            if self._is_complete:
+                message = "the form has no file: send one in the field 'file'"
+                raise BatchRequestError(message, code="missing_file", param="file")
+            await self._read_on()
+
+    async def file_chunks(self) -> AsyncGenerator[bytes]:
+        """Yield the file, then read the fields behind it."""
+        while True:
+            while self._pieces:
+                yield self._pieces.popleft()
+            if self._is_complete:
+                break
+            await self._read_on()
+        if self.purpose != "batch":
+            message = f"purpose must be 'batch', not {(self.purpose or '')[:64]!r}"
+            raise BatchRequestError(message, code="invalid_purpose", param="purpose")
+        self.expires_after()
+
+    async def _read_on(self) -> None:
+        async for chunk in self._body:
+            try:
+                self._parser.write(chunk)
+            except FormParserError as error:
+                raise _malformed(str(error)) from error
+            return
+        raise _malformed("it ends before its last boundary")
+
+    def _part_begins(self) -> None:
+        self._disposition = b""
+        self._field_name = None
+        self._field_value.clear()
+
+    def _header_name_comes(self, data: bytes, start: int, end: int) -> None:
+        self._header_name += data[start:end]
+
+    def _header_value_comes(self, data: bytes, start: int, end: int) -> None:
+        self._header_value += data[start:end]
+
+    def _header_ends(self) -> None:
+        if self._header_name.lower() == b"content-disposition":
+            self._disposition = self._header_value
+        self._header_name = self._header_value = b""
+
+    def _headers_end(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        name = options.get(b"name", b"").decode(errors="replace")
+        filename = options.get(b"filename")
+        if name != "file":
+            if len(self._fields) >= _MAX_FIELDS:
+                raise _malformed(f"it has more than {_MAX_FIELDS} fields")
+            self._field_name = name
+        elif filename is None:
+            raise BatchRequestError("the file has no name", code="missing_filename", param="file")
+        elif self._has_file:
+            message = "the form has more than one file"
+            raise BatchRequestError(message, code="too_many_files", param="file")
+        else:
+            self._has_file = True
+            self.filename = filename.decode(errors="replace")
+
+    def _data_comes(self, data: bytes, start: int, end: int) -> None:
+        if self._field_name is None:
+            self._pieces.append(data[start:end])
+            return
+        self._field_value += data[start:end]
+        if len(self._field_value) > _MAX_FIELD_BYTES:
+            raise _malformed(f"a field has more than {_MAX_FIELD_BYTES} bytes")
+
+    def _part_ends(self) -> None:
+        if self._field_name is not None:
+            self._fields[self._field_name] = self._field_value.decode(errors="replace")
+
+    def _form_ends(self) -> None:
+        self._is_complete = True
+
+
+def _malformed(reason: str) -> BatchRequestError:
+    return BatchRequestError(f"the form cannot be read: {reason}", code="invalid_form")

@@ -1,0 +1,224 @@
+"""Tells a web address what became of batches, until it has heard.
+
+Requests are signed as the Standard Webhooks specification says and OpenAI's clients check
+(``client.webhooks.unwrap``): HMAC-SHA256 over id, time and body. What is still to be told
+is in the store, so a restart goes on with it; an event may therefore arrive twice, with
+the same ``webhook-id``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import ipaddress
+import json
+import logging
+import random
+import socket
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from types import TracebackType
+from typing import Final, Self
+
+import httpx
+
+from sglang_coserve.batch.clock import Clock, SystemClock
+from sglang_coserve.batch.errors import StorageError
+from sglang_coserve.batch.record import BatchEvent
+from sglang_coserve.batch.service import BatchService
+from sglang_coserve.errors import ConfigError, CoserveError
+
+__all__ = ["WebhookTarget", "Webhooks", "signed_headers"]
+
+_SECRET_PREFIX: Final = "whsec_"
+_MIN_SECRET_BYTES: Final = 16
+_TIMEOUT_S: Final = 15.0
+_AT_ONCE: Final = 16
+_POLL_S: Final = 2.0
+_FIRST_DELAY_S: Final = 5.0
+_MAX_DELAY_S: Final = 3600.0
+_GIVE_UP_AFTER_S: Final = 3 * 86_400.0
+
+_log = logging.getLogger(__name__)
+
+
+class DeliveryError(CoserveError):
+    """The address has not taken an event."""
+
+
+@dataclass(frozen=True, slots=True)
+class WebhookTarget:
+    """Whom to tell, and the secret shared with them.
+
+    Raises:
+        ConfigError: the address or the secret cannot be used.
+    """
+
+    url: str
+    secret: str = field(repr=False)
+    """``whsec_`` and base64, as the specification writes it."""
+
+    allow_private: bool = False
+    """Whether it may be in a private network: by default nobody can be told to call there."""
+
+    def __post_init__(self) -> None:
+        try:
+            url = httpx.URL(self.url)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"the webhook address {self.url!r} is none: {error}") from error
+        if url.scheme not in ("http", "https") or not url.host or url.userinfo:
+            raise ConfigError(f"the webhook address must be http(s)://HOST/..., not {self.url!r}")
+        if not self.allow_private and _is_private_literal(url.host):
+            raise ConfigError(
+                f"the webhook address {self.url!r} is private: allow it with "
+                "--batch-webhook-allow-private"
+            )
+        if len(self.key) < _MIN_SECRET_BYTES:
+            raise ConfigError(
+                f"the webhook secret must have at least {_MIN_SECRET_BYTES} bytes: set "
+                "COSERVE_WEBHOOK_SECRET to whsec_ and what `openssl rand -base64 32` prints"
+            )
+
+    @property
+    def key(self) -> bytes:
+        """The secret's bytes."""
+        try:
+            return base64.b64decode(self.secret.removeprefix(_SECRET_PREFIX), validate=True)
+        except binascii.Error:
+            raise ConfigError("the webhook secret must be whsec_ and base64") from None
+
+
+def signed_headers(event_id: str, now_s: float, body: bytes, key: bytes) -> dict[str, str]:
+    """Return the headers that prove who sent ``body``, and when."""
+    timestamp = str(int(now_s))
+    signed = b".".join((event_id.encode(), timestamp.encode(), body))
+    signature = base64.b64encode(hmac.digest(key, signed, hashlib.sha256)).decode()
+    return {
+        "webhook-id": event_id,
+        "webhook-timestamp": timestamp,
+        "webhook-signature": f"v1,{signature}",
+    }
+
+
+class Webhooks:
+    """Delivers the events of a service while it is entered; see the module's docstring."""
+
+    def __init__(
+        self,
+        service: BatchService,
+        target: WebhookTarget,
+        *,
+        clock: Clock | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._service = service
+        self._target = target
+        self._url = httpx.URL(target.url)
+        self._clock = clock or SystemClock()
+        self._rng = rng or random.Random()
+        self._client = httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False)
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._deliver_all())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        await self._client.aclose()
+
+    async def _deliver_all(self) -> None:
+        while True:
+            try:
+                events = await self._service.pending_events(_AT_ONCE)
+                async with asyncio.TaskGroup() as tasks:
+                    for event in events:
+                        tasks.create_task(self._deliver(event))
+            except* StorageError:
+                _log.exception("webhook events cannot be read or settled")
+                events = []
+            if not events:
+                await self._wait()
+
+    async def _wait(self) -> None:
+        """Wait for a new event, or for one that may have become due."""
+        waits = {
+            asyncio.ensure_future(self._service.event_added()),
+            asyncio.ensure_future(self._clock.sleep(_POLL_S)),
+        }
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _deliver(self, event: BatchEvent) -> None:
+        try:
+            await self._send(event)
+        except (DeliveryError, httpx.HTTPError, OSError) as error:
+            now_s = self._clock.now_s()
+            reason = str(error) or type(error).__name__
+            if now_s - event.created_at_s > _GIVE_UP_AFTER_S:
+                _log.error("%s of %s given up: %s", event.type, event.batch_id, reason)
+            else:
+                _log.warning("%s of %s not delivered: %s", event.type, event.batch_id, reason)
+                delay_s = min(_FIRST_DELAY_S * 2.0 ** min(event.attempts, 30), _MAX_DELAY_S)
+                at_s = now_s + delay_s * self._rng.uniform(0.5, 1.0)
+                await self._service.retry_event(event.id, at_s)
+                return
+        await self._service.settle_event(event.id)
+
+    async def _send(self, event: BatchEvent) -> None:
+        fields = {
+            "id": event.id,
+            "object": "event",
+            "type": event.type,
+            "created_at": int(event.created_at_s),
+            "data": {"id": event.batch_id},
+        }
+        body = json.dumps(fields, separators=(",", ":")).encode()
+        host = self._url.raw_host.decode()
+        headers = signed_headers(event.id, self._clock.now_s(), body, self._target.key) | {
+            "content-type": "application/json",
+            "host": self._url.netloc.decode(),
+        }
+        # To the very address that was looked at: a second look-up could answer another one.
+        response = await self._client.post(
+            self._url.copy_with(host=await self._address()),
+            content=body,
+            headers=headers,
+            extensions={"sni_hostname": host},
+        )
+        if not response.is_success and response.status_code != HTTPStatus.GONE:
+            raise DeliveryError(f"HTTP {response.status_code} from {host}")
+
+    async def _address(self) -> str:
+        """Return an address of the target that it may have."""
+        host = self._url.raw_host.decode()
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = [str(entry[4][0]) for entry in found]
+        if not self._target.allow_private:
+            addresses = [address for address in addresses if not _is_private_literal(address)]
+        if not addresses:
+            raise DeliveryError(f"{host} has none but private addresses, which are not allowed")
+        return addresses[0]
+
+
+def _is_private_literal(host: str) -> bool:
+    with suppress(ValueError):
+        address = ipaddress.ip_address(host.partition("%")[0])
+        mapped = getattr(address, "ipv4_mapped", None)
+        return not (mapped or address).is_global or address.is_multicast
+    return False

@@ -1,0 +1,156 @@
+"""``coserve status``, ``list``, ``cancel``, ``results``: batches that a server runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from sglang_coserve.cli import exit_codes
+from sglang_coserve.cli.server_flags import DEFAULT_BASE_URL, ApiKey, BaseUrl
+
+if TYPE_CHECKING:
+    from sglang_coserve.client import Batch, BatchApi
+
+__all__ = ["batch_json", "cancel", "list_batches", "results", "status"]
+
+T = TypeVar("T")
+
+BatchId = Annotated[str, typer.Argument(metavar="BATCH")]
+AsJson = Annotated[bool, typer.Option("--json", help="As the server's JSON objects, one a line.")]
+
+
+def status(
+    batch_id: BatchId,
+    base_url: BaseUrl = DEFAULT_BASE_URL,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show how far a batch is, and when it is expected to be complete."""
+
+    async def show(api: BatchApi) -> None:
+        batch = await api.retrieve(batch_id)
+        typer.echo(batch_json(batch) if as_json else _details(batch))
+
+    _call(base_url, api_key, show)
+
+
+def list_batches(
+    limit: Annotated[int, typer.Option(min=1, max=100, help="Most batches to show.")] = 20,
+    base_url: BaseUrl = DEFAULT_BASE_URL,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the newest batches of this API key."""
+
+    async def show(api: BatchApi) -> None:
+        for batch in await api.newest(limit):
+            typer.echo(batch_json(batch) if as_json else _row(batch))
+
+    _call(base_url, api_key, show)
+
+
+def cancel(
+    batch_id: BatchId,
+    base_url: BaseUrl = DEFAULT_BASE_URL,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Cancel a batch; the results it has stay."""
+
+    async def ask(api: BatchApi) -> None:
+        batch = await api.cancel(batch_id)
+        typer.echo(batch_json(batch) if as_json else _row(batch))
+
+    _call(base_url, api_key, ask)
+
+
+def results(
+    batch_id: BatchId,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="OUTPUT.jsonl",
+            help="Results; failed lines go to OUTPUT.errors.jsonl. What is there already of this"
+            " batch is not fetched again.",
+        ),
+    ],
+    base_url: BaseUrl = DEFAULT_BASE_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Fetch the results that a batch has so far.
+
+    Exits with 0 when the batch is complete and every line has a result, else with 1.
+    """
+    from sglang_coserve.client.server_batch import fetch_results
+
+    async def fetch(api: BatchApi) -> bool:
+        batch = await api.retrieve(batch_id)
+        await fetch_results(api, batch, output)
+        typer.echo(_row(batch))
+        return batch["status"] == "completed" and not batch["request_counts"]["failed"]
+
+    if not _call(base_url, api_key, fetch):
+        raise typer.Exit(exit_codes.SOME_FAILED)
+
+
+def batch_json(batch: Batch) -> str:
+    """Return a batch as one line of JSON."""
+    return json.dumps(batch)
+
+
+def _call(base_url: str, api_key: str | None, do: Callable[[BatchApi], Awaitable[T]]) -> T:
+    from sglang_coserve.client import BatchApi, RetryPolicy
+
+    async def run() -> T:
+        # Who asks a short question does not want to wait for a server that is down.
+        api = BatchApi(base_url, api_key, RetryPolicy(retry_for_s=5.0))
+        try:
+            return await do(api)
+        finally:
+            await api.close()
+
+    return asyncio.run(run())
+
+
+def _row(batch: Batch) -> str:
+    counts = batch["request_counts"]
+    paused = " (paused)" if _extra(batch).get("paused") else ""
+    return (
+        f"{batch['id']}  {batch['status']}{paused}  {counts['completed']} ok, "
+        f"{counts['failed']} failed of {counts['total']}  created {_time(batch['created_at'])}"
+    )
+
+
+def _details(batch: Batch) -> str:
+    usage, extra = batch["usage"], _extra(batch)
+    lines = [
+        _row(batch),
+        f"window {batch['completion_window']}, until {_time(batch['expires_at'])}",
+        f"{usage['total_tokens']} tokens ({usage['input_tokens']} prompt, "
+        f"{usage['output_tokens']} completion)",
+    ]
+    if extra.get("eta") is not None:
+        rate = extra.get("rate_tokens_per_s") or 0.0
+        lines.append(f"expected to be complete {_time(extra['eta'])}, at {rate:.1f} tokens/s")
+    if extra.get("warning"):
+        lines.append(f"warning: {extra['warning']}")
+    for fault in (batch["errors"] or {"data": []})["data"]:
+        where = f"line {fault['line']}: " if fault["line"] else ""
+        lines.append(f"error: {where}{fault['message']}")
+    return "\n".join(lines)
+
+
+def _extra(batch: Batch) -> dict[str, Any]:
+    return batch.get("coserve") or {}
+
+
+def _time(epoch_s: float) -> str:
+    return f"{datetime.fromtimestamp(epoch_s).astimezone():%Y-%m-%d %H:%M:%S}"

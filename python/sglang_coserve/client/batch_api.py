@@ -1,0 +1,210 @@
+"""The calls of a server's Batch API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from http import HTTPStatus
+from itertools import count
+from pathlib import Path
+from typing import Any, BinaryIO, Final, TypeAlias
+
+import httpx
+
+from sglang_coserve.client.connections import server_address
+from sglang_coserve.client.retry import RetryPolicy
+from sglang_coserve.errors import InputFileError, RequestError, ServerError, ServerGoneError
+
+__all__ = ["FINAL_STATUSES", "Batch", "BatchApi"]
+
+Batch: TypeAlias = Mapping[str, Any]
+"""A batch as the server shows it: OpenAI's object, with ``coserve`` beside."""
+
+FINAL_STATUSES: Final = frozenset({"completed", "failed", "expired", "cancelled"})
+
+_PASSING: Final = frozenset({429, 502, 503, 504})
+_CONNECT_TIMEOUT_S: Final = 10.0
+_TIMEOUT: Final = httpx.Timeout(60.0, connect=_CONNECT_TIMEOUT_S)
+
+
+class BatchApi:
+    """Calls one server; a call that meets trouble is made again for as long as allowed.
+
+    Methods raise ``ServerGoneError`` when the server cannot be reached, ``RequestError``
+    when it says that the call is wrong, and ``ServerError`` when it refuses the key or
+    has no Batch API.
+    """
+
+    def __init__(self, base_url: str, api_key: str | None, policy: RetryPolicy) -> None:
+        address, headers = server_address(base_url, api_key)
+        # Files are few and long: connections need no care.
+        self._http = httpx.AsyncClient(
+            base_url=address, headers=headers, timeout=_TIMEOUT, trust_env=False
+        )
+        self._policy = policy
+        self.trouble: str | None = None
+        """Why a call is being made again; None while the server answers."""
+
+    async def is_on(self) -> bool:
+        """Ask once whether the server has a Batch API now."""
+        try:
+            answer = await self._http.get("/v1/batches", params={"limit": 1})
+            return answer.is_success and answer.json().get("object") == "list"
+        except (httpx.HTTPError, ValueError, AttributeError):
+            return False
+
+    async def upload(self, source: Path) -> str:
+        """Upload a file; return its id.
+
+        Raises:
+            InputFileError: it cannot be read.
+        """
+
+        def open_source() -> BinaryIO:
+            try:
+                return source.open("rb")
+            except OSError as error:
+                raise InputFileError(f"cannot read {source}: {error.strerror}") from error
+
+        answer = await self._call("POST", "/v1/files", open_upload=open_source)
+        return str(answer["id"])
+
+    async def create(
+        self, file_id: str, endpoint: str, window: str, key: str, priority: int = 0
+    ) -> Batch:
+        """Begin a batch; the same ``key`` again returns the same one."""
+        body = {
+            "input_file_id": file_id,
+            "endpoint": endpoint,
+            "completion_window": window,
+            "coserve": {"priority": priority},
+        }
+        headers = {"idempotency-key": key}
+        return await self._call("POST", "/v1/batches", json=body, headers=headers)
+
+    async def retrieve(self, batch_id: str) -> Batch:
+        """Look at a batch."""
+        return await self._call("GET", f"/v1/batches/{batch_id}")
+
+    async def newest(self, limit: int = 20) -> list[Batch]:
+        """Return the newest batches."""
+        page = await self._call("GET", "/v1/batches", params={"limit": limit})
+        return list(page["data"])
+
+    async def cancel(self, batch_id: str) -> Batch:
+        """Have a batch cancelled; what is finished stays."""
+        return await self._call("POST", f"/v1/batches/{batch_id}/cancel")
+
+    async def fetch(self, file_id: str, path: Path) -> None:
+        """Append to ``path`` what it lacks of a file, which may still grow.
+
+        Raises:
+            InputFileError: ``path`` cannot be written.
+        """
+        try:
+            with path.open("ab") as file:
+                await self._fetch(file_id, file)
+        except OSError as error:
+            raise InputFileError(f"cannot write {path}: {error.strerror}") from error
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._http.aclose()
+
+    async def _fetch(self, file_id: str, file: BinaryIO) -> None:
+        began_s = time.monotonic()
+        for attempt in count():
+            wanted = {"range": f"bytes={file.tell()}-"}
+            try:
+                async with self._http.stream(
+                    "GET", f"/v1/files/{file_id}/content", headers=wanted
+                ) as answer:
+                    if answer.status_code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+                        return  # There is nothing more.
+                    if answer.status_code == HTTPStatus.PARTIAL_CONTENT:
+                        async for chunk in answer.aiter_bytes():
+                            file.write(chunk)
+                        return
+                    await answer.aread()
+                    _raise_if_refused(answer)
+                    self.trouble = f"HTTP {answer.status_code}: {_message(answer)}"
+            except httpx.TransportError as error:
+                self.trouble = str(error) or type(error).__name__
+            await self._pause(began_s, attempt)
+
+    async def _call(
+        self,
+        method: str,
+        url: str,
+        *,
+        open_upload: Callable[[], BinaryIO] | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        began_s = time.monotonic()
+        attempt = 0
+        while True:
+            try:
+                # A file is read anew by every attempt.
+                with open_upload() if open_upload else nullcontext() as file:
+                    if file is not None:
+                        options = {
+                            "data": {"purpose": "batch"},
+                            "files": {"file": (Path(file.name).name, file)},
+                            "timeout": httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
+                        }
+                    answer = await self._http.request(method, url, **options)
+                _raise_if_refused(answer)
+                if answer.is_success:
+                    self.trouble = None
+                    content: dict[str, Any] = answer.json()
+                    return content
+                self.trouble = f"HTTP {answer.status_code}: {_message(answer)}"
+            except httpx.TransportError as error:
+                self.trouble = str(error) or type(error).__name__
+            except ValueError as error:
+                raise ServerError(f"the answer to {method} {url} is not JSON") from error
+            await self._pause(began_s, attempt)
+            attempt += 1
+
+    async def _pause(self, began_s: float, attempt: int) -> None:
+        policy = self._policy
+        if time.monotonic() - began_s > policy.retry_for_s:
+            raise ServerGoneError(
+                f"the server has answered nothing for {policy.retry_for_s:g} s ({self.trouble}); "
+                "a batch that it has accepted goes on without us"
+            )
+        await asyncio.sleep(min(policy.first_delay_s * 2.0 ** min(attempt, 30), policy.max_delay_s))
+
+
+def _raise_if_refused(answer: httpx.Response) -> None:
+    """Raise for an answer that would be the same another time."""
+    status = answer.status_code
+    if answer.is_success or (status in _PASSING and _code(answer) != "batch_api_off"):
+        return
+    told = f"HTTP {status}: {_message(answer)}"
+    if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+        raise ServerError(
+            f"the server refuses the API key ({told}): check --api-key or COSERVE_API_KEY"
+        )
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        raise ServerError(told)
+    raise RequestError(told)
+
+
+def _error(answer: httpx.Response) -> Mapping[str, Any]:
+    try:
+        error = json.loads(answer.content)["error"]
+    except (ValueError, LookupError, TypeError):
+        return {}
+    return error if isinstance(error, dict) else {"message": error}
+
+
+def _code(answer: httpx.Response) -> str | None:
+    return _error(answer).get("code")
+
+
+def _message(answer: httpx.Response) -> str:
+    return str(_error(answer).get("message") or answer.text[:500])

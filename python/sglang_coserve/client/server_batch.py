@@ -1,0 +1,255 @@
+"""Follows a batch that the server runs, and brings its results here as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from sglang_coserve.client.batch_api import FINAL_STATUSES, Batch, BatchApi
+from sglang_coserve.client.batch_ticket import BatchTicket, TicketFile, file_digest
+from sglang_coserve.client.progress import ProgressView
+from sglang_coserve.client.result_files import errors_path
+from sglang_coserve.client.status import JobState, JobStatus
+from sglang_coserve.errors import InputFileError, RequestError, ServerError
+from sglang_coserve.jsonl.lines import read_lines
+
+__all__ = [
+    "BatchWish",
+    "ServerBatch",
+    "batch_status",
+    "begin_batch",
+    "check_outcome",
+    "fetch_results",
+    "follow_batch",
+]
+
+_FIRST_POLL_S: Final = 0.05
+_SHOW_POLL_S: Final = 0.5
+_MAX_POLL_S: Final = 2.0
+_FAULTS_TOLD: Final = 5
+_DEFAULT_ENDPOINT: Final = "/v1/chat/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchWish:
+    """How a batch is to be served."""
+
+    window: str = "24h"
+    """A duration: ``24h``, ``90m``, ``7d``."""
+
+    priority: int = 0
+    """Batches of a higher one go first."""
+
+
+class ServerBatch:
+    """One batch of the server's, as a job of ours: stopping the job leaves the batch alone."""
+
+    def __init__(
+        self, source: Path, output: Path, api: BatchApi, wish: BatchWish, ticket: TicketFile
+    ) -> None:
+        """Take over an open ``ticket``, which is closed when the job ends."""
+        self._source = source
+        self._output = output
+        self._api = api
+        self._wish = wish
+        self._ticket = ticket
+        self._total_bytes = source.stat().st_size
+        self._batch: Batch | None = None
+        self._began_s = time.monotonic()
+        self._ended_s: float | None = None
+
+    def status(self, state: JobState) -> JobStatus:
+        """Return how far the batch is, by the server's last word."""
+        elapsed_s = (self._ended_s or time.monotonic()) - self._began_s
+        trouble = self._api.trouble if state is JobState.RUNNING else None
+        return batch_status(self._batch, state, self._total_bytes, elapsed_s, trouble)
+
+    async def run(self) -> None:
+        """Begin or find the batch, and bring all of its records here.
+
+        Raises:
+            InputFileError: the server finds the input malformed, or a file cannot be used.
+            ServerError: the server is gone, or refuses the batch; or it was cancelled.
+        """
+        try:
+            batch = await self._begin()
+            poll_s = _FIRST_POLL_S
+            while True:
+                self._batch = batch
+                await fetch_results(self._api, batch, self._output)
+                if batch["status"] in FINAL_STATUSES:
+                    break
+                await asyncio.sleep(poll_s)
+                poll_s = min(2 * poll_s, _MAX_POLL_S)
+                batch = await self._api.retrieve(batch["id"])
+            if batch["status"] == "failed":
+                self._ticket.remove()  # It served nothing: a mended input begins another one.
+            else:
+                self._output.touch()  # Even when no line has succeeded.
+            check_outcome(batch, self._source)
+        finally:
+            self._ended_s = time.monotonic()
+            self._ticket.close()
+
+    async def _begin(self) -> Batch:
+        digest = await asyncio.to_thread(file_digest, self._source)
+        ticket = self._ticket.load(digest)
+        if ticket.batch_id is not None:
+            try:
+                return await self._api.retrieve(ticket.batch_id)
+            except RequestError as error:
+                raise ServerError(
+                    f"the server does not know {ticket.batch_id}, which {self._output} was begun "
+                    f"with ({error}): use that server and key, or choose another output"
+                ) from error
+        return await begin_batch(self._api, self._source, self._wish, ticket, self._ticket.save)
+
+
+async def fetch_results(api: BatchApi, batch: Batch, output: Path) -> None:
+    """Append to ``output`` and its error file the records that they lack of a batch.
+
+    Raises:
+        InputFileError: a file cannot be written, or holds something else.
+        ServerError: see ``BatchApi``.
+    """
+    paths = ("output_file_id", output), ("error_file_id", errors_path(output))
+    for _, path in paths:
+        _check_records(path, batch["id"])
+    for name, path in paths:
+        if batch[name] is not None:
+            await api.fetch(batch[name], path)
+
+
+def _check_records(path: Path, batch_id: str) -> None:
+    """Refuse to append to what another batch, or nobody of ours, has written."""
+    start = b'{"id":"batch_req_' + batch_id.removeprefix("batch_").encode() + b"_"
+    try:
+        with path.open("rb") as file:
+            found = file.read(len(start))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise InputFileError(f"cannot read {path}: {error.strerror}") from error
+    if not start.startswith(found):
+        raise InputFileError(
+            f"{path} holds something else than results of {batch_id}: choose another output, or "
+            "move this file away"
+        )
+
+
+async def begin_batch(
+    api: BatchApi,
+    source: Path,
+    wish: BatchWish,
+    ticket: BatchTicket,
+    save: Callable[[BatchTicket], None],
+) -> Batch:
+    """Upload ``source`` and begin its batch, from where ``ticket`` says it was interrupted.
+
+    Raises:
+        InputFileError: ``source`` cannot be read.
+        ServerError, RequestError: see ``BatchApi``.
+    """
+    endpoint = await asyncio.to_thread(_input_endpoint, source)
+    file_id = ticket.input_file_id
+    if file_id is None:
+        file_id = await api.upload(source)
+        ticket = replace(ticket, input_file_id=file_id)
+        save(ticket)
+    batch = await api.create(file_id, endpoint, wish.window, ticket.idempotency_key, wish.priority)
+    save(replace(ticket, batch_id=batch["id"]))
+    return batch
+
+
+async def follow_batch(api: BatchApi, batch: Batch, source: Path, *, show: bool) -> Batch:
+    """Wait for the end of a batch that was made of ``source``, and return it as it is then.
+
+    Raises:
+        ServerError: see ``BatchApi``.
+    """
+    total_bytes = source.stat().st_size
+    began_s = time.monotonic()
+    with ProgressView() if show else nullcontext() as view:
+        while batch["status"] not in FINAL_STATUSES:
+            if view is not None:
+                elapsed_s = time.monotonic() - began_s
+                view.show(batch_status(batch, JobState.RUNNING, total_bytes, elapsed_s, None))
+            await asyncio.sleep(_SHOW_POLL_S)
+            batch = await api.retrieve(batch["id"])
+    return batch
+
+
+def _input_endpoint(source: Path) -> str:
+    """Return the endpoint of the first line; a batch has one for all. Blocks.
+
+    Raises:
+        InputFileError: ``source`` cannot be read.
+    """
+    try:
+        with source.open("rb") as file:
+            for line in read_lines(file, 1 << 26):
+                if line.content is None or line.content.strip():
+                    return str(json.loads(line.content or b"{}")["url"])
+    except OSError as error:
+        raise InputFileError(f"cannot read {source}: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError, RecursionError):
+        pass  # The server says what is wrong with the line.
+    return _DEFAULT_ENDPOINT
+
+
+def check_outcome(batch: Batch, source: Path | str) -> None:
+    """Check that a batch that has ended has a record for every line.
+
+    Raises:
+        InputFileError: its input was malformed.
+        ServerError: it was cancelled.
+    """
+    if batch["status"] == "failed":
+        faults = (batch["errors"] or {"data": []})["data"]
+        told = [
+            f"  line {fault['line']}: {fault['message']}" if fault["line"] else fault["message"]
+            for fault in faults[:_FAULTS_TOLD]
+        ]
+        more = [f"  and {len(faults) - _FAULTS_TOLD} more"] if len(faults) > _FAULTS_TOLD else []
+        raise InputFileError("\n".join([f"the server refuses {source}:", *told, *more]))
+    if batch["status"] == "cancelled":
+        raise ServerError(f"{batch['id']} was cancelled; what it had finished is here")
+
+
+def batch_status(
+    batch: Batch | None,
+    state: JobState,
+    total_bytes: int,
+    elapsed_s: float,
+    trouble: str | None,
+) -> JobStatus:
+    """Return a batch as the status of a job; None is one that does not exist yet."""
+    counts: dict[str, Any] = batch["request_counts"] if batch else {}
+    usage: dict[str, Any] = batch["usage"] if batch else {}
+    extra: dict[str, Any] = (batch.get("coserve") if batch else None) or {}
+    ok, failed = counts.get("completed", 0), counts.get("failed", 0)
+    total = counts.get("total", 0)
+    if batch and state is JobState.RUNNING:
+        trouble = trouble or extra.get("warning") or ("paused" if extra.get("paused") else None)
+    return JobStatus(
+        state=state,
+        ok=ok,
+        failed=failed,
+        resumed=0,
+        # Lines are what the server counts.
+        done_bytes=total_bytes * (ok + failed) // total if total else 0,
+        total_bytes=total_bytes,
+        prompt_tokens=usage.get("input_tokens", 0),
+        completion_tokens=usage.get("output_tokens", 0),
+        elapsed_s=elapsed_s,
+        trouble=trouble,
+        batch_id=batch["id"] if batch else None,
+        batch_state=batch["status"] if batch else None,
+        eta_s=extra.get("eta"),
+    )

@@ -1,0 +1,109 @@
+"""The Batch API inside SGLang's server: opened with its event loop, closed with it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from fastapi import FastAPI
+
+from sglang_coserve.batch import BatchLimits, BatchService
+from sglang_coserve.batch.routes import add_batch_routes, set_service
+from sglang_coserve.batch.webhooks import Webhooks, WebhookTarget
+from sglang_coserve.config import CoserveConfig
+
+__all__ = ["check_batch_settings", "install_batch_api"]
+
+SECRET_VARIABLE: Final = "COSERVE_WEBHOOK_SECRET"
+_POLL_S: Final = 0.2
+
+logger = logging.getLogger(__name__)
+
+
+def check_batch_settings(config: CoserveConfig) -> None:
+    """Find out before the model is loaded whether the Batch API will start.
+
+    Raises:
+        StartupError: the data directory cannot be used.
+        ConfigError: the webhook's address or secret cannot be used.
+    """
+    _webhook_target(config)
+    if config.coserve_data_dir is not None:
+        asyncio.run(BatchService.check(Path(config.coserve_data_dir)))
+
+
+def install_batch_api(http_server: Any) -> None:
+    """Add the routes to SGLang's app, and have them served for as long as the server runs."""
+    app: FastAPI = http_server.app
+    add_batch_routes(app)
+    stock_lifespan = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[Any]:
+        async with AsyncExitStack() as stack:
+            # The service first: what it finds wrong must stop the start before the warm-up.
+            config: CoserveConfig = app.server_args._coserve  # type: ignore[attr-defined]
+            if config.coserve_data_dir is not None:
+                await stack.enter_async_context(_served(http_server, config))
+            yield await stack.enter_async_context(stock_lifespan(app))
+
+    app.router.lifespan_context = lifespan
+
+
+@asynccontextmanager
+async def _served(http_server: Any, config: CoserveConfig) -> AsyncGenerator[None]:
+    from sglang_coserve.srt.batch_backend import BatchBackend
+
+    assert config.coserve_data_dir is not None
+    state = http_server._global_state
+    backend = BatchBackend(state.tokenizer_manager, state.template_manager)
+    target = _webhook_target(config)
+    service = await BatchService.open(
+        Path(config.coserve_data_dir), backend, _limits(config), record_events=target is not None
+    )
+    set_service(http_server.app, service)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(_close, http_server.app, service)
+        if target is not None:
+            await stack.enter_async_context(Webhooks(service, target))
+        stopping = asyncio.create_task(_close_when_stopping(backend, stack))
+        try:
+            yield
+        finally:
+            if not backend.is_stopping:
+                stopping.cancel()
+            await asyncio.wait({stopping})
+
+
+async def _close_when_stopping(backend: Any, stack: AsyncExitStack) -> None:
+    """SGLang waits for all requests, lines in flight too, before it ends without a word."""
+    while not backend.is_stopping:
+        await asyncio.sleep(_POLL_S)
+    logger.info("batches stop where they are; the next start continues them")
+    await stack.aclose()
+
+
+async def _close(app: FastAPI, service: BatchService) -> None:
+    set_service(app, None, "the server is stopping: its batches continue when it starts again")
+    await service.close()
+
+
+def _limits(config: CoserveConfig) -> BatchLimits:
+    return BatchLimits(
+        max_upload_bytes=config.batch_max_upload_mib << 20, max_lines=config.batch_max_lines
+    )
+
+
+def _webhook_target(config: CoserveConfig) -> WebhookTarget | None:
+    if config.batch_webhook_url is None:
+        return None
+    return WebhookTarget(
+        config.batch_webhook_url,
+        os.environ.get(SECRET_VARIABLE, ""),
+        allow_private=config.batch_webhook_allow_private,
+    )

@@ -1,0 +1,296 @@
+"""OpenAI's own client against the routes, over a real connection."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types import Batch
+
+from batch.live_app import LiveApp
+from batch.route_calls import (
+    create,
+    engine_has,
+    eventually,
+    finish,
+    records,
+    refused,
+    until,
+    upload,
+)
+from batch.scenarios import line, lines
+from batch.scripted_backend import ENDPOINT, ScriptedBackend
+
+GIVE_UP_S = 60
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Iterator[LiveApp]:
+    with LiveApp(tmp_path / "data", ScriptedBackend(holds=True)) as app:
+        yield app
+
+
+@pytest.fixture
+def client(app: LiveApp) -> Iterator[openai.OpenAI]:
+    with app.client() as client:
+        yield client
+
+
+@pytest.fixture
+def http(app: LiveApp) -> Iterator[httpx.Client]:
+    headers = {"authorization": "Bearer key"}
+    with httpx.Client(base_url=app.base_url, headers=headers, timeout=30) as http:
+        yield http
+
+
+# --- Files -------------------------------------------------------------------------------
+
+
+def test_a_file_comes_back_as_it_was(client: openai.OpenAI) -> None:
+    content = lines(3) + b"\xff\x00\r\n--not-a-boundary--\r\n"
+    file = client.files.create(file=("täst \u2603.jsonl", content), purpose="batch")
+    assert (file.object, file.bytes, file.purpose) == ("file", len(content), "batch")
+    assert (file.filename, file.status) == ("täst \u2603.jsonl", "processed")
+    assert client.files.retrieve(file.id) == file
+    assert client.files.content(file.id).read() == content
+    assert client.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.files.retrieve(file.id)
+    refused(caught, 404, "file_not_found", "file_id")
+
+
+def test_an_expiry_is_taken_before_and_after_the_file(
+    client: openai.OpenAI, http: httpx.Client
+) -> None:
+    expiry: Any = {"anchor": "created_at", "seconds": 3600}
+    early = client.files.create(file=("in.jsonl", lines(1)), purpose="batch", expires_after=expiry)
+    assert early.expires_at == early.created_at + 3600
+    parts = [
+        ("file", ("in.jsonl", lines(1))),
+        ("purpose", (None, "batch")),
+        ("expires_after[seconds]", (None, "7200")),
+        ("expires_after[anchor]", (None, "created_at")),
+    ]
+    late = http.post("/v1/files", files=parts).raise_for_status().json()
+    assert late["expires_at"] - late["created_at"] == 7200
+
+
+def test_pages_of_files(client: openai.OpenAI) -> None:
+    ids = [upload(client, lines(1)) for _ in range(5)]
+    assert [file.id for file in client.files.list(limit=2)] == ids[::-1]
+    assert [file.id for file in client.files.list(limit=2, order="asc")] == ids
+    page = client.files.list(limit=2, after=ids[1])
+    assert ([file.id for file in page.data], page.has_more) == ([ids[0]], False)
+    assert client.files.list(purpose="batch_output").data == []
+
+
+def test_an_upload_over_the_limit_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with LiveApp(data, max_upload_bytes=1000) as app, app.client() as client:
+        assert client.files.retrieve(upload(client, b"x" * 1000)).bytes == 1000
+        for size_bytes in (1001, 20_000_000):
+            with pytest.raises(openai.APIStatusError) as caught:
+                upload(client, b"x" * size_bytes)
+            refused(caught, 413, "file_too_large", "file")
+        assert len(client.files.list().data) == 1
+        assert len(list((data / "files").iterdir())) == 1
+
+
+def test_an_upload_that_breaks_off_leaves_nothing(
+    app: LiveApp, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    head = (
+        "POST /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key\r\n"
+        "content-type: multipart/form-data; boundary=x\r\ncontent-length: 9000000\r\n\r\n"
+        '--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    )
+    files = tmp_path / "data" / "files"
+    with socket.create_connection(("127.0.0.1", app.port)) as connection:
+        connection.sendall(head.encode() + b"x" * 4_000_000)
+        eventually(lambda: bool(list(files.iterdir())))
+    eventually(lambda: not list(files.iterdir()))
+    assert client.files.list().data == []
+
+
+# --- Batches -----------------------------------------------------------------------------
+
+
+def test_a_batch_to_its_end(app: LiveApp, client: openai.OpenAI) -> None:
+    batch = create(client, lines(2) + line("bad", max_tokens=-1).encode(), metadata={"a": "b"})
+    assert (batch.object, batch.status, batch.endpoint) == ("batch", "validating", ENDPOINT)
+    assert batch.metadata == {"a": "b"}
+    assert batch.expires_at == batch.created_at + 86_400
+    engine_has(app, 3)
+    finish(app, "id-1")
+    while (batch := client.batches.retrieve(batch.id)).output_file_id is None:
+        time.sleep(0.01)
+    # Readable while it runs.
+    assert records(client, batch.output_file_id).keys() == {"id-1"}
+    finish(app, "id-2", "bad")
+    batch = until(client, batch.id, "completed")
+    assert batch.request_counts is not None
+    assert batch.request_counts.completed == 3
+    assert batch.usage is not None
+    assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
+    assert None not in (batch.in_progress_at, batch.finalizing_at, batch.completed_at)
+    output = client.files.retrieve(batch.output_file_id or "")
+    assert output.purpose == "batch_output"
+    record = records(client, output.id)["id-2"]
+    assert record["id"].startswith("batch_req_")
+    assert record["response"]["status_code"] == 200
+    assert record["error"] is None
+    assert client.batches.list().data == [batch]
+
+
+def test_a_malformed_file_fails_its_batch_with_the_lines(client: openai.OpenAI) -> None:
+    bad = [line("a"), "{not json", line("a"), line("c").replace(ENDPOINT, "/v1/embeddings")]
+    batch = until(client, create(client, "\n".join(bad).encode()).id, "failed")
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    assert [error.line for error in batch.errors.data] == [2, 3, 4]
+    assert all(error.code and error.message for error in batch.errors.data)
+    assert batch.failed_at is not None
+    assert batch.output_file_id is None
+
+
+def test_a_mark_and_other_line_endings_are_no_matter(app: LiveApp, client: openai.OpenAI) -> None:
+    content = b"\xef\xbb\xbf" + lines(2).replace(b"\n", b"\r\n")
+    batch = create(client, content)
+    engine_has(app, 2)
+    finish(app, "id-1", "id-2")
+    assert until(client, batch.id, "completed").request_counts
+
+
+def test_cancelling_keeps_what_is_finished(app: LiveApp, client: openai.OpenAI) -> None:
+    batch = create(client, lines(3))
+    engine_has(app, 3)
+    finish(app, "id-1")
+    while client.batches.retrieve(batch.id).output_file_id is None:
+        time.sleep(0.01)
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    batch = until(client, batch.id, "cancelled")
+    assert batch.cancelled_at is not None
+    assert records(client, batch.output_file_id).keys() == {"id-1"}
+    assert len(app.backend.aborted) == 2
+    with pytest.raises(openai.ConflictError):
+        client.batches.cancel(batch.id)
+
+
+def test_a_short_window_expires(app: LiveApp, client: openai.OpenAI) -> None:
+    batch = create(client, lines(2), window="1s")
+    batch = until(client, batch.id, "expired")
+    failed = records(client, batch.error_file_id)
+    assert failed.keys() == {"id-1", "id-2"}
+    assert {record["error"]["code"] for record in failed.values()} == {"batch_expired"}
+    assert {record["response"] for record in failed.values()} == {None}
+
+
+def test_pause_and_resume(app: LiveApp, client: openai.OpenAI, http: httpx.Client) -> None:
+    batch = create(client, lines(2))
+    engine_has(app, 2)
+    paused = http.post(f"/v1/batches/{batch.id}/pause").raise_for_status().json()
+    assert (paused["status"], paused["coserve"]["paused"]) == ("in_progress", True)
+    engine_has(app, 0)
+    resumed = http.post(f"/v1/batches/{batch.id}/resume").raise_for_status().json()
+    assert not resumed["coserve"]["paused"]
+    engine_has(app, 2)
+    finish(app, "id-1", "id-2")
+    until(client, batch.id, "completed")
+    answer = http.post(f"/v1/batches/{batch.id}/pause")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (409, "invalid_request_error")
+
+
+def test_priority_and_weight_come_in_the_body(client: openai.OpenAI) -> None:
+    batch = create(client, lines(1), extra_body={"coserve": {"priority": 3, "weight": 2}})
+    assert batch.model_extra is not None
+    assert batch.model_extra["coserve"]["priority"] == 3
+    assert batch.model_extra["coserve"]["weight"] == 2
+
+
+def test_an_idempotency_key_makes_one_batch(client: openai.OpenAI) -> None:
+    file_id = upload(client, lines(1))
+
+    def again(window: Any = "24h") -> Batch:
+        return client.batches.create(
+            input_file_id=file_id,
+            endpoint=ENDPOINT,
+            completion_window=window,
+            extra_headers={"Idempotency-Key": "once"},
+        )
+
+    first = again()
+    assert again().id == first.id
+    with pytest.raises(openai.ConflictError) as caught:
+        again("1h")
+    refused(caught, 409, "idempotency_conflict", "Idempotency-Key")
+    assert len(client.batches.list().data) == 1
+
+
+def test_pages_of_batches(client: openai.OpenAI) -> None:
+    ids = [create(client, lines(1)).id for _ in range(5)]
+    assert [batch.id for batch in client.batches.list(limit=2)] == ids[::-1]
+
+
+def test_a_file_in_use_stays(app: LiveApp, client: openai.OpenAI) -> None:
+    batch = create(client, lines(1))
+    with pytest.raises(openai.ConflictError):
+        client.files.delete(batch.input_file_id)
+    engine_has(app, 1)
+    finish(app, "id-1")
+    until(client, batch.id, "completed")
+    assert client.files.delete(batch.input_file_id).deleted
+
+
+def test_too_many_unfinished_batches(tmp_path: Path) -> None:
+    backend = ScriptedBackend(holds=True)
+    with (
+        LiveApp(tmp_path / "data", backend, max_active_batches=1) as app,
+        app.client() as client,
+    ):
+        create(client, lines(1))
+        with pytest.raises(openai.RateLimitError) as caught:
+            create(client, lines(1))
+        assert caught.value.status_code == 429
+
+
+def test_another_key_sees_and_changes_nothing(app: LiveApp, client: openai.OpenAI) -> None:
+    batch = create(client, lines(1))
+    engine_has(app, 1)
+    with app.client("another") as other:
+        assert other.files.list().data == other.batches.list().data == []
+        calls = [
+            lambda: other.files.retrieve(batch.input_file_id),
+            lambda: other.files.content(batch.input_file_id),
+            lambda: other.files.delete(batch.input_file_id),
+            lambda: other.batches.retrieve(batch.id),
+            lambda: other.batches.cancel(batch.id),
+            lambda: other.batches.list(after=batch.id),
+            lambda: other.batches.create(
+                input_file_id=batch.input_file_id, endpoint=ENDPOINT, completion_window="24h"
+            ),
+        ]
+        for call in calls:
+            with pytest.raises(openai.NotFoundError):
+                call()
+    assert client.batches.retrieve(batch.id).status == "in_progress"
+
+
+def test_without_a_directory_every_call_says_how_to_switch_it_on() -> None:
+    with LiveApp(None) as app, app.client() as client:
+        calls = [
+            lambda: client.batches.list(),
+            lambda: upload(client, lines(1)),
+            lambda: client.batches.create(
+                input_file_id="x", endpoint=ENDPOINT, completion_window="24h"
+            ),
+        ]
+        for call in calls:
+            with pytest.raises(openai.APIStatusError, match="--coserve-data-dir") as caught:
+                call()
+            refused(caught, 503, "batch_api_off", None)

@@ -1,0 +1,272 @@
+"""What the routes answer to calls that are wrong, by accident or on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import httpx
+import openai
+import pytest
+
+from batch.live_app import LiveApp
+from batch.route_calls import create, until, upload
+from batch.scenarios import lines
+from batch.scripted_backend import ENDPOINT, ScriptedBackend
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def app(data: Path) -> Iterator[LiveApp]:
+    with LiveApp(data, ScriptedBackend(holds=True)) as app:
+        yield app
+
+
+@pytest.fixture
+def key() -> str:
+    """An owner that has nothing."""
+    return uuid4().hex
+
+
+@pytest.fixture
+def client(app: LiveApp, key: str) -> Iterator[openai.OpenAI]:
+    with app.client(key) as client:
+        yield client
+
+
+@pytest.fixture
+def http(app: LiveApp, key: str) -> Iterator[httpx.Client]:
+    headers = {"authorization": f"Bearer {key}"}
+    with httpx.Client(base_url=app.base_url, headers=headers, timeout=30) as http:
+        yield http
+
+
+def stored(data: Path) -> set[str]:
+    return {path.name for path in (data / "files").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "status", "got"),
+    [
+        ("bytes=0-3", 206, b"0123"),
+        ("bytes=7-", 206, b"789"),
+        ("bytes=7-100", 206, b"789"),
+        ("bytes=-2", 206, b"89"),
+        ("bytes=-100", 206, b"0123456789"),
+        ("bytes=5-2", 200, b"0123456789"),
+        ("bytes=0-1,3-4", 200, b"0123456789"),
+        ("lines=1-2", 200, b"0123456789"),
+    ],
+)
+def test_parts_of_a_file(
+    client: openai.OpenAI, http: httpx.Client, wanted: str, status: int, got: bytes
+) -> None:
+    file_id = upload(client, b"0123456789")
+    answer = http.get(f"/v1/files/{file_id}/content", headers={"range": wanted})
+    assert (answer.status_code, answer.content) == (status, got)
+    if status == 206:
+        start = b"0123456789".index(got)
+        assert answer.headers["content-range"] == f"bytes {start}-{start + len(got) - 1}/10"
+
+
+@pytest.mark.parametrize("wanted", ["bytes=10-", "bytes=99-120", "bytes=-0"])
+def test_a_part_that_is_not_there(client: openai.OpenAI, http: httpx.Client, wanted: str) -> None:
+    file_id = upload(client, b"0123456789")
+    answer = http.get(f"/v1/files/{file_id}/content", headers={"range": wanted})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (416, "invalid_range")
+
+
+def test_a_name_is_never_a_path(client: openai.OpenAI, http: httpx.Client, data: Path) -> None:
+    for name in ("../../etc/passwd", "/etc/passwd", "a\0b", "..", "%2e%2e%2fx"):
+        file = client.files.create(file=(name, lines(1)), purpose="batch")
+        answer = http.get(f"/v1/files/{file.id}/content")
+        assert answer.content == lines(1)
+        sent = answer.headers["content-disposition"].partition("''")[2]
+        assert not set(sent) & set("/\\")
+    assert {file.id for file in client.files.list()} <= stored(data)
+
+
+FORMS = {
+    "no file": ([("purpose", (None, "batch"))], "missing_file"),
+    "no name": ([("purpose", (None, "batch")), ("file", (None, "x"))], "missing_filename"),
+    "empty name": ([("purpose", (None, "batch")), ("file", ("", b"x"))], "missing_filename"),
+    "long name": ([("purpose", (None, "batch")), ("file", ("x" * 300, b"x"))], "invalid_filename"),
+    "no purpose": ([("file", ("a", b"x"))], "invalid_purpose"),
+    "purpose": ([("purpose", (None, "fine-tune")), ("file", ("a", b"x"))], "invalid_purpose"),
+    "late purpose": ([("file", ("a", b"x")), ("purpose", (None, "vision"))], "invalid_purpose"),
+    "two files": (
+        [("purpose", (None, "batch")), ("file", ("a", b"x")), ("file", ("b", b"y"))],
+        "too_many_files",
+    ),
+    "huge field": ([("purpose", (None, "b" * 10_000)), ("file", ("a", b"x"))], "invalid_form"),
+    "many fields": ([(f"f{n}", (None, "x")) for n in range(50)], "invalid_form"),
+    "expiry": (
+        [
+            ("purpose", (None, "batch")),
+            ("expires_after[seconds]", (None, "-5")),
+            ("expires_after[anchor]", (None, "created_at")),
+            ("file", ("a", b"x")),
+        ],
+        "invalid_value",
+    ),
+    "half an expiry": (
+        [
+            ("file", ("a", b"x")),
+            ("purpose", (None, "batch")),
+            ("expires_after[seconds]", (None, "3600")),
+        ],
+        "invalid_value",
+    ),
+}
+
+
+@pytest.mark.parametrize(("parts", "code"), FORMS.values(), ids=FORMS)
+def test_forms_that_cannot_be_used(
+    client: openai.OpenAI, http: httpx.Client, data: Path, parts: Any, code: str
+) -> None:
+    before = stored(data)
+    answer = http.post("/v1/files", files=parts)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
+    assert client.files.list().data == []
+    assert stored(data) == before
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body"),
+    [
+        ("application/json", b"{}"),
+        ("multipart/form-data", b"--x--"),
+        ("multipart/form-data; boundary=x", b""),
+        ("multipart/form-data; boundary=x", b"no boundary"),
+        ("multipart/form-data; boundary=x", b'--x\r\nContent-Disposition: form-data; name="fi'),
+        (
+            "multipart/form-data; boundary=x",
+            b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\ncut off',
+        ),
+        ("multipart/form-data; boundary=" + "x" * 500, b""),
+    ],
+)
+def test_bodies_that_are_no_form(
+    http: httpx.Client, data: Path, content_type: str, body: bytes
+) -> None:
+    before = stored(data)
+    answer = http.post("/v1/files", content=body, headers={"content-type": content_type})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_form")
+    assert stored(data) == before
+
+
+INPUTS = {
+    "empty": b"",
+    "blank lines": b"\n\r\n  \n",
+    "invalid utf-8": b'{"custom_id": "\xff"}\n',
+    "nested bomb": b"[" * 100_000 + b"\n",
+    "object bomb": b'{"a":' * 100_000 + b"\n",
+    "huge number": b'{"custom_id": ' + b"9" * 100_000 + b"}\n",
+    "binary": bytes(range(256)) * 64,
+}
+
+
+@pytest.mark.parametrize("content", INPUTS.values(), ids=INPUTS)
+def test_hostile_inputs_fail_their_batch_only(client: openai.OpenAI, content: bytes) -> None:
+    batch = until(client, create(client, content).id, "failed")
+    assert batch.errors is not None
+    assert batch.errors.data
+
+
+BODIES: dict[str, tuple[dict[str, Any], str]] = {
+    "no endpoint": ({"endpoint": None}, "endpoint"),
+    "endpoint": ({"endpoint": "/v1/images"}, "endpoint"),
+    "window": ({"completion_window": "soon"}, "completion_window"),
+    "negative window": ({"completion_window": "-1h"}, "completion_window"),
+    "long window": ({"completion_window": "99999d"}, "completion_window"),
+    "unknown field": ({"surprise": 1}, "body.surprise"),
+    "17 pairs": ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
+    "long key": ({"metadata": {"k" * 65: ""}}, "metadata"),
+    "long value": ({"metadata": {"k": "v" * 513}}, "metadata"),
+    "16 KB of metadata": ({"metadata": {"k": "v" * 16_384}}, "metadata"),
+    "number as metadata": ({"metadata": {"k": 1}}, "metadata"),
+    "expiry": ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, "seconds"),
+    "priority": ({"coserve": {"priority": 1e9}}, "priority"),
+    "weight": ({"coserve": {"weight": 0}}, "weight"),
+}
+
+
+@pytest.mark.parametrize(("changes", "param"), BODIES.values(), ids=BODIES)
+def test_bodies_that_cannot_be_used(
+    client: openai.OpenAI, http: httpx.Client, changes: dict[str, Any], param: str
+) -> None:
+    body = {
+        "input_file_id": upload(client, lines(1)),
+        "endpoint": ENDPOINT,
+        "completion_window": "24h",
+    }
+    answer = http.post("/v1/batches", json=body | changes)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert error["type"] == "invalid_request_error"
+    assert param.removeprefix("body.") in error["param"]
+    assert client.batches.list().data == []
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"", 400),
+        (b"null", 400),
+        (b"[]", 400),
+        (b"{", 400),
+        (b'{"a":' * 50_000, 400),
+        (b"[" * 50_000, 400),
+        (b'"\xff"', 400),
+        (b'{"input_file_id": "' + b"x" * 2_000_000 + b'"}', 413),
+    ],
+)
+def test_bodies_that_are_no_object(http: httpx.Client, content: bytes, status: int) -> None:
+    headers = {"content-type": "application/json"}
+    answer = http.post("/v1/batches", content=content, headers=headers)
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"]
+
+
+# --- Whose is what -----------------------------------------------------------------------
+
+ODD_IDS = [
+    "file-000000000000000000000000",
+    "batch_' OR 1=1 --",
+    "..%2F..%2Fetc%2Fpasswd",
+    "%00",
+    "\u2603",
+    "x" * 64,
+]
+
+
+@pytest.mark.parametrize("object_id", ODD_IDS)
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/files/{}"),
+        ("GET", "/v1/files/{}/content"),
+        ("DELETE", "/v1/files/{}"),
+        ("GET", "/v1/batches/{}"),
+        ("POST", "/v1/batches/{}/cancel"),
+        ("POST", "/v1/batches/{}/pause"),
+        ("POST", "/v1/batches/{}/resume"),
+    ],
+)
+def test_ids_that_are_nobodys(http: httpx.Client, method: str, path: str, object_id: str) -> None:
+    answer = http.request(method, path.format(object_id))
+    assert answer.status_code == 404
+
+
+@pytest.mark.parametrize(
+    "query", ["limit=0", "limit=-1", "limit=101", "limit=x", "limit=9999999999999999999999"]
+)
+def test_pages_of_no_size(http: httpx.Client, query: str) -> None:
+    answer = http.get(f"/v1/batches?{query}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")

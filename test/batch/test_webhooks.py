@@ -1,0 +1,224 @@
+"""Webhooks: signed as OpenAI's client checks, told until heard, never into a private network."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import random
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import openai
+import pytest
+
+from batch.scenarios import Scene, lines, opened, play
+from batch.scripted_backend import ScriptedBackend
+from sglang_coserve.batch.webhooks import Webhooks, WebhookTarget
+from sglang_coserve.errors import ConfigError
+
+SECRET = "whsec_" + base64.b64encode(b"0123456789abcdef").decode()
+
+
+@dataclass
+class Receiver:
+    """A web server that answers what it is told, and keeps what it got."""
+
+    statuses: list[int] = field(default_factory=list)
+    """Of the first answers; then 200."""
+    got: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
+    port: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/hook?a=b"
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        headers = {
+            name.lower(): value.strip()
+            for name, _, value in (text.partition(":") for text in head.split("\r\n")[1:])
+        }
+        assert head.startswith("POST /hook?a=b ")
+        body = await reader.readexactly(int(headers["content-length"]))
+        status = self.statuses.pop(0) if self.statuses else 200
+        self.got.append((headers, body))
+        extra = "location: http://127.0.0.1:1/\r\n" if status == 302 else ""
+        writer.write(f"HTTP/1.1 {status} X\r\n{extra}content-length: 0\r\n\r\n".encode())
+        await writer.drain()
+        writer.close()
+
+    def types(self) -> list[str]:
+        return [json.loads(body)["type"] for _, body in self.got]
+
+
+@asynccontextmanager
+async def receiving(*statuses: int) -> AsyncGenerator[Receiver]:
+    receiver = Receiver(list(statuses))
+    async with await asyncio.start_server(receiver.serve, "127.0.0.1", 0) as server:
+        receiver.port = server.sockets[0].getsockname()[1]
+        yield receiver
+
+
+def webhooks(scene: Scene, url: str, *, allow_private: bool = True) -> Webhooks:
+    target = WebhookTarget(url, SECRET, allow_private=allow_private)
+    return Webhooks(scene.service, target, clock=scene.clock, rng=random.Random(0))
+
+
+async def nothing_pending(scene: Scene) -> None:
+    """Wait until every event is settled; one that waits for another attempt is due much later."""
+    while await scene.service.pending_events():
+        await asyncio.sleep(0.001)
+
+
+def test_a_completed_batch_is_told_and_the_official_client_believes_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        scene = await opened(tmp_path, record_events=True)
+        async with scene.service, receiving() as receiver, webhooks(scene, receiver.url):
+            # OpenAI's client refuses what is not of today.
+            scene.clock.advance(time.time() - scene.clock.now_s())
+            batch = await scene.create(lines(2))
+            await scene.ends(batch.id)
+            await scene.clock.until(lambda: bool(receiver.got))
+            ((headers, body),) = receiver.got
+            client = openai.OpenAI(api_key="x", webhook_secret=SECRET)
+            event = client.webhooks.unwrap(body, headers)
+            assert (event.type, event.object, event.data.id) == (
+                "batch.completed",
+                "event",
+                batch.id,
+            )
+            assert headers["webhook-id"] == event.id
+            with pytest.raises(openai.InvalidWebhookSignatureError):
+                client.webhooks.unwrap(body.replace(b"completed", b"cancelled"), headers)
+            await nothing_pending(scene)
+
+    play(scenario())
+
+
+def test_every_end_is_told(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        backend = ScriptedBackend(holds=True)
+        scene = await opened(tmp_path, backend, record_events=True)
+        async with scene.service, receiving() as receiver, webhooks(scene, receiver.url):
+            failed = await scene.create(b"no json\n")
+            await scene.ends(failed.id)
+            expired = await scene.create(lines(1), window="1s")
+            await scene.ends(expired.id)
+            cancelled = await scene.create(lines(1))
+            await scene.service.cancel_batch("owner", cancelled.id)
+            await scene.ends(cancelled.id)
+            await scene.clock.until(lambda: len(receiver.got) == 3)
+            assert receiver.types() == ["batch.failed", "batch.expired", "batch.cancelled"]
+
+    play(scenario())
+
+
+def test_it_is_told_again_until_it_is_heard_and_then_no_more(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        scene = await opened(tmp_path, record_events=True)
+        async with (
+            scene.service,
+            receiving(500, 302, 429) as receiver,
+            webhooks(scene, receiver.url),
+        ):
+            await scene.ends((await scene.create(lines(1))).id)
+            times = []
+            for count in range(1, 5):
+                await scene.clock.until(lambda count=count: len(receiver.got) == count)
+                times.append(scene.clock.now_s())
+            gaps = [later - earlier for earlier, later in pairwise(times)]
+            assert gaps[0] < gaps[1] < gaps[2]
+            await nothing_pending(scene)
+            scene.clock.advance(86_400)
+            await asyncio.sleep(0.05)
+            assert len(receiver.got) == 4
+            assert len({headers["webhook-id"] for headers, _ in receiver.got}) == 1
+
+    play(scenario())
+
+
+def test_a_restart_goes_on_telling(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        scene = await opened(tmp_path, record_events=True)
+        async with (
+            scene.service,
+            receiving(*[503] * 1000) as receiver,
+            webhooks(scene, receiver.url),
+        ):
+            await scene.ends((await scene.create(lines(1))).id)
+            await scene.clock.until(lambda: len(receiver.got) >= 2)
+        scene = await opened(tmp_path, clock=scene.clock, record_events=True)
+        async with scene.service, receiving() as receiver, webhooks(scene, receiver.url):
+            await scene.clock.until(lambda: bool(receiver.got))
+            assert receiver.types() == ["batch.completed"]
+
+    play(scenario())
+
+
+def test_after_three_days_it_is_given_up(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        scene = await opened(tmp_path, record_events=True)
+        async with scene.service:
+            await scene.ends((await scene.create(lines(1))).id)
+            assert len(await scene.service.pending_events()) == 1
+            scene.clock.advance(4 * 86_400)
+            async with receiving(500) as receiver, webhooks(scene, receiver.url):
+                await scene.clock.until(lambda: bool(receiver.got))
+                await nothing_pending(scene)
+
+    play(scenario())
+
+
+def test_a_name_that_leads_to_a_private_address_is_not_followed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        scene = await opened(tmp_path, record_events=True)
+        async with scene.service, receiving() as receiver:
+            url = receiver.url.replace("127.0.0.1", "localhost")
+            async with webhooks(scene, url, allow_private=False):
+                await scene.ends((await scene.create(lines(1))).id)
+                while not (events := await scene.service.pending_events()):
+                    scene.clock.advance(1)
+                    await asyncio.sleep(0.001)
+                while not events or not events[0].attempts:
+                    scene.clock.advance(1)
+                    events = await scene.service.pending_events()
+                    await asyncio.sleep(0.001)
+            assert receiver.got == []
+
+    play(scenario())
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1/x",
+        "http://10.1.2.3/x",
+        "http://169.254.169.254/latest/meta-data",
+        "http://[::1]/x",
+        "http://[::ffff:10.0.0.1]/x",
+        "http://[fe80::1]/x",
+        "http://0.0.0.0/x",
+    ],
+)
+def test_private_addresses_are_refused_unless_allowed(url: str) -> None:
+    with pytest.raises(ConfigError, match="--batch-webhook-allow-private"):
+        WebhookTarget(url, SECRET)
+    WebhookTarget(url, SECRET, allow_private=True)
+
+
+@pytest.mark.parametrize("url", ["", "hook", "ftp://a/b", "http://", "http://user:pw@a.org/"])
+def test_addresses_that_are_none(url: str) -> None:
+    with pytest.raises(ConfigError, match="webhook address"):
+        WebhookTarget(url, SECRET)
+
+
+@pytest.mark.parametrize("secret", ["", "whsec_", "whsec_c2hvcnQ=", "whsec_###"])
+def test_weak_secrets_are_refused_and_not_shown(secret: str) -> None:
+    with pytest.raises(ConfigError, match="secret"):
+        WebhookTarget("https://example.org/", secret)
+    assert SECRET not in repr(WebhookTarget("https://example.org/", SECRET))

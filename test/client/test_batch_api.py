@@ -1,0 +1,237 @@
+"""The client and the command against a server that has a Batch API."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batch.live_app import LiveApp
+from batch.scenarios import line, lines
+from batch.scripted_backend import ScriptedBackend, answer, failure
+from client.coserve_process import coserve, end, start_submit, submit, submit_json
+from sglang_coserve.batch import LineRequest, LineResult
+from sglang_coserve.client import BatchWish, CoserveClient, JobState, read_results
+from sglang_coserve.errors import InputFileError, ServerError
+
+GIVE_UP_S = 60
+
+
+def answers(request: LineRequest) -> LineResult:
+    return failure(400) if request.custom_id == "bad" else answer(request)
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveApp]:
+    data = tmp_path_factory.mktemp("data")
+    with LiveApp(data, ScriptedBackend(answers=answers)) as app:
+        yield app
+
+
+@pytest.fixture
+def held(app: LiveApp) -> Iterator[LiveApp]:
+    """The engine keeps every line until the test is over."""
+    app.backend.holds = True
+    yield app
+    app.backend.holds = False
+    app.in_loop(lambda: [entry.finish() for entry in app.backend.in_flight])
+    until(lambda: not app.backend.in_flight)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(lines(20))
+    return path
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+def until(is_true: Callable[[], Any]) -> None:
+    give_up_s = time.monotonic() + GIVE_UP_S
+    while not is_true():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.02)
+
+
+def custom_ids(path: Path) -> list[str]:
+    return sorted(json.loads(text)["custom_id"] for text in path.read_text().splitlines())
+
+
+def test_results_come_through_the_servers_batch(app: LiveApp, source: Path, output: Path) -> None:
+    source.write_bytes(lines(20) + line("bad").encode())
+    with CoserveClient(app.base_url) as client:
+        job = client.submit_jsonl(source, output, wish=BatchWish("2h"))
+        results = {result.custom_id: result for result in client.results(job)}
+        status = job.wait()
+    assert (status.state, status.ok, status.failed) == (JobState.COMPLETED, 20, 1)
+    assert status.batch_id is not None
+    assert status.completion_tokens == 80
+    assert len(results) == 21
+    assert results["id-7"].text
+    assert results["id-7"].line == 7
+    bad = results["bad"]
+    assert (bad.ok, bad.line) == (False, 21)
+    assert bad.error is not None
+    assert (bad.error.code, bad.error.message) == ("http_400", "no")
+    assert {result.custom_id for result in read_results(output)} == results.keys()
+
+
+def test_submitted_again_it_is_the_same_batch(app: LiveApp, source: Path, output: Path) -> None:
+    ids = set()
+    for _ in range(2):
+        with CoserveClient(app.base_url) as client:
+            ids.add(client.submit_jsonl(source, output).wait().batch_id)
+        assert len(custom_ids(output)) == 20
+    assert len(ids) == 1
+    # Cut off anywhere, it is made whole.
+    content = output.read_bytes()
+    output.write_bytes(content[: len(content) // 3])
+    with CoserveClient(app.base_url) as client:
+        client.submit_jsonl(source, output).wait()
+    assert output.read_bytes() == content
+
+
+def test_a_changed_input_is_refused(app: LiveApp, source: Path, output: Path) -> None:
+    with CoserveClient(app.base_url) as client:
+        client.submit_jsonl(source, output).wait()
+        source.write_bytes(lines(21))
+        with pytest.raises(InputFileError, match="has changed"):
+            client.submit_jsonl(source, output).wait()
+
+
+def test_a_malformed_input_is_told_with_its_lines_and_can_be_mended(
+    app: LiveApp, source: Path, output: Path
+) -> None:
+    source.write_bytes(lines(2) + b"{not json\n")
+    with CoserveClient(app.base_url) as client:
+        job = client.submit_jsonl(source, output)
+        with pytest.raises(InputFileError, match="line 3: "):
+            job.wait()
+        source.write_bytes(lines(3))
+        assert client.submit_jsonl(source, output).wait().ok == 3
+
+
+def test_line_by_line_where_it_is_wanted(app: LiveApp, source: Path, output: Path) -> None:
+    # The application has the batch routes alone: lines find nothing there.
+    with CoserveClient(app.base_url) as client:
+        status = client.submit_jsonl(source, output, use_batch=False).wait()
+        assert (status.batch_id, status.failed) == (None, 20)
+        # And it is continued like that.
+        assert client.submit_jsonl(source, output).wait().resumed == 20
+
+
+def test_a_server_that_must_have_it(source: Path, output: Path) -> None:
+    with LiveApp(None) as app, CoserveClient(app.base_url) as client:
+        with pytest.raises(ServerError, match="--coserve-data-dir"):
+            client.submit_jsonl(source, output, use_batch=True)
+        assert client.submit_jsonl(source, output).wait().batch_id is None
+
+
+def test_two_clients_do_not_fill_one_output(held: LiveApp, source: Path, output: Path) -> None:
+    with CoserveClient(held.base_url) as client:
+        job = client.submit_jsonl(source, output)
+        until(lambda: len(held.backend.in_flight) == 20)
+        assert job.status.state is JobState.RUNNING
+        with pytest.raises(InputFileError, match="another client"):
+            client.submit_jsonl(source, output)
+
+
+def test_stopping_the_job_leaves_the_batch(held: LiveApp, source: Path, output: Path) -> None:
+    process = start_submit(source, output, held.base_url)
+    until(lambda: len(held.backend.in_flight) == 20)
+    until(lambda: 'batch_id": "' in (output.with_name("out.batch.json")).read_text())
+    process.send_signal(signal.SIGINT)
+    code, stdout, stderr = end(process)
+    assert (code, stderr) == (130, "")
+    assert "coserve cancel batch_" in stdout
+    assert len(held.backend.in_flight) == 20
+    held.backend.holds = False
+    held.in_loop(lambda: [entry.finish() for entry in held.backend.in_flight])
+    code, summary = submit_json(source, output, held.base_url)
+    assert (code, summary["ok"]) == (0, 20)
+    assert len(custom_ids(output)) == 20
+
+
+def test_a_batch_is_left_to_the_server_and_its_results_fetched(
+    app: LiveApp, source: Path, output: Path
+) -> None:
+    server = ["--base-url", app.base_url]
+    code, stdout, stderr = coserve("submit", str(source), "--window", "2h", *server)
+    assert (code, stderr) == (0, "")
+    batch_id = stdout.strip()
+
+    def is_complete() -> bool:
+        code, stdout, _ = coserve("status", batch_id, *server, "--json")
+        return code == 0 and json.loads(stdout)["status"] == "completed"
+
+    until(is_complete)
+    code, stdout, _ = coserve("status", batch_id, *server)
+    assert code == 0
+    assert "completed  20 ok, 0 failed of 20" in stdout
+    assert "window 2h" in stdout
+    assert batch_id in coserve("list", *server)[1]
+    for _ in range(2):
+        assert coserve("results", batch_id, "-o", str(output), *server)[0] == 0
+        assert len(custom_ids(output)) == 20
+    output.write_text("something of mine\n")
+    code, _, stderr = coserve("results", batch_id, "-o", str(output), *server)
+    assert code == 2
+    assert "holds something else" in stderr
+    code, _, stderr = coserve("cancel", batch_id, *server)
+    assert code == 2
+    assert "409" in stderr
+
+
+def test_waiting_without_an_output(app: LiveApp, source: Path) -> None:
+    flags = ["--wait", "--quiet", "--base-url", app.base_url]
+    code, stdout, _ = coserve("submit", str(source), *flags)
+    assert (code, stdout.startswith("batch_")) == (0, True)
+
+
+def test_cancelling(held: LiveApp, source: Path) -> None:
+    server = ["--base-url", held.base_url]
+    batch_id = coserve("submit", str(source), *server)[1].strip()
+    until(lambda: len(held.backend.in_flight) == 20)
+    code, stdout, _ = coserve("cancel", batch_id, *server)
+    assert code == 0
+    assert "cancel" in stdout
+    until(lambda: not held.backend.in_flight)
+
+
+def test_bad_windows_and_ids_are_usage_errors(app: LiveApp, source: Path, output: Path) -> None:
+    code, _, stderr = submit(source, output, app.base_url, "--window", "soon")
+    assert code == 2
+    assert "completion_window" in stderr
+    code, _, stderr = coserve("status", "batch_none", "--base-url", app.base_url)
+    assert code == 2
+    assert "404" in stderr
+
+
+def test_without_a_batch_api_an_output_is_needed(source: Path) -> None:
+    code, _, stderr = coserve("submit", str(source), "--base-url", "http://127.0.0.1:9")
+    assert code == 2
+    assert "add -o" in stderr
+
+
+def test_a_restarted_server_is_waited_for(source: Path, output: Path, tmp_path: Path) -> None:
+    backend = ScriptedBackend(holds=True)
+    with LiveApp(tmp_path / "data", backend) as app:
+        process = start_submit(source, output, app.base_url)
+        until(lambda: len(backend.in_flight) == 20)
+        port = app.port
+    threading.Event().wait(0.2)
+    with LiveApp(tmp_path / "data", port=port):
+        code, stdout, _ = end(process)
+    assert code == 0
+    assert "20 ok" in stdout
+    assert len(custom_ids(output)) == 20
