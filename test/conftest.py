@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,12 @@ from hypothesis import settings
 # No test depends on how fast the machine is.
 settings.register_profile("any_machine", deadline=None)
 settings.load_profile("any_machine")
+
+
+# A shell lets what it starts in the background ignore SIGINT, and the processes that tests
+# interrupt would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
