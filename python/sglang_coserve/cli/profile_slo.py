@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
 from typing import Annotated
 
 import typer
 
 from sglang_coserve.cli import exit_codes
+from sglang_coserve.interrupts import terminate_as_interrupt
 
 __all__ = ["SLO_SETTINGS", "profile_slo"]
 
@@ -140,7 +138,7 @@ def profile_slo(
     ):
         session = slo_search.Session(options, Path(work), progress)
         try:
-            with _terminate_as_interrupt():
+            with terminate_as_interrupt():
                 session.run()
         except KeyboardInterrupt:
             is_interrupted = True
@@ -155,17 +153,3 @@ def profile_slo(
         raise typer.Exit(exit_codes.of_signal(signal.SIGINT))
     if session.problem is not None:
         raise typer.Exit(exit_codes.SOME_FAILED)
-
-
-@contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM end the search as Ctrl-C does, so that no server stays behind."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -20,6 +17,7 @@ from sglang_coserve.client import AsyncCoserveClient, ClientOptions
 from sglang_coserve.demo import report
 from sglang_coserve.demo.replay import replay
 from sglang_coserve.errors import ConfigError, WorkloadError
+from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.local_server import LocalServer
 from sglang_coserve.metrics import RequestTimeline, SloTargets
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
@@ -69,7 +67,7 @@ def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
     if not requests:
         raise WorkloadError(f"{options.trace}: no request in the first {options.seconds} s")
     options.out.mkdir(parents=True, exist_ok=True)
-    with _terminate_as_interrupt():
+    with terminate_as_interrupt():
         model = options.model
         if model is None:
             model = options.out / "model"
@@ -191,17 +189,3 @@ def _remove_earlier(results: Path) -> None:
     """Start the offline file anew: the client would continue an earlier demo's."""
     for path in islice(results.parent.glob(f"{results.stem}*"), 10):
         path.unlink()
-
-
-@contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM end the demo as Ctrl-C does, so that no process stays behind."""
-
-    def interrupt(_signum: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

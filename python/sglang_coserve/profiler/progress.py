@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
+from sglang_coserve.interrupts import StopOnInterrupt
 from sglang_coserve.profiler.measurement import Measurement
+from sglang_coserve.progress_bar import progress_bar
 
 __all__ = ["ProfileProgress"]
 
@@ -24,24 +22,16 @@ class ProfileProgress:
 
     def __init__(self, num_shapes: int, time_limit_s: float, *, show: bool = True) -> None:
         """``show`` draws the bar on standard error if that is a terminal."""
-        self.is_interrupted = False
+        self._stop = StopOnInterrupt()
         self._num_shapes = num_shapes
         self._time_limit_s = time_limit_s
         self._start_s = time.monotonic()
         self._num_measured = 0
-        console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not (show and console.is_terminal),
-        )
+        self._bar = progress_bar(show=show, shows_percent=False)
         self._task = self._bar.add_task("profiling", total=1.0)
 
     def __enter__(self) -> Self:
-        self._previous = signal.signal(signal.SIGINT, self._interrupt)
+        self._stop.__enter__()
         self._bar.start()
         return self
 
@@ -52,7 +42,12 @@ class ProfileProgress:
         traceback: TracebackType | None,
     ) -> None:
         self._bar.stop()
-        signal.signal(signal.SIGINT, self._previous)
+        self._stop.__exit__(kind, error, traceback)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """True after SIGINT."""
+        return self._stop.is_interrupted
 
     def advance(self, measurement: Measurement) -> None:
         """Show one more measurement."""
@@ -67,7 +62,3 @@ class ProfileProgress:
             f"{batch.prefill_requests}, decodes {batch.decode_requests}: "
             f"{measurement.seconds * 1e3:,.1f} ms",
         )
-
-    def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        self.is_interrupted = True
-        signal.signal(signal.SIGINT, self._previous)

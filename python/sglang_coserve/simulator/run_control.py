@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from sglang_coserve.interrupts import StopOnInterrupt
+from sglang_coserve.progress_bar import progress_bar
 
 __all__ = ["RunControl"]
 
@@ -23,23 +22,14 @@ class RunControl:
 
     def __init__(self, time_limit_s: float = math.inf, *, show: bool = True) -> None:
         """``show`` draws a bar on standard error if that is a terminal."""
-        self.is_interrupted = False
+        self._stop = StopOnInterrupt()
         self._end_s = time.monotonic() + time_limit_s
-        console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not (show and console.is_terminal),
-        )
+        self._bar = progress_bar(show=show)
         self._task = self._bar.add_task("")
         self._interval_s = math.inf
 
     def __enter__(self) -> Self:
-        self._previous = signal.signal(signal.SIGINT, self._interrupt)
+        self._stop.__enter__()
         self._bar.start()
         return self
 
@@ -50,7 +40,12 @@ class RunControl:
         traceback: TracebackType | None,
     ) -> None:
         self._bar.stop()
-        signal.signal(signal.SIGINT, self._previous)
+        self._stop.__exit__(kind, error, traceback)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """True after SIGINT."""
+        return self._stop.is_interrupted
 
     @property
     def should_stop(self) -> bool:
@@ -66,7 +61,3 @@ class RunControl:
         """Show how far the run is; True when it should stop."""
         self._bar.update(self._task, completed=simulated_s)
         return self.should_stop
-
-    def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        self.is_interrupted = True
-        signal.signal(signal.SIGINT, self._previous)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from sglang_coserve.progress_bar import progress_bar
 
 __all__ = ["SearchProgress"]
 
@@ -15,16 +14,7 @@ class SearchProgress:
     """A bar on standard error, if that is a terminal; a context."""
 
     def __init__(self, *, show: bool = True) -> None:
-        console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not (show and console.is_terminal),
-        )
+        self._bar = progress_bar(show=show)
         self._task = self._bar.add_task("")
 
     def __enter__(self) -> Self:
