@@ -417,9 +417,7 @@ class PlannedScheduler(CoserveScheduler):
     def _held_reqs(self) -> Iterator[Req]:
         """Requests that hold KV and are not in the last batch, which SGLang counts itself."""
         counted = {id(req) for req in self.last_batch.reqs} if self.last_batch else set()
-        paused = self._paused.reqs if self._paused is not None else ()
-        chunked = () if self.chunked_req is None else (self.chunked_req,)
-        for req in (*self.running_batch.reqs, *paused, *self._parked.values(), *chunked):
+        for req in self._rows_with_kv(self.running_batch):
             if id(req) not in counted:
                 counted.add(id(req))
                 yield req
@@ -433,8 +431,7 @@ class PlannedScheduler(CoserveScheduler):
         }
 
     def _num_offline_waiting(self) -> int:
-        held = len(self._paused.reqs) if self._paused is not None else 0
-        return len(self._offline_reqs) + len(self._cooling) + len(self._parked) + held
+        return len(self._offline_reqs) + len(self._cooling) + len(self._set_aside())
 
     def pause_generation(self, recv_req: Any) -> None:
         """Let SGLang retract parked and paused requests with the running ones."""
