@@ -75,8 +75,8 @@ def run_abort_in_every_state(engine: ScriptedEngine) -> dict[str, set[str]]:
         if iteration % 6 == 0:
             tokens = scenarios.prompt(iteration, 150)
             messages.append(engine.request(f"on{iteration}", tokens, 12))
-        parked = set(scheduler._parked)
-        paused = {req.rid for req in scheduler._paused.reqs} if scheduler._paused else set()
+        parked = {req.rid for req in scheduler._aside.parked}
+        paused = {req.rid for req in scheduler._aside.paused}
         for state, rids in (("parked", parked), ("paused", paused)):
             if fresh := {rid for rid in rids if rid.startswith("off")} - seen[state]:
                 rid = min(fresh)

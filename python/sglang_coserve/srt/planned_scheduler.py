@@ -11,14 +11,12 @@ unfinished prefill at a time, and runs it first.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
@@ -28,22 +26,19 @@ from sglang_coserve.core.scheduler import Scheduler as CoreScheduler
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefillChunk, Row, StepPlan
 from sglang_coserve.srt.compat import release_aborted
 from sglang_coserve.srt.core_setup import make_core_scheduler
+from sglang_coserve.srt.drift_warning import DriftWarning
 from sglang_coserve.srt.iteration_times import IterationTimes
 from sglang_coserve.srt.latency_source import latency_profile
 from sglang_coserve.srt.offline_marks import deadline_of, user_of
 from sglang_coserve.srt.request_marks import is_offline
-from sglang_coserve.srt.row_groups import join, split
 from sglang_coserve.srt.scheduler import CoserveScheduler
+from sglang_coserve.srt.set_aside import HeldRows, SetAside
 from sglang_coserve.srt.ticks import Tick, TickSource
 
 __all__ = ["PlannedScheduler"]
 
 Req = Any
 ScheduleBatch = Any
-
-logger = logging.getLogger(__name__)
-
-_DRIFT_WARNING_INTERVAL_S = 60.0
 
 
 class PlannedScheduler(CoserveScheduler):
@@ -73,12 +68,11 @@ class PlannedScheduler(CoserveScheduler):
         super().init_running_status()
         self._offline_reqs: dict[str, Req] = {}
         self._cooling: list[Req] = []
-        self._parked: dict[str, Req] = {}
-        self._paused: ScheduleBatch | None = None
+        self._aside = SetAside()
         self._produced: list[Req] = []
         self._has_left_decodes = False
         self._tick_s: float | None = None
-        self._next_drift_warning_s = 0.0
+        self._drift_warning = DriftWarning() if self.ps.tp_rank == 0 else None
         self._offline_ran: tuple[float, float] | None = None
         self._arrivals_s: Mapping[str, float] = {}
         self._times = IterationTimes(is_overlapped=self.enable_overlap and self.device != "cpu")
@@ -131,13 +125,10 @@ class PlannedScheduler(CoserveScheduler):
         gone = [req for req in self._cooling if matches(req)]
         self._cooling = [req for req in self._cooling if not matches(req)]
         gone += [req for req in self._offline_reqs.values() if matches(req)]
-        for req in [req for req in self._parked.values() if matches(req)]:
-            del self._parked[req.rid]
+        for req in self._aside.unpark_all(matches):
             release_aborted(req, self.tree_cache)
             gone.append(req)
-        for req in self._paused.reqs if self._paused is not None else ():
-            if matches(req) and not req.finished():
-                req.to_finish = FINISH_ABORT()  # It ends when it runs next, which is at once.
+        self._aside.abort_paused(matches)
         for req in gone:
             self._forget(req.rid)
         return gone
@@ -167,7 +158,7 @@ class PlannedScheduler(CoserveScheduler):
             self._times.launched(None)
             return super().get_new_batch_prefill(running_batch)
         running_batch.filter_batch()
-        running_batch = self._resume_aborted(running_batch)
+        running_batch = self._aside.resume_ended(running_batch)
         self._evict(self._rids_in_the_way(self._rows_with_kv(running_batch)), running_batch)
         plan = self._core.plan(self._snapshot(running_batch, now_s), self)
         running_batch = self._make_room(plan, running_batch)
@@ -187,7 +178,7 @@ class PlannedScheduler(CoserveScheduler):
         return result
 
     def _has_offline(self, running_batch: ScheduleBatch) -> bool:
-        if self._offline_reqs or self._cooling or self._parked or self._paused is not None:
+        if self._offline_reqs or self._cooling or self._aside:
             return True
         return any(is_offline(req) for req in running_batch.reqs)
 
@@ -202,38 +193,12 @@ class PlannedScheduler(CoserveScheduler):
         measured = self._times.next_pass(now_s)
         if measured is not None:
             self._core.observe(*measured)
-            self._warn_of_drift(now_s)
+            if self._drift_warning is not None:
+                self._drift_warning.check(self._core.prediction_error, now_s)
         for req in self._cooling:
             self._core.restore(req.rid, len(req.output_ids))
             self._offline_reqs[req.rid] = req
         self._cooling = []
-
-    def _warn_of_drift(self, now_s: float) -> None:
-        error = self._core.prediction_error
-        if error.has_drifted and now_s >= self._next_drift_warning_s:
-            self._next_drift_warning_s = now_s + _DRIFT_WARNING_INTERVAL_S
-            logger.warning(
-                "predicted iteration times are off by %.0f%% on average (bias %+.0f%%): targets "
-                "may be missed or time wasted; other work on this machine? profile again with "
-                "coserve profile",
-                100 * (error.mape or 0.0),
-                100 * (error.bias or 0.0),
-            )
-
-    def _resume_aborted(self, running_batch: ScheduleBatch) -> ScheduleBatch:
-        if self._paused is None:
-            return running_batch
-        self._paused.filter_batch()  # Under overlap the last token may end a paused request.
-        aborted = {req.rid for req in self._paused.reqs if req.to_finish is not None}
-        return self._resume(running_batch, aborted)
-
-    def _resume(self, running_batch: ScheduleBatch, rids: set[str]) -> ScheduleBatch:
-        assert self._paused is not None
-        if rids:
-            running_batch = join(running_batch, split(self._paused, rids))
-        if not self._paused.reqs:
-            self._paused = None
-        return running_batch
 
     # --- Engine state to snapshot --------------------------------------------------------
 
@@ -253,10 +218,8 @@ class PlannedScheduler(CoserveScheduler):
     def _rows(self, running_batch: ScheduleBatch) -> list[Row]:
         ledger = self._ledger
         rows = ledger.decode_rows(running_batch.reqs, RequestState.DECODING)
-        if self._paused is not None:
-            rows += ledger.decode_rows(self._paused.reqs, RequestState.PAUSED)
-        for req in self._parked.values():
-            rows.append(ledger.prefill_row(req, RequestState.PARKED))
+        rows += ledger.decode_rows(self._aside.paused, RequestState.PAUSED)
+        rows += [ledger.prefill_row(req, RequestState.PARKED) for req in self._aside.parked]
         if self.chunked_req is not None:
             rows.append(ledger.prefill_row(self.chunked_req, RequestState.PREFILLING))
         return rows
@@ -273,26 +236,24 @@ class PlannedScheduler(CoserveScheduler):
             self._shed(rid)
         self._evict({eviction.rid for eviction in plan.evict}, running_batch)
         if plan.pause:
-            self._paused = join(self._paused, split(running_batch, set(plan.pause)))
+            self._aside.pause(running_batch, set(plan.pause))
             self._offline_counts["paused"] += len(plan.pause)
-        if self._paused is not None:
-            running_batch = self._resume(running_batch, set(plan.resume))
-            self._offline_counts["resumed"] += len(plan.resume)
-        return running_batch
+        self._offline_counts["resumed"] += len(plan.resume)
+        return self._aside.resume(running_batch, set(plan.resume))
 
     def _park_chunk(self) -> None:
         req = self.chunked_req
         assert req is not None
         if req is self._pending_chunked_abort_req:
             return
-        self._parked[req.rid] = req
+        self._aside.park(req)
         self.chunked_req = None
         self._offline_counts["parked"] += 1
 
     def _executable(self, plan: StepPlan) -> list[PrefillChunk]:
         """Return the leading chunks that SGLang can run in one pass: an unfinished prefill
         only in front, and nothing behind a second one."""
-        begun = set(self._parked)
+        begun = {req.rid for req in self._aside.parked}
         if self.chunked_req is not None:
             begun.add(self.chunked_req.rid)
         chunks: list[PrefillChunk] = []
@@ -308,9 +269,9 @@ class PlannedScheduler(CoserveScheduler):
         """Offer exactly the planned chunks to SGLang; return its plan and what it admitted."""
         if self.chunked_req is not None and self.chunked_req.rid not in {c.rid for c in chunks}:
             self._park_chunk()
-        if chunks and chunks[0].rid in self._parked:
+        if chunks and self._aside.is_parked(chunks[0].rid):
             assert self.chunked_req is None
-            self.chunked_req = self._parked.pop(chunks[0].rid)
+            self.chunked_req = self._aside.unpark(chunks[0].rid)
         online = {req.rid: req for req in self.waiting_queue}
         chosen = [online.get(c.rid) or self._offline_reqs.get(c.rid) for c in chunks]
         shown = [req for req in chosen if req is not None]
@@ -362,14 +323,10 @@ class PlannedScheduler(CoserveScheduler):
 
     def _evict_offline(self, running_batch: ScheduleBatch) -> bool:
         """Release one offline row that a plan left in memory: parked, paused, then running."""
-        if self._parked:
-            self._evict_parked(next(reversed(self._parked)))
-        elif self._paused is not None and self._paused.reqs:
-            self._evict_rows(self._paused, {self._paused.reqs[-1].rid})
-            if not self._paused.reqs:
-                self._paused = None
-        else:
+        victims = self._aside.parked or self._aside.paused
+        if not victims:
             return super()._evict_offline(running_batch)
+        self._evict({victims[-1].rid}, running_batch)
         running_batch.batch_is_full = False
         return True
 
@@ -377,50 +334,36 @@ class PlannedScheduler(CoserveScheduler):
         """Release the rows named in ``rids``, wherever they are."""
         if not rids:
             return
-        for rid in [rid for rid in self._parked if rid in rids]:
-            self._evict_parked(rid)
+        unfinished = self._aside.unpark_all(lambda req: req.rid in rids)
         if self.chunked_req is not None and self.chunked_req.rid in rids:
-            req, self.chunked_req = self.chunked_req, None
+            unfinished.append(self.chunked_req)
+            self.chunked_req = None
+        for req in unfinished:
             self._release(req)
-            self._offline_counts["evicted"] += 1
-        for batch in (running_batch, self._paused):
-            if batch is not None:
-                self._evict_rows(batch, rids)
+        self._offline_counts["evicted"] += len(unfinished)
+        self._evict_rows(running_batch, rids)
+        self._aside.take_paused(self._evict_rows, rids)
 
     def _rows_with_kv(self, running_batch: ScheduleBatch) -> Iterator[Req]:
         yield from running_batch.reqs
-        yield from self._set_aside()
+        yield from self._aside.reqs
         if self.chunked_req is not None:
             yield self.chunked_req
 
-    def _set_aside(self) -> list[Req]:
-        """Return the rows that hold KV outside SGLang's batches."""
-        paused = self._paused.reqs if self._paused is not None else ()
-        return [*paused, *self._parked.values()]
-
     def _can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
         """Keep the places of the adapters whose rows are to come back into the batch."""
-        kept = {row.lora_id for row in self._set_aside()}
+        kept = {row.lora_id for row in self._aside.reqs}
         return bool(super()._can_schedule_lora_req(req, running_loras | kept))
-
-    def _evict_parked(self, rid: str) -> None:
-        self._release(self._parked.pop(rid))
-        self._offline_counts["evicted"] += 1
 
     # --- What SGLang asks about ----------------------------------------------------------
 
     def init_invariant_checker(self) -> None:
         """Let the memory check of a busy engine count parked and paused rows."""
         super().init_invariant_checker()
-        self.invariant_checker.get_running_batch = lambda: _HeldRows(list(self._held_reqs()))
-
-    def _held_reqs(self) -> Iterator[Req]:
-        """Requests that hold KV and are not in the last batch, which SGLang counts itself."""
-        counted = {id(req) for req in self.last_batch.reqs} if self.last_batch else set()
-        for req in self._rows_with_kv(self.running_batch):
-            if id(req) not in counted:
-                counted.add(id(req))
-                yield req
+        self.invariant_checker.get_running_batch = lambda: HeldRows(
+            self._rows_with_kv(self.running_batch),
+            counted=self.last_batch.reqs if self.last_batch else (),
+        )
 
     def _state(self) -> dict[str, Any]:
         error = self._core.prediction_error
@@ -431,25 +374,13 @@ class PlannedScheduler(CoserveScheduler):
         }
 
     def _num_offline_waiting(self) -> int:
-        return len(self._offline_reqs) + len(self._cooling) + len(self._set_aside())
+        return len(self._offline_reqs) + len(self._cooling) + len(self._aside)
 
     def pause_generation(self, recv_req: Any) -> None:
         """Let SGLang retract parked and paused requests with the running ones."""
         if recv_req.mode != "in_place":
-            held = [*self._parked.values(), *(self._paused.reqs if self._paused else ())]
-            self._parked, self._paused = {}, None
-            self.running_batch.reqs = self.running_batch.reqs + held
+            self.running_batch.reqs = self.running_batch.reqs + self._aside.take_all()
         super().pause_generation(recv_req)
-
-
-@dataclass(frozen=True, slots=True)
-class _HeldRows:
-    """What SGLang's memory check takes for the running batch."""
-
-    reqs: list[Req]
-
-    def is_empty(self) -> bool:
-        return not self.reqs
 
 
 def _correct_mixed_prefix_lens(batch: ScheduleBatch) -> None:
