@@ -100,3 +100,10 @@ def test_every_policy_but_fifo_is_one_of_the_cores() -> None:
     from sglang_coserve.core.policies import POLICIES
 
     assert set(OFFLINE_POLICIES) - {"fifo"} <= set(POLICIES)
+
+
+def test_the_policy_follows_from_the_targets() -> None:
+    assert CoserveConfig().offline_policy == "fifo"
+    assert CoserveConfig(slo_tpot_ms=50).offline_policy == "coserve"
+    assert CoserveConfig(slo=("ttft p99 <= 300ms",)).offline_policy == "coserve"
+    assert CoserveConfig(slo_ttft_ms=300, offline_policy="fifo").offline_policy == "fifo"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class Bench:
             RunFailedError: there is no result.
             ConfigError: the offline file was too short.
         """
-        await self.empty(base_url)
+        await self.make_ready(base_url)
         await self.online.load(
             base_url,
             self.model,
@@ -90,17 +91,24 @@ class Bench:
             return Measured(result, None)
         return Measured(result, OfflineRecord.of(offline.timelines(result.began_s), self.window_s))
 
-    async def empty(self, base_url: str) -> None:
-        """Wait until the server is idle and drop its prefix cache: earlier runs leave nothing.
+    async def make_ready(self, base_url: str) -> None:
+        """Take care that nothing that ran before is left, and that no process stops for long.
+
+        The server becomes idle and drops its prefix cache. Full garbage collections,
+        which take a third of a second after SGLang's imports, are kept off: SGLang's
+        operators do the same, and one of them in a run would be all that its P99 shows.
 
         Raises:
-            RunFailedError: it does not answer, or does not become idle.
+            RunFailedError: the server does not answer, or does not become idle.
         """
+        gc.collect()
+        gc.freeze()
         try:
             async with httpx.AsyncClient(base_url=base_url, trust_env=False) as client:
                 answer = await client.post(
                     "/flush_cache", params={"timeout": _IDLE_TIMEOUT_S}, timeout=2 * _IDLE_TIMEOUT_S
                 )
+                await client.post("/freeze_gc", timeout=_IDLE_TIMEOUT_S)
         except httpx.HTTPError as error:
             raise RunFailedError(f"the server does not answer: {error}") from error
         if answer.status_code != 200:

@@ -211,7 +211,7 @@ class Runner:
 
     async def _measure_capacity(self) -> float:
         base_url = await self._serve(SYSTEMS[BASELINE], None)
-        await self._bench.empty(base_url)
+        await self._bench.make_ready(base_url)
         options = self._options
         requests = burst(
             options.online, options.capacity_requests, options.seed, self._model.max_context_tokens

@@ -18,6 +18,8 @@ __all__ = ["OFFLINE_POLICIES", "CoserveConfig"]
 OFFLINE_POLICIES = ("fifo", "coserve", "conserve", "hygen", "bros", "ooco", "non_preemptive")
 """Ways to decide when offline requests run."""
 
+_AUTO = "auto"
+
 
 def _setting(default: Any, doc: str, **cli: Any) -> Any:
     """A field whose docstring is also the help of its flag."""
@@ -58,11 +60,11 @@ class CoserveConfig:
         metavar="SLO",
     )
     offline_policy: str = _setting(
-        "fifo",
+        _AUTO,
         "When offline requests run. fifo: first come, first served, whenever no online request "
-        "waits. The others (experimental) plan every iteration with a latency model, against "
-        "--slo-ttft-ms, --slo-tpot-ms and --slo.",
-        choices=OFFLINE_POLICIES,
+        "waits. The others plan every iteration with a latency model, against --slo-ttft-ms, "
+        "--slo-tpot-ms and --slo. auto: coserve where one of these is given, else fifo.",
+        choices=(_AUTO, *OFFLINE_POLICIES),
     )
     offline_max_running: int | None = _setting(
         None,
@@ -137,6 +139,9 @@ class CoserveConfig:
                 f"{_flag('startup_profile_seconds')} must be a number of seconds, 0 for none, got "
                 f"{self.startup_profile_seconds}"
             )
+        if self.offline_policy == _AUTO:
+            policy = "coserve" if self.slos() else "fifo"
+            object.__setattr__(self, "offline_policy", policy)
         if self.offline_policy not in OFFLINE_POLICIES:
             raise ConfigError(
                 f"{_flag('offline_policy')} must be one of {', '.join(OFFLINE_POLICIES)}, "

@@ -19,7 +19,11 @@ from sglang_coserve.batch.routes import missing_routes
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.errors import StartupError
 from sglang_coserve.srt import compat, cpu
-from sglang_coserve.srt.batch_api import check_batch_settings, install_batch_api
+from sglang_coserve.srt.batch_api import (
+    batch_api_status,
+    check_batch_settings,
+    install_batch_api,
+)
 from sglang_coserve.srt.service_tier import ServiceTierMiddleware
 
 __all__ = ["launch_server", "parse_server_args"]
@@ -47,6 +51,10 @@ def launch_server(argv: Sequence[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     from sglang_coserve.srt import processes
+    from sglang_coserve.srt.gc_pauses import freeze_start_up_objects
+
+    def on_ready() -> None:
+        freeze_start_up_objects(http_server._global_state.tokenizer_manager)
 
     _install_routes(http_server)
     cores = cpu.divided_cores(server_args.tp_size) if on_cpu else nullcontext()
@@ -57,6 +65,7 @@ def launch_server(argv: Sequence[str]) -> None:
                 init_tokenizer_manager_func=processes.init_tokenizer_manager,
                 run_scheduler_process_func=processes.run_scheduler_process,
                 run_detokenizer_process_func=processes.run_detokenizer_process,
+                launch_callback=on_ready,
             )
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
@@ -117,10 +126,13 @@ def _install_routes(http_server: Any) -> None:
     """Add our middleware and routes, and have them checked before the port is opened."""
 
     async def status() -> dict[str, Any]:
-        """State of both classes, one entry per data-parallel replica."""
+        """State of both classes, one entry per data-parallel replica, and of the Batch API."""
         manager = http_server._global_state.tokenizer_manager
         states = await manager.get_internal_state()
-        return {"replicas": [state["coserve"] for state in states]}
+        return {
+            "replicas": [state["coserve"] for state in states],
+            "batch_api": await batch_api_status(app),
+        }
 
     app = http_server.app
     app.add_middleware(ServiceTierMiddleware)
