@@ -96,7 +96,8 @@ class Engine:
         """
         executor = self._executor
         self._take_arrivals(self._seen_until_s, self.now_s)
-        for request in self._source.refill(len(executor.offline_waiting), self.now_s):
+        num_running = len(executor.rows) - executor.num_online_rows
+        for request in self._source.refill(len(executor.offline_waiting), num_running, self.now_s):
             self._arrive(request, self.now_s)
         plan = self._scheduler.plan(executor.snapshot(self.now_s), executor)
         if plan.is_idle and not (plan.shed or plan.evict):

@@ -41,6 +41,10 @@ class Workload:
     """0: offline requests come at their arrival times. Else the queue is kept filled
     with this many, so that offline work never runs out while there are requests."""
 
+    is_closed_loop: bool = False
+    """``backlog_depth`` counts the offline requests that run as well: a client with so many
+    in flight."""
+
     interval_s: float = math.inf
     """When measuring ends; infinite: when everything is served."""
 
@@ -92,6 +96,7 @@ def simulate(
         timed=[workload.online()] if is_backlog else [workload.online(), workload.offline()],
         backlog=workload.offline() if is_backlog else (),
         backlog_depth=workload.backlog_depth,
+        is_closed_loop=workload.is_closed_loop,
     )
     curve = LoadCurve()
     monitor = Monitor(setup.model, setup.targets) if setup.executor.safepoint else None

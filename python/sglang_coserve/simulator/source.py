@@ -19,16 +19,20 @@ class Source:
         timed: Iterable[Iterable[SimRequest]] = (),
         backlog: Iterable[SimRequest] = (),
         backlog_depth: int = 0,
+        *,
+        is_closed_loop: bool = False,
     ) -> None:
         """Merge ``timed`` streams, each in arrival order.
 
         ``backlog`` requests arrive when fewer than ``backlog_depth`` offline
-        requests wait: a client that always keeps so many in the server.
+        requests wait; in a closed loop, when fewer wait or run: a client that
+        always keeps so many in the server.
         """
         self._timed = heapq.merge(*timed, key=_arrival_s)
         self._next = next(self._timed, None)
         self._backlog: Iterator[SimRequest] = iter(backlog)
         self._backlog_depth = backlog_depth
+        self._is_closed_loop = is_closed_loop
 
     @property
     def next_arrival_s(self) -> float:
@@ -45,9 +49,10 @@ class Source:
         """Let no timed request arrive any more."""
         self._next = None
 
-    def refill(self, num_waiting: int, now_s: float) -> Iterator[SimRequest]:
-        """Let arrive from the backlog what is missing beside ``num_waiting`` requests."""
-        for _ in range(num_waiting, self._backlog_depth):
+    def refill(self, num_waiting: int, num_running: int, now_s: float) -> Iterator[SimRequest]:
+        """Let arrive from the backlog what is missing beside the offline requests there are."""
+        num_present = num_waiting + (num_running if self._is_closed_loop else 0)
+        for _ in range(num_present, self._backlog_depth):
             request = next(self._backlog, None)
             if request is None:
                 return

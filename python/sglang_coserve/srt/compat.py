@@ -96,8 +96,10 @@ def missing_seams() -> list[str]:
     from sglang.srt.layers.attention import attention_registry
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.lora.lora_manager import LoRAManager
+    from sglang.srt.managers import scheduler as scheduler_module
     from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_policy import PrefillAdder
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.mem_cache.allocator import paged
@@ -108,6 +110,8 @@ def missing_seams() -> list[str]:
 
     seams = {
         Scheduler: _SCHEDULER_METHODS,
+        scheduler_module: ("PrefillAdder",),
+        PrefillAdder: ("add_chunked_req",),
         TokenizerManager: ("_validate_one_request", "generate_request", "serving_chat_class"),
         OpenAIServingBase: ("handle_request",),
         GenerateReqInput: ("contains_mm_input", "rid", "stream", *STATEFUL_FIELDS),

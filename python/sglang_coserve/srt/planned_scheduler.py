@@ -5,8 +5,8 @@ core answers with a ``StepPlan``; this module frees, pauses, parks, resumes and
 offers rows to SGLang's own admission so that the batch it builds is the planned
 one.  Passes without offline requests are SGLang's alone.
 
-What SGLang cannot do is left out of a plan, never imitated: it runs one
-unfinished prefill at a time, and runs it first.
+What SGLang cannot do is left out of a plan, never imitated: it continues one
+unfinished prefill at a time.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from sglang_coserve.core.recording import RecordingScheduler
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler as CoreScheduler
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefillChunk, Row, StepPlan
+from sglang_coserve.srt.chunk_limit import install_chunk_limits, limit_next_chunk
 from sglang_coserve.srt.compat import release_aborted
 from sglang_coserve.srt.core_setup import make_core_scheduler
 from sglang_coserve.srt.drift_warning import DriftWarning
@@ -57,6 +58,7 @@ class PlannedScheduler(CoserveScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Start SGLang's scheduler; then profile, with the model in place and nobody waiting."""
+        install_chunk_limits()
         super().__init__(*args, **kwargs)
         profile = latency_profile(self, self._coserve_config)
         self._core = make_core_scheduler(
@@ -170,7 +172,7 @@ class PlannedScheduler(CoserveScheduler):
         self._has_left_decodes = (
             batch is not None and batch.decoding_reqs is None and bool(running_batch.reqs)
         )
-        is_whole = admitted == plan.prefills and not self._has_left_decodes
+        is_whole = len(admitted) == len(plan.prefills) and not self._has_left_decodes
         self._core.commit(plan if is_whole else replace(plan, prefills=admitted))
         if plan.predicted_s > plan.online_part_s:
             self._offline_ran = (time.perf_counter(), plan.online_part_s)
@@ -251,17 +253,21 @@ class PlannedScheduler(CoserveScheduler):
         self._offline_counts["parked"] += 1
 
     def _executable(self, plan: StepPlan) -> list[PrefillChunk]:
-        """Return the leading chunks that SGLang can run in one pass: an unfinished prefill
-        only in front, and nothing behind a second one."""
+        """Return the leading chunks that SGLang can run in one pass, in its order: one that
+        continues a prefill goes first, and there can be no second one."""
         begun = {req.rid for req in self._aside.parked}
         if self.chunked_req is not None:
             begun.add(self.chunked_req.rid)
-        chunks: list[PrefillChunk] = []
-        for i, chunk in enumerate(plan.prefills):
-            if chunk.rid in begun and i > 0:
+        continued: list[PrefillChunk] = []
+        started: list[PrefillChunk] = []
+        for chunk in plan.prefills:
+            if chunk.rid not in begun:
+                started.append(chunk)
+            elif continued:
                 break
-            chunks.append(chunk)
-        return chunks
+            else:
+                continued.append(chunk)
+        return [*continued, *started]
 
     def _run_chunks(
         self, chunks: list[PrefillChunk], running_batch: ScheduleBatch
@@ -272,6 +278,8 @@ class PlannedScheduler(CoserveScheduler):
         if chunks and self._aside.is_parked(chunks[0].rid):
             assert self.chunked_req is None
             self.chunked_req = self._aside.unpark(chunks[0].rid)
+        if self.chunked_req is not None:
+            limit_next_chunk(self.chunked_req, chunks[0].tokens)
         online = {req.rid: req for req in self.waiting_queue}
         chosen = [online.get(c.rid) or self._offline_reqs.get(c.rid) for c in chunks]
         shown = [req for req in chosen if req is not None]

@@ -1,0 +1,47 @@
+"""A continued prefill that computes as many tokens as a plan says, beside other prefills.
+
+SGLang gives the request whose prefill is unfinished all that is left of the
+chunk's size, so nothing can run beside it but what it leaves over. A plan may
+want less of it: an offline prompt goes on in what an online prompt leaves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.managers import scheduler
+from sglang.srt.managers.schedule_policy import PrefillAdder
+
+__all__ = ["install_chunk_limits", "limit_next_chunk"]
+
+Req = Any
+
+_LIMIT = "coserve_chunk_tokens"
+
+
+def install_chunk_limits() -> None:
+    """Let SGLang's scheduler of this process heed ``limit_next_chunk``. Idempotent."""
+    scheduler.PrefillAdder = _LimitedAdder
+
+
+def limit_next_chunk(req: Req, tokens: int) -> None:
+    """Bound the chunk of ``req`` in the next pass, which is to continue its prefill.
+
+    Args:
+        req: a request whose prefill has begun.
+        tokens: at least a page; whole pages unless it is all of the rest.
+    """
+    setattr(req, _LIMIT, tokens)
+
+
+class _LimitedAdder(PrefillAdder):
+    def add_chunked_req(self, req: Req) -> Req | None:
+        """Offer a continued prefill no more than its limit; the rest is for others."""
+        limit_tokens = vars(req).pop(_LIMIT, None)
+        if limit_tokens is None or self.rem_chunk_tokens is None:
+            return super().add_chunked_req(req)
+        others_tokens = max(self.rem_chunk_tokens - limit_tokens, 0)
+        self.rem_chunk_tokens -= others_tokens
+        unfinished = super().add_chunked_req(req)
+        self.rem_chunk_tokens += others_tokens
+        return unfinished
