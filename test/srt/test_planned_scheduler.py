@@ -163,3 +163,36 @@ def test_an_offline_request_that_fails_validation_is_answered(planned: EnginePro
     answer = planned.call(scenarios.run_too_long_offline_prompts)
     assert answer["bad"] == {"FINISH_ABORT"}
     assert answer["good"] == {4}
+
+
+def run_arrival_during_an_offline_prefill(engine: ScriptedEngine) -> list[dict[str, int]]:
+    """Return the prefill tokens of each iteration, by rid."""
+    arrivals = {
+        0: ("off", scenarios.prompt(1, 900), True),
+        2: ("on", scenarios.prompt(2, 48), False),
+    }
+
+    def script(iteration: int) -> list[Any]:
+        if iteration > 40:
+            raise StopIteration
+        if iteration not in arrivals:
+            return []
+        rid, tokens, offline = arrivals[iteration]
+        return [engine.request(rid, tokens, 4, offline=offline)]
+
+    iterations = engine.run(script)
+    engine.assert_nothing_leaked()
+    # The rows that decode come last, with one token each.
+    return [dict(zip(it.rids, it.extend_lens, strict=False)) for it in iterations if it.is_extend]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_begun_offline_prompt_goes_on_beside_an_online_one(
+    start_engine: Any, page_size: int
+) -> None:
+    relaxed = {**PLANNED, "slo_ttft_ms": 60_000.0, "slo_tpot_ms": 60_000.0}
+    engine = start_engine(page_size=page_size, chunked_prefill_size=128, coserve=relaxed)
+    chunks = engine.call(run_arrival_during_an_offline_prefill)
+    (shared,) = [chunk for chunk in chunks if chunk.get("on", 0) > 1]
+    assert shared == {"on": 48, "off": 128 - 48}
+    assert sum(chunk["off"] for chunk in chunks if chunk.get("off", 0) > 1) == 900

@@ -180,9 +180,9 @@ class PlannedScheduler(CoserveScheduler):
         return result
 
     def _has_offline(self, running_batch: ScheduleBatch) -> bool:
-        if self._offline_reqs or self._cooling or self._aside:
+        if self._offline_reqs or self._cooling:
             return True
-        return any(is_offline(req) for req in running_batch.reqs)
+        return any(is_offline(req) for req in self._rows_with_kv(running_batch))
 
     def _account(self, now_s: float) -> None:
         """Close the books on the last pass: tokens, ends, its latency, and cool-downs."""
@@ -206,6 +206,7 @@ class PlannedScheduler(CoserveScheduler):
 
     def _snapshot(self, running_batch: ScheduleBatch, now_s: float) -> EngineSnapshot:
         rows = self._rows(running_batch)
+        num_decodes = len(running_batch.reqs) + len(self._aside.paused)
         return EngineSnapshot(
             now_s=now_s,
             rows=rows,
@@ -213,7 +214,7 @@ class PlannedScheduler(CoserveScheduler):
             free_kv_tokens=self.token_to_kv_pool_allocator.available_size(),
             evictable_kv_tokens=self.tree_cache.evictable_size(),
             free_slots=max(0, self.get_num_allocatable_reqs(len(rows))),
-            max_batch_tokens=len(rows) + (self.chunked_prefill_size or self.max_prefill_tokens),
+            max_batch_tokens=num_decodes + (self.chunked_prefill_size or self.max_prefill_tokens),
             page_tokens=self.page_size,
         )
 
