@@ -31,6 +31,10 @@ _MOST_SHARE: Final = 0.45
 
 _PRIOR_SHARE: Final = 1 / 8
 _PRIOR_REQUESTS: Final = 16
+_PRIOR_IN_TIME: Final = 100
+"""Requests taken to have been in time before the first was seen: of fewer than a hundred a
+single one that would be late whatever offline work does is more than a hundredth."""
+
 _PRIOR_UTILIZATION: Final = 0.5
 _UTILIZATION_SPAN_S: Final = 60.0
 
@@ -138,8 +142,8 @@ class ArrivalWait:
         for _ in range(_BISECTIONS):
             wait_s = (low_s + high_s) / 2
             ends_s = own_s + np.maximum(0.0, wait_s - part_s)
-            late = np.clip((ends_s + wait_s - limit_s) / wait_s, 0.0, 1.0).mean()
-            if late <= _LATE_SHARE:
+            num_late = np.clip((ends_s + wait_s - limit_s) / wait_s, 0.0, 1.0).sum()
+            if num_late <= _LATE_SHARE * (len(own_s) + _PRIOR_IN_TIME):
                 low_s = wait_s
             else:
                 high_s = wait_s
