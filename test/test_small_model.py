@@ -15,7 +15,7 @@ from sglang_coserve.small_model import ARCHITECTURES, SmallModelSpec, make_small
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_outputs_vary(architecture: str, tmp_path: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     spec = SmallModelSpec(architecture=architecture, hidden=64, layers=2, context=512)
     make_small_model(tmp_path, spec)
@@ -26,6 +26,8 @@ def test_greedy_outputs_vary(architecture: str, tmp_path: Path) -> None:
         output = model.generate(prompt, max_new_tokens=100, do_sample=False, min_new_tokens=100)
     generated = output[0, 20:].tolist()
     assert len(set(pairwise(generated))) > 80
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert all("\ufffd" not in tokenizer.decode([token]) for token in generated)
 
 
 def test_the_whole_prompt_decides_the_output(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def limit_next_chunk(req: Req, tokens: int) -> None:
 class _LimitedAdder(PrefillAdder):
     def add_chunked_req(self, req: Req) -> Req | None:
         """Offer a continued prefill no more than its limit; the rest is for others."""
-        limit_tokens = vars(req).pop(_LIMIT, None)
+        limit_tokens = req.__dict__.pop(_LIMIT, None)
         if limit_tokens is None or self.rem_chunk_tokens is None:
             return super().add_chunked_req(req)
         others_tokens = max(self.rem_chunk_tokens - limit_tokens, 0)

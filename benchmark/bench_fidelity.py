@@ -1,0 +1,191 @@
+"""The simulator against the engine: the runs of ``bench_coserve.py``, simulated.
+
+    python benchmark/bench_fidelity.py --results results --latency-profile profile.json
+
+Every run of a planning policy is simulated with the same arrivals, lengths,
+targets and latency profile, under the production scheduler.  What a profile
+does not hold is calibrated once on the runs of ``--calibrate-on`` and then kept
+for all others: the time an iteration spends outside the model's batch, and the
+time a first token spends outside the scheduler (HTTP, tokenizer, client).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from coserve_bench.run_record import RunRecord, read_record
+from coserve_bench.systems import SYSTEMS
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.policies import make_policy
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.metrics import RequestTimeline, SloTargets, latency_report, throughput
+from sglang_coserve.simulator.assemble import read_profile
+from sglang_coserve.simulator.binding import from_trace
+from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig
+from sglang_coserve.simulator.request import SimRequest
+from sglang_coserve.simulator.run import Setup, Workload, simulate
+from sglang_coserve.workload import TraceRequest
+
+MEDIAN_TTFT, TTFT, ITL, TPOT, OFFLINE = FIGURES = (
+    *("p50_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "mean_tpot_ms", "offline_tokens_per_s"),
+)
+Run = Callable[["Machine", RunRecord], dict[str, float]]
+_BISECTIONS = 8
+_MOST_SCHEDULING_S = 5e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the simulator is told of the engine beside the profile."""
+
+    model: LatencyModel
+    executor: ExecutorConfig
+    front_end_s: float = 0.0
+    """Added to every TTFT."""
+
+
+def main() -> int:
+    """Simulate every run, print measured beside simulated, and write both."""
+    parser = argparse.ArgumentParser(description="Simulated against measured runs.")
+    parser.add_argument("--results", type=Path, required=True, help="--out of bench_coserve.py")
+    parser.add_argument("--latency-profile", type=Path, required=True)
+    parser.add_argument("--calibrate-on", default="non-preemptive", metavar="SYSTEM")
+    parser.add_argument("--kv-tokens", type=int, default=65536)
+    parser.add_argument("--safepoint-layers", type=int, nargs=2, metavar=("INTERVAL", "LAYERS"))
+    parser.add_argument("--offline-tokens", type=int, nargs=2, default=(512, 32))
+    parser.add_argument("--offline-concurrency", type=int, default=32)
+    parser.add_argument("--warmup", type=float, default=10.0, metavar="S")
+    parser.add_argument("--out", type=Path, help="JSON")
+    arguments = parser.parse_args()
+    records = [
+        record
+        for path in sorted((arguments.results / "runs").glob("*.json"))
+        if SYSTEMS[(record := read_record(path)).key.system].predicts
+    ]
+    if not records:
+        print(f"{arguments.results}/runs holds no run of a planning policy", file=sys.stderr)
+        return 2
+    known = [record for record in records if record.key.system == arguments.calibrate_on]
+    machine = Machine(
+        read_profile(arguments.latency_profile),
+        ExecutorConfig(
+            kv_capacity_tokens=arguments.kv_tokens,
+            page_tokens=1,
+            max_batch_tokens=2048,
+            safepoint=_safepoint(arguments.safepoint_layers),
+        ),
+    )
+    run = partial(_simulate, arguments)
+    machine = calibrate(machine, known or records, run)
+    print(
+        f"calibrated on {arguments.calibrate_on}: {machine.executor.scheduling_s * 1e3:.2f} ms an "
+        f"iteration, {machine.front_end_s * 1e3:.1f} ms a first token"
+    )
+    rows = []
+    for record in records:
+        measured = figures(record.online, record.offline.throughput.total_tokens_per_s)
+        simulated = run(machine, record)
+        rows.append({"run": record.key.to_dict(), "measured": measured, "simulated": simulated})
+        print(
+            f"{record.key.name:40}" + "".join(_cell(name, measured, simulated) for name in FIGURES)
+        )
+    print("\nmedian of |simulated / measured - 1|, all runs:")
+    for name in FIGURES:
+        errors = [abs(row["simulated"][name] / row["measured"][name] - 1) for row in rows]
+        print(
+            f"  {name:22} {100 * statistics.median(errors):5.1f}%  worst {100 * max(errors):5.1f}%"
+        )
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps({"label": "simulated", "runs": rows}, indent=1) + "\n")
+    return 0
+
+
+def calibrate(machine: Machine, records: Sequence[RunRecord], run: Run) -> Machine:
+    """Return the machine with which mean TPOT and median TTFT of ``records`` come out right."""
+    low_s, high_s = 0.0, _MOST_SCHEDULING_S
+    measured = [figures(record.online) for record in records]
+    tpot_ms = statistics.mean(row[TPOT] for row in measured)
+    for _ in range(_BISECTIONS):
+        middle_s = (low_s + high_s) / 2
+        trial = replace(machine, executor=replace(machine.executor, scheduling_s=middle_s))
+        simulated_ms = statistics.mean(run(trial, record)[TPOT] for record in records)
+        low_s, high_s = (middle_s, high_s) if simulated_ms < tpot_ms else (low_s, middle_s)
+    machine = replace(machine, executor=replace(machine.executor, scheduling_s=low_s))
+    ttft_ms = statistics.mean(row[MEDIAN_TTFT] for row in measured)
+    simulated_ms = statistics.mean(run(machine, record)[MEDIAN_TTFT] for record in records)
+    return replace(machine, front_end_s=max(ttft_ms - simulated_ms, 0.0) / 1e3)
+
+
+def _simulate(
+    arguments: argparse.Namespace, machine: Machine, record: RunRecord
+) -> dict[str, float]:
+    warmup_s = arguments.warmup
+    workload = Workload(
+        online=partial(_online, record.online, warmup_s),
+        offline=partial(_offline, *arguments.offline_tokens),
+        backlog_depth=arguments.offline_concurrency,
+        is_closed_loop=True,
+        interval_s=warmup_s + record.window_s,
+    )
+    setup = Setup(machine.model, machine.executor, record.targets or SloTargets())
+    policy = SYSTEMS[record.key.system].flags[-1]
+    result = simulate(workload, setup, make_policy(policy))
+    offline = throughput(result.offline, warmup_s, warmup_s + record.window_s)
+    return figures(result.online, offline.total_tokens_per_s, machine.front_end_s)
+
+
+def figures(
+    online: Sequence[RequestTimeline],
+    offline_tokens_per_s: float = math.nan,
+    front_end_s: float = 0.0,
+) -> dict[str, float]:
+    """Return the figures that are compared, by name."""
+    report = latency_report(online)
+    seconds = (report.ttft.p50_s, report.ttft.p99_s, report.itl.p99_s, report.tpot.mean_s)
+    p50_ttft, p99_ttft, p99_itl, mean_tpot = (
+        1e3 * (s if s is not None else math.nan) for s in seconds
+    )
+    return {
+        MEDIAN_TTFT: p50_ttft + 1e3 * front_end_s,
+        TTFT: p99_ttft + 1e3 * front_end_s,
+        ITL: p99_itl,
+        TPOT: mean_tpot,
+        OFFLINE: offline_tokens_per_s,
+    }
+
+
+def _online(timelines: Sequence[RequestTimeline], warmup_s: float) -> Iterator[SimRequest]:
+    served = [timeline for timeline in timelines if timeline.token_times_s]
+    trace = (
+        TraceRequest(number, t.arrival_s + warmup_s, t.prompt_tokens, len(t.token_times_s))
+        for number, t in enumerate(sorted(served, key=lambda t: t.arrival_s))
+    )
+    return from_trace(trace, RequestClass.ONLINE)
+
+
+def _offline(prompt_tokens: int, output_tokens: int) -> Iterator[SimRequest]:
+    trace = (TraceRequest(number, 0.0, prompt_tokens, output_tokens) for number in range(10**6))
+    return from_trace(trace, RequestClass.OFFLINE)
+
+
+def _safepoint(layers: Sequence[int] | None) -> SafepointConfig | None:
+    if layers is None:
+        return None
+    return SafepointConfig(interval_layers=layers[0], num_layers=layers[1])
+
+
+def _cell(name: str, measured: dict[str, float], simulated: dict[str, float]) -> str:
+    ratio = simulated[name] / measured[name]
+    return f"  {name} {measured[name]:7.0f} → {simulated[name]:7.0f} ({ratio:4.2f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
