@@ -11,13 +11,13 @@ import pytest
 from srt.scripted_engine import EngineProcess, EngineSpec, Spec, run_at_once
 
 KV_POOL_TOKENS = 1024
-LOOPS_AND_PAGES = {
-    "normal-page1": (False, 1),
-    "overlap-page1": (True, 1),
-    "normal-page16": (False, 16),
-    "overlap-page16": (True, 16),
-}
-"""Whether the event loop overlaps, and the page size, by name."""
+LOOPS_AND_PAGES = (
+    pytest.param((False, 1), id="normal-page1"),
+    pytest.param((True, 16), id="overlap-page16"),
+    pytest.param((True, 1), id="overlap-page1", marks=pytest.mark.heavy),
+    pytest.param((False, 16), id="normal-page16", marks=pytest.mark.heavy),
+)
+"""Whether the event loop overlaps, and the page size."""
 
 CHUNK_TOKENS = 128
 
@@ -55,7 +55,7 @@ def start_engine(small_model: Path) -> Iterator[Callable[..., EngineProcess]]:
         process.close()
 
 
-@pytest.fixture(params=LOOPS_AND_PAGES.values(), ids=LOOPS_AND_PAGES)
+@pytest.fixture(params=LOOPS_AND_PAGES)
 def engine(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
     """Our FIFO scheduler, in both event loops and with pages of 1 and 16 tokens."""
     overlap, page_size = request.param

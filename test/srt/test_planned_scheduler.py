@@ -17,7 +17,7 @@ TIGHT = {**PLANNED, "slo_ttft_ms": 300.0, "slo_tpot_ms": 0.01}
 """No machine decodes that fast: offline rows pause whenever an online one decodes."""
 
 
-@pytest.fixture(params=LOOPS_AND_PAGES.values(), ids=LOOPS_AND_PAGES)
+@pytest.fixture(params=LOOPS_AND_PAGES)
 def planned(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
     """The default policy, in both event loops and with pages of 1 and 16 tokens."""
     overlap, page_size = request.param

@@ -65,8 +65,9 @@ class CoserveScheduler(Scheduler, ABC):
         self._offered: list[Req] = []
         self._offline_counts: Counter[str] = Counter()
         self._ledger = RequestLedger(self.tree_cache)
-        self._slo_watch = SloWatch(self._coserve_config)
-        wants_metrics = self.server_args.enable_metrics and self.ps.tp_rank == 0
+        is_first_rank = self.ps.tp_rank == 0
+        self._slo_watch = SloWatch(self._coserve_config, warns=is_first_rank)
+        wants_metrics = self.server_args.enable_metrics and is_first_rank
         self._exporter = Exporter(self.server_args.served_model_name) if wants_metrics else None
 
     # --- Requests arrive and leave -------------------------------------------------------

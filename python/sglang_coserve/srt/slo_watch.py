@@ -30,7 +30,9 @@ class _Live:
 class SloWatch:
     """Online requests from arrival to end. Times are this process's, measured, not planned."""
 
-    def __init__(self, config: CoserveConfig) -> None:
+    def __init__(self, config: CoserveConfig, *, warns: bool) -> None:
+        """``warns`` is for one of the ranks, which all see the same."""
+        self._warns = warns
         self._monitor = SloMonitor(config.slo_targets(), config.slos())
         self._live: dict[str, _Live] = {}
 
@@ -63,7 +65,7 @@ class SloWatch:
                     tokens = len(req.output_ids)
                     monitor.finished(live.info, live.first_token_s, now_s, tokens)
         warning = monitor.warning(now_s)
-        if warning is not None:
+        if warning is not None and self._warns:
             logger.warning("%s", warning)
 
     def refused(self, rid: str, now_s: float) -> None:
