@@ -65,7 +65,7 @@ async def main(directory: Path, num_lines: int, log_path: Path) -> None:
             file = await service.create_file(OWNER, "in.jsonl", "batch", stream(content, 100))
             await service.create_batch(OWNER, wanted(file), f"key-{number}")
         say("ready")
-        while service.status().active_batches:
+        while (await service.status()).batches:
             await asyncio.sleep(0.01)
         say("done")
 

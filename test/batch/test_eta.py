@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch.test_state import a_batch
+from batch.records import a_batch
 from sglang_coserve.batch.errors import BatchRequestError
 from sglang_coserve.batch.eta import Work, completion_delays_s, outlooks, remaining_tokens
 from sglang_coserve.batch.limits import BatchLimits

@@ -10,8 +10,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from batch.scenarios import OWNER, Scene, lines, opened, play, stream, wanted
 from sglang_coserve.batch import (
@@ -24,10 +22,6 @@ from sglang_coserve.batch import (
     owner_of,
 )
 from sglang_coserve.batch.data_directory import DataDirectory
-from sglang_coserve.batch.line_bitmap import LineBitmap
-from sglang_coserve.batch.line_source import LineSource
-from sglang_coserve.batch.worker_threads import WorkerThreads
-from sglang_coserve.errors import StartupError
 
 HOUR = ExpiresAfter(anchor="created_at", seconds=3600)
 
@@ -292,88 +286,5 @@ def test_files_that_nobody_marked_are_left_alone(tmp_path: Path) -> None:
         before = stored(tmp_path)
         async with (await opened(tmp_path)).service:
             assert stored(tmp_path) == before
-
-    play(scenario())
-
-
-class TestDirectory:
-    def test_two_servers_do_not_share_it(self, tmp_path: Path) -> None:
-        async def scenario() -> None:
-            async with (await opened(tmp_path)).service:
-                with pytest.raises(StartupError, match="in use by another server"):
-                    await opened(tmp_path)
-            async with (await opened(tmp_path)).service:
-                pass
-
-        play(scenario())
-
-    def test_it_must_be_writable(self, tmp_path: Path) -> None:
-        (tmp_path / "file").write_text("")
-        for bad in (tmp_path / "file", Path("/proc/coserve")):
-            with pytest.raises(StartupError, match="name another --coserve-data-dir"):
-                play(opened(bad))
-
-    def test_a_damaged_database_unlocks_it_again(self, tmp_path: Path) -> None:
-        (tmp_path / "coserve.sqlite").write_bytes(b"nonsense" * 1000)
-        for _ in range(2):
-            with pytest.raises(StartupError, match="cannot use the batch database"):
-                play(opened(tmp_path))
-
-    def test_ids_are_the_only_names(self, tmp_path: Path) -> None:
-        directory = DataDirectory(tmp_path)
-        for name in ("../x", "", "file-", "file-" + "g" * 24, "file-" + "0" * 25, "/etc/passwd"):
-            with pytest.raises(AssertionError):
-                directory.file(name)
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    texts=st.lists(st.sampled_from([b"", b" ", b"a", b"bb", b"c" * 20]), max_size=40),
-    finished=st.sets(st.integers(1, 40)),
-    ending=st.sampled_from([b"\n", b"\r\n"]),
-)
-def test_a_source_yields_what_is_not_finished(
-    tmp_path_factory: pytest.TempPathFactory,
-    texts: list[bytes],
-    finished: set[int],
-    ending: bytes,
-) -> None:
-    path = tmp_path_factory.mktemp("source") / "in"
-    path.write_bytes(b"".join(text + ending for text in texts))
-    bitmap = LineBitmap()
-    for number in finished:
-        bitmap.add(number)
-
-    async def scenario() -> list[tuple[int, bytes]]:
-        threads = WorkerThreads("test", 1)
-        source = LineSource(path, 100, bitmap, threads)
-        found = [(line.number, line.content) async for line in source]
-        await threads.close()
-        return found
-
-    assert play(scenario()) == [
-        (number, text)
-        for number, text in enumerate(texts, 1)
-        if text.strip() and number not in finished
-    ]
-
-
-def test_a_source_reads_only_a_little_ahead(tmp_path: Path) -> None:
-    path = tmp_path / "in"
-    path.write_bytes(b"x" * 99 + b"\n" + b"y" * 3_000_000 + b"\n" + (b"z" * 99 + b"\n") * 50_000)
-
-    async def scenario() -> None:
-        threads = WorkerThreads("test", 1)
-        source = LineSource(path, 4_000_000, LineBitmap(), threads)
-        numbers = []
-        async for line in source:
-            numbers.append(line.number)
-            assert len(source._ahead) <= 256
-            assert sum(len(ahead.content) for ahead in source._ahead) <= 3_000_100
-        assert numbers == list(range(1, 50_003))
-        path.unlink()
-        with pytest.raises(StorageError, match="No such file"):
-            await anext(LineSource(path, 100, LineBitmap(), threads))
-        await threads.close()
 
     play(scenario())

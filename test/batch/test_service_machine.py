@@ -159,8 +159,9 @@ class AnyOrder(RuleBasedStateMachine):
                 assert len(records) == counts.total == size
             for record in records.values():
                 check_answer(record)
-        status = self.scene.service.status()
-        assert (status.active_batches, status.lines_in_flight, status.bytes_in_flight) == (0, 0, 0)
+        status = await self.scene.service.status()
+        assert not status.batches
+        assert (status.lines_in_flight, status.bytes_in_flight, status.lines_waiting) == (0, 0, 0)
         assert list((self.scene.directory / "journal").iterdir()) == []
 
 

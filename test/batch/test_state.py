@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from batch.records import a_batch
 from sglang_coserve.batch.errors import ConflictError
 from sglang_coserve.batch.record import BatchRecord, LineFault, Progress, Status
 from sglang_coserve.batch.state import (
@@ -32,27 +33,6 @@ LEGAL = {
     Status.FINALIZING: {Status.COMPLETED, Status.EXPIRED, Status.FAILED},
     Status.CANCELLING: {Status.CANCELLED, Status.FAILED},
 }
-
-
-def a_batch(**changes: object) -> BatchRecord:
-    batch = BatchRecord(
-        id="batch_1",
-        owner="o",
-        endpoint="/v1/completions",
-        input_file_id="file-1",
-        output_file_id="file-2",
-        error_file_id="file-3",
-        completion_window="1h",
-        metadata=None,
-        output_expires_after_s=None,
-        priority=0,
-        weight=1.0,
-        idempotency_key=None,
-        fingerprint="",
-        created_at_s=0.0,
-        expires_at_s=3600.0,
-    )
-    return replace(batch, **changes)  # type: ignore[arg-type]
 
 
 class LifeOfABatch(RuleBasedStateMachine):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch.test_state import a_batch
+from batch.records import a_batch, a_file
 from sglang_coserve.batch import (
     BatchRequestError,
     ConflictError,
@@ -20,7 +20,7 @@ from sglang_coserve.batch import (
     StorageError,
     TooManyError,
 )
-from sglang_coserve.batch.record import FileRecord, LineFault, Progress, Status, Usage
+from sglang_coserve.batch.record import LineFault, Progress, Status, Usage
 from sglang_coserve.batch.state import (
     CancelAsked,
     Failed,
@@ -31,8 +31,6 @@ from sglang_coserve.batch.state import (
 )
 from sglang_coserve.batch.store import Store, batch_rows, event_rows, file_rows
 from sglang_coserve.batch.store.database import open_database
-from sglang_coserve.batch.store.migrations import MIGRATIONS
-from sglang_coserve.errors import StartupError
 
 
 @pytest.fixture
@@ -40,85 +38,6 @@ def connection(tmp_path: Path) -> Iterator[sqlite3.Connection]:
     connection = open_database(tmp_path / "db")
     yield connection
     connection.close()
-
-
-def a_file(file_id: str = "file-1", owner: str = "o", **changes: object) -> FileRecord:
-    file = FileRecord(
-        id=file_id,
-        owner=owner,
-        filename="in.jsonl",
-        purpose="batch",
-        size_bytes=10,
-        created_at_s=0.0,
-        expires_at_s=None,
-    )
-    return replace(file, **changes)  # type: ignore[arg-type]
-
-
-class TestOpening:
-    def test_what_was_committed_is_there_again(self, tmp_path: Path) -> None:
-        connection = open_database(tmp_path / "db")
-        file_rows.insert(connection, a_file())
-        connection.close()
-        connection = open_database(tmp_path / "db")
-        assert file_rows.find(connection, "o", "file-1", 0.0) == a_file()
-        connection.close()
-
-    def test_a_damaged_database_is_refused_and_left_alone(self, tmp_path: Path) -> None:
-        path = tmp_path / "db"
-        connection = open_database(path)
-        for number in range(200):
-            file_rows.insert(connection, a_file(f"file-{number}"))
-        connection.close()
-        content = bytearray(path.read_bytes())
-        for page in range(1, len(content) // 4096):
-            content[page * 4096 : page * 4096 + 200] = b"\xff" * 200
-        path.write_bytes(content)
-        with pytest.raises(StartupError, match=r"cannot use .*db: .*restore it, move it away"):
-            open_database(path)
-        assert path.read_bytes() == content
-
-    @pytest.mark.parametrize("content", [b"not a database at all" * 300, b"SQLite format 3\0abc"])
-    def test_another_file_is_refused(self, tmp_path: Path, content: bytes) -> None:
-        (tmp_path / "db").write_bytes(content)
-        with pytest.raises(StartupError, match="cannot use the batch database"):
-            open_database(tmp_path / "db")
-
-    def test_the_database_of_another_program_is_refused(self, tmp_path: Path) -> None:
-        other = sqlite3.connect(tmp_path / "db")
-        other.execute("CREATE TABLE users (name TEXT)")
-        other.close()
-        with pytest.raises(StartupError, match="another program"):
-            open_database(tmp_path / "db")
-
-    def test_a_later_schema_is_refused(self, tmp_path: Path) -> None:
-        open_database(tmp_path / "db", [*MIGRATIONS, ["CREATE TABLE later (x)"]]).close()
-        with pytest.raises(StartupError, match=r"schema is version 2, this program's 1"):
-            open_database(tmp_path / "db")
-
-    def test_an_earlier_schema_is_brought_up_to_date(self, tmp_path: Path) -> None:
-        connection = open_database(tmp_path / "db")
-        file_rows.insert(connection, a_file())
-        connection.close()
-        later = [*MIGRATIONS, ["ALTER TABLE files ADD COLUMN note TEXT"], ["SELECT 1"]]
-        connection = open_database(tmp_path / "db", later)
-        assert connection.execute("SELECT id, note FROM files").fetchall() == [("file-1", None)]
-        connection.close()
-        open_database(tmp_path / "db", later).close()
-
-    def test_a_migration_that_fails_changes_nothing(self, tmp_path: Path) -> None:
-        open_database(tmp_path / "db").close()
-        broken = [*MIGRATIONS, ["CREATE TABLE half (x)", "CREATE NONSENSE"]]
-        with pytest.raises(StartupError, match="syntax error"):
-            open_database(tmp_path / "db", broken)
-        connection = open_database(tmp_path / "db")
-        names = {row[0] for row in connection.execute("SELECT name FROM sqlite_schema")}
-        connection.close()
-        assert "half" not in names
-
-    def test_a_directory_that_is_not_there_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(StartupError, match="unable to open"):
-            open_database(tmp_path / "gone" / "db")
 
 
 def test_a_transaction_that_fails_leaves_no_trace(tmp_path: Path) -> None:

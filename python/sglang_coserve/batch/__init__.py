@@ -33,7 +33,8 @@ from sglang_coserve.batch.schemas import (
     FileList,
     FileObject,
 )
-from sglang_coserve.batch.service import BatchService, FileContent, ServiceStatus
+from sglang_coserve.batch.service import BatchService, FileContent
+from sglang_coserve.batch.service_status import ServiceStatus
 
 __all__ = [
     "Backend",

@@ -59,8 +59,8 @@ class BackendLoad:
     """How busy the engine is with offline work."""
 
     offline_tokens_per_s: float | None
-    """Prompt and generated tokens of offline requests, a moving mean, or what the latency
-    model predicts before there is one; None when neither is known."""
+    """Prompt and generated tokens of offline requests, a moving mean over the time with
+    work; None before there was any."""
 
     max_in_flight: int | None = None
     """Most lines worth having in flight; None leaves it to the configuration."""

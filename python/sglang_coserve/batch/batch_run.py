@@ -153,7 +153,7 @@ class BatchRun:
         writer: ResultWriter,
     ) -> int:
         """Return the tokens that the line took."""
-        batch, context = self._batch, self._context
+        batch = self._batch
         line_request = LineRequest(
             batch_id=batch.id,
             line=line,
@@ -165,9 +165,7 @@ class BatchRun:
             priority=batch.priority,
             weight=batch.weight,
         )
-        result = await serve_line(
-            context.backend, line_request, self._journal, self._retries, context.clock, context.rng
-        )
+        result = await serve_line(line_request, self._journal, self._retries, self._context)
         usage = usage_of(result.body)
         writer.add(
             encode_result(batch.id, line, request.custom_id, result),

@@ -70,10 +70,9 @@ class BatchRunner:
         driver = self._drivers.get(batch_id)
         return driver.trouble if driver else None
 
-    @property
-    def active_batches(self) -> int:
-        """Batches that are in no final state."""
-        return len(self._drivers)
+    def unfinished(self) -> list[BatchRecord]:
+        """Return the batches that are in no final state."""
+        return [driver.record for driver in self._drivers.values()]
 
     async def close(self) -> None:
         """Stop every batch where it is; its engine requests are aborted, its results written."""

@@ -13,7 +13,15 @@ from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.store import Store
 from sglang_coserve.batch.worker_threads import WorkerThreads
 
-__all__ = ["BatchContext", "new_id"]
+__all__ = ["BatchContext", "ServiceCounts", "new_id"]
+
+
+@dataclass(slots=True)
+class ServiceCounts:
+    """What has happened since the service was opened."""
+
+    line_retries: int = 0
+    """Attempts at a line that an engine failure before them has made necessary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,8 @@ class BatchContext:
     clock: Clock
     rng: random.Random
     """Of ids and of the jitter between retries."""
+
+    counts: ServiceCounts
 
 
 def new_id(prefix: str, rng: random.Random) -> str:

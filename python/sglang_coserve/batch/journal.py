@@ -33,6 +33,7 @@ class TokenJournal:
     """
 
     def __init__(self, path: Path, model: str, compact_bytes: int) -> None:
+        self.model = model
         self._path = path
         self._head = _MAGIC + blake2b(model.encode(), digest_size=16).digest()
         self._compact_bytes = compact_bytes

@@ -15,7 +15,7 @@ from sglang_coserve.batch.admission import check_limit, check_order, check_uploa
 from sglang_coserve.batch.backend import Backend
 from sglang_coserve.batch.batch_runner import BatchRunner
 from sglang_coserve.batch.clock import Clock, SystemClock
-from sglang_coserve.batch.context import BatchContext, new_id
+from sglang_coserve.batch.context import BatchContext, ServiceCounts, new_id
 from sglang_coserve.batch.data_directory import DataDirectory
 from sglang_coserve.batch.errors import BatchRequestError, StorageError
 from sglang_coserve.batch.fair_slots import FairSlots
@@ -32,12 +32,13 @@ from sglang_coserve.batch.schemas import (
     FileList,
     FileObject,
 )
+from sglang_coserve.batch.service_status import ServiceStatus, service_status
 from sglang_coserve.batch.state import CancelAsked, Event, PauseAsked, ResumeAsked
 from sglang_coserve.batch.store import Store, batch_rows, event_rows, file_rows
 from sglang_coserve.batch.worker_threads import WorkerThreads
 from sglang_coserve.errors import StartupError
 
-__all__ = ["BatchService", "FileContent", "ServiceStatus"]
+__all__ = ["BatchService", "FileContent"]
 
 _log = logging.getLogger(__name__)
 
@@ -60,16 +61,6 @@ class FileContent:
 
     chunks: AsyncGenerator[bytes]
     """Iterate to its end, or ``aclose`` it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceStatus:
-    """A moment in the life of the service."""
-
-    active_batches: int
-    lines_in_flight: int
-    bytes_in_flight: int
-    """Of the input lines in flight."""
 
 
 class BatchService:
@@ -141,6 +132,7 @@ class BatchService:
             limits=limits,
             clock=clock or SystemClock(),
             rng=rng or random.SystemRandom(),
+            counts=ServiceCounts(),
         )
         files = FileStore(data, store, context.threads, limits)
         service = cls(context, files, BatchRunner(context, record_events=record_events))
@@ -333,11 +325,14 @@ class BatchService:
         await self._runner.event_added.wait()
         self._runner.event_added.clear()
 
-    def status(self) -> ServiceStatus:
+    async def status(self) -> ServiceStatus:
         """Return how busy the service is."""
-        slots = self._context.slots
-        return ServiceStatus(
-            self._runner.active_batches, slots.lines_in_flight, slots.bytes_in_flight
+        webhooks_pending = await self._context.store.run(event_rows.count)
+        return service_status(
+            self._runner.unfinished(),
+            self._context.slots,
+            self._context.counts.line_retries,
+            webhooks_pending,
         )
 
     async def _find_file(self, owner: str, file_id: str) -> FileRecord:

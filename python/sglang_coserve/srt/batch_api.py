@@ -7,17 +7,23 @@ import logging
 import os
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from fastapi import FastAPI
 
-from sglang_coserve.batch import BatchLimits, BatchService
-from sglang_coserve.batch.routes import add_batch_routes, set_service
+from sglang_coserve.batch import BatchLimits, BatchService, StorageError
+from sglang_coserve.batch.routes import (
+    BatchApiOffError,
+    add_batch_routes,
+    find_service,
+    set_service,
+)
 from sglang_coserve.batch.webhooks import Webhooks, WebhookTarget
 from sglang_coserve.config import CoserveConfig
 
-__all__ = ["check_batch_settings", "install_batch_api"]
+__all__ = ["batch_api_status", "check_batch_settings", "install_batch_api"]
 
 SECRET_VARIABLE: Final = "COSERVE_WEBHOOK_SECRET"
 _POLL_S: Final = 0.2
@@ -53,6 +59,20 @@ def install_batch_api(http_server: Any) -> None:
             yield await stack.enter_async_context(stock_lifespan(app))
 
     app.router.lifespan_context = lifespan
+
+
+async def batch_api_status(app: FastAPI) -> dict[str, Any] | None:
+    """Return the ``ServiceStatus`` in plain values; None while the Batch API is off.
+
+    Whoever watches the server is to see the rest of it also when the disk has failed:
+    there is only an ``error`` then.
+    """
+    try:
+        return asdict(await find_service(app).status())
+    except BatchApiOffError:
+        return None
+    except StorageError as error:
+        return {"error": str(error)}
 
 
 @asynccontextmanager

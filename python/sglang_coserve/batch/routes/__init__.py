@@ -5,7 +5,14 @@ they serve; before that they answer 503. Whether a key is valid is for the appli
 check; here it only says whose things are whose.
 """
 
-from sglang_coserve.batch.routes.caller import set_service
+from sglang_coserve.batch.routes.caller import find_service, set_service
+from sglang_coserve.batch.routes.errors import BatchApiOffError
 from sglang_coserve.batch.routes.routing import add_batch_routes, missing_routes
 
-__all__ = ["add_batch_routes", "missing_routes", "set_service"]
+__all__ = [
+    "BatchApiOffError",
+    "add_batch_routes",
+    "find_service",
+    "missing_routes",
+    "set_service",
+]

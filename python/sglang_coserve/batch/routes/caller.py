@@ -10,7 +10,7 @@ from sglang_coserve.batch.owners import owner_of
 from sglang_coserve.batch.routes.errors import BatchApiOffError
 from sglang_coserve.batch.service import BatchService
 
-__all__ = ["Owner", "Service", "set_service"]
+__all__ = ["Owner", "Service", "find_service", "set_service"]
 
 _STATE: Final = "coserve_batch_service"
 _OFF: Final = (
@@ -24,12 +24,21 @@ def set_service(app: FastAPI, service: BatchService | None, why_not: str = _OFF)
     setattr(app.state, _STATE, service or BatchApiOffError(why_not))
 
 
-def _service(request: Request) -> BatchService:
-    service = getattr(request.app.state, _STATE, None) or BatchApiOffError(_OFF)
+def find_service(app: FastAPI) -> BatchService:
+    """Return what the routes of ``app`` serve.
+
+    Raises:
+        BatchApiOffError: nothing.
+    """
+    service = getattr(app.state, _STATE, None) or BatchApiOffError(_OFF)
     if isinstance(service, BatchApiOffError):
         raise service
     assert isinstance(service, BatchService)
     return service
+
+
+def _service(request: Request) -> BatchService:
+    return find_service(request.app)
 
 
 def _owner(request: Request) -> str:

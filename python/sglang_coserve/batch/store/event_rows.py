@@ -7,7 +7,7 @@ from typing import Final
 
 from sglang_coserve.batch.record import BatchEvent
 
-__all__ = ["due", "insert", "postpone", "settle"]
+__all__ = ["count", "due", "insert", "postpone", "settle"]
 
 _COLUMNS: Final = ("id", "type", "batch_id", "owner", "created_at_s", "attempts")
 
@@ -28,6 +28,12 @@ def due(connection: sqlite3.Connection, now_s: float, limit: int) -> list[BatchE
         (now_s, limit),
     )
     return [BatchEvent(**dict(zip(_COLUMNS, row, strict=True))) for row in rows]
+
+
+def count(connection: sqlite3.Connection) -> int:
+    """Return how many events nobody has settled, due or not."""
+    number: int = connection.execute("SELECT count(*) FROM events").fetchone()[0]
+    return number
 
 
 def postpone(connection: sqlite3.Connection, event_id: str, due_at_s: float) -> None:

@@ -49,9 +49,10 @@ class BatchBackend(Backend):
     @property
     def model(self) -> str:
         """What the tokens belong to; weights that are changed while it runs have a version."""
-        args = self._tokenizer_manager.server_args
-        parts = (args.model_path, args.revision, args.tokenizer_path, args.weight_version)
-        return "|".join(str(part or "") for part in parts)
+        # Not from the server's arguments: those stay what they were at the start.
+        value = self._tokenizer_manager.config_value
+        names = ("model_path", "revision", "tokenizer_path", "weight_version")
+        return "|".join(str(value(name) or "") for name in names)
 
     @property
     def endpoints(self) -> frozenset[str]:

@@ -1,0 +1,53 @@
+"""Batch input files of a chosen length."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+__all__ = ["COMPLETIONS", "long_lines", "write_lines"]
+
+COMPLETIONS: Final = "/v1/completions"
+_FIRST_TOKEN_ID: Final = 16
+_MAX_PROMPT_CHARS: Final = 2000
+"""Of ``long_lines``: more might not fit the model's context."""
+
+
+def write_lines(
+    path: Path, count: int, *, vocab_size: int, prompt_tokens: int, output_tokens: int, seed: int
+) -> None:
+    """Write greedy completions of exactly these lengths, with random prompts."""
+    rng = random.Random(seed)
+    with path.open("wb") as file:
+        for number in range(count):
+            prompt = rng.choices(range(_FIRST_TOKEN_ID, vocab_size), k=prompt_tokens)
+            file.write(_line(number, {"prompt": prompt, "max_tokens": output_tokens}))
+
+
+def long_lines(path: Path, count: int, size_bytes: int) -> None:
+    """Write ``count`` servable lines of about ``size_bytes`` in all.
+
+    What is too long for a prompt goes into a field that is passed on and ignored.
+    """
+    bare = len(_line(count, {"prompt": "", "max_tokens": 1, "user": ""}))
+    text_chars = max(1, size_bytes // count - bare)
+    prompt = _text(min(text_chars, _MAX_PROMPT_CHARS))
+    rest = _text(text_chars - len(prompt))
+    line = _line(0, {"prompt": prompt, "max_tokens": 1, "user": rest})
+    head, tail = line.split(b'"id-0"')
+    with path.open("wb", buffering=1 << 20) as file:
+        for number in range(count):
+            file.write(b'%b"id-%d"%b' % (head, number, tail))
+
+
+def _text(num_chars: int) -> str:
+    return ("words of no meaning " * (num_chars // 20 + 1))[:num_chars]
+
+
+def _line(number: int, body: dict[str, Any]) -> bytes:
+    fields = {"model": "default", "temperature": 0, "ignore_eos": True}
+    line = {"custom_id": f"id-{number}", "method": "POST", "url": COMPLETIONS}
+    return orjson.dumps(line | {"body": fields | body}, option=orjson.OPT_APPEND_NEWLINE)

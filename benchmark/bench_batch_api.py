@@ -1,0 +1,122 @@
+"""What the Batch API costs and withstands, measured on a real server.
+
+    python benchmark/bench_batch_api.py --out results
+
+Writes ``results.json`` and ``table.md``, after each part, so that Ctrl-C loses only the one
+under way. ``--parts`` chooses; docs/benchmarks.md says what is measured and how.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import openai
+from rich.console import Console
+from rich.markdown import Markdown
+
+from batch_bench import crashes, first_request, memory, overhead, upload_online, validate
+from batch_bench.batch_server import BatchServer
+from batch_bench.figures import Figure, markdown
+from batch_bench.options import PARTS, Options, parse_options
+from batch_bench.setting import Setting
+from coserve_bench.machine import describe_machine
+from coserve_bench.model import prepare_model
+from sglang_coserve.errors import CoserveError
+from sglang_coserve.interrupts import terminate_as_interrupt
+from sglang_coserve.progress_bar import progress_bar
+
+ON_ONE_SERVER: Final[Mapping[str, Callable[[BatchServer, Setting], list[Figure]]]] = {
+    "validate": validate.measure,
+    "first-request": first_request.measure,
+    "upload-online": upload_online.measure,
+    "memory": memory.measure,
+}
+ON_THEIR_OWN: Final[Mapping[str, Callable[[Setting], list[Figure]]]] = {
+    "overhead": overhead.measure,
+    "crashes": crashes.measure,
+}
+FAILURES: Final = (CoserveError, openai.OpenAIError, httpx.HTTPError)
+
+
+def measure(setting: Setting) -> Iterator[tuple[str, list[Figure] | str]]:
+    """Yield the figures of each part, or why there are none."""
+    parts = setting.options.parts
+    if shared := [part for part in parts if part in ON_ONE_SERVER]:
+        mib = max(setting.options.memory_mb, setting.options.upload_mb, 1000)
+        lines = max(setting.options.memory_lines, setting.options.validate_lines)
+        limits = ("--batch-max-upload-mib", str(mib), "--batch-max-lines", str(lines))
+        with setting.server("shared", *limits) as server:
+            for part in shared:
+                yield part, _tried(ON_ONE_SERVER[part], server, setting)
+    for part in parts:
+        if part in ON_THEIR_OWN:
+            yield part, _tried(ON_THEIR_OWN[part], setting)
+
+
+def _tried(part: Callable[..., list[Figure]], *arguments: Any) -> list[Figure] | str:
+    try:
+        return part(*arguments)
+    except FAILURES as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def run(options: Options, console: Console) -> bool:
+    """Measure every part and write what came of it; return whether all targets were met."""
+    logs = options.out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    found: dict[str, list[Figure] | str] = {}
+    with tempfile.TemporaryDirectory() as directory, progress_bar() as progress:
+        work = Path(directory)
+        model = prepare_model(options.model_path, work)
+        for part, result in measure(Setting(options, model, work, logs, progress)):
+            found[part] = result
+            write(options, found)
+    console.print(Markdown((options.out / "table.md").read_text()))
+    figures = [f for result in found.values() for f in result if isinstance(f, Figure)]
+    return all(not isinstance(result, str) for result in found.values()) and all(
+        figure.is_met is not False for figure in figures
+    )
+
+
+def write(options: Options, found: Mapping[str, list[Figure] | str]) -> None:
+    """Write the figures so far."""
+    parts = {part: found[part] for part in PARTS if part in found}
+    record = {
+        "machine": describe_machine(),
+        "options": options.to_dict(),
+        "parts": {
+            part: {"failed": result} if isinstance(result, str) else [f.to_dict() for f in result]
+            for part, result in parts.items()
+        },
+    }
+    (options.out / "results.json").write_text(json.dumps(record, indent=2) + "\n")
+    figures = [f for result in parts.values() if not isinstance(result, str) for f in result]
+    failures = [f"{part} failed: {r}\n" for part, r in parts.items() if isinstance(r, str)]
+    (options.out / "table.md").write_text("\n".join([markdown(figures), "", *failures]))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line; return its exit status."""
+    console = Console()
+    try:
+        options = parse_options(argv)
+        with terminate_as_interrupt():
+            is_met = run(options, console)
+    except CoserveError as error:
+        print(f"bench_batch_api: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("bench_batch_api: interrupted; the servers have ended", file=sys.stderr)
+        return 130
+    print(f"written: {options.out}", file=sys.stderr)
+    return 0 if is_met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,129 @@
+"""Disks that fail, inputs that are gone, bugs: what becomes of a batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batch.scenarios import OWNER, lines, opened, play
+from batch.scripted_backend import ScriptedBackend, answer
+from sglang_coserve.batch import (
+    BatchObject,
+    LineRequest,
+    LineResult,
+)
+
+
+def test_a_failing_disk_stops_a_batch_until_it_is_mended(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        scene = await opened(tmp_path, ScriptedBackend(holds=True))
+        async with scene.service as service:
+            batch = await scene.create(lines(3))
+            await scene.in_flight(3)
+            # Nothing can be written where a directory is.
+            record = await scene.service._context.store.run(
+                lambda db: db.execute("SELECT output_file_id FROM batches").fetchone()
+            )
+            obstacle = tmp_path / "files" / record[0]
+            obstacle.mkdir()
+            for entry in list(scene.backend.in_flight):
+                entry.finish()
+
+            async def warned() -> BatchObject | None:
+                now = await service.retrieve_batch(OWNER, batch.id)
+                return now if now.coserve.warning else None
+
+            stuck = await scene.eventually(warned)
+            assert stuck.status == "in_progress"
+            assert "cannot be written: Is a directory" in (stuck.coserve.warning or "")
+            scene.backend.holds = False
+            obstacle.rmdir()
+            done = await scene.ends(batch.id)
+            assert done.status == "completed"
+            assert done.coserve.warning is None
+            assert len(await scene.records(done)) == 3
+
+    play(scenario())
+
+
+def test_an_input_that_is_gone_is_named_and_can_be_cancelled(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=2)
+        async with scene.service as service:
+            batch = await scene.create(lines(2000))
+            await scene.in_flight(2)
+            (tmp_path / "files" / batch.input_file_id).unlink()
+            scene.backend.holds = False
+            for entry in list(scene.backend.in_flight):
+                entry.finish()
+
+            async def warned() -> BatchObject | None:
+                now = await service.retrieve_batch(OWNER, batch.id)
+                return now if now.coserve.warning else None
+
+            assert "No such file" in ((await scene.eventually(warned)).coserve.warning or "")
+            await service.cancel_batch(OWNER, batch.id)
+            done = await scene.ends(batch.id)
+            assert done.status == "cancelled"
+            assert 0 < done.request_counts.completed < 2000
+
+    play(scenario())
+
+
+def test_a_bug_stops_one_batch_and_leaves_it_in_its_owners_hands(tmp_path: Path) -> None:
+    def answers(request: LineRequest) -> LineResult:
+        return LineResult(200, "r", {"not": object()}) if request.line == 2 else answer(request)
+
+    async def scenario() -> None:
+        async with (scene := await opened(tmp_path, ScriptedBackend(answers=answers))).service:
+            service = scene.service
+            batches = [await scene.create(lines(3)) for _ in range(2)]
+            for batch in batches:
+
+                async def warned(batch_id: str = batch.id) -> BatchObject | None:
+                    now = await service.retrieve_batch(OWNER, batch_id)
+                    return now if now.coserve.warning else None
+
+                assert "internal error" in ((await scene.eventually(warned)).coserve.warning or "")
+            await service.cancel_batch(OWNER, batches[0].id)
+            assert (await scene.ends(batches[0].id)).status == "cancelled"
+            scene.backend.answers = answer
+            await service.resume_batch(OWNER, batches[1].id)
+            done = await scene.ends(batches[1].id)
+            assert (done.status, done.request_counts.completed) == ("completed", 3)
+            assert (await service.status()).lines_in_flight == 0
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_disk_that_fails_for_good_fails_the_batch_in_the_end(
+    tmp_path: Path, is_cancelled: bool
+) -> None:
+    async def scenario() -> None:
+        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=1)
+        async with scene.service as service:
+            batch = await scene.create(lines(3), "1h")
+            await scene.in_flight(1)
+            scene.backend.held("id-1").finish()
+            await scene.clock.until(lambda: len(scene.backend.started) == 2)
+
+            async def written() -> BatchObject | None:
+                now = await service.retrieve_batch(OWNER, batch.id)
+                return now if now.output_file_id else None
+
+            output_file_id = (await scene.eventually(written)).output_file_id
+            (tmp_path / "files" / str(output_file_id)).unlink()
+            if is_cancelled:
+                await service.cancel_batch(OWNER, batch.id)
+            else:
+                scene.clock.advance(3600)
+            done = await scene.ends(batch.id)
+            assert done.status == "failed"
+            assert done.errors is not None
+            (fault,) = done.errors.data
+            assert fault.code == "storage_failed"
+            assert "is gone" in fault.message
+
+    play(scenario())

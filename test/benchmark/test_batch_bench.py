@@ -1,0 +1,94 @@
+"""The Batch API's benchmark: its inputs, its command line, what it makes of results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batch_bench.crashes import Outcome, compare
+from batch_bench.figures import Figure, markdown
+from batch_bench.input_file import COMPLETIONS, long_lines, write_lines
+from batch_bench.options import PARTS, parse_options
+from sglang_coserve.errors import ConfigError
+from sglang_coserve.jsonl.check_file import CheckLimits, check_file
+
+LIMITS = CheckLimits(max_lines=10_000, max_line_bytes=1 << 20, max_faults=10)
+
+
+def num_requests(path: Path) -> int:
+    """Lines of a file that the server would take."""
+    with path.open("rb") as file:
+        report = check_file(file, COMPLETIONS, LIMITS)
+    assert report.faults == []
+    return report.requests
+
+
+@pytest.mark.parametrize("line_bytes", [500, 4000])
+def test_long_lines_have_the_size_asked_for(tmp_path: Path, line_bytes: int) -> None:
+    path = tmp_path / "in"
+    long_lines(path, 1000, 1000 * line_bytes)
+    assert path.stat().st_size == pytest.approx(1000 * line_bytes, rel=0.01)
+    assert num_requests(path) == 1000
+
+
+def test_lines_differ_and_are_the_same_again(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 512, "prompt_tokens": 16, "output_tokens": 4}
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        write_lines(tmp_path / name, 20, seed=seed, **sizes)
+    contents = [(tmp_path / name).read_bytes() for name in "abc"]
+    assert contents[0] == contents[1] != contents[2]
+    assert num_requests(tmp_path / "a") == 20
+
+
+def test_a_figure_is_judged_by_its_median() -> None:
+    assert Figure("rate", "lines/s", (1.0, 60.0, 70.0), at_least=50).is_met is True
+    assert Figure("delay", "ms", (100.0, 300.0, 400.0), at_most=200).is_met is False
+    assert Figure("lost", "", (0,), at_most=0).is_met is True
+    assert Figure("size", "MB", (5.0,)).is_met is None
+    with pytest.raises(AssertionError):
+        Figure("nothing", "", ())
+
+
+def test_the_table_shows_medians_ranges_and_targets() -> None:
+    figures = [
+        Figure("validation", "lines/s", (90_000.0, 80_000.0, 100_000.0), at_least=50_000),
+        Figure("lost", "", (3,), at_most=0),
+    ]
+    _, _, first, second = markdown(figures).splitlines()
+    assert first == "| validation | 90,000 lines/s | 80,000–100,000 | 3 | ≥ 50,000 | yes |"
+    assert second == "| lost | 3 |  | 1 | ≤ 0 | **no** |"
+
+
+@pytest.mark.parametrize(
+    ("records", "outcome"),
+    [
+        ([("a", "x"), ("b", "y")], Outcome(0, 0, 0)),
+        ([("b", "y")], Outcome(1, 0, 0)),
+        ([("a", "x"), ("b", "y"), ("b", "y"), ("b", "y")], Outcome(0, 2, 0)),
+        ([("a", "z"), ("b", None)], Outcome(0, 0, 2)),
+        ([("a", "x"), ("b", "y"), ("c", "z")], Outcome(0, 0, 1)),
+    ],
+    ids=["all there", "lost", "doubled", "different", "unknown"],
+)
+def test_what_a_crash_has_cost(records: list[tuple[str, str | None]], outcome: Outcome) -> None:
+    assert compare({"a": "x", "b": "y"}, records) == outcome
+
+
+def test_options_are_for_the_record_unless_said_otherwise() -> None:
+    options = parse_options([])
+    assert options.parts == PARTS
+    assert (options.repeats, options.upload_mb, options.upload_lines) == (5, 200, 50_000)
+    full = parse_options(["--full", "--crashes", "100", "--parts", "crashes", "memory"])
+    assert full.parts == ("memory", "crashes")
+    assert (full.memory_lines, full.memory_mb, full.crashes) == (1_000_000, 2000, 100)
+    quick = parse_options(["--quick", "--crashes", "7"])
+    assert (quick.repeats, quick.crashes) == (1, 7)
+
+
+@pytest.mark.parametrize(
+    "flag", ["--repeats", "--crashes", "--upload-mb", "--online-rate", "--serve"]
+)
+def test_options_that_measure_nothing(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{flag} must be greater than 0"):
+        parse_options([flag, "0"])

@@ -1,0 +1,1 @@
+"""A package, so that its tests share engines: a fixture of package scope needs one."""

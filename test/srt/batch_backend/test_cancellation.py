@@ -1,0 +1,121 @@
+"""Lines that are cancelled, aborted or failed leave nothing in the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from sglang_coserve.batch.backend import LineResult
+from srt.batch_backend.served import (
+    CHAT,
+    COMPLETION,
+    COMPLETIONS,
+    GREEDY,
+    LONG,
+    MESSAGES,
+    PROMPT,
+    RESPONSES,
+    Served,
+)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        (COMPLETIONS, LONG),
+        (COMPLETIONS, {**LONG, "n": 2}),
+        (COMPLETIONS, {**LONG, "prompt": [PROMPT, "Oil"]}),
+        (CHAT, {**GREEDY, "messages": MESSAGES}),
+        (RESPONSES, {**GREEDY, "input": "hello", "max_output_tokens": 900}),
+    ],
+    ids=["completion", "choices", "prompts", "chat", "responses"],
+)
+def test_cancelling_a_running_line_leaves_nothing_behind(
+    served: Served, endpoint: str, body: dict[str, Any]
+) -> None:
+    body = {**body, "ignore_eos": True}
+
+    async def begin_and_cancel() -> None:
+        line = asyncio.create_task(served.run(endpoint, body))
+        await served.until(lambda counts: counts["offline"]["running"] > 0)
+        line.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await line
+
+    served.do(begin_and_cancel())
+    served.assert_nothing_left()
+
+
+def test_cancelling_waiting_lines_leaves_nothing_behind(served: Served) -> None:
+    async def begin_and_cancel() -> None:
+        lines = [asyncio.create_task(served.run(COMPLETIONS, LONG)) for _ in range(12)]
+        await served.until(lambda counts: counts["offline"]["waiting"] >= 8)
+        for line in lines:
+            line.cancel()
+        results = await asyncio.gather(*lines, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results)
+
+    served.do(begin_and_cancel())
+    served.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        (COMPLETIONS, LONG),
+        (COMPLETIONS, {**LONG, "n": 2}),
+        (RESPONSES, {**GREEDY, "input": "hello", "max_output_tokens": 900}),
+    ],
+    ids=["completion", "choices", "responses"],
+)
+def test_what_the_engine_aborts_can_be_tried_again(
+    served: Served, endpoint: str, body: dict[str, Any]
+) -> None:
+    async def begin_and_abort() -> list[LineResult]:
+        # More than may run: some are aborted while they wait.
+        lines = [asyncio.create_task(served.run(endpoint, body)) for _ in range(6)]
+        await served.until(
+            lambda counts: counts["offline"]["running"] > 0 and counts["offline"]["waiting"] > 0
+        )
+        served.manager.abort_request(abort_all=True)
+        return await asyncio.gather(*lines)
+
+    for result in served.do(begin_and_abort()):
+        assert (result.status_code, result.is_retryable) == (503, True)
+        assert result.body["error"]["message"]
+        assert result.request_id
+    served.assert_nothing_left()
+
+
+def test_an_abort_before_the_engine_has_the_line_is_no_fault_of_the_line(served: Served) -> None:
+    async def abort_while_paused() -> LineResult:
+        manager = served.manager
+        manager.is_pause = True
+        line = asyncio.create_task(served.run(COMPLETIONS, COMPLETION))
+        while not manager.rid_to_state:
+            await asyncio.sleep(0)
+        for state in manager.rid_to_state.values():
+            state.abort_requested = True
+        async with manager.is_pause_cond:
+            manager.is_pause = False
+            manager.is_pause_cond.notify_all()
+        return await line
+
+    result = served.do(abort_while_paused())
+    assert (result.status_code, result.is_retryable) == (503, True)
+    served.assert_nothing_left()
+
+
+def test_whoever_hears_of_tokens_may_fail(served: Served) -> None:
+    """The line then counts as failed, and is not left in the engine."""
+
+    def fail(_token_ids: Sequence[int]) -> None:
+        raise OSError("the disk is full")
+
+    result = served.do(served.run(COMPLETIONS, LONG, fail))
+    assert (result.status_code, result.is_retryable) == (503, True)
+    assert "the disk is full" in result.body["error"]["message"]
+    served.assert_nothing_left()

@@ -1,0 +1,170 @@
+"""Every endpoint of a line, as the engine answers it; bodies that are the line's own fault."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+import pytest
+
+from sglang_coserve.batch.backend import LineResult
+from srt.batch_backend.served import (
+    CHAT,
+    COMPLETION,
+    COMPLETIONS,
+    EMBEDDINGS,
+    GREEDY,
+    MESSAGES,
+    PROMPT,
+    RESPONSES,
+    Served,
+    text_of,
+)
+
+
+def test_the_endpoints_are_those_of_the_model(served: Served) -> None:
+    assert served.backend.endpoints == {CHAT, COMPLETIONS, RESPONSES}
+
+
+def test_another_endpoint_is_an_invalid_line(served: Served) -> None:
+    result, _ = served.serve(EMBEDDINGS, {"model": "small", "input": PROMPT})
+    assert (result.status_code, result.is_retryable) == (400, False)
+    assert EMBEDDINGS in result.body["error"]["message"]
+
+
+def test_a_completion_is_what_the_engine_generates(served: Served) -> None:
+    params = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 70}
+    alone = served.engine.generate(PROMPT, params)
+    body = served.answer(COMPLETIONS, COMPLETION)
+    (choice,) = body["choices"]
+    assert choice["text"] == alone["text"]
+    assert choice["token_ids"] == alone["output_ids"]
+    assert choice["finish_reason"] == "length"
+    prompt_tokens = alone["meta_info"]["prompt_tokens"]
+    assert body["usage"]["prompt_tokens"] == prompt_tokens
+    assert body["usage"]["total_tokens"] == prompt_tokens + 70
+
+
+def test_chat_and_responses_use_the_chat_template(served: Served) -> None:
+    chat = served.answer(CHAT, {**GREEDY, "messages": MESSAGES, "max_tokens": 30})
+    # SGLang leaves two tokens of a response's limit free.
+    body = {**GREEDY, "input": MESSAGES, "max_output_tokens": 32}
+    response = served.answer(RESPONSES, body)
+    assert text_of(chat) == text_of(response)
+    assert chat["usage"]["completion_tokens"] == response["usage"]["completion_tokens"] == 30
+    assert response["status"] == "completed"
+
+
+def test_a_response_is_not_kept_in_memory(served: Served) -> None:
+    body = {**GREEDY, "input": "hello", "max_output_tokens": 5, "store": True}
+    first, _ = served.serve(RESPONSES, body)
+    assert first.body["store"] is False
+    follow_up = {**body, "previous_response_id": first.body["id"]}
+    second, _ = served.serve(RESPONSES, follow_up)
+    assert (second.status_code, second.is_retryable) == (404, False)
+
+
+def test_echo_and_several_prompts(served: Served) -> None:
+    prompts = [PROMPT, "Oil for the lamp"]
+    body = {**GREEDY, "prompt": prompts, "max_tokens": 4, "echo": True}
+    choices = served.answer(COMPLETIONS, body)["choices"]
+    alone = [served.answer(COMPLETIONS, {**body, "prompt": prompt}) for prompt in prompts]
+    assert [choice["text"] for choice in choices] == [text_of(one) for one in alone]
+    assert all(choice["text"].startswith(p) for choice, p in zip(choices, prompts, strict=True))
+
+
+def test_several_choices(served: Served) -> None:
+    body = {**COMPLETION, "n": 3, "max_tokens": 5}
+    choices = served.answer(COMPLETIONS, body)["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    assert {choice["text"] for choice in choices} == {
+        text_of(served.answer(COMPLETIONS, {**COMPLETION, "max_tokens": 5}))
+    }
+
+
+def test_lines_are_offline_whatever_their_body_says(served: Served) -> None:
+    before = served.do(served.counts())["offline"]["received"]
+    online = {"service_tier": "priority", "custom_params": {"coserve_class": "online"}}
+    served.answer(COMPLETIONS, {**COMPLETION, "max_tokens": 3, **online})
+    assert served.do(served.counts())["offline"]["received"] == before + 1
+
+
+def test_the_ids_that_clients_give_requests_may_be_equal(served: Served) -> None:
+    body = {**COMPLETION, "max_tokens": 20, "rid": "mine"}
+
+    async def both() -> list[LineResult]:
+        return await asyncio.gather(served.run(COMPLETIONS, body), served.run(COMPLETIONS, body))
+
+    first, second = served.do(both())
+    assert first.status_code == second.status_code == 200
+    assert first.request_id != second.request_id
+    assert first.body["id"] == first.request_id
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "change", "told"),
+    [
+        (COMPLETIONS, {"prompt": None}, "prompt"),
+        (COMPLETIONS, {"prompt": ""}, "empty"),
+        (COMPLETIONS, {"prompt": "a " * 3000}, "context length"),
+        (COMPLETIONS, {"max_tokens": 3000}, "context length"),
+        (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
+        (COMPLETIONS, {"temperature": -1}, "temperature"),
+        (COMPLETIONS, {"stream": True}, "stream"),
+        (COMPLETIONS, {"prompt": [5, 10**6]}, "token ids"),
+        (COMPLETIONS, {"prompt": [[5], [-1]]}, "token ids"),
+        (COMPLETIONS, {"min_tokens": 2, "stop_token_ids": [10**6]}, "token ids"),
+        (COMPLETIONS, {"logprobs": 10**6}, "logprobs"),
+        (COMPLETIONS, {"logit_bias": {"5": 1e39}}, "logit_bias"),
+        (COMPLETIONS, {"logit_bias": {"1000000": 1}}, "logit_bias"),
+        (COMPLETIONS, {"n": 10**9}, "n is"),
+        (COMPLETIONS, {"custom_params": {"coserve_slo_ttft_ms": 5}}, "coserve_slo_ttft_ms"),
+        (COMPLETIONS, {"prompt": "\ud800"}, "surrogates"),
+        (COMPLETIONS, {"seed": 2**70}, "64-bit"),
+        (CHAT, {}, "messages"),
+        (CHAT, {"messages": MESSAGES, "response_format": "json"}, "malformed"),
+        (CHAT, {"messages": [{"role": "nobody", "content": "x"}]}, "messages"),
+        (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, "Tools"),
+        (RESPONSES, {"input": "hello", "background": True}, "background"),
+        (RESPONSES, {"input": 5}, "input"),
+        (RESPONSES, {"input": "hello", "temperature": -1}, "temperature"),
+    ],
+)
+def test_a_bad_body_is_the_fault_of_its_line(
+    served: Served, endpoint: str, change: dict[str, Any], told: str
+) -> None:
+    body = {**(COMPLETION if endpoint == COMPLETIONS else GREEDY), **change}
+    result, told_of = served.serve(endpoint, body)
+    assert (result.status_code, result.is_retryable) == (400, False)
+    assert told in result.body["error"]["message"]
+    assert result.body["error"].keys() == {"message", "type", "param", "code"}
+    assert result.request_id
+    assert told_of == []
+    assert served.manager.rid_to_state == {}
+
+
+def test_the_body_of_a_line_is_not_changed(served: Served) -> None:
+    """SGLang's models do change what they are given, and a line may be tried again."""
+    schema = {"type": "object", "title": "A"}
+    body = {
+        **GREEDY,
+        "messages": MESSAGES,
+        "response_format": {"type": "json_schema", "schema": schema},
+        "temperature": -1,
+    }
+    before = orjson.dumps(body)
+    assert served.serve(CHAT, body)[0].status_code == 400
+    assert orjson.dumps(body) == before
+
+
+def test_the_handlers_errors_are_openai_errors() -> None:
+    from starlette.responses import Response
+
+    from sglang_coserve.srt.batch_backend.answer import line_result
+
+    error = {"message": "m", "type": "t", "param": None, "code": 500}
+    for content in (error | {"object": "error"}, {"error": error}):
+        for status, is_retryable in ((400, False), (404, False), (500, True), (503, True)):
+            result = line_result("r", Response(orjson.dumps(content), status))
+            assert result == LineResult(status, "r", {"error": error}, is_retryable)

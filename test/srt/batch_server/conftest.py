@@ -1,0 +1,41 @@
+"""One server for the tests of the package, and clients of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from srt.batch_server.deployment import Deployment
+from srt.batch_server.webhook_receiver import WebhookReceiver
+
+
+@pytest.fixture(scope="package")
+def webhook_receiver() -> Iterator[WebhookReceiver]:
+    with WebhookReceiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="package")
+def deployment(
+    small_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    webhook_receiver: WebhookReceiver,
+) -> Iterator[Deployment]:
+    deployment = Deployment(
+        small_model,
+        tmp_path_factory.mktemp("server"),
+        *("--offline-max-running", "4", "--startup-profile-seconds", "0"),
+        *("--batch-webhook-url", webhook_receiver.url, "--batch-webhook-allow-private"),
+    )
+    deployment.start()
+    yield deployment
+    deployment.stop()
+
+
+@pytest.fixture
+def client(deployment: Deployment) -> Iterator[openai.OpenAI]:
+    with deployment.client() as client:
+        yield client

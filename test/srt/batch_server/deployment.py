@@ -1,0 +1,156 @@
+"""A real server with a Batch API that can be killed and started again, and calls to it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+from openai.types import Batch
+
+from sglang_coserve.local_server import LocalServer, free_port
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
+FINAL = ("completed", "failed", "expired", "cancelled")
+GIVE_UP_S = 120
+API_KEY = "secret"
+WEBHOOK_SECRET = "whsec_" + base64.b64encode(b"0123456789abcdef").decode()
+
+
+def line(custom_id: str, max_tokens: Any = 8, url: str = COMPLETIONS, **extra: Any) -> str:
+    message = {"role": "user", "content": custom_id}
+    prompts: dict[str, dict[str, Any]] = {
+        COMPLETIONS: {"prompt": f"The {custom_id} of the old mill", "max_tokens": max_tokens},
+        CHAT: {"messages": [message], "max_tokens": max_tokens},
+        RESPONSES: {"input": [message], "max_output_tokens": max_tokens},
+    }
+    body = {"model": "small", "temperature": 0, "ignore_eos": True, **prompts[url], **extra}
+    fields = {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+    return json.dumps(fields) + "\n"
+
+
+def lines(count: int, max_tokens: int = 8, url: str = COMPLETIONS, **extra: Any) -> bytes:
+    return "".join(line(f"id-{n}", max_tokens, url, **extra) for n in range(count)).encode()
+
+
+class Deployment:
+    """A server on one directory, with whatever policy a test needs."""
+
+    def __init__(self, model: Path, directory: Path, *flags: str) -> None:
+        self.data = directory / "data"
+        self.log = directory / "server.log"
+        self._port = free_port()
+        self._flags = [
+            *("--model-path", str(model), "--dtype", "float32", "--api-key", API_KEY),
+            *("--coserve-data-dir", str(self.data), *flags),
+        ]
+        self._policy = ""
+        self.base_url = f"http://127.0.0.1:{self._port}"
+
+    def start(self, policy: str = "fifo") -> None:
+        self._policy = policy
+        self._server = LocalServer(
+            [*self._flags, "--offline-policy", policy],
+            log_path=self.log,
+            port=self._port,
+            extra_env={"COSERVE_WEBHOOK_SECRET": WEBHOOK_SECRET},
+        )
+        self._server.start()
+
+    def plan_with(self, policy: str) -> None:
+        """Go on under ``policy``, started again if need be."""
+        if policy != self._policy:
+            self.stop()
+            self.start(policy)
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    def kill(self) -> None:
+        """End all of its processes at once, as a power failure does."""
+        os.killpg(self.pid, signal.SIGKILL)
+        self._server.stop()
+
+    @property
+    def pid(self) -> int:
+        """Of the process with the HTTP server and the Batch API."""
+        return self._server.pid
+
+    def client(self, api_key: str = API_KEY) -> openai.OpenAI:
+        url = f"{self.base_url}/v1"
+        return openai.OpenAI(base_url=url, api_key=api_key, max_retries=0, timeout=60)
+
+    def status(self) -> dict[str, Any]:
+        headers = {"authorization": f"Bearer {API_KEY}"}
+        answer = httpx.get(f"{self.base_url}/coserve/status", headers=headers, timeout=60)
+        status: dict[str, Any] = answer.raise_for_status().json()
+        return status
+
+
+def create(
+    client: openai.OpenAI, content: bytes, window: Any = "24h", endpoint: Any = COMPLETIONS
+) -> Batch:
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window=window)
+
+
+def until(client: openai.OpenAI, batch_id: str, *statuses: str, some_done: bool = False) -> Batch:
+    """Wait for one of ``statuses``, and for a result if ``some_done``."""
+    found: list[Batch] = []
+
+    def is_there() -> bool:
+        batch = client.batches.retrieve(batch_id)
+        found[:] = [batch]
+        if batch.status in statuses and not (some_done and batch.output_file_id is None):
+            return True
+        assert batch.status not in FINAL, batch
+        return False
+
+    eventually(is_there)
+    return found[0]
+
+
+def eventually(is_true: Callable[[], Any]) -> None:
+    give_up_s = time.monotonic() + GIVE_UP_S
+    while not is_true():
+        assert time.monotonic() < give_up_s, "still waiting"
+        time.sleep(0.05)
+
+
+def records(client: openai.OpenAI, *file_ids: str | None) -> dict[str, dict[str, Any]]:
+    """The records of all files; a line that has two fails the test."""
+    found: dict[str, dict[str, Any]] = {}
+    for file_id in filter(None, file_ids):
+        for text in client.files.content(file_id).text.splitlines():
+            record = json.loads(text)
+            assert record["custom_id"] not in found
+            found[record["custom_id"]] = record
+    return found
+
+
+def completed(client: openai.OpenAI, batch_id: str) -> dict[str, dict[str, Any]]:
+    """The records of a batch once it is complete."""
+    batch = until(client, batch_id, "completed")
+    return records(client, batch.output_file_id, batch.error_file_id)
+
+
+def extra_of(batch: Batch) -> dict[str, Any]:
+    """What the object has beyond OpenAI's fields."""
+    extra: dict[str, Any] = batch.to_dict()["coserve"]  # type: ignore[assignment]
+    return extra
+
+
+def text_of(record: dict[str, Any]) -> str:
+    body = record["response"]["body"]
+    if "output" in body:
+        return str(body["output"][0]["content"][0]["text"])
+    choice = body["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])

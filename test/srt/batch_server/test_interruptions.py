@@ -1,0 +1,184 @@
+"""kill -9, SIGTERM and a full disk while the real server runs batches; another policy each time."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Batch
+
+from sglang_coserve.batch.journal import TokenJournal
+from sglang_coserve.batch.line_bitmap import LineBitmap
+from sglang_coserve.batch.result_record import record_line
+from srt.batch_server.deployment import (
+    CHAT,
+    Deployment,
+    completed,
+    create,
+    eventually,
+    extra_of,
+    lines,
+    records,
+    text_of,
+    until,
+)
+
+MIB = 1 << 20
+NUM_LINES, NUM_TOKENS = 12, 400
+"""Three times as many lines as may run at once."""
+
+CONTENT = lines(NUM_LINES, NUM_TOKENS, return_token_ids=True)
+
+
+def texts(found: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {custom_id: text_of(record) for custom_id, record in found.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(deployment: Deployment) -> dict[str, str]:
+    """What an uninterrupted batch of ``CONTENT`` answers."""
+    with deployment.client() as client:
+        return texts(completed(client, create(client, CONTENT).id))
+
+
+def journal_of(path: Path, model: Path) -> TokenJournal:
+    return TokenJournal(path, f"{model}||{model}|default", compact_bytes=MIB)
+
+
+def unfinished(
+    deployment: Deployment, batch: Batch, model: Path, scratch: Path
+) -> dict[int, tuple[int, ...]]:
+    """Journaled tokens of the lines that have no record, as a server that starts now finds them."""
+    finished = LineBitmap()
+    assert batch.output_file_id is not None
+    output = (deployment.data / "files" / batch.output_file_id).read_bytes()
+    for record in output.splitlines(keepends=True):
+        if (number := record_line(record, batch.id)) is not None:
+            finished.add(number)
+    # A copy: reading a journal mends it.
+    copy = shutil.copy(deployment.data / "journal" / batch.id, scratch / "journal")
+    journal = journal_of(Path(copy), model)
+    journal.load(finished)
+    tokens = {number: journal.tokens(number) for number in range(1, NUM_LINES + 1)}
+    return {number: ids for number, ids in tokens.items() if ids}
+
+
+def test_a_killed_servers_lines_go_on_after_their_journaled_tokens(
+    deployment: Deployment,
+    client: openai.OpenAI,
+    expected: dict[str, str],
+    small_model: Path,
+    tmp_path: Path,
+) -> None:
+    """To see it, one line finds tokens in the journal that it would never have chosen."""
+    deployment.plan_with("fifo")
+    batch = create(client, CONTENT)
+    batch = until(client, batch.id, "in_progress", some_done=True)
+    eventually(
+        lambda: any(
+            len(ids) >= 32 for ids in unfinished(deployment, batch, small_model, tmp_path).values()
+        )
+    )
+    deployment.kill()
+    tokens = unfinished(deployment, batch, small_model, tmp_path)
+    number = max(tokens, key=lambda number: len(tokens[number]))
+    foreign = tuple(islice(cycle((7, 8, 9)), len(tokens[number])))
+    path = deployment.data / "journal" / batch.id
+    path.unlink()
+    journal = journal_of(path, small_model)
+    for each, ids in tokens.items():
+        journal.add(each, foreign if each == number else ids)
+    journal.write(*journal.take_unwritten())
+
+    deployment.start("coserve")
+    found = completed(client, batch.id)
+    altered = found.pop(f"id-{number - 1}")["response"]["body"]["choices"][0]["token_ids"]
+    assert tuple(altered[: len(foreign)]) == foreign
+    assert len(altered) == NUM_TOKENS
+    assert texts(found).items() <= expected.items()
+    assert len(found) == NUM_LINES - 1
+    usage = client.batches.retrieve(batch.id).usage
+    assert usage is not None
+    assert usage.output_tokens == NUM_LINES * NUM_TOKENS
+
+
+def test_a_planning_server_answers_lines_as_its_routes(
+    deployment: Deployment, client: openai.OpenAI, expected: dict[str, str]
+) -> None:
+    deployment.plan_with("coserve")
+    assert deployment.status()["replicas"][0]["config"]["offline_policy"] == "coserve"
+    batches = [create(client, CONTENT), create(client, lines(3, 20, CHAT), endpoint=CHAT)]
+    alone = client.chat.completions.create(
+        model="small",
+        messages=[{"role": "user", "content": "id-1"}],
+        max_tokens=20,
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    )
+    assert texts(completed(client, batches[0].id)) == expected
+    chats = completed(client, batches[1].id)
+    assert text_of(chats["id-1"]) == alone.choices[0].message.content
+
+
+def test_a_clean_stop_suspends_batches_and_loses_nothing(
+    deployment: Deployment, client: openai.OpenAI, expected: dict[str, str]
+) -> None:
+    deployment.plan_with("coserve")
+    batch = create(client, CONTENT)
+    until(client, batch.id, "in_progress", some_done=True)
+    deployment.stop()
+    assert "batches stop where they are" in deployment.log.read_text()
+    deployment.start("fifo")
+    assert client.batches.retrieve(batch.id).status == "in_progress"
+    assert texts(completed(client, batch.id)) == expected
+    done = client.batches.retrieve(batch.id)
+    assert done.request_counts is not None
+    assert (done.request_counts.completed, done.request_counts.failed) == (NUM_LINES, 0)
+    assert done.usage is not None
+    assert done.usage.output_tokens == NUM_LINES * NUM_TOKENS
+
+
+@contextmanager
+def file_size_limit(deployment: Deployment, limit_bytes: int) -> Iterator[None]:
+    """Within it no file of the server can grow beyond that, as on a disk that is full."""
+    kind = resource.RLIMIT_FSIZE
+    before = resource.prlimit(deployment.pid, kind, (limit_bytes, resource.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        resource.prlimit(deployment.pid, kind, before)
+
+
+def test_a_full_disk_refuses_uploads(deployment: Deployment, client: openai.OpenAI) -> None:
+    content = b"x" * (9 * MIB)
+    before = sorted((deployment.data / "files").iterdir())
+    with file_size_limit(deployment, 8 * MIB):
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.files.create(file=("in.jsonl", content), purpose="batch")
+        assert (caught.value.status_code, caught.value.code) == (507, "storage_failed")
+        assert sorted((deployment.data / "files").iterdir()) == before
+        client.files.create(file=("in.jsonl", b"x"), purpose="batch")
+    client.files.create(file=("in.jsonl", content), purpose="batch")
+
+
+def test_a_batch_waits_for_a_full_disk(deployment: Deployment, client: openai.OpenAI) -> None:
+    count = 600
+    # Each answer repeats its prompt of 3 kB: more than may be written.
+    content = lines(count, 1, prompt="word " * 600, echo=True)
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    with file_size_limit(deployment, MIB):
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        eventually(lambda: extra_of(client.batches.retrieve(batch.id))["warning"])
+        assert client.batches.retrieve(batch.id).status in ("validating", "in_progress")
+    done = until(client, batch.id, "completed")
+    assert len(records(client, done.output_file_id)) == count
+    assert extra_of(done)["warning"] is None

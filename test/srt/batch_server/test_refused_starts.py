@@ -1,0 +1,53 @@
+"""Data directories with which the server does not start, and says why."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from srt.batch_server.deployment import Deployment
+
+
+def flags(model: Path, data: Path) -> list[str]:
+    return ["--model-path", str(model), "--coserve-data-dir", str(data)]
+
+
+def says_once(text: str, reason: str) -> bool:
+    errors = [line for line in text.splitlines() if line.startswith("error: ")]
+    return len(errors) == 1 and reason in errors[0]
+
+
+def test_a_directory_that_cannot_be_used_stops_the_start(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sglang_coserve.srt.launch import main
+
+    (tmp_path / "file").write_text("")
+    assert main(flags(small_model, tmp_path / "file")) == 2
+    assert says_once(capsys.readouterr().err, "cannot use the data directory")
+
+
+def test_a_corrupt_database_stops_the_start(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sglang_coserve.srt.launch import main
+
+    (tmp_path / "coserve.sqlite").write_bytes(b"no database at all" * 1000)
+    assert main(flags(small_model, tmp_path)) == 2
+    assert says_once(capsys.readouterr().err, "coserve.sqlite")
+
+
+def test_a_directory_in_use_stops_the_start(deployment: Deployment, small_model: Path) -> None:
+    command = [sys.executable, "-m", "sglang_coserve.launch_server"]
+    done = subprocess.run(
+        command + flags(small_model, deployment.data),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert says_once(done.stderr, "in use by another server")
