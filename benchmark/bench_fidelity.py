@@ -4,8 +4,9 @@
 
 Every run of a planning policy is simulated with the same arrivals, lengths,
 targets and latency profile, under the production scheduler.  Two things are not
-in a profile: the time of a scheduling pass, which ``bench_overhead.py`` measures,
-and the time a first token spends outside the scheduler (HTTP, tokenizer, client),
+in a profile: what a pass takes beside its batch (scheduling, results, messages: here
+the median difference between the passes of a run with ``--record-plans`` and the
+profile), and the time a first token spends outside the scheduler (HTTP, tokenizer, client),
 which is that of the median request in the runs of ``--calibrate-on``.
 """
 
@@ -56,7 +57,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, required=True, help="--out of bench_coserve.py")
     parser.add_argument("--latency-profile", type=Path, required=True)
     parser.add_argument("--calibrate-on", default="non-preemptive", metavar="SYSTEM")
-    parser.add_argument("--scheduling-ms", type=float, default=0.5, help="of one pass")
+    parser.add_argument("--scheduling-ms", type=float, default=2.5, help="of a pass, beside its batch")
     parser.add_argument("--kv-tokens", type=int, default=65536)
     parser.add_argument("--safepoint-layers", type=int, nargs=2, metavar=("INTERVAL", "LAYERS"))
     parser.add_argument("--offline-tokens", type=int, nargs=2, default=(512, 32))
@@ -124,11 +125,19 @@ def _simulate(
         is_closed_loop=True,
         interval_s=warmup_s + record.window_s,
     )
-    setup = Setup(machine.model, machine.executor, record.targets or SloTargets())
+    setup = Setup(machine.model, machine.executor, _left_to_scheduler(record, machine))
     policy = SYSTEMS[record.key.system].flags[-1]
     result = simulate(workload, setup, make_policy(policy))
     offline = throughput(result.offline, warmup_s, warmup_s + record.window_s)
     return figures(result.online, offline.total_tokens_per_s, machine.front_end_s)
+
+
+def _left_to_scheduler(record: RunRecord, machine: Machine) -> SloTargets:
+    """Return a run's targets without the part of a TTFT that passes outside the scheduler."""
+    targets = record.targets or SloTargets()
+    if targets.ttft_s is None:
+        return targets
+    return replace(targets, ttft_s=max(targets.ttft_s - machine.front_end_s, 1e-3))
 
 
 def figures(
