@@ -18,6 +18,8 @@ __all__ = ["OFFLINE_POLICIES", "CoserveConfig"]
 OFFLINE_POLICIES = ("fifo", "coserve", "conserve", "hygen", "bros", "ooco", "non_preemptive")
 """Ways to decide when offline requests run."""
 
+SAFEPOINT_MODES = ("abort", "shrink")
+
 _AUTO = "auto"
 
 
@@ -90,11 +92,32 @@ class CoserveConfig:
     )
     iteration_budget_ms: float | None = _setting(
         None,
-        "Longest iteration, as predicted, that offline work may make while online requests run, in "
-        "milliseconds; coserve profile slo finds the one that just meets given SLOs. By default "
-        "the deadlines of the online requests alone decide.",
+        "Longest iteration, as predicted, that offline work may make, in milliseconds; coserve "
+        "profile slo finds the one that just meets given SLOs. By default the deadlines of the "
+        "online requests alone decide.",
         type=float,
         metavar="MS",
+    )
+    safepoint_interval: int = _setting(
+        4,
+        "Let an online request that would miss its TTFT target otherwise abort an offline batch in "
+        "the middle of a forward pass, before every N-th layer of the model; at most half of the "
+        "layers. 0: batches always run to their end. Not with --offline-policy fifo.",
+        type=int,
+        metavar="N",
+    )
+    safepoint_wasted_share: float = _setting(
+        0.1,
+        "Part of all time that aborted batches may have taken in the long run; while it is used up "
+        "batches run to their end, and offline work fills shorter ones.",
+        type=float,
+        metavar="SHARE",
+    )
+    safepoint_mode: str = _setting(
+        SAFEPOINT_MODES[0],
+        "What becomes of the online rows in an aborted batch. abort: they start over, together "
+        "with the request that arrived.",
+        choices=SAFEPOINT_MODES,
     )
     record_plans: str | None = _setting(
         None,
@@ -146,6 +169,26 @@ class CoserveConfig:
             raise ConfigError(
                 f"{_flag('offline_policy')} must be one of {', '.join(OFFLINE_POLICIES)}, "
                 f"got {self.offline_policy!r}"
+            )
+        if self.safepoint_interval < 0:
+            raise ConfigError(
+                f"{_flag('safepoint_interval')} must be a number of layers, 0 for no safepoints, "
+                f"got {self.safepoint_interval}"
+            )
+        if not 0 < self.safepoint_wasted_share <= 1:
+            raise ConfigError(
+                f"{_flag('safepoint_wasted_share')} must be a number above 0, at most 1, got "
+                f"{self.safepoint_wasted_share}"
+            )
+        if self.safepoint_mode not in SAFEPOINT_MODES:
+            raise ConfigError(
+                f"{_flag('safepoint_mode')} must be one of {', '.join(SAFEPOINT_MODES)}, got "
+                f"{self.safepoint_mode!r}"
+            )
+        if self.safepoint_mode == "shrink":
+            raise ConfigError(
+                f"{_flag('safepoint_mode')} shrink, which lets the online rows of an aborted batch "
+                "go on, is not available yet: use abort"
             )
         for name in ("batch_max_upload_mib", "batch_max_lines"):
             if getattr(self, name) < 1:

@@ -179,6 +179,7 @@ class ScriptedEngine:
             return messages
 
         scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
+        scheduler.idle_sleeper = None  # Nothing comes that would wake it.
         scheduler.gracefully_exit = False
         scheduler.run_event_loop()
         return self.iterations[first:]

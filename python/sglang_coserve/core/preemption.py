@@ -69,6 +69,7 @@ def decide(
     ttft_left_s: float | None,
     *,
     safepoint_s: float = 0.0,
+    restarts_online: bool = False,
 ) -> Decision:
     """Decide on the batch in flight when online requests arrive (ConServe Algorithm 2, A.1).
 
@@ -81,6 +82,7 @@ def decide(
         ttft_left_s: time left until the first of them misses its TTFT target; ``None`` without
             a target.
         safepoint_s: time until the next safepoint notices an abort, and the rows are cleaned up.
+        restarts_online: the online part starts over after an abort, instead of going on.
 
     The algorithm aborts whenever remaining + prefill exceeds the target. Here an
     abort must also bring the first token forward: a batch that is nearly done
@@ -95,9 +97,11 @@ def decide(
         return Decision(False, Reason.NO_TARGET, first_token_s)
     if first_token_s <= ttft_left_s:
         return Decision(False, Reason.IN_TIME, first_token_s)
-    # The online part goes through the layers that are left: its share of what remains.
-    whole_s = model.predict(in_flight)
-    online_s = model.predict(in_flight_online) * (remaining_s / whole_s if whole_s else 0.0)
+    online_s = model.predict(in_flight_online)
+    if not restarts_online:
+        # It goes through the layers that are left: its share of what remains.
+        whole_s = model.predict(in_flight)
+        online_s *= remaining_s / whole_s if whole_s else 0.0
     if safepoint_s + online_s >= remaining_s:
         return Decision(False, Reason.LATE_ANYWAY, first_token_s)
     return Decision(True, Reason.LATE, first_token_s)

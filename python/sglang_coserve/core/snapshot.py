@@ -119,6 +119,10 @@ class EngineSnapshot:
     page_tokens: int = 1
     """KV is allocated in pages of this many tokens."""
 
+    arrival_wait_share: float = 1.0
+    """Part of an iteration without online rows that a request which arrives in it has to wait at
+    most; below 1 where the iteration can be aborted at a safepoint."""
+
 
 class PrefixCache(Protocol):
     """The engine's prefix cache, as far as a plan needs it."""

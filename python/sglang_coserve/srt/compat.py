@@ -11,6 +11,7 @@ import importlib.metadata
 from typing import Any
 
 from sglang_coserve.errors import UnsupportedError
+from sglang_coserve.srt.request_marks import is_offline
 
 __all__ = [
     "SGLANG_VERSION",
@@ -21,6 +22,7 @@ __all__ = [
     "missing_seams",
     "release_aborted",
     "release_for_requeue",
+    "release_uncomputed",
 ]
 
 SGLANG_VERSION = "0.5.17"
@@ -32,8 +34,12 @@ _SCHEDULER_METHODS = (
     "get_init_info",
     "get_internal_state",
     "get_new_batch_prefill",
+    "init_request_receiver",
     "init_running_status",
+    "is_disable_overlap_for_batch",
     "is_fully_idle",
+    "run_batch",
+    "run_event_loop",
     "update_running_batch",
 )
 
@@ -145,6 +151,20 @@ def release_for_requeue(req: Any, tree_cache: Any) -> None:
 
     release_kv_cache(req, tree_cache, is_insert=True)
     req.reset_for_retract()
+
+
+def release_uncomputed(req: Any, tree_cache: Any) -> None:
+    """Free the slot and KV of a request whose prefill was prepared but has not run.
+
+    Nothing goes to the radix cache. To its client an online request was not retracted.
+    """
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    retractions = req.retraction_count
+    release_kv_cache(req, tree_cache, is_insert=False)
+    req.reset_for_retract()
+    if not is_offline(req):
+        req.retraction_count = retractions
 
 
 def release_aborted(req: Any, tree_cache: Any) -> None:

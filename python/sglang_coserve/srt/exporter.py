@@ -38,7 +38,23 @@ class Exporter:
             "What became of offline requests.",
             ("model_name", "event"),
         )
-        self._counted: dict[str, int] = {}
+        self._aborts = Counter(
+            "coserve_safepoint_aborts", "Batches aborted at a safepoint.", ("model_name", "kind")
+        )
+        self._wasted_s = Counter(
+            "coserve_safepoint_wasted_seconds", "Time that aborts threw away.", ("model_name",)
+        )
+        self._wasted_tokens = Counter(
+            "coserve_safepoint_wasted_tokens",
+            "Offline tokens that aborts threw away.",
+            ("model_name",),
+        )
+        self._delay = gauge(
+            "safepoint_delay_seconds",
+            "The way from an online arrival to its first token through an abort, step by step.",
+            *("step", "quantile"),
+        )
+        self._counted: dict[tuple[Any, ...], float] = {}
 
     def is_due(self, now_s: float) -> bool:
         """Tell whether to publish now."""
@@ -53,9 +69,7 @@ class Exporter:
                 value = state[request_class][kind]
                 self._requests.labels(name, request_class, kind).set(value)
         for event, count in events.items():
-            more = count - self._counted.get(event, 0)
-            self._counted[event] = count
-            self._events.labels(name, event).inc(more)
+            self._count(self._events, count, event)
         slo = state["slo"]
         if slo["attainment"] is not None:
             self._attainment.labels(name).set(slo["attainment"])
@@ -69,3 +83,23 @@ class Exporter:
         prediction = state.get("prediction")
         if prediction is not None and prediction["mape"] is not None:
             self._error.labels(name).set(prediction["mape"])
+        safepoints = state.get("safepoints")
+        if safepoints is not None and safepoints["enabled"]:
+            self._publish_safepoints(safepoints)
+
+    def _publish_safepoints(self, safepoints: Mapping[str, Any]) -> None:
+        for kind, count in safepoints["aborts"].items():
+            self._count(self._aborts, count, kind)
+        self._count(self._wasted_s, safepoints["wasted_ms"] / 1e3)
+        self._count(self._wasted_tokens, safepoints["wasted_tokens"])
+        for step, delays_ms in safepoints["delays_ms"].items():
+            for quantile in ("p50", "p99"):
+                if delays_ms[quantile] is not None:
+                    gauge = self._delay.labels(self._model_name, step, f"0.{quantile[1:]}")
+                    gauge.set(delays_ms[quantile] / 1e3)
+
+    def _count(self, counter: Any, total: float, *labels: str) -> None:
+        """Bring a counter to a total that never shrinks."""
+        key = (counter, *labels)
+        counter.labels(self._model_name, *labels).inc(total - self._counted.get(key, 0))
+        self._counted[key] = total

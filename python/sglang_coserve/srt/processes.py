@@ -38,9 +38,13 @@ def scheduler_class(server_args: Any) -> type[CoserveScheduler]:
     """Return the scheduler that the settings on ``server_args`` ask for."""
     from sglang_coserve.srt.fifo_scheduler import FifoScheduler
     from sglang_coserve.srt.planned_scheduler import PlannedScheduler
+    from sglang_coserve.srt.preemptive_scheduler import PreemptiveScheduler
     from sglang_coserve.srt.scheduler import config_of
 
-    return FifoScheduler if config_of(server_args).offline_policy == "fifo" else PlannedScheduler
+    config = config_of(server_args)
+    if config.offline_policy == "fifo":
+        return FifoScheduler
+    return PreemptiveScheduler if config.safepoint_interval else PlannedScheduler
 
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,289 @@
+"""What safepoints give an online arrival, and what they cost: two engines side by side on a CPU.
+
+    python benchmark/bench_safepoint.py --out benchmark/results/safepoint_cpu.json
+
+The two engines are the same but for the safepoints, and run in turn, the other one stopped.
+Two of them compute an offline prompt of about a second in one iteration (1 to 3); two more
+have the default policy, which keeps iterations short for those who may arrive (4 and 5).
+
+1. overhead: arming a batch and passing its safepoints, as a part of the iteration;
+2. the way from an arrival to the abort, step by step;
+3. TTFT of online requests that come somewhere in an offline prefill, and on the idle engine;
+4. offline tokens per second beside one online arrival a second;
+5. the idle engine: CPU time of the scheduler, and TTFT. Without safepoints its loop is SGLang's.
+
+Figures are medians, with ranges over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from coserve_bench.machine import describe_machine
+from safepoint_bench.system import Load, System, SystemSpec
+from sglang_coserve.interrupts import terminate_as_interrupt
+from sglang_coserve.progress_bar import progress_bar
+from sglang_coserve.small_model import SmallModelSpec, make_small_model
+
+WITH, WITHOUT = "with", "without"
+PREFILL_S: Final = 1.0
+CALIBRATION_TOKENS: Final = 1024
+
+
+@dataclass
+class Figures:
+    """What was measured, by system."""
+
+    in_prefill_ms: dict[str, list[float]] = field(default_factory=lambda: {WITH: [], WITHOUT: []})
+    idle_ms: dict[str, list[float]] = field(default_factory=lambda: {WITH: [], WITHOUT: []})
+    idle_cpu: dict[str, list[float]] = field(default_factory=lambda: {WITH: [], WITHOUT: []})
+    loads: dict[str, list[Load]] = field(default_factory=lambda: {WITH: [], WITHOUT: []})
+    prefill_s: float = 0.0
+    prefill_tokens: int = 0
+    aborts: Mapping[str, Any] = field(default_factory=dict)
+    """The status after the prefills that were interrupted."""
+
+    under_load: Mapping[str, Any] = field(default_factory=dict)
+    """The status of the default engine after the loads."""
+
+
+def main() -> None:
+    """Run the benchmark; print tables, write the figures."""
+    options = parse_options()
+    shape = SmallModelSpec(hidden=options.hidden, layers=options.layers, context=options.context)
+    with tempfile.TemporaryDirectory() as directory, terminate_as_interrupt():
+        try:
+            figures = measure(make_small_model(Path(directory) / "model", shape), options)
+        except KeyboardInterrupt:
+            print("interrupted: nothing was written", file=sys.stderr)
+            raise SystemExit(130) from None
+    summary = summarize(figures, options)
+    print(table(summary))
+    if options.out is not None:
+        document = {
+            "options": {name: str(value) for name, value in vars(options).items()},
+            "machine": describe_machine(),
+            "summary": summary,
+            "aborts": figures.aborts,
+            "under_load": figures.under_load,
+            "in_prefill_ms": figures.in_prefill_ms,
+            "idle_ms": figures.idle_ms,
+            "idle_cpu": figures.idle_cpu,
+            "loads": {
+                name: [vars(load) for load in loads] for name, loads in figures.loads.items()
+            },
+        }
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def measure(model: Path, options: argparse.Namespace) -> Figures:
+    """Run everything, the systems in turn."""
+    figures = Figures()
+    with ExitStack() as stack, progress_bar() as bar:
+        steps = bar.add_task("starting", total=4 + options.rounds * (2 * options.requests + 8))
+
+        def start(interval: int, *, is_long: bool) -> System:
+            ttft_ms = options.slo_ttft_ms if is_long else options.load_slo_ttft_ms
+            bar.advance(steps)
+            spec = SystemSpec(model, options.context, interval, ttft_ms, is_long)
+            return stack.enter_context(System(spec))
+
+        def measure_in_turn(
+            text: str, pair: Mapping[str, System], method: str, *arguments: Any
+        ) -> dict[str, Any]:
+            results = {}
+            for name, system in pair.items():
+                bar.update(steps, description=f"{text}, {name}")
+                results[name] = system.call(method, *arguments)
+                bar.advance(steps)
+            return results
+
+        long, default = (
+            {WITH: start(options.interval, is_long=kind), WITHOUT: start(0, is_long=kind)}
+            for kind in (True, False)
+        )
+        for system in (*long.values(), *default.values()):
+            system.call("prefill_s", CALIBRATION_TOKENS)
+        figures.prefill_tokens, figures.prefill_s = calibrate(long[WITHOUT], options.context)
+        prefill = figures.prefill_tokens, figures.prefill_s
+        for _ in range(options.rounds):
+            for _ in range(options.requests):
+                times = measure_in_turn("TTFT in a prefill", long, "ttft_in_prefill_ms", *prefill)
+                for name, ttft_ms in times.items():
+                    figures.in_prefill_ms[name].append(ttft_ms)
+            for name, ttfts_ms in measure_in_turn(
+                "idle TTFT", default, "idle_ttft_ms", options.requests
+            ).items():
+                figures.idle_ms[name] += ttfts_ms
+            for name, share in measure_in_turn("idle CPU", default, "idle_cpu_share", 2.0).items():
+                figures.idle_cpu[name].append(share)
+            for name, load in measure_in_turn(
+                "load", default, "load", options.load_seconds, 1.0, figures.prefill_tokens // 2
+            ).items():
+                figures.loads[name].append(load)
+        figures.aborts = long[WITH].call("status")
+        figures.under_load = default[WITH].call("status")
+    return figures
+
+
+def calibrate(system: System, context: int) -> tuple[int, float]:
+    """Return the length of a prompt that takes about a second to prefill, and how long it takes."""
+    system.call("prefill_s", CALIBRATION_TOKENS)
+    tokens = CALIBRATION_TOKENS
+    for _ in range(3):
+        seconds = min(system.call("prefill_s", tokens) for _ in range(2))
+        tokens = max(64, min(int(tokens * (PREFILL_S / seconds) ** 0.8), context - 64))
+    return tokens, min(system.call("prefill_s", tokens) for _ in range(3))
+
+
+def summarize(figures: Figures, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures that the targets are about, each with its target."""
+    status = figures.aborts
+    num_safepoints = -(-status["layers"] // status["interval_layers"])
+    interval_ms = figures.prefill_s * 1e3 * status["interval_layers"] / status["layers"]
+    ttft, idle = figures.in_prefill_ms, figures.idle_ms
+    cost_ms = status["cost_us"] * num_safepoints / 1e3
+    overhead_ms = status["arming_ms"]["p50"] + cost_ms
+    delays = status["delays_ms"]
+    rates = {
+        name: [load.offline_tokens / load.seconds for load in loads]
+        for name, loads in figures.loads.items()
+    }
+    load_ms = 1e3 * sum(load.seconds for load in figures.loads[WITH])
+    wasted_percent = 100 * figures.under_load["wasted_ms"] / load_ms
+    loss = 1 - np.median(rates[WITH]) / np.median(rates[WITHOUT])
+    return {
+        "prefill": {"tokens": figures.prefill_tokens, "seconds": figures.prefill_s},
+        "interval_ms": interval_ms,
+        "aborts": status["aborts"],
+        "rows": [
+            row("1. a safepoint", f"{status['cost_us']:.2f} µs", "≤ 2 µs"),
+            row(
+                "1. arming and safepoints, part of an iteration",
+                f"{100 * overhead_ms / status['armed_batch_ms']['p50']:.3f}% "
+                f"({overhead_ms * 1e3:.0f} µs of {status['armed_batch_ms']['p50']:.0f} ms)",
+                "≤ 0.5%",
+            ),
+            row("2. arrival → flag", spread(delays["arrival_to_flag"])),
+            row("2. flag → abort", spread(delays["flag_to_abort"])),
+            row(
+                "2. arrival → abort",
+                spread(delays["arrival_to_abort"]),
+                f"P99 ≤ {interval_ms + 2:.0f} ms",
+            ),
+            row("2. rollback", spread(delays["rollback"])),
+            row("3. TTFT in a prefill, with", spread(percentiles(ttft[WITH]))),
+            row("3. TTFT in a prefill, without", spread(percentiles(ttft[WITHOUT]))),
+            row("3. TTFT on the idle engine, with", spread(percentiles(idle[WITH]))),
+            row(
+                "3. with / without",
+                f"P50 {ratio(ttft, 50):.2f}, P99 {ratio(ttft, 99):.2f}",
+                "P50 ≤ 0.15, P99 ≤ 0.3",
+            ),
+            row(
+                "3. with, against 1.2 × idle + one interval",
+                f"P50 {np.percentile(ttft[WITH], 50):.0f} ms",
+                f"≤ {1.2 * np.percentile(idle[WITH], 50) + interval_ms:.0f} ms",
+            ),
+            row(
+                f"4. offline tokens/s over {options.load_seconds:.0f} s, with",
+                over_rounds(rates[WITH]),
+            ),
+            row("4. the same, without", over_rounds(rates[WITHOUT])),
+            row("4. loss", f"{100 * loss:.1f}%", "≤ 10%"),
+            row(
+                "4. aborts, part of the time they wasted",
+                f"{sum(figures.under_load['aborts'].values())}, {wasted_percent:.1f}%",
+            ),
+            row("4. online TTFT, with", spread(percentiles(all_ttft(figures.loads[WITH])))),
+            row("4. online TTFT, without", spread(percentiles(all_ttft(figures.loads[WITHOUT])))),
+            row("5. idle CPU, with", over_rounds(figures.idle_cpu[WITH], "{:.3f} cores")),
+            row(
+                "5. idle CPU, stock loop",
+                over_rounds(figures.idle_cpu[WITHOUT], "{:.3f} cores"),
+            ),
+            row("5. idle TTFT, with", spread(percentiles(idle[WITH])), "not above stock"),
+            row("5. idle TTFT, stock loop", spread(percentiles(idle[WITHOUT]))),
+        ],
+    }
+
+
+def row(name: str, value: str, target: str = "") -> dict[str, str]:
+    """A line of the table."""
+    return {"figure": name, "measured": value, "target": target}
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """Return the percentiles that are printed, and the number of values."""
+    points = np.percentile(values, [50, 90, 99]).tolist()
+    return {"n": len(values), **dict(zip(("p50", "p90", "p99"), points, strict=True))}
+
+
+def spread(summary: Mapping[str, Any]) -> str:
+    """Percentiles in milliseconds."""
+    if not summary["n"]:
+        return "none"
+    values = " / ".join(f"{summary[name]:.3g}" for name in ("p50", "p90", "p99"))
+    return f"{values} ms (P50 / P90 / P99 of {summary['n']})"
+
+
+def over_rounds(values: Sequence[float], text: str = "{:.0f}") -> str:
+    """Median and range."""
+    low, middle, high = (text.format(v) for v in (min(values), np.median(values), max(values)))
+    return f"{middle} ({low} to {high})"
+
+
+def ratio(values: Mapping[str, Sequence[float]], percentile: float) -> float:
+    """Return a percentile with safepoints over the one without."""
+    return float(
+        np.percentile(values[WITH], percentile) / np.percentile(values[WITHOUT], percentile)
+    )
+
+
+def all_ttft(loads: Sequence[Load]) -> list[float]:
+    """Return the TTFT of all online requests."""
+    return [value for load in loads for value in load.ttft_ms]
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """Return the figures as a Markdown table."""
+    prefill = summary["prefill"]
+    lines = [
+        f"Offline prefill: {prefill['tokens']} tokens, {prefill['seconds']:.2f} s; one interval: "
+        f"{summary['interval_ms']:.0f} ms; aborts: {summary['aborts']}",
+        "",
+        "| figure | measured | target |",
+        "|---|---|---|",
+    ]
+    lines += ["| {figure} | {measured} | {target} |".format(**line) for line in summary["rows"]]
+    return "\n".join(lines)
+
+
+def parse_options() -> argparse.Namespace:
+    """Return the command line's options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=20, help="per round and measurement")
+    parser.add_argument("--load-seconds", type=float, default=20.0)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--interval", type=int, default=2, help="layers between safepoints")
+    parser.add_argument("--slo-ttft-ms", type=float, default=50.0, help="in long iterations")
+    parser.add_argument("--load-slo-ttft-ms", type=float, default=300.0, help="in the default ones")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""An engine whose offline iterations are as long as its prompts.
+
+On a CPU the plan finds small chunks best, since there is little to gain from large
+ones. What safepoints do for an arrival in a long iteration shows only in one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_coserve.srt import processes
+from sglang_coserve.srt.engine import CoserveEngine
+
+__all__ = ["LongIterationsEngine"]
+
+
+def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
+    """Run the scheduler's process, in which every offline prefill gets all tokens there are."""
+    from sglang_coserve.core import offline_phase
+
+    offline_phase.best_prefill_tokens = lambda batch: batch.free_tokens
+    processes.run_scheduler_process(*args, **kwargs)
+
+
+class LongIterationsEngine(CoserveEngine):
+    """See the module's docstring."""
+
+    run_scheduler_process_func = staticmethod(run_scheduler_process)

@@ -1,0 +1,263 @@
+"""One engine in a process of its own, measured on request."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import random
+import signal
+import time
+import traceback
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import psutil
+
+ANSWER_TIMEOUT_S: Final = 600
+ONLINE_TOKENS: Final = 32
+ONLINE_OUTPUT_TOKENS: Final = 4
+POLL_S: Final = 0.002
+
+
+@dataclass(frozen=True)
+class SystemSpec:
+    """What to start; without safepoints where the interval is 0."""
+
+    model: Path
+    context: int
+    interval: int
+    ttft_ms: float
+    is_long: bool
+    """Offline iterations as long as prompts, each of which may be aborted; else the defaults."""
+
+
+@dataclass
+class Load:
+    """What ran in some seconds."""
+
+    seconds: float
+    offline_tokens: int
+    ttft_ms: list[float] = field(default_factory=list)
+
+
+class Measured:
+    """An engine and the measurements that can be made of it; lives in its process."""
+
+    def __init__(self, spec: SystemSpec) -> None:
+        from safepoint_bench.long_iterations import LongIterationsEngine
+        from sglang_coserve.config import CoserveConfig
+        from sglang_coserve.srt.engine import CoserveEngine
+
+        self._rng = random.Random(0)
+        self._context = spec.context
+        engine = LongIterationsEngine if spec.is_long else CoserveEngine
+        self._engine: Any = engine(
+            model_path=str(spec.model),
+            dtype="float32",
+            max_total_tokens=4 * spec.context,
+            chunked_prefill_size=spec.context,
+            max_prefill_tokens=spec.context,
+            disable_radix_cache=True,
+            coserve_config=CoserveConfig(
+                # ConServe's policy does not shorten iterations for those who may arrive.
+                offline_policy="conserve" if spec.is_long else "coserve",
+                slo_ttft_ms=spec.ttft_ms,
+                slo_tpot_ms=spec.ttft_ms,
+                safepoint_interval=spec.interval,
+                safepoint_wasted_share=1.0 if spec.is_long else 0.1,
+                startup_profile_seconds=5.0,
+            ),
+        )
+        self._vocabulary = range(10, 700)
+
+    def close(self) -> None:
+        """End the engine."""
+        self._engine.shutdown()
+
+    # --- Measurements --------------------------------------------------------------------
+
+    def prefill_s(self, tokens: int) -> float:
+        """Return how long an offline prompt of this length takes alone."""
+        return self._run(self._first_token_s(self._tokens(tokens), offline=True))
+
+    def idle_ttft_ms(self, count: int) -> list[float]:
+        """Return the TTFT of online requests that come one by one, at random times."""
+
+        async def measure() -> list[float]:
+            times_ms = []
+            for _ in range(count):
+                await asyncio.sleep(self._rng.uniform(0.05, 0.2))
+                times_ms.append(await self._online_ttft_ms())
+            return times_ms
+
+        return list(self._run(measure()))
+
+    def ttft_in_prefill_ms(self, tokens: int, prefill_s: float) -> float:
+        """Return the TTFT of a request that comes somewhere in a long offline prefill."""
+
+        async def measure() -> float:
+            offline = asyncio.create_task(self._first_token_s(self._tokens(tokens), offline=True))
+            await asyncio.sleep(self._rng.uniform(0.1, 0.8) * prefill_s)
+            ttft_ms = await self._online_ttft_ms()
+            await offline
+            return ttft_ms
+
+        return float(self._run(measure()))
+
+    def load(self, seconds: float, arrivals_per_s: float, prompt_tokens: int) -> Load:
+        """Run an offline backlog for some seconds, with online arrivals at random times."""
+        load = Load(seconds, 0)
+
+        async def offline(end_s: float) -> None:
+            while time.perf_counter() < end_s:
+                tokens = self._rng.randrange(prompt_tokens // 2, prompt_tokens)
+                await self._first_token_s(self._tokens(tokens), offline=True)
+                # One that ends late counts by the part before the end.
+                load.offline_tokens += tokens if time.perf_counter() < end_s else 0
+
+        async def online(end_s: float) -> None:
+            async with asyncio.TaskGroup() as requests:
+                while time.perf_counter() < end_s:
+                    await asyncio.sleep(self._rng.expovariate(arrivals_per_s))
+                    requests.create_task(one_online())
+
+        async def one_online() -> None:
+            load.ttft_ms.append(await self._online_ttft_ms())
+
+        async def both() -> None:
+            end_s = time.perf_counter() + seconds
+            async with asyncio.TaskGroup() as group:
+                for _ in range(8):
+                    group.create_task(offline(end_s))
+                if arrivals_per_s:
+                    group.create_task(online(end_s))
+
+        self._run(both())
+        return load
+
+    def idle_cpu_share(self, seconds: float) -> float:
+        """Return what part of a core the scheduler's process takes while nothing happens."""
+        schedulers = [
+            process
+            for process in psutil.Process().children(recursive=True)
+            if "scheduler" in process.name() or "scheduler" in " ".join(process.cmdline())
+        ]
+        before_s = sum(sum(process.cpu_times()[:2]) for process in schedulers)
+        time.sleep(seconds)
+        after_s = sum(sum(process.cpu_times()[:2]) for process in schedulers)
+        return (after_s - before_s) / seconds
+
+    def status(self) -> dict[str, Any]:
+        """Return what the scheduler says of its safepoints."""
+        (state,) = self._run(self._engine.tokenizer_manager.get_internal_state())
+        return dict(state["coserve"]["safepoints"])
+
+    # --- Requests ------------------------------------------------------------------------
+
+    def _tokens(self, count: int) -> list[int]:
+        return self._rng.choices(self._vocabulary, k=count)
+
+    async def _online_ttft_ms(self) -> float:
+        return await self._first_token_s(self._tokens(ONLINE_TOKENS), offline=False) * 1e3
+
+    async def _first_token_s(self, prompt: list[int], *, offline: bool) -> float:
+        """Return when the first token came; the request has ended then."""
+        params: dict[str, Any] = {
+            "max_new_tokens": 1 if offline else ONLINE_OUTPUT_TOKENS,
+            "temperature": 0.0,
+            "ignore_eos": True,
+        }
+        if offline:
+            params["custom_params"] = {"coserve_class": "offline"}
+        started_s = time.perf_counter()
+        outputs: AsyncIterator[Any] = await self._engine.async_generate(
+            input_ids=prompt, sampling_params=params, stream=True
+        )
+        first_s = None
+        async for _ in outputs:
+            first_s = first_s or time.perf_counter() - started_s
+        assert first_s is not None
+        return first_s
+
+    def _run(self, work: Any) -> Any:
+        return self._engine.loop.run_until_complete(work)
+
+
+def serve(connection: Any, spec: SystemSpec) -> None:
+    """Run the methods of a ``Measured`` that are asked for, until the connection closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The benchmark ends its systems itself.
+    measured = None
+    try:
+        measured = Measured(spec)
+        connection.send((None, None))
+        while True:
+            name, arguments = connection.recv()
+            connection.send((getattr(measured, name)(*arguments), None))
+    except EOFError:
+        pass
+    except BaseException:
+        connection.send((None, traceback.format_exc()))
+    finally:
+        if measured is not None:
+            measured.close()
+        os._exit(0)
+
+
+class System:
+    """A system in a process of its own, stopped while another one is measured."""
+
+    def __init__(self, spec: SystemSpec) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, remote = context.Pipe()
+        self._process = context.Process(target=serve, args=(remote, spec))
+        self._process.start()
+        remote.close()
+        self._answer()
+        self._signal(signal.SIGSTOP)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Return what ``Measured``'s method returned."""
+        self._signal(signal.SIGCONT)
+        self._connection.send((name, arguments))
+        answer = self._answer()
+        self._signal(signal.SIGSTOP)
+        return answer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._connection.close()
+        for process in self._tree():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.join()
+
+    def _answer(self) -> Any:
+        if not self._connection.poll(ANSWER_TIMEOUT_S):
+            raise SystemExit(f"no answer in {ANSWER_TIMEOUT_S} s")
+        result, error = self._connection.recv()
+        if error is not None:
+            raise SystemExit(error)
+        return result
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._tree():
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def _tree(self) -> list[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(self._process.pid)
+            return [*parent.children(recursive=True), parent]
+        return []

@@ -1,0 +1,153 @@
+"""The planned scheduler with safepoints: what arrives online may abort the batch in flight."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, Final
+
+from sglang.srt.managers.utils import GenerationBatchResult
+
+from sglang_coserve.core.snapshot import EngineSnapshot
+from sglang_coserve.srt.planned_scheduler import PlannedScheduler
+from sglang_coserve.srt.request_marks import is_offline
+from sglang_coserve.srt.safepoint.counted_penalties import CountedPenalties
+from sglang_coserve.srt.safepoint.in_flight import BatchKind
+from sglang_coserve.srt.safepoint.install import install_safepoints
+from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
+from sglang_coserve.srt.safepoint.rollback import roll_back
+
+__all__ = ["PREEMPTED", "PreemptiveScheduler"]
+
+Req = Any
+ScheduleBatch = Any
+
+PREEMPTED: Final = GenerationBatchResult()
+"""The result of a batch that was aborted: nothing."""
+
+
+class PreemptiveScheduler(PlannedScheduler):
+    """See the module's docstring. Where batches cannot be aborted it is the planned scheduler."""
+
+    # State of SGLang's that is assigned here too.
+    recv_from_tokenizer: Any
+    idle_sleeper: Any
+    running_batch: ScheduleBatch
+
+    # --- Set-up --------------------------------------------------------------------------
+
+    def init_running_status(self) -> None:
+        """Set up what outlasts an aborted batch."""
+        super().init_running_status()
+        self._counted_penalties = CountedPenalties()
+
+    def init_request_receiver(self) -> None:
+        """Put safepoints into the model, and let a thread receive what comes meanwhile."""
+        installed = install_safepoints(self, self._coserve_config)
+        self._safepoints, self._ingress, self._no_safepoints = installed
+        if self._ingress is not None:
+            self.recv_from_tokenizer = self._ingress.inbox
+            self.idle_sleeper = self._ingress.parking
+        super().init_request_receiver()
+
+    def run_event_loop(self) -> None:
+        """Receive requests as long as the event loop runs."""
+        with nullcontext() if self._ingress is None else self._ingress.running():
+            super().run_event_loop()
+
+    # --- Batches run, or not -------------------------------------------------------------
+
+    def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:
+        """Run a batch; roll it back if it is aborted, and return ``PREEMPTED``."""
+        self._counted_penalties.put_back(batch)
+        safepoints = self._safepoints
+        if safepoints is None or not _has_offline(batch):
+            return super().run_batch(batch, pp_proxy_tensors)
+        why_not = safepoints.why_not(batch)
+        if why_not is not None:
+            safepoints.stats.kept[why_not] += 1
+            return super().run_batch(batch, pp_proxy_tensors)
+        try:
+            with safepoints.armed(batch, self.forward_ct, self._core.model) as armed:
+                result = super().run_batch(batch, pp_proxy_tensors)
+        except ForwardPreempted as preempted:
+            aborted_s = time.perf_counter()
+            self._roll_back(batch, armed.kind)
+            safepoints.aborted(armed, preempted, aborted_s, self._now_s())
+            return PREEMPTED
+        safepoints.completed(armed)
+        return result
+
+    def _roll_back(self, batch: ScheduleBatch, kind: BatchKind) -> None:
+        """Put the rows of an aborted batch back to where the next pass finds them."""
+        rows = roll_back(batch, kind, self.chunked_req, self.future_map)
+        self._counted_penalties.keep(batch)
+        if kind is not BatchKind.DECODE:
+            self.chunked_req = rows.unfinished
+        if kind is BatchKind.MIXED:
+            self.running_batch = batch
+        self.running_batch.batch_is_full = False
+        online = [req for req in rows.released if not self._is_ours(req)]
+        self.waiting_queue = [*online, *self.waiting_queue]
+        for req in rows.released:
+            if self._is_ours(req):
+                self._add_request_to_queue(req, is_retracted=True)
+        # The prefills' turn is not over, and the time of this pass is no iteration's.
+        self._has_left_decodes = False
+        self._times.launched(None)
+        if self._offline_ran is not None:
+            self._slo_watch.offline_ran(self._offline_ran[0], time.perf_counter(), 0.0)
+            self._offline_ran = None
+
+    @staticmethod
+    def _is_ours(req: Req) -> bool:
+        """False for a request that waits in SGLang's queue: online, or to fail."""
+        return is_offline(req) and req.to_finish is None
+
+    def is_disable_overlap_for_batch(
+        self, batch: ScheduleBatch | None, last_batch: ScheduleBatch | None
+    ) -> bool:
+        """Take the last batch's results before one that may be aborted runs: what is rolled
+        back must not depend on results to come."""
+        if batch is not None and self.result_queue and self._may_be_aborted(batch):
+            return True
+        return bool(super().is_disable_overlap_for_batch(batch, last_batch))
+
+    def _may_be_aborted(self, batch: ScheduleBatch) -> bool:
+        safepoints = self._safepoints
+        return safepoints is not None and _has_offline(batch) and not safepoints.why_not(batch)
+
+    def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
+        """Note who got a first token; an aborted batch has no results."""
+        if result is PREEMPTED:
+            return
+        super().process_batch_result(batch, result)
+        if self._safepoints is not None:
+            self._safepoints.stats.results(batch.reqs, time.perf_counter())
+
+    # --- Around it -----------------------------------------------------------------------
+
+    def _snapshot(self, running_batch: ScheduleBatch, now_s: float) -> EngineSnapshot:
+        snapshot = super()._snapshot(running_batch, now_s)
+        if self._safepoints is None:
+            return snapshot
+        share = self._safepoints.arrival_wait_share(now_s)
+        return replace(snapshot, arrival_wait_share=share)
+
+    def _forget(self, rid: str) -> None:
+        super()._forget(rid)
+        self._counted_penalties.forget(rid)
+        if self._safepoints is not None:
+            self._safepoints.forget(rid)
+
+    def _state(self) -> dict[str, Any]:
+        if self._safepoints is None:
+            report: dict[str, Any] = {"enabled": False, "reason": self._no_safepoints}
+        else:
+            report = self._safepoints.report()
+        return {**super()._state(), "safepoints": report}
+
+
+def _has_offline(batch: ScheduleBatch) -> bool:
+    return any(is_offline(req) for req in batch.reqs)

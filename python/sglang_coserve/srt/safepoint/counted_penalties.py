@@ -1,0 +1,63 @@
+"""Keeps penalties from counting the last token twice when a decode step is done again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["CountedPenalties"]
+
+ScheduleBatch = Any
+
+_Rows = dict[tuple[type, str], torch.Tensor]
+
+
+class CountedPenalties:
+    """What penalizers had counted for the decodes of aborted batches.
+
+    SGLang counts a row's last token when it prepares the step, and the step is
+    prepared twice. So what the first preparation counted is kept, and put back
+    after the second.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[str, _Rows] = {}
+
+    def keep(self, batch: ScheduleBatch) -> None:
+        """Keep the counts of the decodes in a batch that was rolled back. O(rows) if any count."""
+        penalties = batch.sampling_info.penalizer_orchestrator
+        if not batch.reqs or not penalties.is_required:
+            return
+        tensors = [
+            ((kind, name), value)
+            for kind, penalizer in penalties.penalizers.items()
+            # Each penalizer keeps tensors with a row per request, as its filter shows.
+            for name, value in vars(penalizer).items()
+            if isinstance(value, torch.Tensor)
+        ]
+        for row, req in enumerate(batch.reqs):
+            if not req.finished():
+                self._rows[req.rid] = {key: value[row].clone() for key, value in tensors}
+
+    def put_back(self, batch: ScheduleBatch) -> None:
+        """Set the counts of a batch that is ready to run to what was kept for its rows.
+
+        Of a row that prefills, because it was evicted since, nothing is kept any more.
+        """
+        if not self._rows:
+            return
+        num_prefills = 0
+        if not batch.forward_mode.is_decode():
+            num_prefills = len(batch.reqs) - len(batch.decoding_reqs or ())
+        penalties = batch.sampling_info.penalizer_orchestrator
+        for row, req in enumerate(batch.reqs):
+            kept = self._rows.pop(req.rid, None)
+            if kept is None or row < num_prefills:
+                continue
+            for (kind, name), value in kept.items():
+                getattr(penalties.penalizers[kind], name)[row] = value
+
+    def forget(self, rid: str) -> None:
+        """Drop what is kept for a request that has ended."""
+        self._rows.pop(rid, None)

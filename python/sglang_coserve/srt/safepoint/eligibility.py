@@ -1,0 +1,63 @@
+"""Which engines and which batches can be rolled back; all others always run to their end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+from sglang_coserve.srt.safepoint.consensus import has_ordered_stores
+
+__all__ = ["why_batch_must_end", "why_no_safepoints"]
+
+ScheduleBatch = Any
+Scheduler = Any
+
+
+def why_no_safepoints(scheduler: Scheduler, layers: Sequence[Any]) -> str | None:
+    """Return why this engine's batches cannot be aborted; None if they can.
+
+    ``layers`` are those of the model, as far as they were found.
+    """
+    args, ps = scheduler.server_args, scheduler.ps
+    reasons = {
+        "on a GPU the host runs ahead of the device, which safepoints do not bound yet": (
+            scheduler.device != "cpu"
+        ),
+        "the model does not generate": not scheduler.is_generation,
+        "no list of decoder layers was found in the model": not layers,
+        "its layers update a state in place": (
+            isinstance(scheduler.req_to_token_pool, HybridReqToTokenPool)
+        ),
+        "its sliding-window cache cannot be rolled back yet": scheduler.is_hybrid_swa,
+        "encoder-decoder models are not supported": scheduler.model_config.is_encoder_decoder,
+        "speculative decoding": not scheduler.spec_algorithm.is_none(),
+        "pipeline parallelism": ps.pp_size > 1,
+        "DP attention": args.enable_dp_attention,
+        "context parallelism": ps.attn_cp_size > 1,
+        "tensor parallelism over several machines": ps.tp_size > 1 and args.nnodes > 1,
+        "tensor parallelism on a processor that reorders stores": (
+            ps.tp_size > 1 and not has_ordered_stores()
+        ),
+        "--enable-two-batch-overlap runs layers in its own order": args.enable_two_batch_overlap,
+        "--enable-pdmux runs layers in its own order": args.enable_pdmux,
+        "the statistics of experts would count an aborted pass": (
+            args.enable_eplb or args.expert_distribution_recorder_mode is not None
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def why_batch_must_end(batch: ScheduleBatch, num_prefills: int) -> str | None:
+    """Return why this batch cannot be aborted; None if it can. O(rows)."""
+    if batch.hicache_consumer_index != -1:
+        return "KV is being loaded from the host layer by layer"
+    for row, req in enumerate(batch.reqs):
+        if req.session is not None:
+            return "a session shares its KV"
+        if row < num_prefills and req.multimodal_inputs is not None:
+            return "images are dropped once they are embedded"
+        if row < num_prefills and req.input_embeds is not None:
+            return "embeddings are given instead of tokens"
+    return None

@@ -1,0 +1,33 @@
+"""How requests reach a scheduler with safepoints: by a thread, also while a pass runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sglang_coserve.srt.safepoint.arrival_watch import ArrivalWatch
+from sglang_coserve.srt.safepoint.inbox import Inbox
+from sglang_coserve.srt.safepoint.monitor import Monitor
+from sglang_coserve.srt.safepoint.parking import Parking
+
+__all__ = ["Ingress"]
+
+
+class Ingress:
+    """The inbox that stands for SGLang's socket, the thread that fills it, and the idle loop's
+    sleep; on the rank that receives requests."""
+
+    def __init__(self, socket: Any, rpc_socket: Any, inbox: Inbox, watch: ArrivalWatch) -> None:
+        self.inbox = inbox
+        self.parking = Parking(inbox, rpc_socket)
+        self._monitor = Monitor(socket, inbox, watch.consider)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Receive as long as it is entered."""
+        self._monitor.start()
+        try:
+            yield
+        finally:
+            self._monitor.stop()

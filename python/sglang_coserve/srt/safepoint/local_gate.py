@@ -1,0 +1,32 @@
+"""The gate of an engine on one rank: the flag decides by itself."""
+
+from __future__ import annotations
+
+import time
+
+from sglang_coserve.srt.safepoint.flag import PreemptionFlag
+from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
+
+__all__ = ["LocalGate"]
+
+
+class LocalGate:
+    """See ``instrument.Gate``: stops the armed batch when the flag names it."""
+
+    def __init__(self, flag: PreemptionFlag) -> None:
+        self.attention = flag.words
+        self._armed = 0
+        self._started_s = 0.0
+
+    def arm(self, batch: int, started_s: float) -> None:
+        """See ``Gate.arm``."""
+        self._armed, self._started_s = batch, started_s
+
+    def disarm(self) -> None:
+        """See ``Gate.disarm``."""
+        self._armed = 0
+
+    def reached(self, layer: int) -> None:
+        """See ``Gate.reached``. A flag that is left over from another batch stops nothing."""
+        if self._armed and self.attention[0] == self._armed:
+            raise ForwardPreempted(layer, time.perf_counter() - self._started_s)

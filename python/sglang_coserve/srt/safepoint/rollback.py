@@ -1,0 +1,128 @@
+"""Gives back what a batch took for a forward pass that was aborted.
+
+Preparing a batch allocates KV, moves lengths on and hands requests over from one
+place to another, all before the pass. An aborted pass has computed nothing that
+counts, so each of these steps is undone, in the terms in which SGLang took it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.managers.overlap_utils import RelayPayload
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_coserve.srt.compat import release_uncomputed
+from sglang_coserve.srt.safepoint.in_flight import BatchKind, num_decodes
+
+__all__ = ["RolledBack", "roll_back"]
+
+Req = Any
+ScheduleBatch = Any
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    """Where the rows of an aborted batch are to go; its decodes are left in the batch."""
+
+    released: tuple[Req, ...]
+    """Prefills that had computed nothing before: without KV and slot, they wait again."""
+
+    unfinished: Req | None
+    """The prefill that had computed chunks before: it keeps those."""
+
+
+def roll_back(
+    batch: ScheduleBatch, kind: BatchKind, chunked_req: Req | None, relay: Any
+) -> RolledBack:
+    """Undo the preparation of ``batch``, and leave in it the rows that decode.
+
+    Args:
+        batch: as the forward pass left it.
+        kind: of the batch.
+        chunked_req: the scheduler's prefill that this batch would not have finished.
+        relay: SGLang's ``FutureMap``, which hands each row's last token to its next step.
+
+    A batch left with decodes is as it was before their step, a decode batch; one
+    without is empty.  Rows that have ended meanwhile (under overlap scheduling the
+    result of the step before comes in between) gave their KV back by themselves.
+    """
+    count = num_decodes(batch, kind)
+    num_prefills = len(batch.reqs) - count
+    prefills = batch.reqs[:num_prefills]
+    if count:
+        _undo_decodes(batch, count, relay)
+    unfinished = next((req for req in prefills if _has_chunks(req)), None)
+    if unfinished is not None:
+        _undo_chunk(batch, unfinished, is_last=unfinished is not chunked_req)
+    released = tuple(req for req in prefills if req.kv is not None and req is not unfinished)
+    for req in released:
+        release_uncomputed(req, batch.tree_cache)
+    if num_prefills:
+        _keep_decodes(batch, num_prefills)
+    return RolledBack(released, unfinished)
+
+
+def _undo_decodes(batch: ScheduleBatch, count: int, relay: Any) -> None:
+    """Undo ``prepare_for_decode`` for the last ``count`` rows, but for the batch's lengths."""
+    allocator = batch.token_to_kv_pool_allocator
+    reqs: Sequence[Req] = batch.reqs[-count:]
+    lengths = batch.seq_lens_cpu[-count:]
+    took_slots = torch.tensor([req.kv is not None for req in reqs])
+    if allocator.page_size > 1:
+        # The others wrote to a page they had.
+        took_slots &= (lengths - 1) % allocator.page_size == 0
+    slots = batch.out_cache_loc[-count:]
+    allocator.free(slots[took_slots.to(slots.device)])
+    for req in reqs:
+        if req.kv is not None:
+            req.kv_committed_len -= 1
+            req.kv.kv_allocated_len -= 1
+            req.decode_batch_idx -= 1
+    # The pass took the tokens from the relay, which in SGLang's CI gives each out once.
+    tokens = batch.input_ids[-count:]
+    relay.stash(batch.req_pool_indices[-count:], RelayPayload(bonus_tokens=tokens))
+    batch.seq_lens = batch.seq_lens - 1
+    batch.seq_lens_cpu = batch.seq_lens_cpu - 1
+    batch.orig_seq_lens = batch.orig_seq_lens - 1
+    batch.seq_lens_sum = None
+    batch.out_cache_loc = None
+    batch.input_ids = None
+
+
+def _has_chunks(req: Req) -> bool:
+    """True for a prefill that has run before, and so has more KV than its cached prefix."""
+    return req.kv is not None and req.extend_batch_idx > 1
+
+
+def _undo_chunk(batch: ScheduleBatch, req: Req, *, is_last: bool) -> None:
+    """Undo ``prepare_for_extend`` for a prefill that keeps its earlier chunks."""
+    allocator = batch.token_to_kv_pool_allocator
+    page = allocator.page_size
+    computed = len(req.prefix_indices)
+    # What was written behind the prefix into its open page is overwritten by the next chunk.
+    first_page = -(-computed // page) * page
+    slots = batch.req_to_token_pool.req_to_token[
+        req.req_pool_idx, first_page : req.kv.kv_allocated_len
+    ]
+    allocator.free_segment(slots, start_pos=first_page)
+    req.kv.kv_allocated_len = req.kv_committed_len = computed
+    req.extend_batch_idx -= 1
+    if not is_last:
+        req.inflight_middle_chunks -= 1
+    # An empty range tells SGLang that there is no new KV to put into the prefix cache.
+    req.set_extend_range(computed, computed)
+    req.already_computed = computed
+
+
+def _keep_decodes(batch: ScheduleBatch, num_prefills: int) -> None:
+    """Take the prefills out of a batch; what is left of a mixed one is a decode batch."""
+    batch.input_ids = None
+    batch.filter_batch(keep_indices=list(range(num_prefills, len(batch.reqs))))
+    batch.chunked_req = None
+    batch.decoding_reqs = None
+    if batch.reqs:
+        batch.forward_mode = ForwardMode.DECODE

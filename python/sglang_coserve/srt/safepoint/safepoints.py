@@ -1,0 +1,159 @@
+"""The safepoints of one scheduler: the life of a batch that may be aborted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.preemption_guard import GuardConfig, PreemptionGuard
+from sglang_coserve.srt.request_marks import is_offline
+from sglang_coserve.srt.safepoint.arrival_watch import AbortRequest, ArrivalWatch
+from sglang_coserve.srt.safepoint.eligibility import why_batch_must_end
+from sglang_coserve.srt.safepoint.flag import batch_id
+from sglang_coserve.srt.safepoint.in_flight import (
+    BatchKind,
+    InFlight,
+    kind_of,
+    num_decodes,
+    stats_of,
+)
+from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate, safepoint_cost_s
+from sglang_coserve.srt.safepoint.stats import SafepointStats
+
+__all__ = ["ArmedBatch", "Safepoints"]
+
+ScheduleBatch = Any
+
+
+@dataclass(frozen=True)
+class ArmedBatch:
+    """A batch that may be aborted."""
+
+    kind: BatchKind
+    whole: BatchStats
+    online: BatchStats
+    offline_rids: tuple[str, ...]
+
+    @property
+    def offline(self) -> BatchStats:
+        """Sums over its offline rows."""
+        return BatchStats(*(a - b for a, b in zip(self.whole, self.online, strict=True)))
+
+
+class Safepoints:
+    """Arms batches with offline rows, and accounts for those that were aborted.
+
+    All ranks arm the same batches; the one that receives requests decides on them.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        watch: ArrivalWatch | None,
+        guard: GuardConfig,
+        *,
+        num_layers: int,
+        interval: int,
+    ) -> None:
+        """``watch`` is None on the ranks that do not receive requests."""
+        self.stats = SafepointStats()
+        self._guard = PreemptionGuard(guard)
+        self._gate = gate
+        self._watch = watch
+        self._num_layers = num_layers
+        self._interval = interval
+        self._cost_s = safepoint_cost_s(gate)
+        self._is_affordable = True
+        self._request: AbortRequest | None = None
+
+    # --- Before a batch ------------------------------------------------------------------
+
+    def arrival_wait_share(self, now_s: float) -> float:
+        """Return the part of the next iteration that an arrival waits at most, and decide with
+        it whether that iteration may be aborted."""
+        self._is_affordable = self._guard.can_afford(now_s)
+        return self._interval / self._num_layers if self._is_affordable else 1.0
+
+    def why_not(self, batch: ScheduleBatch) -> str | None:
+        """Return why a batch with offline rows is not to be aborted; None if it may be."""
+        kind = kind_of(batch)
+        if kind is None:
+            return "neither a prefill nor a decode"
+        if not self._is_affordable:
+            return "aborts have cost their share of the time"
+        if self._guard.protects(req.rid for req in batch.reqs):
+            return "a request of it was aborted too often in a row"
+        return why_batch_must_end(batch, len(batch.reqs) - num_decodes(batch, kind))
+
+    # --- During a batch ------------------------------------------------------------------
+
+    @contextmanager
+    def armed(
+        self, batch: ScheduleBatch, forward_count: int, model: LatencyModel
+    ) -> Iterator[ArmedBatch]:
+        """Within it ``ForwardPreempted`` may be raised; it is passed on. O(rows).
+
+        ``forward_count`` tells batches apart; ``model`` predicts this one.
+        """
+        begun_s = time.perf_counter()
+        kind = kind_of(batch)
+        assert kind is not None
+        is_online = [not is_offline(req) for req in batch.reqs]
+        armed = ArmedBatch(
+            kind,
+            stats_of(batch, kind, [True] * len(is_online)),
+            stats_of(batch, kind, is_online),
+            tuple(req.rid for req, online in zip(batch.reqs, is_online, strict=True) if not online),
+        )
+        name, started_s = batch_id(forward_count), time.perf_counter()
+        self._gate.arm(name, started_s)
+        if self._watch is not None:
+            share = self._interval / self._num_layers
+            self._watch.open(InFlight(name, started_s, armed.whole, armed.online, model, share))
+        ready_s = time.perf_counter()
+        try:
+            yield armed
+        finally:
+            ended_s = time.perf_counter()
+            self._gate.disarm()
+            if self._watch is not None:
+                self._request = self._watch.close()
+            arming_s = ready_s - begun_s + time.perf_counter() - ended_s
+            self.stats.ran(arming_s, ended_s - ready_s)
+
+    # --- After a batch -------------------------------------------------------------------
+
+    def completed(self, armed: ArmedBatch) -> None:
+        """Note that a batch ran to its end."""
+        self._guard.completed(armed.offline_rids)
+
+    def aborted(
+        self, armed: ArmedBatch, preempted: ForwardPreempted, aborted_s: float, now_s: float
+    ) -> None:
+        """Note that a batch was aborted, and is rolled back by now.
+
+        ``aborted_s`` is on this process's clock, ``now_s`` on the one that all ranks share.
+        """
+        self._guard.aborted(armed.offline_rids, now_s, preempted.elapsed_s)
+        self.stats.wasted(preempted.elapsed_s, armed.offline, preempted.layer / self._num_layers)
+        self.stats.aborted(armed.kind, self._request, aborted_s, time.perf_counter())
+
+    def forget(self, rid: str) -> None:
+        """Drop what is known of a request that has ended."""
+        self._guard.forget(rid)
+        self.stats.forget(rid)
+
+    def report(self) -> dict[str, Any]:
+        """Return the state in plain values."""
+        return {
+            "enabled": True,
+            "interval_layers": self._interval,
+            "layers": self._num_layers,
+            "cost_us": self._cost_s * 1e6,
+            **self.stats.report(),
+        }

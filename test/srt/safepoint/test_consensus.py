@@ -1,0 +1,96 @@
+"""Ranks that share words stop at the same safepoint, and never wait for ever."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_coserve.srt.safepoint.consensus import FollowerGate, LeaderGate, SharedWords
+from sglang_coserve.srt.safepoint.flag import PreemptionFlag
+from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
+
+LAYERS, BATCHES, TIMEOUT_S = 8, 600, 30.0
+
+
+def shared_words(path: str) -> SharedWords:
+    with Path(path).open("r+b") as file:
+        return SharedWords(file.fileno())
+
+
+def run_batches(path: str, rank: int, barrier: Any, results: Any) -> None:
+    """Run batches of layers; a barrier after each layer stands for its collective."""
+    words = shared_words(path)
+    flag, rng = PreemptionFlag(), random.Random(rank)
+    gate = LeaderGate(words, flag) if rank == 0 else FollowerGate(words, TIMEOUT_S)
+    stops: list[tuple[int, int, float]] = []
+    for batch in range(1, BATCHES + 1):
+        flag.lower()
+        gate.arm(batch, time.perf_counter())
+        try:
+            for layer in range(LAYERS):
+                if rank == 0 and rng.random() < 0.05:
+                    flag.raise_for(batch)
+                if rng.random() < 0.02:
+                    time.sleep(0.001)
+                gate.reached(layer)
+                barrier.wait(TIMEOUT_S)
+        except ForwardPreempted as preempted:
+            stops.append((batch, preempted.layer, preempted.elapsed_s))
+        finally:
+            gate.disarm()
+        barrier.wait(TIMEOUT_S)
+    results.put((rank, stops))
+
+
+@pytest.fixture
+def words_path() -> Any:
+    with tempfile.NamedTemporaryFile() as file:
+        file.truncate(4096)
+        yield file.name
+
+
+def test_ranks_stop_at_the_same_layers(words_path: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(2), context.Queue()
+    ranks = [
+        context.Process(target=run_batches, args=(words_path, rank, barrier, results), daemon=True)
+        for rank in (0, 1)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        stops = dict(results.get(timeout=2 * TIMEOUT_S) for _ in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert stops[0] == stops[1]
+    assert len(stops[0]) > 50
+    assert {layer for _, layer, _ in stops[0]} == set(range(LAYERS))
+
+
+def test_a_leader_that_does_not_come_ends_the_follower(words_path: str) -> None:
+    gate = FollowerGate(shared_words(words_path), timeout_s=0.05)
+    gate.arm(3, 0.0)
+    with pytest.raises(RuntimeError, match="layer 5 of batch 3"):
+        gate.reached(5)
+
+
+def test_the_stop_of_an_earlier_batch_stops_no_later_one(words_path: str) -> None:
+    words, flag = shared_words(words_path), PreemptionFlag()
+    leader, follower = LeaderGate(words, flag), FollowerGate(words, timeout_s=0.05)
+    for gate in (leader, follower):
+        gate.arm(3, 0.0)
+    flag.raise_for(3)
+    for gate in (leader, follower):
+        with pytest.raises(ForwardPreempted):
+            gate.reached(2)
+    for gate in (leader, follower):
+        gate.arm(4, 0.0)
+        gate.reached(0)
+        gate.reached(2)

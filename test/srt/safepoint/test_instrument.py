@@ -1,0 +1,169 @@
+"""Where safepoints are put, and what a pass does at one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sglang_coserve.srt.safepoint.flag import PreemptionFlag, batch_id
+from sglang_coserve.srt.safepoint.instrument import (
+    ForwardPreempted,
+    add_safepoints,
+    fitting_interval,
+    safepoint_cost_s,
+)
+from sglang_coserve.srt.safepoint.local_gate import LocalGate
+
+
+class Layer(nn.Module):
+    """Counts its calls; attends, as the layers of a decoder do, if it is told to."""
+
+    def __init__(self, *, attends: bool = True) -> None:
+        from sglang.srt.layers.radix_attention import RadixAttention
+
+        super().__init__()
+        self.calls = 0
+        if attends:
+            self.attention = RadixAttention(1, 8, 1.0, num_kv_heads=1, layer_id=0)
+
+    def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
+        self.calls += 1
+        return x + 1
+
+
+class Holder(nn.Module):
+    """A module with the given attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def some_layers(count: int = 3, **kwargs: Any) -> list[Layer]:
+    return [Layer(**kwargs) for _ in range(count)]
+
+
+# --- Finding the layers -------------------------------------------------------------------
+
+WRAPPINGS: dict[str, Callable[[list[Layer]], nn.Module]] = {
+    "model.layers": lambda layers: Holder(model=Holder(layers=nn.ModuleList(layers))),
+    "transformer.h": lambda layers: Holder(transformer=Holder(h=nn.ModuleList(layers))),
+    "decoder.blocks": lambda layers: Holder(
+        model=Holder(decoder=Holder(blocks=nn.ModuleList(layers)))
+    ),
+    "a dict": lambda layers: Holder(
+        model=Holder(layers=nn.ModuleDict({str(i): layer for i, layer in enumerate(layers)}))
+    ),
+    "behind a vision encoder": lambda layers: Holder(
+        visual=Holder(layers=nn.ModuleList(some_layers(9))),
+        language_model=Holder(model=Holder(layers=nn.ModuleList(layers))),
+    ),
+    "thinker": lambda layers: Holder(thinker=Holder(model=Holder(layers=nn.ModuleList(layers)))),
+    "under an unknown name": lambda layers: Holder(core=Holder(stages=nn.ModuleList(layers))),
+    "beside lists that do not attend": lambda layers: Holder(
+        model=Holder(layers=nn.ModuleList(some_layers(9, attends=False))),
+        core=Holder(stages=nn.ModuleList(layers)),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPINGS.values(), ids=WRAPPINGS)
+def test_decoder_layers_are_found_in_order(wrap: Callable[[list[Layer]], nn.Module]) -> None:
+    from sglang_coserve.srt.safepoint.layers import decoder_layers
+
+    layers = some_layers()
+    found = decoder_layers(wrap(layers))
+    assert [id(layer) for layer in found] == [id(layer) for layer in layers]
+
+
+def test_layers_of_other_pipeline_ranks_are_left_out() -> None:
+    from sglang.srt.layers.utils import PPMissingLayer
+
+    from sglang_coserve.srt.safepoint.layers import decoder_layers
+
+    layers = some_layers(2)
+    model = Holder(
+        model=Holder(layers=nn.ModuleList([PPMissingLayer(), *layers, PPMissingLayer()]))
+    )
+    assert decoder_layers(model) == layers
+
+
+def test_a_model_without_layers_has_none() -> None:
+    from sglang_coserve.srt.safepoint.layers import decoder_layers
+
+    assert decoder_layers(Holder(model=Holder(layers=nn.ModuleList()))) == []
+
+
+# --- Passing safepoints -------------------------------------------------------------------
+
+
+def run(layers: list[Layer]) -> None:
+    x = torch.zeros(1)
+    for layer in layers:
+        x = layer(x, residual=None)
+
+
+@pytest.mark.parametrize(
+    ("interval", "layers", "fitting"),
+    [(4, 80, 4), (4, 8, 4), (4, 6, 3), (4, 2, 1), (4, 1, 1), (1, 9, 1)],
+)
+def test_an_interval_is_at_most_half_of_the_layers(
+    interval: int, layers: int, fitting: int
+) -> None:
+    assert fitting_interval(interval, layers) == fitting
+
+
+def test_a_pass_ends_at_the_next_safepoint_once_the_flag_names_its_batch() -> None:
+    flag = PreemptionFlag()
+    gate = LocalGate(flag)
+    layers = some_layers(6)
+    assert add_safepoints(layers, 2, gate) == 3
+    run(layers)
+    gate.arm(7, started_s=0.0)
+    flag.raise_for(6)  # Left over from another batch.
+    run(layers)
+    plain = layers[1].forward
+
+    def raise_flag(*args: Any, **kwargs: Any) -> Any:
+        flag.raise_for(7)
+        return plain(*args, **kwargs)
+
+    layers[1].forward = raise_flag
+    with pytest.raises(ForwardPreempted) as preempted:
+        run(layers)
+    assert preempted.value.layer == 2
+    assert preempted.value.elapsed_s > 0
+    assert [layer.calls for layer in layers] == [3, 3, 2, 2, 2, 2]
+
+
+def test_a_batch_that_is_not_armed_ignores_the_flag() -> None:
+    flag = PreemptionFlag()
+    gate = LocalGate(flag)
+    layers = some_layers(2)
+    add_safepoints(layers, 1, gate)
+    gate.arm(7, started_s=0.0)
+    gate.disarm()
+    flag.raise_for(7)
+    run(layers)
+    assert [layer.calls for layer in layers] == [1, 1]
+
+
+def test_the_exception_is_none_that_a_graph_context_takes_for_a_failure() -> None:
+    assert not issubclass(ForwardPreempted, Exception)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2**31 - 2, 2**31 - 1, 2**31, 2**40])
+def test_names_of_batches_fit_the_flag_and_are_never_zero(count: int) -> None:
+    flag = PreemptionFlag()
+    flag.raise_for(batch_id(count))
+    assert flag.words[0] == batch_id(count) > 0
+    assert batch_id(count) != batch_id(count + 1)
+
+
+def test_the_cost_of_a_safepoint_is_measured() -> None:
+    assert safepoint_cost_s(LocalGate(PreemptionFlag()), calls=10) >= 0

@@ -1,0 +1,277 @@
+"""An arrival while a pass runs: the thread that sees it, the decision, and the abort."""
+
+from __future__ import annotations
+
+import pickle
+import select
+import threading
+import time
+from typing import Any
+
+import pytest
+import zmq
+
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.latency_model import PolynomialModel
+from sglang_coserve.srt.safepoint.arrival_watch import ArrivalWatch
+from sglang_coserve.srt.safepoint.flag import PreemptionFlag
+from sglang_coserve.srt.safepoint.in_flight import InFlight
+from sglang_coserve.srt.safepoint.inbox import Arrival, Inbox
+from srt import test_scheduler as scenarios
+from srt.safepoint.live_engine import Talker, run_live, slow_down
+from srt.scripted_engine import EngineProcess, ScriptedEngine
+
+# --- The watch ----------------------------------------------------------------------------
+
+MODEL = PolynomialModel(
+    compute_token_s=1e-3, attention_pair_s=0.0, context_token_s=0.0, iteration_s=0.0
+)
+
+
+@pytest.fixture
+def inbox() -> Any:
+    box = Inbox()
+    yield box
+    box.close()
+
+
+def in_flight(batch: int, *, prefill_tokens: int = 1000) -> InFlight:
+    """A batch with an offline prefill that takes a millisecond a token."""
+    whole = BatchStats.of(prefills=[(prefill_tokens, 0)])
+    return InFlight(batch, time.perf_counter(), whole, BatchStats(), MODEL, safepoint_share=0.1)
+
+
+def arrival(rid: str = "on", *, ttft_target_s: float | None = None) -> Arrival:
+    now_s = time.perf_counter()
+    return Arrival(rid, 10, now_s, now_s, ttft_target_s)
+
+
+def test_an_arrival_before_and_one_after_the_batch_opens_raise_the_flag(inbox: Inbox) -> None:
+    flag = PreemptionFlag()
+    watch = ArrivalWatch(inbox, flag, ttft_target_s=0.1)
+    inbox.put("message", (arrival(),))
+    watch.consider()
+    assert flag.words[0] == 0
+    watch.open(in_flight(5))
+    assert flag.words[0] == 5
+    request = watch.close()
+    assert request is not None
+    assert [one.rid for one in request.arrivals] == ["on"]
+    assert flag.words[0] == 0
+    assert inbox.recv_pyobj(zmq.NOBLOCK) == "message"
+    watch.open(in_flight(6))
+    assert flag.words[0] == 0
+    inbox.put("message", (arrival(),))
+    watch.consider()
+    assert flag.words[0] == 6
+
+
+@pytest.mark.parametrize(
+    ("server_target_s", "own_target_s", "prefill_tokens", "aborts"),
+    [
+        (None, None, 1000, False),
+        (None, 0.1, 1000, True),
+        (0.1, None, 1000, True),
+        (0.1, 9.0, 1000, False),
+        (0.1, None, 50, False),
+    ],
+    ids=["no target", "its own", "the server's", "its own is longer", "in time"],
+)
+def test_the_target_decides(
+    inbox: Inbox,
+    server_target_s: float | None,
+    own_target_s: float | None,
+    prefill_tokens: int,
+    aborts: bool,
+) -> None:
+    flag = PreemptionFlag()
+    watch = ArrivalWatch(inbox, flag, server_target_s)
+    inbox.put("message", (arrival(ttft_target_s=own_target_s),))
+    watch.open(in_flight(5, prefill_tokens=prefill_tokens))
+    assert (flag.words[0] == 5) == aborts
+
+
+def test_no_wake_up_is_lost_whichever_comes_first(inbox: Inbox) -> None:
+    """A batch opens and a request arrives at the same moment, many times."""
+    flag = PreemptionFlag()
+    watch = ArrivalWatch(inbox, flag, ttft_target_s=0.1)
+    rounds, start, done = 2000, threading.Barrier(2), threading.Barrier(2)
+
+    def receive() -> None:
+        for _ in range(rounds):
+            start.wait(10)
+            inbox.put("message", (arrival(),))
+            watch.consider()
+            done.wait(10)
+
+    thread = threading.Thread(target=receive, daemon=True)
+    thread.start()
+    for batch in range(1, rounds + 1):
+        start.wait(10)
+        watch.open(in_flight(batch))
+        done.wait(10)
+        assert flag.words[0] == batch
+        inbox.recv_pyobj(zmq.NOBLOCK)
+        assert watch.close() is not None
+    thread.join(10)
+
+
+def test_a_message_is_taken_once_and_then_there_is_none(inbox: Inbox) -> None:
+    inbox.put("first")
+    inbox.put("second")
+    assert [inbox.recv_pyobj(zmq.NOBLOCK) for _ in range(2)] == ["first", "second"]
+    with pytest.raises(zmq.Again):
+        inbox.recv_pyobj(zmq.NOBLOCK)
+    inbox.fail(ValueError("broken"))
+    with pytest.raises(RuntimeError, match="failed"):
+        inbox.recv_pyobj(zmq.NOBLOCK)
+
+
+# --- The thread ---------------------------------------------------------------------------
+
+
+def take(inbox: Inbox) -> Any:
+    """Wait for the next message."""
+    while True:
+        try:
+            return inbox.recv_pyobj(zmq.NOBLOCK)
+        except zmq.Again:
+            assert select.select([inbox.wake_fd], [], [], 10)[0]
+            inbox.clear_wake()
+
+
+def test_an_error_in_the_thread_reaches_the_event_loop(inbox: Inbox) -> None:
+    from sglang_coserve.srt.safepoint.monitor import Monitor
+
+    context = zmq.Context()
+    sender, receiver = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    sender.bind("inproc://requests")
+    receiver.connect("inproc://requests")
+    monitor = Monitor(receiver, inbox, lambda: None)
+    monitor.start()
+    sender.send(pickle.dumps("a message"))
+    sender.send(b"no message")
+    assert take(inbox) == "a message"
+    with pytest.raises(RuntimeError, match="the thread that receives requests has failed"):
+        take(inbox)
+    monitor.stop()
+    context.destroy(linger=0)
+
+
+# --- The engine ---------------------------------------------------------------------------
+
+LIVE = {
+    # Without online requests it fills iterations as far as that pays, whatever may arrive.
+    "offline_policy": "conserve",
+    "startup_profile_seconds": 0.0,
+    "safepoint_interval": 2,
+}
+"""Requests bring their targets."""
+
+LAYER_S = 0.05
+
+
+def start_live(start_engine: Any, **settings: Any) -> EngineProcess:
+    process = start_engine(max_total_tokens=4096, coserve=LIVE, **settings)
+    assert isinstance(process, EngineProcess)
+    return process
+
+
+def long_offline(engine: ScriptedEngine, rid: str) -> Any:
+    return engine.request(rid, scenarios.prompt(1, 300), 6, offline=True)
+
+
+def online(engine: ScriptedEngine, rid: str, ttft_ms: float | None) -> Any:
+    message = engine.request(rid, scenarios.prompt(2, 40), 6)
+    if ttft_ms is not None:
+        message.sampling_params.custom_params = {"coserve_slo_ttft_ms": ttft_ms}
+    return message
+
+
+def run_arrivals_in_a_pass(engine: ScriptedEngine) -> dict[str, Any]:
+    """Each kind of request alone; then both, the online one while the first chunk of the
+    offline prompt is computed: without a target, and with one."""
+    stats = engine.scheduler._safepoints.stats
+    aborts: dict[str, int] = {}
+    begun = slow_down(engine, LAYER_S)
+
+    def talk(talker: Talker) -> None:
+        for message in (long_offline(engine, "off alone"), online(engine, "on alone", None)):
+            talker.send(message)
+            talker.wait_for_end(message.rid)
+        for name, ttft_ms in (("waits", None), ("aborts", 100.0)):
+            begun.clear()
+            talker.send(long_offline(engine, f"off {name}"))
+            talker.wait(lambda: 1 in begun, "a long pass")
+            talker.send(online(engine, f"on {name}", ttft_ms))
+            for rid in (f"on {name}", f"off {name}"):
+                talker.wait_for_end(rid)
+            aborts[name] = sum(stats.aborts.values())
+
+    iterations = run_live(engine, talk)
+    engine.assert_nothing_leaked()
+    order = list(dict.fromkeys(rid for iteration in iterations for rid in iteration.rids))
+    return {
+        "outputs": {rid: engine.output(rid) for rid in order},
+        "order": order,
+        "aborts": aborts,
+        "report": engine.scheduler._safepoints.report(),
+    }
+
+
+def test_an_arrival_that_would_be_late_aborts_a_long_prefill_and_gets_its_token_first(
+    start_engine: Any,
+) -> None:
+    # Without the radix cache, so that the same prompt takes as long each time.
+    run = start_live(start_engine, disable_radix_cache=True).call(run_arrivals_in_a_pass)
+    assert run["aborts"] == {"waits": 0, "aborts": 1}
+    assert run["order"][2:] == ["off waits", "on waits", "on aborts", "off aborts"]
+    outputs = run["outputs"]
+    assert outputs["off waits"] == outputs["off aborts"] == outputs["off alone"]
+    assert outputs["on waits"] == outputs["on aborts"] == outputs["on alone"]
+    report = run["report"]
+    assert report["wasted_ms"] > 0
+    assert report["wasted_tokens"] > 0
+    delays = report["delays_ms"]
+    assert {name: summary["n"] for name, summary in delays.items()} == dict.fromkeys(delays, 1)
+    parts = sum(delays[name]["p50"] for name in ("arrival_to_flag", "flag_to_abort"))
+    assert delays["arrival_to_abort"]["p50"] == pytest.approx(parts)
+
+
+def run_idle(engine: ScriptedEngine, seconds: float) -> int:
+    """Count the passes of the idle loop while nothing happens, between two requests."""
+    scheduler = engine.scheduler
+    on_idle = scheduler.on_idle
+    passes = 0
+    in_silence = 0
+
+    def counted() -> None:
+        nonlocal passes
+        passes += 1
+        on_idle()
+
+    def talk(talker: Talker) -> None:
+        nonlocal in_silence
+        talker.send(engine.request("first", scenarios.prompt(1, 20), 3))
+        talker.wait_for_end("first")
+        before = passes
+        time.sleep(seconds)
+        in_silence = passes - before
+        talker.send(engine.request("second", scenarios.prompt(2, 20), 3))
+        talker.wait_for_end("second")
+
+    scheduler.on_idle = counted
+    run_live(engine, talk)
+    return in_silence
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, pytest.param({"sleep_on_idle": True}, marks=pytest.mark.heavy)],
+    ids=["default", "--sleep-on-idle"],
+)
+def test_an_idle_engine_sleeps_until_a_request_comes(
+    start_engine: Any, settings: dict[str, Any]
+) -> None:
+    process = start_live(start_engine, disable_radix_cache=True, **settings)
+    assert process.call(run_idle, 0.5) <= 3

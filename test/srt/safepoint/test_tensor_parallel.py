@@ -1,0 +1,86 @@
+"""Two ranks abort together: same layers, same outputs, no rank waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TIMEOUT_S = 120
+NUM_OFFLINE, NUM_ONLINE = 24, 24
+ABORTS, MOST_ROUNDS = 5, 20
+
+
+@pytest.fixture(scope="module")
+def engine(small_model: Path) -> Iterator[Any]:
+    from sglang_coserve.config import CoserveConfig
+    from sglang_coserve.srt.engine import CoserveEngine
+
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
+        running = CoserveEngine(
+            model_path=str(small_model),
+            dtype="float32",
+            tp_size=2,
+            max_total_tokens=8192,
+            chunked_prefill_size=1024,
+            coserve_config=CoserveConfig(
+                # Without online requests it fills iterations as far as that pays.
+                offline_policy="conserve",
+                slo_ttft_ms=1,
+                safepoint_interval=1,
+                safepoint_wasted_share=1.0,
+                startup_profile_seconds=2.0,
+            ),
+        )
+    yield running
+    running.shutdown()
+
+
+def params(max_new_tokens: int, *, offline: bool) -> dict[str, Any]:
+    mark = {"custom_params": {"coserve_class": "offline"}} if offline else {}
+    return {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True, **mark}
+
+
+def aborts(engine: Any) -> int:
+    states = engine.loop.run_until_complete(engine.tokenizer_manager.get_internal_state())
+    safepoints = states[0]["coserve"]["safepoints"]
+    assert safepoints["enabled"], safepoints
+    return sum(safepoints["aborts"].values())
+
+
+def test_ranks_stay_in_step_while_batches_are_aborted(engine: Any) -> None:
+    """When an arrival meets a long pass is up to the machine: it is tried until some do."""
+    rng = random.Random(1)
+    requests = [
+        (rng.choices(range(10, 700), k=900 if offline else 30), 4 if offline else 1, offline)
+        for offline in [True] * NUM_OFFLINE + [False] * NUM_ONLINE
+    ]
+
+    async def one(i: int, *, alone: bool) -> Any:
+        ids, n, offline = requests[i]
+        if not (offline or alone):
+            await asyncio.sleep(rng.uniform(0.02, 0.8))
+        output = await engine.async_generate(
+            input_ids=ids, sampling_params=params(n, offline=offline)
+        )
+        return output["output_ids"]
+
+    async def all_of_them(*, alone: bool) -> list[Any]:
+        if alone:
+            return [await one(i, alone=True) for i in range(len(requests))]
+        work = asyncio.gather(*(one(i, alone=False) for i in range(len(requests))))
+        return await asyncio.wait_for(work, TIMEOUT_S)
+
+    expected = engine.loop.run_until_complete(all_of_them(alone=True))
+    for _ in range(MOST_ROUNDS):
+        assert engine.flush_cache().success
+        assert engine.loop.run_until_complete(all_of_them(alone=False)) == expected
+        if aborts(engine) >= ABORTS:
+            break
+    assert aborts(engine) >= ABORTS
+    assert engine.flush_cache().success
