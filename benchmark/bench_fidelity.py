@@ -57,7 +57,9 @@ def main() -> int:
     parser.add_argument("--results", type=Path, required=True, help="--out of bench_coserve.py")
     parser.add_argument("--latency-profile", type=Path, required=True)
     parser.add_argument("--calibrate-on", default="non-preemptive", metavar="SYSTEM")
-    parser.add_argument("--scheduling-ms", type=float, default=2.5, help="of a pass, beside its batch")
+    parser.add_argument(
+        "--scheduling-ms", type=float, default=2.5, help="of a pass, beside its batch"
+    )
     parser.add_argument("--kv-tokens", type=int, default=65536)
     parser.add_argument("--safepoint-layers", type=int, nargs=2, metavar=("INTERVAL", "LAYERS"))
     parser.add_argument("--offline-tokens", type=int, nargs=2, default=(512, 32))
