@@ -168,17 +168,17 @@ def test_an_offline_request_that_fails_validation_is_answered(planned: EnginePro
 def run_arrival_during_an_offline_prefill(engine: ScriptedEngine) -> list[dict[str, int]]:
     """Return the prefill tokens of each iteration, by rid."""
     arrivals = {
-        0: ("off", scenarios.prompt(1, 900), True),
-        2: ("on", scenarios.prompt(2, 48), False),
+        0: [("off", scenarios.prompt(1, 900), True)],
+        2: [("on", scenarios.prompt(2, 42), False), ("late", scenarios.prompt(3, 37), False)],
     }
 
     def script(iteration: int) -> list[Any]:
         if iteration > 40:
             raise StopIteration
-        if iteration not in arrivals:
-            return []
-        rid, tokens, offline = arrivals[iteration]
-        return [engine.request(rid, tokens, 4, offline=offline)]
+        return [
+            engine.request(rid, tokens, 4, offline=offline)
+            for rid, tokens, offline in arrivals.get(iteration, ())
+        ]
 
     iterations = engine.run(script)
     engine.assert_nothing_leaked()
@@ -187,12 +187,13 @@ def run_arrival_during_an_offline_prefill(engine: ScriptedEngine) -> list[dict[s
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_a_begun_offline_prompt_goes_on_beside_an_online_one(
+def test_a_begun_offline_prompt_goes_on_beside_online_ones(
     start_engine: Any, page_size: int
 ) -> None:
     relaxed = {**PLANNED, "slo_ttft_ms": 60_000.0, "slo_tpot_ms": 60_000.0}
     engine = start_engine(page_size=page_size, chunked_prefill_size=128, coserve=relaxed)
     chunks = engine.call(run_arrival_during_an_offline_prefill)
     (shared,) = [chunk for chunk in chunks if chunk.get("on", 0) > 1]
-    assert shared == {"on": 48, "off": 128 - 48}
+    left_tokens = (128 - 42 - 37) // page_size * page_size
+    assert shared == {"on": 42, "late": 37, "off": left_tokens}
     assert sum(chunk["off"] for chunk in chunks if chunk.get("off", 0) > 1) == 900

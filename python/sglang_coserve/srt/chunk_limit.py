@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.managers import scheduler
-from sglang.srt.managers.schedule_policy import PrefillAdder
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 __all__ = ["install_chunk_limits", "limit_next_chunk"]
 
@@ -45,3 +45,13 @@ class _LimitedAdder(PrefillAdder):
         unfinished = super().add_chunked_req(req)
         self.rem_chunk_tokens += others_tokens
         return unfinished
+
+    def add_one_req(
+        self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
+    ) -> AddReqResult:
+        """Refuse what would be a second unfinished prefill, which ends SGLang's scheduler."""
+        if has_chunked_req and self.rem_chunk_tokens is not None:
+            rest_tokens = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+            if self.ceil_paged_tokens(rest_tokens) > self.rem_chunk_tokens:
+                return AddReqResult.OTHER
+        return super().add_one_req(req, has_chunked_req, truncation_align_size)

@@ -287,7 +287,10 @@ class PlannedScheduler(CoserveScheduler):
         hidden = [req for req in self.waiting_queue if req not in shown]
         self._offered = [req for req in shown if req.rid not in online]
         self.waiting_queue = shown
-        result = self._admit_mixed(running_batch, sum(chunk.tokens for chunk in chunks))
+        # SGLang compares and counts whole pages, a plan those of a prompt's end not.
+        page = self.page_size
+        tokens = sum(-(-chunk.tokens // page) * page for chunk in chunks)
+        result = self._admit_mixed(running_batch, tokens)
         left = {req.rid for req in (*self._withdraw_offer(), *self.waiting_queue)}
         # What the pass left over, what it was not shown, and what arrived meanwhile.
         self.waiting_queue = sorted(
