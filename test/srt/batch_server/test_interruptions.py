@@ -136,7 +136,8 @@ def test_a_clean_stop_suspends_batches_and_loses_nothing(
     deployment.stop()
     assert "batches stop where they are" in deployment.log.read_text()
     deployment.start("fifo")
-    assert client.batches.retrieve(batch.id).status == "in_progress"
+    # It goes on at once, and may have ended before we can ask.
+    assert client.batches.retrieve(batch.id).status in ("in_progress", "finalizing", "completed")
     assert texts(completed(client, batch.id)) == expected
     done = client.batches.retrieve(batch.id)
     assert done.request_counts is not None
