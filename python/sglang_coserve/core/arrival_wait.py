@@ -25,6 +25,10 @@ _EXCESS: Final = 0.07
 """Where online requests alone come close to the target, or miss it, offline work may still add
 this part of the target: to stop altogether would help them little, since it is not the cause."""
 
+_MOST_EXCESS: Final = 0.2
+"""However late online requests alone would be, offline work stops at this much over the target.
+What they need alone is an estimate from above: offline work also makes them overlap more."""
+
 _LEAST_SHARE: Final = 1 / 16
 _MOST_SHARE: Final = 0.45
 """Of the target, what the answer may be; the most only on an engine without online work."""
@@ -137,7 +141,8 @@ class ArrivalWait:
     def _recompute(self) -> None:
         own_s, part_s = np.array(self._samples).T
         alone_s = float(np.quantile(own_s, 1 - _LATE_SHARE))
-        self._limit_s = limit_s = max(self._target_s, alone_s + _EXCESS * self._target_s)
+        limit_s = max(self._target_s, alone_s + _EXCESS * self._target_s)
+        self._limit_s = limit_s = min(limit_s, (1 + _MOST_EXCESS) * self._target_s)
         low_s, high_s = _LEAST_SHARE * self._target_s, _MOST_SHARE * self._target_s
         for _ in range(_BISECTIONS):
             wait_s = (low_s + high_s) / 2

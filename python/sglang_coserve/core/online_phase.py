@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from sglang_coserve.core.batch_builder import BatchBuilder
+from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.scheduler_config import Overload
 from sglang_coserve.core.snapshot import FirstToken, Row
@@ -30,8 +31,21 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
     decode_online(batch)
     prefill_online(batch, context, min(budget_s, batch.tpot_slack_s) * (1 - config.margin))
     batch.online_part_s = batch.predicted_s
-    arrival_s = context.arrival_budget_s * (1 - config.margin)
-    batch.offline_budget_s = min(batch.offline_budget_s, arrival_s)
+    batch.offline_budget_s = min(
+        batch.offline_budget_s, _arrival_budget_s(batch, context) * (1 - config.margin)
+    )
+
+
+def _arrival_budget_s(batch: BatchBuilder, context: PlanContext) -> float:
+    """Return how long an iteration offline work may fill because of requests yet to arrive."""
+    if not batch.has_online:
+        share = batch.snapshot.arrival_wait_share
+    elif batch.stats.prefill_requests == 0:
+        share = batch.snapshot.mixed_arrival_wait_share
+    else:
+        # Whoever is prefilled in it waits for its end, though offline work be given up.
+        share = 1.0
+    return context.arrival_wait_s / share
 
 
 def decode_online(batch: BatchBuilder, rows: list[Row] | None = None) -> None:
@@ -64,6 +78,7 @@ def prefill_online(
     sheds = config.overload is Overload.SHED
     floor_tokens = 0 if sheds else config.min_online_chunk_tokens
     slack_share = 1 - config.margin
+    ttft_s = math.inf
     # Where all that waits fits at once, one prediction stands for those of every row.
     all_s = batch.predict_with_whole(chain(batch.online_prefills, batch.snapshot.waiting))
     for row, is_new in _prefills(batch, context):
@@ -77,10 +92,14 @@ def prefill_online(
         if sheds and whole_s > row_slack_s and is_new and row.generated_tokens == 0:
             batch.shed(row)
             continue
-        if whole_s <= budget_s and rest_tokens <= batch.free_tokens:
+        limit_s = min(budget_s, ttft_s)
+        if whole_s > ttft_s and _is_late_next(batch, rest_tokens, cached_tokens, row_slack_s):
+            limit_s = budget_s
+            batch.is_deadline_bound = True
+        if whole_s <= limit_s and rest_tokens <= batch.free_tokens:
             tokens = rest_tokens
         else:
-            tokens = _cut(batch, cached_tokens, rest_tokens, budget_s, floor_tokens)
+            tokens = _cut(batch, cached_tokens, rest_tokens, limit_s, floor_tokens)
         if tokens == 0:
             _leave_over(batch, by_deadline=batch.free_tokens > 0)
             return
@@ -100,9 +119,15 @@ def prefill_online(
             batch.first_tokens.append(FirstToken(info.arrival_s, seen_s))
         if whole_s > row_slack_s:
             _leave_over(batch, by_deadline=True)
-        elif row_slack_s * slack_share < budget_s:
-            budget_s = row_slack_s * slack_share
-    batch.offline_budget_s = min(batch.offline_budget_s, budget_s)
+        else:
+            ttft_s = min(ttft_s, row_slack_s * slack_share)
+    batch.offline_budget_s = min(batch.offline_budget_s, budget_s, ttft_s)
+
+
+def _is_late_next(batch: BatchBuilder, tokens: int, context_tokens: int, slack_s: float) -> bool:
+    """Tell whether a prompt would be late in the iteration after this one, as it is now."""
+    alone_s = batch.model.predict(BatchStats.of([(tokens, context_tokens)]))
+    return batch.predicted_s + alone_s > slack_s
 
 
 def slack_s(batch: BatchBuilder, row: Row) -> float:

@@ -25,8 +25,9 @@ class PlanContext:
     iteration: int
     """Plans committed so far; with the seed it makes draws reproducible."""
 
-    arrival_budget_s: float
-    """Longest iteration that offline work may fill (``SchedulerConfig.arrival_wait_s``)."""
+    arrival_wait_s: float
+    """Longest wait of a request that arrives during the iteration, for its end
+    (``SchedulerConfig.arrival_wait_s``)."""
 
     mean_iteration_s: float
     """Moving average of the predicted latency of past iterations (BROS's T_avg)."""

@@ -47,6 +47,7 @@ class Reason(Enum):
     NO_TARGET = "no TTFT target"
     IN_TIME = "the first token is predicted in time"
     LATE = "waiting for the batch would miss the TTFT target"
+    LONG_WAIT = "the batch takes longer than an arrival may wait"
     LATE_ANYWAY = "the TTFT target is missed either way, and the batch is nearly done"
 
 
@@ -68,6 +69,7 @@ def decide(
     arrived: BatchStats,
     ttft_left_s: float | None,
     *,
+    arrival_wait_s: float = math.inf,
     safepoint_s: float = 0.0,
     restarts_online: bool = False,
 ) -> Decision:
@@ -81,12 +83,16 @@ def decide(
         arrived: the prefills of the online requests that wait, together.
         ttft_left_s: time left until the first of them misses its TTFT target; ``None`` without
             a target.
+        arrival_wait_s: longest time that an arrival may wait for a batch in flight
+            (``Scheduler.arrival_wait_s``).
         safepoint_s: time until the next safepoint notices an abort, and the rows are cleaned up.
         restarts_online: the online part starts over after an abort, instead of going on.
 
-    The algorithm aborts whenever remaining + prefill exceeds the target. Here an
-    abort must also bring the first token forward: a batch that is nearly done
-    is not thrown away for nothing. O(1).
+    The algorithm aborts whenever remaining + prefill exceeds the target. That is
+    late: an arrival that just makes its own target delays those behind it. So a
+    batch is also aborted when it would keep an arrival waiting for longer than the
+    scheduler has planned with. And an abort must bring the first token forward: a
+    batch that is nearly done is not thrown away for nothing. O(1).
     """
     if in_flight == in_flight_online:
         return Decision(False, Reason.NO_OFFLINE_WORK, math.inf)
@@ -95,7 +101,8 @@ def decide(
     first_token_s = remaining_s + prefill_s
     if ttft_left_s is None:
         return Decision(False, Reason.NO_TARGET, first_token_s)
-    if first_token_s <= ttft_left_s:
+    is_late = first_token_s > ttft_left_s
+    if not is_late and remaining_s <= arrival_wait_s:
         return Decision(False, Reason.IN_TIME, first_token_s)
     online_s = model.predict(in_flight_online)
     if not restarts_online:
@@ -104,4 +111,4 @@ def decide(
         online_s *= remaining_s / whole_s if whole_s else 0.0
     if safepoint_s + online_s >= remaining_s:
         return Decision(False, Reason.LATE_ANYWAY, first_token_s)
-    return Decision(True, Reason.LATE, first_token_s)
+    return Decision(True, Reason.LATE if is_late else Reason.LONG_WAIT, first_token_s)

@@ -123,6 +123,10 @@ class EngineSnapshot:
     """Part of an iteration without online rows that a request which arrives in it has to wait at
     most; below 1 where the iteration can be aborted at a safepoint."""
 
+    mixed_arrival_wait_share: float = 1.0
+    """The same of an iteration with online decodes; below 1 where they go on when the offline
+    rows are given up."""
+
 
 class PrefixCache(Protocol):
     """The engine's prefix cache, as far as a plan needs it."""

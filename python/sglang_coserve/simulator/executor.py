@@ -91,6 +91,8 @@ class Executor:
         if self._sharing_version != self.cache.sharing_version:
             self._note_sharing()
         pool, config = self.pool, self.config
+        # Online rows go on when a batch is aborted, so both kinds of iteration are alike.
+        share = 1.0 if config.safepoint is None else config.safepoint.arrival_wait_share
         return EngineSnapshot(
             now_s=now_s,
             rows=[request.row for request in self.rows.values()],
@@ -100,6 +102,8 @@ class Executor:
             free_slots=config.max_running_requests - len(self.rows) - len(self._ended),
             max_batch_tokens=config.max_batch_tokens,
             page_tokens=pool.page_tokens,
+            arrival_wait_share=share,
+            mixed_arrival_wait_share=share,
         )
 
     def begin(self, plan: StepPlan) -> RunningBatch:

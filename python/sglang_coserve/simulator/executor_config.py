@@ -50,6 +50,11 @@ class SafepointConfig:
         """Checks in one iteration; the end of the last layer is none."""
         return (self.num_layers - 1) // self.interval_layers
 
+    @property
+    def arrival_wait_share(self) -> float:
+        """Part of an iteration that passes at most until its next safepoint or its end."""
+        return min(1.0, self.interval_layers / self.num_layers)
+
 
 @dataclass(frozen=True, slots=True)
 class ExecutorConfig:

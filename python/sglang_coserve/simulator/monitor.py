@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
@@ -18,10 +18,13 @@ __all__ = ["Monitor"]
 class Monitor:
     """Asks the core whether an arrival is reason to abort the offline part of a batch."""
 
-    def __init__(self, model: LatencyModel, targets: SloTargets) -> None:
-        """``model`` is the scheduler's, which may differ from the executor's."""
+    def __init__(
+        self, model: LatencyModel, targets: SloTargets, arrival_wait_s: Callable[[], float]
+    ) -> None:
+        """``model`` and ``arrival_wait_s`` are the scheduler's; the executor's model may differ."""
         self._model = model
         self._targets = targets
+        self._arrival_wait_s = arrival_wait_s
 
     def wants_abort(
         self,
@@ -44,6 +47,7 @@ class Monitor:
             elapsed_s,
             arrived,
             self._ttft_left_s(waiting, now_s),
+            arrival_wait_s=self._arrival_wait_s(),
             safepoint_s=safepoint_s,
         )
         return decision.abort

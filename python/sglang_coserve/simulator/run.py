@@ -99,7 +99,9 @@ def simulate(
         is_closed_loop=workload.is_closed_loop,
     )
     curve = LoadCurve()
-    monitor = Monitor(setup.model, setup.targets) if setup.executor.safepoint else None
+    monitor = None
+    if setup.executor.safepoint:
+        monitor = Monitor(setup.model, setup.targets, lambda: scheduler.arrival_wait_s)
     engine = Engine(scheduler, executor, source, (curve, *observers), monitor)
     interval_s = workload.interval_s
     is_complete = True
