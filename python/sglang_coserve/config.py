@@ -116,8 +116,16 @@ class CoserveConfig:
     safepoint_mode: str = _setting(
         SAFEPOINT_MODES[0],
         "What becomes of the online rows in an aborted batch. abort: they start over, together "
-        "with the request that arrived.",
+        "with the request that arrived. shrink: they go on at once, without the offline rows; not "
+        "with CUDA graphs.",
         choices=SAFEPOINT_MODES,
+    )
+    safepoint_decode_graphs: bool = _setting(
+        False,
+        "On a GPU, also capture decode steps as one CUDA graph per group of layers, so that those "
+        "with offline rows can be aborted too. Start-up takes longer, and graphs more memory; "
+        "without it a decode step is one graph and runs to its end.",
+        action="store_true",
     )
     record_plans: str | None = _setting(
         None,
@@ -185,10 +193,10 @@ class CoserveConfig:
                 f"{_flag('safepoint_mode')} must be one of {', '.join(SAFEPOINT_MODES)}, got "
                 f"{self.safepoint_mode!r}"
             )
-        if self.safepoint_mode == "shrink":
+        if self.safepoint_mode == "shrink" and self.safepoint_decode_graphs:
             raise ConfigError(
-                f"{_flag('safepoint_mode')} shrink, which lets the online rows of an aborted batch "
-                "go on, is not available yet: use abort"
+                f"{_flag('safepoint_mode')} shrink and {_flag('safepoint_decode_graphs')} exclude "
+                "each other: rows cannot be taken out of a step that runs on CUDA graphs"
             )
         for name in ("batch_max_upload_mib", "batch_max_lines"):
             if getattr(self, name) < 1:

@@ -100,6 +100,7 @@ def missing_seams() -> list[str]:
     from sglang.srt.entrypoints import http_server
     from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
     from sglang.srt.layers.attention import attention_registry
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.managers import scheduler as scheduler_module
@@ -109,6 +110,8 @@ def missing_seams() -> list[str]:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.mem_cache.allocator import paged
+    from sglang.srt.model_executor.runner_backend import FullCudaGraphBackend
+    from sglang.srt.model_executor.runner_backend_utils import breakable_cuda_graph
     from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestrator
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -131,6 +134,9 @@ def missing_seams() -> list[str]:
         LoRAManager: ("validate_lora_batch",),
         XGrammarGrammar: ("apply_vocab_mask",),
         XGrammarGrammarBackend: ("apply_vocab_mask",),
+        AttentionBackend: ("forward",),
+        FullCudaGraphBackend: ("capture_one", "cleanup", "replay"),
+        breakable_cuda_graph: ("BreakableCUDAGraphCapture", "eager_on_graph"),
         TorchNativeAttnBackend: ("_run_sdpa_forward_decode", "_run_sdpa_forward_extend"),
     }
     return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Final
@@ -13,10 +14,13 @@ from sglang_coserve.core.snapshot import EngineSnapshot
 from sglang_coserve.srt.planned_scheduler import PlannedScheduler
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.safepoint.counted_penalties import CountedPenalties
-from sglang_coserve.srt.safepoint.in_flight import BatchKind
+from sglang_coserve.srt.safepoint.in_flight import BatchKind, kind_of
 from sglang_coserve.srt.safepoint.install import install_safepoints
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
+from sglang_coserve.srt.safepoint.prepared_rows import split_prepared
 from sglang_coserve.srt.safepoint.rollback import roll_back
+from sglang_coserve.srt.safepoint.run_ahead import order_behind_pass
+from sglang_coserve.srt.safepoint.safepoints import ArmedBatch
 
 __all__ = ["PREEMPTED", "PreemptiveScheduler"]
 
@@ -72,12 +76,30 @@ class PreemptiveScheduler(PlannedScheduler):
             with safepoints.armed(batch, self.forward_ct, self._core.model) as armed:
                 result = super().run_batch(batch, pp_proxy_tensors)
         except ForwardPreempted as preempted:
-            aborted_s = time.perf_counter()
+            return self._end_early(batch, armed, preempted)
+        safepoints.completed(armed)
+        return result
+
+    def _end_early(
+        self, batch: ScheduleBatch, armed: ArmedBatch, preempted: ForwardPreempted
+    ) -> Any:
+        """Roll an aborted batch back, or its offline rows alone: then the others go on now."""
+        aborted_s = time.perf_counter()
+        order_behind_pass(self)
+        # The time of this pass is no iteration's.
+        self._times.launched(None)
+        safepoints = self._safepoints
+        assert safepoints is not None
+        resumption = safepoints.resumption if armed.shrinks else None
+        if resumption is None or not resumption.can_resume(len(batch.input_ids)):
             self._roll_back(batch, armed.kind)
             safepoints.aborted(armed, preempted, aborted_s, self._now_s())
             return PREEMPTED
-        safepoints.completed(armed)
-        return result
+        offline, tokens = split_prepared(batch, armed.kind, is_offline)
+        self._roll_back_offline(offline)
+        safepoints.aborted(armed, preempted, aborted_s, self._now_s(), shrunk=True)
+        with resumption.skipping(preempted.layer, tokens):
+            return super().run_batch(batch)
 
     def _roll_back(self, batch: ScheduleBatch, kind: BatchKind) -> None:
         """Put the rows of an aborted batch back to where the next pass finds them."""
@@ -87,18 +109,39 @@ class PreemptiveScheduler(PlannedScheduler):
             self.chunked_req = rows.unfinished
         if kind is BatchKind.MIXED:
             self.running_batch = batch
-        self.running_batch.batch_is_full = False
-        online = [req for req in rows.released if not self._is_ours(req)]
-        self.waiting_queue = [*online, *self.waiting_queue]
-        for req in rows.released:
-            if self._is_ours(req):
-                self._add_request_to_queue(req, is_retracted=True)
-        # The prefills' turn is not over, and the time of this pass is no iteration's.
+        self._wait_again(rows.released)
+        # The prefills' turn is not over.
         self._has_left_decodes = False
-        self._times.launched(None)
         if self._offline_ran is not None:
             self._slo_watch.offline_ran(self._offline_ran[0], time.perf_counter(), 0.0)
             self._offline_ran = None
+
+    def _roll_back_offline(self, batch: ScheduleBatch) -> None:
+        """Put the offline rows of a batch whose online rows go on to where a plan finds them:
+        decodes are paused, and an unfinished prefill may be parked."""
+        kind = kind_of(batch)
+        assert kind is not None
+        rows = roll_back(batch, kind, self.chunked_req, self.future_map)
+        batch.filter_batch()  # Rows may have ended in the step before.
+        self._aside.hold(batch)
+        self._offline_counts["paused"] += len(batch.reqs)
+        if self.chunked_req in rows.released:
+            self.chunked_req = None
+        if rows.unfinished is not None:
+            if self.chunked_req is None:
+                self.chunked_req = rows.unfinished
+            elif self.chunked_req is not rows.unfinished:  # SGLang knows only one.
+                self._aside.park(rows.unfinished)
+                self._offline_counts["parked"] += 1
+        self._wait_again(rows.released)
+
+    def _wait_again(self, released: Sequence[Req]) -> None:
+        self.running_batch.batch_is_full = False
+        first = [req for req in released if not self._is_ours(req)]
+        self.waiting_queue = [*first, *self.waiting_queue]
+        for req in released:
+            if self._is_ours(req):
+                self._add_request_to_queue(req, is_retracted=True)
 
     @staticmethod
     def _is_ours(req: Req) -> bool:
@@ -132,7 +175,12 @@ class PreemptiveScheduler(PlannedScheduler):
         snapshot = super()._snapshot(running_batch, now_s)
         if self._safepoints is None:
             return snapshot
-        share = self._safepoints.arrival_wait_share(now_s)
+        share = self._safepoints.arrival_wait_share(
+            now_s,
+            may_prefill=bool(
+                self._offline_reqs or self.waiting_queue or self._aside.parked or self.chunked_req
+            ),
+        )
         return replace(snapshot, arrival_wait_share=share)
 
     def _forget(self, rid: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from sglang_coserve.srt.penalties import new_penalties
@@ -38,10 +38,19 @@ def has_plain_state(req: Req) -> bool:
     )
 
 
-def split(batch: ScheduleBatch, rids: Collection[str]) -> ScheduleBatch | None:
+def _filter(batch: ScheduleBatch, rows: list[int]) -> None:
+    batch.filter_batch(keep_indices=rows)
+
+
+def split(
+    batch: ScheduleBatch,
+    rids: Collection[str],
+    keep_rows: Callable[[ScheduleBatch, list[int]], None] = _filter,
+) -> ScheduleBatch | None:
     """Take the rows named in ``rids`` out of ``batch``; return them as a batch of their own.
 
     Only rows with ``has_plain_state`` may be named. Returns None when no row is.
+    ``keep_rows`` leaves a batch with some of its rows; by default SGLang's way.
     """
     chosen = [i for i, req in enumerate(batch.reqs) if req.rid in rids]
     if not chosen:
@@ -53,10 +62,10 @@ def split(batch: ScheduleBatch, rids: Collection[str]) -> ScheduleBatch | None:
     # Rows without penalties: a fresh orchestrator holds no state and needs none.
     info.penalizer_orchestrator = new_penalties(batch, [batch.reqs[i] for i in chosen])
     taken.sampling_info = info
-    taken.filter_batch(keep_indices=chosen)
+    keep_rows(taken, chosen)
     info.penalizer_orchestrator.batch = taken
     out = set(chosen)
-    batch.filter_batch(keep_indices=[i for i in range(len(batch.reqs)) if i not in out])
+    keep_rows(batch, [i for i in range(len(batch.reqs)) if i not in out])
     return taken
 
 

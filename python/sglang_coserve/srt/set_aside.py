@@ -66,7 +66,11 @@ class SetAside:
 
     def pause(self, running: ScheduleBatch, rids: Collection[str]) -> None:
         """Take the rows named in ``rids`` out of the running batch; they have plain state."""
-        self._paused = join(self._paused, split(running, rids))
+        self.hold(split(running, rids))
+
+    def hold(self, decodes: ScheduleBatch | None) -> None:
+        """Keep a batch of rows that decode and have plain state."""
+        self._paused = join(self._paused, decodes)
 
     def resume(self, running: ScheduleBatch, rids: Collection[str]) -> ScheduleBatch:
         """Return the running batch with those of ``rids`` that were paused."""

@@ -27,7 +27,7 @@ def run_batches(path: str, rank: int, barrier: Any, results: Any) -> None:
     """Run batches of layers; a barrier after each layer stands for its collective."""
     words = shared_words(path)
     flag, rng = PreemptionFlag(), random.Random(rank)
-    gate = LeaderGate(words, flag) if rank == 0 else FollowerGate(words, TIMEOUT_S)
+    gate = LeaderGate(words, flag) if rank == 0 else FollowerGate(words, timeout_s=TIMEOUT_S)
     stops: list[tuple[int, int, float]] = []
     for batch in range(1, BATCHES + 1):
         flag.lower()

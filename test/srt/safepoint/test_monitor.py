@@ -38,7 +38,15 @@ def inbox() -> Any:
 def in_flight(batch: int, *, prefill_tokens: int = 1000) -> InFlight:
     """A batch with an offline prefill that takes a millisecond a token."""
     whole = BatchStats.of(prefills=[(prefill_tokens, 0)])
-    return InFlight(batch, time.perf_counter(), whole, BatchStats(), MODEL, safepoint_share=0.1)
+    return InFlight(
+        batch=batch,
+        started_s=time.perf_counter(),
+        whole=whole,
+        online=BatchStats(),
+        restarts_online=True,
+        model=MODEL,
+        abort_share=0.1,
+    )
 
 
 def arrival(rid: str = "on", *, ttft_target_s: float | None = None) -> Arrival:

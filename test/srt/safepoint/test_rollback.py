@@ -37,14 +37,13 @@ QUICK = ("normal-page1-chunk", "overlap-page16-radix")
 """Each value of each mode once."""
 
 
-def start(start_engine: Any, modes: Modes, **settings: Any) -> EngineProcess:
+def start(start_engine: Any, modes: Modes, **coserve: Any) -> EngineProcess:
     overlap, page_size, radix = modes
     process = start_engine(
         overlap=overlap,
         page_size=page_size,
         disable_radix_cache=not radix,
-        coserve=PREEMPTIVE,
-        **settings,
+        coserve={**PREEMPTIVE, **coserve},
     )
     assert isinstance(process, EngineProcess)
     return process
@@ -180,7 +179,8 @@ def reasons_against(engine: ScriptedEngine) -> list[str]:
     assert why_no_safepoints(scheduler, layers) is None
     found = [why_no_safepoints(scheduler, [])]
     for owner, name, value in (
-        (scheduler, "device", "cuda"),
+        (scheduler, "device", "npu"),
+        (scheduler.server_args, "enable_torch_compile", True),
         (scheduler, "is_hybrid_swa", True),
         (scheduler, "is_generation", False),
         (scheduler.model_config, "is_encoder_decoder", True),

@@ -32,7 +32,6 @@ from sglang_coserve.srt.safepoint.flag import PreemptionFlag
 from sglang_coserve.srt.safepoint.graph_seams import (
     add_attention_safepoints,
     kinds_without_safepoints,
-    why_no_cuda_safepoints,
 )
 from sglang_coserve.srt.safepoint.grouped_decode_graph import GroupedDecodeBackend
 from sglang_coserve.srt.safepoint.in_flight import BatchKind
@@ -266,12 +265,3 @@ def test_a_prefill_without_graphs_has_safepoints() -> None:
         prefill_cuda_graph_runner=SimpleNamespace(), decode_cuda_graph_runner=None
     )
     assert kinds_without_safepoints(model_runner) == {}
-
-
-@pytest.mark.parametrize(
-    ("device", "unified", "is_refused"),
-    [("cpu", False, False), ("cuda", False, False), ("cuda", True, True), ("npu", False, True)],
-)
-def test_engines_that_cannot_be_aborted(device: str, unified: bool, is_refused: bool) -> None:
-    scheduler = SimpleNamespace(device=device, enable_unified_memory=unified)
-    assert (why_no_cuda_safepoints(scheduler) is not None) == is_refused

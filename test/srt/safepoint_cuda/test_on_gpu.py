@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import random
 import threading
 import time
@@ -189,9 +188,6 @@ GRAPHS: dict[str, dict[str, Any]] = {
     "breakable": {"cuda_graph_backend_prefill": "breakable"},
     "piecewise": {"cuda_graph_backend_prefill": "tc_piecewise"},
 }
-HAS_DECODE_GRAPHS = "safepoint_decode_graphs" in {
-    field.name for field in dataclasses.fields(CoserveConfig)
-}
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +282,6 @@ def test_outputs_are_equal_whatever_is_aborted(start: Any, graphs: str, overlap:
     assert sum(state["aborts"].values()) > 3, state
 
 
-@pytest.mark.skipif(not HAS_DECODE_GRAPHS, reason="there is no setting for grouped decode graphs")
 def test_decode_steps_in_groups_are_aborted(start: Any) -> None:
     engine = start({"safepoint_decode_graphs": True})
     state = run_both_classes(engine, output_tokens=600)

@@ -200,7 +200,7 @@ def test_ranks_that_follow_stop_where_the_first_one_does(device: DeviceThread) -
     events = [DeviceEvent(device) for _ in range(2)]
     gates: list[Gate] = [
         RunAheadGate(LeaderGate(leader_words, flag), flag, events),
-        FollowerGate(follower_words, WAIT_S),
+        FollowerGate(follower_words, timeout_s=WAIT_S),
     ]
     barrier = threading.Barrier(2)
     stops: list[list[tuple[int, int]]] = [[], []]

@@ -92,9 +92,9 @@ class ArrivalWatch:
             next_batch,
             self._ttft_left_s(arrivals, now_s),
             safepoint_s=(
-                in_flight.model.predict(in_flight.whole) * in_flight.safepoint_share + _ROLLBACK_S
+                in_flight.model.predict(in_flight.whole) * in_flight.abort_share + _ROLLBACK_S
             ),
-            restarts_online=True,
+            restarts_online=in_flight.restarts_online,
         )
         return decision.abort
 

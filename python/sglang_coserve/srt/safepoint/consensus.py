@@ -36,7 +36,6 @@ _STEPS: Final = 1 << 12
 
 _SPINS: Final = 200
 _FIRST_SLEEP_S: Final = 20e-6
-_LONGEST_SLEEP_S: Final = 1e-3
 
 
 def has_ordered_stores() -> bool:
@@ -124,10 +123,14 @@ class LeaderGate(_SharedGate):
 class FollowerGate(_SharedGate):
     """The gate of the other ranks: waits for rank 0 to have come as far, and does as it did."""
 
-    def __init__(self, shared: SharedWords, timeout_s: float = 120.0) -> None:
-        """``timeout_s`` is the longest to wait for rank 0: a rank that hangs ends the server."""
+    def __init__(
+        self, shared: SharedWords, *, timeout_s: float = 120.0, longest_sleep_s: float = 1e-3
+    ) -> None:
+        """``timeout_s`` is the longest to wait for rank 0: a rank that hangs ends the server;
+        ``longest_sleep_s`` is the longest between two looks at where it is."""
         super().__init__(shared)
         self._timeout_s = timeout_s
+        self._longest_sleep_s = longest_sleep_s
 
     def reached(self, layer: int) -> None:
         """See ``Gate.reached``.
@@ -155,7 +158,7 @@ class FollowerGate(_SharedGate):
                     f"{self._timeout_s:.0f} s: it hangs or has died"
                 )
             time.sleep(sleep_s)
-            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+            sleep_s = min(2 * sleep_s, self._longest_sleep_s)
 
     def _has_come(self, step: int) -> bool:
         """Return whether rank 0 is at this step or beyond, in the same batch."""

@@ -7,9 +7,11 @@ from typing import Any
 
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
+from sglang_coserve.srt.request_marks import is_offline
+from sglang_coserve.srt.row_groups import has_plain_state
 from sglang_coserve.srt.safepoint.consensus import has_ordered_stores
 
-__all__ = ["why_batch_must_end", "why_no_safepoints"]
+__all__ = ["can_shrink", "why_batch_must_end", "why_no_safepoints"]
 
 ScheduleBatch = Any
 Scheduler = Any
@@ -22,8 +24,12 @@ def why_no_safepoints(scheduler: Scheduler, layers: Sequence[Any]) -> str | None
     """
     args, ps = scheduler.server_args, scheduler.ps
     reasons = {
-        "on a GPU the host runs ahead of the device, which safepoints do not bound yet": (
-            scheduler.device != "cpu"
+        f"no safepoints for the device {scheduler.device}": scheduler.device not in ("cpu", "cuda"),
+        "unified memory moves KV by what it knows of the pass in flight": (
+            scheduler.device == "cuda" and scheduler.enable_unified_memory
+        ),
+        "--enable-torch-compile runs a CPU's decode steps as one piece": (
+            scheduler.device == "cpu" and args.enable_torch_compile
         ),
         "the model does not generate": not scheduler.is_generation,
         "no list of decoder layers was found in the model": not layers,
@@ -61,3 +67,14 @@ def why_batch_must_end(batch: ScheduleBatch, num_prefills: int) -> str | None:
         if row < num_prefills and req.input_embeds is not None:
             return "embeddings are given instead of tokens"
     return None
+
+
+def can_shrink(batch: ScheduleBatch, num_prefills: int) -> bool:
+    """Return whether the online rows of this batch can go on without the others. O(rows)."""
+    if batch.replace_embeds is not None or batch.ne_token_table is not None:
+        return False  # These name tokens of the batch by their places.
+    online = [not is_offline(req) for req in batch.reqs]
+    return any(online) and all(
+        stays or has_plain_state(req)
+        for req, stays in zip(batch.reqs[num_prefills:], online[num_prefills:], strict=True)
+    )

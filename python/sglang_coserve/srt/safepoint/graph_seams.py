@@ -24,22 +24,10 @@ from sglang_coserve.srt.safepoint.grouped_decode_graph import GroupedDecodeBacke
 from sglang_coserve.srt.safepoint.in_flight import BatchKind
 from sglang_coserve.srt.safepoint.instrument import Gate
 
-__all__ = ["add_attention_safepoints", "kinds_without_safepoints", "why_no_cuda_safepoints"]
+__all__ = ["add_attention_safepoints", "has_prefill_graphs", "kinds_without_safepoints"]
 
 AttentionBackend = Any
 ModelRunner = Any
-Scheduler = Any
-
-
-def why_no_cuda_safepoints(scheduler: Scheduler) -> str | None:
-    """Return why this engine's batches cannot be aborted on its device; None if they can."""
-    reasons = {
-        f"no safepoints for the device {scheduler.device}": scheduler.device not in ("cpu", "cuda"),
-        "unified memory moves KV by what it knows of the pass in flight": (
-            scheduler.device == "cuda" and scheduler.enable_unified_memory
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def add_attention_safepoints(
@@ -73,6 +61,11 @@ def add_attention_safepoints(
 
     attention_backend.forward = forward_from_safepoint
     return len(set(numbers.values()))
+
+
+def has_prefill_graphs(model_runner: ModelRunner) -> bool:
+    """Return whether prefills run on CUDA graphs, of any kind."""
+    return _backend_of(model_runner.prefill_cuda_graph_runner) is not None
 
 
 def kinds_without_safepoints(model_runner: ModelRunner) -> dict[BatchKind, str]:

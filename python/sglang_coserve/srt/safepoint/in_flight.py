@@ -36,9 +36,12 @@ class InFlight:
     online: BatchStats
     """Its online rows alone."""
 
+    restarts_online: bool
+    """After an abort these start over, instead of going on."""
+
     model: LatencyModel
-    safepoint_share: float
-    """Longest time between two safepoints, as a part of the whole."""
+    abort_share: float
+    """Longest time from a request to abort it until it ends, as a part of the whole."""
 
 
 def kind_of(batch: ScheduleBatch) -> BatchKind | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Final
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.preemption_guard import GuardConfig
@@ -13,12 +13,16 @@ from sglang_coserve.srt.safepoint.eligibility import why_no_safepoints
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
 from sglang_coserve.srt.safepoint.inbox import Inbox
 from sglang_coserve.srt.safepoint.ingress import Ingress
-from sglang_coserve.srt.safepoint.instrument import Gate, add_safepoints, fitting_interval
+from sglang_coserve.srt.safepoint.instrument import Gate, fitting_interval
 from sglang_coserve.srt.safepoint.layers import decoder_layers
 from sglang_coserve.srt.safepoint.local_gate import LocalGate
+from sglang_coserve.srt.safepoint.placement import place_on_cpu, place_on_cuda
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
 
 __all__ = ["install_safepoints"]
+
+_LONGEST_SLEEP_S: Final = {"cpu": 1e-3, "cuda": 2e-4}
+"""Of a rank that waits for rank 0; a GPU idles meanwhile, and computes layers faster."""
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,9 @@ def install_safepoints(
 
     Returns the safepoints, what receives requests on the rank that does, and why
     there are none if there are none.
+
+    Raises:
+        UnsupportedError: the settings ask for what this engine cannot do.
     """
     layers = decoder_layers(scheduler.tp_worker.model_runner.model)
     reason = why_no_safepoints(scheduler, layers)
@@ -39,14 +46,12 @@ def install_safepoints(
             logger.warning("no safepoints, offline batches run to their end: %s", reason)
         return None, None, reason
     flag = PreemptionFlag(pinned=scheduler.device == "cuda")
-    gate: Gate
-    if ps.tp_size == 1:
-        gate = LocalGate(flag)
-    else:
-        words = share_words(scheduler.tp_cpu_group, ps.tp_rank)
-        gate = LeaderGate(words, flag) if ps.tp_rank == 0 else FollowerGate(words)
+    gate = _make_gate(scheduler, flag)
     interval = fitting_interval(config.safepoint_interval, len(layers))
-    add_safepoints(layers, interval, gate)
+    if scheduler.device == "cuda":
+        placement = place_on_cuda(scheduler, config, layers, interval, gate, flag)
+    else:
+        placement = place_on_cpu(config, layers, interval, gate)
     watch = ingress = None
     if scheduler.recv_from_tokenizer is not None:
         inbox = Inbox()
@@ -54,5 +59,15 @@ def install_safepoints(
         channels = scheduler.ipc_channels
         ingress = Ingress(channels.recv_from_tokenizer, channels.recv_from_rpc, inbox, watch)
     guard = GuardConfig(wasted_share=config.safepoint_wasted_share)
-    safepoints = Safepoints(gate, watch, guard, num_layers=len(layers), interval=interval)
+    safepoints = Safepoints(placement, watch, guard, num_layers=len(layers), interval=interval)
     return safepoints, ingress, None
+
+
+def _make_gate(scheduler: Any, flag: PreemptionFlag) -> Gate:
+    ps = scheduler.ps
+    if ps.tp_size == 1:
+        return LocalGate(flag)
+    words = share_words(scheduler.tp_cpu_group, ps.tp_rank)
+    if ps.tp_rank == 0:
+        return LeaderGate(words, flag)
+    return FollowerGate(words, longest_sleep_s=_LONGEST_SLEEP_S[scheduler.device])

@@ -61,7 +61,7 @@ def roll_back(
     released = tuple(req for req in prefills if req.kv is not None and req is not unfinished)
     for req in released:
         release_uncomputed(req, batch.tree_cache)
-    if num_prefills:
+    if kind is not BatchKind.DECODE:
         _keep_decodes(batch, num_prefills)
     return RolledBack(released, unfinished)
 

@@ -13,7 +13,7 @@ from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.preemption_guard import GuardConfig, PreemptionGuard
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.safepoint.arrival_watch import AbortRequest, ArrivalWatch
-from sglang_coserve.srt.safepoint.eligibility import why_batch_must_end
+from sglang_coserve.srt.safepoint.eligibility import can_shrink, why_batch_must_end
 from sglang_coserve.srt.safepoint.flag import batch_id
 from sglang_coserve.srt.safepoint.in_flight import (
     BatchKind,
@@ -22,7 +22,8 @@ from sglang_coserve.srt.safepoint.in_flight import (
     num_decodes,
     stats_of,
 )
-from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate, safepoint_cost_s
+from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, safepoint_cost_s
+from sglang_coserve.srt.safepoint.placement import Placement
 from sglang_coserve.srt.safepoint.stats import SafepointStats
 
 __all__ = ["ArmedBatch", "Safepoints"]
@@ -38,6 +39,8 @@ class ArmedBatch:
     whole: BatchStats
     online: BatchStats
     offline_rids: tuple[str, ...]
+    shrinks: bool
+    """Its online rows go on if it is aborted."""
 
     @property
     def offline(self) -> BatchStats:
@@ -53,7 +56,7 @@ class Safepoints:
 
     def __init__(
         self,
-        gate: Gate,
+        placement: Placement,
         watch: ArrivalWatch | None,
         guard: GuardConfig,
         *,
@@ -63,27 +66,34 @@ class Safepoints:
         """``watch`` is None on the ranks that do not receive requests."""
         self.stats = SafepointStats()
         self._guard = PreemptionGuard(guard)
-        self._gate = gate
+        self._gate = placement.gate
+        self._kept = placement.kept
+        self.resumption = placement.resumption
         self._watch = watch
         self._num_layers = num_layers
         self._interval = interval
-        self._cost_s = safepoint_cost_s(gate)
+        self._abort_share = min(1.0, placement.outstanding_groups * interval / num_layers)
+        self._cost_s = safepoint_cost_s(placement.gate)
         self._is_affordable = True
         self._request: AbortRequest | None = None
 
     # --- Before a batch ------------------------------------------------------------------
 
-    def arrival_wait_share(self, now_s: float) -> float:
+    def arrival_wait_share(self, now_s: float, *, may_prefill: bool) -> float:
         """Return the part of the next iteration that an arrival waits at most, and decide with
-        it whether that iteration may be aborted."""
+        it whether that iteration may be aborted. One that cannot prefill will be a decode step."""
         self._is_affordable = self._guard.can_afford(now_s)
-        return self._interval / self._num_layers if self._is_affordable else 1.0
+        kinds = (BatchKind.EXTEND, BatchKind.MIXED) if may_prefill else (BatchKind.DECODE,)
+        can_abort = self._is_affordable and not any(kind in self._kept for kind in kinds)
+        return self._abort_share if can_abort else 1.0
 
     def why_not(self, batch: ScheduleBatch) -> str | None:
         """Return why a batch with offline rows is not to be aborted; None if it may be."""
         kind = kind_of(batch)
         if kind is None:
             return "neither a prefill nor a decode"
+        if kind in self._kept:
+            return self._kept[kind]
         if not self._is_affordable:
             return "aborts have cost their share of the time"
         if self._guard.protects(req.rid for req in batch.reqs):
@@ -109,12 +119,22 @@ class Safepoints:
             stats_of(batch, kind, [True] * len(is_online)),
             stats_of(batch, kind, is_online),
             tuple(req.rid for req, online in zip(batch.reqs, is_online, strict=True) if not online),
+            self.resumption is not None
+            and can_shrink(batch, len(batch.reqs) - num_decodes(batch, kind)),
         )
         name, started_s = batch_id(forward_count), time.perf_counter()
         self._gate.arm(name, started_s)
         if self._watch is not None:
-            share = self._interval / self._num_layers
-            self._watch.open(InFlight(name, started_s, armed.whole, armed.online, model, share))
+            in_flight = InFlight(
+                batch=name,
+                started_s=started_s,
+                whole=armed.whole,
+                online=armed.online,
+                restarts_online=not armed.shrinks,
+                model=model,
+                abort_share=self._abort_share,
+            )
+            self._watch.open(in_flight)
         ready_s = time.perf_counter()
         try:
             yield armed
@@ -133,14 +153,26 @@ class Safepoints:
         self._guard.completed(armed.offline_rids)
 
     def aborted(
-        self, armed: ArmedBatch, preempted: ForwardPreempted, aborted_s: float, now_s: float
+        self,
+        armed: ArmedBatch,
+        preempted: ForwardPreempted,
+        aborted_s: float,
+        now_s: float,
+        *,
+        shrunk: bool = False,
     ) -> None:
-        """Note that a batch was aborted, and is rolled back by now.
+        """Note that a batch was aborted, and is rolled back by now: if ``shrunk``, but for its
+        online rows.
 
         ``aborted_s`` is on this process's clock, ``now_s`` on the one that all ranks share.
         """
-        self._guard.aborted(armed.offline_rids, now_s, preempted.elapsed_s)
-        self.stats.wasted(preempted.elapsed_s, armed.offline, preempted.layer / self._num_layers)
+        wasted_s = preempted.elapsed_s
+        if shrunk:
+            # All ranks must say the same, so no rank's own latency model does.
+            wasted_s *= armed.offline.compute_tokens / armed.whole.compute_tokens
+            self.stats.shrunk[armed.kind] += 1
+        self._guard.aborted(armed.offline_rids, now_s, wasted_s)
+        self.stats.wasted(wasted_s, armed.offline, preempted.layer / self._num_layers)
         self.stats.aborted(armed.kind, self._request, aborted_s, time.perf_counter())
 
     def forget(self, rid: str) -> None:

@@ -32,6 +32,9 @@ class SafepointStats:
 
     def __init__(self) -> None:
         self.aborts: Counter[BatchKind] = Counter()
+        self.shrunk: Counter[BatchKind] = Counter()
+        """Those of the aborted batches whose online rows went on."""
+
         self.kept: Counter[str] = Counter()
         """Batches with offline rows that were not to be aborted, by reason."""
 
@@ -93,6 +96,7 @@ class SafepointStats:
         """Return all of it in plain values."""
         return {
             "aborts": {kind.value: self.aborts[kind] for kind in BatchKind},
+            "shrunk": {kind.value: self.shrunk[kind] for kind in BatchKind},
             "kept": dict(self.kept),
             "arming_ms": _summary(self._arming_s),
             "armed_batch_ms": _summary(self._batch_s),
