@@ -57,6 +57,7 @@ class BatchBuilder:
         self.offline_budget_s = math.inf
         self.is_deadline_bound = False
         self.online_part_s = 0.0
+        self.arrival_wait_s = math.inf
         self.first_tokens: list[FirstToken] = []
         self.admits_offline = True
         """False when an online request waits for KV that new offline requests must not take."""
@@ -295,6 +296,7 @@ class BatchBuilder:
             budget_s=self.offline_budget_s,
             is_deadline_bound=self.is_deadline_bound,
             online_part_s=self.online_part_s,
+            arrival_wait_s=self.arrival_wait_s,
             first_tokens=tuple(self.first_tokens),
             fairness=fairness,
         )

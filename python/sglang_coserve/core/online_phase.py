@@ -31,6 +31,7 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
     decode_online(batch)
     prefill_online(batch, context, min(budget_s, batch.tpot_slack_s) * (1 - config.margin))
     batch.online_part_s = batch.predicted_s
+    batch.arrival_wait_s = context.arrival_wait_s
     batch.offline_budget_s = min(
         batch.offline_budget_s, _arrival_budget_s(batch, context) * (1 - config.margin)
     )

@@ -84,7 +84,7 @@ def decide(
         ttft_left_s: time left until the first of them misses its TTFT target; ``None`` without
             a target.
         arrival_wait_s: longest time that an arrival may wait for a batch in flight
-            (``Scheduler.arrival_wait_s``).
+            (``StepPlan.arrival_wait_s``).
         safepoint_s: time until the next safepoint notices an abort, and the rows are cleaned up.
         restarts_online: the online part starts over after an abort, instead of going on.
 

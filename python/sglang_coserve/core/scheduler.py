@@ -83,14 +83,6 @@ class Scheduler:
         return self._prediction_error
 
     @property
-    def arrival_wait_s(self) -> float:
-        """The longest time that an online request which arrives now may wait for the iteration
-        that runs; infinite without a TTFT target."""
-        if self._config.arrival_wait_s is not None:
-            return self._config.arrival_wait_s
-        return math.inf if self._arrival_wait is None else self._arrival_wait.wait_s
-
-    @property
     def queue(self) -> OfflineQueue:
         """The offline requests that wait."""
         return self._queue
@@ -115,7 +107,7 @@ class Scheduler:
             cache=cache,
             waiting=self._waiting_order.ordered(snapshot.waiting),
             iteration=self._iteration,
-            arrival_wait_s=self.arrival_wait_s,
+            arrival_wait_s=self._arrival_wait_s(),
             mean_iteration_s=self._mean_iteration_s,
             eviction_rate=self._eviction_rate,
         )
@@ -170,3 +162,8 @@ class Scheduler:
             self._queue.remove(rid)
         elif rid in self._queue:
             self._queue.remove(rid)
+
+    def _arrival_wait_s(self) -> float:
+        if self._config.arrival_wait_s is not None:
+            return self._config.arrival_wait_s
+        return math.inf if self._arrival_wait is None else self._arrival_wait.wait_s

@@ -214,6 +214,10 @@ class StepPlan:
     online_part_s: float = 0.0
     """Predicted latency of the batch's online work alone."""
 
+    arrival_wait_s: float = float("inf")
+    """Longest time that an online request which arrives while this runs may wait for its end;
+    where it would take longer, the offline part is to be aborted."""
+
     first_tokens: tuple[FirstToken, ...] = ()
     """Of the online requests that this batch gives their first token."""
 

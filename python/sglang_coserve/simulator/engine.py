@@ -188,7 +188,12 @@ class Engine:
                 break
             check_s = next_check * step_s
             if any(request.info.is_online for request in arrived) and self._monitor.wants_abort(
-                batch, executor.waiting, now_s, elapsed_s, check_s - elapsed_s
+                batch,
+                executor.waiting,
+                now_s,
+                elapsed_s,
+                check_s - elapsed_s,
+                self.last_plan.arrival_wait_s,
             ):
                 self.counters.aborts += 1
                 for request in executor.abort_offline(batch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
@@ -18,13 +18,10 @@ __all__ = ["Monitor"]
 class Monitor:
     """Asks the core whether an arrival is reason to abort the offline part of a batch."""
 
-    def __init__(
-        self, model: LatencyModel, targets: SloTargets, arrival_wait_s: Callable[[], float]
-    ) -> None:
-        """``model`` and ``arrival_wait_s`` are the scheduler's; the executor's model may differ."""
+    def __init__(self, model: LatencyModel, targets: SloTargets) -> None:
+        """``model`` is the scheduler's, which may differ from the executor's."""
         self._model = model
         self._targets = targets
-        self._arrival_wait_s = arrival_wait_s
 
     def wants_abort(
         self,
@@ -33,8 +30,12 @@ class Monitor:
         now_s: float,
         elapsed_s: float,
         safepoint_s: float,
+        arrival_wait_s: float,
     ) -> bool:
-        """Decide at an online arrival, with ``safepoint_s`` to go until the next safepoint."""
+        """Decide at an online arrival, with ``safepoint_s`` to go until the next safepoint.
+
+        It may wait for ``arrival_wait_s``, says the plan that runs.
+        """
         # The online rows that decode now go on beside the prefills.
         arrived = BatchStats.of(
             ((request.row.tokens_to_compute, request.row.cached_tokens) for request in waiting),
@@ -47,7 +48,7 @@ class Monitor:
             elapsed_s,
             arrived,
             self._ttft_left_s(waiting, now_s),
-            arrival_wait_s=self._arrival_wait_s(),
+            arrival_wait_s=arrival_wait_s,
             safepoint_s=safepoint_s,
         )
         return decision.abort

@@ -99,9 +99,7 @@ def simulate(
         is_closed_loop=workload.is_closed_loop,
     )
     curve = LoadCurve()
-    monitor = None
-    if setup.executor.safepoint:
-        monitor = Monitor(setup.model, setup.targets, lambda: scheduler.arrival_wait_s)
+    monitor = Monitor(setup.model, setup.targets) if setup.executor.safepoint else None
     engine = Engine(scheduler, executor, source, (curve, *observers), monitor)
     interval_s = workload.interval_s
     is_complete = True

@@ -11,6 +11,7 @@ unfinished prefill at a time.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
@@ -76,6 +77,7 @@ class PlannedScheduler(CoserveScheduler):
         self._tick_s: float | None = None
         self._drift_warning = DriftWarning() if self.ps.tp_rank == 0 else None
         self._offline_ran: tuple[float, float] | None = None
+        self._arrival_wait_s = math.inf
         self._arrivals_s: Mapping[str, float] = {}
         self._times = IterationTimes(is_overlapped=self.enable_overlap and self.device != "cpu")
 
@@ -174,6 +176,7 @@ class PlannedScheduler(CoserveScheduler):
         )
         is_whole = len(admitted) == len(plan.prefills) and not self._has_left_decodes
         self._core.commit(plan if is_whole else replace(plan, prefills=admitted))
+        self._arrival_wait_s = plan.arrival_wait_s
         if plan.predicted_s > plan.online_part_s:
             self._offline_ran = (time.perf_counter(), plan.online_part_s)
         self._times.launched(plan.batch if is_whole else None)

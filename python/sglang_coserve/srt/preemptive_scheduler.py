@@ -73,7 +73,9 @@ class PreemptiveScheduler(PlannedScheduler):
             safepoints.stats.kept[why_not] += 1
             return super().run_batch(batch, pp_proxy_tensors)
         try:
-            with safepoints.armed(batch, self.forward_ct, self._core.model) as armed:
+            with safepoints.armed(
+                batch, self.forward_ct, self._core.model, self._arrival_wait_s
+            ) as armed:
                 result = super().run_batch(batch, pp_proxy_tensors)
         except ForwardPreempted as preempted:
             return self._end_early(batch, armed, preempted)
@@ -181,7 +183,12 @@ class PreemptiveScheduler(PlannedScheduler):
                 self._offline_reqs or self.waiting_queue or self._aside.parked or self.chunked_req
             ),
         )
-        return replace(snapshot, arrival_wait_share=share)
+        shrinks = self._safepoints.resumption is not None
+        return replace(
+            snapshot,
+            arrival_wait_share=share,
+            mixed_arrival_wait_share=share if shrinks else 1.0,
+        )
 
     def _forget(self, rid: str) -> None:
         super()._forget(rid)

@@ -110,9 +110,9 @@ def run(layers: list[Layer]) -> None:
 
 @pytest.mark.parametrize(
     ("interval", "layers", "fitting"),
-    [(4, 80, 4), (4, 8, 4), (4, 6, 3), (4, 2, 1), (4, 1, 1), (1, 9, 1)],
+    [(4, 80, 4), (4, 16, 4), (4, 8, 2), (4, 6, 1), (4, 2, 1), (4, 1, 1), (1, 9, 1)],
 )
-def test_an_interval_is_at_most_half_of_the_layers(
+def test_an_interval_is_at_most_a_quarter_of_the_layers(
     interval: int, layers: int, fitting: int
 ) -> None:
     assert fitting_interval(interval, layers) == fitting

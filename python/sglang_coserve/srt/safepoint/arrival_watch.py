@@ -91,6 +91,7 @@ class ArrivalWatch:
             now_s - in_flight.started_s,
             next_batch,
             self._ttft_left_s(arrivals, now_s),
+            arrival_wait_s=in_flight.arrival_wait_s,
             safepoint_s=(
                 in_flight.model.predict(in_flight.whole) * in_flight.abort_share + _ROLLBACK_S
             ),

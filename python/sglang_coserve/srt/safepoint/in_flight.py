@@ -40,6 +40,9 @@ class InFlight:
     """After an abort these start over, instead of going on."""
 
     model: LatencyModel
+    arrival_wait_s: float
+    """Longest time that an arrival may wait for it."""
+
     abort_share: float
     """Longest time from a request to abort it until it ends, as a part of the whole."""
 

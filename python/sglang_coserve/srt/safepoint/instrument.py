@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 
 __all__ = ["ForwardPreempted", "Gate", "add_safepoints", "fitting_interval", "safepoint_cost_s"]
+
+
+_LEAST_SAFEPOINTS: Final = 4
+"""In one pass, where the model has as many layers."""
 
 
 class ForwardPreempted(BaseException):
@@ -50,11 +54,12 @@ class Gate(Protocol):
 
 
 def fitting_interval(interval: int, num_layers: int) -> int:
-    """Return the interval for a model: the one asked for, but at most half of the layers.
+    """Return the interval for a model: the one asked for, but at most a quarter of the layers.
 
-    A safepoint before the first layer alone would stop nothing that has begun.
+    The fewer layers a model has, the longer one takes of the whole, and the longer an
+    arrival waits for it.
     """
-    return min(interval, max(1, num_layers // 2))
+    return min(interval, max(1, num_layers // _LEAST_SAFEPOINTS))
 
 
 def add_safepoints(layers: Sequence[nn.Module], interval: int, gate: Gate) -> int:

@@ -104,11 +104,12 @@ class Safepoints:
 
     @contextmanager
     def armed(
-        self, batch: ScheduleBatch, forward_count: int, model: LatencyModel
+        self, batch: ScheduleBatch, forward_count: int, model: LatencyModel, arrival_wait_s: float
     ) -> Iterator[ArmedBatch]:
         """Within it ``ForwardPreempted`` may be raised; it is passed on. O(rows).
 
-        ``forward_count`` tells batches apart; ``model`` predicts this one.
+        ``forward_count`` tells batches apart; ``model`` predicts this one;
+        ``arrival_wait_s`` is how long an arrival may wait for its end.
         """
         begun_s = time.perf_counter()
         kind = kind_of(batch)
@@ -132,6 +133,7 @@ class Safepoints:
                 online=armed.online,
                 restarts_online=not armed.shrinks,
                 model=model,
+                arrival_wait_s=arrival_wait_s,
                 abort_share=self._abort_share,
             )
             self._watch.open(in_flight)
