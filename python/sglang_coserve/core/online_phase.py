@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from itertools import chain
 
+from sglang_coserve.core.arrival_rate import best_iteration_s
 from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.plan_context import PlanContext
@@ -38,15 +39,25 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
 
 
 def _arrival_budget_s(batch: BatchBuilder, context: PlanContext) -> float:
-    """Return how long an iteration offline work may fill because of requests yet to arrive."""
+    """Return how long an iteration offline work may fill because of requests yet to arrive.
+
+    One that they can abort may be longer than their wait, but no longer than pays
+    with so many of them.
+    """
+    wait_s = context.arrival_wait_s
     if not batch.has_online:
         share = batch.snapshot.arrival_wait_share
+        overhead_s = batch.model.predict(BatchStats(decode_requests=1))
     elif batch.stats.prefill_requests == 0:
         share = batch.snapshot.mixed_arrival_wait_share
+        overhead_s = batch.predicted_s
     else:
         # Whoever is prefilled in it waits for its end, though offline work be given up.
-        share = 1.0
-    return context.arrival_wait_s / share
+        return wait_s
+    if share == 1.0:
+        return wait_s
+    best_s = best_iteration_s(overhead_s, context.arrivals_per_s)
+    return max(wait_s, min(wait_s / share, best_s))
 
 
 def decode_online(batch: BatchBuilder, rows: list[Row] | None = None) -> None:

@@ -29,6 +29,9 @@ class PlanContext:
     """Longest wait of a request that arrives during the iteration, for its end
     (``SchedulerConfig.arrival_wait_s``)."""
 
+    arrivals_per_s: float
+    """Online requests that arrive a second."""
+
     mean_iteration_s: float
     """Moving average of the predicted latency of past iterations (BROS's T_avg)."""
 

@@ -68,6 +68,12 @@ class PreemptionGuard:
         """Return whether one more iteration may be thrown away."""
         return self._bucket.level(now_s) > 0
 
+    @property
+    def has_protected(self) -> bool:
+        """True while a request waits for the iteration that it protects. O(aborted requests)."""
+        limit = self._config.max_aborts_in_a_row
+        return any(streak >= limit for streak in self._aborts_in_a_row.values())
+
     def protects(self, rids: Iterable[str]) -> bool:
         """Return whether a batch with these offline requests has to run to its end. O(rids)."""
         streaks, limit = self._aborts_in_a_row, self._config.max_aborts_in_a_row

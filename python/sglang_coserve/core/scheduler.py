@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from sglang_coserve.core.arrival_rate import ArrivalRate
 from sglang_coserve.core.arrival_wait import ArrivalWait
 from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.batch_stats import BatchStats
@@ -69,6 +70,7 @@ class Scheduler:
         self._prediction_error = PredictionError(profile_mape)
         self._mean_iteration_s = 0.0
         self._eviction_rate = 0.0
+        self._arrival_rate = ArrivalRate()
         ttft_s = targets.ttft_s
         self._arrival_wait = None if ttft_s is None else ArrivalWait(ttft_s)
 
@@ -108,6 +110,7 @@ class Scheduler:
             waiting=self._waiting_order.ordered(snapshot.waiting),
             iteration=self._iteration,
             arrival_wait_s=self._arrival_wait_s(),
+            arrivals_per_s=self._arrival_rate.per_s(snapshot.now_s),
             mean_iteration_s=self._mean_iteration_s,
             eviction_rate=self._eviction_rate,
         )
@@ -126,6 +129,7 @@ class Scheduler:
             # The first plan sets the average, which has nothing to weigh against it yet.
             self._mean_iteration_s += change_s * (_ITERATION_WEIGHT if self._iteration else 1.0)
             self._iteration += 1
+        self._arrival_rate.observe(plan.first_tokens)
         if self._arrival_wait is not None:
             self._arrival_wait.observe(
                 plan.now_s, plan.predicted_s, plan.online_part_s, plan.first_tokens

@@ -80,6 +80,7 @@ class Engine:
         self._source = source
         self._observers = observers
         self._monitor = monitor
+        self._may_abort = False
         self._take_back = take_back
         self._seen_until_s = 0.0
         """Arrivals up to here are known to the next plan."""
@@ -99,7 +100,10 @@ class Engine:
         num_running = len(executor.rows) - executor.num_online_rows
         for request in self._source.refill(len(executor.offline_waiting), num_running, self.now_s):
             self._arrive(request, self.now_s)
-        plan = self._scheduler.plan(executor.snapshot(self.now_s), executor)
+        safepoint, monitor = executor.config.safepoint, self._monitor
+        self._may_abort = monitor is not None and monitor.may_abort(self.now_s)
+        share = safepoint.arrival_wait_share if safepoint and self._may_abort else 1.0
+        plan = self._scheduler.plan(executor.snapshot(self.now_s, share), executor)
         if plan.is_idle and not (plan.shed or plan.evict):
             return self._pass_time(end_s)
         self._scheduler.commit(plan)
@@ -176,6 +180,9 @@ class Engine:
         executor, safepoint = self._executor, self._executor.config.safepoint
         if safepoint is None or self._monitor is None or not batch.has_offline:
             return batch.seconds
+        if not self._may_abort:
+            self._monitor.ran(batch)
+            return batch.seconds
         start_s, end_s = self.now_s, self.now_s + batch.seconds
         step_s = batch.seconds * safepoint.interval_layers / safepoint.num_layers
         while self._source.next_arrival_s < end_s:
@@ -196,12 +203,14 @@ class Engine:
                 self.last_plan.arrival_wait_s,
             ):
                 self.counters.aborts += 1
+                self._monitor.aborts(batch, start_s + check_s, check_s)
                 for request in executor.abort_offline(batch):
                     self._scheduler.restore(request.info.rid, request.generated_tokens)
                     self._tell(RequestEvent.EVICTED, request, start_s + check_s)
                 # The online rows go through the layers that are left.
                 layers_left = 1 - check_s / batch.seconds
                 return check_s + layers_left * executor.online_part_s(batch)
+        self._monitor.ran(batch)
         return batch.seconds
 
     def _tell_changes(self, plan: StepPlan, batch: RunningBatch) -> None:

@@ -81,8 +81,12 @@ class Executor:
         """Return the leading tokens of a waiting offline request that need not be computed."""
         return self._cached_tokens(self.offline_waiting[rid])
 
-    def snapshot(self, now_s: float) -> EngineSnapshot:
-        """Return the engine as it stands between two iterations."""
+    def snapshot(self, now_s: float, arrival_wait_share: float = 1.0) -> EngineSnapshot:
+        """Return the engine as it stands between two iterations.
+
+        ``arrival_wait_share`` is of the next one, with online decodes or without: here they go
+        on when it is aborted.
+        """
         version = self.cache.version
         for request in self.waiting:
             if request.match_version != version:
@@ -91,8 +95,6 @@ class Executor:
         if self._sharing_version != self.cache.sharing_version:
             self._note_sharing()
         pool, config = self.pool, self.config
-        # Online rows go on when a batch is aborted, so both kinds of iteration are alike.
-        share = 1.0 if config.safepoint is None else config.safepoint.arrival_wait_share
         return EngineSnapshot(
             now_s=now_s,
             rows=[request.row for request in self.rows.values()],
@@ -102,8 +104,8 @@ class Executor:
             free_slots=config.max_running_requests - len(self.rows) - len(self._ended),
             max_batch_tokens=config.max_batch_tokens,
             page_tokens=pool.page_tokens,
-            arrival_wait_share=share,
-            mixed_arrival_wait_share=share,
+            arrival_wait_share=arrival_wait_share,
+            mixed_arrival_wait_share=arrival_wait_share,
         )
 
     def begin(self, plan: StepPlan) -> RunningBatch:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.preemption import decide
+from sglang_coserve.core.preemption_guard import PreemptionGuard
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.running_batch import RunningBatch
@@ -18,10 +19,28 @@ __all__ = ["Monitor"]
 class Monitor:
     """Asks the core whether an arrival is reason to abort the offline part of a batch."""
 
-    def __init__(self, model: LatencyModel, targets: SloTargets) -> None:
+    def __init__(
+        self, model: LatencyModel, targets: SloTargets, guard: PreemptionGuard | None = None
+    ) -> None:
         """``model`` is the scheduler's, which may differ from the executor's."""
         self._model = model
         self._targets = targets
+        self._guard = guard or PreemptionGuard()
+
+    def may_abort(self, now_s: float) -> bool:
+        """Tell whether the guard lets an iteration that starts now be aborted."""
+        return self._guard.can_afford(now_s) and not self._guard.has_protected
+
+    def ran(self, batch: RunningBatch) -> None:
+        """Note that a batch is about to run to its end."""
+        self._guard.completed(batch.offline_rids())
+
+    def aborts(self, batch: RunningBatch, now_s: float, elapsed_s: float) -> None:
+        """Note that the offline part of a batch, which still holds it, is aborted."""
+        stats = batch.stats
+        offline_tokens = stats.compute_tokens - batch.online_stats().compute_tokens
+        wasted_s = elapsed_s * offline_tokens / stats.compute_tokens
+        self._guard.aborted(batch.offline_rids(), now_s, wasted_s)
 
     def wants_abort(
         self,

@@ -53,6 +53,11 @@ class RunningBatch:
             (r.computed_tokens for r in self.decodes if r.info.is_online),
         )
 
+    def offline_rids(self) -> list[str]:
+        """Return the offline requests in it. O(rows)."""
+        requests = [*(request for request, _ in self.chunks), *self.decodes]
+        return [request.info.rid for request in requests if not request.info.is_online]
+
     def tokens_by_class(self) -> tuple[int, int]:
         """Return the tokens computed for online and for offline rows. O(chunks)."""
         online, offline = self.online_decodes, len(self.decodes) - self.online_decodes

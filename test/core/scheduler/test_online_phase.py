@@ -78,6 +78,16 @@ def test_a_later_prompt_does_not_make_an_earlier_one_late() -> None:
     assert 0.05 < plan.predicted_s <= 0.06
 
 
+def test_nobody_is_left_behind_to_be_late_for_another_who_is_in_time() -> None:
+    """Each takes 30 ms, both 50, and one is due in 45. Next, the other one would be done in 60."""
+    core = scheduler("coserve", targets=SloTargets(ttft_s=1.0))
+    for due_s, runs in ((0.07, 1), (0.055, 2)):
+        rows = online(200, arrival_s=-0.955), online(200, arrival_s=due_s - 1.0)
+        plan = core.plan(snapshot(*rows), NO_CACHE)
+        whole = [chunk for chunk in plan.prefills if chunk.tokens == 200]
+        assert [chunk.rid for chunk in whole] == [*rids(rows[:runs])]
+
+
 def test_nothing_offline_runs_beside_a_prompt_that_is_cut() -> None:
     rows = (online(state=DECODING), online(5000), offline())
     plan = scheduler("coserve", queued()).plan(snapshot(*rows), NO_CACHE)

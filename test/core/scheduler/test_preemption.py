@@ -39,6 +39,13 @@ def test_a_batch_that_ends_in_time_goes_on() -> None:
     assert answer.first_token_s == MODEL.predict(MIXED) + MODEL.predict(ARRIVED)
 
 
+def test_a_batch_that_keeps_an_arrival_longer_than_planned_is_aborted() -> None:
+    """It ends in 51 ms; its first token would be in time either way."""
+    for wait_s, reason in ((0.05, Reason.LONG_WAIT), (0.052, Reason.IN_TIME)):
+        answer = decision(0.06, 0.2, arrival_wait_s=wait_s)
+        assert (answer.abort, answer.reason) == (reason is Reason.LONG_WAIT, reason)
+
+
 def test_what_has_passed_counts() -> None:
     assert not decision(0.06, 0.1).abort
 

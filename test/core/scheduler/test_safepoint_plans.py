@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -26,10 +27,26 @@ def test_an_iteration_that_can_be_aborted_may_be_longer(share: float) -> None:
     assert predicted_s(share, arrival_wait_s=0.05) == pytest.approx(0.05 / share, rel=0.01)
 
 
-def test_an_iteration_with_online_rows_may_not() -> None:
-    rows = [online(100, DECODING)]
+@pytest.mark.parametrize("state", [DECODING, RequestState.WAITING])
+def test_an_iteration_with_online_rows_that_start_over_may_not(state: RequestState) -> None:
+    rows = [online(100, state)]
     whole = predicted_s(1.0, *rows, arrival_wait_s=0.05)
     assert predicted_s(0.25, *rows, arrival_wait_s=0.05) == whole
+
+
+def test_an_iteration_with_online_decodes_that_go_on_may_be_longer() -> None:
+    core = scheduler("coserve", queued(8000), arrival_wait_s=0.02)
+    for state, longest_s in ((DECODING, 0.08), (RequestState.WAITING, 0.02)):
+        seen = snapshot(online(50, state))
+        plan = core.plan(replace(seen, mixed_arrival_wait_share=0.25), NO_CACHE)
+        assert plan.predicted_s == pytest.approx(longest_s, rel=0.01)
+        assert plan.arrival_wait_s == 0.02
+
+
+def test_only_a_policy_that_bounds_an_arrivals_wait_lets_it_abort_for_more() -> None:
+    """ConServe's own rule knows the TTFT target only."""
+    core = scheduler("conserve", queued(8000), arrival_wait_s=0.02)
+    assert core.plan(snapshot(online(100, DECODING)), NO_CACHE).arrival_wait_s == math.inf
 
 
 def test_without_a_target_nothing_bounds_it_either_way() -> None:

@@ -84,7 +84,8 @@ class Safepoints:
         it whether that iteration may be aborted. One that cannot prefill will be a decode step."""
         self._is_affordable = self._guard.can_afford(now_s)
         kinds = (BatchKind.EXTEND, BatchKind.MIXED) if may_prefill else (BatchKind.DECODE,)
-        can_abort = self._is_affordable and not any(kind in self._kept for kind in kinds)
+        can_abort = self._is_affordable and not self._guard.has_protected
+        can_abort = can_abort and not any(kind in self._kept for kind in kinds)
         return self._abort_share if can_abort else 1.0
 
     def why_not(self, batch: ScheduleBatch) -> str | None:
