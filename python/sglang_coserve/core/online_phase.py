@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import chain
+from typing import Final
 
 from sglang_coserve.core.arrival_rate import best_iteration_s
 from sglang_coserve.core.batch_builder import BatchBuilder
@@ -14,6 +15,10 @@ from sglang_coserve.core.scheduler_config import Overload
 from sglang_coserve.core.snapshot import FirstToken, Row
 
 __all__ = ["decode_online", "prefill_online", "serve_online", "slack_s"]
+
+_SPARED_CUT: Final = 0.1
+"""Part of its budget by which a batch may exceed it for the end of a prompt: a cut costs the
+prompt another iteration, and all that decode in that one."""
 
 
 def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> None:
@@ -30,7 +35,8 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
     """
     config = context.config
     decode_online(batch)
-    prefill_online(batch, context, min(budget_s, batch.tpot_slack_s) * (1 - config.margin))
+    budget_s = min(budget_s, batch.tpot_slack_s) * (1 - config.margin)
+    prefill_online(batch, context, budget_s, spared_cut=_SPARED_CUT)
     batch.online_part_s = batch.predicted_s
     batch.arrival_wait_s = context.arrival_wait_s
     batch.offline_budget_s = min(
@@ -80,10 +86,12 @@ def prefill_online(
     *,
     keeps_ttft: bool = True,
     may_evict: bool = True,
+    spared_cut: float = 0.0,
 ) -> None:
     """Add online prefills in order: the unfinished ones, then the waiting ones.
 
-    Stops at the first that does not fit: no later request overtakes it. Sets
+    Stops at the first that does not fit: no later request overtakes it. One that
+    fits into ``spared_cut`` of the budget more is not cut. Sets
     ``offline_budget_s`` as ``serve_online`` says.
     """
     config = context.config
@@ -104,13 +112,15 @@ def prefill_online(
         if sheds and whole_s > row_slack_s and is_new and row.generated_tokens == 0:
             batch.shed(row)
             continue
-        limit_s = min(budget_s, ttft_s)
+        deadline_s = ttft_s
         if whole_s > ttft_s and _is_late_next(batch, rest_tokens, cached_tokens, row_slack_s):
-            limit_s = budget_s
+            deadline_s = math.inf
             batch.is_deadline_bound = True
-        if whole_s <= limit_s and rest_tokens <= batch.free_tokens:
+        whole_limit_s = min(budget_s * (1 + spared_cut), deadline_s)
+        if whole_s <= whole_limit_s and rest_tokens <= batch.free_tokens:
             tokens = rest_tokens
         else:
+            limit_s = min(budget_s, deadline_s)
             tokens = _cut(batch, cached_tokens, rest_tokens, limit_s, floor_tokens)
         if tokens == 0:
             _leave_over(batch, by_deadline=batch.free_tokens > 0)
