@@ -41,6 +41,11 @@ class Exporter:
         self._aborts = Counter(
             "coserve_safepoint_aborts", "Batches aborted at a safepoint.", ("model_name", "kind")
         )
+        self._shrunk = Counter(
+            "coserve_safepoint_shrunk",
+            "Aborted batches whose online rows went on.",
+            ("model_name", "kind"),
+        )
         self._wasted_s = Counter(
             "coserve_safepoint_wasted_seconds", "Time that aborts threw away.", ("model_name",)
         )
@@ -90,6 +95,8 @@ class Exporter:
     def _publish_safepoints(self, safepoints: Mapping[str, Any]) -> None:
         for kind, count in safepoints["aborts"].items():
             self._count(self._aborts, count, kind)
+        for kind, count in safepoints["shrunk"].items():
+            self._count(self._shrunk, count, kind)
         self._count(self._wasted_s, safepoints["wasted_ms"] / 1e3)
         self._count(self._wasted_tokens, safepoints["wasted_tokens"])
         for step, delays_ms in safepoints["delays_ms"].items():

@@ -21,7 +21,7 @@ from srt.test_request_features import (  # noqa: F401
     start,
 )
 
-PREEMPTIVE = {**TIGHT, "safepoint_interval": 1}
+PREEMPTIVE: dict[str, Any] = {**TIGHT, "safepoint_interval": 1}
 
 
 def run_script_with_aborts(
@@ -36,6 +36,7 @@ def run_script_with_aborts(
     return results, aborts.counts()
 
 
+@pytest.mark.parametrize("mode", ["abort", pytest.param("shrink", marks=pytest.mark.heavy)])
 @pytest.mark.parametrize(
     "overlap", [False, pytest.param(True, marks=pytest.mark.heavy)], ids=["normal", "overlap"]
 )
@@ -43,10 +44,15 @@ def test_everything_comes_out_as_from_stock(
     start: Start,  # noqa: F811
     from_stock: Callable[[Sequence[Ask]], dict[str, Any]],  # noqa: F811
     overlap: bool,
+    mode: str,
 ) -> None:
     asks, arrivals = mixed_asks()
     expected = from_stock(asks)
-    engine = start(overlap=overlap, page_size=16 if overlap else 1, coserve=PREEMPTIVE)
+    engine = start(
+        overlap=overlap,
+        page_size=16 if overlap else 1,
+        coserve={**PREEMPTIVE, "safepoint_mode": mode},
+    )
     results, counts = engine.call(run_script_with_aborts, asks, arrivals)
     if overlap:
         # How late SGLang counts a token for penalties then depends on the passes between.

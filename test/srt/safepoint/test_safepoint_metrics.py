@@ -54,6 +54,7 @@ def state(aborts):
         "safepoints": {
             "enabled": True,
             "aborts": {"extend": aborts, "mixed": 1},
+            "shrunk": {"mixed": aborts // 2},
             "wasted_ms": 250.0 * aborts,
             "wasted_tokens": 100 * aborts,
             "delays_ms": {
@@ -80,6 +81,7 @@ def test_aborts_and_delays_are_exported() -> None:
     for line in (
         'coserve_safepoint_aborts_total{kind="extend",model_name="m"} 6.0',
         'coserve_safepoint_aborts_total{kind="mixed",model_name="m"} 1.0',
+        'coserve_safepoint_shrunk_total{kind="mixed",model_name="m"} 3.0',
         'coserve_safepoint_wasted_seconds_total{model_name="m"} 1.5',
         'coserve_safepoint_wasted_tokens_total{model_name="m"} 600.0',
         'coserve_safepoint_delay_seconds{model_name="m",quantile="0.50",step="arrival_to_abort"} '

@@ -15,8 +15,13 @@ NUM_OFFLINE, NUM_ONLINE = 24, 24
 ABORTS, MOST_ROUNDS = 5, 20
 
 
+@pytest.fixture(scope="module", params=["abort", pytest.param("shrink", marks=pytest.mark.heavy)])
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def engine(small_model: Path) -> Iterator[Any]:
+def engine(small_model: Path, mode: str) -> Iterator[Any]:
     from sglang_coserve.config import CoserveConfig
     from sglang_coserve.srt.engine import CoserveEngine
 
@@ -33,6 +38,7 @@ def engine(small_model: Path) -> Iterator[Any]:
                 offline_policy="conserve",
                 slo_ttft_ms=1,
                 safepoint_interval=1,
+                safepoint_mode=mode,
                 safepoint_wasted_share=1.0,
                 startup_profile_seconds=2.0,
             ),
@@ -46,18 +52,25 @@ def params(max_new_tokens: int, *, offline: bool) -> dict[str, Any]:
     return {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True, **mark}
 
 
-def aborts(engine: Any) -> int:
+def aborts(engine: Any, mode: str) -> int:
+    """So far, of the kind that the mode is about."""
     states = engine.loop.run_until_complete(engine.tokenizer_manager.get_internal_state())
     safepoints = states[0]["coserve"]["safepoints"]
     assert safepoints["enabled"], safepoints
-    return sum(safepoints["aborts"].values())
+    return sum(safepoints["aborts" if mode == "abort" else "shrunk"].values())
 
 
-def test_ranks_stay_in_step_while_batches_are_aborted(engine: Any) -> None:
+def test_ranks_stay_in_step_while_batches_are_aborted(engine: Any, mode: str) -> None:
     """When an arrival meets a long pass is up to the machine: it is tried until some do."""
     rng = random.Random(1)
+    # Online rows are in a batch that others abort only if they decode.
+    online_tokens = 1 if mode == "abort" else 12
     requests = [
-        (rng.choices(range(10, 700), k=900 if offline else 30), 4 if offline else 1, offline)
+        (
+            rng.choices(range(10, 700), k=900 if offline else 30),
+            4 if offline else online_tokens,
+            offline,
+        )
         for offline in [True] * NUM_OFFLINE + [False] * NUM_ONLINE
     ]
 
@@ -80,7 +93,7 @@ def test_ranks_stay_in_step_while_batches_are_aborted(engine: Any) -> None:
     for _ in range(MOST_ROUNDS):
         assert engine.flush_cache().success
         assert engine.loop.run_until_complete(all_of_them(alone=False)) == expected
-        if aborts(engine) >= ABORTS:
+        if aborts(engine, mode) >= ABORTS:
             break
-    assert aborts(engine) >= ABORTS
+    assert aborts(engine, mode) >= ABORTS
     assert engine.flush_cache().success

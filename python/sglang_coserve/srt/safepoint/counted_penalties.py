@@ -56,7 +56,10 @@ class CountedPenalties:
             if kept is None or row < num_prefills:
                 continue
             for (kind, name), value in kept.items():
-                getattr(penalties.penalizers[kind], name)[row] = value
+                penalizer = penalties.penalizers.get(kind)
+                # The rows that asked for this penalty may have left the batch.
+                if penalizer is not None and penalizer.is_prepared():
+                    getattr(penalizer, name)[row] = value
 
     def forget(self, rid: str) -> None:
         """Drop what is kept for a request that has ended."""
