@@ -58,6 +58,9 @@ class BatchBuilder:
         self.is_deadline_bound = False
         self.online_part_s = 0.0
         self.arrival_wait_s = math.inf
+        self.skips_decodes = False
+        """The prompts have this iteration to themselves."""
+
         self.first_tokens: list[FirstToken] = []
         self.admits_offline = True
         """False when an online request waits for KV that new offline requests must not take."""
@@ -276,7 +279,7 @@ class BatchBuilder:
         for row in self.snapshot.rows:
             rid, state = row.info.rid, row.state
             if state is _DECODING:
-                if rid not in decoding and rid not in evictions:
+                if rid not in decoding and rid not in evictions and not self.skips_decodes:
                     pause.append(rid)
             elif state is _PAUSED:
                 if rid in decoding:
@@ -290,6 +293,7 @@ class BatchBuilder:
             resume=tuple(resume),
             park=tuple(park),
             prefills=tuple(self._chunks.values()),
+            skips_decodes=self.skips_decodes,
             now_s=self.snapshot.now_s,
             batch=self.stats,
             predicted_s=self.predicted_s,

@@ -34,14 +34,55 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
     request that arrives meanwhile counts, too: ``SchedulerConfig.arrival_wait_s``.
     """
     config = context.config
-    decode_online(batch)
     budget_s = min(budget_s, batch.tpot_slack_s) * (1 - config.margin)
-    prefill_online(batch, context, budget_s, spared_cut=_SPARED_CUT)
+    decodes_s = _decodes_that_can_wait_s(batch, context, budget_s)
+    if decodes_s is None:
+        decode_online(batch)
+        prefill_online(batch, context, budget_s, spared_cut=_SPARED_CUT)
+    else:
+        _prefill_before_decodes(batch, context, budget_s - decodes_s)
     batch.online_part_s = batch.predicted_s
     batch.arrival_wait_s = context.arrival_wait_s
     batch.offline_budget_s = min(
         batch.offline_budget_s, _arrival_budget_s(batch, context) * (1 - config.margin)
     )
+
+
+def _prefill_before_decodes(batch: BatchBuilder, context: PlanContext, budget_s: float) -> None:
+    """Add online prefills alone; the decodes, if the prompts find no memory."""
+    decodes_kv = batch.kv_to_decode(batch.online_decodes)
+    batch.free_kv_tokens -= decodes_kv  # For the next iteration.
+    prefill_online(batch, context, budget_s)
+    batch.free_kv_tokens += decodes_kv
+    if batch.stats.is_empty:
+        decode_online(batch)
+    else:
+        batch.skips_decodes = True
+        _leave_over(batch, by_deadline=True)
+
+
+def _decodes_that_can_wait_s(
+    batch: BatchBuilder, context: PlanContext, budget_s: float
+) -> float | None:
+    """Return what the online decodes take alone if they are to wait for the next iteration.
+
+    That is what SGLang does with every prompt. Here decodes run beside the prompts,
+    which costs less in all; but where that makes a first token late, and the next
+    token of every decode can wait, the prompts go first. O(waiting + rows).
+    """
+    if not batch.online_decodes or math.isinf(batch.tpot_slack_s):
+        return None
+    prompts = [*batch.online_prefills, *batch.snapshot.waiting]
+    if not prompts or not batch.has_room(batch.kv_to_decode(batch.online_decodes)):
+        return None
+    contexts = sum([row.computed_tokens for row in batch.online_decodes])
+    decodes_s = batch.predict_with_decodes(len(batch.online_decodes), contexts)
+    alone_s = batch.predict_with_whole(prompts)
+    least_slack_s = min(slack_s(batch, row) for row in prompts)
+    if alone_s + decodes_s <= least_slack_s * (1 - context.config.margin):
+        return None
+    first_s = batch.predict_with_whole(prompts[:1])
+    return decodes_s if first_s + decodes_s <= budget_s else None
 
 
 def _arrival_budget_s(batch: BatchBuilder, context: PlanContext) -> float:

@@ -178,7 +178,8 @@ class StepPlan:
 
     Carried out in the order of the fields: first memory is freed, then rows
     change state, then the batch runs: every row in state ``DECODING`` (after
-    ``pause`` and ``resume``) decodes one token, and the chunks are prefilled.
+    ``pause`` and ``resume``) decodes one token, unless ``skips_decodes``, and the
+    chunks are prefilled.
     """
 
     shed: tuple[str, ...] = ()
@@ -194,6 +195,9 @@ class StepPlan:
 
     prefills: tuple[PrefillChunk, ...] = ()
     """Chunks in order, online before offline; rows, waiting requests or queue picks."""
+
+    skips_decodes: bool = False
+    """No row decodes in this iteration; their states stay as they are."""
 
     now_s: float = 0.0
     """Of the snapshot."""

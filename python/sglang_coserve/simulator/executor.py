@@ -56,7 +56,7 @@ class Executor:
 
         self.offline_waiting: dict[str, SimRequest] = {}
         self._sharing_version = 0
-        self._decoding = DecodeRows((), config.page_tokens)
+        self._decoding = self._no_decodes = DecodeRows((), config.page_tokens)
         self._ended: list[SimRequest] = []
         """With overlap: complete, but in the iteration already planned."""
 
@@ -120,7 +120,7 @@ class Executor:
             self._switch(self.rows[rid], RequestState.PARKED)
         if plan.pause or plan.resume:
             self._list_decoding()
-        decoding = self._decoding
+        decoding = self._no_decodes if plan.skips_decodes else self._decoding
         batch = RunningBatch(
             [], decoding.rows, decoding.num_online, BatchStats(), 0.0, evicted, shed
         )

@@ -169,10 +169,15 @@ class PlannedScheduler(CoserveScheduler):
         # SGLang runs decodes and prefills apart when one of them returns log-probabilities, and
         # prefills first: so that they take turns, the next prefills wait for a pass.
         chunks = [] if self._has_left_decodes else self._executable(plan)
-        result, admitted = self._run_chunks(chunks, running_batch)
+        result, admitted = self._run_chunks(
+            chunks, running_batch, mixes_decodes=not plan.skips_decodes
+        )
         batch = result.batch_to_run
         self._has_left_decodes = (
-            batch is not None and batch.decoding_reqs is None and bool(running_batch.reqs)
+            batch is not None
+            and batch.decoding_reqs is None
+            and bool(running_batch.reqs)
+            and not plan.skips_decodes
         )
         is_whole = len(admitted) == len(plan.prefills) and not self._has_left_decodes
         self._core.commit(plan if is_whole else replace(plan, prefills=admitted))
@@ -274,7 +279,7 @@ class PlannedScheduler(CoserveScheduler):
         return [*continued, *started]
 
     def _run_chunks(
-        self, chunks: list[PrefillChunk], running_batch: ScheduleBatch
+        self, chunks: list[PrefillChunk], running_batch: ScheduleBatch, *, mixes_decodes: bool
     ) -> tuple[Any, tuple[PrefillChunk, ...]]:
         """Offer exactly the planned chunks to SGLang; return its plan and what it admitted."""
         if self.chunked_req is not None and self.chunked_req.rid not in {c.rid for c in chunks}:
@@ -293,7 +298,7 @@ class PlannedScheduler(CoserveScheduler):
         # SGLang compares and counts whole pages, a plan those of a prompt's end not.
         page = self.page_size
         tokens = sum(-(-chunk.tokens // page) * page for chunk in chunks)
-        result = self._admit_mixed(running_batch, tokens)
+        result = self._admit_chunks(running_batch, tokens, mixes_decodes)
         left = {req.rid for req in (*self._withdraw_offer(), *self.waiting_queue)}
         # What the pass left over, what it was not shown, and what arrived meanwhile.
         self.waiting_queue = sorted(
@@ -307,14 +312,15 @@ class PlannedScheduler(CoserveScheduler):
             self._offline_reqs.pop(chunk.rid, None)
         return result, admitted
 
-    def _admit_mixed(self, running_batch: ScheduleBatch, tokens: int) -> Any:
-        """Let SGLang build a mixed batch of ``tokens`` prefill tokens and all decodes."""
+    def _admit_chunks(self, running_batch: ScheduleBatch, tokens: int, mixes_decodes: bool) -> Any:
+        """Let SGLang build a batch of ``tokens`` prefill tokens, with all decodes or without."""
         size, mixed = self.chunked_prefill_size, self.is_mixed_chunk
         running_batch.batch_is_full = False
         try:
-            self.is_mixed_chunk = True
+            self.is_mixed_chunk = mixes_decodes
             # SGLang takes the decodes of a mixed batch off the size of the chunk.
-            self.chunked_prefill_size = max(tokens, self.page_size) + len(running_batch.reqs)
+            num_decodes = len(running_batch.reqs) if mixes_decodes else 0
+            self.chunked_prefill_size = max(tokens, self.page_size) + num_decodes
             # It may evict: SGLang also reserves room for a request's output, a plan does not.
             return self._admit(running_batch)
         finally:

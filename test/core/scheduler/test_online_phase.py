@@ -17,6 +17,7 @@ from core.scheduler.scenarios import (
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler_config import Overload
+from sglang_coserve.core.snapshot import Row
 from sglang_coserve.metrics import SloTargets
 
 DECODING, PAUSED = RequestState.DECODING, RequestState.PAUSED
@@ -86,6 +87,47 @@ def test_nobody_is_left_behind_to_be_late_for_another_who_is_in_time() -> None:
         plan = core.plan(snapshot(*rows), NO_CACHE)
         whole = [chunk for chunk in plan.prefills if chunk.tokens == 200]
         assert [chunk.rid for chunk in whole] == [*rids(rows[:runs])]
+
+
+def many_decodes(count: int = 100, **fields: object) -> list[Row]:
+    """Take 20 ms a step, of which 10 ms are for them."""
+    return [online(10, DECODING, **fields) for _ in range(count)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("due_s", "goes_first"), [(0.045, False), (0.035, True)])
+def test_prompts_go_first_where_the_decodes_beside_them_would_make_one_late(
+    due_s: float, goes_first: bool
+) -> None:
+    """The prompt takes 20 ms alone, 30 beside the decodes."""
+    prompt = online(100, arrival_s=due_s - 1.0)
+    plan = scheduler("coserve", queued()).plan(snapshot(*many_decodes(), prompt), NO_CACHE)
+    assert plan.skips_decodes == goes_first
+    assert plan.batch.decode_requests == (0 if goes_first else 100)
+    assert not plan.pause
+    assert (plan.budget_s == 0) == goes_first
+
+
+def test_decodes_that_cannot_wait_for_a_late_prompt_run_beside_it() -> None:
+    """The prompt and then the decodes take 40 ms; one of the decodes is due in 39."""
+    late = online(100, arrival_s=-3.0)
+    for last_token_s, waits in ((-0.057, True), (-0.061, False)):
+        decodes = [*many_decodes(99), online(10, DECODING, last_token_s=last_token_s)]
+        plan = scheduler("coserve").plan(snapshot(*decodes, late), NO_CACHE)
+        assert plan.skips_decodes == waits
+        assert [chunk.rid for chunk in plan.prefills] == [late.info.rid]
+
+
+def test_decodes_run_where_a_late_prompt_finds_no_memory() -> None:
+    rows = [online(10, DECODING), online(1000, arrival_s=-3.0)]
+    plan = scheduler("coserve").plan(snapshot(*rows, free_kv_tokens=50), NO_CACHE)
+    assert not plan.skips_decodes
+    assert plan.batch == BatchStats.of(decodes=[rows[0].computed_tokens])
+
+
+def test_without_a_tpot_target_no_decode_waits() -> None:
+    rows = [*many_decodes(), online(100, arrival_s=-3.0)]
+    core = scheduler("coserve", targets=SloTargets(ttft_s=1.0))
+    assert not core.plan(snapshot(*rows), NO_CACHE).skips_decodes
 
 
 def test_nothing_offline_runs_beside_a_prompt_that_is_cut() -> None:

@@ -162,7 +162,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             for rid in (*(chunk.rid for chunk in plan.prefills), *states)
             if not self.engine.requests[rid].info.is_online
             and self.engine.requests[rid].info.can_pause
-            and (states.get(rid) is RequestState.DECODING or rid in dict(plan.prefills))
+            and (
+                (states.get(rid) is RequestState.DECODING and not plan.skips_decodes)
+                or rid in dict(plan.prefills)
+            )
             and rid not in dict(plan.evict)
         ]
         if offline_work and self.policy not in RUNS_ALL_DECODES:

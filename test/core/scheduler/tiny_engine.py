@@ -111,6 +111,9 @@ class TinyEngine:
             self._enter(rid, _S.PARKED)
 
         decodes = [rid for rid in self.rows if self.requests[rid].state is _S.DECODING]
+        if plan.skips_decodes:
+            assert plan.prefills, "an iteration for nobody"
+            decodes = []
         contexts = [self.requests[rid].computed for rid in decodes]
         chunks: list[tuple[int, int]] = []
         for rid, tokens in plan.prefills:
