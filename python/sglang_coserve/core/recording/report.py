@@ -40,7 +40,8 @@ class PlanTally:
         kept = [row for row in snapshot.rows if row.info.rid not in evicted]
         num_decodes = sum(row.state in _DECODES for row in kept)
         self.decodes += plan.batch.decode_requests
-        self.paused_decodes += num_decodes - plan.batch.decode_requests
+        if not plan.skips_decodes:
+            self.paused_decodes += num_decodes - plan.batch.decode_requests
         self.parked_prefills += sum(
             row.state not in _DECODES and row.info.rid not in chunks for row in kept
         )
