@@ -18,7 +18,7 @@ from pathlib import Path
 
 from gpu import overview
 from gpu.driver import Driver
-from gpu.record import Status, write_text
+from gpu.record import Status, StepRecord, write_text
 from gpu.setting import DRY_RUN_NOTE, Setting
 from gpu.steps import STEPS, Step, select
 from sglang_coserve.interrupts import terminate_as_interrupt
@@ -59,7 +59,9 @@ def run(
     table = out / "gpu.md"
 
     def changed() -> None:
-        write_text(table, overview.markdown(driver.records))
+        # Also of steps that are not asked for now.
+        found = (StepRecord.read(out / f"{step.name}.json") for step in STEPS)
+        write_text(table, overview.markdown([record for record in found if record is not None]))
 
     driver = Driver(steps, out, setting, command=command, say=say, changed=changed)
     try:
