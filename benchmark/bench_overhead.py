@@ -81,7 +81,6 @@ DEFAULT_SYSTEMS: Final = tuple(SYSTEMS)[:5]
 """Those that overlap where SGLang does so by itself."""
 
 
-
 @dataclass
 class Pass:
     """One scheduling pass."""
@@ -292,9 +291,7 @@ class EngineProcess:
     def __init__(self, system: System, model: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, remote = context.Pipe()
-        self._process = context.Process(
-            target=serve, args=(remote, system, model), daemon=True
-        )
+        self._process = context.Process(target=serve, args=(remote, system, model), daemon=True)
         self._process.start()
         remote.close()
         self._answer()
@@ -328,9 +325,7 @@ def main() -> None:
     measured: dict[tuple[str, int], list[list[Pass]]] = {}
     arrival_us: dict[tuple[str, int], float] = {}
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        model = options.model_path or make_small_model(
-            Path(directory) / "model", SmallModelSpec()
-        )
+        model = options.model_path or make_small_model(Path(directory) / "model", SmallModelSpec())
         engines = {}
         for name in options.systems:
             system = SYSTEMS[name]

@@ -25,6 +25,7 @@ from sglang_coserve.errors import ServerError
 
 _BENCH: Final = Path(__file__).resolve().parent.parent / "bench_coserve.py"
 _SYSTEMS: Final = (BASELINE, "coserve", "non-preemptive", "stock-priority")
+_INTERRUPTED: Final = 130
 _SPARE_S: Final = 40.0
 _HEADLINE_RATE: Final = 2.0
 
@@ -74,8 +75,9 @@ def measure(task: Task) -> bool:
         "targets": judged(results["rows"]) if task.name == "coload" else [],
     }
     task.report(figures, *tables(figures))
-    # A run that failed is tried again by the next attempt.
-    return code == 0 and made >= due
+    if code not in (0, _INTERRUPTED):
+        raise ServerError(f"bench_coserve.py ended with {code}: some runs failed; see the log")
+    return made >= due
 
 
 def command(task: Task, load: Load, out: Path) -> list[str]:
@@ -143,15 +145,23 @@ def judged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def tables(figures: Mapping[str, Any]) -> list[str]:
     """Return the runs, and how the targets were met."""
-    columns = ("online req/s", "system", "P99 TTFT (ms)", "÷ online-only", "P99 ITL (ms)")
-    columns += ("÷ online-only", "mean TPOT (ms)", "÷ online-only", "within SLO")
-    columns += ("offline tokens/s", "÷ non-preemptive")
+    columns = (
+        *("online req/s", "system", "P99 TTFT (ms)", "÷ online-only", "P99 ITL (ms)"),
+        *("÷ online-only", "mean TPOT (ms)", "÷ online-only", "within SLO"),
+        *("offline tokens/s", "÷ non-preemptive"),
+    )
     found = [markdown_table(columns, [_cells(row) for row in figures["rows"]])]
     if figures["runs"] < figures["runs_due"]:
         found.append(f"{figures['runs']} of {figures['runs_due']} runs so far.")
     if targets := figures["targets"]:
         cells = [
-            [t["slo"], t["figure"], f"{t['reached']:.3f}", t["target"], "yes" if t["is_met"] else "**no**"]
+            [
+                t["slo"],
+                t["figure"],
+                f"{t['reached']:.3f}",
+                t["target"],
+                "yes" if t["is_met"] else "**no**",
+            ]
             for t in targets
         ]
         found.append(markdown_table(("SLO", "figure", "reached", "target", "met"), cells))

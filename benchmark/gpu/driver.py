@@ -23,7 +23,9 @@ INCOMPLETE_EXIT: Final = 5
 """Exit status of a step that had too little time, and can go on."""
 
 _BENCHMARKS: Final = Path(__file__).resolve().parent.parent
-_GRACE_S: Final = 45.0
+GRACE_S: Final = 45.0
+"""Longer than the processes that a step starts are given by it."""
+
 _MARGIN_S: Final = 20.0
 _TAIL_LINES: Final = 40
 _TRIES: Final = 3
@@ -68,8 +70,13 @@ class Driver:
         command: str,
         say: Callable[[str], None],
         changed: Callable[[], None] = lambda: None,
+        grace_s: float = GRACE_S,
     ) -> None:
-        """``say`` is told what happens, ``changed`` called when a record was written."""
+        """``say`` is told what happens, ``changed`` called when a record was written.
+
+        A step that is told to end has ``grace_s`` to do so.
+        """
+        self._grace_s = grace_s
         self._steps = steps
         self._out = out
         self._setting = setting
@@ -120,7 +127,7 @@ class Driver:
         try:
             with log_path.open("wb") as log:
                 ended = run_child(
-                    command, limit_s=limit_s, grace_s=_GRACE_S, log=log, env=_environment()
+                    command, limit_s=limit_s, grace_s=self._grace_s, log=log, env=_environment()
                 )
         finally:
             # Also after Ctrl-C: what was measured is kept.

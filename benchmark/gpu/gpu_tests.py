@@ -30,7 +30,9 @@ def measure(task: Task) -> bool:
     if not report.exists():
         raise ServerError(f"pytest ended with {code} and no report; see the log")
     cases = [case_of(element) for element in ET.parse(report).iter("testcase")]
-    counts = {o: sum(case["outcome"] == o for case in cases) for o in ("passed", "failed", "skipped")}
+    counts = {
+        o: sum(case["outcome"] == o for case in cases) for o in ("passed", "failed", "skipped")
+    }
     figures = {**counts, "cases": cases}
     task.report(figures, table(cases))
     return code in (0, 1, 5)

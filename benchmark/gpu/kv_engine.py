@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -22,7 +22,7 @@ from sglang_coserve.srt.kv_checkpoint.settings import server_settings
 
 __all__ = ["KvEngine", "KvShape"]
 
-_HOST_TIMES: float = 1.5
+_HOST_TIMES: Final = 1.5
 """Host memory over the device's."""
 
 
@@ -74,17 +74,13 @@ class KvEngine:
         for buffer in (*self.kv.k_buffer, *self.kv.v_buffer):
             buffer.normal_()
         if page == 1:
-            allocator = TokenToKVPoolAllocator(
-                shape.slots, dtype, device, self.kv, need_sort=False
-            )
+            allocator = TokenToKVPoolAllocator(shape.slots, dtype, device, self.kv, need_sort=False)
         else:
             allocator = PagedTokenToKVPoolAllocator(
                 shape.slots, page, dtype, device, self.kv, need_sort=False
             )
         self.allocator: Any = allocator
-        self.table = ReqToTokenPool(
-            shape.rows, shape.context, device, enable_memory_saver=False
-        )
+        self.table = ReqToTokenPool(shape.rows, shape.context, device, enable_memory_saver=False)
         params = CacheInitParams(
             disable=False,
             req_to_token_pool=self.table,
@@ -123,9 +119,7 @@ class KvEngine:
 
     def checkpoint(self) -> int:
         """Begin the copies of an iteration; return their tokens."""
-        copied: int = self.cache.checkpoint_step(
-            (row, len(row.tokens) - 1) for row in self.running
-        )
+        copied: int = self.cache.checkpoint_step((row, len(row.tokens) - 1) for row in self.running)
         return copied
 
     def release(self, row: BareRow) -> None:
@@ -169,7 +163,9 @@ class KvEngine:
 def _server_args(*, on_cpu: bool) -> SimpleNamespace:
     """Return what SGLang's cache reads of ``ServerArgs``."""
     defaults = {"hicache_mem_layout": "layer_first", "hicache_io_backend": "kernel"}
-    settings = server_settings(CoserveConfig(kv_checkpoint="eager"), on_cpu=on_cpu)
+    settings = server_settings(
+        CoserveConfig.from_mapping({"kv_checkpoint": "eager"}), on_cpu=on_cpu
+    )
     return SimpleNamespace(
         **{**defaults, **settings, "hicache_size": 0, "hicache_ratio": _HOST_TIMES},
         hicache_storage_backend=None,

@@ -40,7 +40,7 @@ class DecodeStep:
 
     def ms(self, before: Callable[[], object] = lambda: None) -> float:
         """Return the device's median time for a step; ``before`` is called before each."""
-        times = []
+        times: list[float] = []
         for _ in range(_STEPS):
             before()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -21,11 +21,13 @@ def decode_throughput(task: Task, mode: str) -> dict[str, Any]:
     rows, prompt_tokens, output_tokens = (4, 64, 32) if task.dry_run else (64, 1024, 256)
     engine = CoserveEngine(
         model_path=str(task.model_path()),
-        coserve_config=CoserveConfig(
-            offline_policy="coserve",
-            slo_ttft_ms=2000.0,
-            startup_profile_seconds=1.0,
-            **{"kv_checkpoint": mode},
+        coserve_config=CoserveConfig.from_mapping(
+            {
+                "offline_policy": "coserve",
+                "slo_ttft_ms": 2000.0,
+                "startup_profile_seconds": 1.0,
+                "kv_checkpoint": mode,
+            }
         ),
         **task.engine_settings(),
     )

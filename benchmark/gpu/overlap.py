@@ -14,7 +14,9 @@ from gpu.task import Task, run_step
 from sglang_coserve.errors import ServerError
 
 _BENCH: Final = Path(__file__).resolve().parent.parent / "bench_overhead.py"
-_SYSTEMS: Final = tuple(f"{who} overlap {how}" for who in ("coserve", "stock") for how in ("on", "off"))
+_SYSTEMS: Final = tuple(
+    f"{who} overlap {how}" for who in ("coserve", "stock") for how in ("on", "off")
+)
 _SPARE_S: Final = 20.0
 _BATCH: Final = 32
 """Rows of the benchmark's batches: no larger decode graphs are captured."""
@@ -58,8 +60,10 @@ def measure(task: Task) -> bool:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return what a pass costs beyond SGLang's, beside the iterations of both."""
-    columns = ("system", "waiting", "iteration, median (ms)", "pass, median (ms)", "P99")
-    columns += ("of it ours, median (ms)", "P99", "share of the iteration")
+    columns = (
+        *("system", "waiting", "iteration, median (ms)", "pass, median (ms)", "P99"),
+        *("of it ours, median (ms)", "P99", "share of the iteration"),
+    )
     cells = []
     for row in rows:
         ours = row.get("overhead_ms")

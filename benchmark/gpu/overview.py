@@ -24,7 +24,9 @@ def _lines(records: Sequence[StepRecord]) -> Iterator[str]:
     yield "| step | | state | attempts | s |"
     yield "|---|---|---|--:|--:|"
     for record in records:
-        state = f"{record.status.value}: {record.problem}" if record.problem else record.status.value
+        state = (
+            f"{record.status.value}: {record.problem}" if record.problem else record.status.value
+        )
         yield (
             f"| {record.step} | {record.question} | {_one_line(state)} | {record.attempts} | "
             f"{record.seconds:.0f} |"

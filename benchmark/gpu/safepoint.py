@@ -12,10 +12,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from coserve_bench.table import markdown_table
+from gpu.parts import raise_for_failures, tried
 from gpu.record import read_json
 from gpu.task import Task, run_step
 from sglang_coserve.srt import cpu
@@ -41,18 +43,21 @@ def measure(task: Task) -> bool:
         "decode_graphs": decode_graphs,
     }
     for name, part in parts.items():
-        if name not in figures:
-            figures[name] = part(task)
+        if "failed" in figures.get(name, {"failed": "not measured yet"}):
+            figures[name] = tried(name, partial(part, task))
             task.report(figures, *tables(figures))
-    is_whole = True
     graphs = ["eager"] if task.dry_run else ["breakable", "eager", "piecewise"]
     for kind in graphs:
         if task.remaining_s < _LEAST_ENGINE_S:
             return False
-        is_whole &= engines(task, kind)
+        code = engines(task, kind)
         figures["engine"] = (read_json(_results(task)) or {}).get("engine", {})
+        figures[f"{kind}_engine"] = {"failed": f"exit status {code}"} if code else {}
         task.report(figures, *tables(figures))
-    return is_whole
+        if code and task.remaining_s < _LEAST_ENGINE_S:
+            return False  # Stopped by the time.
+    raise_for_failures(figures)
+    return True
 
 
 def stream(task: Task) -> dict[str, Any]:
@@ -64,10 +69,10 @@ def stream(task: Task) -> dict[str, Any]:
     return found if found is not None else {"failed": f"exit status {code}; see the log"}
 
 
-def engines(task: Task, graphs: str) -> bool:
-    """Measure the engine with one kind of prefills, with and without safepoints."""
-    # The first that fails must not keep the other kinds from being tried.
-    return task.run([*_command(task), "--parts", "engine", "--graphs", graphs]) == 0
+def engines(task: Task, graphs: str) -> int:
+    """Measure the engine with one kind of prefills, with and without safepoints; return the
+    exit status: a kind that fails must not keep the others from being tried."""
+    return task.run([*_command(task), "--parts", "engine", "--graphs", graphs])
 
 
 def conditional_nodes(task: Task) -> dict[str, Any]:
@@ -80,9 +85,7 @@ def conditional_nodes(task: Task) -> dict[str, Any]:
         return {"left_out": "no nvcc"}
     try:
         _, program = script.build(task.folder / "conditional_node")
-        done = subprocess.run(
-            [program], capture_output=True, text=True, timeout=_PROGRAM_TIMEOUT_S
-        )
+        done = subprocess.run([program], capture_output=True, text=True, timeout=_PROGRAM_TIMEOUT_S)
     except subprocess.CalledProcessError as error:
         return {"failed": error.stderr[-2000:]}
     except subprocess.TimeoutExpired:
@@ -101,11 +104,7 @@ def decode_graphs(task: Task) -> dict[str, Any]:
         return {"left_out": "no CUDA device"}
     from gpu.decode_graphs import measure_decode_graphs
 
-    try:
-        return measure_decode_graphs(task.model_path())
-    except RuntimeError as error:
-        # A capture that fails, as one of these may, breaks nothing else.
-        return {"failed": str(error)[-2000:]}
+    return measure_decode_graphs(task.model_path())
 
 
 def _results(task: Task) -> Path:
@@ -146,8 +145,10 @@ def tables(figures: Mapping[str, Any]) -> list[str]:
 
 def stream_table(part: Mapping[str, Any]) -> str:
     """Return passes with and without safepoints."""
-    columns = ("tokens", "every k layers", "run-ahead d", "pass (ms)", "overhead")
-    columns += ("flag → free, P50 (ms)", "P99 (ms)")
+    columns = (
+        *("tokens", "every k layers", "run-ahead d", "pass (ms)", "overhead"),
+        *("flag → free, P50 (ms)", "P99 (ms)"),
+    )
     cells = []
     for row in part["passes"]:
         delay = row["flag_to_free_ms"] or {}
@@ -165,8 +166,10 @@ def stream_table(part: Mapping[str, Any]) -> str:
 
 def engine_table(part: Mapping[str, Any]) -> str:
     """Return the engine's passes and aborts."""
-    columns = ("prefills", "safepoints", "offline µs/token", "TTFT idle P50 (ms)")
-    columns += ("beside offline P50", "P99", "arrival → abort P50", "P99", "aborts")
+    columns = (
+        *("prefills", "safepoints", "offline µs/token", "TTFT idle P50 (ms)"),
+        *("beside offline P50", "P99", "arrival → abort P50", "P99", "aborts"),
+    )
     cells = []
     for row in part.values():
         state = row["safepoints"]

@@ -11,7 +11,9 @@ from gpu.record import read_json, write_text
 
 __all__ = ["DRY_RUN_NOTE", "Setting"]
 
-DRY_RUN_NOTE: Final = "Dry run on a CPU with a tiny model: no figure here says anything about a GPU."
+DRY_RUN_NOTE: Final = (
+    "Dry run on a CPU with a tiny model: no figure here says anything about a GPU."
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,9 @@ _MODULES: Final = (
 )
 _GPU_ONLY: Final = ("triton", "flashinfer")
 _DISTRIBUTIONS: Final = {
-    **{"sgl_kernel": "sglang-kernel", "flashinfer": "flashinfer-python", "zmq": "pyzmq"},
+    "sgl_kernel": "sglang-kernel",
+    "flashinfer": "flashinfer-python",
+    "zmq": "pyzmq",
 }
 _OTHER_BACKEND: Final = "triton"
 _READY_TIMEOUT_S: Final = 400.0

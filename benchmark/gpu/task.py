@@ -126,9 +126,7 @@ class Task:
         """
         print("+", *command, flush=True)
         limit_s = max(1.0, self.remaining_s - spare_s)
-        ended = run_child(
-            command, limit_s=limit_s, grace_s=_GRACE_S, log=sys.stdout.buffer
-        )
+        ended = run_child(command, limit_s=limit_s, grace_s=_GRACE_S, log=sys.stdout.buffer)
         print(f"exit status {ended.code}", flush=True)
         return ended.code
 
