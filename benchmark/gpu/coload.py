@@ -61,12 +61,23 @@ TARGETS: Final = {
 def measure(task: Task) -> bool:
     """Make all runs of the step's load that the time allows."""
     load, out = LOADS[task.name], task.folder / "runs"
-    code = task.run(command(task, load, out), spare_s=_SPARE_S)
+    due = len(load.rates_per_s) * (len(_SYSTEMS) - 1 + len(load.slo_scales))
+    try:
+        code = task.run(command(task, load, out), spare_s=_SPARE_S)
+    finally:
+        # Also after an interruption.
+        made = report(task, out, due)
+    if code not in (0, _INTERRUPTED):
+        raise ServerError(f"bench_coserve.py ended with {code}: some runs failed; see the log")
+    return made >= due
+
+
+def report(task: Task, out: Path, due: int) -> int:
+    """Report the runs there are, of ``due``; return how many."""
     results = read_json(out / "results.json")
     if results is None or not results["rows"]:
-        raise ServerError(f"bench_coserve.py ended with {code} and no run; see the log")
+        return 0
     made = len(list((out / "runs").glob("*.json")))
-    due = len(load.rates_per_s) * (len(_SYSTEMS) - 1 + len(load.slo_scales))
     figures = {
         "runs": made,
         "runs_due": due,
@@ -75,9 +86,7 @@ def measure(task: Task) -> bool:
         "targets": judged(results["rows"]) if task.name == "coload" else [],
     }
     task.report(figures, *tables(figures))
-    if code not in (0, _INTERRUPTED):
-        raise ServerError(f"bench_coserve.py ended with {code}: some runs failed; see the log")
-    return made >= due
+    return made
 
 
 def command(task: Task, load: Load, out: Path) -> list[str]:

@@ -112,7 +112,7 @@ def table(figures: Mapping[str, Any]) -> str:
     noise = figures["repeat_error"]
     note = (
         f"{figures['measurements']} measurements; longest iteration {figures['longest_ms']:.1f} "
-        f"ms; repeat error {'not measured' if noise is None else f'{noise:.2%}'}; target of the MAPE "
+        f"ms; repeat error {_percent(noise) or 'not measured'}; target of the MAPE "
         f"{figures['target_mape']:.0%}."
     )
     columns = ("model", "held-out MAPE", "P99", "bias", *(k.value for k in profiler.BatchKind))

@@ -50,10 +50,16 @@ def measure(task: Task) -> bool:
     for kind in graphs:
         if task.remaining_s < _LEAST_ENGINE_S:
             return False
-        code = engines(task, kind)
-        figures["engine"] = (read_json(_results(task)) or {}).get("engine", {})
-        figures[f"{kind}_engine"] = {"failed": f"exit status {code}"} if code else {}
-        task.report(figures, *tables(figures))
+        figures.pop(f"{kind}_engine", None)
+        try:
+            code = engines(task, kind)
+        finally:
+            # Also after an interruption.
+            figures["engine"] = (read_json(_results(task)) or {}).get("engine", {})
+            task.report(figures, *tables(figures))
+        if code:
+            figures[f"{kind}_engine"] = {"failed": f"exit status {code}"}
+            task.report(figures, *tables(figures))
         if code and task.remaining_s < _LEAST_ENGINE_S:
             return False  # Stopped by the time.
     raise_for_failures(figures)

@@ -182,7 +182,7 @@ def test_a_step_past_its_limit_ends_with_all_that_it_started_and_keeps_its_figur
     slow = f"if attempt == 1:\n    figures(pid={detached}); wait()\n"
     write_step("slow", slow)
     write_step("deaf", f"signal.signal(signal.SIGINT, signal.SIG_IGN); {detached}; wait()")
-    assert start([("slow", 0.0, 2.0), ("deaf", 0.0, 0.5)]).wait(TIMEOUT_S) == 0
+    assert start([("slow", 0.0, 1.5), ("deaf", 0.0, 0.5)]).wait(TIMEOUT_S) == 0
     # The first was stopped, and went on when there was time left.
     assert order(tmp_path) == ["slow", "deaf", "slow"]
     stopped, deaf = record(tmp_path, "slow"), record(tmp_path, "deaf")
