@@ -6,6 +6,7 @@ KV is random numbers: what matters is how long copies take, and that they are eq
 from __future__ import annotations
 
 import tempfile
+import time
 from dataclasses import dataclass
 from itertools import count
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from sglang_coserve.srt.kv_checkpoint.settings import server_settings
 
 __all__ = ["KvEngine", "KvShape"]
 
+_LOAD_TIMEOUT_S: Final = 30.0
 _HOST_TIMES: Final = 1.5
 """Host memory over the device's."""
 
@@ -128,6 +130,16 @@ class KvEngine:
         self.table.free(row)
         row.clear()
         self.running.remove(row)
+
+    def load(self, row: BareRow, budget_tokens: int) -> None:
+        """Bring back what a preempted row has on the host, ``budget_tokens`` a pass."""
+        deadline_s = time.monotonic() + _LOAD_TIMEOUT_S
+        while True:
+            self.cache.prefetch_step(row, budget_tokens)
+            if not row.host_hit_length:
+                return
+            self.cache.check_hicache_events()
+            assert time.monotonic() < deadline_s, "a load does not come back"
 
     def settle(self) -> None:
         """Wait for all copies and loads, and let their ends be seen."""

@@ -128,11 +128,7 @@ def late_write(engine: KvEngine, trials: int, *, is_ordered: bool) -> dict[str, 
             torch.cuda.current_stream().wait_stream(forward)
         engine.release(row)
         engine.cache.evict(EvictParams(num_tokens=len(slots)))
-        while True:
-            state, _ = engine.cache.prefetch_step(row, len(slots))
-            if not state.is_coming:
-                break
-            engine.cache.check_hicache_events()
+        engine.load(row, len(slots))
         torch.cuda.synchronize()
         engine.cache.check_hicache_events()
         row.init_next_round_input(engine.cache)

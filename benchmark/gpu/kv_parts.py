@@ -115,11 +115,7 @@ def resume(engine: KvEngine, tokens: int, budget_tokens: int, repeats: int) -> d
             buffer[slots] = 0
         engine.synchronize()
         began_s = time.perf_counter()
-        while True:
-            state, _ = engine.cache.prefetch_step(row, budget_tokens)
-            if not state.is_coming:
-                break
-            engine.cache.check_hicache_events()
+        engine.load(row, budget_tokens)
         engine.synchronize()
         times_ms.append((time.perf_counter() - began_s) * 1e3)
         row.init_next_round_input(engine.cache)

@@ -16,7 +16,7 @@ def tried(name: str, part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return a part's figures, or ``{"failed": why}``."""
     try:
         return part()
-    except (AssertionError, RuntimeError) as error:
+    except Exception as error:
         print(f"{name}: {error!r}", flush=True)
         return {"failed": repr(error)[:_MESSAGE]}
 
