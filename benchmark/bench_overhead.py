@@ -30,7 +30,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -72,7 +72,13 @@ SYSTEMS: Final = {
     "stock fcfs": System(),
     "stock priority": System(flags={"enable_priority_scheduling": True}),
     "stock lpm": System(flags={"schedule_policy": "lpm"}),
+    "coserve overlap on": System("coserve", {"disable_overlap_schedule": False}),
+    "coserve overlap off": System("coserve", {"disable_overlap_schedule": True}),
+    "stock overlap on": System(flags={"disable_overlap_schedule": False}),
+    "stock overlap off": System(flags={"disable_overlap_schedule": True}),
 }
+DEFAULT_SYSTEMS: Final = tuple(SYSTEMS)[:5]
+"""Those that overlap where SGLang does so by itself."""
 
 
 @dataclass
@@ -107,6 +113,7 @@ class Engine:
         self._pass_started_s = self._away_s = 0.0
         self._spent_s: Counter[str] = Counter()
         self._being_timed: set[str] = set()
+        self._pending: list[Any] = []
         self._time_passes()
         for _ in range(ONLINE):
             self._send(self._tokens(64), ONLINE_OUTPUT_TOKENS, is_offline=False)
@@ -127,6 +134,9 @@ class Engine:
 
         def receive() -> list[Any]:
             started_s = self._clock_s()
+            if self._pending:
+                self.scheduler.result_queue.extend(self._pending)
+                self._pending.clear()
             done = len(self._passes) - first
             # Of the last pass nobody sees the end of the iteration.
             self.scheduler.gracefully_exit = done > num_passes or (
@@ -139,6 +149,8 @@ class Engine:
         self.scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
         self.scheduler.gracefully_exit = False
         self.scheduler.run_event_loop()
+        # Under overlap scheduling the last batch's result, which the next loop would forget.
+        self._pending = list(getattr(self.scheduler, "result_queue", ()))
         return self._passes[first:-1]
 
     def _time_passes(self) -> None:
@@ -276,12 +288,10 @@ def serve(connection: Any, system: System, model: Path) -> None:
 class EngineProcess:
     """A process with an ``Engine``; a context that ends it."""
 
-    def __init__(self, name: str, model: Path) -> None:
+    def __init__(self, system: System, model: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, remote = context.Pipe()
-        self._process = context.Process(
-            target=serve, args=(remote, SYSTEMS[name], model), daemon=True
-        )
+        self._process = context.Process(target=serve, args=(remote, system, model), daemon=True)
         self._process.start()
         remote.close()
         self._answer()
@@ -315,10 +325,12 @@ def main() -> None:
     measured: dict[tuple[str, int], list[list[Pass]]] = {}
     arrival_us: dict[tuple[str, int], float] = {}
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        model = make_small_model(Path(directory) / "model", SmallModelSpec())
-        engines = {
-            name: stack.enter_context(EngineProcess(name, model)) for name in options.systems
-        }
+        model = options.model_path or make_small_model(Path(directory) / "model", SmallModelSpec())
+        engines = {}
+        for name in options.systems:
+            system = SYSTEMS[name]
+            system = replace(system, flags={**options.settings, **system.flags})
+            engines[name] = stack.enter_context(EngineProcess(system, model))
         with Progress(console=console, transient=True) as progress:
             num_steps = len(options.waiting) * len(engines) * (options.rounds + 1)
             bar = progress.add_task("", total=num_steps)
@@ -339,7 +351,9 @@ def main() -> None:
     ]
     print_table(rows)
     if options.out:
-        settings = {name: vars(options)[name] for name in ("rounds", "passes", "limit_s")}
+        names = ("rounds", "passes", "limit_s", "settings")
+        settings = {name: vars(options)[name] for name in names}
+        settings["model_path"] = options.model_path and str(options.model_path)
         document = {"machine": describe_machine(), "settings": settings, "rows": rows}
         options.out.write_text(json.dumps(document, indent=2) + "\n")
     if options.plot:
@@ -349,11 +363,15 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
+    parser.add_argument("--systems", nargs="+", default=list(DEFAULT_SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--waiting", nargs="+", type=int, default=[100, 1000, 10_000, 100_000])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--passes", type=int, default=100, help="of a system in a round")
     parser.add_argument("--limit-s", type=float, default=10.0, help="for them; at least 8 are made")
+    parser.add_argument("--model-path", type=Path, help="default: a small random model")
+    parser.add_argument(
+        "--settings", type=json.loads, default={}, metavar="JSON", help="ServerArgs of every system"
+    )
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--plot", type=Path, help="draw them (.svg, .png, .pdf)")
     return parser.parse_args()

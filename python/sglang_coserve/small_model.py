@@ -23,7 +23,7 @@ from sglang_coserve.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["ARCHITECTURES", "SmallModelSpec", "make_small_model"]
+__all__ = ["ARCHITECTURES", "SmallModelSpec", "make_small_model", "train_tokenizer"]
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -97,7 +97,7 @@ def make_small_model(directory: Path, spec: SmallModelSpec) -> Path:
     marker = directory / "small_model.json"
     if (directory / "config.json").exists() and not marker.exists():
         raise ConfigError(f"{directory} already holds another model: choose an empty directory")
-    tokenizer = _train_tokenizer(spec)
+    tokenizer = train_tokenizer(spec.vocab, spec.context)
     tokenizer.save_pretrained(directory)
     model = _build_model(spec, vocab=len(tokenizer), end_id=int(tokenizer.eos_token_id))
     _mute(model, _tokens_without_text(tokenizer))
@@ -107,8 +107,12 @@ def make_small_model(directory: Path, spec: SmallModelSpec) -> Path:
     return directory
 
 
-def _train_tokenizer(spec: SmallModelSpec) -> PreTrainedTokenizerFast:
-    """Byte-level BPE trained on the bundled prompts: no text is out of its vocabulary."""
+def train_tokenizer(vocab: int, context: int) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE of at most ``vocab`` tokens, trained on the bundled prompts.
+
+    No text is out of its vocabulary. It has a chat template, and the same arguments
+    give the same tokenizer.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -116,7 +120,7 @@ def _train_tokenizer(spec: SmallModelSpec) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=spec.vocab,
+        vocab_size=vocab,
         special_tokens=list(_SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -126,7 +130,7 @@ def _train_tokenizer(spec: SmallModelSpec) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         eos_token="<|end|>",
         pad_token="<|end|>",
-        model_max_length=spec.context,
+        model_max_length=context,
     )
     fast.chat_template = _CHAT_TEMPLATE
     return fast
