@@ -28,7 +28,7 @@ Req = Any
 ScheduleBatch = Any
 
 PREEMPTED: Final = GenerationBatchResult()
-"""The result of a batch that was aborted: nothing."""
+"""The result of a batch that was aborted and rolled back as a whole: nothing."""
 
 
 class PreemptiveScheduler(PlannedScheduler):
@@ -63,7 +63,7 @@ class PreemptiveScheduler(PlannedScheduler):
     # --- Batches run, or not -------------------------------------------------------------
 
     def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:
-        """Run a batch; roll it back if it is aborted, and return ``PREEMPTED``."""
+        """Run a batch. If it is aborted, return ``PREEMPTED``, or what its online rows came to."""
         self._counted_penalties.put_back(batch)
         safepoints = self._safepoints
         if safepoints is None or not _has_offline(batch):
@@ -138,6 +138,7 @@ class PreemptiveScheduler(PlannedScheduler):
         self._wait_again(rows.released)
 
     def _wait_again(self, released: Sequence[Req]) -> None:
+        """Queue prefills that were given back; there is room in the running batch now."""
         self.running_batch.batch_is_full = False
         first = [req for req in released if not self._is_ours(req)]
         self.waiting_queue = [*first, *self.waiting_queue]

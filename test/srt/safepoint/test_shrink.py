@@ -56,7 +56,7 @@ def test_outputs_are_those_of_stock_whatever_leaves(
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [1, 2])  # With 0 two tokens are a tie, to stock SGLang too.
 @pytest.mark.parametrize("modes", MODES)
 def test_outputs_are_those_of_stock_in_every_mode(
     start_engine: Any, reference_outputs: Reference, modes: str, seed: int

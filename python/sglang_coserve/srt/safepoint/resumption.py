@@ -25,6 +25,7 @@ class Resumption:
         self._first = 0
         self._tokens = torch.empty(0, dtype=torch.int64)
         self._computed: Any = None
+        self._resumed: Any = None
         for number, layer in enumerate(layers):
             _stand_around(self, number, layer, is_last=number == len(layers) - 1)
 
@@ -44,7 +45,7 @@ class Resumption:
         try:
             yield
         finally:
-            self._first = 0
+            self._first, self._resumed = 0, None
 
     # What follows is the layers' part.
 
@@ -54,8 +55,10 @@ class Resumption:
 
     def computed(self) -> Any:
         """Return what the layers that are left out computed for the tokens that go on."""
-        # Chosen here, not when the pass was ended: here it is in the order of the pass's stream.
-        return _of_tokens(self._computed, self._tokens)
+        if self._resumed is None:
+            # Not when the pass was ended: here it is in the order of the pass's stream.
+            self._resumed = _of_tokens(self._computed, self._tokens)
+        return self._resumed
 
     def keep(self, outputs: Any) -> None:
         """Note what the last layer that ran has returned; None: the pass has ended."""
