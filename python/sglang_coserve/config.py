@@ -18,7 +18,7 @@ __all__ = ["OFFLINE_POLICIES", "CoserveConfig"]
 OFFLINE_POLICIES = ("fifo", "coserve", "conserve", "hygen", "bros", "ooco", "non_preemptive")
 """Ways to decide when offline requests run."""
 
-SAFEPOINT_MODES = ("abort", "shrink")
+SAFEPOINT_MODES = ("auto", "abort", "shrink")
 
 _AUTO = "auto"
 
@@ -101,13 +101,13 @@ class CoserveConfig:
     safepoint_interval: int = _setting(
         4,
         "Let an online request that would miss its TTFT target otherwise abort an offline batch in "
-        "the middle of a forward pass, before every N-th layer of the model; at most half of the "
-        "layers. 0: batches always run to their end. Not with --offline-policy fifo.",
+        "the middle of a forward pass, before every N-th layer of the model; at most a quarter of "
+        "the layers. 0: batches always run to their end. Not with --offline-policy fifo.",
         type=int,
         metavar="N",
     )
     safepoint_wasted_share: float = _setting(
-        0.1,
+        0.2,
         "Part of all time that aborted batches may have taken in the long run; while it is used up "
         "batches run to their end, and offline work fills shorter ones.",
         type=float,
@@ -116,8 +116,9 @@ class CoserveConfig:
     safepoint_mode: str = _setting(
         SAFEPOINT_MODES[0],
         "What becomes of the online rows in an aborted batch. abort: they start over, together "
-        "with the request that arrived. shrink: they go on at once, without the offline rows; not "
-        "with CUDA graphs.",
+        "with the request that arrived. shrink: they go on at once, without the offline rows, so "
+        "that iterations with online decodes may be longer; not with CUDA graphs. auto: shrink on "
+        "a CPU, abort on a GPU.",
         choices=SAFEPOINT_MODES,
     )
     safepoint_decode_graphs: bool = _setting(

@@ -23,7 +23,7 @@ class GuardConfig:
     """A request whose iterations were aborted this often without one that ended protects the
     next batch it is in."""
 
-    wasted_share: float = 0.1
+    wasted_share: float = 0.2
     """Part of all time that aborted iterations may have taken, in the long run."""
 
     burst_s: float = 1.0

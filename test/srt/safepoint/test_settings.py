@@ -19,7 +19,7 @@ from sglang_coserve.errors import ConfigError
             {"safepoint_mode": "shrink", "safepoint_decode_graphs": True},
             "--safepoint-mode shrink and --safepoint-decode-graphs exclude each other",
         ),
-        ({"safepoint_mode": "halt"}, "--safepoint-mode must be one of abort, shrink"),
+        ({"safepoint_mode": "halt"}, "--safepoint-mode must be one of auto, abort, shrink"),
         ({"safepoint_wasted_share": 0.0}, "--safepoint-wasted-share must be a number above 0"),
     ],
 )

@@ -57,7 +57,8 @@ def place_on_cpu(
 ) -> Placement:
     """Put safepoints between the layers of a model that computes while Python waits."""
     add_safepoints(layers, interval, gate)
-    return Placement(gate, resumption=_resumption(config, layers))
+    shrinks = config.safepoint_mode != "abort"
+    return Placement(gate, resumption=Resumption(layers) if shrinks else None)
 
 
 def place_on_cuda(
@@ -98,8 +99,4 @@ def place_on_cuda(
     else:
         add_attention_safepoints(runner.attn_backend, layers, interval, gate)
     kept = kinds_without_safepoints(runner)
-    return Placement(gate, 1 + _RUN_AHEAD, kept, _resumption(config, layers))
-
-
-def _resumption(config: CoserveConfig, layers: Sequence[nn.Module]) -> Resumption | None:
-    return Resumption(layers) if config.safepoint_mode == "shrink" else None
+    return Placement(gate, 1 + _RUN_AHEAD, kept, Resumption(layers) if shrinks else None)
