@@ -173,6 +173,7 @@ LIVE = {
     "offline_policy": "conserve",
     "startup_profile_seconds": 0.0,
     "safepoint_interval": 2,
+    "safepoint_mode": "abort",
 }
 """Requests bring their targets."""
 

@@ -22,6 +22,7 @@ PREEMPTIVE = {
     "slo_ttft_ms": 300.0,
     "slo_tpot_ms": 40.0,
     "safepoint_interval": 1,
+    "safepoint_mode": "abort",
 }
 
 Modes = tuple[bool, int, bool]
