@@ -9,15 +9,15 @@ from typing import Final
 
 __all__ = ["TokenRate"]
 
-_EXPECTED_S: Final = 1.0
+_LEARNING_S: Final = 10.0
 
 
 class TokenRate:
     """A moving mean over the last ``window_s`` in which anything was in flight.
 
     Time without work does not count, so the rate after a pause is that before it.
-    ``clock`` is monotonic, in seconds. ``expected_per_s`` stands in for what has not been
-    seen yet: it weighs as much as one second, until tokens have come for longer than that.
+    ``clock`` is monotonic, in seconds. ``expected_per_s`` stands in for what is
+    missing of the first ten seconds with work: a prompt counts only when its line ends.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class TokenRate:
         """Return the mean; before the first tokens what is expected, None if nothing is."""
         self._advance()
         observed_s = min(self._busy_s, self._window_s)
-        if self._expected_per_s is not None and not (self._tokens and observed_s > _EXPECTED_S):
-            # Work that gets no tokens, as online requests take everything, lowers it.
-            tokens = self._tokens + self._expected_per_s * _EXPECTED_S
-            return tokens / (observed_s + _EXPECTED_S)
-        return self._tokens / observed_s if self._tokens and observed_s else None
+        if self._expected_per_s is None:
+            return self._tokens / observed_s if self._tokens and observed_s else None
+        # Work that gets nothing, since online requests take all, lowers it without an end.
+        missing_s = max(_LEARNING_S - observed_s, 0.0 if self._tokens else 1.0)
+        return (self._tokens + self._expected_per_s * missing_s) / (observed_s + missing_s)
 
     def _advance(self) -> None:
         now_s = self._clock()
