@@ -11,12 +11,11 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import httpx
-import openai
 from rich.console import Console
 from rich.markdown import Markdown
 
@@ -31,7 +30,7 @@ from sglang_coserve.errors import CoserveError
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.progress_bar import progress_bar
 
-ON_ONE_SERVER: Final[Mapping[str, Callable[[BatchServer, Setting], list[Figure]]]] = {
+ON_A_SERVER: Final[Mapping[str, Callable[[BatchServer, Setting], list[Figure]]]] = {
     "validate": validate.measure,
     "first-request": first_request.measure,
     "upload-online": upload_online.measure,
@@ -41,28 +40,21 @@ ON_THEIR_OWN: Final[Mapping[str, Callable[[Setting], list[Figure]]]] = {
     "overhead": overhead.measure,
     "crashes": crashes.measure,
 }
-FAILURES: Final = (CoserveError, openai.OpenAIError, httpx.HTTPError)
 
 
-def measure(setting: Setting) -> Iterator[tuple[str, list[Figure] | str]]:
-    """Yield the figures of each part, or why there are none."""
-    parts = setting.options.parts
-    if shared := [part for part in parts if part in ON_ONE_SERVER]:
-        mib = max(setting.options.memory_mb, setting.options.upload_mb, 1000)
-        lines = max(setting.options.memory_lines, setting.options.validate_lines)
-        limits = ("--batch-max-upload-mib", str(mib), "--batch-max-lines", str(lines))
-        with setting.server("shared", *limits) as server:
-            for part in shared:
-                yield part, _tried(ON_ONE_SERVER[part], server, setting)
-    for part in parts:
-        if part in ON_THEIR_OWN:
-            yield part, _tried(ON_THEIR_OWN[part], setting)
-
-
-def _tried(part: Callable[..., list[Figure]], *arguments: Any) -> list[Figure] | str:
+def measure(part: str, setting: Setting) -> list[Figure] | str:
+    """Return the figures of a part, or why there are none: the others must not be lost with it."""
     try:
-        return part(*arguments)
-    except FAILURES as error:
+        if part in ON_THEIR_OWN:
+            return ON_THEIR_OWN[part](setting)
+        options = setting.options
+        mib = max(options.memory_mb, options.upload_mb, 1000)
+        lines = max(options.memory_lines, options.validate_lines)
+        limits = ("--batch-max-upload-mib", str(mib), "--batch-max-lines", str(lines))
+        with setting.server(part, *limits) as server:
+            return ON_A_SERVER[part](server, setting)
+    except Exception as error:
+        (setting.logs / f"{part}.traceback").write_text(traceback.format_exc())
         return f"{type(error).__name__}: {error}"
 
 
@@ -74,8 +66,9 @@ def run(options: Options, console: Console) -> bool:
     with tempfile.TemporaryDirectory() as directory, progress_bar() as progress:
         work = Path(directory)
         model = prepare_model(options.model_path, work)
-        for part, result in measure(Setting(options, model, work, logs, progress)):
-            found[part] = result
+        setting = Setting(options, model, work, logs, progress)
+        for part in options.parts:
+            found[part] = measure(part, setting)
             write(options, found)
     console.print(Markdown((options.out / "table.md").read_text()))
     figures = [f for result in found.values() for f in result if isinstance(f, Figure)]

@@ -87,7 +87,11 @@ def test_the_demo_measures_both_classes(tmp_path: Path, small_model: Path) -> No
     assert not [p for p in processes_of(out) if is_alive(p)]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    # The other one is tested at ``coserve profile slo``, and both do the same.
+    "signum",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.heavy)],
+)
 def test_an_interrupted_demo_leaves_no_process_behind(
     tmp_path: Path, small_model: Path, signum: signal.Signals
 ) -> None:

@@ -210,7 +210,11 @@ def test_the_budget_is_validated_on_the_engine(
     assert not servers_of(small_model)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    # The other one is tested at the demo, and both do the same.
+    "signum",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.heavy), signal.SIGTERM],
+)
 def test_an_interrupted_validation_leaves_no_server_behind(
     profile: Path, small_model: Path, signum: signal.Signals
 ) -> None:

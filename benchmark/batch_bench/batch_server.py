@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -20,7 +21,7 @@ from coserve_bench.failures import RunFailedError
 from sglang_coserve.errors import StartupError
 from sglang_coserve.local_server import LocalServer, free_port
 
-__all__ = ["BatchServer", "wait_until"]
+__all__ = ["BatchServer", "upload", "wait_until"]
 
 _CALL_TIMEOUT_S: Final = 600.0
 _CANCEL_TIMEOUT_S: Final = 120.0
@@ -38,6 +39,12 @@ def wait_until(is_true: Callable[[], bool], timeout_s: float, what: str, poll_s:
         if time.perf_counter() > give_up_s:
             raise RunFailedError(f"waited for {what} for {timeout_s:.0f} s in vain")
         time.sleep(poll_s)
+
+
+def upload(client: openai.OpenAI, path: Path) -> str:
+    """Upload a file; return its id."""
+    with path.open("rb") as file:
+        return client.files.create(file=(path.name, file), purpose="batch").id
 
 
 class BatchServer:
@@ -89,7 +96,7 @@ class BatchServer:
 
     def start_and_kill(self, after_s: float) -> None:
         """Start it again, and kill it ``after_s`` later, ready or not."""
-        killing = threading.Timer(after_s, lambda: os.killpg(self.pid, signal.SIGKILL))
+        killing = threading.Timer(after_s, self._kill_if_there)
         killing.start()
         try:
             self._server.start()
@@ -97,12 +104,16 @@ class BatchServer:
             pass  # Killed before it was ready.
         finally:
             killing.join()
+        self._kill_if_there()
         self._server.stop()
+
+    def _kill_if_there(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def upload(self, path: Path) -> str:
         """Upload a file; return its id."""
-        with path.open("rb") as file:
-            return self.client.files.create(file=(path.name, file), purpose="batch").id
+        return upload(self.client, path)
 
     def create(self, file_id: str) -> str:
         """Begin a batch with time enough; return its id."""

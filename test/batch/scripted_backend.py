@@ -63,6 +63,7 @@ class ScriptedBackend:
     answers: Callable[[LineRequest], LineResult] = answer
     tokens_per_s: float | None = None
     max_in_flight: int | None = None
+    is_online_busy: bool = False
     model: str = "scripted"
     endpoints: frozenset[str] = frozenset({ENDPOINT, "/v1/chat/completions"})
     in_flight: list[InFlight] = field(default_factory=list)
@@ -89,7 +90,7 @@ class ScriptedBackend:
             self.in_flight.remove(entry)
 
     def load(self) -> BackendLoad:
-        return BackendLoad(self.tokens_per_s, self.max_in_flight)
+        return BackendLoad(self.tokens_per_s, self.max_in_flight, self.is_online_busy)
 
     def held(self, custom_id: str) -> InFlight:
         """The request of a line that is in flight."""

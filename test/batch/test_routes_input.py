@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from batch.route_calls import create, until, upload
 from batch.scenarios import lines
 from batch.scripted_backend import ENDPOINT, ScriptedBackend
 
+MAX_LINE_BYTES = 4_000_000
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -24,7 +28,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def app(data: Path) -> Iterator[LiveApp]:
-    with LiveApp(data, ScriptedBackend(holds=True)) as app:
+    with LiveApp(data, ScriptedBackend(holds=True), max_line_bytes=MAX_LINE_BYTES) as app:
         yield app
 
 
@@ -161,6 +165,25 @@ def test_bodies_that_are_no_form(
     assert stored(data) == before
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_compressed_body_is_not_unpacked(http: httpx.Client, data: Path, encoding: str) -> None:
+    """A thousandth of what it would become, it could fill memory or disk."""
+    head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    form = head + bytes(30_000_000) + b"\r\n--x--\r\n"
+    packed = gzip.compress(form) if encoding == "gzip" else zlib.compress(form)
+    before = stored(data)
+    headers = {"content-type": "multipart/form-data; boundary=x", "content-encoding": encoding}
+    answer = http.post("/v1/files", content=packed, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_form")
+    assert stored(data) == before
+
+
+def test_a_compressed_file_is_no_input(client: openai.OpenAI) -> None:
+    batch = until(client, create(client, gzip.compress(lines(100_000))).id, "failed")
+    assert batch.errors is not None
+    assert batch.errors.data
+
+
 INPUTS = {
     "empty": b"",
     "blank lines": b"\n\r\n  \n",
@@ -168,15 +191,31 @@ INPUTS = {
     "nested bomb": b"[" * 100_000 + b"\n",
     "object bomb": b'{"a":' * 100_000 + b"\n",
     "huge number": b'{"custom_id": ' + b"9" * 100_000 + b"}\n",
+    "huge line": b'{"custom_id": "' + b"x" * MAX_LINE_BYTES + b'"}\n',
+    "endless line": b"x" * (3 * MAX_LINE_BYTES),
+    "value bomb": b'{"custom_id": "a", "body": [' + b"[]," * 1_200_000 + b"[]]}\n",
     "binary": bytes(range(256)) * 64,
 }
+CODES = {
+    "empty": "empty_file",
+    "blank lines": "empty_file",
+    "invalid utf-8": "invalid_utf8",
+    "huge line": "line_too_long",
+    "endless line": "line_too_long",
+    "value bomb": "line_too_complex",
+}
+"""The others are merely no JSON."""
 
 
-@pytest.mark.parametrize("content", INPUTS.values(), ids=INPUTS)
-def test_hostile_inputs_fail_their_batch_only(client: openai.OpenAI, content: bytes) -> None:
-    batch = until(client, create(client, content).id, "failed")
+@pytest.mark.parametrize("name", INPUTS)
+def test_hostile_inputs_fail_their_batch_only(client: openai.OpenAI, name: str) -> None:
+    batch = until(client, create(client, INPUTS[name]).id, "failed")
     assert batch.errors is not None
     assert batch.errors.data
+    assert {error.code for error in batch.errors.data} <= {
+        CODES.get(name, "invalid_json"),
+        "invalid_utf8" if name == "binary" else "too_many_errors",
+    }
 
 
 BODIES: dict[str, tuple[dict[str, Any], str]] = {
@@ -264,9 +303,32 @@ def test_ids_that_are_nobodys(http: httpx.Client, method: str, path: str, object
     assert answer.status_code == 404
 
 
-@pytest.mark.parametrize(
-    "query", ["limit=0", "limit=-1", "limit=101", "limit=x", "limit=9999999999999999999999"]
-)
-def test_pages_of_no_size(http: httpx.Client, query: str) -> None:
-    answer = http.get(f"/v1/batches?{query}")
+@pytest.mark.parametrize("path", ["/v1/batches", "/v1/files"])
+@pytest.mark.parametrize("limit", ["0", "-1", "-9223372036854775809", "10001", "x", "9" * 22])
+def test_pages_of_no_size(http: httpx.Client, path: str, limit: str) -> None:
+    answer = http.get(path, params={"limit": limit})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")
+
+
+SQL = "x' OR '1'='1'; DROP TABLE files; --"
+
+
+def test_sql_is_text_wherever_it_stands(client: openai.OpenAI, http: httpx.Client) -> None:
+    with openai.OpenAI(base_url=client.base_url, api_key=SQL, max_retries=0) as another:
+        assert another.files.list().data == []
+    file = client.files.create(file=(SQL, lines(1)), purpose="batch")
+    assert client.files.retrieve(file.id).filename == SQL
+    for path in ("/v1/files", "/v1/batches"):
+        assert http.get(path, params={"after": SQL}).status_code == 404
+    assert http.get("/v1/files", params={"purpose": SQL}).json()["data"] == []
+    batch = client.batches.create(
+        input_file_id=file.id,
+        endpoint=ENDPOINT,
+        completion_window="24h",
+        metadata={SQL: SQL},
+        extra_headers={"Idempotency-Key": SQL},
+    )
+    assert batch.metadata == {SQL: SQL}
+    assert [each.id for each in client.batches.list()] == [batch.id]
+    with pytest.raises(openai.NotFoundError):
+        client.batches.create(input_file_id=SQL, endpoint=ENDPOINT, completion_window="24h")

@@ -6,12 +6,18 @@ from pathlib import Path
 
 import pytest
 
+import bench_batch_api
+from batch_bench.batch_server import upload
 from batch_bench.crashes import Outcome, compare
 from batch_bench.figures import Figure, markdown
 from batch_bench.input_file import COMPLETIONS, long_lines, write_lines
+from batch_bench.null_sink import NullSink
 from batch_bench.options import PARTS, parse_options
+from batch_bench.setting import Setting
+from coserve_bench.model import ServedModel
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.jsonl.check_file import CheckLimits, check_file
+from sglang_coserve.progress_bar import progress_bar
 
 LIMITS = CheckLimits(max_lines=10_000, max_line_bytes=1 << 20, max_faults=10)
 
@@ -39,6 +45,28 @@ def test_lines_differ_and_are_the_same_again(tmp_path: Path) -> None:
     contents = [(tmp_path / name).read_bytes() for name in "abc"]
     assert contents[0] == contents[1] != contents[2]
     assert num_requests(tmp_path / "a") == 20
+
+
+def test_the_sink_takes_an_upload_of_any_size_and_again(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    with NullSink() as sink:
+        for size_bytes in (0, 10, 5_000_000):
+            path.write_bytes(bytes(size_bytes))
+            assert upload(sink.client, path) == "file-null"
+
+
+@pytest.mark.parametrize("part", ["validate", "crashes"])
+def test_a_part_that_fails_is_told_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    options = parse_options(["--quick", "--out", str(tmp_path), "--ready-timeout", "0.01"])
+    model = ServedModel(str(tmp_path / "none"), 512, 1024)
+    with progress_bar() as progress:
+        setting = Setting(options, model, tmp_path, tmp_path, progress)
+        told = bench_batch_api.measure(part, setting)
+    assert isinstance(told, str)
+    assert told.startswith("StartupError: the server was not ready")
+    assert "StartupError" in (tmp_path / f"{part}.traceback").read_text()
 
 
 def test_a_figure_is_judged_by_its_median() -> None:

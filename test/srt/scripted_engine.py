@@ -15,12 +15,23 @@ import traceback
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 MAX_ITERATIONS = 20_000
 CALL_TIMEOUT_S = 300
+
+PRELOADED = [
+    "sglang_coserve.srt.cpu",  # Before SGLang, which imports some of what it mends.
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.models.llama",
+    "sglang_coserve.srt.cpu_attention",
+    "sglang_coserve.srt.preemptive_scheduler",
+]
+"""What every engine imports, which takes longer than most of what is tested in it."""
 
 Script = Callable[[int], Iterable[Any]]
 
@@ -214,11 +225,22 @@ def _all_at_once(messages: list[Any]) -> Script:
     return script
 
 
+@cache
+def engine_context() -> ForkServerContext:
+    """How engine processes are started: as copies of one that has SGLang imported, and no more."""
+    from sglang_coserve.srt import cpu
+
+    cpu.set_environment_defaults()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 class EngineProcess:
     """A process with one ``ScriptedEngine``; SGLang allows one scheduler per process."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = engine_context()
         self._connection, remote = context.Pipe()
         self._process = context.Process(target=_serve, args=(remote, spec), daemon=True)
         self._process.start()

@@ -60,10 +60,13 @@ class BackendLoad:
 
     offline_tokens_per_s: float | None
     """Prompt and generated tokens of offline requests, a moving mean over the time with
-    work; None before there was any."""
+    work. Before there was any, what the engine is expected to reach; None if unknown."""
 
     max_in_flight: int | None = None
     """Most lines worth having in flight; None leaves it to the configuration."""
+
+    is_online_busy: bool = False
+    """True while requests other than lines are being served, with the same event loop."""
 
 
 class Backend(Protocol):

@@ -67,11 +67,6 @@ class BatchDriver:
         self._changed = asyncio.Event()
         self._failures = 0
 
-    @property
-    def is_served(self) -> bool:
-        """True while the engine's rate is shared with this batch."""
-        return self.record.status is Status.IN_PROGRESS and not self.record.is_paused
-
     def notice_change(self) -> None:
         """Leave what the state called for: the state is another one."""
         self._changed.set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any, Final
 
 from sglang_coserve.batch.batch_driver import BatchDriver
@@ -59,9 +59,14 @@ class BatchRunner:
         """
         return await _to_its_end(self._change(batch_id, event, owner))
 
-    def outlooks(self) -> dict[str, Outlook]:
-        """Return what is to be expected of every batch that is being served, by id."""
-        served = [driver.record for driver in self._drivers.values() if driver.is_served]
+    def outlooks(self, latest: Iterable[BatchRecord] = ()) -> dict[str, Outlook]:
+        """Return what is to be expected of every batch that is being served, by id.
+
+        ``latest`` are batches as they are now, which their drivers may not have seen yet.
+        """
+        records = {driver.record.id: driver.record for driver in self._drivers.values()}
+        records |= {record.id: record for record in latest}
+        served = [record for record in records.values() if record.is_served]
         rate = self._context.backend.load().offline_tokens_per_s
         return outlooks(served, rate, self._context.clock.now_s())
 

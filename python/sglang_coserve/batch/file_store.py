@@ -14,11 +14,12 @@ from sglang_coserve.batch.errors import NotFoundError, StorageError, TooLargeErr
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import FileRecord
 from sglang_coserve.batch.store import Store, file_rows
+from sglang_coserve.batch.upload_pace import UploadPace
 from sglang_coserve.batch.worker_threads import WorkerThreads
 
 __all__ = ["FileStore"]
 
-_PIECE_BYTES: Final = 1 << 20
+_PIECE_BYTES: Final = 1 << 18
 _EXPIRED_AT_ONCE: Final = 100
 
 
@@ -26,12 +27,18 @@ class FileStore:
     """Adds, reads and deletes files."""
 
     def __init__(
-        self, directory: DataDirectory, store: Store, threads: WorkerThreads, limits: BatchLimits
+        self,
+        directory: DataDirectory,
+        store: Store,
+        threads: WorkerThreads,
+        limits: BatchLimits,
+        pace: UploadPace,
     ) -> None:
         self._directory = directory
         self._store = store
         self._threads = threads
         self._limits = limits
+        self._pace = pace
 
     async def settle(self) -> None:
         """Mend what a crash has left; once, before anything else.
@@ -63,6 +70,7 @@ class FileStore:
                         param="file",
                     )
                 await self._threads.run(self._append, file_id, piece)
+                await self._pace.taken(len(piece))
             await self._threads.run(self._force, file_id)
         except BaseException:
             await self._threads.run(self._discard, file_id)

@@ -24,6 +24,9 @@ class BatchLimits:
     max_upload_bytes: int = 200 * _MIB
     """Size of one input file."""
 
+    busy_upload_bytes_per_s: int = 16 * _MIB
+    """How fast all uploads together are read while online requests are being served."""
+
     max_lines: int = 50_000
     """Requests in one input file."""
 

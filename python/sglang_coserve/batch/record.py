@@ -146,6 +146,11 @@ class BatchRecord:
     progress: Progress = Progress()
     faults: tuple[LineFault, ...] = ()
 
+    @property
+    def is_served(self) -> bool:
+        """True while the engine's rate is shared with this batch."""
+        return self.status is Status.IN_PROGRESS and not self.is_paused
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchEvent:

@@ -35,6 +35,7 @@ from sglang_coserve.batch.schemas import (
 from sglang_coserve.batch.service_status import ServiceStatus, service_status
 from sglang_coserve.batch.state import CancelAsked, Event, PauseAsked, ResumeAsked
 from sglang_coserve.batch.store import Store, batch_rows, event_rows, file_rows
+from sglang_coserve.batch.upload_pace import UploadPace
 from sglang_coserve.batch.worker_threads import WorkerThreads
 from sglang_coserve.errors import StartupError
 
@@ -134,7 +135,8 @@ class BatchService:
             rng=rng or random.SystemRandom(),
             counts=ServiceCounts(),
         )
-        files = FileStore(data, store, context.threads, limits)
+        pace = UploadPace(backend, context.clock, limits.busy_upload_bytes_per_s)
+        files = FileStore(data, store, context.threads, limits, pace)
         service = cls(context, files, BatchRunner(context, record_events=record_events))
         try:
             await service._start()
@@ -346,7 +348,7 @@ class BatchService:
         return self._all_shown([batch])[0]
 
     def _all_shown(self, batches: list[BatchRecord]) -> list[BatchObject]:
-        outlooks = self._runner.outlooks()
+        outlooks = self._runner.outlooks(batches)
         return [
             batch_object(batch, outlooks.get(batch.id), self._runner.trouble(batch.id))
             for batch in batches

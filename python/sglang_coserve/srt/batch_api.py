@@ -78,10 +78,15 @@ async def batch_api_status(app: FastAPI) -> dict[str, Any] | None:
 @asynccontextmanager
 async def _served(http_server: Any, config: CoserveConfig) -> AsyncGenerator[None]:
     from sglang_coserve.srt.batch_backend import BatchBackend
+    from sglang_coserve.srt.scheduler import EXPECTED_RATE_KEY, INIT_INFO_KEY
 
     assert config.coserve_data_dir is not None
     state = http_server._global_state
-    backend = BatchBackend(state.tokenizer_manager, state.template_manager)
+    backend = BatchBackend(
+        state.tokenizer_manager,
+        state.template_manager,
+        expected_tokens_per_s=state.scheduler_info[INIT_INFO_KEY][EXPECTED_RATE_KEY],
+    )
     target = _webhook_target(config)
     service = await BatchService.open(
         Path(config.coserve_data_dir), backend, _limits(config), record_events=target is not None

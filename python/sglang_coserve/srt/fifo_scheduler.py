@@ -10,8 +10,12 @@ tensor-parallel ranks stay in step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.errors import CoserveError
+from sglang_coserve.srt.latency_source import known_latency_model
 from sglang_coserve.srt.offline_waiting import OfflineWaiting
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.scheduler import CoserveScheduler
@@ -45,6 +49,12 @@ class FifoScheduler(CoserveScheduler):
 
     def _num_offline_waiting(self) -> int:
         return len(self._offline_waiting)
+
+    def _latency_model(self) -> LatencyModel | None:
+        # Nothing here depends on it, and the start must not: it is for expected rates alone.
+        with suppress(CoserveError):
+            return known_latency_model(self, self._coserve_config)
+        return None
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         """Forget who ended."""

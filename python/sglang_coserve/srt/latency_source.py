@@ -8,12 +8,17 @@ from typing import Any
 
 from sglang_coserve import profiler
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.latency_model import LatencyProfile, ModelShape, RooflineModel
+from sglang_coserve.core.latency_model import (
+    LatencyModel,
+    LatencyProfile,
+    ModelShape,
+    RooflineModel,
+)
 from sglang_coserve.errors import ConfigError, CoserveError, InputFileError, UnsupportedError
 from sglang_coserve.profiler.machine import Machine
 from sglang_coserve.srt.machine import machine_of
 
-__all__ = ["latency_profile"]
+__all__ = ["known_latency_model", "latency_profile"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +38,18 @@ def latency_profile(scheduler: Any, config: CoserveConfig) -> LatencyProfile:
         if profile is not None:
             return profile
     return _guess(machine)
+
+
+def known_latency_model(scheduler: Any, config: CoserveConfig) -> LatencyModel:
+    """Return what predicts iterations without a measurement: a profile or the datasheet.
+
+    Raises:
+        CoserveError: the profile named in ``config`` cannot be used, or no guess can be made.
+    """
+    machine = machine_of(scheduler)
+    if config.latency_profile is not None:
+        return _load(Path(config.latency_profile), machine).latency_model
+    return _datasheet_model(machine)
 
 
 def _load(path: Path, machine: Machine) -> LatencyProfile:
@@ -72,8 +89,7 @@ def _measure(scheduler: Any, machine: Machine, time_limit_s: float) -> LatencyPr
 
 def _guess(machine: Machine) -> LatencyProfile:
     try:
-        shape = ModelShape.from_config(machine.model_config)
-        model = RooflineModel.from_datasheet(shape, machine.datasheet, tp_size=machine.tp_size)
+        model = _datasheet_model(machine)
     except CoserveError as error:
         raise ConfigError(
             f"no latency model for {machine.model}: {error}; give a --latency-profile, or use "
@@ -83,3 +99,8 @@ def _guess(machine: Machine) -> LatencyProfile:
     return LatencyProfile(
         model, None, machine.hardware, machine.model, machine.tp_size, machine.sglang_version
     )
+
+
+def _datasheet_model(machine: Machine) -> RooflineModel:
+    shape = ModelShape.from_config(machine.model_config)
+    return RooflineModel.from_datasheet(shape, machine.datasheet, tp_size=machine.tp_size)

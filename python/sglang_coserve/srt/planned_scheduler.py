@@ -20,6 +20,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.utils import TypeBasedDispatcher
 
+from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.recording import RecordingScheduler
 from sglang_coserve.core.request import RequestState
@@ -51,7 +52,6 @@ class PlannedScheduler(CoserveScheduler):
     _core: CoreScheduler | RecordingScheduler
 
     # State of SGLang's that is assigned here too.
-    chunked_prefill_size: int | None
     input_blocker: Any
     is_mixed_chunk: bool
 
@@ -393,6 +393,9 @@ class PlannedScheduler(CoserveScheduler):
             **super()._state(),
             "prediction": {"model": model.kind, "mape": error.mape, "bias": error.bias},
         }
+
+    def _latency_model(self) -> LatencyModel:
+        return self._core.model
 
     def _num_offline_waiting(self) -> int:
         return len(self._offline_reqs) + len(self._cooling) + len(self._aside)

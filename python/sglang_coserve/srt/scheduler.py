@@ -18,6 +18,8 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.offline_rate import expected_tokens_per_s
 from sglang_coserve.srt.arrival_time import arrival_s
 from sglang_coserve.srt.compat import (
     fill_token_ids_logprobs,
@@ -31,10 +33,13 @@ from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.slo_watch import SloWatch
 
-__all__ = ["INIT_INFO_KEY", "CoserveScheduler", "config_of"]
+__all__ = ["EXPECTED_RATE_KEY", "INIT_INFO_KEY", "CoserveScheduler", "config_of"]
 
 INIT_INFO_KEY = "coserve"
 """Where the scheduler's start-up handshake says that co-serving is in place."""
+
+EXPECTED_RATE_KEY = "expected_offline_tokens_per_s"
+"""And there, what offline requests alone would get of the engine."""
 
 Req = Any
 ScheduleBatch = Any
@@ -57,6 +62,7 @@ class CoserveScheduler(Scheduler, ABC):
     # State of SGLang's that is assigned here too.
     waiting_queue: list[Req]
     chunked_req: Req | None
+    chunked_prefill_size: int | None
 
     def init_running_status(self) -> None:
         """Set up the queues; called by SGLang while it constructs the scheduler."""
@@ -271,8 +277,28 @@ class CoserveScheduler(Scheduler, ABC):
     def get_init_info(self) -> dict[str, Any]:
         """Add the mark by which the launcher knows that this scheduler is in place."""
         info: dict[str, Any] = super().get_init_info()
-        info[INIT_INFO_KEY] = {"scheduler": type(self).__name__}
+        info[INIT_INFO_KEY] = {
+            "scheduler": type(self).__name__,
+            EXPECTED_RATE_KEY: self._expected_offline_rate(),
+        }
         return info
+
+    def _expected_offline_rate(self) -> float | None:
+        """Return the tokens a second that offline requests would get now; None if unknown."""
+        model = self._latency_model()
+        if model is None:
+            return None
+        limit = self._coserve_config.offline_max_running or self.max_running_requests
+        return expected_tokens_per_s(
+            model,
+            kv_tokens=self.max_total_num_tokens,
+            max_rows=min(limit, self.max_running_requests),
+            chunk_tokens=self.chunked_prefill_size or self.max_prefill_tokens,
+        )
+
+    @abstractmethod
+    def _latency_model(self) -> LatencyModel | None:
+        """Return what predicts iterations now; None if nothing does."""
 
     def get_internal_state(self, recv_req: Any) -> Any:
         """Add the state of both classes, in plain values, under ``coserve``."""

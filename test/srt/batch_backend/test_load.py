@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 
-from srt.batch_backend.served import COMPLETION, COMPLETIONS, Served
+from sglang_coserve.batch import BackendLoad
+from srt.batch_backend.served import COMPLETION, COMPLETIONS, PROMPT, Served
 
 
 def test_the_load_is_known_once_something_was_served(served: Served) -> None:
@@ -49,3 +53,49 @@ def test_the_rate_is_that_of_the_time_with_work() -> None:
         assert rate.per_s() == 10  # The first 50 are out of the window.
         now_s += 8
         assert rate.per_s() is None
+
+
+def test_what_is_expected_stands_in_for_what_is_missing_of_ten_seconds() -> None:
+    from sglang_coserve.srt.batch_backend.token_rate import TokenRate
+
+    now_s = 0.0
+    rate = TokenRate(lambda: now_s, window_s=20, expected_per_s=60)
+    assert rate.per_s() == 60
+    now_s += 1000  # Idle.
+    assert rate.per_s() == 60
+    with rate.in_flight():
+        now_s += 2
+        assert rate.per_s() == 48  # Nothing came in two seconds of ten.
+        rate.add(50)
+        assert rate.per_s() == 53
+        now_s += 8
+        assert rate.per_s() == 5
+        now_s += 100
+        assert rate.per_s() == pytest.approx(60 / 21)
+
+
+def test_the_engine_says_what_to_expect_and_who_else_is_served(served: Served) -> None:
+    from sglang_coserve.srt.batch_backend import BatchBackend
+    from sglang_coserve.srt.scheduler import EXPECTED_RATE_KEY, INIT_INFO_KEY
+
+    (info,) = served.engine._scheduler_init_result.scheduler_infos
+    expected = info[INIT_INFO_KEY][EXPECTED_RATE_KEY]
+    assert expected > 0
+    backend = BatchBackend(
+        served.manager, served.engine.template_manager, expected_tokens_per_s=expected
+    )
+    assert backend.load() == BackendLoad(expected)
+
+    async def beside(others: Any) -> list[bool]:
+        tasks = [asyncio.create_task(other) for other in others]
+        while len(served.manager.rid_to_state) < len(tasks):
+            await asyncio.sleep(0.001)
+        is_busy = served.backend.load().is_online_busy
+        await asyncio.gather(*tasks)
+        return [is_busy, served.backend.load().is_online_busy]
+
+    params = {"max_new_tokens": 200, "ignore_eos": True}
+    line = served.run(COMPLETIONS, COMPLETION)
+    online = served.engine.async_generate(PROMPT, params)
+    assert served.do(beside([line])) == [False, False]
+    assert served.do(beside([served.run(COMPLETIONS, COMPLETION), online])) == [True, False]

@@ -26,6 +26,7 @@ def test_embeddings(start: Callable[..., Served]) -> None:
     served.assert_nothing_left()
 
 
+@pytest.mark.heavy  # A killed server's lines go on under a planning one in test_interruptions.
 def test_plans_continue_lines_too(start: Callable[..., Served]) -> None:
     served = start("coserve")
     whole = served.answer(COMPLETIONS, COMPLETION)

@@ -23,6 +23,7 @@ def embedding_line(custom_id: str, **body: object) -> str:
     return json.dumps(fields | {"body": {"model": "small"} | body}) + "\n"
 
 
+@pytest.mark.heavy  # test_other_engines has the engine's part, and the routes know no models.
 def test_embeddings_are_those_of_the_route(small_model: Path, tmp_path: Path) -> None:
     texts = ["the old mill", "oil for the lamp"]
     content = embedding_line("one", input=texts[0]) + embedding_line("both", input=texts)

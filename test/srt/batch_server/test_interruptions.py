@@ -131,11 +131,16 @@ def test_a_clean_stop_suspends_batches_and_loses_nothing(
     deployment: Deployment, client: openai.OpenAI, expected: dict[str, str]
 ) -> None:
     deployment.plan_with("coserve")
+    paused = create(client, lines(1))
+    client.post(f"/batches/{paused.id}/pause", cast_to=Batch)
     batch = create(client, CONTENT)
     until(client, batch.id, "in_progress", some_done=True)
     deployment.stop()
     assert "batches stop where they are" in deployment.log.read_text()
     deployment.start("fifo")
+    # Of what the engine reaches, this server has seen little or nothing.
+    resumed = client.post(f"/batches/{paused.id}/resume", cast_to=Batch)
+    assert extra_of(resumed)["eta"] is not None
     # It goes on at once, and may have ended before we can ask.
     assert client.batches.retrieve(batch.id).status in ("in_progress", "finalizing", "completed")
     assert texts(completed(client, batch.id)) == expected

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -40,14 +38,10 @@ def test_a_corrupt_database_stops_the_start(
     assert says_once(capsys.readouterr().err, "coserve.sqlite")
 
 
-def test_a_directory_in_use_stops_the_start(deployment: Deployment, small_model: Path) -> None:
-    command = [sys.executable, "-m", "sglang_coserve.launch_server"]
-    done = subprocess.run(
-        command + flags(small_model, deployment.data),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert says_once(done.stderr, "in use by another server")
+def test_a_directory_in_use_stops_the_start(
+    deployment: Deployment, small_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sglang_coserve.srt.launch import main
+
+    assert main(flags(small_model, deployment.data)) == 2
+    assert says_once(capsys.readouterr().err, "in use by another server")

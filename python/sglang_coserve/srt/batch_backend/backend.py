@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 class BatchBackend(Backend):
     """See ``batch.backend.Backend``. Lives on the event loop of SGLang's tokenizer manager.
 
-    ``now_s`` is in seconds since the epoch, ``monotonic_s`` measures durations.
+    ``expected_tokens_per_s`` is the rate of offline tokens before any was served, None if
+    unknown. ``now_s`` is in seconds since the epoch, ``monotonic_s`` measures durations.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class BatchBackend(Backend):
         tokenizer_manager: Any,
         template_manager: Any,
         *,
+        expected_tokens_per_s: float | None = None,
         stream_interval_tokens: int = _STREAM_INTERVAL_TOKENS,
         now_s: Callable[[], float] = time.time,
         monotonic_s: Callable[[], float] = time.monotonic,
@@ -44,7 +46,7 @@ class BatchBackend(Backend):
         self._endpoints = model_endpoints(tokenizer_manager, template_manager)
         self._stream_interval_tokens = stream_interval_tokens
         self._now_s = now_s
-        self._rate = TokenRate(monotonic_s)
+        self._rate = TokenRate(monotonic_s, expected_per_s=expected_tokens_per_s)
 
     @property
     def model(self) -> str:
@@ -69,7 +71,9 @@ class BatchBackend(Backend):
 
     def load(self) -> BackendLoad:
         """See ``Backend.load``; the rate is that of the lines served here."""
-        return BackendLoad(offline_tokens_per_s=self._rate.per_s())
+        # A line may have several of SGLang's requests, which only makes an upload polite.
+        num_others = len(self._tokenizer_manager.rid_to_state) - self._rate.num_in_flight
+        return BackendLoad(self._rate.per_s(), is_online_busy=num_others > 0)
 
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]

@@ -5,20 +5,30 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Final
 
 __all__ = ["TokenRate"]
+
+_LEARNING_S: Final = 10.0
 
 
 class TokenRate:
     """A moving mean over the last ``window_s`` in which anything was in flight.
 
     Time without work does not count, so the rate after a pause is that before it.
-    ``clock`` is monotonic, in seconds.
+    ``clock`` is monotonic, in seconds. ``expected_per_s`` stands in for what is
+    missing of the first ten seconds with work: a prompt counts only when its line ends.
     """
 
-    def __init__(self, clock: Callable[[], float], window_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        window_s: float = 60.0,
+        expected_per_s: float | None = None,
+    ) -> None:
         self._clock = clock
         self._window_s = window_s
+        self._expected_per_s = expected_per_s
         self._in_flight = 0
         self._last_s = clock()
         self._busy_s = 0.0
@@ -36,6 +46,11 @@ class TokenRate:
             self._advance()
             self._in_flight -= 1
 
+    @property
+    def num_in_flight(self) -> int:
+        """How many are within ``in_flight``."""
+        return self._in_flight
+
     def add(self, tokens: int) -> None:
         """Count tokens that work in flight took; O(1) amortised."""
         self._advance()
@@ -43,10 +58,14 @@ class TokenRate:
         self._tokens += tokens
 
     def per_s(self) -> float | None:
-        """Return the mean; None before the first tokens."""
+        """Return the mean; before the first tokens what is expected, None if nothing is."""
         self._advance()
         observed_s = min(self._busy_s, self._window_s)
-        return self._tokens / observed_s if self._tokens and observed_s else None
+        if self._expected_per_s is None:
+            return self._tokens / observed_s if self._tokens and observed_s else None
+        # Work that gets nothing, since online requests take all, lowers it without an end.
+        missing_s = max(_LEARNING_S - observed_s, 0.0 if self._tokens else 1.0)
+        return (self._tokens + self._expected_per_s * missing_s) / (observed_s + missing_s)
 
     def _advance(self) -> None:
         now_s = self._clock()
