@@ -1,0 +1,153 @@
+"""What a scheduler calls to have offline KV checkpointed; all of it does nothing when it is off.
+
+1. ``processed`` after the results of each batch.
+2. ``prefetch`` when a scheduling pass begins, before anything is matched with the cache.
+3. ``hold_back`` with the waiting requests that are about to be admitted.
+4. ``forget`` when a request has ended or is aborted.
+
+Releasing a row, reclaiming and resuming need no call: SGLang's own ways lead
+through the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.srt.kv_checkpoint.recompute import RecomputeMeter
+from sglang_coserve.srt.kv_checkpoint.stats import CheckpointStats, ClassStats
+from sglang_coserve.srt.request_marks import is_offline
+
+if TYPE_CHECKING:
+    from sglang_coserve.srt.kv_checkpoint.cache import CheckpointCache
+
+__all__ = ["KvCheckpointing"]
+
+Req = Any
+ScheduleBatch = Any
+
+_PREFETCH_TOKENS: Final = 4096
+"""Most tokens whose load begins in one pass."""
+
+_WAIT_PASSES: Final = 256
+"""A load that takes longer than this many passes is no longer waited for."""
+
+
+class KvCheckpointing:
+    """Checkpointing as one scheduler sees it. See the module's docstring."""
+
+    def __init__(self, tree_cache: Any) -> None:
+        # Without it SGLang's hierarchical cache need not even be imported.
+        is_ours = hasattr(tree_cache, "checkpoint_step")
+        self._cache: CheckpointCache | None = tree_cache if is_ours else None
+        self._meter = RecomputeMeter()
+        self._wanted: dict[str, Req] = {}
+        self._waited_passes: dict[str, int] = {}
+
+    def processed(self, batch: ScheduleBatch) -> None:
+        """Save what a batch has computed; call it once its results are processed."""
+        self._meter.ran(batch)
+        if self._cache is not None:
+            self._cache.checkpoint_step(_progress(batch))
+
+    def prefetch(self) -> None:
+        """Load what the requests that were held back in the last pass have on the host.
+
+        Makes room for it in the cache, so no plan may be under way that counts on the
+        cache as it is.
+        """
+        if self._cache is None:
+            return
+        budget = _PREFETCH_TOKENS
+        for rid, req in self._wanted.items():
+            state, tokens = self._cache.prefetch_step(req, budget)
+            budget -= tokens
+            if not state.is_coming:
+                self._waited_passes[rid] = _WAIT_PASSES
+        self._wanted.clear()
+
+    def hold_back(self, reqs: Iterable[Req]) -> set[str]:
+        """Name those of the given waiting requests to admit later, once they are loaded.
+
+        A request is let go when its KV is on the device, and also when that cannot be:
+        SGLang then loads it with the batch, or computes it again.
+        """
+        held: set[str] = set()
+        if self._cache is None:
+            return held
+        for req in reqs:
+            req.init_next_round_input(self._cache)
+            passes = self._waited_passes.pop(req.rid, 0)
+            if req.host_hit_length and passes < _WAIT_PASSES:
+                self._waited_passes[req.rid] = passes + 1
+                self._wanted[req.rid] = req
+                held.add(req.rid)
+        return held
+
+    def restorable_tokens(self, req: Req) -> int:
+        """Return how many leading tokens of a waiting request need not be computed."""
+        tree = self._cache
+        if tree is None:
+            return 0
+        req.init_next_round_input(tree)
+        return len(req.prefix_indices) + int(req.host_hit_length)
+
+    def forget(self, rid: str) -> None:
+        """Drop what is kept for a request; nothing happens if nothing is."""
+        self._meter.forget(rid)
+        self._wanted.pop(rid, None)
+        self._waited_passes.pop(rid, None)
+        if self._cache is not None:
+            self._cache.forget(rid)
+
+    def stats(self) -> CheckpointStats:
+        """Return what has been done so far; O(1)."""
+        cache, meter = self._cache, self._meter
+        counts = cache.counts if cache is not None else {}
+        seconds = cache.seconds if cache is not None else {}
+        bytes_per_token = cache.token_to_kv_pool_host.size_per_token if cache is not None else 0
+        checkpointed = counts.get("checkpointed_tokens", 0)
+        return CheckpointStats(
+            mode=cache.policy.mode.value if cache is not None else "off",
+            checkpointed_tokens=checkpointed,
+            checkpointed_bytes=checkpointed * bytes_per_token,
+            lag_tokens=cache.copies.in_flight_tokens if cache is not None else 0,
+            release_ms=seconds.get("release", 0.0) * 1e3,
+            reclaim_ms=seconds.get("reclaim", 0.0) * 1e3,
+            classes={
+                request_class.value: ClassStats(
+                    host_tokens=cache.space.used_tokens(request_class) if cache else 0,
+                    host_limit_tokens=cache.space.limit_tokens(request_class) if cache else 0,
+                    computed_tokens=meter.computed_tokens[request_class],
+                    recomputed_tokens=meter.recomputed_tokens[request_class],
+                    recompute_tax=meter.tax(request_class),
+                )
+                for request_class in RequestClass
+            },
+            **{name: counts.get(name, 0) for name in _COUNTED},
+        )
+
+
+_COUNTED: Final = (
+    *("allocation_failures", "backed_off_steps", "stalled_steps", "late_copies"),
+    *("adopted_tokens", "demoted_tokens", "dropped_tokens", "splits", "host_evicted_tokens"),
+    *("prefetch_issued_tokens", "prefetch_published_tokens", "prefetch_discarded_tokens"),
+    *("releases", "reclaims"),
+)
+
+
+def _progress(batch: ScheduleBatch) -> Iterator[tuple[Req, int]]:
+    """Yield the offline rows of a processed batch, each with the length of its computed KV.
+
+    Never more than all tokens but the last: under overlap scheduling the one in
+    flight already counts in SGLang's own length.
+    """
+    is_extend = batch.forward_mode.is_extend()
+    for place, req in enumerate(batch.reqs):
+        if req.kv is None or req.finished() or not is_offline(req):
+            continue
+        computed = len(req.origin_input_ids) + len(req.output_ids) - 1
+        if is_extend:
+            computed = min(computed, batch.prefix_lens[place] + batch.extend_lens[place])
+        yield req, computed
