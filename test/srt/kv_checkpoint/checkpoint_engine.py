@@ -1,4 +1,4 @@
-"""A scripted engine whose scheduler makes the calls of ``kv_checkpoint.hooks``."""
+"""A scripted engine with checkpoints, whose host memory is checked after every batch."""
 
 from __future__ import annotations
 
@@ -10,36 +10,6 @@ from sglang_coserve.config import CoserveConfig
 from sglang_coserve.srt.kv_checkpoint.settings import register_cache, server_settings
 from srt import scripted_engine
 from srt.scripted_engine import EngineProcess, EngineSpec
-
-
-def with_checkpoints(base: type) -> type:
-    """Return the scheduler with the calls, and a check of the host memory after every batch."""
-    from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
-
-    class CheckpointingScheduler(base):  # type: ignore[valid-type,misc]
-        def init_running_status(self) -> None:
-            super().init_running_status()
-            self.kv = KvCheckpointing(self.tree_cache)
-
-        def process_batch_result(self, batch: Any, result: Any) -> None:
-            super().process_batch_result(batch, result)
-            self.kv.processed(batch)
-            self.tree_cache.assert_consistent()
-
-        def get_new_batch_prefill(self, running_batch: Any) -> Any:
-            self.kv.prefetch()
-            return super().get_new_batch_prefill(running_batch)
-
-        def _run_chunks(self, chunks: list[Any], running_batch: Any) -> Any:
-            waiting = self._offline_reqs
-            held = self.kv.hold_back([waiting[c.rid] for c in chunks if c.rid in waiting])
-            return super()._run_chunks([c for c in chunks if c.rid not in held], running_batch)
-
-        def _forget(self, rid: str) -> None:
-            super()._forget(rid)
-            self.kv.forget(rid)
-
-    return CheckpointingScheduler
 
 
 class CheckpointEngine(EngineProcess):
@@ -73,12 +43,21 @@ def checkpoint_spec(
     )
 
 
+def _checking(base: type) -> type:
+    class CheckingScheduler(base):  # type: ignore[valid-type,misc]
+        def process_batch_result(self, batch: Any, result: Any) -> None:
+            super().process_batch_result(batch, result)
+            self.tree_cache.assert_consistent()
+
+    return CheckingScheduler
+
+
 def _serve(connection: Any, spec: EngineSpec) -> None:
     from sglang_coserve.srt import cpu, processes
 
     os.environ["SGLANG_CHECK_KV_PAGE_INVARIANTS"] = "1"
     cpu.set_environment_defaults()
     scheduler_class = processes.scheduler_class
-    processes.scheduler_class = lambda args: with_checkpoints(scheduler_class(args))
+    processes.scheduler_class = lambda args: _checking(scheduler_class(args))
     register_cache(CoserveConfig(**dict(spec.coserve)), on_cpu=True)
     scripted_engine._serve(connection, spec)

@@ -45,9 +45,9 @@ def duplicated_specs(seed: int, num_online: int, num_offline: int) -> list[Spec]
 
 
 def run_mixed(engine: ScriptedEngine, specs: list[Spec], seed: int) -> Any:
-    before = engine.scheduler.kv.stats()
+    before = engine.scheduler._kv.stats()
     outputs, aborted, count = scenarios.run_mixed(engine, specs, seed)
-    after = engine.scheduler.kv.stats()
+    after = engine.scheduler._kv.stats()
     return outputs, aborted, count, after.demoted_tokens - before.demoted_tokens
 
 
@@ -90,7 +90,7 @@ HOG: Spec = ("on", scenarios.prompt(50, 700), 40, False)
 
 def run_preemption(engine: ScriptedEngine) -> Any:
     """A large online request arrives when the offline rows have generated many tokens."""
-    before = engine.scheduler.kv.stats()
+    before = engine.scheduler._kv.stats()
     evicted = scenarios.counts(engine).get("evicted", 0)
 
     def script(iteration: int) -> list[Any]:
@@ -101,7 +101,7 @@ def run_preemption(engine: ScriptedEngine) -> Any:
         return [engine.request(*HOG[:3])] if iteration == 70 else []
 
     engine.run(script)
-    after = engine.scheduler.kv.stats()
+    after = engine.scheduler._kv.stats()
     outputs = {spec[0]: engine.output(spec[0]) for spec in (HOG, *VICTIMS)}
     engine.assert_nothing_leaked()
     recomputed = [s.classes["offline"].recomputed_tokens for s in (before, after)]
@@ -141,7 +141,7 @@ def run_with_little_host_memory(engine: ScriptedEngine, specs: list[Spec]) -> An
     cache = engine.scheduler.tree_cache
     cache.space._quota = HostQuota(online_tokens=0, offline_tokens=6 * cache.page_size)
     outputs, aborted, _ = scenarios.run_mixed(engine, specs, 4)
-    return outputs, aborted, engine.scheduler.kv.stats().to_dict()
+    return outputs, aborted, engine.scheduler._kv.stats().to_dict()
 
 
 def test_a_full_host_pool_costs_recomputation_only(
@@ -169,11 +169,11 @@ def run_with_stuck_copies(engine: ScriptedEngine, specs: list[Spec]) -> Any:
             gate.set()
         original(batch)
 
-    original, scheduler.kv.processed = scheduler.kv.processed, open_late
+    original, scheduler._kv.processed = scheduler._kv.processed, open_late
     outputs, aborted, _ = scenarios.run_mixed(engine, specs, 4)
     assert gate.is_set(), "the scenario is too short"
-    scheduler.kv.processed = original
-    return outputs, aborted, scheduler.kv.stats().to_dict()
+    scheduler._kv.processed = original
+    return outputs, aborted, scheduler._kv.stats().to_dict()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.recompute import RecomputeMeter
 from sglang_coserve.srt.kv_checkpoint.settings import (
-    BACKEND,
     check_combination,
     server_settings,
 )
@@ -158,40 +157,20 @@ def test_the_hooks_do_nothing_with_another_cache() -> None:
     assert stats["classes"]["offline"]["computed_tokens"] == 10
 
 
-def plain_server_args(**changed: Any) -> Any:
-    values: dict[str, Any] = dict.fromkeys(
-        (
-            *("disable_radix_cache", "enable_hierarchical_cache", "enable_lmcache"),
-            *("enable_flexkv", "enable_streaming_session", "enable_session_radix_cache"),
-        ),
-        False,
-    )
-    return SimpleNamespace(
-        **{**values, "radix_cache_backend": None, "cpu_offload_gb": 0, **changed}
-    )
-
-
 @pytest.mark.parametrize(
-    ("changed", "flag"),
+    "settings",
     [
-        ({"disable_radix_cache": True}, "--disable-radix-cache"),
-        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
-        ({"radix_cache_backend": "flexkv"}, "--radix-cache-backend"),
-        ({"cpu_offload_gb": 2}, "--cpu-offload-gb"),
+        {"disable_radix_cache": True},
+        {"enable_hierarchical_cache": True},
+        {"radix_cache_backend": "flexkv"},
+        {"cpu_offload_gb": 2},
     ],
 )
-def test_other_caches_are_refused_by_name(changed: dict[str, Any], flag: str) -> None:
-    with pytest.raises(UnsupportedError, match=flag):
-        check_combination(plain_server_args(**changed), CoserveConfig(kv_checkpoint="lazy"))
-    check_combination(plain_server_args(**changed), CoserveConfig())
-
-
-def test_what_is_set_for_sglang_is_not_refused_again() -> None:
-    config = CoserveConfig(kv_checkpoint="eager", kv_checkpoint_host_gb=1.5)
-    settings = server_settings(config, on_cpu=False)
-    assert settings["radix_cache_backend"] == BACKEND
-    assert settings["hicache_size"] == 1.5
-    check_combination(plain_server_args(**settings), config)
+def test_other_caches_are_refused_by_name(settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with pytest.raises(UnsupportedError, match="--" + name.replace("_", "-")):
+        check_combination(settings, CoserveConfig(kv_checkpoint="lazy"))
+    check_combination(settings, CoserveConfig())
 
 
 # --- The recompute tax --------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt.kv_checkpoint.recompute import RecomputeMeter
-from sglang_coserve.srt.kv_checkpoint.stats import CheckpointStats, ClassStats
+from sglang_coserve.srt.kv_checkpoint.stats import COUNTED, CheckpointStats, ClassStats
 from sglang_coserve.srt.request_marks import is_offline
 
 if TYPE_CHECKING:
@@ -125,16 +125,8 @@ class KvCheckpointing:
                 )
                 for request_class in RequestClass
             },
-            **{name: counts.get(name, 0) for name in _COUNTED},
+            **{name: counts.get(name, 0) for name in COUNTED},
         )
-
-
-_COUNTED: Final = (
-    *("allocation_failures", "backed_off_steps", "stalled_steps", "late_copies"),
-    *("adopted_tokens", "demoted_tokens", "dropped_tokens", "splits", "host_evicted_tokens"),
-    *("prefetch_issued_tokens", "prefetch_published_tokens", "prefetch_discarded_tokens"),
-    *("releases", "reclaims"),
-)
 
 
 def _progress(batch: ScheduleBatch) -> Iterator[tuple[Req, int]]:

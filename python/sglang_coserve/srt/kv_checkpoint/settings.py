@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from sglang_coserve.config import CoserveConfig
@@ -9,10 +10,16 @@ from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import UnsupportedError
 
-__all__ = ["BACKEND", "check_combination", "register_cache", "server_settings"]
+__all__ = ["BACKEND", "check_combination", "check_in_place", "register_cache", "server_settings"]
 
 BACKEND: Final = "coserve_checkpoint"
 """Name of the cache among SGLang's ``--radix-cache-backend``."""
+
+_OTHER_CACHES: Final = (
+    *("disable_radix_cache", "enable_hierarchical_cache", "radix_cache_backend"),
+    *("enable_lmcache", "enable_flexkv", "cpu_offload_gb"),
+    *("enable_streaming_session", "enable_session_radix_cache"),
+)
 
 
 def server_settings(config: CoserveConfig, *, on_cpu: bool) -> dict[str, Any]:
@@ -31,33 +38,38 @@ def server_settings(config: CoserveConfig, *, on_cpu: bool) -> dict[str, Any]:
     }
 
 
-def check_combination(server_args: Any, config: CoserveConfig) -> None:
+def check_combination(settings: Mapping[str, Any], config: CoserveConfig) -> None:
     """Refuse settings of SGLang that checkpointing cannot be combined with.
+
+    ``settings`` are fields of ``ServerArgs``; what is not in it has its default.
 
     Raises:
         UnsupportedError: one line per such setting.
     """
     if CheckpointMode(config.kv_checkpoint) is CheckpointMode.OFF:
         return
-    refused = {
-        "--disable-radix-cache": server_args.disable_radix_cache,
-        "--enable-hierarchical-cache": server_args.enable_hierarchical_cache
-        and server_args.radix_cache_backend != BACKEND,
-        "--radix-cache-backend": server_args.radix_cache_backend not in (None, BACKEND),
-        "--enable-lmcache": server_args.enable_lmcache,
-        "--enable-flexkv": server_args.enable_flexkv,
-        "--enable-streaming-session": server_args.enable_streaming_session,
-        "--enable-session-radix-cache": server_args.enable_session_radix_cache,
-        "--cpu-offload-gb": server_args.cpu_offload_gb,
-    }
     lines = [
-        f"--kv-checkpoint {config.kv_checkpoint} keeps KV in a cache of its own, which {name} "
-        "replaces or does not know: remove one of them"
-        for name, is_set in refused.items()
-        if is_set
+        f"--kv-checkpoint {config.kv_checkpoint} keeps KV in a cache of its own, which "
+        f"--{name.replace('_', '-')} replaces or does not know: remove one of them"
+        for name in _OTHER_CACHES
+        if settings.get(name)
     ]
     if lines:
         raise UnsupportedError("\n".join(lines))
+
+
+def check_in_place(server_args: Any, config: CoserveConfig) -> None:
+    """Refuse a ``ServerArgs`` that was made without ``server_settings``.
+
+    Raises:
+        UnsupportedError: checkpointing is on, and SGLang would use another cache.
+    """
+    is_on = CheckpointMode(config.kv_checkpoint) is not CheckpointMode.OFF
+    if is_on and server_args.radix_cache_backend != BACKEND:
+        raise UnsupportedError(
+            "--kv-checkpoint sets fields of ServerArgs before it is made: pass SGLang's settings "
+            "as keywords instead of server_args"
+        )
 
 
 def register_cache(config: CoserveConfig, *, on_cpu: bool) -> None:

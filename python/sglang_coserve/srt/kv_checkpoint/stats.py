@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
-__all__ = ["CheckpointStats", "ClassStats"]
+__all__ = ["COUNTED", "CheckpointStats", "ClassStats"]
+
+COUNTED: Final = (
+    *("allocation_failures", "backed_off_steps", "stalled_steps", "late_copies"),
+    *("adopted_tokens", "demoted_tokens", "dropped_tokens", "splits", "host_evicted_tokens"),
+    *("prefetch_issued_tokens", "prefetch_published_tokens", "prefetch_discarded_tokens"),
+    *("releases", "reclaims"),
+)
+"""The fields of ``CheckpointStats`` that only grow."""
 
 
 @dataclass(frozen=True, slots=True)
