@@ -19,6 +19,7 @@ from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.kv_checkpoint import CheckpointPolicy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt import cpu
+from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_checkpoint.settings import server_settings
 
 __all__ = ["BareEngine", "BareRow"]
@@ -94,6 +95,7 @@ class BareEngine:
         from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         from sglang_coserve.srt.kv_checkpoint.cache import CheckpointCache
         from sglang_coserve.srt.kv_checkpoint.cpu import install_cpu_copies
@@ -135,7 +137,9 @@ class BareEngine:
         )
         shares = {RequestClass.OFFLINE: 1 - online_share, RequestClass.ONLINE: online_share}
         self.cache = CheckpointCache(params, server_args, policy, shares)
+        self.hooks = KvCheckpointing(self.cache)
         self.running: list[BareRow] = []
+        self._decode = ForwardMode.DECODE
 
     # --- Rows ----------------------------------------------------------------------------
 
@@ -199,13 +203,9 @@ class BareEngine:
         row.clear()
         self.running.remove(row)
 
-    def checkpoint(self) -> int:
-        """Begin the copies of this iteration; return their tokens."""
-        return self.cache.checkpoint_step(
-            (row, len(row.tokens) - 1)
-            for row in self.running
-            if row.sampling_params.custom_params is not None
-        )
+    def checkpoint(self) -> None:
+        """Begin the copies of this iteration, as a scheduler does."""
+        self.hooks.processed(SimpleNamespace(reqs=self.running, forward_mode=self._decode))
 
     # --- Checks --------------------------------------------------------------------------
 

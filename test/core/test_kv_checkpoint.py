@@ -51,7 +51,7 @@ class PagesOfARow(RuleBasedStateMachine):
     @rule(new=st.integers(0, 5))
     def compute(self, new: int) -> None:
         self.states += [PageState.DIRTY] * new
-        self.pages = self.pages.grown(len(self.states))
+        self.pages.grow(len(self.states))
 
     @precondition(lambda self: self.pages.dirty)
     @rule(data=st.data())
@@ -60,7 +60,7 @@ class PagesOfARow(RuleBasedStateMachine):
         for page in range(self.pages.sent, self.pages.sent + count):
             self.change(page, PageState.COPYING)
         self.copies.append(count)
-        self.pages = self.pages.copy_begun(count)
+        self.pages.begin_copy(count)
 
     @precondition(lambda self: self.copies)
     @rule()
@@ -68,14 +68,14 @@ class PagesOfARow(RuleBasedStateMachine):
         count = self.copies.pop(0)
         for page in range(self.pages.saved, self.pages.saved + count):
             self.change(page, PageState.SAVED)
-        self.pages = self.pages.copy_done(count)
+        self.pages.end_copy(count)
 
     @rule(count=st.integers(1, 5))
     def illegal_moves_change_nothing(self, count: int) -> None:
-        before = self.pages
+        before = replace(self.pages)
         for move, most in (
-            (self.pages.copy_begun, self.pages.dirty),
-            (self.pages.copy_done, self.pages.copying),
+            (self.pages.begin_copy, self.pages.dirty),
+            (self.pages.end_copy, self.pages.sent - self.pages.saved),
         ):
             with pytest.raises(AssertionError):
                 move(most + count)

@@ -1,6 +1,6 @@
 """Which KV pages of offline rows to copy to host memory, and when (ConServe §4.4, BROS §V).
 
-A row's full pages are saved in order, so its states are three counts. Every
+A row's full pages are saved in order, so three places tell the state of each. Every
 decision is made from a snapshot and is an immutable value; steps are counted, not
 timed, so that all ranks of a tensor-parallel engine decide alike.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -70,22 +71,25 @@ LEGAL_PAGE_TRANSITIONS: Final = MappingProxyType(
 """Pages are written once, so a saved page stays saved."""
 
 
-class RowPages(NamedTuple):
-    """The full pages of one row: first the saved ones, then those being copied, then the rest."""
+@dataclass(slots=True)
+class RowPages:
+    """The full pages of one row: first the saved ones, then those being copied, then the rest.
+
+    The one mutable state here: it changes for every row in every iteration.
+    """
 
     saved: int = 0
-    copying: int = 0
-    dirty: int = 0
+    """Pages whose copy has ended."""
+
+    sent: int = 0
+    """Pages whose copy has at least begun."""
+
+    total: int = 0
 
     @property
-    def total(self) -> int:
-        """All full pages."""
-        return self.saved + self.copying + self.dirty
-
-    @property
-    def sent(self) -> int:
-        """Pages whose copy has at least begun."""
-        return self.saved + self.copying
+    def dirty(self) -> int:
+        """Pages whose copy has not begun."""
+        return self.total - self.sent
 
     def state(self, page: int) -> PageState:
         """Return the state of the page at this place; O(1)."""
@@ -94,20 +98,22 @@ class RowPages(NamedTuple):
             return PageState.SAVED
         return PageState.COPYING if page < self.sent else PageState.DIRTY
 
-    def grown(self, total: int) -> RowPages:
-        """Return the row with ``total`` full pages, at least as many as before."""
+    def grow(self, total: int) -> None:
+        """Note that there are ``total`` full pages, at least as many as before."""
         assert total >= self.total, "computed pages do not shrink"
-        return RowPages(self.saved, self.copying, total - self.sent)
+        self.total = total
 
-    def copy_begun(self, pages: int) -> RowPages:
-        """Return the row once a copy of its first dirty pages has begun."""
-        assert 0 < pages <= self.dirty, "only dirty pages can be copied"
-        return RowPages(self.saved, self.copying + pages, self.dirty - pages)
+    def begin_copy(self, pages: int) -> None:
+        """Note that a copy of the first dirty pages has begun."""
+        sent = self.sent + pages
+        assert self.sent < sent <= self.total, "only dirty pages can be copied"
+        self.sent = sent
 
-    def copy_done(self, pages: int) -> RowPages:
-        """Return the row once the event of its oldest copy, of so many pages, has come."""
-        assert 0 < pages <= self.copying, "only pages being copied become saved"
-        return RowPages(self.saved + pages, self.copying - pages, self.dirty)
+    def end_copy(self, pages: int) -> None:
+        """Note that the event of the oldest copy, of so many pages, has come."""
+        saved = self.saved + pages
+        assert self.saved < saved <= self.sent, "only pages being copied become saved"
+        self.saved = saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,25 +179,22 @@ def plan_copies(
         return ()
     if policy.mode is CheckpointMode.PRESSURE and snapshot.used_share < policy.watermark:
         return ()
-    if is_stuck(policy, snapshot):
+    if is_stuck(policy, snapshot.oldest_copy_steps):
         return ()
-    left = min(policy.step_tokens, policy.in_flight_tokens - snapshot.in_flight_tokens)
+    left = max(min(policy.step_tokens, policy.in_flight_tokens - snapshot.in_flight_tokens), 0)
     copies = []
-    order = sorted(
-        range(len(snapshot.rows)), key=lambda place: (snapshot.rows[place].yields_first, -place)
-    )
-    for place in order:
-        row = snapshot.rows[place]
-        tokens = min(row.dirty_tokens, max(left, 0)) // page_tokens * page_tokens
+    newest_first = snapshot.rows[::-1]
+    for row in sorted(newest_first, key=attrgetter("yields_first")):
+        tokens = min(row.dirty_tokens, left) // page_tokens * page_tokens
         if tokens:
             copies.append(PageCopy(row.rid, tokens))
             left -= tokens
     return tuple(copies)
 
 
-def is_stuck(policy: CheckpointPolicy, snapshot: CheckpointSnapshot) -> bool:
-    """Return whether the copy engine no longer answers."""
-    return snapshot.in_flight_tokens > 0 and snapshot.oldest_copy_steps > policy.stall_steps
+def is_stuck(policy: CheckpointPolicy, oldest_copy_steps: int) -> bool:
+    """Return whether the copy engine no longer answers, from how long its oldest copy takes."""
+    return oldest_copy_steps > policy.stall_steps
 
 
 def reclaim_tokens(wanted_tokens: int, least_tokens: int, page_tokens: int) -> int:

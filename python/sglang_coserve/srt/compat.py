@@ -131,7 +131,7 @@ def missing_seams() -> list[str]:
         HiRadixCache: (
             *("_detach_backuped", "_evict_write_through", "_inc_hit_count", "_make_eviction_heap"),
             *("_match_prefix_helper", "_promote_parent", "_split_node", "loading_check"),
-            *("writing_check", "check_hicache_events", "init_load_back"),
+            *("writing_check", "check_hicache_events", "init_load_back", "load_back"),
         ),
         BatchedPenalizerOrchestrator: ("batch", "cumulate_output_tokens"),
         LoRAManager: ("validate_lora_batch",),

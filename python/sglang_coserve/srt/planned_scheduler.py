@@ -154,8 +154,8 @@ class PlannedScheduler(CoserveScheduler):
 
     def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> Any:
         """Let the core decide, and SGLang admit what it decided."""
-        self._kv.prefetch()
         now_s = self._now_s()
+        self._kv.prefetch(now_s)
         self._account(now_s)
         if not self._has_offline(running_batch):
             self._times.launched(None)

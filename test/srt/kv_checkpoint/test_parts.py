@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from array import array
 from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kv_bench.bare_cache import BareEngine
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.kv_checkpoint import HostQuota
+from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy, HostQuota
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import ConfigError, UnsupportedError
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
-from sglang_coserve.srt.kv_checkpoint.recompute import RecomputeMeter
 from sglang_coserve.srt.kv_checkpoint.settings import (
     check_combination,
+    check_in_place,
     server_settings,
 )
 from sglang_coserve.srt.kv_checkpoint.thread_streams import (
@@ -79,29 +83,16 @@ def test_a_copy_that_fails_never_counts_as_done() -> None:
 # --- Host memory --------------------------------------------------------------------------
 
 
-class Pool:
-    """Slots counted, as SGLang's host pool does."""
-
-    def __init__(self, size: int) -> None:
-        self.logical_size = size
-        self._free = list(range(size))
-
-    def available_size(self) -> int:
-        return len(self._free)
-
-    def alloc(self, count: int) -> list[int] | None:
-        if count > len(self._free):
-            return None
-        taken, self._free = self._free[:count], self._free[count:]
-        return taken
-
-    def free(self, slots: list[int]) -> None:
-        self._free += slots
+def host_space(counts: Counter[str], *, online: int, offline: int) -> HostSpace:
+    """On SGLang's host pool, which has more than both quotas together."""
+    policy = CheckpointPolicy(CheckpointMode.EAGER)
+    engine = BareEngine(policy, slots=64, host_slots=2 * (online + offline), page_tokens=1)
+    return HostSpace(engine.cache.token_to_kv_pool_host, HostQuota(online, offline), counts)
 
 
 def test_a_class_is_refused_beyond_its_quota_and_asks_again_later() -> None:
     counts: Counter[str] = Counter()
-    space = HostSpace(Pool(100), HostQuota(online_tokens=20, offline_tokens=80), counts)
+    space = host_space(counts, online=20, offline=80)
     held = space.alloc(OFFLINE, 80, step=1)
     assert held is not None
     assert space.free_tokens(OFFLINE) == 0
@@ -117,7 +108,7 @@ def test_a_class_is_refused_beyond_its_quota_and_asks_again_later() -> None:
 
 
 def test_a_class_without_a_share_never_asks() -> None:
-    space = HostSpace(Pool(10), HostQuota(online_tokens=0, offline_tokens=10), Counter())
+    space = host_space(Counter(), online=0, offline=80)
     assert not space.may_try(ONLINE, step=1000)
 
 
@@ -145,10 +136,9 @@ def test_off_changes_nothing_of_sglang() -> None:
 
 
 def test_the_hooks_do_nothing_with_another_cache() -> None:
-    kv = KvCheckpointing(tree_cache=object())
-    row = Row("off", offline=True)
-    kv.processed(batch([row], [(0, 10)]))
-    kv.prefetch()
+    kv, row = KvCheckpointing(tree_cache=object()), request("off", 10, offline=True)
+    ran(kv, [row], [(0, 10)])
+    kv.prefetch(now_s=1.0)
     assert kv.hold_back([row]) == set()
     kv.forget("off")
     stats = kv.stats().to_dict()
@@ -173,40 +163,69 @@ def test_other_caches_are_refused_by_name(settings: dict[str, Any]) -> None:
     check_combination(settings, CoserveConfig())
 
 
+def test_an_engine_refuses_settings_that_were_made_without_ours() -> None:
+    config = CoserveConfig(kv_checkpoint="eager")
+    check_in_place(SimpleNamespace(**server_settings(config, on_cpu=True)), config)
+    with pytest.raises(UnsupportedError, match="as keywords"):
+        check_in_place(SimpleNamespace(radix_cache_backend=None), config)
+    check_in_place(SimpleNamespace(radix_cache_backend=None), CoserveConfig())
+
+
 # --- The recompute tax --------------------------------------------------------------------
 
 
-class Row:
-    """A request as the meter reads it."""
+def request(rid: str, tokens: int, *, offline: bool) -> Any:
+    """SGLang's request, waiting."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
-    def __init__(self, rid: str, *, offline: bool) -> None:
-        self.rid = rid
-        marks = {"coserve_class": "offline"} if offline else None
-        self.sampling_params = SimpleNamespace(custom_params=marks)
-
-    def finished(self) -> bool:
-        return False
+    marks = {"coserve_class": "offline"} if offline else None
+    params = SamplingParams(max_new_tokens=100, custom_params=marks)
+    return Req(rid, "", array("q", range(tokens)), params, vocab_size=1000)
 
 
-def batch(reqs: list[Row], extends: list[tuple[int, int]] | None = None) -> Any:
-    """A batch; ``extends`` are (cached, computed) tokens by row of a prefill."""
-    return SimpleNamespace(
-        reqs=reqs,
-        forward_mode=SimpleNamespace(is_extend=lambda: extends is not None),
-        prefix_lens=[begin for begin, _ in extends or ()],
-        extend_lens=[tokens for _, tokens in extends or ()],
-    )
+def ran(kv: KvCheckpointing, reqs: list[Any], extends: Sequence[tuple[int, int]] = ()) -> None:
+    """Let a batch end that gives its whole rows a token; ``extends`` are (cached, computed)
+    tokens by row of a prefill."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    mode = ForwardMode.EXTEND if extends else ForwardMode.DECODE
+    batch = ScheduleBatch(reqs=reqs, forward_mode=mode)
+    batch.prefix_lens = [begin for begin, _ in extends]
+    batch.extend_lens = [tokens for _, tokens in extends]
+    ends = [sum(extend) for extend in extends] or [math.inf] * len(reqs)
+    for req, end in zip(reqs, ends, strict=True):
+        if end >= len(req.origin_input_ids) + len(req.output_ids):
+            req.output_ids.append(7)
+    kv.processed(batch)
+
+
+def taxes(kv: KvCheckpointing, name: str) -> tuple[int, int]:
+    stats = kv.stats().classes[name]
+    return stats.recomputed_tokens, stats.computed_tokens
 
 
 def test_tokens_count_as_recomputed_up_to_where_the_row_had_been() -> None:
-    meter, offline, online = RecomputeMeter(), Row("off", offline=True), Row("on", offline=False)
-    meter.ran(batch([offline, online], [(0, 100), (40, 60)]))
+    kv = KvCheckpointing(tree_cache=None)
+    offline, online = request("off", 100, offline=True), request("on", 100, offline=False)
+    ran(kv, [offline, online], [(0, 100), (40, 60)])
     for _ in range(20):
-        meter.ran(batch([offline]))
-    assert meter.tax(OFFLINE) == 0
-    # It resumes from its first 96 tokens: 24 of the 120 are computed again, and the next one.
-    meter.ran(batch([offline], [(96, 25)]))
-    assert meter.recomputed_tokens[OFFLINE] == 24
-    assert meter.computed_tokens[OFFLINE] == 100 + 20 + 25
-    assert meter.recomputed_tokens[ONLINE] == 0
-    assert meter.computed_tokens[ONLINE] == 60
+        ran(kv, [offline])
+    assert taxes(kv, "offline") == (0, 120)
+    # It resumes from its first 96 tokens: of the 120 that had KV, 24 are computed again.
+    ran(kv, [offline], [(96, 25)])
+    assert taxes(kv, "offline") == (24, 145)
+    ran(kv, [offline])
+    # And again, in two chunks.
+    ran(kv, [offline], [(64, 32)])
+    ran(kv, [offline], [(96, 27)])
+    assert taxes(kv, "offline") == (24 + 32 + 26, 146 + 32 + 27)
+    assert taxes(kv, "online") == (0, 60)
+
+
+def test_a_prompt_whose_prefill_was_interrupted_counts_once() -> None:
+    kv, row = KvCheckpointing(tree_cache=None), request("off", 100, offline=True)
+    ran(kv, [row], [(0, 64)])
+    ran(kv, [row], [(48, 52)])
+    assert taxes(kv, "offline") == (16, 116)

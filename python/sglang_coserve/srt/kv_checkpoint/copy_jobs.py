@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.managers.cache_controller import CacheOperation
 
+from sglang_coserve.core.kv_checkpoint import CheckpointPolicy, is_stuck
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.row_checkpoint import RowCheckpoint
@@ -24,8 +25,7 @@ class RowCopy(NamedTuple):
     """Tokens of a running row, behind its prefix."""
 
     row: RowCheckpoint
-    tokens: int
-    host_slots: torch.Tensor
+    host_slots: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +67,22 @@ class CopyJobs:
     ranks see it end in the same step. SGLang also waits for it before it flushes.
     """
 
-    def __init__(self, cache: Any, space: HostSpace) -> None:
+    def __init__(self, cache: Any, space: HostSpace, policy: CheckpointPolicy) -> None:
         self._cache = cache
         self._space = space
+        self._policy = policy
         self._jobs: dict[int, _Job] = {}
         self._num_begun = 0
         self._copying: dict[int, NodeCopy] = {}
         self.in_flight_tokens = 0
 
-    @property
-    def oldest_step(self) -> int | None:
-        """The step in which the oldest copy under way began."""
-        return next((job.begun_step for job in self._jobs.values()), None)
+    def oldest_steps(self, step: int) -> int:
+        """Return for how many steps the oldest copy has been under way; 0 if none is."""
+        return step - next((job.begun_step for job in self._jobs.values()), step)
+
+    def is_stuck(self, step: int) -> bool:
+        """Return whether the copy engine no longer answers."""
+        return is_stuck(self._policy, self.oldest_steps(step))
 
     def begin(
         self,
@@ -125,7 +129,7 @@ class CopyJobs:
     def orphans(self) -> list[torch.Tensor]:
         """Return the host slots that nobody owns, or no longer, but which are being copied to."""
         return [
-            piece.host_slots
+            torch.as_tensor(piece.host_slots)
             for job in self._jobs.values()
             for piece in job.pieces
             if isinstance(piece, NodeCopy)
@@ -134,15 +138,15 @@ class CopyJobs:
         ]
 
     def _end(self, piece: Piece) -> None:
-        if isinstance(piece, NodeCopy):
+        if isinstance(piece, RowCopy):
+            if piece.row.is_released:
+                self._space.free(RequestClass.OFFLINE, torch.as_tensor(piece.host_slots))
+            else:
+                piece.row.end_copy(len(piece.host_slots))
+        elif isinstance(piece, NodeCopy):
             self._end_node(piece)
-        elif isinstance(piece, LateCopy):
-            if piece.node.host_value is None:  # It came too late.
-                self._space.free(RequestClass.OFFLINE, piece.host_slots)
-        elif piece.row.is_released:
+        elif piece.node.host_value is None:  # It came too late.
             self._space.free(RequestClass.OFFLINE, piece.host_slots)
-        else:
-            piece.row.end_copy(piece.tokens)
 
     def _end_node(self, piece: NodeCopy) -> None:
         sizes = [len(node.key) for node in piece.nodes]

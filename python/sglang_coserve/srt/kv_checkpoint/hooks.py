@@ -11,7 +11,8 @@ through the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang_coserve.core.request import RequestClass
@@ -28,10 +29,10 @@ Req = Any
 ScheduleBatch = Any
 
 _PREFETCH_TOKENS: Final = 4096
-"""Most tokens whose load begins in one pass."""
+"""Most tokens that are loaded at a time."""
 
-_WAIT_PASSES: Final = 256
-"""A load that takes longer than this many passes is no longer waited for."""
+_WAIT_S: Final = 10.0
+"""How long a request is held back at most."""
 
 
 class KvCheckpointing:
@@ -43,28 +44,31 @@ class KvCheckpointing:
         self._cache: CheckpointCache | None = tree_cache if is_ours else None
         self._meter = RecomputeMeter()
         self._wanted: dict[str, Req] = {}
-        self._waited_passes: dict[str, int] = {}
+        self._held_since_s: dict[str, float] = {}
+        self._now_s = 0.0
 
     def processed(self, batch: ScheduleBatch) -> None:
         """Save what a batch has computed; call it once its results are processed."""
-        self._meter.ran(batch)
+        offline = list(map(is_offline, batch.reqs))
+        self._meter.ran(batch, offline)
         if self._cache is not None:
-            self._cache.checkpoint_step(_progress(batch))
+            self._cache.checkpoint_step(_progress(batch, offline))
 
-    def prefetch(self) -> None:
+    def prefetch(self, now_s: float) -> None:
         """Load what the requests that were held back in the last pass have on the host.
 
         Makes room for it in the cache, so no plan may be under way that counts on the
-        cache as it is.
+        cache as it is. ``now_s`` is on the clock that all ranks share.
         """
         if self._cache is None:
             return
-        budget = _PREFETCH_TOKENS
+        self._now_s = self._cache.prefetches.now_s = now_s
+        budget = _PREFETCH_TOKENS - self._cache.prefetches.in_flight_tokens
         for rid, req in self._wanted.items():
             state, tokens = self._cache.prefetch_step(req, budget)
             budget -= tokens
             if not state.is_coming:
-                self._waited_passes[rid] = _WAIT_PASSES
+                self._held_since_s[rid] = -math.inf
         self._wanted.clear()
 
     def hold_back(self, reqs: Iterable[Req]) -> set[str]:
@@ -78,26 +82,18 @@ class KvCheckpointing:
             return held
         for req in reqs:
             req.init_next_round_input(self._cache)
-            passes = self._waited_passes.pop(req.rid, 0)
-            if req.host_hit_length and passes < _WAIT_PASSES:
-                self._waited_passes[req.rid] = passes + 1
+            since_s = self._held_since_s.pop(req.rid, self._now_s)
+            if req.host_hit_length and self._now_s - since_s < _WAIT_S:
+                self._held_since_s[req.rid] = since_s
                 self._wanted[req.rid] = req
                 held.add(req.rid)
         return held
-
-    def restorable_tokens(self, req: Req) -> int:
-        """Return how many leading tokens of a waiting request need not be computed."""
-        tree = self._cache
-        if tree is None:
-            return 0
-        req.init_next_round_input(tree)
-        return len(req.prefix_indices) + int(req.host_hit_length)
 
     def forget(self, rid: str) -> None:
         """Drop what is kept for a request; nothing happens if nothing is."""
         self._meter.forget(rid)
         self._wanted.pop(rid, None)
-        self._waited_passes.pop(rid, None)
+        self._held_since_s.pop(rid, None)
         if self._cache is not None:
             self._cache.forget(rid)
 
@@ -129,17 +125,18 @@ class KvCheckpointing:
         )
 
 
-def _progress(batch: ScheduleBatch) -> Iterator[tuple[Req, int]]:
+def _progress(batch: ScheduleBatch, offline: Sequence[bool]) -> Iterator[tuple[Req, int]]:
     """Yield the offline rows of a processed batch, each with the length of its computed KV.
 
-    Never more than all tokens but the last: under overlap scheduling the one in
-    flight already counts in SGLang's own length.
+    That is all tokens but the last: under overlap scheduling the one in flight already
+    counts in SGLang's own length. None of a prompt that is not all computed: its chunks
+    go to the tree, and are saved as a prefix.
     """
     is_extend = batch.forward_mode.is_extend()
     for place, req in enumerate(batch.reqs):
-        if req.kv is None or req.finished() or not is_offline(req):
+        if not offline[place] or req.kv is None or req.finished():
             continue
         computed = len(req.origin_input_ids) + len(req.output_ids) - 1
-        if is_extend:
-            computed = min(computed, batch.prefix_lens[place] + batch.extend_lens[place])
+        if is_extend and batch.prefix_lens[place] + batch.extend_lens[place] < computed:
+            computed = 0
         yield req, computed

@@ -26,6 +26,7 @@ class Prefetch(Enum):
     LOADING = "a load of it is under way"
     NO_BUDGET = "the tokens of this step are used up"
     NO_MEMORY = "the device has no room that offline work may take"
+    NO_ANSWER = "loads do not come back"
 
     @property
     def is_coming(self) -> bool:
@@ -38,6 +39,7 @@ class _Load:
     rid: str
     node: Node
     device_slots: torch.Tensor
+    begun_s: float
 
 
 class Prefetches:
@@ -47,12 +49,23 @@ class Prefetches:
     other rows then wait for the transfer.
     """
 
+    timeout_s = 5.0
+    """A load that takes longer counts as stuck: no more are begun."""
+
     def __init__(self, cache: Any, reclaimer: Reclaimer, counts: Counter[str]) -> None:
         self._cache = cache
         self._reclaimer = reclaimer
         self._counts = counts
         self._loads: dict[int, _Load] = {}
         self.in_flight_tokens = 0
+        self.now_s = 0.0
+        """When this pass began, on the clock that all ranks share."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """True when loads do not come back."""
+        oldest_s = next((load.begun_s for load in self._loads.values()), self.now_s)
+        return self.now_s - oldest_s > self.timeout_s
 
     def step(self, req: Req, budget_tokens: int) -> tuple[Prefetch, int]:
         """Begin the next load of a waiting request that was just matched with the tree.
@@ -62,6 +75,8 @@ class Prefetches:
         cache = self._cache
         if not req.host_hit_length:
             return Prefetch.NOTHING, 0
+        if self.is_stuck:
+            return Prefetch.NO_ANSWER, 0
         if any(load.rid == req.rid for load in self._loads.values()):
             return Prefetch.LOADING, 0
         ancestor, node = req.last_node, req.best_match_node
@@ -79,7 +94,7 @@ class Prefetches:
             return Prefetch.NO_MEMORY, 0
         if tokens < len(node.key):
             node = cache._split_node(node.key, node, tokens)
-        self._begin(_Load(req.rid, node, device_slots), ancestor)
+        self._begin(_Load(req.rid, node, device_slots, self.now_s), ancestor)
         return Prefetch.LOADING, tokens
 
     def _allocate(self, tokens: int, ancestor: Node) -> torch.Tensor | None:

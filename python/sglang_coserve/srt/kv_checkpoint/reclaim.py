@@ -112,7 +112,9 @@ class Reclaimer:
         self._is_late = self._is_late and self._copies.in_flight_tokens > 0
         if self._is_late:
             return False  # Online work has waited once for the copies that are under way.
-        if not self._space.may_try(RequestClass.OFFLINE, cache.step) or cache.is_stuck():
+        if not self._space.may_try(RequestClass.OFFLINE, cache.step) or self._copies.is_stuck(
+            cache.step
+        ):
             return False
         self.reclaim_host(RequestClass.OFFLINE, tokens)
         host_slots = self._space.alloc(RequestClass.OFFLINE, tokens, cache.step)

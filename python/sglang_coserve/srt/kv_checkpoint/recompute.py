@@ -3,48 +3,59 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.srt.request_marks import is_offline
 
 __all__ = ["RecomputeMeter"]
 
 Req = Any
 ScheduleBatch = Any
 
+_ALL: Final = -1
+"""All tokens of a request but the last have been computed."""
+
 
 class RecomputeMeter:
-    """Counts the tokens that batches compute, and those that had been computed before."""
+    """Counts the tokens that batches compute, and those that had been computed before.
+
+    Runs whether KV is checkpointed or not, for it tells whether that is worth while. So
+    decodes, which compute nothing twice, are counted, not looked at one by one.
+    """
 
     def __init__(self) -> None:
         self._computed_to: dict[str, int] = {}
         self.computed_tokens: Counter[RequestClass] = Counter()
         self.recomputed_tokens: Counter[RequestClass] = Counter()
 
-    def ran(self, batch: ScheduleBatch) -> None:
-        """Count a batch whose results are in; O(rows)."""
-        if not batch.forward_mode.is_extend():
-            for req in batch.reqs:
-                self._count(req, self._computed_to.get(req.rid, 0), 1)
+    def ran(self, batch: ScheduleBatch, offline: Sequence[bool]) -> None:
+        """Count a batch whose results are in; ``offline`` tells the class of each row."""
+        if batch.forward_mode.is_extend():
+            for row in zip(batch.reqs, offline, batch.prefix_lens, batch.extend_lens, strict=True):
+                self._prefilled(*row)
             return
-        for req, begin, tokens in zip(
-            batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
-        ):
-            self._count(req, begin, tokens)
+        num_offline = sum(offline)
+        self.computed_tokens[RequestClass.OFFLINE] += num_offline
+        self.computed_tokens[RequestClass.ONLINE] += len(offline) - num_offline
 
-    def _count(self, req: Req, begin: int, tokens: int) -> None:
-        request_class = RequestClass.OFFLINE if is_offline(req) else RequestClass.ONLINE
+    def _prefilled(self, req: Req, offline: bool, begin: int, tokens: int) -> None:
+        """Count a row that has computed ``tokens`` tokens behind the first ``begin``."""
+        end = begin + tokens
+        is_whole = end >= len(req.origin_input_ids) + len(req.output_ids) - 1
         before = self._computed_to.get(req.rid, 0)
+        if before == _ALL:
+            # Of a whole one, the last token is new: what came out before.
+            before = end - is_whole
+        else:
+            # The first tokens of a request may come from the cache: they count as computed then.
+            self._computed_to[req.rid] = _ALL if is_whole else max(before, end)
+        request_class = RequestClass.OFFLINE if offline else RequestClass.ONLINE
         self.computed_tokens[request_class] += tokens
-        # The first tokens of a request may come from the cache: they count as computed then.
-        self.recomputed_tokens[request_class] += max(0, min(before, begin + tokens) - begin)
-        self._computed_to[req.rid] = max(before, begin + tokens)
-        if req.finished():
-            del self._computed_to[req.rid]
+        self.recomputed_tokens[request_class] += max(0, min(before, end) - begin)
 
     def forget(self, rid: str) -> None:
-        """Drop a request that ended while it waited."""
+        """Drop a request that has ended."""
         self._computed_to.pop(rid, None)
 
     def tax(self, request_class: RequestClass) -> float:

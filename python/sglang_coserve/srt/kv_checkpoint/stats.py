@@ -9,7 +9,7 @@ from typing import Any, Final
 __all__ = ["COUNTED", "CheckpointStats", "ClassStats"]
 
 COUNTED: Final = (
-    *("allocation_failures", "backed_off_steps", "stalled_steps", "late_copies"),
+    *("allocation_failures", "backed_off_steps", "stalled_steps", "late_copies", "refused_loads"),
     *("adopted_tokens", "demoted_tokens", "dropped_tokens", "splits", "host_evicted_tokens"),
     *("prefetch_issued_tokens", "prefetch_published_tokens", "prefetch_discarded_tokens"),
     *("releases", "reclaims"),
@@ -58,6 +58,9 @@ class CheckpointStats:
 
     late_copies: int
     """Nodes given up because their lazy copy did not end in time."""
+
+    refused_loads: int
+    """Requests computed again because loads did not come back."""
 
     adopted_tokens: int
     """Saved tokens of rows that gave way, kept without a copy."""

@@ -49,7 +49,8 @@ class ThreadStream:
 
     def wait_event(self, event: Event) -> None:
         """Let later work wait for the event."""
-        self.submit(event.synchronize)
+        if not event.query():
+            self.submit(event.synchronize)
 
     def synchronize(self) -> None:
         """Wait until all work is done; forever if the stream is broken."""
@@ -81,8 +82,7 @@ class Event:
     """Comes once the stream that recorded it gets there; before a record it counts as come."""
 
     def __init__(self, **_options: object) -> None:
-        self._came = threading.Event()
-        self._came.set()
+        self._came: threading.Event | None = None
         self._time_s = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
@@ -101,11 +101,12 @@ class Event:
 
     def query(self) -> bool:
         """Return whether the event has come."""
-        return self._came.is_set()
+        return self._came is None or self._came.is_set()
 
     def synchronize(self) -> None:
         """Wait for the event."""
-        self._came.wait()
+        if self._came is not None:
+            self._came.wait()
 
     def elapsed_time(self, end: Event) -> float:
         """Return the milliseconds from this event to ``end``; both have come."""
