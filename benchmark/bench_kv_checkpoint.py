@@ -1,124 +1,100 @@
-"""What KV checkpointing costs, and what it saves.
+"""What KV checkpoints cost, and what they save.
 
-    python benchmark/bench_kv_checkpoint.py parts
-    python benchmark/bench_kv_checkpoint.py trace --repeats 3 --out kv_checkpoint.json
+    python benchmark/bench_kv_checkpoint.py --out kv_checkpoint.json
 
-``parts`` times the cache alone, without a model: reclaiming saved KV, releasing a
-row, and the work that each iteration does for the rows that decode (what the
-scheduler's thread spends; the copies run in another).
+Repeats three things in turn and prints one table of medians with their range:
 
-``trace`` runs our server on a small model in turn with ``--kv-checkpoint off`` and
-on, under the same load: offline requests that never run out and bursts of large
-online prompts that take the KV memory back each time. Printed: offline tokens/s,
-online P99 TTFT and the recompute tax, medians with their range, and the ratio of
-each pair of runs.
+- the cache alone, without a model (``kv_bench.parts``): the time to reclaim saved KV, and
+  what each iteration spends on checkpoints;
+- our server with ``--kv-checkpoint off`` under a load of offline requests that never run out
+  and bursts of large online prompts, which take the KV memory back each time (``kv_bench.trace``);
+- the same with checkpoints, on the same prompts.
+
+Copies are as fast as the machine makes them; no bandwidth is emulated.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
-import time
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from kv_bench.bare_cache import BareEngine, BareRow
-from kv_bench.trace import compare
-from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
+from kv_bench import parts
+from kv_bench.trace import Run, run
+from sglang_coserve.small_model import SmallModelSpec, make_small_model
 
-EAGER = CheckpointPolicy(CheckpointMode.EAGER)
-
-
-def milliseconds(action: Callable[..., object], *arguments: object) -> float:
-    """Return how long a call takes."""
-    begin_s = time.perf_counter()
-    action(*arguments)
-    return (time.perf_counter() - begin_s) * 1e3
-
-
-def decoding_rows(
-    page_tokens: int, rows: int, prompt_tokens: int, generated: int, *, to_come: int = 0
-) -> BareEngine:
-    """Return an engine with so many offline rows that have decoded, all of it saved, and with
-    memory for ``to_come`` more tokens of each."""
-    tokens = rows * (prompt_tokens + generated + to_come + page_tokens)
-    tokens = -(-tokens // page_tokens) * page_tokens
-    engine = BareEngine(EAGER, slots=tokens, host_slots=2 * tokens, page_tokens=page_tokens)
-    for number in range(rows):
-        prompt = [number % 50, *((number * 7 + place) % 50 for place in range(prompt_tokens - 1))]
-        assert engine.admit(BareRow(f"r{number}", prompt, offline=True))
-        engine.checkpoint()
-    for _ in range(generated):
-        for row in engine.running:
-            assert engine.decode(row)
-        engine.checkpoint()
-        engine.settle()
-    return engine
-
-
-def print_iteration_cost(page_tokens: int, rows: int, steps: int) -> None:
-    """Time ``checkpoint_step`` with ``check_hicache_events``, per decode iteration."""
-    engine = decoding_rows(page_tokens, rows, prompt_tokens=32, generated=4, to_come=steps)
-    times_ms = []
-    for _ in range(steps):
-        for row in engine.running:
-            assert engine.decode(row)
-        times_ms.append(
-            milliseconds(engine.cache.check_hicache_events) + milliseconds(engine.checkpoint)
-        )
-        engine.cache.cache_controller.write_stream.synchronize()
-    report(f"iteration, {rows} offline rows", page_tokens, times_ms)
-
-
-def print_reclaim_cost(page_tokens: int, tokens: int, repeats: int) -> None:
-    """Time the release of 16 rows, and the reclaim of their slots."""
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
-    release_ms, reclaim_ms = [], []
-    for _ in range(repeats):
-        rows = 16
-        engine = decoding_rows(page_tokens, rows, tokens // rows - 16, generated=32)
-        release_ms += [milliseconds(engine.release, row) for row in list(engine.running)]
-        reclaim_ms.append(milliseconds(engine.cache.evict, EvictParams(num_tokens=tokens)))
-        assert engine.cache.counts["demoted_tokens"] >= tokens
-    report("release of a row", page_tokens, release_ms)
-    report(f"reclaim of {tokens} saved tokens", page_tokens, reclaim_ms)
-
-
-def report(name: str, page_tokens: int, times_ms: list[float]) -> None:
-    """Print one line."""
-    print(
-        f"{name:34} page {page_tokens:3}: median {statistics.median(times_ms):7.3f} ms, "
-        f"most {max(times_ms):7.3f} ms",
-        flush=True,
-    )
+OFF = "off"
 
 
 def main() -> None:
-    """Run one of the two benchmarks."""
+    """Measure, print the table, and write all figures down."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    parts = commands.add_parser("parts", help="the cache alone")
-    parts.add_argument("--pages", type=int, nargs="+", default=[1, 16])
-    parts.add_argument("--rows", type=int, default=64)
-    parts.add_argument("--steps", type=int, default=200)
-    parts.add_argument("--tokens", type=int, default=4096)
-    parts.add_argument("--repeats", type=int, default=5)
-    trace = commands.add_parser("trace", help="two servers under a bursty load")
-    trace.add_argument("--mode", choices=["eager", "lazy", "pressure"], default="eager")
-    trace.add_argument("--repeats", type=int, default=3)
-    trace.add_argument("--seconds", type=float, default=60.0)
-    trace.add_argument("--out", type=Path, metavar="FIGURES.json")
+    parser.add_argument("--mode", choices=["eager", "lazy", "pressure"], default="eager")
+    parser.add_argument("--page-size", type=int, default=16, help="of the servers")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of load for each server")
+    parser.add_argument("--rows", type=int, default=64, help="decoding, for the cache alone")
+    parser.add_argument("--tokens", type=int, default=4096, help="to reclaim")
+    parser.add_argument("--only-parts", action="store_true", help="no servers")
+    parser.add_argument("--out", type=Path, metavar="FIGURES.json")
     options = parser.parse_args()
-    if options.command == "trace":
-        compare(options.mode, options.repeats, options.seconds, options.out)
-        return
     torch.set_num_threads(1)  # As a scheduler that shares its cores.
-    for page_tokens in options.pages:
-        print_iteration_cost(page_tokens, options.rows, options.steps)
-        print_reclaim_cost(page_tokens, options.tokens, options.repeats)
+
+    timed: dict[str, list[float]] = {}
+    runs: list[Run] = []
+    with tempfile.TemporaryDirectory() as directory:
+        work = Path(directory)
+        model = make_small_model(work / "model", SmallModelSpec())
+        for repeat in range(options.repeats):
+            for page in (1, 16):
+                name = f"reclaim {options.tokens} saved tokens, page {page}"
+                timed.setdefault(name, []).append(parts.reclaim_ms(page, options.tokens))
+                name = f"checkpoints of {options.rows} rows, an iteration, page {page}"
+                timed.setdefault(name, []).append(parts.iteration_ms(page, options.rows, steps=200))
+            for mode in () if options.only_parts else (OFF, options.mode):
+                runs.append(run(repeat, mode, options.page_size, model, work, options.seconds))
+                print(runs[-1].summary(), flush=True)
+
+    print(f"\n{'':44} median [range]")
+    for name, times_ms in timed.items():
+        print(f"{name:44} {spread(times_ms, '.3f')} ms")
+    if runs:
+        print_runs(runs, options.mode)
+    if options.out is not None:
+        figures = {"parts_ms": timed, "runs": [asdict(entry) for entry in runs]}
+        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+FIGURES: Sequence[tuple[str, Callable[[Run], float], str]] = (
+    ("tokens recomputed for each eviction", lambda r: r.recomputed_per_eviction, ".1f"),
+    ("recompute tax of offline work", lambda r: r.recompute_tax, ".2%"),
+    ("offline tokens/s", lambda r: r.offline_tokens_per_s, ".1f"),
+    ("online P50 TTFT, ms", lambda r: r.online_p50_ttft_ms, ".0f"),
+    ("online P99 TTFT, ms", lambda r: r.online_p99_ttft_ms, ".0f"),
+    ("evictions", lambda r: r.evicted, ".0f"),
+)
+
+
+def print_runs(runs: Sequence[Run], mode: str) -> None:
+    """Print each figure without and with checkpoints, and the ratio of each pair of runs."""
+    print(f"\n{'':36} {OFF:>28} {mode:>28} {'ratio':>24}")
+    for name, value, style in FIGURES:
+        off, on = ([value(entry) for entry in runs if entry.mode == m] for m in (OFF, mode))
+        ratios = [b / a for a, b in zip(off, on, strict=True) if a]
+        ratio = spread(ratios, ".3f") if ratios else ""
+        print(f"{name:36} {spread(off, style):>28} {spread(on, style):>28} {ratio:>24}")
+
+
+def spread(values: Sequence[float], style: str) -> str:
+    """Return median and range."""
+    low, high = min(values), max(values)
+    return f"{statistics.median(values):{style}} [{low:{style}}, {high:{style}}]"
 
 
 if __name__ == "__main__":

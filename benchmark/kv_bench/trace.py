@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import random
 import statistics
-import tempfile
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from sglang_coserve.local_server import LocalServer
-from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from sglang_coserve.srt import cpu
 
-__all__ = ["compare"]
+__all__ = ["Run", "run"]
 
 KV_TOKENS = 8192
 OFFLINE_CONCURRENCY = 16
 OFFLINE_PROMPT_TOKENS, OFFLINE_OUTPUT_TOKENS = 128, 640
+OFFLINE_STREAM_INTERVAL = 16  # The client runs on the server's cores.
 BURST_EVERY_S, BURST_REQUESTS = 2.0, 3
 ONLINE_PROMPT_TOKENS, ONLINE_OUTPUT_TOKENS = 1800, 8
 TTFT_TARGET_MS = 2000
-OFF = "off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,42 +35,34 @@ class Run:
     repeat: int
     mode: str
     offline_tokens_per_s: float
+    online_p50_ttft_ms: float
     online_p99_ttft_ms: float
-    recompute_tax: float
+    online_requests: int
     evicted: int
+    recomputed_tokens: int
+    recompute_tax: float
     kv_checkpoint: dict[str, Any]
 
+    @property
+    def recomputed_per_eviction(self) -> float:
+        """Offline tokens computed again for each row that was evicted."""
+        return self.recomputed_tokens / self.evicted if self.evicted else 0.0
 
-def compare(mode: str, repeats: int, seconds: float, out: Path | None) -> None:
-    """Run both, interleaved, and print the figures."""
-    runs: list[Run] = []
-    with tempfile.TemporaryDirectory() as work:
-        model = make_small_model(Path(work) / "model", SmallModelSpec())
-        for repeat, kind in itertools.product(range(repeats), (OFF, mode)):
-            runs.append(run(repeat, kind, model, Path(work), seconds))
-            print(runs[-1], flush=True)
-    for name in ("offline_tokens_per_s", "online_p99_ttft_ms", "recompute_tax"):
-        by_mode = {
-            kind: [getattr(entry, name) for entry in runs if entry.mode == kind]
-            for kind in (OFF, mode)
-        }
-        line = f"{name:22}"
-        for kind, values in by_mode.items():
-            low, high = min(values), max(values)
-            line += f" {kind} {statistics.median(values):.4g} [{low:.4g}, {high:.4g}]"
-        ratios = [on / off for off, on in zip(by_mode[OFF], by_mode[mode], strict=True) if off]
-        if ratios:
-            line += f" ratio {statistics.median(ratios):.3f}"
-        print(line)
-    if out is not None:
-        out.write_text(json.dumps([asdict(entry) for entry in runs], indent=1))
+    def summary(self) -> str:
+        """Return one line."""
+        return (
+            f"{self.repeat} {self.mode}: {self.offline_tokens_per_s:.1f} offline tokens/s, "
+            f"P99 TTFT {self.online_p99_ttft_ms:.0f} ms of {self.online_requests}, "
+            f"{self.evicted} evicted, tax {self.recompute_tax:.2%}"
+        )
 
 
-def run(repeat: int, mode: str, model: Path, work: Path, seconds: float) -> Run:
+def run(repeat: int, mode: str, page_size: int, model: Path, work: Path, seconds: float) -> Run:
     """Start a server, load it, and return its figures."""
     flags = ["--model-path", str(model), "--log-level", "warning"]
-    flags += ["--max-total-tokens", str(KV_TOKENS), "--offline-policy", "coserve"]
-    flags += ["--slo-ttft-ms", str(TTFT_TARGET_MS), "--kv-checkpoint", mode]
+    flags += ["--max-total-tokens", str(KV_TOKENS), "--page-size", str(page_size)]
+    flags += ["--offline-policy", "coserve", "--slo-ttft-ms", str(TTFT_TARGET_MS)]
+    flags += ["--kv-checkpoint", mode]
     cores = nullcontext() if cpu.has_cuda() else cpu.divided_cores(1)
     with cores, LocalServer(flags, log_path=work / f"{mode}-{repeat}.log") as server:
         return asyncio.run(load(server.base_url, repeat, mode, seconds))
@@ -121,13 +110,18 @@ async def load(base_url: str, repeat: int, mode: str, seconds: float) -> Run:
             task.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
     checkpointing = status["kv_checkpoint"]
+    offline = checkpointing["classes"]["offline"]
+    percentiles = statistics.quantiles(ttfts_ms, n=100)
     return Run(
         repeat,
         mode,
         tokens[0] / seconds,
-        statistics.quantiles(ttfts_ms, n=100)[98],
-        checkpointing["classes"]["offline"]["recompute_tax"],
+        percentiles[49],
+        percentiles[98],
+        len(ttfts_ms),
         status["offline"]["evicted"],
+        offline["recomputed_tokens"],
+        offline["recompute_tax"],
         checkpointing,
     )
 
@@ -135,10 +129,11 @@ async def load(base_url: str, repeat: int, mode: str, seconds: float) -> Run:
 async def generated(
     client: httpx.AsyncClient, prompt: list[int], max_new_tokens: int, *, offline: bool
 ) -> Any:
-    """Yield once for every token of one request."""
+    """Yield once for every token of one request that has come."""
     sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens, "ignore_eos": True}
     if offline:
         sampling["custom_params"] = {"coserve_class": "offline"}
+        sampling["stream_interval"] = OFFLINE_STREAM_INTERVAL
     body = {"input_ids": prompt, "sampling_params": {**sampling, "temperature": 0.0}}
     seen = 0
     async with client.stream("POST", "/generate", json={**body, "stream": True}) as response:

@@ -1,4 +1,4 @@
-"""A scripted engine with checkpoints, whose host memory is checked after every batch."""
+"""A scripted engine with checkpoints, which are checked after every batch."""
 
 from __future__ import annotations
 
@@ -48,8 +48,27 @@ def _checking(base: type) -> type:
         def process_batch_result(self, batch: Any, result: Any) -> None:
             super().process_batch_result(batch, result)
             self.tree_cache.assert_consistent()
+            for row in self.tree_cache._saver.rows.values():
+                _assert_saved(self.tree_cache, row)
 
     return CheckingScheduler
+
+
+def _assert_saved(cache: Any, row: Any) -> None:
+    """What counts as saved is the KV that the row has on the device, and nothing is sent that
+    is not computed, or was rolled back."""
+    page, start = cache.page_size, row.start_tokens
+    assert start + row.pages.sent * page <= row.req.kv_committed_len
+    end = row.saved_end_tokens
+    device_slots = cache.req_to_token_pool.req_to_token[row.req.req_pool_idx, start:end].tolist()
+    host_slots = list(row.host_slots[: end - start])
+    device, host = cache.kv_cache, cache.token_to_kv_pool_host
+    for layer in range(device.layer_num):
+        for on_device, on_host in (
+            (device.k_buffer, host.k_buffer),
+            (device.v_buffer, host.v_buffer),
+        ):
+            assert on_device[layer][device_slots].equal(on_host[layer][host_slots])
 
 
 def _serve(connection: Any, spec: EngineSpec) -> None:

@@ -94,8 +94,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), budget=st.integers(0, 64))
     def prefetch(self, data: st.DataObject, budget: int) -> None:
         row = data.draw(st.sampled_from(self.waiting))
-        _, tokens = self.engine.cache.prefetch_step(row, budget)
-        assert tokens <= budget
+        tokens = self.engine.cache.prefetch_step(row, budget)
+        assert (tokens or 0) <= budget
         row.clear()
 
     @rule(tokens=st.integers(1, 64))

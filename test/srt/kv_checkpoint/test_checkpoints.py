@@ -193,3 +193,76 @@ def test_a_stuck_copy_engine_costs_recomputation_only(
     outputs, aborted, stats = engine.call(run_with_stuck_copies, specs)
     scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
     assert stats[counted] > 0
+
+
+def run_with_stuck_loads(engine: ScriptedEngine, specs: list[Spec]) -> Any:
+    """What waits on the host does not come back, until long after that was noticed."""
+    scheduler = engine.scheduler
+    cache, gate = scheduler.tree_cache, threading.Event()
+    loads = cache.prefetches
+    loads.timeout_s = 0.05
+    copy, processed = loads._copy, scheduler._kv.processed
+    batches_since: list[Any] = []
+
+    def copy_late(load: Any, load_id: int) -> None:
+        cache.cache_controller.load_stream.submit(gate.wait)
+        copy(load, load_id)
+
+    def open_at_last(batch: Any) -> None:
+        processed(batch)
+        if cache.counts["refused_loads"]:
+            batches_since.append(batch)
+        if len(batches_since) > 150:
+            gate.set()
+
+    loads._copy, scheduler._kv.processed = copy_late, open_at_last
+    outputs, aborted, _ = scenarios.run_mixed(engine, specs, 4)
+    assert gate.is_set(), "nothing was to be loaded"
+    return outputs, aborted, scheduler._kv.stats().to_dict()
+
+
+def test_loads_that_do_not_come_back_cost_recomputation_only(
+    start_checkpointing: Any, reference_outputs: Reference
+) -> None:
+    engine = start_checkpointing("eager", overlap=True, page_size=16)
+    specs = duplicated_specs(seed=25, num_online=20, num_offline=30)
+    outputs, aborted, stats = engine.call(run_with_stuck_loads, specs)
+    scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
+    assert stats["refused_loads"] > 0
+    assert stats["classes"]["offline"]["recomputed_tokens"] > 0
+
+
+# --- Memory that no running row holds -----------------------------------------------------
+
+PARKED: Spec = ("off", scenarios.prompt(60, 900), 8, True)
+BIG: Spec = ("on", scenarios.prompt(61, 500), 16, False)
+
+
+def run_online_behind_a_parked_row(engine: ScriptedEngine) -> tuple[dict[str, list[int]], int]:
+    """A large online request arrives when one offline prompt is half computed, nothing else."""
+    served: list[int] = []
+
+    def script(iteration: int) -> list[Any]:
+        if iteration == 0:
+            return [engine.request(*PARKED[:3], offline=True)]
+        if iteration == 5:
+            return [engine.request(*BIG[:3])]
+        if iteration > 5 and engine.reqs["on"].finished():
+            served.append(iteration)
+            raise StopIteration
+        return []
+
+    engine.run(script)
+    outputs = {spec[0]: engine.output(spec[0]) for spec in (PARKED, BIG)}
+    engine.assert_nothing_leaked()
+    return outputs, served[0]
+
+
+def test_an_online_request_gets_the_memory_of_a_parked_row(
+    start_checkpointing: Any, reference_outputs: Reference
+) -> None:
+    engine = start_checkpointing("eager", overlap=True, page_size=16)
+    outputs, served = engine.call(run_online_behind_a_parked_row)
+    assert outputs == reference_outputs([PARKED, BIG])
+    # Its prompt takes four passes, its output 16.
+    assert served < 40

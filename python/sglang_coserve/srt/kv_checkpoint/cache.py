@@ -25,7 +25,7 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs
 from sglang_coserve.srt.kv_checkpoint.handover import Handover
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
-from sglang_coserve.srt.kv_checkpoint.prefetch import Prefetch, Prefetches
+from sglang_coserve.srt.kv_checkpoint.prefetch import Prefetches
 from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
 from sglang_coserve.srt.kv_checkpoint.saving import Saver
 from sglang_coserve.srt.kv_checkpoint.tree_nodes import EVICTION_RANK, subtree
@@ -170,14 +170,20 @@ class CheckpointCache(HiRadixCache):
 
     # --- Resume --------------------------------------------------------------------------
 
-    def prefetch_step(self, req: Req, budget_tokens: int) -> tuple[Prefetch, int]:
+    @property
+    def device_tokens(self) -> int:
+        """Return how many tokens the device has room for."""
+        return int(self.token_to_kv_pool_allocator.size)
+
+    def prefetch_step(self, req: Req, budget_tokens: int) -> int | None:
         """Begin the next load of a waiting request; see ``Prefetches.step``."""
         req.init_next_round_input(self)
         return self.prefetches.step(req, budget_tokens)
 
     def load_back(self, node: Node, mem_quota: int | None = None) -> torch.Tensor | None:
-        """Load within a batch, unless loads do not come back: the batch would wait for ever."""
-        if self.prefetches.is_stuck:
+        """Load within a batch, but not behind other loads: if they do not come back, the batch
+        would wait for ever."""
+        if self.prefetches.in_flight_tokens:
             self.counts["refused_loads"] += 1
             return None
         loaded: torch.Tensor | None = super().load_back(node, mem_quota)

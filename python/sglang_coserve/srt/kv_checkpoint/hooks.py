@@ -11,7 +11,6 @@ through the cache.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,7 +28,9 @@ Req = Any
 ScheduleBatch = Any
 
 _PREFETCH_TOKENS: Final = 4096
-"""Most tokens that are loaded at a time."""
+_PREFETCH_SHARE: Final = 0.25
+"""Most tokens that are loaded at a time, also as a part of the device's KV: should loads not
+come back, so much of it is lost."""
 
 _WAIT_S: Final = 10.0
 """How long a request is held back at most."""
@@ -44,6 +45,7 @@ class KvCheckpointing:
         self._cache: CheckpointCache | None = tree_cache if is_ours else None
         self._meter = RecomputeMeter()
         self._wanted: dict[str, Req] = {}
+        self._no_room: set[str] = set()
         self._held_since_s: dict[str, float] = {}
         self._now_s = 0.0
 
@@ -63,18 +65,21 @@ class KvCheckpointing:
         if self._cache is None:
             return
         self._now_s = self._cache.prefetches.now_s = now_s
-        budget = _PREFETCH_TOKENS - self._cache.prefetches.in_flight_tokens
+        most = min(_PREFETCH_TOKENS, int(_PREFETCH_SHARE * self._cache.device_tokens))
+        budget = most - self._cache.prefetches.in_flight_tokens
+        self._no_room.clear()
         for rid, req in self._wanted.items():
-            state, tokens = self._cache.prefetch_step(req, budget)
-            budget -= tokens
-            if not state.is_coming:
-                self._held_since_s[rid] = -math.inf
+            tokens = self._cache.prefetch_step(req, budget)
+            if tokens is None:
+                self._no_room.add(rid)
+            else:
+                budget -= tokens
         self._wanted.clear()
 
     def hold_back(self, reqs: Iterable[Req]) -> set[str]:
         """Name those of the given waiting requests to admit later, once they are loaded.
 
-        A request is let go when its KV is on the device, and also when that cannot be:
+        A request is let go when its KV is on the device, and also when it does not come:
         SGLang then loads it with the batch, or computes it again.
         """
         held: set[str] = set()
@@ -83,11 +88,20 @@ class KvCheckpointing:
         for req in reqs:
             req.init_next_round_input(self._cache)
             since_s = self._held_since_s.pop(req.rid, self._now_s)
-            if req.host_hit_length and self._now_s - since_s < _WAIT_S:
+            if req.host_hit_length and self._comes(req.rid, since_s):
                 self._held_since_s[req.rid] = since_s
                 self._wanted[req.rid] = req
                 held.add(req.rid)
         return held
+
+    def _comes(self, rid: str, since_s: float) -> bool:
+        """Return whether a request that has been held back since then had better wait."""
+        assert self._cache is not None
+        loads = self._cache.prefetches
+        if loads.is_stuck or self._now_s - since_s >= _WAIT_S:
+            return False
+        # Behind loads under way a batch would wait for them too, and they may make room.
+        return rid not in self._no_room or loads.in_flight_tokens > 0
 
     def forget(self, rid: str) -> None:
         """Drop what is kept for a request; nothing happens if nothing is."""

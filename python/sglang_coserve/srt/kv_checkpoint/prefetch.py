@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
@@ -13,25 +12,10 @@ from sglang.srt.managers.cache_controller import HiCacheAck, make_timing_event_p
 
 from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
 
-__all__ = ["Prefetch", "Prefetches"]
+__all__ = ["Prefetches"]
 
 Node = Any
 Req = Any
-
-
-class Prefetch(Enum):
-    """What stands between a waiting request and the device."""
-
-    NOTHING = "nothing of it is on the host alone"
-    LOADING = "a load of it is under way"
-    NO_BUDGET = "the tokens of this step are used up"
-    NO_MEMORY = "the device has no room that offline work may take"
-    NO_ANSWER = "loads do not come back"
-
-    @property
-    def is_coming(self) -> bool:
-        """True when the request had better wait."""
-        return self in (Prefetch.LOADING, Prefetch.NO_BUDGET)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,35 +51,33 @@ class Prefetches:
         oldest_s = next((load.begun_s for load in self._loads.values()), self.now_s)
         return self.now_s - oldest_s > self.timeout_s
 
-    def step(self, req: Req, budget_tokens: int) -> tuple[Prefetch, int]:
+    def step(self, req: Req, budget_tokens: int) -> int | None:
         """Begin the next load of a waiting request that was just matched with the tree.
 
-        Returns its state and the tokens whose load began, at most ``budget_tokens``.
+        Returns its tokens, at most ``budget_tokens``: 0 also when there is nothing to load
+        now. None when the device has no room for it that offline work may take.
         """
         cache = self._cache
-        if not req.host_hit_length:
-            return Prefetch.NOTHING, 0
-        if self.is_stuck:
-            return Prefetch.NO_ANSWER, 0
-        if any(load.rid == req.rid for load in self._loads.values()):
-            return Prefetch.LOADING, 0
+        if not req.host_hit_length or self.is_stuck:
+            return 0
         ancestor, node = req.last_node, req.best_match_node
         while node.parent is not ancestor:
             node = node.parent
-        if any(load.node is node for load in self._loads.values()):
-            return Prefetch.LOADING, 0  # For another request with the same prefix.
-        tokens = min(len(node.key), budget_tokens // cache.page_size * cache.page_size)
+        # One load a request, and none of what is loaded for another with the same prefix.
+        if any(load.rid == req.rid or load.node is node for load in self._loads.values()):
+            return 0
+        tokens: int = min(len(node.key), budget_tokens // cache.page_size * cache.page_size)
         if tokens <= 0:
-            return Prefetch.NO_BUDGET, 0
+            return 0
         node.protect_host()  # Making room on the device may need room on the host.
         device_slots = self._allocate(tokens, ancestor)
         node.release_host()
         if device_slots is None:
-            return Prefetch.NO_MEMORY, 0
+            return None
         if tokens < len(node.key):
             node = cache._split_node(node.key, node, tokens)
         self._begin(_Load(req.rid, node, device_slots, self.now_s), ancestor)
-        return Prefetch.LOADING, tokens
+        return tokens
 
     def _allocate(self, tokens: int, ancestor: Node) -> torch.Tensor | None:
         allocator = self._cache.token_to_kv_pool_allocator

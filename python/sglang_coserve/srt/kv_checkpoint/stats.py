@@ -60,7 +60,7 @@ class CheckpointStats:
     """Nodes given up because their lazy copy did not end in time."""
 
     refused_loads: int
-    """Requests computed again because loads did not come back."""
+    """Requests computed again because a load did not come back in time."""
 
     adopted_tokens: int
     """Saved tokens of rows that gave way, kept without a copy."""
