@@ -12,6 +12,7 @@ from sglang_coserve.core.kv_checkpoint import HostQuota
 from srt import test_scheduler as scenarios
 from srt.conftest import Reference
 from srt.kv_checkpoint.checkpoint_engine import CheckpointEngine
+from srt.safepoint.random_aborts import aborts_of
 from srt.scripted_engine import ScriptedEngine, Spec
 
 KINDS = [
@@ -92,13 +93,17 @@ def run_preemption(engine: ScriptedEngine) -> Any:
     """A large online request arrives when the offline rows have generated many tokens."""
     before = engine.scheduler._kv.stats()
     evicted = scenarios.counts(engine).get("evicted", 0)
+    has_come: list[bool] = []
 
     def script(iteration: int) -> list[Any]:
-        if iteration > 70:
+        if has_come:
             raise StopIteration
         if iteration == 0:
             return [engine.request(*spec[:3], offline=True) for spec in VICTIMS]
-        return [engine.request(*HOG[:3])] if iteration == 70 else []
+        if any(len(engine.output(spec[0])) < 60 for spec in VICTIMS):
+            return []
+        has_come.append(True)
+        return [engine.request(*HOG[:3])]
 
     engine.run(script)
     after = engine.scheduler._kv.stats()
@@ -131,6 +136,41 @@ def test_a_preempted_row_recomputes_at_most_a_page(
     assert evicted > 0
     assert prefetched > 0
     # The last token of a request is always computed, so that there is one to continue from.
+    assert recomputed <= evicted * (page_size + 1)
+
+
+# --- Batches that are aborted between layers ----------------------------------------------
+
+
+def run_preemption_with_aborts(engine: ScriptedEngine) -> Any:
+    aborts = aborts_of(engine)
+    aborts.start(seed=5, probability=0.4)
+    try:
+        result = run_preemption(engine)
+    finally:
+        aborts.stop()
+    return *result, sum(aborts.counts().values())
+
+
+@pytest.mark.parametrize(
+    ("overlap", "page_size"),
+    [
+        pytest.param(False, 1, id="normal-page1"),
+        pytest.param(True, 16, id="overlap-page16", marks=pytest.mark.heavy),
+    ],
+)
+def test_of_an_aborted_batch_nothing_is_saved(
+    start_checkpointing: Any, reference_outputs: Reference, overlap: bool, page_size: int
+) -> None:
+    """The engine compares what is saved with what the device has after every batch."""
+    engine = start_checkpointing(
+        "eager", overlap=overlap, page_size=page_size, coserve={"safepoint_interval": 1}
+    )
+    outputs, evicted, recomputed, prefetched, aborts = engine.call(run_preemption_with_aborts)
+    assert outputs == reference_outputs([HOG, *VICTIMS])
+    assert aborts > 20
+    assert evicted > 0
+    assert prefetched > 0
     assert recomputed <= evicted * (page_size + 1)
 
 
@@ -178,7 +218,10 @@ def run_with_stuck_copies(engine: ScriptedEngine, specs: list[Spec]) -> Any:
 
 @pytest.mark.parametrize(
     ("mode", "overlap", "page_size", "counted"),
-    [("eager", True, 16, "stalled_steps"), ("lazy", False, 1, "late_copies")],
+    [
+        ("eager", True, 16, "stalled_steps"),
+        pytest.param("lazy", False, 1, "late_copies", marks=pytest.mark.heavy),
+    ],
 )
 def test_a_stuck_copy_engine_costs_recomputation_only(
     start_checkpointing: Any,
@@ -189,7 +232,7 @@ def test_a_stuck_copy_engine_costs_recomputation_only(
     counted: str,
 ) -> None:
     engine = start_checkpointing(mode, overlap=overlap, page_size=page_size)
-    specs = duplicated_specs(seed=24, num_online=30, num_offline=40)
+    specs = duplicated_specs(seed=24, num_online=20, num_offline=30)
     outputs, aborted, stats = engine.call(run_with_stuck_copies, specs)
     scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
     assert stats[counted] > 0
