@@ -278,11 +278,14 @@ def test_loads_that_do_not_come_back_cost_recomputation_only(
 # --- Memory that no running row holds -----------------------------------------------------
 
 PARKED: Spec = ("off", scenarios.prompt(60, 900), 8, True)
-BIG: Spec = ("on", scenarios.prompt(61, 500), 16, False)
+BIG: Spec = ("on", scenarios.prompt(61, 300), 400, False)
 
 
 def run_online_behind_a_parked_row(engine: ScriptedEngine) -> tuple[dict[str, list[int]], int]:
-    """A large online request arrives when one offline prompt is half computed, nothing else."""
+    """An online request comes when one offline prompt is half computed and nothing else runs.
+
+    There is room for its prompt, but not for its output too, which SGLang reserves.
+    """
     served: list[int] = []
 
     def script(iteration: int) -> list[Any]:
@@ -307,5 +310,5 @@ def test_an_online_request_gets_the_memory_of_a_parked_row(
     engine = start_checkpointing("eager", overlap=True, page_size=16)
     outputs, served = engine.call(run_online_behind_a_parked_row)
     assert outputs == reference_outputs([PARKED, BIG])
-    # Its prompt takes four passes, its output 16.
-    assert served < 40
+    # Its prompt takes three passes, its output 400.
+    assert served < 450
