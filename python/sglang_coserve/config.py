@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_coserve.core.kv_checkpoint import CheckpointMode
 from sglang_coserve.core.slo import Latency, Slo, Statistic, parse_slo, request_targets
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
@@ -135,6 +136,40 @@ class CoserveConfig:
         metavar="PLANS.jsonl",
     )
 
+    kv_checkpoint: str = _setting(
+        CheckpointMode.OFF.value,
+        "Keep the KV of offline requests in host memory, so that it is reclaimed for online ones "
+        "at once and comes back without being computed again. eager: copy it as it is made. lazy: "
+        "copy only what is reclaimed, while online requests wait. pressure: as eager, while the "
+        "device's KV memory is nearly full.",
+        choices=tuple(mode.value for mode in CheckpointMode),
+    )
+    kv_checkpoint_host_gb: float | None = _setting(
+        None,
+        "Host memory for KV, in GB for each GPU; by default twice the device's KV memory.",
+        type=float,
+        metavar="GB",
+    )
+    kv_checkpoint_offline_share: float = _setting(
+        1.0,
+        "Part of that memory that offline requests may use.",
+        type=float,
+        metavar="SHARE",
+    )
+    kv_checkpoint_online_share: float = _setting(
+        0.0,
+        "Part of that memory for cached prefixes of online requests; together with "
+        "--kv-checkpoint-offline-share at most 1.",
+        type=float,
+        metavar="SHARE",
+    )
+    kv_checkpoint_watermark: float = _setting(
+        0.8,
+        "Part of the device's KV memory in use above which --kv-checkpoint pressure copies.",
+        type=float,
+        metavar="SHARE",
+    )
+
     coserve_data_dir: str | None = _setting(
         None,
         "Directory of the Batch API: what users upload, its results, and what is still to do. "
@@ -199,6 +234,7 @@ class CoserveConfig:
                 f"{_flag('safepoint_mode')} shrink and {_flag('safepoint_decode_graphs')} exclude "
                 "each other: rows cannot be taken out of a step that runs on CUDA graphs"
             )
+        _check_kv_checkpoint(self)
         for name in ("batch_max_upload_mib", "batch_max_lines"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{_flag(name)} must be at least 1, got {getattr(self, name)}")
@@ -252,6 +288,35 @@ class CoserveConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""
         return dataclasses.asdict(self)
+
+
+def _check_kv_checkpoint(config: CoserveConfig) -> None:
+    modes = [mode.value for mode in CheckpointMode]
+    if config.kv_checkpoint not in modes:
+        raise ConfigError(
+            f"{_flag('kv_checkpoint')} must be one of {', '.join(modes)}, "
+            f"got {config.kv_checkpoint!r}"
+        )
+    host_gb = config.kv_checkpoint_host_gb
+    if host_gb is not None and not (math.isfinite(host_gb) and host_gb > 0):
+        raise ConfigError(f"{_flag('kv_checkpoint_host_gb')} must be above 0 GB, got {host_gb}")
+    if host_gb is not None and config.kv_checkpoint == CheckpointMode.OFF.value:
+        raise ConfigError(
+            f"{_flag('kv_checkpoint_host_gb')} is of no use with {_flag('kv_checkpoint')} off: "
+            "choose a mode, or leave it out"
+        )
+    for name in (
+        "kv_checkpoint_offline_share",
+        "kv_checkpoint_online_share",
+        "kv_checkpoint_watermark",
+    ):
+        if not 0 <= getattr(config, name) <= 1:
+            raise ConfigError(f"{_flag(name)} must be from 0 to 1, got {getattr(config, name)}")
+    if config.kv_checkpoint_offline_share + config.kv_checkpoint_online_share > 1:
+        raise ConfigError(
+            f"{_flag('kv_checkpoint_offline_share')} and {_flag('kv_checkpoint_online_share')} "
+            "are parts of one memory: together they must not exceed 1"
+        )
 
 
 def _flag(field_name: str) -> str:

@@ -25,7 +25,9 @@ def engine(small_model: Path) -> Iterator[Any]:
             max_total_tokens=1024,
             chunked_prefill_size=128,
             schedule_conservativeness=0.1,
-            coserve_config=CoserveConfig(offline_policy="coserve", slo_ttft_ms=300, slo_tpot_ms=50),
+            coserve_config=CoserveConfig(
+                offline_policy="coserve", slo_ttft_ms=300, slo_tpot_ms=50, kv_checkpoint="eager"
+            ),
         )
     yield running
     running.shutdown()
@@ -71,6 +73,9 @@ def test_ranks_stay_in_step_while_offline_requests_give_way(engine: Any) -> None
     assert counts["received"] == 16
     assert counts["evicted"] + counts["parked"] + counts["paused"] > 0
     assert (counts["waiting"], counts["running"], counts["prefilling"]) == (0, 0, 0)
+    checkpoints = state(engine)["kv_checkpoint"]
+    assert checkpoints["mode"] == "eager"
+    assert checkpoints["checkpointed_tokens"] > 0
 
 
 def test_the_state_shows_the_settings(engine: Any) -> None:

@@ -110,6 +110,7 @@ def missing_seams() -> list[str]:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.mem_cache.allocator import paged
+    from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
     from sglang.srt.model_executor.runner_backend import FullCudaGraphBackend
     from sglang.srt.model_executor.runner_backend_utils import breakable_cuda_graph
     from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestrator
@@ -130,6 +131,11 @@ def missing_seams() -> list[str]:
         http_server: ("_setup_and_run_http_server",),
         paged: ("alloc_decode_kernel", "alloc_extend_kernel"),
         attention_registry: ("register_attention_backend",),
+        HiRadixCache: (
+            *("_detach_backuped", "_evict_write_through", "_inc_hit_count", "_make_eviction_heap"),
+            *("_match_prefix_helper", "_promote_parent", "_split_node", "loading_check"),
+            *("writing_check", "check_hicache_events", "init_load_back", "load_back"),
+        ),
         BatchedPenalizerOrchestrator: ("batch", "cumulate_output_tokens"),
         LoRAManager: ("validate_lora_batch",),
         XGrammarGrammar: ("apply_vocab_mask",),

@@ -17,6 +17,11 @@ from sglang.srt.entrypoints.engine import Engine  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from sglang_coserve.srt import processes  # noqa: E402
+from sglang_coserve.srt.kv_checkpoint.settings import (  # noqa: E402
+    check_combination,
+    check_in_place,
+    server_settings,
+)
 from sglang_coserve.srt.scheduler import INIT_INFO_KEY  # noqa: E402
 
 __all__ = ["CoserveEngine"]
@@ -40,15 +45,20 @@ class CoserveEngine(Engine):
     run_detokenizer_process_func = staticmethod(processes.run_detokenizer_process)
 
     def __init__(self, *, coserve_config: CoserveConfig | None = None, **kwargs: Any) -> None:
+        config = coserve_config or CoserveConfig()
+        on_cpu = not cpu.has_cuda()
         if "server_args" not in kwargs:
-            if not cpu.has_cuda():
+            if on_cpu:
                 kwargs = {**cpu.FLAG_DEFAULTS, **kwargs}
             kwargs.setdefault("log_level", "error")
+            check_combination(kwargs, config)
+            kwargs.update(server_settings(config, on_cpu=on_cpu))
             kwargs = {"server_args": ServerArgs(**kwargs)}
         server_args = kwargs["server_args"]
         compat.check_server_args(server_args)
-        server_args._coserve = coserve_config or CoserveConfig()
-        with nullcontext() if cpu.has_cuda() else cpu.divided_cores(server_args.tp_size):
+        check_in_place(server_args, config)
+        server_args._coserve = config
+        with cpu.divided_cores(server_args.tp_size) if on_cpu else nullcontext():
             super().__init__(**kwargs)
         infos = self._scheduler_init_result.scheduler_infos
         if not all(INIT_INFO_KEY in info for info in infos):

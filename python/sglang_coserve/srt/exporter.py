@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sglang_coserve.srt.kv_checkpoint.stats import COUNTED
+
 __all__ = ["Exporter"]
 
 _INTERVAL_S = 1.0
@@ -59,6 +61,18 @@ class Exporter:
             "The way from an online arrival to its first token through an abort, step by step.",
             *("step", "quantile"),
         )
+        self._host_tokens = gauge(
+            "kv_host_tokens", "KV tokens in host memory, by class.", "request_class"
+        )
+        self._recompute_tax = gauge(
+            "recompute_tax", "Share of the computed tokens computed before.", "request_class"
+        )
+        self._lag_tokens = gauge("kv_checkpoint_lag_tokens", "KV tokens being copied to the host.")
+        self._checkpoint_events = Counter(
+            "coserve_kv_checkpoint_events",
+            "What became of the KV of offline requests, in tokens or in cases.",
+            ("model_name", "event"),
+        )
         self._counted: dict[tuple[Any, ...], float] = {}
 
     def is_due(self, now_s: float) -> bool:
@@ -88,9 +102,21 @@ class Exporter:
         prediction = state.get("prediction")
         if prediction is not None and prediction["mape"] is not None:
             self._error.labels(name).set(prediction["mape"])
+        checkpoints = state.get("kv_checkpoint")
+        if checkpoints is not None:
+            self._publish_checkpoints(checkpoints)
         safepoints = state.get("safepoints")
         if safepoints is not None and safepoints["enabled"]:
             self._publish_safepoints(safepoints)
+
+    def _publish_checkpoints(self, checkpoints: Mapping[str, Any]) -> None:
+        for request_class, values in checkpoints["classes"].items():
+            labels = (self._model_name, request_class)
+            self._host_tokens.labels(*labels).set(values["host_tokens"])
+            self._recompute_tax.labels(*labels).set(values["recompute_tax"])
+        self._lag_tokens.labels(self._model_name).set(checkpoints["lag_tokens"])
+        for event in COUNTED:
+            self._count(self._checkpoint_events, checkpoints[event], event)
 
     def _publish_safepoints(self, safepoints: Mapping[str, Any]) -> None:
         for kind, count in safepoints["aborts"].items():

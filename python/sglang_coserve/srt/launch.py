@@ -24,6 +24,7 @@ from sglang_coserve.srt.batch_api import (
     check_batch_settings,
     install_batch_api,
 )
+from sglang_coserve.srt.kv_checkpoint.settings import check_combination, server_settings
 from sglang_coserve.srt.service_tier import ServiceTierMiddleware
 
 __all__ = ["launch_server", "parse_server_args"]
@@ -108,9 +109,12 @@ def _our_flags(*, on_cpu: bool) -> Iterator[None]:
             cpu.set_flag_defaults(parser)
 
     def from_with_ours(args: argparse.Namespace) -> Any:
+        config = CoserveConfig.from_mapping(vars(args))
+        check_combination(vars(args), config)
+        vars(args).update(server_settings(config, on_cpu=on_cpu))
         server_args = from_cli_args(args)
         # ServerArgs refuses unknown public attributes; this one travels to every process.
-        server_args._coserve = CoserveConfig.from_mapping(vars(args))
+        server_args._coserve = config
         return server_args
 
     ServerArgs.add_cli_args = staticmethod(add_with_ours)

@@ -157,6 +157,7 @@ class PlannedScheduler(CoserveScheduler):
     def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> Any:
         """Let the core decide, and SGLang admit what it decided."""
         now_s = self._now_s()
+        self._kv.prefetch(now_s)
         self._account(now_s)
         if not self._has_offline(running_batch):
             self._times.launched(None)
@@ -168,7 +169,7 @@ class PlannedScheduler(CoserveScheduler):
         running_batch = self._make_room(plan, running_batch)
         # SGLang runs decodes and prefills apart when one of them returns log-probabilities, and
         # prefills first: so that they take turns, the next prefills wait for a pass.
-        chunks = [] if self._has_left_decodes else self._executable(plan)
+        chunks = [] if self._has_left_decodes else self._on_device(self._executable(plan))
         result, admitted = self._run_chunks(
             chunks, running_batch, mixes_decodes=not plan.skips_decodes
         )
@@ -277,6 +278,12 @@ class PlannedScheduler(CoserveScheduler):
             else:
                 continued.append(chunk)
         return [*continued, *started]
+
+    def _on_device(self, chunks: list[PrefillChunk]) -> list[PrefillChunk]:
+        """Leave out the offline requests whose KV is to come back from the host first."""
+        waiting = self._offline_reqs
+        held = self._kv.hold_back([waiting[c.rid] for c in chunks if c.rid in waiting])
+        return [chunk for chunk in chunks if chunk.rid not in held]
 
     def _run_chunks(
         self, chunks: list[PrefillChunk], running_batch: ScheduleBatch, *, mixes_decodes: bool

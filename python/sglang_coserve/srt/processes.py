@@ -28,8 +28,13 @@ def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """Run SGLang's scheduler process with ours for its scheduler; takes its arguments."""
     from sglang.srt.managers import scheduler as sglang_scheduler
 
-    if not cpu.has_cuda():
+    from sglang_coserve.srt.kv_checkpoint.settings import register_cache
+    from sglang_coserve.srt.scheduler import config_of
+
+    on_cpu = not cpu.has_cuda()
+    if on_cpu:
         cpu.install_replacements()
+    register_cache(config_of(server_args), on_cpu=on_cpu)
     sglang_scheduler.Scheduler = scheduler_class(server_args)
     sglang_scheduler.run_scheduler_process(server_args, *args, **kwargs)
 

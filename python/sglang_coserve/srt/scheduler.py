@@ -27,6 +27,7 @@ from sglang_coserve.srt.compat import (
     release_for_requeue,
 )
 from sglang_coserve.srt.exporter import Exporter
+from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.offline_marks import restore_generated
 from sglang_coserve.srt.penalties import restore_penalties
 from sglang_coserve.srt.request_ledger import RequestLedger
@@ -71,6 +72,7 @@ class CoserveScheduler(Scheduler, ABC):
         self._offered: list[Req] = []
         self._offline_counts: Counter[str] = Counter()
         self._ledger = RequestLedger(self.tree_cache)
+        self._kv = KvCheckpointing(self.tree_cache)
         is_first_rank = self.ps.tp_rank == 0
         self._slo_watch = SloWatch(self._coserve_config, warns=is_first_rank)
         wants_metrics = self.server_args.enable_metrics and is_first_rank
@@ -112,10 +114,11 @@ class CoserveScheduler(Scheduler, ABC):
         """Count the offline requests that are neither running nor offered."""
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
-        """Note what the batch's online requests got."""
+        """Note what the batch's online requests got, and save the KV of its offline ones."""
         if batch.return_logprob:
             fill_token_ids_logprobs(result.logits_output)
         super().process_batch_result(batch, result)
+        self._kv.processed(batch)
         self._slo_watch.results(batch.reqs, time.perf_counter())
         self._publish()
 
@@ -131,6 +134,7 @@ class CoserveScheduler(Scheduler, ABC):
         """Drop what is kept of a request that has ended."""
         self._ledger.forget(rid)
         self._slo_watch.forget(rid)
+        self._kv.forget(rid)
 
     def on_idle(self) -> None:
         """Drop what is left of requests that SGLang refused by itself."""
@@ -172,11 +176,12 @@ class CoserveScheduler(Scheduler, ABC):
 
     def _online_is_starved(self, plan: Any) -> bool:
         """True when the pass produced nothing because an online request did not fit."""
-        return (
-            plan.batch_to_run is None
-            and plan.running_batch.batch_is_full
-            and len(self.waiting_queue) > len(self._offered)
-        )
+        if plan.batch_to_run is not None or len(self.waiting_queue) <= len(self._offered):
+            return False
+        # With a hierarchical cache SGLang never calls a batch without rows full, but parked
+        # and paused rows hold memory too.
+        is_full = plan.running_batch.batch_is_full
+        return bool(is_full or (self.enable_hierarchical_cache and plan.running_batch.is_empty()))
 
     def _withdraw_offer(self) -> list[Req]:
         """Take the offered requests that were not admitted out of SGLang's queue; return them."""
@@ -326,6 +331,7 @@ class CoserveScheduler(Scheduler, ABC):
                 "prefilling": int(prefilling is not None and is_offline(prefilling)),
                 **self._events(),
             },
+            "kv_checkpoint": self._kv.stats().to_dict(),
         }
 
     def _events(self) -> dict[str, int]:

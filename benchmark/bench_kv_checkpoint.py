@@ -1,0 +1,101 @@
+"""What KV checkpoints cost, and what they save.
+
+    python benchmark/bench_kv_checkpoint.py --out kv_checkpoint.json
+
+Repeats three things in turn and prints one table of medians with their range:
+
+- the cache alone, without a model (``kv_bench.parts``): the time to reclaim saved KV, and
+  what each iteration spends on checkpoints;
+- our server with ``--kv-checkpoint off`` under a load of offline requests that never run out
+  and bursts of large online prompts, which take the KV memory back each time (``kv_bench.trace``);
+- the same with checkpoints, on the same prompts.
+
+Copies are as fast as the machine makes them; no bandwidth is emulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from kv_bench import parts
+from kv_bench.trace import Run, run
+from sglang_coserve.small_model import SmallModelSpec, make_small_model
+
+OFF = "off"
+
+
+def main() -> None:
+    """Measure, print the table, and write all figures down."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--mode", choices=["eager", "lazy", "pressure"], default="eager")
+    parser.add_argument("--page-size", type=int, default=16, help="of the servers")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of load for each server")
+    parser.add_argument("--rows", type=int, default=64, help="decoding, for the cache alone")
+    parser.add_argument("--tokens", type=int, default=4096, help="to reclaim")
+    parser.add_argument("--only-parts", action="store_true", help="no servers")
+    parser.add_argument("--out", type=Path, metavar="FIGURES.json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # As a scheduler that shares its cores.
+
+    timed: dict[str, list[float]] = {}
+    runs: list[Run] = []
+    with tempfile.TemporaryDirectory() as directory:
+        work = Path(directory)
+        model = make_small_model(work / "model", SmallModelSpec())
+        for repeat in range(options.repeats):
+            for page in (1, 16):
+                name = f"reclaim {options.tokens} saved tokens, page {page}"
+                timed.setdefault(name, []).append(parts.reclaim_ms(page, options.tokens))
+                name = f"checkpoints of {options.rows} rows, an iteration, page {page}"
+                timed.setdefault(name, []).append(parts.iteration_ms(page, options.rows, steps=200))
+            for mode in () if options.only_parts else (OFF, options.mode):
+                runs.append(run(repeat, mode, options.page_size, model, work, options.seconds))
+                print(runs[-1].summary(), flush=True)
+
+    print(f"\n{'':44} median [range]")
+    for name, times_ms in timed.items():
+        print(f"{name:44} {spread(times_ms, '.3f')} ms")
+    if runs:
+        print_runs(runs, options.mode)
+    if options.out is not None:
+        figures = {"parts_ms": timed, "runs": [asdict(entry) for entry in runs]}
+        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+FIGURES: Sequence[tuple[str, Callable[[Run], float], str]] = (
+    ("tokens recomputed for each eviction", lambda r: r.recomputed_per_eviction, ".1f"),
+    ("recompute tax of offline work", lambda r: r.recompute_tax, ".2%"),
+    ("offline tokens/s", lambda r: r.offline_tokens_per_s, ".1f"),
+    ("online P50 TTFT, ms", lambda r: r.online_p50_ttft_ms, ".0f"),
+    ("online P99 TTFT, ms", lambda r: r.online_p99_ttft_ms, ".0f"),
+    ("evictions", lambda r: r.evicted, ".0f"),
+)
+
+
+def print_runs(runs: Sequence[Run], mode: str) -> None:
+    """Print each figure without and with checkpoints, and the ratio of each pair of runs."""
+    print(f"\n{'':36} {OFF:>28} {mode:>28} {'ratio':>24}")
+    for name, value, style in FIGURES:
+        off, on = ([value(entry) for entry in runs if entry.mode == m] for m in (OFF, mode))
+        ratios = [b / a for a, b in zip(off, on, strict=True) if a]
+        ratio = spread(ratios, ".3f") if ratios else ""
+        print(f"{name:36} {spread(off, style):>28} {spread(on, style):>28} {ratio:>24}")
+
+
+def spread(values: Sequence[float], style: str) -> str:
+    """Return median and range."""
+    low, high = min(values), max(values)
+    return f"{statistics.median(values):{style}} [{low:{style}}, {high:{style}}]"
+
+
+if __name__ == "__main__":
+    main()

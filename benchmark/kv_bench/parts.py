@@ -1,0 +1,71 @@
+"""The cache alone, without a model: what the scheduler's thread spends on checkpoints."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+from kv_bench.bare_cache import BareEngine, BareRow
+from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
+
+__all__ = ["iteration_ms", "reclaim_ms"]
+
+EAGER = CheckpointPolicy(CheckpointMode.EAGER)
+RECLAIMED_ROWS = 16
+
+
+def iteration_ms(page_tokens: int, rows: int, steps: int) -> float:
+    """Return the median time that an iteration of decoding offline rows spends on checkpoints.
+
+    Beginning its copies and taking note of those that have ended; the copies themselves are
+    made in another thread.
+    """
+    engine = _decoding(page_tokens, rows, prompt_tokens=32, generated=4, to_come=steps)
+    times_ms = []
+    for _ in range(steps):
+        for row in engine.running:
+            assert engine.decode(row)
+        times_ms.append(_ms(engine.cache.check_hicache_events) + _ms(engine.checkpoint))
+        engine.cache.cache_controller.write_stream.synchronize()
+    # With pages of 16, an iteration copies for some of the rows.
+    return statistics.fmean(sorted(times_ms)[: int(0.95 * steps)])
+
+
+def reclaim_ms(page_tokens: int, tokens: int) -> float:
+    """Return how long it takes to reclaim so many saved tokens of rows that gave way."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    prompt_tokens = tokens // RECLAIMED_ROWS - 16
+    engine = _decoding(page_tokens, RECLAIMED_ROWS, prompt_tokens, generated=32)
+    for row in list(engine.running):
+        engine.release(row)
+    elapsed_ms = _ms(lambda: engine.cache.evict(EvictParams(num_tokens=tokens)))
+    assert engine.cache.counts["demoted_tokens"] >= tokens
+    return elapsed_ms
+
+
+def _ms(action: Callable[[], object]) -> float:
+    begin_s = time.perf_counter()
+    action()
+    return (time.perf_counter() - begin_s) * 1e3
+
+
+def _decoding(
+    page_tokens: int, rows: int, prompt_tokens: int, generated: int, *, to_come: int = 0
+) -> BareEngine:
+    """Return an engine with so many offline rows that have decoded, all of it saved, and with
+    memory for ``to_come`` more tokens of each."""
+    tokens = rows * (prompt_tokens + generated + to_come + page_tokens)
+    tokens = -(-tokens // page_tokens) * page_tokens
+    engine = BareEngine(EAGER, slots=tokens, host_slots=2 * tokens, page_tokens=page_tokens)
+    for number in range(rows):
+        prompt = [number % 50, *((number * 7 + place) % 50 for place in range(prompt_tokens - 1))]
+        assert engine.admit(BareRow(f"r{number}", prompt, offline=True))
+        engine.checkpoint()
+    for _ in range(generated):
+        for row in engine.running:
+            assert engine.decode(row)
+        engine.checkpoint()
+        engine.settle()
+    return engine

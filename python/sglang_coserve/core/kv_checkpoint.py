@@ -1,0 +1,247 @@
+"""Which KV pages of offline rows to copy to host memory, and when (ConServe §4.4, BROS §V).
+
+A row's full pages are saved in order, so three places tell the state of each. Every
+decision is made from a snapshot and is an immutable value; steps are counted, not
+timed, so that all ranks of a tensor-parallel engine decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from sglang_coserve.core.request import RequestClass
+
+__all__ = [
+    "LEGAL_PAGE_TRANSITIONS",
+    "Backoff",
+    "CheckpointMode",
+    "CheckpointPolicy",
+    "CheckpointSnapshot",
+    "HostQuota",
+    "PageCopy",
+    "PageState",
+    "RowPages",
+    "RowToSave",
+    "is_stuck",
+    "plan_copies",
+    "reclaim_tokens",
+]
+
+
+class CheckpointMode(Enum):
+    """When offline KV is copied to host memory."""
+
+    OFF = "off"
+
+    EAGER = "eager"
+    """Each iteration's new full pages (ConServe): many small copies, instant reclaim."""
+
+    LAZY = "lazy"
+    """What is about to be reclaimed (BROS): fewest copies, but online admission waits for them."""
+
+    PRESSURE = "pressure"
+    """Like eager, but only while the device is nearly full."""
+
+
+class PageState(Enum):
+    """Where a full page of KV is."""
+
+    DIRTY = "dirty"
+    """On the device alone: lost when it is reclaimed."""
+
+    COPYING = "copying"
+    """A copy is under way; it does not count before its event has come."""
+
+    SAVED = "saved"
+    """In host memory as well: reclaiming it costs nothing."""
+
+
+LEGAL_PAGE_TRANSITIONS: Final = MappingProxyType(
+    {
+        PageState.DIRTY: frozenset({PageState.COPYING}),
+        PageState.COPYING: frozenset({PageState.SAVED}),
+        PageState.SAVED: frozenset[PageState](),
+    }
+)
+"""Pages are written once, so a saved page stays saved."""
+
+
+@dataclass(slots=True)
+class RowPages:
+    """The full pages of one row: first the saved ones, then those being copied, then the rest.
+
+    The one mutable state here: it changes for every row in every iteration.
+    """
+
+    saved: int = 0
+    """Pages whose copy has ended."""
+
+    sent: int = 0
+    """Pages whose copy has at least begun."""
+
+    total: int = 0
+
+    @property
+    def dirty(self) -> int:
+        """Pages whose copy has not begun."""
+        return self.total - self.sent
+
+    def state(self, page: int) -> PageState:
+        """Return the state of the page at this place; O(1)."""
+        assert 0 <= page < self.total
+        if page < self.saved:
+            return PageState.SAVED
+        return PageState.COPYING if page < self.sent else PageState.DIRTY
+
+    def grow(self, total: int) -> None:
+        """Note that there are ``total`` full pages, at least as many as before."""
+        assert total >= self.total, "computed pages do not shrink"
+        self.total = total
+
+    def begin_copy(self, pages: int) -> None:
+        """Note that a copy of the first dirty pages has begun."""
+        sent = self.sent + pages
+        assert self.sent < sent <= self.total, "only dirty pages can be copied"
+        self.sent = sent
+
+    def end_copy(self, pages: int) -> None:
+        """Note that the event of the oldest copy, of so many pages, has come."""
+        saved = self.saved + pages
+        assert self.saved < saved <= self.sent, "only pages being copied become saved"
+        self.saved = saved
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPolicy:
+    """How much is copied, and how much is reclaimed at a time."""
+
+    mode: CheckpointMode
+    watermark: float = 0.8
+    """Share of the device's KV in use above which ``PRESSURE`` copies."""
+
+    step_tokens: int = 4096
+    """Most tokens whose copy begins in one step; a prefix, saved whole, may exceed it."""
+
+    in_flight_tokens: int = 16384
+    """Copies begin only while fewer tokens than this are under way."""
+
+    stall_steps: int = 256
+    """A copy that takes longer than this many steps counts as stuck: no more are begun."""
+
+    reclaim_tokens: int = 128
+    """Least number of tokens to reclaim at a time, so that one is not asked for every iteration."""
+
+
+class RowToSave(NamedTuple):
+    """An offline row that has pages to save."""
+
+    rid: str
+    dirty_tokens: int
+    yields_first: int = 0
+    """Rank as a victim: less yields earlier (``core.preemption.yields_first``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSnapshot:
+    """The state of checkpointing between two iterations."""
+
+    rows: Sequence[RowToSave]
+    """In order of admission."""
+
+    used_share: float
+    """Part of the device's KV slots that rows hold."""
+
+    in_flight_tokens: int = 0
+    oldest_copy_steps: int = 0
+    """Steps since the oldest copy that is under way began; 0 if none is."""
+
+
+class PageCopy(NamedTuple):
+    """Copy the first ``tokens`` dirty tokens of a row, whole pages."""
+
+    rid: str
+    tokens: int
+
+
+def plan_copies(
+    policy: CheckpointPolicy, snapshot: CheckpointSnapshot, page_tokens: int
+) -> tuple[PageCopy, ...]:
+    """Return the copies to begin now, likely victims first; O(rows log rows).
+
+    Of rows that yield alike, the one admitted last is evicted first, so it is saved first.
+    """
+    if policy.mode in (CheckpointMode.OFF, CheckpointMode.LAZY):
+        return ()
+    if policy.mode is CheckpointMode.PRESSURE and snapshot.used_share < policy.watermark:
+        return ()
+    if is_stuck(policy, snapshot.oldest_copy_steps):
+        return ()
+    left = max(min(policy.step_tokens, policy.in_flight_tokens - snapshot.in_flight_tokens), 0)
+    copies = []
+    newest_first = snapshot.rows[::-1]
+    for row in sorted(newest_first, key=attrgetter("yields_first")):
+        tokens = min(row.dirty_tokens, left) // page_tokens * page_tokens
+        if tokens:
+            copies.append(PageCopy(row.rid, tokens))
+            left -= tokens
+    return tuple(copies)
+
+
+def is_stuck(policy: CheckpointPolicy, oldest_copy_steps: int) -> bool:
+    """Return whether the copy engine no longer answers, from how long its oldest copy takes."""
+    return oldest_copy_steps > policy.stall_steps
+
+
+def reclaim_tokens(wanted_tokens: int, least_tokens: int, page_tokens: int) -> int:
+    """Return how many tokens to reclaim when ``wanted_tokens`` are asked for, whole pages."""
+    return -(-max(wanted_tokens, least_tokens) // page_tokens) * page_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class HostQuota:
+    """Host memory of each class, in tokens; no class takes from another's."""
+
+    online_tokens: int
+    offline_tokens: int
+
+    def limit(self, request_class: RequestClass) -> int:
+        """Return the most tokens that a class may hold."""
+        if request_class is RequestClass.ONLINE:
+            return self.online_tokens
+        return self.offline_tokens
+
+    def shortage(
+        self, request_class: RequestClass, used_tokens: int, wanted_tokens: int
+    ) -> int | None:
+        """Return how many tokens the class must give up first; None: it may never hold so many."""
+        limit = self.limit(request_class)
+        if wanted_tokens > limit:
+            return None
+        return max(0, used_tokens + wanted_tokens - limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """How long to do without host memory after it was refused: 1, 2, 4 … steps."""
+
+    most_steps: int = 256
+    failures: int = 0
+    retry_step: int = 0
+
+    def may_try(self, step: int) -> bool:
+        """Return whether it is time to ask again."""
+        return step >= self.retry_step
+
+    def failed(self, step: int) -> Backoff:
+        """Return the back-off after a refusal in this step."""
+        wait = min(2**self.failures, self.most_steps)
+        return replace(self, failures=min(self.failures + 1, 32), retry_step=step + 1 + wait)
+
+    def succeeded(self) -> Backoff:
+        """Return the back-off after memory was granted."""
+        return replace(self, failures=0, retry_step=0) if self.failures else self

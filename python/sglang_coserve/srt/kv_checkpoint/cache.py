@@ -1,0 +1,208 @@
+"""SGLang's hierarchical radix cache with checkpoints of running offline rows.
+
+Running rows are saved beside the tree, in a host table of their own: a tree node for
+every saved page would make each insertion slower. When a row is released its KV
+goes to the tree as usual, and its saved pages become the nodes' host pages, so that
+device slots can be reclaimed at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.evict_policy import PriorityStrategy
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_coserve.core.kv_checkpoint import CheckpointPolicy, HostQuota
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs
+from sglang_coserve.srt.kv_checkpoint.handover import Handover
+from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
+from sglang_coserve.srt.kv_checkpoint.prefetch import Prefetches
+from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
+from sglang_coserve.srt.kv_checkpoint.saving import Saver
+from sglang_coserve.srt.kv_checkpoint.tree_nodes import EVICTION_RANK, subtree
+from sglang_coserve.srt.request_marks import is_offline
+
+__all__ = ["CheckpointCache"]
+
+Node = Any
+Req = Any
+
+
+class CheckpointCache(HiRadixCache):
+    """See the module's docstring. Everything runs in the scheduler's thread.
+
+    Args:
+        params: SGLang's.
+        server_args: SGLang's.
+        policy: what is copied when.
+        host_shares: part of the host pool of each class; together at most 1.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        server_args: Any,
+        policy: CheckpointPolicy,
+        host_shares: dict[RequestClass, float],
+    ) -> None:
+        self.policy = policy
+        self._host_shares = host_shares
+        self.counts: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.step = 0
+        self._inserting = RequestClass.ONLINE
+        super().__init__(params, server_args)
+        self.eviction_strategy = PriorityStrategy()
+
+    def reset(self) -> None:
+        """Forget all KV; nothing may be under way."""
+        super().reset()
+        counts, pool = self.counts, self.token_to_kv_pool_host
+        limits = {
+            request_class: int(pool.logical_size * share) // self.page_size * self.page_size
+            for request_class, share in self._host_shares.items()
+        }
+        quota = HostQuota(limits[RequestClass.ONLINE], limits[RequestClass.OFFLINE])
+        self.space = HostSpace(pool, quota, counts)
+        self.copies = CopyJobs(self, self.space, self.policy)
+        self._reclaimer = Reclaimer(self, self.policy, self.space, self.copies, counts)
+        self._saver = Saver(self, self.policy, self.space, self.copies, self._reclaimer, counts)
+        self._handover = Handover(self, self.space, counts)
+        self.prefetches = Prefetches(self, self._reclaimer, counts)
+
+    # --- Checkpoints ---------------------------------------------------------------------
+
+    def checkpoint_step(self, progress: Iterable[tuple[Req, int]]) -> int:
+        """Begin this iteration's copies; return their tokens.
+
+        ``progress`` names the offline rows that the iteration has computed, each with
+        the length of its KV. To be called once after the results of each batch.
+        """
+        self.step += 1
+        for req, tokens in progress:
+            self._saver.note(req, tokens)
+        return self._saver.save(self.step)
+
+    def _inc_hit_count(self, node: Node, chunked: bool = False) -> None:
+        """Save a prefix of online requests as SGLang would, within the quota of the class."""
+        if not chunked:
+            node.hit_count += 1
+            if self._inserting is RequestClass.ONLINE:
+                self._saver.save_online(node, self.step)
+
+    def writing_check(self, write_back: bool = False, finish_count: int | None = None) -> None:
+        """Take note of the copies that have ended, on all ranks alike."""
+        super().writing_check(write_back, finish_count)
+        self.copies.settle()
+
+    # --- Rows end or give way ------------------------------------------------------------
+
+    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
+        """Insert what a prefill has computed."""
+        with self._inserting_for(req):
+            super().cache_unfinished_req(req, chunked)
+
+    def cache_finished_req(
+        self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int
+    ) -> None:
+        """Insert the KV of a row that has ended or gives way; of the latter, keep what is saved."""
+        begin_s = time.perf_counter()
+        with self._inserting_for(req):
+            super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+        row = self._saver.rows.get(req.rid)
+        if row is not None and is_insert and not req.finished():
+            self._handover.adopt(self._saver.rows.pop(req.rid), kv_len_to_handle)
+        self._saver.discard(req.rid)
+        if req.finished():
+            self.forget(req.rid)
+        if row is not None:
+            self.counts["releases"] += 1
+            self.seconds["release"] += time.perf_counter() - begin_s
+
+    def forget(self, rid: str) -> None:
+        """Let the host pages of a request that no longer waits be taken for others."""
+        self._handover.forget(rid)
+
+    def insert(self, params: Any) -> Any:
+        """Insert for the class of the request at hand: it ranks the nodes for eviction."""
+        return super().insert(replace(params, priority=EVICTION_RANK[self._inserting]))
+
+    @contextmanager
+    def _inserting_for(self, req: Req) -> Iterator[None]:
+        self._inserting = RequestClass.OFFLINE if is_offline(req) else RequestClass.ONLINE
+        try:
+            yield
+        finally:
+            self._inserting = RequestClass.ONLINE
+
+    # --- Memory --------------------------------------------------------------------------
+
+    def _evict_write_through(self, num_tokens: int) -> int:
+        begin_s = time.perf_counter()
+        freed = self._reclaimer.reclaim(num_tokens)
+        self.counts["reclaims"] += 1
+        self.seconds["reclaim"] += time.perf_counter() - begin_s
+        return freed
+
+    def evict_host(self, num_tokens: int) -> None:
+        """Refuse: host memory is reclaimed within the quota of a class only."""
+        raise AssertionError(f"{num_tokens} tokens asked for by SGLang's own copies or storage")
+
+    def _split_node(self, key: RadixKey, child: Node, split_len: int) -> Node:
+        head = super()._split_node(key, child, split_len)
+        self.copies.split(child, head)
+        if child.host_value is not None:
+            head.host_holder = child.host_holder
+        return head
+
+    def protected_size(self) -> int:
+        """Count slots that a load is about to fill: they are neither free nor evictable."""
+        return int(super().protected_size()) + self.prefetches.in_flight_tokens
+
+    # --- Resume --------------------------------------------------------------------------
+
+    @property
+    def device_tokens(self) -> int:
+        """Return how many tokens the device has room for."""
+        return int(self.token_to_kv_pool_allocator.size)
+
+    def prefetch_step(self, req: Req, budget_tokens: int) -> int | None:
+        """Begin the next load of a waiting request; see ``Prefetches.step``."""
+        req.init_next_round_input(self)
+        return self.prefetches.step(req, budget_tokens)
+
+    def load_back(self, node: Node, mem_quota: int | None = None) -> torch.Tensor | None:
+        """Load within a batch, but not behind other loads: if they do not come back, the batch
+        would wait for ever."""
+        if self.prefetches.in_flight_tokens:
+            self.counts["refused_loads"] += 1
+            return None
+        loaded: torch.Tensor | None = super().load_back(node, mem_quota)
+        return loaded
+
+    def loading_check(self, finish_count: int | None = None) -> None:
+        """Take note of the loads that have ended, on all ranks alike."""
+        super().loading_check(finish_count)
+        self.prefetches.settle()
+
+    def assert_consistent(self) -> None:
+        """Check that every host slot that is taken has exactly one owner; O(tree). For tests."""
+        self.space.assert_consistent()
+        slots = [node.host_value for node in subtree(self.root_node)[1:] if node.backuped]
+        slots += [
+            torch.tensor(row.host_slots, dtype=torch.int64) for row in self._saver.rows.values()
+        ]
+        slots += self.copies.orphans()
+        taken = torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64)
+        assert len(taken.unique()) == len(taken), "a host slot has two owners"
+        used = sum(self.space.used_tokens(request_class) for request_class in RequestClass)
+        assert len(taken) == used, f"{used - len(taken)} host slots have no owner"

@@ -1,0 +1,180 @@
+"""Copies from the device to host memory that are under way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.managers.cache_controller import CacheOperation
+
+from sglang_coserve.core.kv_checkpoint import CheckpointPolicy, is_stuck
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
+from sglang_coserve.srt.kv_checkpoint.row_checkpoint import RowCheckpoint
+from sglang_coserve.srt.kv_checkpoint.tree_nodes import bind_host, can_save
+
+__all__ = ["CopyJobs", "LateCopy", "NodeCopy", "Piece", "RowCopy"]
+
+_POLL_S = 0.0002
+
+
+class RowCopy(NamedTuple):
+    """Tokens of a running row, behind its prefix."""
+
+    row: RowCheckpoint
+    host_slots: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCopy:
+    """The KV of a node of the tree; it is on the host once the copy is done, not before.
+
+    Nothing is locked: a node that is reclaimed meanwhile is lost.
+    """
+
+    nodes: list[Any]
+    """The node or, if it is split meanwhile, its parts from the top down."""
+
+    host_slots: torch.Tensor
+    request_class: RequestClass
+
+
+@dataclass(frozen=True, slots=True)
+class LateCopy:
+    """The KV of a node that has given up its device slots, which wait for the copy."""
+
+    node: Any
+    host_slots: torch.Tensor
+
+
+Piece = RowCopy | NodeCopy | LateCopy
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    pieces: Sequence[Piece]
+    tokens: int
+    begun_step: int
+
+
+class CopyJobs:
+    """Begins copies and carries out what follows when they are done, oldest first.
+
+    Each job travels through SGLang's own queue of write acknowledgements, so all
+    ranks see it end in the same step. SGLang also waits for it before it flushes.
+    """
+
+    def __init__(self, cache: Any, space: HostSpace, policy: CheckpointPolicy) -> None:
+        self._cache = cache
+        self._space = space
+        self._policy = policy
+        self._jobs: dict[int, _Job] = {}
+        self._num_begun = 0
+        self._copying: dict[int, NodeCopy] = {}
+        self.in_flight_tokens = 0
+
+    def oldest_steps(self, step: int) -> int:
+        """Return for how many steps the oldest copy has been under way; 0 if none is."""
+        return step - next((job.begun_step for job in self._jobs.values()), step)
+
+    def is_stuck(self, step: int) -> bool:
+        """Return whether the copy engine no longer answers."""
+        return is_stuck(self._policy, self.oldest_steps(step))
+
+    def begin(
+        self,
+        pieces: Sequence[Piece],
+        device_slots: torch.Tensor,
+        host_slots: torch.Tensor,
+        step: int,
+    ) -> None:
+        """Copy slot by slot, in the background, after all that the device has been given to do."""
+        cache, controller = self._cache, self._cache.cache_controller
+        self._num_begun += 1
+        # Below zero: the ids of SGLang's own copies are those of tree nodes.
+        job_id = -self._num_begun
+        self._jobs[job_id] = _Job(pieces, len(host_slots), step)
+        self.in_flight_tokens += len(host_slots)
+        for piece in pieces:
+            if isinstance(piece, NodeCopy):
+                self._copying.update((id(node), piece) for node in piece.nodes)
+        # For SGLang: locks nothing (the root never is), publishes nothing.
+        cache.ongoing_write_through[job_id] = (cache.root_node, 0, [])
+        controller.write_queue.append(CacheOperation(host_slots, device_slots, job_id))
+        controller.start_writing()
+
+    def settle(self) -> None:
+        """Carry out what follows from the copies that SGLang has seen end; O(copies)."""
+        ongoing = self._cache.ongoing_write_through
+        for job_id in [job_id for job_id in self._jobs if job_id not in ongoing]:
+            job = self._jobs.pop(job_id)
+            self.in_flight_tokens -= job.tokens
+            for piece in job.pieces:
+                self._end(piece)
+
+    def is_copying(self, node: Any) -> bool:
+        """Return whether a ``NodeCopy`` of a node is under way."""
+        return id(node) in self._copying
+
+    def split(self, node: Any, head: Any) -> None:
+        """Note that ``head`` is now the first part of a node."""
+        piece = self._copying.get(id(node))
+        if piece is not None:
+            piece.nodes.insert(piece.nodes.index(node), head)
+            self._copying[id(head)] = piece
+
+    def orphans(self) -> list[torch.Tensor]:
+        """Return the host slots that nobody owns, or no longer, but which are being copied to."""
+        return [
+            torch.as_tensor(piece.host_slots)
+            for job in self._jobs.values()
+            for piece in job.pieces
+            if isinstance(piece, NodeCopy)
+            or (isinstance(piece, RowCopy) and piece.row.is_released)
+            or (isinstance(piece, LateCopy) and piece.node.host_value is None)
+        ]
+
+    def _end(self, piece: Piece) -> None:
+        if isinstance(piece, RowCopy):
+            if piece.row.is_released:
+                self._space.free(RequestClass.OFFLINE, torch.as_tensor(piece.host_slots))
+            else:
+                piece.row.end_copy(len(piece.host_slots))
+        elif isinstance(piece, NodeCopy):
+            self._end_node(piece)
+        elif piece.node.host_value is None:  # It came too late.
+            self._space.free(RequestClass.OFFLINE, piece.host_slots)
+
+    def _end_node(self, piece: NodeCopy) -> None:
+        sizes = [len(node.key) for node in piece.nodes]
+        for node, slots in zip(piece.nodes, torch.split(piece.host_slots, sizes), strict=True):
+            del self._copying[id(node)]
+            if can_save(node, self._cache.root_node):
+                bind_host(node, slots, piece.request_class)
+            else:
+                self._space.free(piece.request_class, slots)
+
+    def finish_all(self, timeout_s: float) -> bool:
+        """Wait for all copies under way; False if they are not done in time.
+
+        The ranks agree on the answer.
+        """
+        cache = self._cache
+        acks = cache.cache_controller.ack_write_queue
+        deadline_s = time.monotonic() + timeout_s
+        is_done = True
+        while acks and not acks[-1].finish_event.query():
+            if time.monotonic() > deadline_s:
+                is_done = False
+                break
+            time.sleep(_POLL_S)
+        if cache.tp_world_size > 1:
+            answer = torch.tensor(int(is_done))
+            cache._all_reduce(answer, torch.distributed.ReduceOp.MIN)
+            is_done = bool(answer.item())
+        if is_done:
+            cache.writing_check(finish_count=len(acks))
+        return is_done

@@ -1,0 +1,84 @@
+"""SGLang's hierarchical cache on a machine without CUDA: host pool and copy engine."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from sglang.srt.managers import cache_controller
+from sglang.srt.mem_cache import hiradix_cache
+from sglang.srt.mem_cache.pool_host import base
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+from sglang_coserve.srt.kv_checkpoint import thread_streams
+
+__all__ = ["CpuHostPool", "install_cpu_copies"]
+
+
+def install_cpu_copies() -> None:
+    """Let SGLang's hierarchical cache copy with threads and plain torch, in this process."""
+    cache_controller.device_module = thread_streams.device_module
+    cache_controller._timing_events_supported.cache_clear()
+    hiradix_cache.get_mha_host_pool_cls = lambda _device_pool: CpuHostPool
+    # SGLang leaves 10 GiB to others; here device and host share one, often small, memory.
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+
+
+class CpuHostPool(MHATokenToKVPoolHost):
+    """SGLang's host pool in ordinary memory, its copies done by the selected stream's thread.
+
+    Knows the layout ``layer_first`` only: K and V of shape (layers, slots, heads, head size).
+    """
+
+    bytes_per_s: float | None = None
+    """Bandwidth to emulate, each way; None: as fast as the copies are."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "pin_memory": False})
+        assert self.layout == "layer_first"
+
+    def init_kv_buffer(self) -> torch.Tensor:
+        """Return memory for K and V; as in the base class, but not pinned."""
+        self.token_stride_size = self.head_num * self.head_dim * self.dtype.itemsize
+        self.layout_dim = self.token_stride_size * self.layer_num
+        shape = (2, self.layer_num, self.size, self.head_num, self.head_dim)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def backup_from_device_all_layer(
+        self, device_pool: Any, host_indices: Any, device_indices: Any, _io_backend: str
+    ) -> None:
+        """Copy the slots of all layers to host memory, in the selected stream."""
+
+        def copy() -> None:
+            self._pass_time(len(host_indices) * self.size_per_token)
+            for layer in range(self.layer_num):
+                _copy(device_pool.k_buffer, device_indices, self.k_buffer, host_indices, layer)
+                _copy(device_pool.v_buffer, device_indices, self.v_buffer, host_indices, layer)
+
+        thread_streams.current_stream().submit(copy)
+
+    def load_to_device_per_layer(
+        self,
+        device_pool: Any,
+        host_indices: Any,
+        device_indices: Any,
+        layer_id: int,
+        _io_backend: str,
+    ) -> None:
+        """Copy the slots of one layer to the device, in the selected stream."""
+
+        def copy() -> None:
+            self._pass_time(len(host_indices) * self.size_per_token / self.layer_num)
+            _copy(self.k_buffer, host_indices, device_pool.k_buffer, device_indices, layer_id)
+            _copy(self.v_buffer, host_indices, device_pool.v_buffer, device_indices, layer_id)
+
+        thread_streams.current_stream().submit(copy)
+
+    def _pass_time(self, copied_bytes: float) -> None:
+        if self.bytes_per_s is not None:
+            time.sleep(copied_bytes / self.bytes_per_s)
+
+
+def _copy(source: Any, from_slots: Any, target: Any, to_slots: Any, layer: int) -> None:
+    target[layer].index_copy_(0, to_slots, source[layer].index_select(0, from_slots))

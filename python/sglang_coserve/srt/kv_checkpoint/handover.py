@@ -1,0 +1,84 @@
+"""From a row that gives way to the request that will resume: its saved pages stay on the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
+from sglang_coserve.srt.kv_checkpoint.row_checkpoint import RowCheckpoint
+from sglang_coserve.srt.kv_checkpoint.tree_nodes import bind_host, can_save
+
+__all__ = ["Handover"]
+
+Node = Any
+Req = Any
+
+
+class Handover:
+    """Turns checkpoints into host pages of the radix tree, kept for the requests that wait."""
+
+    def __init__(self, cache: Any, space: HostSpace, counts: Counter[str]) -> None:
+        self._cache = cache
+        self._space = space
+        self._counts = counts
+        self._kept: dict[str, list[Node]] = {}
+
+    def adopt(self, row: RowCheckpoint, kv_tokens: int) -> None:
+        """Make a row's saved pages the host pages of the nodes that now hold its KV. No copy.
+
+        Those of the first ``kv_tokens`` tokens of its request, which are in the tree.
+        """
+        req, start, page = row.req, row.start_tokens, self._cache.page_size
+        kv_end = kv_tokens // page * page
+        end = min(row.saved_end_tokens, kv_end)
+        host_slots = row.release()
+        last_saved = self._node_at(req, end) if end > start else req.last_node
+        unused = [host_slots[max(end - start, 0) :]]
+        for node, first in _between(last_saved, start, end):
+            slots = host_slots[first - start : first - start + len(node.key)]
+            if can_save(node, self._cache.root_node):
+                bind_host(node, slots, RequestClass.OFFLINE)
+                self._counts["adopted_tokens"] += len(slots)
+            else:
+                unused.append(slots)
+        self._space.free(RequestClass.OFFLINE, torch.cat(unused))
+        self._keep(req.rid, (last_saved, self._node_at(req, kv_end)))
+
+    def _keep(self, rid: str, ends: tuple[Node, Node]) -> None:
+        """Protect the host pages of the paths that end with these nodes."""
+        self.forget(rid)
+        root = self._cache.root_node
+        nodes = {id(node): node for node in ends if node is not root}
+        self._kept[rid] = list(nodes.values())
+        for node in nodes.values():
+            node.protect_host()
+
+    def forget(self, rid: str) -> None:
+        """Let the host pages of a request that no longer waits be taken for others."""
+        for node in self._kept.pop(rid, ()):
+            node.release_host()
+
+    def _node_at(self, req: Req, tokens: int) -> Node:
+        """Return the node with which the request's first ``tokens`` tokens end, made if need be."""
+        if not tokens:
+            return self._cache.root_node
+        key = RadixKey((req.origin_input_ids + req.output_ids)[:tokens], req.extra_key)
+        return self._cache._match_prefix_helper(self._cache.root_node, key)[1]
+
+
+def _between(node: Node, start_tokens: int, end_tokens: int) -> list[tuple[Node, int]]:
+    """Return the nodes of the path to ``node`` from token ``start`` to ``end``, each with where
+    it begins, top first."""
+    nodes = []
+    while end_tokens > start_tokens:
+        end_tokens -= len(node.key)
+        nodes.append((node, end_tokens))
+        node = node.parent
+    nodes.reverse()
+    assert end_tokens >= start_tokens or not nodes, "a node holds the end of a prefix and more"
+    return nodes

@@ -1,0 +1,156 @@
+"""What a scheduler calls to have offline KV checkpointed; all of it does nothing when it is off.
+
+1. ``processed`` after the results of each batch.
+2. ``prefetch`` when a scheduling pass begins, before anything is matched with the cache.
+3. ``hold_back`` with the waiting requests that are about to be admitted.
+4. ``forget`` when a request has ended or is aborted.
+
+Releasing a row, reclaiming and resuming need no call: SGLang's own ways lead
+through the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.srt.kv_checkpoint.recompute import RecomputeMeter
+from sglang_coserve.srt.kv_checkpoint.stats import COUNTED, CheckpointStats, ClassStats
+from sglang_coserve.srt.request_marks import is_offline
+
+if TYPE_CHECKING:
+    from sglang_coserve.srt.kv_checkpoint.cache import CheckpointCache
+
+__all__ = ["KvCheckpointing"]
+
+Req = Any
+ScheduleBatch = Any
+
+_PREFETCH_TOKENS: Final = 4096
+_PREFETCH_SHARE: Final = 0.25
+"""Most tokens that are loaded at a time, also as a part of the device's KV: should loads not
+come back, so much of it is lost."""
+
+_WAIT_S: Final = 10.0
+"""How long a request is held back at most."""
+
+
+class KvCheckpointing:
+    """Checkpointing as one scheduler sees it. See the module's docstring."""
+
+    def __init__(self, tree_cache: Any) -> None:
+        # Without it SGLang's hierarchical cache need not even be imported.
+        is_ours = hasattr(tree_cache, "checkpoint_step")
+        self._cache: CheckpointCache | None = tree_cache if is_ours else None
+        self._meter = RecomputeMeter()
+        self._wanted: dict[str, Req] = {}
+        self._no_room: set[str] = set()
+        self._held_since_s: dict[str, float] = {}
+        self._now_s = 0.0
+
+    def processed(self, batch: ScheduleBatch) -> None:
+        """Save what a batch has computed; call it once its results are processed."""
+        offline = list(map(is_offline, batch.reqs))
+        self._meter.ran(batch, offline)
+        if self._cache is not None:
+            self._cache.checkpoint_step(_progress(batch, offline))
+
+    def prefetch(self, now_s: float) -> None:
+        """Load what the requests that were held back in the last pass have on the host.
+
+        Makes room for it in the cache, so no plan may be under way that counts on the
+        cache as it is. ``now_s`` is on the clock that all ranks share.
+        """
+        if self._cache is None:
+            return
+        self._now_s = self._cache.prefetches.now_s = now_s
+        most = min(_PREFETCH_TOKENS, int(_PREFETCH_SHARE * self._cache.device_tokens))
+        budget = most - self._cache.prefetches.in_flight_tokens
+        self._no_room.clear()
+        for rid, req in self._wanted.items():
+            tokens = self._cache.prefetch_step(req, budget)
+            if tokens is None:
+                self._no_room.add(rid)
+            else:
+                budget -= tokens
+        self._wanted.clear()
+
+    def hold_back(self, reqs: Iterable[Req]) -> set[str]:
+        """Name those of the given waiting requests to admit later, once they are loaded.
+
+        A request is let go when its KV is on the device, and also when it does not come:
+        SGLang then loads it with the batch, or computes it again.
+        """
+        held: set[str] = set()
+        if self._cache is None:
+            return held
+        for req in reqs:
+            req.init_next_round_input(self._cache)
+            since_s = self._held_since_s.pop(req.rid, self._now_s)
+            if req.host_hit_length and self._comes(req.rid, since_s):
+                self._held_since_s[req.rid] = since_s
+                self._wanted[req.rid] = req
+                held.add(req.rid)
+        return held
+
+    def _comes(self, rid: str, since_s: float) -> bool:
+        """Return whether a request that has been held back since then had better wait."""
+        assert self._cache is not None
+        loads = self._cache.prefetches
+        if loads.is_stuck or self._now_s - since_s >= _WAIT_S:
+            return False
+        # Behind loads under way a batch would wait for them too, and they may make room.
+        return rid not in self._no_room or loads.in_flight_tokens > 0
+
+    def forget(self, rid: str) -> None:
+        """Drop what is kept for a request; nothing happens if nothing is."""
+        self._meter.forget(rid)
+        self._wanted.pop(rid, None)
+        self._held_since_s.pop(rid, None)
+        if self._cache is not None:
+            self._cache.forget(rid)
+
+    def stats(self) -> CheckpointStats:
+        """Return what has been done so far; O(1)."""
+        cache, meter = self._cache, self._meter
+        counts = cache.counts if cache is not None else {}
+        seconds = cache.seconds if cache is not None else {}
+        bytes_per_token = cache.token_to_kv_pool_host.size_per_token if cache is not None else 0
+        checkpointed = counts.get("checkpointed_tokens", 0)
+        return CheckpointStats(
+            mode=cache.policy.mode.value if cache is not None else "off",
+            checkpointed_tokens=checkpointed,
+            checkpointed_bytes=checkpointed * bytes_per_token,
+            lag_tokens=cache.copies.in_flight_tokens if cache is not None else 0,
+            release_ms=seconds.get("release", 0.0) * 1e3,
+            reclaim_ms=seconds.get("reclaim", 0.0) * 1e3,
+            classes={
+                request_class.value: ClassStats(
+                    host_tokens=cache.space.used_tokens(request_class) if cache else 0,
+                    host_limit_tokens=cache.space.limit_tokens(request_class) if cache else 0,
+                    computed_tokens=meter.computed_tokens[request_class],
+                    recomputed_tokens=meter.recomputed_tokens[request_class],
+                    recompute_tax=meter.tax(request_class),
+                )
+                for request_class in RequestClass
+            },
+            **{name: counts.get(name, 0) for name in COUNTED},
+        )
+
+
+def _progress(batch: ScheduleBatch, offline: Sequence[bool]) -> Iterator[tuple[Req, int]]:
+    """Yield the offline rows of a processed batch, each with the length of its computed KV.
+
+    That is all tokens but the last: under overlap scheduling the one in flight already
+    counts in SGLang's own length. None of a prompt that is not all computed: its chunks
+    go to the tree, and are saved as a prefix.
+    """
+    is_extend = batch.forward_mode.is_extend()
+    for place, req in enumerate(batch.reqs):
+        if not offline[place] or req.kv is None or req.finished():
+            continue
+        computed = len(req.origin_input_ids) + len(req.output_ids) - 1
+        if is_extend and batch.prefix_lens[place] + batch.extend_lens[place] < computed:
+            computed = 0
+        yield req, computed

@@ -1,0 +1,153 @@
+"""Host KV back onto the device in the background, ahead of the request that resumes from it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.managers import cache_controller
+from sglang.srt.managers.cache_controller import HiCacheAck, make_timing_event_pair
+
+from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
+
+__all__ = ["Prefetches"]
+
+Node = Any
+Req = Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    rid: str
+    node: Node
+    device_slots: torch.Tensor
+    begun_s: float
+
+
+class Prefetches:
+    """Loads nodes, top first, into free slots; a node has KV only once its load is done.
+
+    SGLang's own way back loads within the prefill batch of the request, whose
+    other rows then wait for the transfer.
+    """
+
+    timeout_s = 5.0
+    """A load that takes longer counts as stuck: no more are begun."""
+
+    def __init__(self, cache: Any, reclaimer: Reclaimer, counts: Counter[str]) -> None:
+        self._cache = cache
+        self._reclaimer = reclaimer
+        self._counts = counts
+        self._loads: dict[int, _Load] = {}
+        self.in_flight_tokens = 0
+        self.now_s = 0.0
+        """When this pass began, on the clock that all ranks share."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """True when loads do not come back."""
+        oldest_s = next((load.begun_s for load in self._loads.values()), self.now_s)
+        return self.now_s - oldest_s > self.timeout_s
+
+    def step(self, req: Req, budget_tokens: int) -> int | None:
+        """Begin the next load of a waiting request that was just matched with the tree.
+
+        Returns its tokens, at most ``budget_tokens``: 0 also when there is nothing to load
+        now. None when the device has no room for it that offline work may take.
+        """
+        cache = self._cache
+        if not req.host_hit_length or self.is_stuck:
+            return 0
+        ancestor, node = req.last_node, req.best_match_node
+        while node.parent is not ancestor:
+            node = node.parent
+        # One load a request, and none of what is loaded for another with the same prefix.
+        if any(load.rid == req.rid or load.node is node for load in self._loads.values()):
+            return 0
+        tokens: int = min(len(node.key), budget_tokens // cache.page_size * cache.page_size)
+        if tokens <= 0:
+            return 0
+        node.protect_host()  # Making room on the device may need room on the host.
+        device_slots = self._allocate(tokens, ancestor)
+        node.release_host()
+        if device_slots is None:
+            return None
+        if tokens < len(node.key):
+            node = cache._split_node(node.key, node, tokens)
+        self._begin(_Load(req.rid, node, device_slots, self.now_s), ancestor)
+        return tokens
+
+    def _allocate(self, tokens: int, ancestor: Node) -> torch.Tensor | None:
+        allocator = self._cache.token_to_kv_pool_allocator
+        shortage = tokens - allocator.available_size()
+        if shortage > 0:
+            self._cache.inc_lock_ref(ancestor)
+            self._reclaimer.reclaim(shortage, offline_only=True)
+            self._cache.dec_lock_ref(ancestor)
+        slots: torch.Tensor | None = allocator.alloc(tokens)
+        return slots
+
+    def _begin(self, load: _Load, ancestor: Node) -> None:
+        cache, tokens = self._cache, len(load.device_slots)
+        load_id = -1 - self._counts["prefetches"]
+        self._counts["prefetches"] += 1
+        self._counts["prefetch_issued_tokens"] += tokens
+        load.node.protect_host()
+        # SGLang unlocks the ancestor when it sees the end of the load, on all ranks alike.
+        cache.inc_lock_ref(ancestor)
+        cache.ongoing_load_back[load_id] = ancestor
+        self._loads[load_id] = load
+        self.in_flight_tokens += tokens
+        self._copy(load, load_id)
+
+    def _copy(self, load: _Load, load_id: int) -> None:
+        controller = self._cache.cache_controller
+        device_module = cache_controller.device_module
+        host_slots, device_slots = controller.move_indices(load.node.host_value, load.device_slots)
+        begin, end, is_timed = make_timing_event_pair()
+        ready = device_module.Event()
+        ready.record()
+        with device_module.stream(controller.load_stream):
+            ready.wait(controller.load_stream)
+            begin.record()
+            for layer in range(controller.layer_num):
+                controller.mem_pool_host.load_to_device_per_layer(
+                    controller.mem_pool_device,
+                    host_slots,
+                    device_slots,
+                    layer,
+                    controller.io_backend,
+                )
+            end.record()
+            for slots in (host_slots, device_slots):
+                if slots.is_cuda:
+                    slots.record_stream(controller.load_stream)
+        controller.ack_load_queue.append(
+            HiCacheAck(begin, end, [load_id], len(device_slots), is_timed)
+        )
+
+    def settle(self) -> None:
+        """Give nodes the KV of the loads that SGLang has seen end; O(loads)."""
+        ongoing = self._cache.ongoing_load_back
+        for load_id in [load_id for load_id in self._loads if load_id not in ongoing]:
+            load = self._loads.pop(load_id)
+            self.in_flight_tokens -= len(load.device_slots)
+            load.node.release_host()
+            self._publish(load.node, load.device_slots)
+
+    def _publish(self, node: Node, device_slots: torch.Tensor) -> None:
+        cache = self._cache
+        # Meanwhile it may have been split, or got KV from a request that computed the same.
+        is_wanted = node.evicted and len(node.key) == len(device_slots)
+        if not is_wanted or node.host_value is None or node.parent.evicted:
+            self._counts["prefetch_discarded_tokens"] += len(device_slots)
+            cache.token_to_kv_pool_allocator.free(device_slots)
+            return
+        node.value = device_slots
+        cache.evictable_size_ += len(device_slots)
+        cache._update_leaf_status(node)
+        cache._update_host_leaf_status(node)
+        cache._update_leaf_status(node.parent)
+        self._counts["prefetch_published_tokens"] += len(device_slots)

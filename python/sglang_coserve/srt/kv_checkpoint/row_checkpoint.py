@@ -1,0 +1,82 @@
+"""The host pages of a running offline row, kept beside its device pages."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_coserve.core.kv_checkpoint import RowPages
+
+__all__ = ["RowCheckpoint", "Run", "slots_of_runs"]
+
+Req = Any
+
+Run = tuple[int, int, int]
+"""Tokens of a row one after another: the row's place in SGLang's table, where the run begins
+in the row, and how many tokens it has."""
+
+
+class RowCheckpoint:
+    """What host memory holds of one row, behind its prefix in the radix tree.
+
+    The prefix, ``start_tokens`` long, is the tree's to save, once for all rows
+    that share it. Only whole pages are saved.
+    """
+
+    def __init__(self, req: Req, page_tokens: int) -> None:
+        self.req = req
+        self.start_tokens: int = req.cache_protected_len
+        self.pages = RowPages()
+        self.host_slots = array("q")
+        """One for each token, also those still being copied to."""
+        self.is_released = False
+        self._page_tokens = page_tokens
+
+    @property
+    def dirty_tokens(self) -> int:
+        """Tokens of the row's own that are computed and whose copy has not begun."""
+        return (self.pages.total - self.pages.sent) * self._page_tokens
+
+    @property
+    def saved_end_tokens(self) -> int:
+        """Tokens from the row's start that are saved, if its prefix is."""
+        return self.start_tokens + self.pages.saved * self._page_tokens
+
+    def computed(self, tokens: int) -> None:
+        """Note that the row's first ``tokens`` tokens have KV."""
+        pages = (tokens - self.start_tokens) // self._page_tokens
+        if pages > self.pages.total:
+            self.pages.grow(pages)
+
+    def begin_copy(self, host_slots: Sequence[int]) -> Run:
+        """Let the first dirty pages count as being copied; return where they are in the row."""
+        begin = self.start_tokens + self.pages.sent * self._page_tokens
+        self.pages.begin_copy(len(host_slots) // self._page_tokens)
+        self.host_slots.extend(host_slots)
+        return self.req.req_pool_idx, begin, len(host_slots)
+
+    def end_copy(self, tokens: int) -> None:
+        """Note that the oldest copy, of so many tokens, is done."""
+        self.pages.end_copy(tokens // self._page_tokens)
+
+    def release(self) -> torch.Tensor:
+        """End the row's checkpoint; return the host slots of its saved pages.
+
+        Those of copies still under way are the copies' to free.
+        """
+        self.is_released = True
+        return torch.from_numpy(np.array(self.host_slots[: self.pages.saved * self._page_tokens]))
+
+
+def slots_of_runs(req_to_token: torch.Tensor, runs: Iterable[Run]) -> torch.Tensor:
+    """Return the device slots (int64) of the tokens of runs. One look-up, however many runs."""
+    places, width = array("q"), req_to_token.shape[1]
+    for row, begin, tokens in runs:
+        first = row * width + begin
+        places.extend(range(first, first + tokens))
+    index = torch.frombuffer(places, dtype=torch.int64).to(req_to_token.device)
+    return req_to_token.view(-1).index_select(0, index).long()

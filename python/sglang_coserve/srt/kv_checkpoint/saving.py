@@ -1,0 +1,191 @@
+"""Device KV to host memory: the rows of each iteration, and the prefixes that they stand on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from sglang_coserve.core.kv_checkpoint import (
+    CheckpointPolicy,
+    CheckpointSnapshot,
+    PageCopy,
+    RowToSave,
+    plan_copies,
+)
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs, NodeCopy, Piece, RowCopy
+from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
+from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
+from sglang_coserve.srt.kv_checkpoint.row_checkpoint import RowCheckpoint, slots_of_runs
+from sglang_coserve.srt.kv_checkpoint.tree_nodes import can_save, unsaved_path
+
+__all__ = ["Saver"]
+
+Node = Any
+Req = Any
+Target = tuple[Node | RowCheckpoint, int]
+"""What to copy, and how many of its tokens."""
+
+
+class Saver:
+    """Carries out the plans of ``core.kv_checkpoint``; keeps the checkpoints of running rows.
+
+    Its cost is paid in every iteration, so an iteration makes one copy of all rows.
+    """
+
+    def __init__(
+        self,
+        cache: Any,
+        policy: CheckpointPolicy,
+        space: HostSpace,
+        copies: CopyJobs,
+        reclaimer: Reclaimer,
+        counts: Counter[str],
+    ) -> None:
+        self.rows: dict[str, RowCheckpoint] = {}
+        """By rid, in order of admission."""
+        self._cache = cache
+        self._policy = policy
+        self._space = space
+        self._copies = copies
+        self._reclaimer = reclaimer
+        self._counts = counts
+
+    # --- Rows ----------------------------------------------------------------------------
+
+    def note(self, req: Req, tokens: int) -> None:
+        """Note that the first ``tokens`` tokens of a row have KV."""
+        row = self.rows.get(req.rid)
+        # The prefix of a row that prefills in chunks grows.
+        if row is None or row.req is not req or row.start_tokens != req.cache_protected_len:
+            self.discard(req.rid)
+            self._cache.forget(req.rid)
+            row = self.rows[req.rid] = RowCheckpoint(req, self._cache.page_size)
+        row.computed(tokens)
+
+    def discard(self, rid: str) -> None:
+        """Give the host pages of a row back, if it has a checkpoint."""
+        row = self.rows.pop(rid, None)
+        if row is not None:
+            self._space.free(RequestClass.OFFLINE, row.release())
+
+    # --- What to copy --------------------------------------------------------------------
+
+    def save(self, step: int) -> int:
+        """Begin this step's copies; return their tokens."""
+        rows = self._unsaved_rows()
+        if not rows:
+            return 0
+        if not self._space.may_try(RequestClass.OFFLINE, step):
+            self._counts["backed_off_steps"] += 1
+            return 0
+        if self._copies.is_stuck(step):
+            self._counts["stalled_steps"] += 1
+            return 0
+        plan = plan_copies(self._policy, self._snapshot(rows, step), self._cache.page_size)
+        return self._copy(self._targets(plan), RequestClass.OFFLINE, step) if plan else 0
+
+    def _unsaved_rows(self) -> list[RowToSave]:
+        rows = []
+        for rid, row in self.rows.items():
+            tokens = row.dirty_tokens
+            if row.req.last_node.host_value is None:  # The root's is empty.
+                tokens += sum(len(node.key) for node in self._unsaved_prefix(row))
+            if tokens:
+                rows.append(RowToSave(rid, tokens))
+        return rows
+
+    def _unsaved_prefix(self, row: RowCheckpoint) -> list[Node]:
+        """Return the nodes of a row's prefix that are neither saved nor being copied."""
+        path = unsaved_path(row.req.last_node, self._cache.root_node)
+        return [node for node in path if not self._copies.is_copying(node)]
+
+    def _snapshot(self, rows: Sequence[RowToSave], step: int) -> CheckpointSnapshot:
+        cache = self._cache
+        allocator = cache.token_to_kv_pool_allocator
+        unused = allocator.available_size() + cache.evictable_size()
+        return CheckpointSnapshot(
+            rows,
+            used_share=1 - unused / allocator.size,
+            in_flight_tokens=self._copies.in_flight_tokens,
+            oldest_copy_steps=self._copies.oldest_steps(step),
+        )
+
+    def _targets(self, plan: Iterable[PageCopy]) -> list[Target]:
+        """Return what a plan copies, each row behind its prefix, which it may share."""
+        targets: list[Target] = []
+        begun: set[int] = set()
+        for rid, tokens in plan:
+            row, left = self.rows[rid], tokens
+            if row.req.last_node.host_value is None:
+                for node in self._unsaved_prefix(row):
+                    left -= len(node.key)
+                    if id(node) not in begun:
+                        begun.add(id(node))
+                        targets.append((node, len(node.key)))
+            left = min(left, row.dirty_tokens)
+            if left > 0:
+                targets.append((row, left))
+        return targets
+
+    def save_online(self, node: Node, step: int) -> None:
+        """Begin to copy a node that an online request has just inserted, within its quota."""
+        online = RequestClass.ONLINE
+        if not self._space.may_try(online, step) or self._copies.is_stuck(step):
+            return
+        if can_save(node, self._cache.root_node) and not self._copies.is_copying(node):
+            self._copy([(node, len(node.key))], online, step)
+
+    # --- Copies --------------------------------------------------------------------------
+
+    def _copy(self, targets: Sequence[Target], request_class: RequestClass, step: int) -> int:
+        """Begin one copy of as many of the first targets as host memory holds; return its tokens.
+
+        A node comes behind its parent, a row behind its prefix.
+        """
+        totals = list(accumulate(tokens for _, tokens in targets))
+        limit = self._space.limit_tokens(request_class)
+        self._reclaimer.reclaim_host(request_class, min(totals[-1], limit))
+        free_tokens = self._space.free_tokens(request_class)
+        # At least one: that it is refused is noted.
+        while len(totals) > 1 and totals[-1] > free_tokens:
+            totals.pop()
+        host_slots = self._space.alloc(request_class, totals[-1], step)
+        if host_slots is None:
+            return 0
+        self._begin(targets[: len(totals)], host_slots, request_class, step)
+        self._counts["checkpointed_tokens"] += totals[-1]
+        return totals[-1]
+
+    def _begin(
+        self,
+        targets: Sequence[Target],
+        host_slots: torch.Tensor,
+        request_class: RequestClass,
+        step: int,
+    ) -> None:
+        pieces: list[Piece] = []
+        device_slots: list[torch.Tensor] = []
+        # Nodes first: the slots of all rows are looked up at once.
+        rows = [target for target in targets if isinstance(target[0], RowCheckpoint)]
+        begin = 0
+        for node, tokens in targets:
+            if not isinstance(node, RowCheckpoint):
+                slots = host_slots[begin : begin + tokens]
+                pieces.append(NodeCopy([node], slots, request_class))
+                device_slots.append(node.value)
+                begin += tokens
+        if rows:
+            numbers, runs = host_slots.tolist(), []
+            for row, tokens in rows:
+                piece = RowCopy(row, numbers[begin : begin + tokens])
+                runs.append(row.begin_copy(piece.host_slots))
+                pieces.append(piece)
+                begin += tokens
+            table = self._cache.req_to_token_pool.req_to_token
+            device_slots.append(slots_of_runs(table, runs))
+        self._copies.begin(pieces, torch.cat(device_slots), host_slots, step)

@@ -1,0 +1,122 @@
+"""From the flags to SGLang's settings, and the cache registered where SGLang looks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.errors import UnsupportedError
+
+__all__ = ["BACKEND", "check_combination", "check_in_place", "register_cache", "server_settings"]
+
+BACKEND: Final = "coserve_checkpoint"
+"""Name of the cache among SGLang's ``--radix-cache-backend``."""
+
+_OTHER_CACHES: Final = (
+    *("disable_radix_cache", "enable_hierarchical_cache", "radix_cache_backend"),
+    *("enable_lmcache", "enable_flexkv", "cpu_offload_gb"),
+    *("enable_streaming_session", "enable_session_radix_cache"),
+)
+
+
+def server_settings(config: CoserveConfig, *, on_cpu: bool) -> dict[str, Any]:
+    """Return the fields of SGLang's ``ServerArgs`` that checkpointing needs; none when it is off.
+
+    They must be set before ``ServerArgs`` is made, which derives others from them.
+    """
+    if CheckpointMode(config.kv_checkpoint) is CheckpointMode.OFF:
+        return {}
+    return {
+        "enable_hierarchical_cache": True,
+        "radix_cache_backend": BACKEND,
+        "hicache_write_policy": "write_through",
+        "hicache_size": config.kv_checkpoint_host_gb or 0,
+        **({"hicache_mem_layout": "layer_first", "hicache_io_backend": "direct"} if on_cpu else {}),
+    }
+
+
+def check_combination(settings: Mapping[str, Any], config: CoserveConfig) -> None:
+    """Refuse settings of SGLang that checkpointing cannot be combined with.
+
+    ``settings`` are fields of ``ServerArgs``; what is not in it has its default.
+
+    Raises:
+        UnsupportedError: one line per such setting.
+    """
+    if CheckpointMode(config.kv_checkpoint) is CheckpointMode.OFF:
+        return
+    lines = [
+        f"--kv-checkpoint {config.kv_checkpoint} keeps KV in a cache of its own, which "
+        f"--{name.replace('_', '-')} replaces or does not know: remove one of them"
+        for name in _OTHER_CACHES
+        if settings.get(name)
+    ]
+    if lines:
+        raise UnsupportedError("\n".join(lines))
+
+
+def check_in_place(server_args: Any, config: CoserveConfig) -> None:
+    """Refuse a ``ServerArgs`` that was made without ``server_settings``.
+
+    Raises:
+        UnsupportedError: checkpointing is on, and SGLang would use another cache.
+    """
+    is_on = CheckpointMode(config.kv_checkpoint) is not CheckpointMode.OFF
+    if is_on and server_args.radix_cache_backend != BACKEND:
+        raise UnsupportedError(
+            "--kv-checkpoint sets fields of ServerArgs before it is made: pass SGLang's settings "
+            "as keywords instead of server_args"
+        )
+
+
+def register_cache(config: CoserveConfig, *, on_cpu: bool) -> None:
+    """Let SGLang make the checkpointing cache; in a scheduler process, before its scheduler."""
+    from sglang.srt.mem_cache.registry import (
+        register_radix_cache_backend,
+        registered_radix_cache_backends,
+    )
+
+    mode = CheckpointMode(config.kv_checkpoint)
+    if mode is CheckpointMode.OFF or BACKEND in registered_radix_cache_backends():
+        return
+    if on_cpu:
+        from sglang_coserve.srt.kv_checkpoint.cpu import install_cpu_copies
+
+        install_cpu_copies()
+
+    def make_cache(context: Any) -> Any:
+        from sglang_coserve.srt.kv_checkpoint.cache import CheckpointCache
+
+        _check_model(context, on_cpu=on_cpu)
+        cache = CheckpointCache(
+            context.params,
+            context.server_args,
+            CheckpointPolicy(mode, watermark=config.kv_checkpoint_watermark),
+            {
+                RequestClass.OFFLINE: config.kv_checkpoint_offline_share,
+                RequestClass.ONLINE: config.kv_checkpoint_online_share,
+            },
+        )
+        counter = cache.cache_controller.layer_done_counter
+        context.tp_worker.register_hicache_layer_transfer_counter(counter)
+        return cache
+
+    register_radix_cache_backend(BACKEND, make_cache)
+
+
+def _check_model(context: Any, *, on_cpu: bool) -> None:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+    pool = context.params.token_to_kv_pool_allocator.get_kvcache()
+    known = (MHATokenToKVPool,) if on_cpu else (MHATokenToKVPool, MLATokenToKVPool)
+    is_plain = isinstance(pool, known) and not (
+        context.is_hybrid_swa or context.is_hybrid_ssm or context.is_dsa
+    )
+    if not is_plain:
+        raise UnsupportedError(
+            "--kv-checkpoint needs a model whose layers all keep their whole KV (MHA or GQA, on a "
+            f"GPU also MLA), this one has {type(pool).__name__}: use --kv-checkpoint off"
+        )

@@ -1,0 +1,69 @@
+"""What checkpointing reads and notes on the nodes of SGLang's radix tree."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from sglang_coserve.core.request import RequestClass
+
+__all__ = [
+    "EVICTION_RANK",
+    "bind_host",
+    "can_save",
+    "holder",
+    "is_offline_node",
+    "subtree",
+    "unsaved_path",
+]
+
+Node = Any
+
+EVICTION_RANK: Final = {RequestClass.OFFLINE: 0, RequestClass.ONLINE: 1}
+"""``node.priority`` by the most important class that used the node: less is evicted first."""
+
+
+def is_offline_node(node: Node) -> bool:
+    """Return whether only offline requests have used a node."""
+    return bool(node.priority <= EVICTION_RANK[RequestClass.OFFLINE])
+
+
+def bind_host(node: Node, host_slots: Any, request_class: RequestClass) -> None:
+    """Give a node its host slots, which count towards the quota of ``request_class``."""
+    assert node.host_value is None
+    assert len(host_slots) == len(node.key)
+    node.host_value = host_slots.clone()
+    node.host_holder = request_class
+
+
+def can_save(node: Node, root: Node) -> bool:
+    """Return whether a node may get host slots: it is on the device alone, below a saved one."""
+    is_below_saved = node.parent is root or node.parent.host_value is not None
+    return node.value is not None and node.host_value is None and is_below_saved
+
+
+def holder(node: Node) -> RequestClass:
+    """Return the class whose quota the node's host slots count towards."""
+    request_class = node.host_holder
+    assert isinstance(request_class, RequestClass)
+    return request_class
+
+
+def unsaved_path(node: Node, root: Node) -> list[Node]:
+    """Return the nodes from the root to ``node`` that have no host slots, top first.
+
+    What is saved is a head of the path, so the walk ends at the first saved node.
+    """
+    path = []
+    while node is not root and node.host_value is None:
+        path.append(node)
+        node = node.parent
+    path.reverse()
+    return path
+
+
+def subtree(node: Node) -> list[Node]:
+    """Return a node and all below it, parents first."""
+    nodes = [node]
+    for parent in nodes:
+        nodes.extend(parent.children.values())
+    return nodes

@@ -1,0 +1,178 @@
+"""KV checkpointing decides by itself: page states, what to copy, quotas, back-off."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from sglang_coserve.core.kv_checkpoint import (
+    LEGAL_PAGE_TRANSITIONS,
+    Backoff,
+    CheckpointMode,
+    CheckpointPolicy,
+    CheckpointSnapshot,
+    HostQuota,
+    PageCopy,
+    PageState,
+    RowPages,
+    RowToSave,
+    plan_copies,
+    reclaim_tokens,
+)
+from sglang_coserve.core.request import RequestClass
+
+PAGE = 16
+EAGER = CheckpointPolicy(CheckpointMode.EAGER)
+PRESSURE = CheckpointPolicy(CheckpointMode.PRESSURE, watermark=0.8)
+
+modes = st.sampled_from(CheckpointMode)
+row_lists = st.lists(st.integers(0, 2000), max_size=12).map(
+    lambda dirty: tuple(RowToSave(f"r{i}", tokens) for i, tokens in enumerate(dirty))
+)
+
+
+class PagesOfARow(RuleBasedStateMachine):
+    """Drives ``RowPages`` beside a list with the state of each page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pages = RowPages()
+        self.states: list[PageState] = []
+        self.copies: list[int] = []
+
+    def change(self, page: int, state: PageState) -> None:
+        assert state in LEGAL_PAGE_TRANSITIONS[self.states[page]]
+        self.states[page] = state
+
+    @rule(new=st.integers(0, 5))
+    def compute(self, new: int) -> None:
+        self.states += [PageState.DIRTY] * new
+        self.pages.grow(len(self.states))
+
+    @precondition(lambda self: self.pages.dirty)
+    @rule(data=st.data())
+    def begin_copy(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(1, self.pages.dirty))
+        for page in range(self.pages.sent, self.pages.sent + count):
+            self.change(page, PageState.COPYING)
+        self.copies.append(count)
+        self.pages.begin_copy(count)
+
+    @precondition(lambda self: self.copies)
+    @rule()
+    def end_oldest_copy(self) -> None:
+        count = self.copies.pop(0)
+        for page in range(self.pages.saved, self.pages.saved + count):
+            self.change(page, PageState.SAVED)
+        self.pages.end_copy(count)
+
+    @rule(count=st.integers(1, 5))
+    def illegal_moves_change_nothing(self, count: int) -> None:
+        before = replace(self.pages)
+        for move, most in (
+            (self.pages.begin_copy, self.pages.dirty),
+            (self.pages.end_copy, self.pages.sent - self.pages.saved),
+        ):
+            with pytest.raises(AssertionError):
+                move(most + count)
+        assert self.pages == before
+
+    @invariant()
+    def the_counts_say_what_every_page_is(self) -> None:
+        assert self.pages.total == len(self.states)
+        assert [self.pages.state(page) for page in range(len(self.states))] == self.states
+
+
+TestPagesOfARow = PagesOfARow.TestCase
+
+
+def test_saved_is_final_and_reached_through_a_copy_only() -> None:
+    assert not LEGAL_PAGE_TRANSITIONS[PageState.SAVED]
+    before_saved = {a for a, after in LEGAL_PAGE_TRANSITIONS.items() if PageState.SAVED in after}
+    assert before_saved == {PageState.COPYING}
+
+
+def test_eager_copies_all_full_pages_of_all_rows() -> None:
+    rows = (RowToSave("a", 40), RowToSave("b", 16), RowToSave("c", 15))
+    copies = plan_copies(EAGER, CheckpointSnapshot(rows, used_share=0.1), PAGE)
+    assert set(copies) == {PageCopy("a", 32), PageCopy("b", 16)}
+
+
+def test_the_likely_victims_are_saved_first() -> None:
+    policy = replace(EAGER, step_tokens=2 * PAGE)
+    rows = (
+        RowToSave("oldest", PAGE, yields_first=2),
+        RowToSave("newest", PAGE, yields_first=2),
+        RowToSave("paused", PAGE, yields_first=1),
+    )
+    copies = plan_copies(policy, CheckpointSnapshot(rows, used_share=0.1), PAGE)
+    assert [copy.rid for copy in copies] == ["paused", "newest"]
+
+
+@pytest.mark.parametrize(("used_share", "copied"), [(0.79, 0), (0.8, 1), (0.95, 1)])
+def test_pressure_copies_above_the_watermark(used_share: float, copied: int) -> None:
+    snapshot = CheckpointSnapshot((RowToSave("a", PAGE),), used_share)
+    assert len(plan_copies(PRESSURE, snapshot, PAGE)) == copied
+
+
+@pytest.mark.parametrize("mode", [CheckpointMode.LAZY, CheckpointMode.OFF])
+def test_lazy_and_off_copy_nothing_ahead(mode: CheckpointMode) -> None:
+    snapshot = CheckpointSnapshot((RowToSave("a", 1000),), used_share=1.0)
+    assert not plan_copies(CheckpointPolicy(mode), snapshot, PAGE)
+
+
+def test_a_stuck_engine_gets_no_more_copies() -> None:
+    rows = (RowToSave("a", PAGE),)
+    waiting = CheckpointSnapshot(rows, 0.5, in_flight_tokens=PAGE, oldest_copy_steps=256)
+    stuck = replace(waiting, oldest_copy_steps=257)
+    assert plan_copies(EAGER, waiting, PAGE)
+    assert not plan_copies(EAGER, stuck, PAGE)
+
+
+@given(mode=modes, rows=row_lists, in_flight=st.integers(0, 20_000), page=st.sampled_from([1, 16]))
+def test_plans_are_whole_pages_within_all_bounds(
+    mode: CheckpointMode, rows: tuple[RowToSave, ...], in_flight: int, page: int
+) -> None:
+    policy = CheckpointPolicy(mode, step_tokens=1024, in_flight_tokens=8192)
+    snapshot = CheckpointSnapshot(rows, used_share=0.9, in_flight_tokens=in_flight)
+    copies = plan_copies(policy, snapshot, page)
+    dirty = {row.rid: row.dirty_tokens for row in rows}
+    assert len({copy.rid for copy in copies}) == len(copies)
+    assert all(0 < copy.tokens <= dirty[copy.rid] for copy in copies)
+    assert all(copy.tokens % page == 0 for copy in copies)
+    total = sum(copy.tokens for copy in copies)
+    assert total <= 1024
+    assert total == 0 or in_flight + total <= 8192
+    assert copies == plan_copies(policy, snapshot, page)
+
+
+@given(st.integers(1, 10_000), st.integers(0, 512), st.sampled_from([1, 16, 64]))
+def test_reclaim_takes_whole_pages_and_at_least_a_chunk(wanted: int, least: int, page: int) -> None:
+    tokens = reclaim_tokens(wanted, least, page)
+    assert tokens % page == 0
+    assert max(wanted, least) <= tokens < max(wanted, least) + page
+
+
+def test_no_class_takes_from_the_others_quota() -> None:
+    quota = HostQuota(online_tokens=100, offline_tokens=300)
+    offline, online = RequestClass.OFFLINE, RequestClass.ONLINE
+    assert quota.shortage(offline, used_tokens=200, wanted_tokens=100) == 0
+    assert quota.shortage(offline, used_tokens=300, wanted_tokens=100) == 100
+    assert quota.shortage(online, used_tokens=0, wanted_tokens=101) is None
+
+
+def test_the_wait_doubles_with_every_refusal_up_to_a_bound() -> None:
+    backoff, step, waits = Backoff(most_steps=8), 0, []
+    for _ in range(6):
+        backoff = backoff.failed(step)
+        tries = step + 1
+        while not backoff.may_try(tries):
+            tries += 1
+        waits.append(tries - step - 1)
+        step = tries
+    assert waits == [1, 2, 4, 8, 8, 8]
+    assert backoff.succeeded().may_try(0)

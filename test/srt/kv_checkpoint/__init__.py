@@ -1,0 +1,1 @@
+"""Checkpoints of offline KV, on the real scheduler and on their own."""

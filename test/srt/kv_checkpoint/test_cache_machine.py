@@ -1,0 +1,144 @@
+"""The cache alone, driven at random: no slot lost or shared, and always the right KV."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kv_bench.bare_cache import BareEngine, BareRow
+from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
+
+HEADS = ([1] * 40, [2] * 16, [3] * 3, [])
+TAILS = ([4] * 5, [5] * 33, [6])
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Rows start, generate, are preempted, resume and end while copies come and go."""
+
+    @initialize(
+        mode=st.sampled_from([m for m in CheckpointMode if m is not CheckpointMode.OFF]),
+        page=st.sampled_from([1, 4]),
+        slots=st.sampled_from([128, 256]),
+        host_slots=st.sampled_from([32, 160, 1024]),
+        online_share=st.sampled_from([0.0, 0.3]),
+        least=st.sampled_from([1, 16]),
+    )
+    def start(self, mode: Any, page: int, slots: int, least: int, **pools: Any) -> None:
+        policy = CheckpointPolicy(
+            mode, watermark=0.5, step_tokens=64, in_flight_tokens=128, reclaim_tokens=least
+        )
+        self.engine = BareEngine(policy, slots=slots, page_tokens=page, **pools)
+        self.waiting: list[BareRow] = []
+        self.count = 0
+
+    def running(self, data: st.DataObject) -> BareRow:
+        return data.draw(st.sampled_from(self.engine.running))
+
+    @rule(head=st.sampled_from(HEADS), tail=st.sampled_from(TAILS), offline=st.booleans())
+    def arrive(self, head: list[int], tail: list[int], offline: bool) -> None:
+        self.count += 1
+        row = BareRow(f"r{self.count}", head + tail, offline=offline)
+        if not self.engine.admit(row):
+            self.waiting.append(row)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(self.waiting))
+        if self.engine.admit(row):
+            self.waiting.remove(row)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def abort_waiting(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(self.waiting))
+        self.waiting.remove(row)
+        self.engine.cache.forget(row.rid)
+
+    @precondition(lambda self: self.engine.running)
+    @rule(steps=st.integers(1, 20))
+    def generate(self, steps: int) -> None:
+        """All rows generate; one that finds no memory is preempted."""
+        for _ in range(steps):
+            for row in list(self.engine.running):
+                if not self.engine.decode(row):
+                    self.preempt_row(row)
+            self.engine.checkpoint()
+
+    @precondition(lambda self: self.engine.running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self.preempt_row(self.running(data))
+
+    def preempt_row(self, row: BareRow) -> None:
+        self.engine.release(row)
+        self.waiting.append(row)
+
+    @precondition(lambda self: self.engine.running)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        self.engine.release(self.running(data), ends=True)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), budget=st.integers(0, 64))
+    def prefetch(self, data: st.DataObject, budget: int) -> None:
+        row = data.draw(st.sampled_from(self.waiting))
+        tokens = self.engine.cache.prefetch_step(row, budget)
+        assert (tokens or 0) <= budget
+        row.clear()
+
+    @rule(tokens=st.integers(1, 64))
+    def reclaim(self, tokens: int) -> None:
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        cache = self.engine.cache
+        before = cache.evictable_size()
+        freed = cache.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted
+        assert freed >= min(tokens, before)
+
+    @rule()
+    def see_what_has_ended(self) -> None:
+        self.engine.cache.check_hicache_events()
+
+    @rule()
+    def wait_for_copies(self) -> None:
+        self.engine.settle()
+
+    @invariant()
+    def everything_is_in_its_place(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.assert_consistent()
+
+    def teardown(self) -> None:
+        """At the end nothing is left locked."""
+        if not hasattr(self, "engine"):
+            return
+        for row in list(self.engine.running):
+            self.engine.release(row, ends=True)
+        self.engine.settle()
+        assert self.engine.cache.protected_size() == 0
+        self.engine.assert_consistent()
+
+
+def test_random_use() -> None:
+    run_state_machine_as_test(
+        CacheMachine, settings=settings(max_examples=25, stateful_step_count=30, deadline=None)
+    )
+
+
+@pytest.mark.heavy
+def test_much_random_use() -> None:
+    run_state_machine_as_test(
+        CacheMachine, settings=settings(max_examples=1000, stateful_step_count=60, deadline=None)
+    )

@@ -1,0 +1,314 @@
+"""Checkpointed offline KV: the outputs of stock, nothing leaked, hardly anything recomputed."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import pytest
+
+from sglang_coserve.core.kv_checkpoint import HostQuota
+from srt import test_scheduler as scenarios
+from srt.conftest import Reference
+from srt.kv_checkpoint.checkpoint_engine import CheckpointEngine
+from srt.safepoint.random_aborts import aborts_of
+from srt.scripted_engine import ScriptedEngine, Spec
+
+KINDS = [
+    pytest.param(("eager", True, 16), id="eager-overlap-page16"),
+    pytest.param(("lazy", False, 1), id="lazy-normal-page1"),
+    pytest.param(("eager", False, 1), id="eager-normal-page1", marks=pytest.mark.heavy),
+    pytest.param(("lazy", False, 16), id="lazy-normal-page16", marks=pytest.mark.heavy),
+    pytest.param(("pressure", True, 1), id="pressure-overlap-page1", marks=pytest.mark.heavy),
+]
+"""Mode, whether the event loop overlaps, page size. All are in the heavy test below."""
+
+
+@pytest.fixture(params=KINDS)
+def engine(request: pytest.FixtureRequest, start_checkpointing: Any) -> CheckpointEngine:
+    mode, overlap, page_size = request.param
+    process = start_checkpointing(mode, overlap=overlap, page_size=page_size)
+    assert isinstance(process, CheckpointEngine)
+    return process
+
+
+# --- Everything at once -------------------------------------------------------------------
+
+
+def duplicated_specs(seed: int, num_online: int, num_offline: int) -> list[Spec]:
+    """Random requests; every fourth has the prompt of the one before it."""
+    specs = scenarios.mixed_specs(seed, num_online, num_offline)
+    for place in range(3, len(specs), 4):
+        rid, _, max_new_tokens, is_offline = specs[place]
+        specs[place] = (rid, specs[place - 1][1], max_new_tokens, is_offline)
+    return specs
+
+
+def run_mixed(engine: ScriptedEngine, specs: list[Spec], seed: int) -> Any:
+    before = engine.scheduler._kv.stats()
+    outputs, aborted, count = scenarios.run_mixed(engine, specs, seed)
+    after = engine.scheduler._kv.stats()
+    return outputs, aborted, count, after.demoted_tokens - before.demoted_tokens
+
+
+def test_mixed_requests_finish_with_the_outputs_of_stock(
+    engine: CheckpointEngine, reference_outputs: Reference
+) -> None:
+    specs = duplicated_specs(seed=21, num_online=20, num_offline=30)
+    outputs, aborted, count, demoted = engine.call(run_mixed, specs, 3)
+    scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
+    assert count["evicted"] > 0
+    assert demoted > 0
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("mode", ["eager", "lazy", "pressure"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_many_random_runs_finish_with_the_outputs_of_stock(
+    start_checkpointing: Any,
+    reference_outputs: Reference,
+    mode: str,
+    overlap: bool,
+    page_size: int,
+) -> None:
+    pools = itertools.cycle([768, 1024, 1536])
+    for seed, pool in zip(range(31, 37), pools, strict=False):
+        engine = start_checkpointing(
+            mode, overlap=overlap, page_size=page_size, max_total_tokens=pool
+        )
+        specs = duplicated_specs(seed=seed, num_online=40, num_offline=50)
+        outputs, aborted, _, _ = engine.call(run_mixed, specs, seed)
+        scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
+
+
+# --- One preemption -----------------------------------------------------------------------
+
+VICTIMS: list[Spec] = [(f"off{i}", scenarios.prompt(40 + i, 60), 150, True) for i in range(5)]
+HOG: Spec = ("on", scenarios.prompt(50, 700), 40, False)
+
+
+def run_preemption(engine: ScriptedEngine) -> Any:
+    """A large online request arrives when the offline rows have generated many tokens."""
+    before = engine.scheduler._kv.stats()
+    evicted = scenarios.counts(engine).get("evicted", 0)
+    has_come: list[bool] = []
+
+    def script(iteration: int) -> list[Any]:
+        if has_come:
+            raise StopIteration
+        if iteration == 0:
+            return [engine.request(*spec[:3], offline=True) for spec in VICTIMS]
+        if any(len(engine.output(spec[0])) < 60 for spec in VICTIMS):
+            return []
+        has_come.append(True)
+        return [engine.request(*HOG[:3])]
+
+    engine.run(script)
+    after = engine.scheduler._kv.stats()
+    outputs = {spec[0]: engine.output(spec[0]) for spec in (HOG, *VICTIMS)}
+    engine.assert_nothing_leaked()
+    recomputed = [s.classes["offline"].recomputed_tokens for s in (before, after)]
+    evicted = scenarios.counts(engine)["evicted"] - evicted
+    prefetched = after.prefetch_published_tokens - before.prefetch_published_tokens
+    return outputs, evicted, recomputed[1] - recomputed[0], prefetched
+
+
+@pytest.mark.parametrize(
+    ("mode", "overlap", "page_size"),
+    [
+        ("eager", True, 16),
+        ("lazy", False, 1),
+        pytest.param("eager", False, 1, marks=pytest.mark.heavy),
+    ],
+)
+def test_a_preempted_row_recomputes_at_most_a_page(
+    start_checkpointing: Any,
+    reference_outputs: Reference,
+    mode: str,
+    overlap: bool,
+    page_size: int,
+) -> None:
+    engine = start_checkpointing(mode, overlap=overlap, page_size=page_size)
+    outputs, evicted, recomputed, prefetched = engine.call(run_preemption)
+    assert outputs == reference_outputs([HOG, *VICTIMS])
+    assert evicted > 0
+    assert prefetched > 0
+    # The last token of a request is always computed, so that there is one to continue from.
+    assert recomputed <= evicted * (page_size + 1)
+
+
+# --- Batches that are aborted between layers ----------------------------------------------
+
+
+def run_preemption_with_aborts(engine: ScriptedEngine) -> Any:
+    aborts = aborts_of(engine)
+    aborts.start(seed=5, probability=0.4)
+    try:
+        result = run_preemption(engine)
+    finally:
+        aborts.stop()
+    return *result, sum(aborts.counts().values())
+
+
+@pytest.mark.parametrize(
+    ("overlap", "page_size"),
+    [
+        pytest.param(False, 1, id="normal-page1"),
+        pytest.param(True, 16, id="overlap-page16", marks=pytest.mark.heavy),
+    ],
+)
+def test_of_an_aborted_batch_nothing_is_saved(
+    start_checkpointing: Any, reference_outputs: Reference, overlap: bool, page_size: int
+) -> None:
+    """The engine compares what is saved with what the device has after every batch."""
+    engine = start_checkpointing(
+        "eager", overlap=overlap, page_size=page_size, coserve={"safepoint_interval": 1}
+    )
+    outputs, evicted, recomputed, prefetched, aborts = engine.call(run_preemption_with_aborts)
+    assert outputs == reference_outputs([HOG, *VICTIMS])
+    assert aborts > 20
+    assert evicted > 0
+    assert prefetched > 0
+    assert recomputed <= evicted * (page_size + 1)
+
+
+# --- What can fail ------------------------------------------------------------------------
+
+
+def run_with_little_host_memory(engine: ScriptedEngine, specs: list[Spec]) -> Any:
+    cache = engine.scheduler.tree_cache
+    cache.space._quota = HostQuota(online_tokens=0, offline_tokens=6 * cache.page_size)
+    outputs, aborted, _ = scenarios.run_mixed(engine, specs, 4)
+    return outputs, aborted, engine.scheduler._kv.stats().to_dict()
+
+
+def test_a_full_host_pool_costs_recomputation_only(
+    start_checkpointing: Any, reference_outputs: Reference
+) -> None:
+    engine = start_checkpointing("eager", overlap=True, page_size=16)
+    specs = duplicated_specs(seed=23, num_online=20, num_offline=30)
+    outputs, aborted, stats = engine.call(run_with_little_host_memory, specs)
+    scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
+    assert stats["allocation_failures"] > 0
+    assert stats["backed_off_steps"] > stats["allocation_failures"]
+    assert stats["classes"]["offline"]["recomputed_tokens"] > 0
+
+
+def run_with_stuck_copies(engine: ScriptedEngine, specs: list[Spec]) -> Any:
+    """The copy engine stops for many iterations, then goes on."""
+    cache = engine.scheduler.tree_cache
+    gate = threading.Event()
+    cache.cache_controller.write_stream.submit(gate.wait)
+    scheduler, processed = engine.scheduler, []
+
+    def open_late(batch: Any) -> None:
+        processed.append(batch)
+        if len(processed) == 600:
+            gate.set()
+        original(batch)
+
+    original, scheduler._kv.processed = scheduler._kv.processed, open_late
+    outputs, aborted, _ = scenarios.run_mixed(engine, specs, 4)
+    assert gate.is_set(), "the scenario is too short"
+    scheduler._kv.processed = original
+    return outputs, aborted, scheduler._kv.stats().to_dict()
+
+
+@pytest.mark.parametrize(
+    ("mode", "overlap", "page_size", "counted"),
+    [
+        ("eager", True, 16, "stalled_steps"),
+        pytest.param("lazy", False, 1, "late_copies", marks=pytest.mark.heavy),
+    ],
+)
+def test_a_stuck_copy_engine_costs_recomputation_only(
+    start_checkpointing: Any,
+    reference_outputs: Reference,
+    mode: str,
+    overlap: bool,
+    page_size: int,
+    counted: str,
+) -> None:
+    engine = start_checkpointing(mode, overlap=overlap, page_size=page_size)
+    specs = duplicated_specs(seed=24, num_online=20, num_offline=30)
+    outputs, aborted, stats = engine.call(run_with_stuck_copies, specs)
+    scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
+    assert stats[counted] > 0
+
+
+def run_with_stuck_loads(engine: ScriptedEngine, specs: list[Spec]) -> Any:
+    """What waits on the host does not come back, until long after that was noticed."""
+    scheduler = engine.scheduler
+    cache, gate = scheduler.tree_cache, threading.Event()
+    loads = cache.prefetches
+    loads.timeout_s = 0.05
+    copy, processed = loads._copy, scheduler._kv.processed
+    batches_since: list[Any] = []
+
+    def copy_late(load: Any, load_id: int) -> None:
+        cache.cache_controller.load_stream.submit(gate.wait)
+        copy(load, load_id)
+
+    def open_at_last(batch: Any) -> None:
+        processed(batch)
+        if cache.counts["refused_loads"]:
+            batches_since.append(batch)
+        if len(batches_since) > 150:
+            gate.set()
+
+    loads._copy, scheduler._kv.processed = copy_late, open_at_last
+    outputs, aborted, _ = scenarios.run_mixed(engine, specs, 4)
+    assert gate.is_set(), "nothing was to be loaded"
+    return outputs, aborted, scheduler._kv.stats().to_dict()
+
+
+def test_loads_that_do_not_come_back_cost_recomputation_only(
+    start_checkpointing: Any, reference_outputs: Reference
+) -> None:
+    engine = start_checkpointing("eager", overlap=True, page_size=16)
+    specs = duplicated_specs(seed=25, num_online=20, num_offline=30)
+    outputs, aborted, stats = engine.call(run_with_stuck_loads, specs)
+    scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
+    assert stats["refused_loads"] > 0
+    assert stats["classes"]["offline"]["recomputed_tokens"] > 0
+
+
+# --- Memory that no running row holds -----------------------------------------------------
+
+PARKED: Spec = ("off", scenarios.prompt(60, 900), 8, True)
+BIG: Spec = ("on", scenarios.prompt(61, 300), 400, False)
+
+
+def run_online_behind_a_parked_row(engine: ScriptedEngine) -> tuple[dict[str, list[int]], int]:
+    """An online request comes when one offline prompt is half computed and nothing else runs.
+
+    There is room for its prompt, but not for its output too, which SGLang reserves.
+    """
+    served: list[int] = []
+
+    def script(iteration: int) -> list[Any]:
+        if iteration == 0:
+            return [engine.request(*PARKED[:3], offline=True)]
+        if iteration == 5:
+            return [engine.request(*BIG[:3])]
+        if iteration > 5 and engine.reqs["on"].finished():
+            served.append(iteration)
+            raise StopIteration
+        return []
+
+    engine.run(script)
+    outputs = {spec[0]: engine.output(spec[0]) for spec in (PARKED, BIG)}
+    engine.assert_nothing_leaked()
+    return outputs, served[0]
+
+
+def test_an_online_request_gets_the_memory_of_a_parked_row(
+    start_checkpointing: Any, reference_outputs: Reference
+) -> None:
+    engine = start_checkpointing("eager", overlap=True, page_size=16)
+    outputs, served = engine.call(run_online_behind_a_parked_row)
+    assert outputs == reference_outputs([PARKED, BIG])
+    # Its prompt takes three passes, its output 400.
+    assert served < 450

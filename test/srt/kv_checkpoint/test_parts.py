@@ -1,0 +1,231 @@
+"""The parts of checkpointing that need no engine: streams, host memory, flags, recompute tax."""
+
+from __future__ import annotations
+
+import math
+import threading
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kv_bench.bare_cache import BareEngine
+from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy, HostQuota
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.errors import ConfigError, UnsupportedError
+from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
+from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
+from sglang_coserve.srt.kv_checkpoint.settings import (
+    check_combination,
+    check_in_place,
+    server_settings,
+)
+from sglang_coserve.srt.kv_checkpoint.thread_streams import (
+    Event,
+    ThreadStream,
+    current_stream,
+    device_module,
+)
+
+OFFLINE, ONLINE = RequestClass.OFFLINE, RequestClass.ONLINE
+
+# --- Streams ------------------------------------------------------------------------------
+
+
+def test_a_stream_works_in_order_and_its_events_tell_how_far_it_is() -> None:
+    stream, gate, done = ThreadStream(), threading.Event(), []
+    before, after = Event(), Event()
+    stream.submit(lambda: done.append(1))
+    before.record(stream)
+    stream.submit(lambda: (gate.wait(), done.append(2)))
+    after.record(stream)
+    before.synchronize()
+    assert done == [1]
+    assert not after.query()
+    gate.set()
+    stream.synchronize()
+    assert done == [1, 2]
+    assert after.query()
+    assert before.elapsed_time(after) >= 0
+
+
+def test_a_stream_can_wait_for_another() -> None:
+    first, second, gate, done = ThreadStream(), ThreadStream(), threading.Event(), []
+    first.submit(lambda: (gate.wait(), done.append("first")))
+    event = Event()
+    event.record(first)
+    with device_module.stream(second):
+        event.wait()
+        current_stream().submit(lambda: done.append("second"))
+    gate.set()
+    second.synchronize()
+    assert done == ["first", "second"]
+
+
+def test_a_copy_that_fails_never_counts_as_done() -> None:
+    stream, before, after = ThreadStream(), Event(), Event()
+
+    def fail() -> None:
+        raise RuntimeError("no such page")
+
+    before.record(stream)
+    stream.submit(fail)
+    after.record(stream)
+    stream._thread.join()
+    assert before.query()
+    assert not after.query()
+
+
+# --- Host memory --------------------------------------------------------------------------
+
+
+def host_space(counts: Counter[str], *, online: int, offline: int) -> HostSpace:
+    """On SGLang's host pool, which has more than both quotas together."""
+    policy = CheckpointPolicy(CheckpointMode.EAGER)
+    engine = BareEngine(policy, slots=64, host_slots=2 * (online + offline), page_tokens=1)
+    return HostSpace(engine.cache.token_to_kv_pool_host, HostQuota(online, offline), counts)
+
+
+def test_a_class_is_refused_beyond_its_quota_and_asks_again_later() -> None:
+    counts: Counter[str] = Counter()
+    space = host_space(counts, online=20, offline=80)
+    held = space.alloc(OFFLINE, 80, step=1)
+    assert held is not None
+    assert space.free_tokens(OFFLINE) == 0
+    assert space.alloc(OFFLINE, 1, step=1) is None
+    assert counts["allocation_failures"] == 1
+    assert not space.may_try(OFFLINE, step=2)
+    assert space.may_try(OFFLINE, step=3)
+    assert space.may_try(ONLINE, step=2)
+    assert space.alloc(ONLINE, 20, step=2) is not None
+    space.free(OFFLINE, held)
+    assert space.alloc(OFFLINE, 40, step=3) is not None
+    space.assert_consistent()
+
+
+def test_a_class_without_a_share_never_asks() -> None:
+    space = host_space(Counter(), online=0, offline=80)
+    assert not space.may_try(ONLINE, step=1000)
+
+
+# --- Flags --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("kv_checkpoint", {"kv_checkpoint": "always"}),
+        ("kv_checkpoint_host_gb", {"kv_checkpoint": "eager", "kv_checkpoint_host_gb": 0}),
+        ("kv_checkpoint_host_gb", {"kv_checkpoint_host_gb": 4.0}),
+        ("kv_checkpoint_watermark", {"kv_checkpoint_watermark": 1.5}),
+        ("kv_checkpoint_offline_share", {"kv_checkpoint_offline_share": -0.1}),
+        ("kv_checkpoint_online_share", {"kv_checkpoint_online_share": 0.1}),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_its_flag(field: str, values: Any) -> None:
+    with pytest.raises(ConfigError, match="--" + field.replace("_", "-")):
+        CoserveConfig(**values)
+
+
+def test_off_changes_nothing_of_sglang() -> None:
+    assert server_settings(CoserveConfig(), on_cpu=True) == {}
+
+
+def test_the_hooks_do_nothing_with_another_cache() -> None:
+    kv, row = KvCheckpointing(tree_cache=object()), request("off", 10, offline=True)
+    ran(kv, [row], [(0, 10)])
+    kv.prefetch(now_s=1.0)
+    assert kv.hold_back([row]) == set()
+    kv.forget("off")
+    stats = kv.stats().to_dict()
+    assert stats["mode"] == "off"
+    assert stats["checkpointed_tokens"] == 0
+    assert stats["classes"]["offline"]["computed_tokens"] == 10
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"disable_radix_cache": True},
+        {"enable_hierarchical_cache": True},
+        {"radix_cache_backend": "flexkv"},
+        {"cpu_offload_gb": 2},
+    ],
+)
+def test_other_caches_are_refused_by_name(settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with pytest.raises(UnsupportedError, match="--" + name.replace("_", "-")):
+        check_combination(settings, CoserveConfig(kv_checkpoint="lazy"))
+    check_combination(settings, CoserveConfig())
+
+
+def test_an_engine_refuses_settings_that_were_made_without_ours() -> None:
+    config = CoserveConfig(kv_checkpoint="eager")
+    check_in_place(SimpleNamespace(**server_settings(config, on_cpu=True)), config)
+    with pytest.raises(UnsupportedError, match="as keywords"):
+        check_in_place(SimpleNamespace(radix_cache_backend=None), config)
+    check_in_place(SimpleNamespace(radix_cache_backend=None), CoserveConfig())
+
+
+# --- The recompute tax --------------------------------------------------------------------
+
+
+def request(rid: str, tokens: int, *, offline: bool) -> Any:
+    """SGLang's request, waiting."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    marks = {"coserve_class": "offline"} if offline else None
+    params = SamplingParams(max_new_tokens=100, custom_params=marks)
+    return Req(rid, "", array("q", range(tokens)), params, vocab_size=1000)
+
+
+def ran(kv: KvCheckpointing, reqs: list[Any], extends: Sequence[tuple[int, int]] = ()) -> None:
+    """Let a batch end that gives its whole rows a token; ``extends`` are (cached, computed)
+    tokens by row of a prefill."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    mode = ForwardMode.EXTEND if extends else ForwardMode.DECODE
+    batch = ScheduleBatch(reqs=reqs, forward_mode=mode)
+    batch.prefix_lens = [begin for begin, _ in extends]
+    batch.extend_lens = [tokens for _, tokens in extends]
+    ends = [sum(extend) for extend in extends] or [math.inf] * len(reqs)
+    for req, end in zip(reqs, ends, strict=True):
+        if end >= len(req.origin_input_ids) + len(req.output_ids):
+            req.output_ids.append(7)
+    kv.processed(batch)
+
+
+def taxes(kv: KvCheckpointing, name: str) -> tuple[int, int]:
+    stats = kv.stats().classes[name]
+    return stats.recomputed_tokens, stats.computed_tokens
+
+
+def test_tokens_count_as_recomputed_up_to_where_the_row_had_been() -> None:
+    kv = KvCheckpointing(tree_cache=None)
+    offline, online = request("off", 100, offline=True), request("on", 100, offline=False)
+    ran(kv, [offline, online], [(0, 100), (40, 60)])
+    for _ in range(20):
+        ran(kv, [offline])
+    assert taxes(kv, "offline") == (0, 120)
+    # It resumes from its first 96 tokens: of the 120 that had KV, 24 are computed again.
+    ran(kv, [offline], [(96, 25)])
+    assert taxes(kv, "offline") == (24, 145)
+    ran(kv, [offline])
+    # And again, in two chunks.
+    ran(kv, [offline], [(64, 32)])
+    ran(kv, [offline], [(96, 27)])
+    assert taxes(kv, "offline") == (24 + 32 + 26, 146 + 32 + 27)
+    assert taxes(kv, "online") == (0, 60)
+
+
+def test_a_prompt_whose_prefill_was_interrupted_counts_once() -> None:
+    kv, row = KvCheckpointing(tree_cache=None), request("off", 100, offline=True)
+    ran(kv, [row], [(0, 64)])
+    ran(kv, [row], [(48, 52)])
+    assert taxes(kv, "offline") == (16, 116)
