@@ -33,8 +33,7 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
     online prompt was left over or is late, since offline work would delay it. A
     request that arrives meanwhile counts, too: ``SchedulerConfig.arrival_wait_s``.
     """
-    config = context.config
-    budget_s = min(budget_s, batch.tpot_slack_s) * (1 - config.margin)
+    budget_s = min(budget_s, batch.tpot_slack_s) * (1 - context.margin)
     decodes_s = _decodes_that_can_wait_s(batch, context, budget_s)
     if decodes_s is None:
         decode_online(batch)
@@ -43,9 +42,9 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
         _prefill_before_decodes(batch, context, budget_s - decodes_s)
     batch.online_part_s = batch.predicted_s
     batch.arrival_wait_s = context.arrival_wait_s
-    batch.offline_budget_s = min(
-        batch.offline_budget_s, _arrival_budget_s(batch, context) * (1 - config.margin)
-    )
+    # What iterations take longer, the wait has learned already.
+    arrival_s = _arrival_budget_s(batch, context) * (1 - context.config.margin)
+    batch.offline_budget_s = min(batch.offline_budget_s, arrival_s)
 
 
 def _prefill_before_decodes(batch: BatchBuilder, context: PlanContext, budget_s: float) -> None:
@@ -79,7 +78,7 @@ def _decodes_that_can_wait_s(
     decodes_s = batch.predict_with_decodes(len(batch.online_decodes), contexts)
     alone_s = batch.predict_with_whole(prompts)
     least_slack_s = min(slack_s(batch, row) for row in prompts)
-    if alone_s + decodes_s <= least_slack_s * (1 - context.config.margin):
+    if alone_s + decodes_s <= least_slack_s * (1 - context.margin):
         return None
     first_s = batch.predict_with_whole(prompts[:1])
     return decodes_s if first_s + decodes_s <= budget_s else None
@@ -138,7 +137,7 @@ def prefill_online(
     config = context.config
     sheds = config.overload is Overload.SHED
     floor_tokens = 0 if sheds else config.min_online_chunk_tokens
-    slack_share = 1 - config.margin
+    slack_share = 1 - context.margin
     ttft_s = math.inf
     # Where all that waits fits at once, one prediction stands for those of every row.
     all_s = batch.predict_with_whole(chain(batch.online_prefills, batch.snapshot.waiting))

@@ -25,6 +25,9 @@ class PlanContext:
     iteration: int
     """Plans committed so far; with the seed it makes draws reproducible."""
 
+    margin: float
+    """Part of every latency budget to leave free (``SchedulerConfig.margin``)."""
+
     arrival_wait_s: float
     """Longest wait of a request that arrives during the iteration, for its end
     (``SchedulerConfig.arrival_wait_s``)."""

@@ -11,9 +11,12 @@ _FEWEST: Final = 100
 _LEAST_LIMIT: Final = 0.15
 _LIMIT_OVER_PROFILE: Final = 3.0
 
+_OVERRUN_SHARE: Final = 0.05
+_OVERRUN_STEP: Final = 0.002
+
 
 class PredictionError:
-    """Moving averages of the relative error, and whether it has drifted.
+    """Moving averages of the relative error, its worst twentieth, and whether it has drifted.
 
     It has when the mean absolute error exceeds three times what the profile
     promised, and 15%: refinement then no longer follows the machine, or the machine
@@ -26,6 +29,7 @@ class PredictionError:
         self._count = 0
         self._mape = 0.0
         self._bias = 0.0
+        self._overrun = 0.0
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
         """Take one iteration into account; both times are positive. O(1)."""
@@ -36,6 +40,10 @@ class PredictionError:
         # One stall of the machine predicts nothing; ten times over is as wrong as it gets.
         self._mape += weight * (min(abs(error), 10.0) - self._mape)
         self._bias += weight * (min(error, 10.0) - self._bias)
+        # Robbins and Monro's way to a quantile: up by 19 steps where one in 20 goes beyond, else
+        # down by one.
+        is_beyond = measured_s > predicted_s * (1 + self._overrun)
+        self._overrun += _OVERRUN_STEP * (is_beyond - _OVERRUN_SHARE)
 
     @property
     def mape(self) -> float | None:
@@ -46,6 +54,12 @@ class PredictionError:
     def bias(self) -> float | None:
         """Mean of (predicted - measured) / measured; positive when predictions are cautious."""
         return self._bias if self._count else None
+
+    @property
+    def overrun(self) -> float:
+        """What 19 of 20 iterations stay within of their predicted time, as a part of that more
+        than it; found in some hundred iterations, from 0 on."""
+        return max(self._overrun, 0.0)
 
     @property
     def limit(self) -> float:

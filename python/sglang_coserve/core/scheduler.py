@@ -23,6 +23,7 @@ __all__ = ["Scheduler"]
 
 _ITERATION_WEIGHT: Final = 0.1
 _EVICTION_WEIGHT: Final = 1 / 32
+_MOST_MARGIN: Final = 0.2
 
 # Refining costs more than planning, but for many iterations little more than for one.
 _REFINED_AT_ONCE: Final = 16
@@ -109,6 +110,7 @@ class Scheduler:
             cache=cache,
             waiting=self._waiting_order.ordered(snapshot.waiting),
             iteration=self._iteration,
+            margin=self._margin(),
             arrival_wait_s=self._arrival_wait_s(),
             arrivals_per_s=self._arrival_rate.per_s(snapshot.now_s),
             mean_iteration_s=self._mean_iteration_s,
@@ -166,6 +168,10 @@ class Scheduler:
             self._queue.remove(rid)
         elif rid in self._queue:
             self._queue.remove(rid)
+
+    def _margin(self) -> float:
+        overrun = self._prediction_error.overrun
+        return max(self._config.margin, min(overrun / (1 + overrun), _MOST_MARGIN))
 
     def _arrival_wait_s(self) -> float:
         if self._config.arrival_wait_s is not None:

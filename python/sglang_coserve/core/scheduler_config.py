@@ -49,7 +49,8 @@ class SchedulerConfig:
     hundredth of the requests (``ArrivalWait``); infinite without a target."""
 
     margin: float = 0.05
-    """Part of every latency budget that offline work leaves free for prediction error."""
+    """Least part of every latency budget that is left free for prediction error. More is, up to a
+    fifth, where one in twenty iterations takes longer than predicted by more than that."""
 
     online_order: OnlineOrder = OnlineOrder.FCFS
     overload: Overload = Overload.BEST_EFFORT

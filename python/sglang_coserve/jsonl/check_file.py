@@ -11,7 +11,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -108,19 +107,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-line-bytes", type=int, required=True)
     parser.add_argument("--max-faults", type=int, required=True)
     given = parser.parse_args(arguments)
-    _give_way()
+    os.nice(19)  # Whatever serves requests is more urgent.
     limits = CheckLimits(given.max_lines, given.max_line_bytes, given.max_faults)
     with given.file.open("rb", buffering=_READ_BYTES) as file:
         report = check_file(file, given.endpoint, limits)
     sys.stdout.buffer.write(orjson.dumps(asdict(report)))
-
-
-def _give_way() -> None:
-    """Take the time that nobody else on the machine wants: all else is more urgent."""
-    os.nice(19)
-    # Not on every system. Unlike the lowest priority, it never keeps who wakes up waiting.
-    with suppress(AttributeError, OSError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 if __name__ == "__main__":

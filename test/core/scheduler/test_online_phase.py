@@ -21,6 +21,7 @@ from sglang_coserve.core.snapshot import Row
 from sglang_coserve.metrics import SloTargets
 
 DECODING, PAUSED = RequestState.DECODING, RequestState.PAUSED
+STEP = BatchStats.of(decodes=[100])
 PARKED, PREFILLING = RequestState.PARKED, RequestState.PREFILLING
 
 
@@ -162,6 +163,18 @@ def test_a_margin_is_left_free() -> None:
         snapshot(online(state=DECODING), online(5000)), NO_CACHE
     )
     assert 0.04 < plan.predicted_s <= 0.05
+
+
+@pytest.mark.parametrize(("overrun", "left_free"), [(0.02, 0.05), (0.1, 0.09), (1.0, 0.2)])
+def test_the_margin_grows_with_what_iterations_take_longer_than_predicted(
+    overrun: float, left_free: float
+) -> None:
+    """The decode is due in 100 ms."""
+    core = scheduler("coserve", margin=0.05)
+    for _ in range(2000):
+        core.observe(STEP, MODEL.predict(STEP) * (1 + overrun))
+    plan = core.plan(snapshot(online(state=DECODING), online(5000)), NO_CACHE)
+    assert plan.predicted_s == pytest.approx(0.1 * (1 - left_free), abs=0.002)
 
 
 OVERLOADED = [online(1000, DECODING, tpot_s=0.005) for _ in range(4)]

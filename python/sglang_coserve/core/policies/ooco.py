@@ -70,9 +70,8 @@ class OocoPolicy(Policy):
 
     def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""
-        config = context.config
         tpot_s = batch.targets.tpot_s
-        budget_s = math.inf if tpot_s is None else tpot_s * (1 - config.margin)
+        budget_s = math.inf if tpot_s is None else tpot_s * (1 - context.margin)
         if self.role is Role.RELAXED or not batch.has_online:
             budget_s = math.inf
         decode_online(batch)
