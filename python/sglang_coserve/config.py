@@ -99,11 +99,12 @@ class CoserveConfig:
         type=float,
         metavar="MS",
     )
-    safepoint_interval: int = _setting(
-        4,
-        "Let an online request that would miss its TTFT target otherwise abort an offline batch in "
+    safepoint_interval: int | None = _setting(
+        None,
+        "Let an online request that would wait for too long otherwise abort an offline batch in "
         "the middle of a forward pass, before every N-th layer of the model; at most a quarter of "
-        "the layers. 0: batches always run to their end. Not with --offline-policy fifo.",
+        "the layers. By default 4 on a CPU, and 0 on a GPU, where they have not run yet. 0: "
+        "batches always run to their end. Not with --offline-policy fifo.",
         type=int,
         metavar="N",
     )
@@ -214,7 +215,7 @@ class CoserveConfig:
                 f"{_flag('offline_policy')} must be one of {', '.join(OFFLINE_POLICIES)}, "
                 f"got {self.offline_policy!r}"
             )
-        if self.safepoint_interval < 0:
+        if self.safepoint_interval is not None and self.safepoint_interval < 0:
             raise ConfigError(
                 f"{_flag('safepoint_interval')} must be a number of layers, 0 for no safepoints, "
                 f"got {self.safepoint_interval}"

@@ -49,7 +49,7 @@ def scheduler_class(server_args: Any) -> type[CoserveScheduler]:
     config = config_of(server_args)
     if config.offline_policy == "fifo":
         return FifoScheduler
-    return PreemptiveScheduler if config.safepoint_interval else PlannedScheduler
+    return PlannedScheduler if config.safepoint_interval == 0 else PreemptiveScheduler
 
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:

@@ -24,6 +24,9 @@ __all__ = ["install_safepoints"]
 _LONGEST_SLEEP_S: Final = {"cpu": 1e-3, "cuda": 2e-4}
 """Of a rank that waits for rank 0; a GPU idles meanwhile, and computes layers faster."""
 
+_INTERVAL: Final = 4
+"""Layers between two safepoints, as in ConServe §6.5, unless the user says otherwise."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -40,6 +43,8 @@ def install_safepoints(
     """
     layers = decoder_layers(scheduler.tp_worker.model_runner.model)
     reason = why_no_safepoints(scheduler, layers)
+    if reason is None and scheduler.device == "cuda" and config.safepoint_interval is None:
+        reason = "on a GPU, where they have not run yet, only with --safepoint-interval"
     ps = scheduler.ps
     if reason is not None:
         if ps.tp_rank == 0:
@@ -47,7 +52,7 @@ def install_safepoints(
         return None, None, reason
     flag = PreemptionFlag(pinned=scheduler.device == "cuda")
     gate = _make_gate(scheduler, flag)
-    interval = fitting_interval(config.safepoint_interval, len(layers))
+    interval = fitting_interval(config.safepoint_interval or _INTERVAL, len(layers))
     if scheduler.device == "cuda":
         placement = place_on_cuda(scheduler, config, layers, interval, gate, flag)
     else:
