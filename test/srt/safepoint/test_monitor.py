@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import select
 import threading
@@ -45,6 +46,7 @@ def in_flight(batch: int, *, prefill_tokens: int = 1000) -> InFlight:
         online=BatchStats(),
         restarts_online=True,
         model=MODEL,
+        arrival_wait_s=math.inf,
         abort_share=0.1,
     )
 
