@@ -33,7 +33,9 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
     online prompt was left over or is late, since offline work would delay it. A
     request that arrives meanwhile counts, too: ``SchedulerConfig.arrival_wait_s``.
     """
-    budget_s = min(budget_s, batch.tpot_slack_s) * (1 - context.margin)
+    margin = context.config.margin
+    left_s = min(budget_s, batch.tpot_slack_s)
+    budget_s = left_s * (1 - margin)
     decodes_s = _decodes_that_can_wait_s(batch, context, budget_s)
     if decodes_s is None:
         decode_online(batch)
@@ -43,8 +45,9 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
     batch.online_part_s = batch.predicted_s
     batch.arrival_wait_s = context.arrival_wait_s
     # What iterations take longer, the wait has learned already.
-    arrival_s = _arrival_budget_s(batch, context) * (1 - context.config.margin)
-    batch.offline_budget_s = min(batch.offline_budget_s, arrival_s)
+    arrival_s = _arrival_budget_s(batch, context) * (1 - margin)
+    offline_s = left_s * (1 - context.margin)
+    batch.offline_budget_s = min(batch.offline_budget_s, offline_s, arrival_s)
 
 
 def _prefill_before_decodes(batch: BatchBuilder, context: PlanContext, budget_s: float) -> None:
@@ -78,7 +81,7 @@ def _decodes_that_can_wait_s(
     decodes_s = batch.predict_with_decodes(len(batch.online_decodes), contexts)
     alone_s = batch.predict_with_whole(prompts)
     least_slack_s = min(slack_s(batch, row) for row in prompts)
-    if alone_s + decodes_s <= least_slack_s * (1 - context.margin):
+    if alone_s + decodes_s <= least_slack_s * (1 - context.config.margin):
         return None
     first_s = batch.predict_with_whole(prompts[:1])
     return decodes_s if first_s + decodes_s <= budget_s else None
@@ -137,7 +140,7 @@ def prefill_online(
     config = context.config
     sheds = config.overload is Overload.SHED
     floor_tokens = 0 if sheds else config.min_online_chunk_tokens
-    slack_share = 1 - context.margin
+    slack_share = 1 - config.margin
     ttft_s = math.inf
     # Where all that waits fits at once, one prediction stands for those of every row.
     all_s = batch.predict_with_whole(chain(batch.online_prefills, batch.snapshot.waiting))

@@ -26,7 +26,7 @@ class PlanContext:
     """Plans committed so far; with the seed it makes draws reproducible."""
 
     margin: float
-    """Part of every latency budget to leave free (``SchedulerConfig.margin``)."""
+    """Part of a latency budget that offline work leaves free (``SchedulerConfig.margin``)."""
 
     arrival_wait_s: float
     """Longest wait of a request that arrives during the iteration, for its end

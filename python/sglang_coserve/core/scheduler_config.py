@@ -49,8 +49,9 @@ class SchedulerConfig:
     hundredth of the requests (``ArrivalWait``); infinite without a target."""
 
     margin: float = 0.05
-    """Least part of every latency budget that is left free for prediction error. More is, up to a
-    fifth, where one in twenty iterations takes longer than predicted by more than that."""
+    """Part of every latency budget that is left free for prediction error. Offline work leaves
+    more, up to a fifth, where one in twenty iterations takes longer than predicted by more than
+    that; of online prompts it would only make more chunks."""
 
     online_order: OnlineOrder = OnlineOrder.FCFS
     overload: Overload = Overload.BEST_EFFORT

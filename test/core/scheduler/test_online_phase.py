@@ -170,10 +170,10 @@ def test_the_margin_grows_with_what_iterations_take_longer_than_predicted(
     overrun: float, left_free: float
 ) -> None:
     """The decode is due in 100 ms."""
-    core = scheduler("coserve", margin=0.05)
+    core = scheduler("coserve", queued(5000), margin=0.05)
     for _ in range(2000):
         core.observe(STEP, MODEL.predict(STEP) * (1 + overrun))
-    plan = core.plan(snapshot(online(state=DECODING), online(5000)), NO_CACHE)
+    plan = core.plan(snapshot(online(state=DECODING)), NO_CACHE)
     assert plan.predicted_s == pytest.approx(0.1 * (1 - left_free), abs=0.002)
 
 

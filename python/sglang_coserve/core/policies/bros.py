@@ -59,7 +59,7 @@ class BrosPolicy(Policy):
         """See ``Policy.compose``. O(rows log rows), and a prediction for each row."""
         decode_online(batch, [row for row in batch.online_decodes if not row.info.is_online])
         online = _by_urgency(batch, context)
-        bound_s = _least_residual_s(batch, online) * (1 - context.margin)
+        bound_s = _least_residual_s(batch, online) * (1 - context.config.margin)
         batch.offline_budget_s = bound_s
 
         packing = Packing(

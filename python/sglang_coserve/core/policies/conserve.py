@@ -43,6 +43,6 @@ class ConservePolicy(Policy):
         decode_online(batch)
         if batch.has_online:
             tbt_s = batch.targets.tpot_s
-            budget_s = math.inf if tbt_s is None else tbt_s * (1 - context.margin)
+            budget_s = math.inf if tbt_s is None else tbt_s * (1 - context.config.margin)
             prefill_online(batch, context, budget_s, keeps_ttft=False)
         serve_offline(batch, context, for_throughput=not batch.has_online)

@@ -64,5 +64,5 @@ class HygenPolicy(Policy):
         decode_online(batch)
         # Decodes have no part in the chunk size: offline ones must find tokens left for them.
         batch.limit_tokens(self.chunk_tokens + len(batch.offline_decodes))
-        prefill_online(batch, context, budget_s * (1 - context.margin), keeps_ttft=False)
+        prefill_online(batch, context, budget_s * (1 - context.config.margin), keeps_ttft=False)
         serve_offline(batch, context)

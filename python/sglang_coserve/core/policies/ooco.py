@@ -71,7 +71,7 @@ class OocoPolicy(Policy):
     def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""
         tpot_s = batch.targets.tpot_s
-        budget_s = math.inf if tpot_s is None else tpot_s * (1 - context.margin)
+        budget_s = math.inf if tpot_s is None else tpot_s * (1 - context.config.margin)
         if self.role is Role.RELAXED or not batch.has_online:
             budget_s = math.inf
         decode_online(batch)
