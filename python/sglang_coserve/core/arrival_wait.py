@@ -33,6 +33,10 @@ _LEAST_SHARE: Final = 1 / 16
 _MOST_SHARE: Final = 0.45
 """Of the target, what the answer may be; the most only on an engine without online work."""
 
+_MOST_SHARE_UNTIL_SAFEPOINT: Final = 0.25
+"""The same where iterations can be aborted: a shorter wait then costs offline work little, since it
+does not make iterations shorter by as much."""
+
 _PRIOR_SHARE: Final = 1 / 8
 _PRIOR_REQUESTS: Final = 16
 _PRIOR_IN_TIME: Final = 100
@@ -89,8 +93,12 @@ class ArrivalWait:
     def wait_s(self) -> float:
         """The answer, from the requests seen so far."""
         learned_s = self._modelled_s * math.exp(self._log_correction)
-        most_s = _MOST_SHARE * (1 - self._utilization) * self._target_s
-        return max(min(learned_s, most_s), _LEAST_SHARE * self._target_s)
+        return self._bounded_s(learned_s, _MOST_SHARE)
+
+    @property
+    def wait_until_safepoint_s(self) -> float:
+        """The answer where a safepoint ends the wait, and not the iteration; no longer."""
+        return self._bounded_s(self.wait_s, _MOST_SHARE_UNTIL_SAFEPOINT)
 
     def observe(
         self,
@@ -123,6 +131,10 @@ class ArrivalWait:
         if self._since_recomputed >= _RECOMPUTE_EVERY:
             self._since_recomputed = 0
             self._recompute()
+
+    def _bounded_s(self, wait_s: float, most_share: float) -> float:
+        most_s = most_share * (1 - self._utilization) * self._target_s
+        return max(min(wait_s, most_s), _LEAST_SHARE * self._target_s)
 
     def _follow_utilization(self, now_s: float) -> None:
         """Take the time since the last iteration's start into account."""

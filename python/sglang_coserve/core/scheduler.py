@@ -111,7 +111,7 @@ class Scheduler:
             waiting=self._waiting_order.ordered(snapshot.waiting),
             iteration=self._iteration,
             margin=self._margin(),
-            arrival_wait_s=self._arrival_wait_s(),
+            arrival_wait_s=self._arrival_wait_s(snapshot),
             arrivals_per_s=self._arrival_rate.per_s(snapshot.now_s),
             mean_iteration_s=self._mean_iteration_s,
             eviction_rate=self._eviction_rate,
@@ -173,7 +173,11 @@ class Scheduler:
         overrun = self._prediction_error.overrun
         return max(self._config.margin, min(overrun / (1 + overrun), _MOST_MARGIN))
 
-    def _arrival_wait_s(self) -> float:
+    def _arrival_wait_s(self, snapshot: EngineSnapshot) -> float:
         if self._config.arrival_wait_s is not None:
             return self._config.arrival_wait_s
-        return math.inf if self._arrival_wait is None else self._arrival_wait.wait_s
+        if self._arrival_wait is None:
+            return math.inf
+        if snapshot.arrival_wait_share < 1:
+            return self._arrival_wait.wait_until_safepoint_s
+        return self._arrival_wait.wait_s
