@@ -54,7 +54,7 @@ def _prefill_before_decodes(batch: BatchBuilder, context: PlanContext, budget_s:
     """Add online prefills alone; the decodes, if the prompts find no memory."""
     decodes_kv = batch.kv_to_decode(batch.online_decodes)
     batch.free_kv_tokens -= decodes_kv  # For the next iteration.
-    prefill_online(batch, context, budget_s)
+    prefill_online(batch, context, budget_s, spared_cut=_SPARED_CUT)
     batch.free_kv_tokens += decodes_kv
     if batch.stats.is_empty:
         decode_online(batch)
