@@ -68,12 +68,18 @@ class KvCheckpointing:
         most = min(_PREFETCH_TOKENS, int(_PREFETCH_SHARE * self._cache.device_tokens))
         budget = most - self._cache.prefetches.in_flight_tokens
         self._no_room.clear()
+        loaded = []
         for rid, req in self._wanted.items():
             tokens = self._cache.prefetch_step(req, budget)
             if tokens is None:
                 self._no_room.add(rid)
             else:
                 budget -= tokens
+            # Those behind it make no room with what it has: all would load, and none resume.
+            self._cache.inc_lock_ref(req.last_node)
+            loaded.append(req.last_node)
+        for node in loaded:
+            self._cache.dec_lock_ref(node)
         self._wanted.clear()
 
     def hold_back(self, reqs: Iterable[Req]) -> set[str]:

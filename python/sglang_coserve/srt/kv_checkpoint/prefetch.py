@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,32 +53,41 @@ class Prefetches:
         return self.now_s - oldest_s > self.timeout_s
 
     def step(self, req: Req, budget_tokens: int) -> int | None:
-        """Begin the next load of a waiting request that was just matched with the tree.
+        """Begin the next loads of a waiting request that was just matched with the tree.
 
-        Returns its tokens, at most ``budget_tokens``: 0 also when there is nothing to load
-        now. None when the device has no room for it that offline work may take.
+        Returns their tokens, at most ``budget_tokens``: 0 also when there is nothing to load
+        now. None when the device has no room for them that offline work may take.
         """
-        cache = self._cache
         if not req.host_hit_length or self.is_stuck:
             return 0
-        ancestor, node = req.last_node, req.best_match_node
-        while node.parent is not ancestor:
-            node = node.parent
-        # One load a request, and none of what is loaded for another with the same prefix.
-        if any(load.rid == req.rid or load.node is node for load in self._loads.values()):
+        if any(load.rid == req.rid for load in self._loads.values()):
             return 0
-        tokens: int = min(len(node.key), budget_tokens // cache.page_size * cache.page_size)
-        if tokens <= 0:
-            return 0
-        node.protect_host()  # Making room on the device may need room on the host.
-        device_slots = self._allocate(tokens, ancestor)
-        node.release_host()
-        if device_slots is None:
-            return None
-        if tokens < len(node.key):
-            node = cache._split_node(node.key, node, tokens)
-        self._begin(_Load(req.rid, node, device_slots, self.now_s), ancestor)
+        # Making room on the device may need room on the host. With its end the path is safe.
+        end = req.best_match_node
+        end.protect_host()
+        tokens = self._begin_path(req, _path(req.last_node, end), budget_tokens)
+        end.release_host()
         return tokens
+
+    def _begin_path(self, req: Req, path: Sequence[Node], budget_tokens: int) -> int | None:
+        """Begin to load nodes, top first, as far as budget and room go; see ``step``."""
+        cache, ancestor = self._cache, req.last_node
+        loading = {id(load.node) for load in self._loads.values()}
+        begun = 0
+        for node in path:
+            left = (budget_tokens - begun) // cache.page_size * cache.page_size
+            # Another request with the same prefix loads it.
+            if left <= 0 or id(node) in loading:
+                break
+            tokens = min(len(node.key), left)
+            device_slots = self._allocate(tokens, ancestor)
+            if device_slots is None:
+                return begun or None
+            if tokens < len(node.key):
+                node = cache._split_node(node.key, node, tokens)
+            self._begin(_Load(req.rid, node, device_slots, self.now_s), ancestor)
+            begun += tokens
+        return begun
 
     def _allocate(self, tokens: int, ancestor: Node) -> torch.Tensor | None:
         allocator = self._cache.token_to_kv_pool_allocator
@@ -151,3 +161,13 @@ class Prefetches:
         cache._update_host_leaf_status(node)
         cache._update_leaf_status(node.parent)
         self._counts["prefetch_published_tokens"] += len(device_slots)
+
+
+def _path(top: Node, end: Node) -> list[Node]:
+    """Return the nodes below ``top`` down to ``end``."""
+    nodes = []
+    while end is not top:
+        nodes.append(end)
+        end = end.parent
+    nodes.reverse()
+    return nodes
