@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from srt.own_process import printed_by
 
 SCRIPT = """
 from prometheus_client import generate_latest
@@ -28,12 +27,7 @@ print(generate_latest().decode())
 
 
 def test_gauges_show_the_last_state_and_counters_add_up() -> None:
-    """In a process of its own, since metrics belong to the process."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = printed_by(SCRIPT)
     for line in (
         'coserve_requests{model_name="m",request_class="online",state="running"} 4.0',
         'coserve_requests{model_name="m",request_class="offline",state="waiting"} 100000.0',

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +11,7 @@ from sglang_coserve.srt.safepoint.arrival_watch import AbortRequest
 from sglang_coserve.srt.safepoint.in_flight import BatchKind
 from sglang_coserve.srt.safepoint.inbox import Arrival
 from sglang_coserve.srt.safepoint.stats import SafepointStats
+from srt.own_process import printed_by
 
 
 def test_an_abort_is_followed_to_the_first_token() -> None:
@@ -72,12 +71,7 @@ print(generate_latest().decode())
 
 
 def test_aborts_and_delays_are_exported() -> None:
-    """In a process of its own, since metrics belong to the process."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = printed_by(SCRIPT)
     for line in (
         'coserve_safepoint_aborts_total{kind="extend",model_name="m"} 6.0',
         'coserve_safepoint_aborts_total{kind="mixed",model_name="m"} 1.0',
