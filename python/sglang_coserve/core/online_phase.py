@@ -94,17 +94,15 @@ def _arrival_budget_s(batch: BatchBuilder, context: PlanContext) -> float:
     with so many of them.
     """
     wait_s = context.arrival_wait_s
-    if not batch.has_online:
-        share = batch.snapshot.arrival_wait_share
-        overhead_s = batch.model.predict(BatchStats(decode_requests=1))
-    elif batch.stats.prefill_requests == 0:
-        share = batch.snapshot.mixed_arrival_wait_share
-        overhead_s = batch.predicted_s
-    else:
+    if batch.has_online and batch.stats.prefill_requests:
         # Whoever is prefilled in it waits for its end, though offline work be given up.
         return wait_s
+    seen = batch.snapshot
+    share = seen.mixed_arrival_wait_share if batch.has_online else seen.arrival_wait_share
     if share == 1.0:
         return wait_s
+    least = BatchStats(decode_requests=1)
+    overhead_s = batch.predicted_s if batch.has_online else batch.model.predict(least)
     best_s = best_iteration_s(overhead_s, context.arrivals_per_s)
     return max(wait_s, min(wait_s / share, best_s))
 

@@ -13,7 +13,7 @@ from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import Row
 
-__all__ = ["Decision", "Reason", "decide", "last_admitted_first", "yields_first"]
+__all__ = ["Decision", "Reason", "decide", "last_admitted_first", "wasted_s", "yields_first"]
 
 _RANK = {
     RequestState.PARKED: 0,
@@ -112,3 +112,12 @@ def decide(
     if safepoint_s + online_s >= remaining_s:
         return Decision(False, Reason.LATE_ANYWAY, first_token_s)
     return Decision(True, Reason.LATE if is_late else Reason.LONG_WAIT, first_token_s)
+
+
+def wasted_s(in_flight: BatchStats, in_flight_online: BatchStats, elapsed_s: float) -> float:
+    """Return the part of an iteration's time that is lost when its offline part is aborted.
+
+    By tokens, not by a latency model: tensor-parallel ranks must all say the same.
+    """
+    offline_tokens = in_flight.compute_tokens - in_flight_online.compute_tokens
+    return elapsed_s * offline_tokens / in_flight.compute_tokens

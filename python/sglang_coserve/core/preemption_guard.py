@@ -74,6 +74,10 @@ class PreemptionGuard:
         limit = self._config.max_aborts_in_a_row
         return any(streak >= limit for streak in self._aborts_in_a_row.values())
 
+    def may_abort(self, now_s: float) -> bool:
+        """Return whether the next iteration may be planned as one that arrivals abort."""
+        return self.can_afford(now_s) and not self.has_protected
+
     def protects(self, rids: Iterable[str]) -> bool:
         """Return whether a batch with these offline requests has to run to its end. O(rids)."""
         streaks, limit = self._aborts_in_a_row, self._config.max_aborts_in_a_row

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
-from sglang_coserve.core.preemption import decide
+from sglang_coserve.core.preemption import decide, wasted_s
 from sglang_coserve.core.preemption_guard import PreemptionGuard
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.request import SimRequest
@@ -29,7 +29,7 @@ class Monitor:
 
     def may_abort(self, now_s: float) -> bool:
         """Tell whether the guard lets an iteration that starts now be aborted."""
-        return self._guard.can_afford(now_s) and not self._guard.has_protected
+        return self._guard.may_abort(now_s)
 
     def ran(self, batch: RunningBatch) -> None:
         """Note that a batch is about to run to its end."""
@@ -37,10 +37,8 @@ class Monitor:
 
     def aborts(self, batch: RunningBatch, now_s: float, elapsed_s: float) -> None:
         """Note that the offline part of a batch, which still holds it, is aborted."""
-        stats = batch.stats
-        offline_tokens = stats.compute_tokens - batch.online_stats().compute_tokens
-        wasted_s = elapsed_s * offline_tokens / stats.compute_tokens
-        self._guard.aborted(batch.offline_rids(), now_s, wasted_s)
+        lost_s = wasted_s(batch.stats, batch.online_stats(), elapsed_s)
+        self._guard.aborted(batch.offline_rids(), now_s, lost_s)
 
     def wants_abort(
         self,

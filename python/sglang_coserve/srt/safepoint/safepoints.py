@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.preemption import wasted_s
 from sglang_coserve.core.preemption_guard import GuardConfig, PreemptionGuard
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.safepoint.arrival_watch import AbortRequest, ArrivalWatch
@@ -84,8 +85,7 @@ class Safepoints:
         it whether that iteration may be aborted. One that cannot prefill will be a decode step."""
         self._is_affordable = self._guard.can_afford(now_s)
         kinds = (BatchKind.EXTEND, BatchKind.MIXED) if may_prefill else (BatchKind.DECODE,)
-        can_abort = self._is_affordable and not self._guard.has_protected
-        can_abort = can_abort and not any(kind in self._kept for kind in kinds)
+        can_abort = self._guard.may_abort(now_s) and not any(kind in self._kept for kind in kinds)
         return self._abort_share if can_abort else 1.0
 
     def why_not(self, batch: ScheduleBatch) -> str | None:
@@ -169,13 +169,12 @@ class Safepoints:
 
         ``aborted_s`` is on this process's clock, ``now_s`` on the one that all ranks share.
         """
-        wasted_s = preempted.elapsed_s
+        lost_s = preempted.elapsed_s
         if shrunk:
-            # All ranks must say the same, so no rank's own latency model does.
-            wasted_s *= armed.offline.compute_tokens / armed.whole.compute_tokens
+            lost_s = wasted_s(armed.whole, armed.online, lost_s)
             self.stats.shrunk[armed.kind] += 1
-        self._guard.aborted(armed.offline_rids, now_s, wasted_s)
-        self.stats.wasted(wasted_s, armed.offline, preempted.layer / self._num_layers)
+        self._guard.aborted(armed.offline_rids, now_s, lost_s)
+        self.stats.wasted(lost_s, armed.offline, preempted.layer / self._num_layers)
         self.stats.aborted(armed.kind, self._request, aborted_s, time.perf_counter())
 
     def forget(self, rid: str) -> None:
