@@ -22,6 +22,7 @@ from coserve_bench.options import Options, parse_options
 from coserve_bench.plan import RunKey
 from coserve_bench.runner import Runner
 from sglang_coserve.errors import CoserveError
+from sglang_coserve.interrupts import terminate_as_interrupt
 
 
 async def run(options: Options, console: Console) -> dict[str, str]:
@@ -58,7 +59,8 @@ def main(argv: Sequence[str]) -> int:
     console = Console(stderr=True)
     try:
         options = parse_options(argv)
-        failed = asyncio.run(run(options, console))
+        with terminate_as_interrupt():
+            failed = asyncio.run(run(options, console))
     except CoserveError as error:
         console.print(f"bench_coserve: {error}", highlight=False, markup=False)
         return 2

@@ -27,6 +27,7 @@ import torch
 
 from kv_bench import parts
 from kv_bench.trace import Run, run
+from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 
 OFF = "off"
@@ -48,7 +49,7 @@ def main() -> None:
 
     timed: dict[str, list[float]] = {}
     runs: list[Run] = []
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, terminate_as_interrupt():
         work = Path(directory)
         model = make_small_model(work / "model", SmallModelSpec())
         for repeat in range(options.repeats):

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.local_server import LocalServer
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from sglang_coserve.srt import cpu
@@ -80,7 +81,7 @@ def main() -> None:
     options = parser.parse_args()
 
     runs: dict[str, list[dict]] = {"coserve": [], "stock": []}
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, terminate_as_interrupt():
         work = Path(directory)
         model = make_small_model(work / "model", SmallModelSpec())
         order = [kind for _ in range(options.repeats) for kind in ("coserve", "stock")]

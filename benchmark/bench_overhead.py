@@ -42,6 +42,7 @@ from rich.table import Table
 
 from coserve_bench.machine import describe_machine
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from sglang_coserve.srt import cpu
 
@@ -325,6 +326,7 @@ def main() -> None:
     measured: dict[tuple[str, int], list[list[Pass]]] = {}
     arrival_us: dict[tuple[str, int], float] = {}
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        stack.enter_context(terminate_as_interrupt())
         model = options.model_path or make_small_model(Path(directory) / "model", SmallModelSpec())
         engines = {}
         for name in options.systems:

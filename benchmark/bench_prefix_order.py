@@ -36,6 +36,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.local_server import LocalServer
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from sglang_coserve.srt import cpu
@@ -160,7 +161,7 @@ def main() -> None:
     options = parser.parse_args()
     console = Console()
     runs: list[Run] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, terminate_as_interrupt():
         work = Path(folder)
         model = make_small_model(work / "model", SmallModelSpec())
         order = [(n, system) for n in range(1, options.repeats + 1) for system in SYSTEMS]

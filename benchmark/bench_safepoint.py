@@ -1,16 +1,18 @@
-"""What safepoints give an online arrival, and what they cost: two engines side by side on a CPU.
+"""What safepoints give an online arrival, and what they cost: engines side by side on a CPU.
 
     python benchmark/bench_safepoint.py --out benchmark/results/safepoint_cpu.json
 
-The two engines are the same but for the safepoints, and run in turn, the other one stopped.
-Two of them compute an offline prompt of about a second in one iteration (1 to 3); two more
-have the default policy, which keeps iterations short for those who may arrive (4 and 5).
+The engines are the same but for the safepoints, and run in turn, the others stopped. Two of
+them compute an offline prompt of about a second in one iteration (1 to 3); the others have the
+default policy, which keeps iterations short for those who may arrive (4 to 6).
 
 1. overhead: arming a batch and passing its safepoints, as a part of the iteration;
 2. the way from an arrival to the abort, step by step;
 3. TTFT of online requests that come somewhere in an offline prefill, and on the idle engine;
 4. offline tokens per second beside one online arrival a second;
-5. the idle engine: CPU time of the scheduler, and TTFT. Without safepoints its loop is SGLang's.
+5. the idle engine: CPU time of the scheduler, and TTFT. Without safepoints its loop is SGLang's;
+6. the load of 4 beside online requests that decode all the time: what an aborted batch's online
+   rows lose by starting over (abort), and do not lose by going on without the others (shrink).
 
 Figures are medians, with ranges over the rounds.
 """
@@ -35,7 +37,8 @@ from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.progress_bar import progress_bar
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 
-WITH, WITHOUT = "with", "without"
+WITH, WITHOUT, ABORT = "with", "without", "abort"
+DECODING: Final = 2
 PREFILL_S: Final = 1.0
 CALIBRATION_TOKENS: Final = 1024
 
@@ -48,13 +51,17 @@ class Figures:
     idle_ms: dict[str, list[float]] = field(default_factory=lambda: {WITH: [], WITHOUT: []})
     idle_cpu: dict[str, list[float]] = field(default_factory=lambda: {WITH: [], WITHOUT: []})
     loads: dict[str, list[Load]] = field(default_factory=lambda: {WITH: [], WITHOUT: []})
+    mixed_loads: dict[str, list[Load]] = field(
+        default_factory=lambda: {ABORT: [], WITH: [], WITHOUT: []}
+    )
+    """Beside online requests that decode all the time."""
     prefill_s: float = 0.0
     prefill_tokens: int = 0
     aborts: Mapping[str, Any] = field(default_factory=dict)
     """The status after the prefills that were interrupted."""
 
     under_load: Mapping[str, Any] = field(default_factory=dict)
-    """The status of the default engine after the loads."""
+    """The status of the default engine after the loads of offline prompts alone."""
 
 
 def main() -> None:
@@ -79,9 +86,8 @@ def main() -> None:
             "in_prefill_ms": figures.in_prefill_ms,
             "idle_ms": figures.idle_ms,
             "idle_cpu": figures.idle_cpu,
-            "loads": {
-                name: [vars(load) for load in loads] for name, loads in figures.loads.items()
-            },
+            "loads": as_document(figures.loads),
+            "mixed_loads": as_document(figures.mixed_loads),
         }
         options.out.write_text(json.dumps(document, indent=1) + "\n")
 
@@ -90,12 +96,12 @@ def measure(model: Path, options: argparse.Namespace) -> Figures:
     """Run everything, the systems in turn."""
     figures = Figures()
     with ExitStack() as stack, progress_bar() as bar:
-        steps = bar.add_task("starting", total=4 + options.rounds * (2 * options.requests + 8))
+        steps = bar.add_task("starting", total=5 + options.rounds * (2 * options.requests + 9))
 
-        def start(interval: int, *, is_long: bool) -> System:
+        def start(interval: int, *, is_long: bool, mode: str = "auto") -> System:
             ttft_ms = options.slo_ttft_ms if is_long else options.load_slo_ttft_ms
             bar.advance(steps)
-            spec = SystemSpec(model, options.context, interval, ttft_ms, is_long)
+            spec = SystemSpec(model, options.context, interval, ttft_ms, is_long, mode)
             return stack.enter_context(System(spec))
 
         def measure_in_turn(
@@ -112,10 +118,12 @@ def measure(model: Path, options: argparse.Namespace) -> Figures:
             {WITH: start(options.interval, is_long=kind), WITHOUT: start(0, is_long=kind)}
             for kind in (True, False)
         )
-        for system in (*long.values(), *default.values()):
+        mixed = {ABORT: start(options.interval, is_long=False, mode="abort"), **default}
+        for system in (*long.values(), *mixed.values()):
             system.call("prefill_s", CALIBRATION_TOKENS)
         figures.prefill_tokens, figures.prefill_s = calibrate(long[WITHOUT], options.context)
         prefill = figures.prefill_tokens, figures.prefill_s
+        load_arguments = options.load_seconds, 1.0, figures.prefill_tokens // 2
         for _ in range(options.rounds):
             for _ in range(options.requests):
                 times = measure_in_turn("TTFT in a prefill", long, "ttft_in_prefill_ms", *prefill)
@@ -127,12 +135,15 @@ def measure(model: Path, options: argparse.Namespace) -> Figures:
                 figures.idle_ms[name] += ttfts_ms
             for name, share in measure_in_turn("idle CPU", default, "idle_cpu_share", 2.0).items():
                 figures.idle_cpu[name].append(share)
-            for name, load in measure_in_turn(
-                "load", default, "load", options.load_seconds, 1.0, figures.prefill_tokens // 2
-            ).items():
+            for name, load in measure_in_turn("load", default, "load", *load_arguments).items():
                 figures.loads[name].append(load)
-        figures.aborts = long[WITH].call("status")
         figures.under_load = default[WITH].call("status")
+        for _ in range(options.rounds):
+            for name, load in measure_in_turn(
+                "load beside decodes", mixed, "load", *load_arguments, DECODING
+            ).items():
+                figures.mixed_loads[name].append(load)
+        figures.aborts = long[WITH].call("status")
     return figures
 
 
@@ -162,6 +173,11 @@ def summarize(figures: Figures, options: argparse.Namespace) -> dict[str, Any]:
     load_ms = 1e3 * sum(load.seconds for load in figures.loads[WITH])
     wasted_percent = 100 * figures.under_load["wasted_ms"] / load_ms
     loss = 1 - np.median(rates[WITH]) / np.median(rates[WITHOUT])
+    mixed = [
+        row(f"6. {figure}, {text}", value)
+        for name, text in ((WITH, "shrink"), (ABORT, "abort"), (WITHOUT, "without"))
+        for figure, value in mixed_figures(figures.mixed_loads[name]).items()
+    ]
     return {
         "prefill": {"tokens": figures.prefill_tokens, "seconds": figures.prefill_s},
         "interval_ms": interval_ms,
@@ -214,8 +230,27 @@ def summarize(figures: Figures, options: argparse.Namespace) -> dict[str, Any]:
             ),
             row("5. idle TTFT, with", spread(percentiles(idle[WITH])), "not above stock"),
             row("5. idle TTFT, stock loop", spread(percentiles(idle[WITHOUT]))),
+            *sorted(mixed, key=lambda line: line["figure"].split(",")[0]),
         ],
     }
+
+
+def mixed_figures(loads: Sequence[Load]) -> dict[str, str]:
+    """Return what is told of loads beside online requests that decode."""
+    return {
+        "offline tokens/s beside decodes": over_rounds(
+            [load.offline_tokens / load.seconds for load in loads]
+        ),
+        "online TTFT beside decodes": spread(percentiles(all_ttft(loads))),
+        "gaps between decoded tokens": spread(
+            percentiles([gap for load in loads for gap in load.gaps_ms])
+        ),
+    }
+
+
+def as_document(loads: Mapping[str, Sequence[Load]]) -> dict[str, list[dict[str, Any]]]:
+    """Return loads as JSON can hold them."""
+    return {name: [vars(load) for load in of_system] for name, of_system in loads.items()}
 
 
 def row(name: str, value: str, target: str = "") -> dict[str, str]:

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -21,6 +22,7 @@ import psutil
 ANSWER_TIMEOUT_S: Final = 600
 ONLINE_TOKENS: Final = 32
 ONLINE_OUTPUT_TOKENS: Final = 4
+DECODED_TOKENS: Final = 64
 POLL_S: Final = 0.002
 
 
@@ -35,6 +37,9 @@ class SystemSpec:
     is_long: bool
     """Offline iterations as long as prompts, each of which may be aborted; else the defaults."""
 
+    mode: str = "auto"
+    """What becomes of the online rows of an aborted batch; see ``--safepoint-mode``."""
+
 
 @dataclass
 class Load:
@@ -43,6 +48,8 @@ class Load:
     seconds: float
     offline_tokens: int
     ttft_ms: list[float] = field(default_factory=list)
+    gaps_ms: list[float] = field(default_factory=list)
+    """Between the tokens of the online requests that decode all the time."""
 
 
 class Measured:
@@ -69,6 +76,7 @@ class Measured:
                 slo_ttft_ms=spec.ttft_ms,
                 slo_tpot_ms=spec.ttft_ms,
                 safepoint_interval=spec.interval,
+                safepoint_mode=spec.mode,
                 safepoint_wasted_share=1.0 if spec.is_long else 0.1,
                 startup_profile_seconds=5.0,
             ),
@@ -109,8 +117,14 @@ class Measured:
 
         return float(self._run(measure()))
 
-    def load(self, seconds: float, arrivals_per_s: float, prompt_tokens: int) -> Load:
-        """Run an offline backlog for some seconds, with online arrivals at random times."""
+    def load(
+        self, seconds: float, arrivals_per_s: float, prompt_tokens: int, decoding: int = 0
+    ) -> Load:
+        """Run an offline backlog for some seconds, with online arrivals at random times.
+
+        ``decoding`` more online requests decode all the time, so that no iteration is of
+        offline rows alone.
+        """
         load = Load(seconds, 0)
 
         async def offline(end_s: float) -> None:
@@ -129,11 +143,19 @@ class Measured:
         async def one_online() -> None:
             load.ttft_ms.append(await self._online_ttft_ms())
 
+        async def decodes(end_s: float) -> None:
+            while time.perf_counter() < end_s:
+                prompt = self._tokens(ONLINE_TOKENS)
+                times_s = await self._token_times_s(prompt, DECODED_TOKENS, offline=False)
+                load.gaps_ms += [(b - a) * 1e3 for a, b in pairwise(times_s)]
+
         async def both() -> None:
             end_s = time.perf_counter() + seconds
             async with asyncio.TaskGroup() as group:
                 for _ in range(8):
                     group.create_task(offline(end_s))
+                for _ in range(decoding):
+                    group.create_task(decodes(end_s))
                 if arrivals_per_s:
                     group.create_task(online(end_s))
 
@@ -167,8 +189,15 @@ class Measured:
 
     async def _first_token_s(self, prompt: list[int], *, offline: bool) -> float:
         """Return when the first token came; the request has ended then."""
+        count = 1 if offline else ONLINE_OUTPUT_TOKENS
+        return (await self._token_times_s(prompt, count, offline=offline))[0]
+
+    async def _token_times_s(
+        self, prompt: list[int], max_new_tokens: int, *, offline: bool
+    ) -> list[float]:
+        """Return when each output came, from the start; a request's tokens come one by one."""
         params: dict[str, Any] = {
-            "max_new_tokens": 1 if offline else ONLINE_OUTPUT_TOKENS,
+            "max_new_tokens": max_new_tokens,
             "temperature": 0.0,
             "ignore_eos": True,
         }
@@ -178,11 +207,7 @@ class Measured:
         outputs: AsyncIterator[Any] = await self._engine.async_generate(
             input_ids=prompt, sampling_params=params, stream=True
         )
-        first_s = None
-        async for _ in outputs:
-            first_s = first_s or time.perf_counter() - started_s
-        assert first_s is not None
-        return first_s
+        return [time.perf_counter() - started_s async for _ in outputs]
 
     def _run(self, work: Any) -> Any:
         return self._engine.loop.run_until_complete(work)
