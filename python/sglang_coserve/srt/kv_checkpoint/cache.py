@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.evict_policy import PriorityStrategy
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -28,7 +27,7 @@ from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.prefetch import Prefetches
 from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
 from sglang_coserve.srt.kv_checkpoint.saving import Saver
-from sglang_coserve.srt.kv_checkpoint.tree_nodes import EVICTION_RANK, subtree
+from sglang_coserve.srt.kv_checkpoint.tree_nodes import EVICTION_RANK, EvictionOrder, subtree
 from sglang_coserve.srt.request_marks import is_offline
 
 __all__ = ["CheckpointCache"]
@@ -61,7 +60,7 @@ class CheckpointCache(HiRadixCache):
         self.step = 0
         self._inserting = RequestClass.ONLINE
         super().__init__(params, server_args)
-        self.eviction_strategy = PriorityStrategy()
+        self.eviction_strategy = EvictionOrder()
 
     def reset(self) -> None:
         """Forget all KV; nothing may be under way."""
@@ -176,9 +175,18 @@ class CheckpointCache(HiRadixCache):
         return int(self.token_to_kv_pool_allocator.size)
 
     def prefetch_step(self, req: Req, budget_tokens: int) -> int | None:
-        """Begin the next load of a waiting request; see ``Prefetches.step``."""
+        """Begin the next loads of a waiting request; see ``Prefetches.step``."""
         req.init_next_round_input(self)
         return self.prefetches.step(req, budget_tokens)
+
+    def need(self, req: Req) -> None:
+        """Let what a waiting request has on the device go last of its class, for this pass."""
+        self.eviction_strategy.needed.add(id(req.last_node))
+
+    def begin_pass(self, now_s: float) -> None:
+        """Note the time on the clock that all ranks share; what was needed may not be any more."""
+        self.prefetches.now_s = now_s
+        self.eviction_strategy.needed.clear()
 
     def load_back(self, node: Node, mem_quota: int | None = None) -> torch.Tensor | None:
         """Load within a batch, but not behind other loads: if they do not come back, the batch

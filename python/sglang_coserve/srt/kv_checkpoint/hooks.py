@@ -64,22 +64,18 @@ class KvCheckpointing:
         """
         if self._cache is None:
             return
-        self._now_s = self._cache.prefetches.now_s = now_s
+        self._now_s = now_s
+        self._cache.begin_pass(now_s)
         most = min(_PREFETCH_TOKENS, int(_PREFETCH_SHARE * self._cache.device_tokens))
         budget = most - self._cache.prefetches.in_flight_tokens
         self._no_room.clear()
-        loaded = []
         for rid, req in self._wanted.items():
             tokens = self._cache.prefetch_step(req, budget)
             if tokens is None:
                 self._no_room.add(rid)
             else:
                 budget -= tokens
-            # Those behind it make no room with what it has: all would load, and none resume.
-            self._cache.inc_lock_ref(req.last_node)
-            loaded.append(req.last_node)
-        for node in loaded:
-            self._cache.dec_lock_ref(node)
+            self._cache.need(req)
         self._wanted.clear()
 
     def hold_back(self, reqs: Iterable[Req]) -> set[str]:
@@ -97,6 +93,7 @@ class KvCheckpointing:
             if req.host_hit_length and self._comes(req.rid, since_s):
                 self._held_since_s[req.rid] = since_s
                 self._wanted[req.rid] = req
+                self._cache.need(req)
                 held.add(req.rid)
         return held
 

@@ -94,7 +94,7 @@ class Prefetches:
         shortage = tokens - allocator.available_size()
         if shortage > 0:
             self._cache.inc_lock_ref(ancestor)
-            self._reclaimer.reclaim(shortage, offline_only=True)
+            self._reclaimer.reclaim(shortage, for_prefetch=True)
             self._cache.dec_lock_ref(ancestor)
         slots: torch.Tensor | None = allocator.alloc(tokens)
         return slots
@@ -156,6 +156,7 @@ class Prefetches:
             cache.token_to_kv_pool_allocator.free(device_slots)
             return
         node.value = device_slots
+        cache.eviction_strategy.needed.add(id(node))
         cache.evictable_size_ += len(device_slots)
         cache._update_leaf_status(node)
         cache._update_host_leaf_status(node)

@@ -48,13 +48,15 @@ class Reclaimer:
 
     # --- Device --------------------------------------------------------------------------
 
-    def reclaim(self, tokens: int, *, offline_only: bool = False) -> int:
+    def reclaim(self, tokens: int, *, for_prefetch: bool = False) -> int:
         """Free at least ``tokens`` device slots where possible; return how many.
 
         A node is split so that its head stays. A little more than asked for is taken
-        of offline nodes, never of online ones. O(leaves + freed).
+        of offline nodes, never of online ones. For a prefetch nothing is taken of online
+        nodes, nor of what requests about to be admitted resume from. O(leaves + freed).
         """
         cache = self._cache
+        order = cache.eviction_strategy
         wanted = reclaim_tokens(tokens, self._policy.reclaim_tokens, cache.page_size)
         least = reclaim_tokens(tokens, 0, cache.page_size)
         heap = cache._make_eviction_heap()
@@ -63,7 +65,8 @@ class Reclaimer:
         while heap:
             _, node = heapq.heappop(heap)
             limit = wanted if is_offline_node(node) else least
-            if num_freed >= limit or (offline_only and not is_offline_node(node)):
+            is_spared = order.is_needed(node) or not is_offline_node(node)
+            if num_freed >= limit or (for_prefetch and is_spared):
                 break
             if node.lock_ref:
                 continue

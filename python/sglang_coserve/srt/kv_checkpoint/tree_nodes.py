@@ -8,6 +8,7 @@ from sglang_coserve.core.request import RequestClass
 
 __all__ = [
     "EVICTION_RANK",
+    "EvictionOrder",
     "bind_host",
     "can_save",
     "holder",
@@ -20,6 +21,26 @@ Node = Any
 
 EVICTION_RANK: Final = {RequestClass.OFFLINE: 0, RequestClass.ONLINE: 1}
 """``node.priority`` by the most important class that used the node: less is evicted first."""
+
+
+class EvictionOrder:
+    """Which leaf gives up its device slots first: the class decides, then the last use.
+
+    Those that requests about to be admitted resume from come last in their class, or each
+    of these would take the room of the others, and what was loaded go again.
+    """
+
+    def __init__(self) -> None:
+        self.needed: set[int] = set()
+        """``id`` of nodes; nothing above a leaf is evicted before it."""
+
+    def get_priority(self, node: Node) -> tuple[int, bool, float]:
+        """Return a key, the least of which is evicted first; SGLang asks for it."""
+        return node.priority, id(node) in self.needed, node.last_access_time
+
+    def is_needed(self, node: Node) -> bool:
+        """Return whether a request about to be admitted resumes from a node."""
+        return id(node) in self.needed
 
 
 def is_offline_node(node: Node) -> bool:
