@@ -73,6 +73,8 @@ def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
         """Answers a bad mark, or a value that would end the scheduler process, with the error
         of any invalid parameter; times the way of first tokens."""
 
+        coserve_output_delay = output_delay
+
         async def _handle_batch_output(self, recv_obj: Any) -> None:
             times = output_delay.without_token(recv_obj.rids, self.rid_to_state)
             await super()._handle_batch_output(recv_obj)
