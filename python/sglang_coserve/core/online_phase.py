@@ -20,9 +20,6 @@ _SPARED_CUT: Final = 0.1
 """Part of its budget by which a batch may exceed it for the end of a prompt: a cut costs the
 prompt another iteration, and all that decode in that one."""
 
-_ADDS_LITTLE: Final = 0.2
-"""Part of the time of prompts that decodes beside them may add to it, if no first token is late."""
-
 
 def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> None:
     """Add every online decode, then online prefills in order within the budget.
@@ -70,14 +67,12 @@ def _time_before_decodes_s(
 ) -> float | None:
     """Return how long the prompts may have an iteration to themselves; None if they do not.
 
-    SGLang lets the decodes stall for every prompt. Here they run beside the prompts
-    where they add little, or where their next token cannot wait; else the prompts go
-    first, since whoever arrives meanwhile waits for both.
-
-    Where a first token would be late, they do so for longer: a target for the 99th
-    percentile allows some late gaps between tokens, and one long gap of a request
-    costs it no more of them than one that is just too long. No gap is longer than
-    both targets together. O(waiting + rows).
+    SGLang lets the decodes stall for every prompt. Here they run beside the prompts,
+    which costs less in all; but where that makes a first token late, the prompts go
+    first as long as the next token of every decode can wait. And longer: a target
+    for the 99th percentile allows some late gaps between tokens, and one long gap
+    of a request costs it no more of them than one that is just too long. No gap is
+    longer than both targets together. O(waiting + rows).
     """
     if not batch.online_decodes or math.isinf(batch.tpot_slack_s):
         return None
@@ -88,17 +83,13 @@ def _time_before_decodes_s(
     decodes_s = batch.predict_with_decodes(len(batch.online_decodes), contexts)
     alone_s = batch.predict_with_whole(prompts)
     least_slack_s = min(slack_s(batch, row) for row in prompts)
-    if math.isinf(least_slack_s):
-        return None
     share = 1 - context.config.margin
-    is_late = alone_s + decodes_s > least_slack_s * share
-    added_s = decodes_s - batch.model.predict(BatchStats(decode_requests=1))
-    if not is_late and added_s < _ADDS_LITTLE * alone_s:
+    if alone_s + decodes_s <= least_slack_s * share:
         return None
     first_s = batch.predict_with_whole(prompts[:1])
     in_time_s = min(budget_s, batch.tpot_slack_s) * share - decodes_s
     stall_s = min(budget_s, batch.tpot_slack_s + (batch.targets.ttft_s or 0.0)) * share - decodes_s
-    may_stall = is_late and batch.late_decodes(alone_s + decodes_s) < context.late_gaps
+    may_stall = batch.late_decodes(alone_s + decodes_s) < context.late_gaps
     limit_s = stall_s if may_stall and alone_s > in_time_s else in_time_s
     return limit_s if first_s <= limit_s else None
 

@@ -95,15 +95,12 @@ def many_decodes(count: int = 100, **fields: object) -> list[Row]:
     return [online(10, DECODING, **fields) for _ in range(count)]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("prompt_tokens", "due_s", "goes_first"),
-    [(100, 0.9, True), (600, 0.095, False), (600, 0.085, True)],
-)
-def test_prompts_go_first_where_decodes_add_much_or_would_make_one_late(
-    prompt_tokens: int, due_s: float, goes_first: bool
+@pytest.mark.parametrize(("due_s", "goes_first"), [(0.045, False), (0.035, True)])
+def test_prompts_go_first_where_the_decodes_beside_them_would_make_one_late(
+    due_s: float, goes_first: bool
 ) -> None:
-    """The prompts take 20 and 70 ms alone; the decodes 20, or 10 more beside a prompt."""
-    prompt = online(prompt_tokens, arrival_s=due_s - 1.0)
+    """The prompt takes 20 ms alone, 30 beside the decodes."""
+    prompt = online(100, arrival_s=due_s - 1.0)
     plan = scheduler("coserve", queued()).plan(snapshot(*many_decodes(), prompt), NO_CACHE)
     assert plan.skips_decodes == goes_first
     assert plan.batch.decode_requests == (0 if goes_first else 100)
