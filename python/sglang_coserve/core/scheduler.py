@@ -183,5 +183,5 @@ class Scheduler:
         if self._arrival_wait is None:
             return math.inf
         if snapshot.arrival_wait_share < 1:
-            return self._arrival_wait.wait_until_safepoint_s
+            return self._arrival_wait.wait_until_safepoint_s(snapshot.arrival_wait_share)
         return self._arrival_wait.wait_s
