@@ -52,6 +52,14 @@ def num_offline_received(http: httpx.Client) -> int:
 MESSAGES: Any = [{"role": "user", "content": "Who repaired the boat?"}]
 
 
+def test_status_shows_how_long_tokens_take_from_the_scheduler(http: httpx.Client) -> None:
+    for _ in range(4):  # At least one of which is timed.
+        body = {"text": "Who", "sampling_params": {"max_new_tokens": 2}}
+        http.post("/generate", json=body).raise_for_status()
+    delay_ms = http.get("/coserve/status").raise_for_status().json()["output_delay_ms"]
+    assert 0 < delay_ms < 10_000
+
+
 def test_status_shows_settings_and_classes(http: httpx.Client) -> None:
     replica = status(http)
     assert replica["config"]["slo_ttft_ms"] == 400

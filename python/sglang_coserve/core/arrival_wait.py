@@ -44,7 +44,7 @@ _PRIOR_IN_TIME: Final = 100
 single one that would be late whatever offline work does is more than a hundredth."""
 
 _PRIOR_UTILIZATION: Final = 0.5
-_UTILIZATION_SPAN_S: Final = 60.0
+_UTILIZATION_SPAN_S: Final = 20.0
 
 # One late request in a hundred leaves the correction where it is.
 _STEP_DOWN: Final = 0.03
@@ -92,13 +92,17 @@ class ArrivalWait:
     @property
     def wait_s(self) -> float:
         """The answer, from the requests seen so far."""
-        learned_s = self._modelled_s * math.exp(self._log_correction)
-        return self._bounded_s(learned_s, _MOST_SHARE)
+        return self._bounded_s(self._learned_s, _MOST_SHARE, _LEAST_SHARE)
 
-    @property
-    def wait_until_safepoint_s(self) -> float:
-        """The answer where a safepoint ends the wait, and not the iteration; no longer."""
-        return self._bounded_s(self.wait_s, _MOST_SHARE_UNTIL_SAFEPOINT)
+    def wait_until_safepoint_s(self, share: float) -> float:
+        """Return the answer where a safepoint ends the wait, and not the iteration; no longer.
+
+        ``share`` is the part of an iteration that an arrival then waits at most. It is the
+        iteration that is never shorter than the least part of the target.
+        """
+        learned_s = min(self._learned_s, self.wait_s)
+        least_share = _LEAST_SHARE * share
+        return self._bounded_s(learned_s, _MOST_SHARE_UNTIL_SAFEPOINT, least_share)
 
     def observe(
         self,
@@ -132,9 +136,13 @@ class ArrivalWait:
             self._since_recomputed = 0
             self._recompute()
 
-    def _bounded_s(self, wait_s: float, most_share: float) -> float:
+    @property
+    def _learned_s(self) -> float:
+        return self._modelled_s * math.exp(self._log_correction)
+
+    def _bounded_s(self, wait_s: float, most_share: float, least_share: float) -> float:
         most_s = most_share * (1 - self._utilization) * self._target_s
-        return max(min(wait_s, most_s), _LEAST_SHARE * self._target_s)
+        return max(min(wait_s, most_s), least_share * self._target_s)
 
     def _follow_utilization(self, now_s: float) -> None:
         """Take the time since the last iteration's start into account."""

@@ -13,6 +13,7 @@ from sglang_coserve.core.snapshot import (
     Eviction,
     FairnessUpdate,
     FirstToken,
+    OnlineGaps,
     PrefillChunk,
     Row,
     StepPlan,
@@ -78,6 +79,7 @@ class BatchBuilder:
         """Offline rows whose prefill is unfinished, the running one first."""
         self.tpot_slack_s = math.inf
         """Time until the first online decode misses its TPOT target."""
+        self._due_s: list[float] = []
 
         self._page_tokens = snapshot.page_tokens
         self._victim_order = victim_order
@@ -257,6 +259,12 @@ class BatchBuilder:
         """Refuse a waiting online request."""
         self._shed.append(row.info.rid)
 
+    def late_decodes(self, seconds: float) -> int:
+        """Return how many online decodes miss their TPOT target if their next token comes so
+        much later. O(rows)."""
+        end_s = self.snapshot.now_s + seconds
+        return sum([due_s < end_s for due_s in self._due_s])
+
     # --- the plan ---
 
     @property
@@ -302,6 +310,7 @@ class BatchBuilder:
             online_part_s=self.online_part_s,
             arrival_wait_s=self.arrival_wait_s,
             first_tokens=tuple(self.first_tokens),
+            gaps=self._gaps(),
             fairness=fairness,
         )
 
@@ -310,7 +319,7 @@ class BatchBuilder:
     def _sort_rows(self) -> None:
         online_decodes, offline_decodes = self.online_decodes, self.offline_decodes
         default_tpot_s = self.targets.tpot_s
-        due_s = math.inf
+        due_s = self._due_s
         for row in self.snapshot.rows:
             info, state = row.info, row.state
             if state is not _DECODING and state is not _PAUSED:
@@ -324,14 +333,17 @@ class BatchBuilder:
                 tpot_s = info.tpot_target_s or default_tpot_s
                 if tpot_s is not None:
                     last_s = row.last_token_s
-                    row_due_s = (info.arrival_s if last_s is None else last_s) + tpot_s
-                    if row_due_s < due_s:
-                        due_s = row_due_s
+                    due_s.append((info.arrival_s if last_s is None else last_s) + tpot_s)
             elif info.can_pause:
                 offline_decodes.append(row)
             else:
                 online_decodes.append(row)
-        self.tpot_slack_s = due_s - self.snapshot.now_s
+        self.tpot_slack_s = min(due_s, default=math.inf) - self.snapshot.now_s
+
+    def _gaps(self) -> OnlineGaps:
+        if self.skips_decodes or not self._decoding:
+            return OnlineGaps()
+        return OnlineGaps(len(self._due_s), self.late_decodes(self.predicted_s))
 
     def _with_decodes(self, count: int, context_tokens: int) -> BatchStats:
         stats = self.stats

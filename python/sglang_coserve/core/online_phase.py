@@ -35,13 +35,12 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
     """
     margin = context.config.margin
     left_s = min(budget_s, batch.tpot_slack_s)
-    budget_s = left_s * (1 - margin)
-    decodes_s = _decodes_that_can_wait_s(batch, context, budget_s)
-    if decodes_s is None:
+    prompts_s = _time_before_decodes_s(batch, context, budget_s)
+    if prompts_s is None:
         decode_online(batch)
-        prefill_online(batch, context, budget_s, spared_cut=_SPARED_CUT)
+        prefill_online(batch, context, left_s * (1 - margin), spared_cut=_SPARED_CUT)
     else:
-        _prefill_before_decodes(batch, context, budget_s - decodes_s)
+        _prefill_before_decodes(batch, context, prompts_s)
     batch.online_part_s = batch.predicted_s
     batch.arrival_wait_s = context.arrival_wait_s
     # What iterations take longer, the wait has learned already.
@@ -63,14 +62,17 @@ def _prefill_before_decodes(batch: BatchBuilder, context: PlanContext, budget_s:
         _leave_over(batch, by_deadline=True)
 
 
-def _decodes_that_can_wait_s(
+def _time_before_decodes_s(
     batch: BatchBuilder, context: PlanContext, budget_s: float
 ) -> float | None:
-    """Return what the online decodes take alone if they are to wait for the next iteration.
+    """Return how long the prompts may have an iteration to themselves; None if they do not.
 
-    That is what SGLang does with every prompt. Here decodes run beside the prompts,
-    which costs less in all; but where that makes a first token late, and the next
-    token of every decode can wait, the prompts go first. O(waiting + rows).
+    SGLang lets the decodes stall for every prompt. Here they run beside the prompts,
+    which costs less in all; but where that makes a first token late, the prompts go
+    first as long as the next token of every decode can wait. And longer: a target
+    for the 99th percentile allows some late gaps between tokens, and one long gap
+    of a request costs it no more of them than one that is just too long. No gap is
+    longer than both targets together. O(waiting + rows).
     """
     if not batch.online_decodes or math.isinf(batch.tpot_slack_s):
         return None
@@ -81,10 +83,15 @@ def _decodes_that_can_wait_s(
     decodes_s = batch.predict_with_decodes(len(batch.online_decodes), contexts)
     alone_s = batch.predict_with_whole(prompts)
     least_slack_s = min(slack_s(batch, row) for row in prompts)
-    if alone_s + decodes_s <= least_slack_s * (1 - context.config.margin):
+    share = 1 - context.config.margin
+    if alone_s + decodes_s <= least_slack_s * share:
         return None
     first_s = batch.predict_with_whole(prompts[:1])
-    return decodes_s if first_s + decodes_s <= budget_s else None
+    in_time_s = min(budget_s, batch.tpot_slack_s) * share - decodes_s
+    stall_s = min(budget_s, batch.tpot_slack_s + (batch.targets.ttft_s or 0.0)) * share - decodes_s
+    may_stall = batch.late_decodes(alone_s + decodes_s) < context.late_gaps
+    limit_s = stall_s if may_stall and alone_s > in_time_s else in_time_s
+    return limit_s if first_s <= limit_s else None
 
 
 def _arrival_budget_s(batch: BatchBuilder, context: PlanContext) -> float:
@@ -101,8 +108,8 @@ def _arrival_budget_s(batch: BatchBuilder, context: PlanContext) -> float:
     share = seen.mixed_arrival_wait_share if batch.has_online else seen.arrival_wait_share
     if share == 1.0:
         return wait_s
-    least = BatchStats(decode_requests=1)
-    overhead_s = batch.predicted_s if batch.has_online else batch.model.predict(least)
+    # What online decodes add to that is not lost: fewer iterations decode more of them in each.
+    overhead_s = batch.model.predict(BatchStats(decode_requests=1))
     best_s = best_iteration_s(overhead_s, context.arrivals_per_s)
     return max(wait_s, min(wait_s / share, best_s))
 

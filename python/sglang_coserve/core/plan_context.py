@@ -38,5 +38,8 @@ class PlanContext:
     mean_iteration_s: float
     """Moving average of the predicted latency of past iterations (BROS's T_avg)."""
 
+    late_gaps: float
+    """How many tokens of online decodes may still come late (``LateGaps``)."""
+
     eviction_rate: float
     """Moving estimate of how many offline admissions end in an eviction, 0 to 1."""

@@ -19,7 +19,7 @@ class GuardConfig:
         ConfigError: a value is out of its range.
     """
 
-    max_aborts_in_a_row: int = 3
+    max_aborts_in_a_row: int = 8
     """A request whose iterations were aborted this often without one that ended protects the
     next batch it is in."""
 

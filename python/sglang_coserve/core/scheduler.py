@@ -10,6 +10,7 @@ from sglang_coserve.core.arrival_wait import ArrivalWait
 from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.fairness import ArrivalOrder, VirtualTokenCounter, WaitingOrder
+from sglang_coserve.core.late_gaps import LateGaps
 from sglang_coserve.core.latency_model import LatencyModel, Refiner, Sample
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
 from sglang_coserve.core.plan_context import PlanContext
@@ -72,6 +73,7 @@ class Scheduler:
         self._mean_iteration_s = 0.0
         self._eviction_rate = 0.0
         self._arrival_rate = ArrivalRate()
+        self._late_gaps = LateGaps()
         ttft_s = targets.ttft_s
         self._arrival_wait = None if ttft_s is None else ArrivalWait(ttft_s)
 
@@ -114,6 +116,7 @@ class Scheduler:
             arrival_wait_s=self._arrival_wait_s(snapshot),
             arrivals_per_s=self._arrival_rate.per_s(snapshot.now_s),
             mean_iteration_s=self._mean_iteration_s,
+            late_gaps=self._late_gaps.left,
             eviction_rate=self._eviction_rate,
         )
         self._policy.compose(batch, context)
@@ -132,6 +135,7 @@ class Scheduler:
             self._mean_iteration_s += change_s * (_ITERATION_WEIGHT if self._iteration else 1.0)
             self._iteration += 1
         self._arrival_rate.observe(plan.first_tokens)
+        self._late_gaps.observe(plan.gaps)
         if self._arrival_wait is not None:
             self._arrival_wait.observe(
                 plan.now_s, plan.predicted_s, plan.online_part_s, plan.first_tokens
@@ -179,5 +183,5 @@ class Scheduler:
         if self._arrival_wait is None:
             return math.inf
         if snapshot.arrival_wait_share < 1:
-            return self._arrival_wait.wait_until_safepoint_s
+            return self._arrival_wait.wait_until_safepoint_s(snapshot.arrival_wait_share)
         return self._arrival_wait.wait_s

@@ -161,6 +161,14 @@ class FirstToken(NamedTuple):
     seen_s: float
 
 
+class OnlineGaps(NamedTuple):
+    """Online decodes that get their next token."""
+
+    decodes: int = 0
+    late: int = 0
+    """Of them, those whose TPOT target the gap since their last token is to exceed."""
+
+
 @dataclass(frozen=True, slots=True)
 class FairnessUpdate:
     """How the fairness counters stand once a plan is carried out."""
@@ -224,6 +232,9 @@ class StepPlan:
 
     first_tokens: tuple[FirstToken, ...] = ()
     """Of the online requests that this batch gives their first token."""
+
+    gaps: OnlineGaps = field(default_factory=OnlineGaps)
+    """Between the tokens of those that decode and have a TPOT target."""
 
     fairness: FairnessUpdate | None = None
     """What ``commit`` does to the fairness counters; None without a fair order."""

@@ -67,9 +67,18 @@ def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
     from sglang_coserve.srt.arrival_time import install_arrival_times
     from sglang_coserve.srt.batch_backend.engine_limits import check_fatal_values
 
-    class CheckingTokenizerManager(TokenizerManager):
+    output_delay = install_arrival_times()
+
+    class CoserveTokenizerManager(TokenizerManager):
         """Answers a bad mark, or a value that would end the scheduler process, with the error
-        of any invalid parameter."""
+        of any invalid parameter; times the way of first tokens."""
+
+        coserve_output_delay = output_delay
+
+        async def _handle_batch_output(self, recv_obj: Any) -> None:
+            times = output_delay.without_token(recv_obj.rids, self.rid_to_state)
+            await super()._handle_batch_output(recv_obj)
+            output_delay.observe(times, recv_obj.time_stats)
 
         def _validate_one_request(self, obj: Any, input_ids: Any) -> None:
             super()._validate_one_request(obj, input_ids)
@@ -80,8 +89,7 @@ def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
                 # SGLang's doors turn a ValueError into a 400.
                 raise ValueError(str(error)) from error
 
-    install_arrival_times()
     managers: tuple[Any, Any] = engine.init_tokenizer_manager(
-        server_args, port_args, CheckingTokenizerManager
+        server_args, port_args, CoserveTokenizerManager
     )
     return managers

@@ -108,14 +108,38 @@ def test_prompts_go_first_where_the_decodes_beside_them_would_make_one_late(
     assert (plan.budget_s == 0) == goes_first
 
 
-def test_decodes_that_cannot_wait_for_a_late_prompt_run_beside_it() -> None:
-    """The prompt and then the decodes take 40 ms; one of the decodes is due in 39."""
+def test_decodes_wait_for_a_late_prompt_while_few_gaps_are_late() -> None:
+    """The prompt and then the decodes take 40 ms; some of the decodes are due in 39."""
     late = online(100, arrival_s=-3.0)
-    for last_token_s, waits in ((-0.057, True), (-0.061, False)):
-        decodes = [*many_decodes(99), online(10, DECODING, last_token_s=last_token_s)]
-        plan = scheduler("coserve").plan(snapshot(*decodes, late), NO_CACHE)
+    for num_due, waits in ((0, True), (31, True), (32, False)):
+        due = many_decodes(num_due, last_token_s=-0.061)
+        rows = [*due, *many_decodes(100 - num_due), late]
+        plan = scheduler("coserve").plan(snapshot(*rows), NO_CACHE)
         assert plan.skips_decodes == waits
         assert [chunk.rid for chunk in plan.prefills] == [late.info.rid]
+        assert plan.gaps == ((0, 0) if waits else (100, 0))
+
+
+def test_gaps_that_were_late_leave_none_for_prompts() -> None:
+    """A decode is due in 39 ms; the prompt and then the decodes take 40."""
+    rows = [online(10, DECODING, last_token_s=-0.061), *many_decodes(99)]
+    core = scheduler("coserve")
+    late = core.plan(snapshot(*(row._replace(last_token_s=-0.2) for row in rows)), NO_CACHE)
+    assert late.gaps == (100, 100)
+    core.commit(late)
+    assert not core.plan(snapshot(*rows, online(100, arrival_s=-3.0)), NO_CACHE).skips_decodes
+
+
+def test_no_gap_is_longer_than_both_targets_together() -> None:
+    """Eleven prompts of 110 ms each; a gap may last 1.1 s and has lasted 0.4 s. Not to cut a
+    prompt, a batch may take a tenth more than it should."""
+    prompts = [online(1000, arrival_s=-3.0) for _ in range(11)]
+    decode = online(10, DECODING, last_token_s=-0.4)
+    plan = scheduler("coserve").plan(snapshot(decode, *prompts), NO_CACHE)
+    assert plan.skips_decodes
+    assert 0.5 < plan.predicted_s <= 0.7 * 1.1
+    overdue = decode._replace(last_token_s=-1.1)
+    assert not scheduler("coserve").plan(snapshot(overdue, *prompts), NO_CACHE).skips_decodes
 
 
 def test_decodes_run_where_a_late_prompt_finds_no_memory() -> None:
@@ -160,7 +184,7 @@ def test_an_iteration_budget_bounds_online_chunks_too() -> None:
 
 def test_a_margin_is_left_free() -> None:
     plan = scheduler("coserve", margin=0.5).plan(
-        snapshot(online(state=DECODING), online(5000)), NO_CACHE
+        snapshot(online(state=DECODING), online(5000, ttft_s=10.0)), NO_CACHE
     )
     assert 0.04 < plan.predicted_s <= 0.05
 
