@@ -45,6 +45,11 @@ class Bench:
     vocab_size: int
     window_s: float
     warmup_s: float
+    """Of offline load alone."""
+
+    online_warmup_s: float
+    """Of both loads; what arrives then is not counted."""
+
     drain_s: float
     """Longest time that online requests may take beyond the window."""
 
@@ -82,7 +87,8 @@ class Bench:
                 say("warming up")
                 await offline.until_steady(self.warmup_s, _STEADY_TIMEOUT_S)
             say("measuring")
-            result = await self.online.go(self.window_s + self.drain_s)
+            result = await self.online.go(self.online_warmup_s + self.window_s + self.drain_s)
+            result = result.since(self.online_warmup_s)
             if offline is not None:
                 self._check(offline)
         if all(not timeline.token_times_s for timeline in result.timelines):

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
@@ -37,14 +37,23 @@ _REPORTED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class OnlineResult:
-    """What became of the online requests of one run, times in seconds since the first arrival."""
+    """What became of the online requests of one run, times in seconds since the window's start."""
 
     timelines: tuple[RequestTimeline, ...]
     began_s: float
-    """The first arrival on the clock of ``time.perf_counter``."""
+    """The window's start, at first the first arrival, on the clock of ``time.perf_counter``."""
 
     reported: Mapping[str, float]
-    """Some of bench_serving's own summary."""
+    """Some of bench_serving's own summary, of all requests that were sent."""
+
+    def since(self, start_s: float) -> OnlineResult:
+        """Return the requests that arrive from then on, with times counted from there."""
+        later = (timeline for timeline in self.timelines if timeline.arrival_s >= start_s)
+        return OnlineResult(
+            tuple(_moved(timeline, -start_s) for timeline in later),
+            self.began_s + start_s,
+            self.reported,
+        )
 
 
 class OnlineLoad:
@@ -173,6 +182,14 @@ class OnlineLoad:
                 f"bench_serving answered {answer or 'by ending'!r} where {word!r} was due; "
                 f"its log is {self._log_path}"
             )
+
+
+def _moved(timeline: RequestTimeline, by_s: float) -> RequestTimeline:
+    return replace(
+        timeline,
+        arrival_s=timeline.arrival_s + by_s,
+        token_times_s=tuple(time_s + by_s for time_s in timeline.token_times_s),
+    )
 
 
 def timelines_of(

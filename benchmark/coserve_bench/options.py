@@ -32,6 +32,7 @@ class Options:
     repeats: int
     window_s: float
     warmup_s: float
+    online_warmup_s: float
     drain_s: float
     seed: int
     capacity_per_s: float | None
@@ -57,6 +58,8 @@ class Options:
         ):
             if not value > 0:
                 raise ConfigError(f"{name} must be greater than 0")
+        if not self.online_warmup_s >= 0:
+            raise ConfigError("--online-warmup must be at least 0")
         if self.window_s < 1:
             raise ConfigError("--window must be at least 1 s")
         for path in (self.latency_profile, self.online.trace, self.offline.file):
@@ -71,7 +74,15 @@ class Options:
         Loads, repeats, systems and SLOs are not among it: more of them can be
         added to the runs of an earlier command.
         """
-        names = ("window_s", "warmup_s", "seed", "model_path", "server_flags", "latency_profile")
+        names = (
+            "window_s",
+            "warmup_s",
+            "online_warmup_s",
+            "seed",
+            "model_path",
+            "server_flags",
+            "latency_profile",
+        )
         fields = {name: _plain(getattr(self, name)) for name in names}
         fields["online"] = _plain(dataclasses.asdict(self.online))
         fields["offline"] = _plain(dataclasses.asdict(self.offline))
@@ -93,6 +104,7 @@ def parse_options(argv: Sequence[str]) -> Options:
         repeats=1 if flags.quick else flags.repeats,
         window_s=8.0 if flags.quick else flags.window,
         warmup_s=2.0 if flags.quick else flags.warmup,
+        online_warmup_s=0.0 if flags.quick else flags.online_warmup,
         drain_s=flags.drain,
         seed=flags.seed,
         capacity_per_s=flags.capacity,
@@ -180,6 +192,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--repeats", type=int, default=3)
     add("--window", type=float, default=25.0, metavar="S", help="how long online requests arrive")
     add("--warmup", type=float, default=4.0, metavar="S", help="offline load alone before that")
+    add(
+        "--online-warmup",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="both loads, not counted, before the window",
+    )
     add("--drain", type=float, default=90.0, metavar="S", help="longest wait for online answers")
     add("--seed", type=int, default=1)
     add("--quick", action="store_true", help="a smoke run: one repeat, one load, short windows")

@@ -62,6 +62,7 @@ class Runner:
             vocab_size=self._model.vocab_size,
             window_s=options.window_s,
             warmup_s=options.warmup_s,
+            online_warmup_s=options.online_warmup_s,
             drain_s=options.drain_s,
             seed=options.seed,
         )
@@ -132,7 +133,7 @@ class Runner:
         requests = online_requests(
             self._options.online,
             rate_per_s,
-            self._options.window_s,
+            self._options.online_warmup_s + self._options.window_s,
             self._options.seed,
             self._model.max_context_tokens,
         )

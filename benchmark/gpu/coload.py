@@ -99,6 +99,7 @@ def command(task: Task, load: Load, out: Path) -> list[str]:
     flags += ["--model-path", str(task.model_path())]
     flags += [f"--server-flags={' '.join(task.server_flags())}"]
     flags += ["--window", "5" if dry else str(load.window_s), "--warmup", "1" if dry else "5"]
+    flags += ["--online-warmup", "1" if dry else "5"]
     flags += ["--ready-timeout", "400"]
     if load.trace is not None:
         trace = write_slice(task.folder / f"{load.trace}.csv", SLICES[load.trace])

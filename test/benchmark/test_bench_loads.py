@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve_bench.offline_lines import OfflineSpec, read_requests, write_sample
-from coserve_bench.online_load import timelines_of
+from coserve_bench.online_load import OnlineResult, timelines_of
 from coserve_bench.online_requests import OnlineSpec, burst, online_requests
 from coserve_bench.run_record import OfflineRecord
 from sglang_coserve.errors import InputFileError, WorkloadError
@@ -55,6 +55,14 @@ def test_a_trace_gives_lengths_and_shape() -> None:
     assert max(gaps_s) > 3 * min(gaps_s)
     with pytest.raises(WorkloadError, match="longer trace"):
         online_requests(spec, 1000.0, 30.0, 0, CONTEXT)
+
+
+def test_what_arrives_while_warming_up_is_not_counted() -> None:
+    timelines = tuple(online(0.5, 0.1, arrival_s) for arrival_s in (0.0, 9.9, 10.0, 12.0))
+    window = OnlineResult(timelines, 100.0, {}).since(10.0)
+    assert [timeline.arrival_s for timeline in window.timelines] == [0.0, 2.0]
+    assert [timeline.token_times_s[0] for timeline in window.timelines] == [0.5, 2.5]
+    assert window.began_s == 110.0
 
 
 def test_a_burst_arrives_at_once_with_the_same_lengths() -> None:
