@@ -92,7 +92,7 @@ class ArrivalWait:
     @property
     def wait_s(self) -> float:
         """The answer, from the requests seen so far."""
-        return self._bounded_s(self._learned_s, _MOST_SHARE, _LEAST_SHARE)
+        return self._bounded_s(_MOST_SHARE, _LEAST_SHARE)
 
     def wait_until_safepoint_s(self, share: float) -> float:
         """Return the answer where a safepoint ends the wait, and not the iteration; no longer.
@@ -100,9 +100,7 @@ class ArrivalWait:
         ``share`` is the part of an iteration that an arrival then waits at most. It is the
         iteration that is never shorter than the least part of the target.
         """
-        learned_s = min(self._learned_s, self.wait_s)
-        least_share = _LEAST_SHARE * share
-        return self._bounded_s(learned_s, _MOST_SHARE_UNTIL_SAFEPOINT, least_share)
+        return self._bounded_s(_MOST_SHARE_UNTIL_SAFEPOINT, _LEAST_SHARE * share)
 
     def observe(
         self,
@@ -136,13 +134,10 @@ class ArrivalWait:
             self._since_recomputed = 0
             self._recompute()
 
-    @property
-    def _learned_s(self) -> float:
-        return self._modelled_s * math.exp(self._log_correction)
-
-    def _bounded_s(self, wait_s: float, most_share: float, least_share: float) -> float:
+    def _bounded_s(self, most_share: float, least_share: float) -> float:
+        learned_s = self._modelled_s * math.exp(self._log_correction)
         most_s = most_share * (1 - self._utilization) * self._target_s
-        return max(min(wait_s, most_s), least_share * self._target_s)
+        return max(min(learned_s, most_s), least_share * self._target_s)
 
     def _follow_utilization(self, now_s: float) -> None:
         """Take the time since the last iteration's start into account."""

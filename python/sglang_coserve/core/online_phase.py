@@ -87,10 +87,10 @@ def _time_before_decodes_s(
     if alone_s + decodes_s <= least_slack_s * share:
         return None
     first_s = batch.predict_with_whole(prompts[:1])
-    in_time_s = min(budget_s, batch.tpot_slack_s) * share - decodes_s
-    stall_s = min(budget_s, batch.tpot_slack_s + (batch.targets.ttft_s or 0.0)) * share - decodes_s
-    may_stall = batch.late_decodes(alone_s + decodes_s) < context.late_gaps
-    limit_s = stall_s if may_stall and alone_s > in_time_s else in_time_s
+    limit_s = min(budget_s, batch.tpot_slack_s) * share - decodes_s
+    if alone_s > limit_s and batch.late_decodes(alone_s + decodes_s) < context.late_gaps:
+        longest_s = batch.tpot_slack_s + (batch.targets.ttft_s or 0.0)
+        limit_s = min(budget_s, longest_s) * share - decodes_s
     return limit_s if first_s <= limit_s else None
 
 

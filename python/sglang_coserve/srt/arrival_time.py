@@ -62,9 +62,8 @@ class OutputDelay:
 
         Only of those that the scheduler sends its own times of. O(rows).
         """
-        known = ((index, states.get(rid)) for index, rid in enumerate(rids))
-        times = {index: state.time_stats for index, state in known if state is not None}
-        return {i: t for i, t in times.items() if t.is_timed and not t.first_token_time}
+        times = ((i, states[rid].time_stats) for i, rid in enumerate(rids) if rid in states)
+        return {i: t for i, t in times if t.is_timed and not t.first_token_time}
 
     def observe(self, times: Mapping[int, Any], scheduler_times: Sequence[Any] | None) -> None:
         """Take the requests of ``without_token`` into account, once they have their token.

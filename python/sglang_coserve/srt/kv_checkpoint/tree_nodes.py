@@ -36,7 +36,7 @@ class EvictionOrder:
 
     def get_priority(self, node: Node) -> tuple[int, bool, float]:
         """Return a key, the least of which is evicted first; SGLang asks for it."""
-        return node.priority, id(node) in self.needed, node.last_access_time
+        return node.priority, self.is_needed(node), node.last_access_time
 
     def is_needed(self, node: Node) -> bool:
         """Return whether a request about to be admitted resumes from a node."""
