@@ -84,6 +84,18 @@ def test_a_busy_engine_shortens_the_wait() -> None:
     assert busy.wait_s < 0.4 * idle.wait_s
 
 
+def test_what_every_iteration_takes_is_no_work_of_online_requests() -> None:
+    """Some online row decodes in every iteration; each is short but for what all of them take."""
+    little, much = ArrivalWait(TARGET_S), ArrivalWait(TARGET_S)
+    for i in range(2000):
+        now_s = 0.1 * i
+        first_tokens = (FirstToken(now_s, now_s),) if i % 10 == 0 else ()
+        little.observe(now_s, 0.1, 0.1, first_tokens, fixed_s=0.09)
+        much.observe(now_s, 0.1, 0.1, first_tokens)
+    assert much.wait_s == pytest.approx(TARGET_S / 16)
+    assert little.wait_s > 0.3 * TARGET_S
+
+
 @given(
     own=st.lists(st.floats(0.0, 20.0), min_size=1, max_size=60),
     gap_s=st.floats(0.0, 30.0),

@@ -68,8 +68,11 @@ class ArrivalWait:
     taken off its t.
 
     Two things bound it besides. A queue amplifies each delay by 1 / (1 - ρ), ρ the
-    utilization by online work: w is at most a share of (1 - ρ)·target. And what
-    all this leaves out, a correction learns from the requests that came late.
+    utilization by online work: w is at most a share of (1 - ρ)·target. What an iteration
+    takes however small it is does not count as such work: an engine that always has some
+    online row to decode would seem fully used, offline work would get no time, and
+    that would never change. And what all this leaves out, a correction learns from the
+    requests that came late.
 
     O(log window) an iteration; O(window) once every few first tokens.
     """
@@ -87,7 +90,7 @@ class ArrivalWait:
         self._starts_s: deque[float] = deque(maxlen=_PASSES)
         self._added_before_s: deque[float] = deque(maxlen=_PASSES)
         self._added_s = 0.0
-        self._online_part_s = 0.0
+        self._online_work_s = 0.0
 
     @property
     def wait_s(self) -> float:
@@ -108,6 +111,7 @@ class ArrivalWait:
         predicted_s: float,
         online_part_s: float,
         first_tokens: tuple[FirstToken, ...],
+        fixed_s: float = 0.0,
     ) -> None:
         """Take an iteration into account.
 
@@ -116,9 +120,10 @@ class ArrivalWait:
             predicted_s: How long it is to last.
             online_part_s: The part of that for its online work alone.
             first_tokens: Online requests that it gives their first token.
+            fixed_s: What an iteration takes however small it is.
         """
         self._follow_utilization(now_s)
-        self._online_part_s = online_part_s
+        self._online_work_s = max(online_part_s - fixed_s, 0.0)
         self._starts_s.append(now_s)
         self._added_before_s.append(self._added_s)
         for token in first_tokens:
@@ -145,7 +150,7 @@ class ArrivalWait:
             return
         span_s = now_s - self._starts_s[-1]
         weight = -math.expm1(-span_s / _UTILIZATION_SPAN_S)
-        busy = min(self._online_part_s / span_s, 1.0)
+        busy = min(self._online_work_s / span_s, 1.0)
         self._utilization += weight * (busy - self._utilization)
 
     def _added_until(self, seen_s: float) -> float:

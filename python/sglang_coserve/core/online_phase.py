@@ -68,11 +68,12 @@ def _time_before_decodes_s(
     """Return how long the prompts may have an iteration to themselves; None if they do not.
 
     SGLang lets the decodes stall for every prompt. Here they run beside the prompts,
-    which costs less in all; but where that makes a first token late, the prompts go
-    first as long as the next token of every decode can wait. And longer: a target
-    for the 99th percentile allows some late gaps between tokens, and one long gap
-    of a request costs it no more of them than one that is just too long. No gap is
-    longer than both targets together. O(waiting + rows).
+    which costs less in all; but where that makes a first token late, or would make one
+    late that arrives meanwhile and then takes as long again, the prompts go first as
+    long as the next token of every decode can wait. For one that is late they do so even
+    longer: a target for the 99th percentile allows some late gaps between tokens, and one
+    long gap of a request costs it no more of them than one that is just too long. No gap
+    is longer than both targets together. O(waiting + rows).
     """
     if not batch.online_decodes or math.isinf(batch.tpot_slack_s):
         return None
@@ -84,10 +85,14 @@ def _time_before_decodes_s(
     alone_s = batch.predict_with_whole(prompts)
     least_slack_s = min(slack_s(batch, row) for row in prompts)
     share = 1 - context.config.margin
-    if alone_s + decodes_s <= least_slack_s * share:
+    beside_s = (alone_s + decodes_s) / share
+    makes_late = beside_s > least_slack_s
+    if not makes_late and 2 * beside_s <= (batch.targets.ttft_s or math.inf):
         return None
     first_s = batch.predict_with_whole(prompts[:1])
     limit_s = min(budget_s, batch.tpot_slack_s) * share - decodes_s
+    if alone_s > limit_s and not makes_late:
+        return None
     if alone_s > limit_s and batch.late_decodes(alone_s + decodes_s) < context.late_gaps:
         longest_s = batch.tpot_slack_s + (batch.targets.ttft_s or 0.0)
         limit_s = min(budget_s, longest_s) * share - decodes_s

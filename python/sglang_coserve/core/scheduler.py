@@ -138,7 +138,11 @@ class Scheduler:
         self._late_gaps.observe(plan.gaps)
         if self._arrival_wait is not None:
             self._arrival_wait.observe(
-                plan.now_s, plan.predicted_s, plan.online_part_s, plan.first_tokens
+                plan.now_s,
+                plan.predicted_s,
+                plan.online_part_s,
+                plan.first_tokens,
+                fixed_s=self._model.predict(BatchStats(decode_requests=1)),
             )
         self._policy.commit(plan)
 

@@ -108,6 +108,25 @@ def test_prompts_go_first_where_the_decodes_beside_them_would_make_one_late(
     assert (plan.budget_s == 0) == goes_first
 
 
+@pytest.mark.parametrize(("ttft_s", "goes_first"), [(0.085, False), (0.075, True)])
+def test_prompts_go_first_where_one_that_arrives_meanwhile_would_be_late(
+    ttft_s: float, goes_first: bool
+) -> None:
+    """The prompt and then the decodes take 40 ms, and who arrives meanwhile 40 more."""
+    targets = SloTargets(ttft_s=ttft_s, tpot_s=1.0)
+    rows = [*many_decodes(), online(100)]
+    plan = scheduler("coserve", targets=targets).plan(snapshot(*rows), NO_CACHE)
+    assert plan.skips_decodes == goes_first
+
+
+def test_decodes_that_cannot_wait_do_so_for_no_one_yet_to_arrive() -> None:
+    """The prompt takes 510 ms, more than half the target, and is in time all the same."""
+    decode, prompt = online(state=DECODING), online(5000)
+    plan = scheduler("coserve").plan(snapshot(decode, prompt), NO_CACHE)
+    assert not plan.skips_decodes
+    assert plan.predicted_s <= 0.1
+
+
 def test_decodes_wait_for_a_late_prompt_while_few_gaps_are_late() -> None:
     """The prompt and then the decodes take 40 ms; some of the decodes are due in 39."""
     late = online(100, arrival_s=-3.0)
