@@ -56,8 +56,8 @@ class Reclaimer:
         """Free at least ``tokens`` device slots where possible; return how many.
 
         A node is split so that its head stays. A little more than asked for is taken
-        of offline nodes, never of online ones. For a prefetch nothing is taken of online
-        nodes, nor of what requests about to be admitted resume from. O(leaves + freed).
+        of offline nodes, never of online ones. For a prefetch nothing is taken of what
+        requests about to be admitted resume from, nor of what is being copied. O(leaves + freed).
         """
         cache = self._cache
         order = cache.eviction_strategy
@@ -70,10 +70,9 @@ class Reclaimer:
             _, node = heapq.heappop(heap)
             limit = wanted if is_offline_node(node) else least
             is_copying = self._copies.is_copying(node)
-            is_spared = is_copying or order.is_needed(node) or not is_offline_node(node)
-            if num_freed >= limit or (for_prefetch and is_spared):
+            if num_freed >= limit:
                 break
-            if node.lock_ref:
+            if node.lock_ref or (for_prefetch and (is_copying or order.is_needed(node))):
                 continue
             if is_copying and not self._has_waited_in_vain():
                 self._is_late = not self._copies.finish_all(_UNDER_WAY_TIMEOUT_S)
