@@ -181,7 +181,7 @@ class CheckpointCache(HiRadixCache):
         return self.prefetches.step(req, budget_tokens)
 
     def need(self, req: Req) -> None:
-        """Let what a waiting request has on the device go last of its class, for this pass."""
+        """Let what a waiting request has on the device go last of all, for this pass."""
         self.eviction_strategy.needed.add(id(req.last_node))
 
     def begin_pass(self, now_s: float) -> None:

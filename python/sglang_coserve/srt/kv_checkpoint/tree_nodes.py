@@ -27,9 +27,10 @@ EVICTION_RANK: Final = {RequestClass.OFFLINE: 0, RequestClass.ONLINE: 1}
 class EvictionOrder:
     """Which leaf gives up its device slots first: the class decides, then the last use.
 
-    Those that requests about to be admitted resume from come last in their class, or each
-    of these would take the room of the others, and what was loaded go again. Before them
-    come those that are being copied: in a moment they can be reclaimed and nothing is lost.
+    What requests about to be admitted resume from comes last of all: their plan has given
+    them this room, and would otherwise see them lose it again, pass after pass, to the rows
+    that decode. Of a class, what is being copied comes last: in a moment it can be reclaimed
+    and nothing is lost.
     """
 
     def __init__(self, is_copying: Callable[[Node], bool]) -> None:
@@ -37,10 +38,10 @@ class EvictionOrder:
         """``id`` of nodes; nothing above a leaf is evicted before it."""
         self._is_copying = is_copying
 
-    def get_priority(self, node: Node) -> tuple[int, bool, bool, float]:
+    def get_priority(self, node: Node) -> tuple[bool, int, bool, float]:
         """Return a key, the least of which is evicted first; SGLang asks for it."""
-        spared = self.is_needed(node), self._is_copying(node)
-        return node.priority, *spared, node.last_access_time
+        is_needed, is_copying = self.is_needed(node), self._is_copying(node)
+        return is_needed, node.priority, is_copying, node.last_access_time
 
     def is_needed(self, node: Node) -> bool:
         """Return whether a request about to be admitted resumes from a node."""
