@@ -149,6 +149,28 @@ def test_what_a_row_has_not_saved_is_saved_when_it_gives_way() -> None:
     engine.assert_consistent()
 
 
+def test_what_resumes_takes_the_room_of_online_prefixes_and_keeps_it() -> None:
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    engine, row = row_with_unsaved_tokens()
+    engine.release(row)
+    evict_all(engine)
+    online = BareRow("online", list(range(100, 356)), offline=False)
+    assert engine.admit(online)
+    engine.release(online, ends=True)
+    engine.settle()
+    assert engine.allocator.available_size() == 0
+    assert engine.cache.prefetch_step(row, budget_tokens=256) == 80
+    engine.settle()
+    assert engine.cache.prefetch_step(row, budget_tokens=256) == 0
+    assert (row.host_hit_length, len(row.prefix_indices)) == (0, 80)
+    engine.cache.need(row)
+    engine.cache.evict(EvictParams(num_tokens=176))
+    row.init_next_round_input(engine.cache)
+    assert len(row.prefix_indices) == 80
+    engine.assert_consistent()
+
+
 def test_online_work_does_not_wait_for_a_slow_copy() -> None:
     engine, row = row_with_unsaved_tokens()
     gate = threading.Event()
