@@ -6,8 +6,9 @@ Repeats three things in turn and prints one table of medians with their range:
 
 - the cache alone, without a model (``kv_bench.parts``): the time to reclaim saved KV, and
   what each iteration spends on checkpoints;
-- our server with ``--kv-checkpoint off`` under a load of offline requests that never run out
-  and bursts of large online prompts, which take the KV memory back each time (``kv_bench.trace``);
+- our server with ``--kv-checkpoint off`` under offline requests that never run out and bursts of
+  online prompts, which take the KV memory back each time (``kv_bench.trace``): once with long
+  offline outputs, once with long offline prompts;
 - the same with checkpoints, on the same prompts.
 
 Copies are as fast as the machine makes them; no bandwidth is emulated.
@@ -26,7 +27,7 @@ from pathlib import Path
 import torch
 
 from kv_bench import parts
-from kv_bench.trace import Run, run
+from kv_bench.trace import LOADS, Run, run
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 
@@ -42,7 +43,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of load for each server")
     parser.add_argument("--rows", type=int, default=64, help="decoding, for the cache alone")
     parser.add_argument("--tokens", type=int, default=4096, help="to reclaim")
-    parser.add_argument("--only-parts", action="store_true", help="no servers")
+    names = [load.name for load in LOADS]
+    parser.add_argument("--loads", nargs="*", choices=names, default=names, help="none: no servers")
     parser.add_argument("--out", type=Path, metavar="FIGURES.json")
     options = parser.parse_args()
     torch.set_num_threads(1)  # As a scheduler that shares its cores.
@@ -58,15 +60,17 @@ def main() -> None:
                 timed.setdefault(name, []).append(parts.reclaim_ms(page, options.tokens))
                 name = f"checkpoints of {options.rows} rows, an iteration, page {page}"
                 timed.setdefault(name, []).append(parts.iteration_ms(page, options.rows, steps=200))
-            for mode in () if options.only_parts else (OFF, options.mode):
-                runs.append(run(repeat, mode, options.page_size, model, work, options.seconds))
-                print(runs[-1].summary(), flush=True)
+            for load in (load for load in LOADS if load.name in options.loads):
+                for mode in (OFF, options.mode):
+                    setting = {"page_size": options.page_size, "seconds": options.seconds}
+                    runs.append(run(load, repeat, mode, model=model, work=work, **setting))
+                    print(runs[-1].summary(), flush=True)
 
     print(f"\n{'':44} median [range]")
     for name, times_ms in timed.items():
         print(f"{name:44} {spread(times_ms, '.3f')} ms")
-    if runs:
-        print_runs(runs, options.mode)
+    for name in options.loads:
+        print_runs(name, [entry for entry in runs if entry.load == name], options.mode)
     if options.out is not None:
         figures = {"parts_ms": timed, "runs": [asdict(entry) for entry in runs]}
         options.out.write_text(json.dumps(figures, indent=1) + "\n")
@@ -82,9 +86,9 @@ FIGURES: Sequence[tuple[str, Callable[[Run], float], str]] = (
 )
 
 
-def print_runs(runs: Sequence[Run], mode: str) -> None:
+def print_runs(load: str, runs: Sequence[Run], mode: str) -> None:
     """Print each figure without and with checkpoints, and the ratio of each pair of runs."""
-    print(f"\n{'':36} {OFF:>28} {mode:>28} {'ratio':>24}")
+    print(f"\n{'long ' + load:36} {OFF:>28} {mode:>28} {'ratio':>24}")
     for name, value, style in FIGURES:
         off, on = ([value(entry) for entry in runs if entry.mode == m] for m in (OFF, mode))
         ratios = [b / a for a, b in zip(off, on, strict=True) if a]

@@ -148,7 +148,7 @@ class BareEngine:
         from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 
         cache = self.cache
-        cache.check_hicache_events()
+        self.settle()
         row.init_next_round_input(cache)
         cache.inc_lock_ref(row.last_node)
         locked = row.last_node
@@ -210,7 +210,10 @@ class BareEngine:
     # --- Checks --------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait for all copies and loads, and let their ends be seen."""
+        """Wait for all copies and loads, and let their ends be seen.
+
+        Nothing looks for them without waiting: what follows must not hang on how fast they are.
+        """
         self.cache.cache_controller.write_stream.synchronize()
         self.cache.cache_controller.load_stream.synchronize()
         self.cache.check_hicache_events()

@@ -7,6 +7,7 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,21 +18,40 @@ import httpx
 from sglang_coserve.local_server import LocalServer
 from sglang_coserve.srt import cpu
 
-__all__ = ["Run", "run"]
+__all__ = ["LOADS", "Load", "Run", "run"]
 
-KV_TOKENS = 8192
-OFFLINE_CONCURRENCY = 16
-OFFLINE_PROMPT_TOKENS, OFFLINE_OUTPUT_TOKENS = 128, 640
 OFFLINE_STREAM_INTERVAL = 16  # The client runs on the server's cores.
-BURST_EVERY_S, BURST_REQUESTS = 2.0, 2
-ONLINE_PROMPT_TOKENS, ONLINE_OUTPUT_TOKENS = 1200, 8
 TTFT_TARGET_MS = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What one server made of the load."""
+class Load:
+    """Offline requests that never run out, and bursts of online ones; lengths in tokens."""
 
+    name: str
+    kv_tokens: int
+    offline_concurrency: int
+    offline_prompt: int
+    offline_output: int
+    burst_every_s: float
+    burst_requests: int
+    online_prompt: int
+    online_output: int
+
+
+LOADS = (
+    # Long outputs: what is lost is mostly generated, and little is computed for each token.
+    Load("outputs", 8192, 16, 128, 640, 2.0, 2, 1200, 8),
+    # Long prompts: MultiNews and BurstGPT as in ConServe, table 1, at a quarter of their lengths.
+    Load("documents", 16384, 12, 1729, 98, 2.0, 4, 687, 67),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one server made of a load."""
+
+    load: str
     repeat: int
     mode: str
     offline_tokens_per_s: float
@@ -51,24 +71,36 @@ class Run:
     def summary(self) -> str:
         """Return one line."""
         return (
-            f"{self.repeat} {self.mode}: {self.offline_tokens_per_s:.1f} offline tokens/s, "
+            f"{self.load} {self.repeat} {self.mode}: "
+            f"{self.offline_tokens_per_s:.1f} offline tokens/s, "
             f"P99 TTFT {self.online_p99_ttft_ms:.0f} ms of {self.online_requests}, "
             f"{self.evicted} evicted, tax {self.recompute_tax:.2%}"
         )
 
 
-def run(repeat: int, mode: str, page_size: int, model: Path, work: Path, seconds: float) -> Run:
+def run(
+    load: Load,
+    repeat: int,
+    mode: str,
+    *,
+    page_size: int,
+    model: Path,
+    work: Path,
+    seconds: float,
+    more_flags: Sequence[str] = (),
+) -> Run:
     """Start a server, load it, and return its figures."""
-    flags = ["--model-path", str(model), "--log-level", "warning"]
-    flags += ["--max-total-tokens", str(KV_TOKENS), "--page-size", str(page_size)]
+    flags = ["--model-path", str(model), "--log-level", "warning", *more_flags]
+    flags += ["--max-total-tokens", str(load.kv_tokens), "--page-size", str(page_size)]
     flags += ["--offline-policy", "coserve", "--slo-ttft-ms", str(TTFT_TARGET_MS)]
     flags += ["--kv-checkpoint", mode]
     cores = nullcontext() if cpu.has_cuda() else cpu.divided_cores(1)
-    with cores, LocalServer(flags, log_path=work / f"{mode}-{repeat}.log") as server:
-        return asyncio.run(load(server.base_url, repeat, mode, seconds))
+    log_path = work / f"{load.name}-{mode}-{repeat}.log"
+    with cores, LocalServer(flags, log_path=log_path) as server:
+        return asyncio.run(_send(load, server.base_url, repeat, mode, seconds))
 
 
-async def load(base_url: str, repeat: int, mode: str, seconds: float) -> Run:
+async def _send(load: Load, base_url: str, repeat: int, mode: str, seconds: float) -> Run:
     """Send both classes for so long; the same prompts for every mode of a repeat."""
     rng = random.Random(repeat)
     tokens = [0]
@@ -79,29 +111,29 @@ async def load(base_url: str, repeat: int, mode: str, seconds: float) -> Run:
 
         async def offline_loop(stream: random.Random) -> None:
             while time.perf_counter() < end_s:
-                prompt = stream.choices(range(16, 700), k=OFFLINE_PROMPT_TOKENS)
-                async for _ in generated(client, prompt, OFFLINE_OUTPUT_TOKENS, offline=True):
+                prompt = stream.choices(range(16, 700), k=load.offline_prompt)
+                async for _ in generated(client, prompt, load.offline_output, offline=True):
                     tokens[0] += time.perf_counter() < end_s
 
         async def online_request(prompt: list[int]) -> None:
             begin_s, is_first = time.perf_counter(), True
-            async for _ in generated(client, prompt, ONLINE_OUTPUT_TOKENS, offline=False):
+            async for _ in generated(client, prompt, load.online_output, offline=False):
                 if is_first:
                     ttfts_ms.append((time.perf_counter() - begin_s) * 1e3)
                 is_first = False
 
         async def bursts() -> None:
             arrivals = []
-            while time.perf_counter() + BURST_EVERY_S < end_s:
-                await asyncio.sleep(BURST_EVERY_S)
-                for _ in range(BURST_REQUESTS):
-                    prompt = rng.choices(range(16, 700), k=ONLINE_PROMPT_TOKENS)
+            while time.perf_counter() + load.burst_every_s < end_s:
+                await asyncio.sleep(load.burst_every_s)
+                for _ in range(load.burst_requests):
+                    prompt = rng.choices(range(16, 700), k=load.online_prompt)
                     arrivals.append(asyncio.create_task(online_request(prompt)))
             await asyncio.gather(*arrivals)
 
         loops = [
             asyncio.create_task(offline_loop(random.Random((repeat + 1) * 1000 + number)))
-            for number in range(OFFLINE_CONCURRENCY)
+            for number in range(load.offline_concurrency)
         ]
         await bursts()
         await asyncio.sleep(max(0.0, end_s - time.perf_counter()))
@@ -113,6 +145,7 @@ async def load(base_url: str, repeat: int, mode: str, seconds: float) -> Run:
     offline = checkpointing["classes"]["offline"]
     percentiles = statistics.quantiles(ttfts_ms, n=100)
     return Run(
+        load.name,
         repeat,
         mode,
         tokens[0] / seconds,

@@ -102,6 +102,14 @@ def test_eager_copies_all_full_pages_of_all_rows() -> None:
     assert set(copies) == {PageCopy("a", 32), PageCopy("b", 16)}
 
 
+def test_small_pages_wait_until_a_copy_is_worth_its_cost() -> None:
+    rows = (RowToSave("a", 17), RowToSave("b", 16), RowToSave("c", 15))
+    copies = plan_copies(EAGER, CheckpointSnapshot(rows, used_share=0.1), page_tokens=1)
+    assert set(copies) == {PageCopy("a", 17), PageCopy("b", 16)}
+    at_once = replace(EAGER, least_copy_tokens=1)
+    assert len(plan_copies(at_once, CheckpointSnapshot(rows, used_share=0.1), page_tokens=1)) == 3
+
+
 def test_the_likely_victims_are_saved_first() -> None:
     policy = replace(EAGER, step_tokens=2 * PAGE)
     rows = (

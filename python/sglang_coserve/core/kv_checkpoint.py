@@ -124,6 +124,11 @@ class CheckpointPolicy:
     watermark: float = 0.8
     """Share of the device's KV in use above which ``PRESSURE`` copies."""
 
+    least_copy_tokens: int = 16
+    """Fewest tokens of a row to copy at a time. Where pages are smaller than this, and SGLang's
+    often hold one token, each iteration would otherwise copy a page of every row, and what a
+    copy costs the scheduler is the same for one token as for many."""
+
     step_tokens: int = 4096
     """Most tokens whose copy begins in one step; a prefix, saved whole, may exceed it."""
 
@@ -171,7 +176,7 @@ class PageCopy(NamedTuple):
 def plan_copies(
     policy: CheckpointPolicy, snapshot: CheckpointSnapshot, page_tokens: int
 ) -> tuple[PageCopy, ...]:
-    """Return the copies to begin now, likely victims first; O(rows log rows).
+    """Return the copies to begin now, likely victims first; O(rows), and a sort of those copied.
 
     Of rows that yield alike, the one admitted last is evicted first, so it is saved first.
     """
@@ -183,7 +188,8 @@ def plan_copies(
         return ()
     left = max(min(policy.step_tokens, policy.in_flight_tokens - snapshot.in_flight_tokens), 0)
     copies = []
-    newest_first = snapshot.rows[::-1]
+    least_tokens = policy.least_copy_tokens
+    newest_first = [row for row in reversed(snapshot.rows) if row.dirty_tokens >= least_tokens]
     for row in sorted(newest_first, key=attrgetter("yields_first")):
         tokens = min(row.dirty_tokens, left) // page_tokens * page_tokens
         if tokens:

@@ -32,11 +32,19 @@ class CacheMachine(RuleBasedStateMachine):
         slots=st.sampled_from([128, 256]),
         host_slots=st.sampled_from([32, 160, 1024]),
         online_share=st.sampled_from([0.0, 0.3]),
+        least_copy=st.sampled_from([1, 8]),
         least=st.sampled_from([1, 16]),
     )
-    def start(self, mode: Any, page: int, slots: int, least: int, **pools: Any) -> None:
+    def start(
+        self, mode: Any, page: int, slots: int, least_copy: int, least: int, **pools: Any
+    ) -> None:
         policy = CheckpointPolicy(
-            mode, watermark=0.5, step_tokens=64, in_flight_tokens=128, reclaim_tokens=least
+            mode,
+            watermark=0.5,
+            least_copy_tokens=least_copy,
+            step_tokens=64,
+            in_flight_tokens=128,
+            reclaim_tokens=least,
         )
         self.engine = BareEngine(policy, slots=slots, page_tokens=page, **pools)
         self.waiting: list[BareRow] = []
@@ -108,11 +116,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert freed >= min(tokens, before)
 
     @rule()
-    def see_what_has_ended(self) -> None:
-        self.engine.cache.check_hicache_events()
-
-    @rule()
-    def wait_for_copies(self) -> None:
+    def copies_end(self) -> None:
         self.engine.settle()
 
     @invariant()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kv_bench.bare_cache import BareEngine
+from kv_bench.bare_cache import BareEngine, BareRow
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy, HostQuota
 from sglang_coserve.core.request import RequestClass
@@ -110,6 +110,78 @@ def test_a_class_is_refused_beyond_its_quota_and_asks_again_later() -> None:
 def test_a_class_without_a_share_never_asks() -> None:
     space = host_space(Counter(), online=0, offline=80)
     assert not space.may_try(ONLINE, step=1000)
+
+
+# --- Rows that give way -------------------------------------------------------------------
+
+
+def row_with_unsaved_tokens() -> tuple[BareEngine, BareRow]:
+    """An engine with one row: 32 tokens of a prompt, which are saved, and 48 more, which are not.
+
+    As when a chunk of a prompt has just been computed.
+    """
+    policy = CheckpointPolicy(CheckpointMode.EAGER)
+    engine = BareEngine(policy, slots=256, host_slots=512, page_tokens=16)
+    row = BareRow("row", list(range(32)), offline=True)
+    assert engine.admit(row)
+    engine.checkpoint()
+    engine.settle()
+    for _ in range(48):
+        assert engine.decode(row)
+    return engine, row
+
+
+def evict_all(engine: BareEngine) -> Counter[str]:
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    engine.cache.evict(EvictParams(num_tokens=256))
+    assert engine.allocator.available_size() == 256
+    return engine.cache.counts
+
+
+def test_what_a_row_has_not_saved_is_saved_when_it_gives_way() -> None:
+    engine, row = row_with_unsaved_tokens()
+    engine.release(row)
+    counts = evict_all(engine)
+    assert (counts["demoted_tokens"], counts["dropped_tokens"]) == (80, 0)
+    engine.settle()
+    assert engine.admit(row)
+    engine.assert_consistent()
+
+
+def test_what_resumes_takes_the_room_of_online_prefixes_and_keeps_it() -> None:
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    engine, row = row_with_unsaved_tokens()
+    engine.release(row)
+    evict_all(engine)
+    online = BareRow("online", list(range(100, 356)), offline=False)
+    assert engine.admit(online)
+    engine.release(online, ends=True)
+    engine.settle()
+    assert engine.allocator.available_size() == 0
+    assert engine.cache.prefetch_step(row, budget_tokens=256) == 80
+    engine.settle()
+    assert engine.cache.prefetch_step(row, budget_tokens=256) == 0
+    assert (row.host_hit_length, len(row.prefix_indices)) == (0, 80)
+    engine.cache.need(row)
+    engine.cache.evict(EvictParams(num_tokens=176))
+    row.init_next_round_input(engine.cache)
+    assert len(row.prefix_indices) == 80
+    engine.assert_consistent()
+
+
+def test_online_work_does_not_wait_for_a_slow_copy() -> None:
+    engine, row = row_with_unsaved_tokens()
+    gate = threading.Event()
+    engine.cache.cache_controller.write_stream.submit(gate.wait)
+    engine.release(row)
+    counts = evict_all(engine)
+    assert (counts["demoted_tokens"], counts["dropped_tokens"]) == (32, 48)
+    gate.set()
+    engine.settle()
+    assert engine.admit(row)
+    engine.assert_consistent()
 
 
 # --- Flags --------------------------------------------------------------------------------

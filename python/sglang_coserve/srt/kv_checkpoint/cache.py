@@ -60,7 +60,7 @@ class CheckpointCache(HiRadixCache):
         self.step = 0
         self._inserting = RequestClass.ONLINE
         super().__init__(params, server_args)
-        self.eviction_strategy = EvictionOrder()
+        self.eviction_strategy = EvictionOrder(lambda node: self.copies.is_copying(node))
 
     def reset(self) -> None:
         """Forget all KV; nothing may be under way."""
@@ -119,7 +119,8 @@ class CheckpointCache(HiRadixCache):
             super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
         row = self._saver.rows.get(req.rid)
         if row is not None and is_insert and not req.finished():
-            self._handover.adopt(self._saver.rows.pop(req.rid), kv_len_to_handle)
+            end = self._handover.adopt(self._saver.rows.pop(req.rid), kv_len_to_handle)
+            self._saver.save_released(req.rid, end, self.step)
         self._saver.discard(req.rid)
         if req.finished():
             self.forget(req.rid)
@@ -180,7 +181,7 @@ class CheckpointCache(HiRadixCache):
         return self.prefetches.step(req, budget_tokens)
 
     def need(self, req: Req) -> None:
-        """Let what a waiting request has on the device go last of its class, for this pass."""
+        """Let what a waiting request has on the device go last of all, for this pass."""
         self.eviction_strategy.needed.add(id(req.last_node))
 
     def begin_pass(self, now_s: float) -> None:

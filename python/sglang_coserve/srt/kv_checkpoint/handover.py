@@ -28,10 +28,11 @@ class Handover:
         self._counts = counts
         self._kept: dict[str, list[Node]] = {}
 
-    def adopt(self, row: RowCheckpoint, kv_tokens: int) -> None:
+    def adopt(self, row: RowCheckpoint, kv_tokens: int) -> Node:
         """Make a row's saved pages the host pages of the nodes that now hold its KV. No copy.
 
         Those of the first ``kv_tokens`` tokens of its request, which are in the tree.
+        Returns the last of these nodes.
         """
         req, start, page = row.req, row.start_tokens, self._cache.page_size
         kv_end = kv_tokens // page * page
@@ -47,7 +48,9 @@ class Handover:
             else:
                 unused.append(slots)
         self._space.free(RequestClass.OFFLINE, torch.cat(unused))
-        self._keep(req.rid, (last_saved, self._node_at(req, kv_end)))
+        last = self._node_at(req, kv_end)
+        self._keep(req.rid, (last_saved, last))
+        return last
 
     def _keep(self, rid: str, ends: tuple[Node, Node]) -> None:
         """Protect the host pages of the paths that end with these nodes."""

@@ -56,7 +56,7 @@ class Prefetches:
         """Begin the next loads of a waiting request that was just matched with the tree.
 
         Returns their tokens, at most ``budget_tokens``: 0 also when there is nothing to load
-        now. None when the device has no room for them that offline work may take.
+        now. None when the device has no room for them.
         """
         if not req.host_hit_length or self.is_stuck:
             return 0

@@ -26,6 +26,10 @@ Node = Any
 _LAZY_TIMEOUT_S: Final = 1.0
 """How long online work waits at most for the copies of what is reclaimed (``LAZY``)."""
 
+_UNDER_WAY_TIMEOUT_S: Final = 0.02
+"""How long it waits at most where all that can be reclaimed is being copied already: a chunk of a
+prompt that was computed a moment ago. Mostly a few ms, instead of computing the chunk again."""
+
 
 class Reclaimer:
     """Takes memory from nodes that no running request uses, offline ones and old ones first."""
@@ -52,8 +56,8 @@ class Reclaimer:
         """Free at least ``tokens`` device slots where possible; return how many.
 
         A node is split so that its head stays. A little more than asked for is taken
-        of offline nodes, never of online ones. For a prefetch nothing is taken of online
-        nodes, nor of what requests about to be admitted resume from. O(leaves + freed).
+        of offline nodes, never of online ones. For a prefetch nothing is taken of what
+        requests about to be admitted resume from, nor of what is being copied. O(leaves + freed).
         """
         cache = self._cache
         order = cache.eviction_strategy
@@ -65,11 +69,13 @@ class Reclaimer:
         while heap:
             _, node = heapq.heappop(heap)
             limit = wanted if is_offline_node(node) else least
-            is_spared = order.is_needed(node) or not is_offline_node(node)
-            if num_freed >= limit or (for_prefetch and is_spared):
+            is_copying = self._copies.is_copying(node)
+            if num_freed >= limit:
                 break
-            if node.lock_ref:
+            if node.lock_ref or (for_prefetch and (is_copying or order.is_needed(node))):
                 continue
+            if is_copying and not self._has_waited_in_vain():
+                self._is_late = not self._copies.finish_all(_UNDER_WAY_TIMEOUT_S)
             surplus = len(node.value) - (limit - num_freed)
             if surplus > 0:
                 cache._split_node(node.key, node, surplus)
@@ -112,9 +118,8 @@ class Reclaimer:
         # What is on the host below a node is of use only with the node.
         if not is_offline_node(node) and not node.children:
             return False
-        self._is_late = self._is_late and self._copies.in_flight_tokens > 0
-        if self._is_late:
-            return False  # Online work has waited once for the copies that are under way.
+        if self._has_waited_in_vain():
+            return False
         if not self._space.may_try(RequestClass.OFFLINE, cache.step) or self._copies.is_stuck(
             cache.step
         ):
@@ -128,6 +133,11 @@ class Reclaimer:
         self._copies.begin(pieces, node.value, host_slots, cache.step)
         self._counts["checkpointed_tokens"] += tokens
         return True
+
+    def _has_waited_in_vain(self) -> bool:
+        """Return whether online work has waited once for copies that are still under way."""
+        self._is_late = self._is_late and self._copies.in_flight_tokens > 0
+        return self._is_late
 
     def _finish(self) -> None:
         """Wait for the copies of staged nodes; drop the nodes if they do not come."""

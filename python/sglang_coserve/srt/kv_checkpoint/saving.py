@@ -80,28 +80,39 @@ class Saver:
         rows = self._unsaved_rows()
         if not rows:
             return 0
+        plan = self._plan(rows, step)
+        return self._copy(self._targets(plan), RequestClass.OFFLINE, step) if plan else 0
+
+    def save_released(self, rid: str, end: Node, step: int) -> None:
+        """Begin to copy what the tree has of a row that gives way, ``end`` last, and nothing has
+        of it on the host: the last chunk of a prompt that is not all computed, say."""
+        unsaved = self._not_begun(end)
+        tokens = sum(len(node.key) for node in unsaved)
+        if tokens and self._plan([RowToSave(rid, tokens)], step):
+            self._copy([(node, len(node.key)) for node in unsaved], RequestClass.OFFLINE, step)
+
+    def _plan(self, rows: Sequence[RowToSave], step: int) -> tuple[PageCopy, ...]:
         if not self._space.may_try(RequestClass.OFFLINE, step):
             self._counts["backed_off_steps"] += 1
-            return 0
+            return ()
         if self._copies.is_stuck(step):
             self._counts["stalled_steps"] += 1
-            return 0
-        plan = plan_copies(self._policy, self._snapshot(rows, step), self._cache.page_size)
-        return self._copy(self._targets(plan), RequestClass.OFFLINE, step) if plan else 0
+            return ()
+        return plan_copies(self._policy, self._snapshot(rows, step), self._cache.page_size)
 
     def _unsaved_rows(self) -> list[RowToSave]:
         rows = []
         for rid, row in self.rows.items():
             tokens = row.dirty_tokens
             if row.req.last_node.host_value is None:  # The root's is empty.
-                tokens += sum(len(node.key) for node in self._unsaved_prefix(row))
+                tokens += sum(len(node.key) for node in self._not_begun(row.req.last_node))
             if tokens:
                 rows.append(RowToSave(rid, tokens))
         return rows
 
-    def _unsaved_prefix(self, row: RowCheckpoint) -> list[Node]:
-        """Return the nodes of a row's prefix that are neither saved nor being copied."""
-        path = unsaved_path(row.req.last_node, self._cache.root_node)
+    def _not_begun(self, end: Node) -> list[Node]:
+        """Return the nodes of the path to ``end`` that are neither saved nor being copied."""
+        path = unsaved_path(end, self._cache.root_node)
         return [node for node in path if not self._copies.is_copying(node)]
 
     def _snapshot(self, rows: Sequence[RowToSave], step: int) -> CheckpointSnapshot:
@@ -122,7 +133,7 @@ class Saver:
         for rid, tokens in plan:
             row, left = self.rows[rid], tokens
             if row.req.last_node.host_value is None:
-                for node in self._unsaved_prefix(row):
+                for node in self._not_begun(row.req.last_node):
                     left -= len(node.key)
                     if id(node) not in begun:
                         begun.add(id(node))

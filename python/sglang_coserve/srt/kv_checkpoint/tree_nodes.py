@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from sglang_coserve.core.request import RequestClass
@@ -26,17 +27,21 @@ EVICTION_RANK: Final = {RequestClass.OFFLINE: 0, RequestClass.ONLINE: 1}
 class EvictionOrder:
     """Which leaf gives up its device slots first: the class decides, then the last use.
 
-    Those that requests about to be admitted resume from come last in their class, or each
-    of these would take the room of the others, and what was loaded go again.
+    What requests about to be admitted resume from comes last of all: their plan has given
+    them this room, and would otherwise see them lose it again, pass after pass, to the rows
+    that decode. Of a class, what is being copied comes last: in a moment it can be reclaimed
+    and nothing is lost.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_copying: Callable[[Node], bool]) -> None:
         self.needed: set[int] = set()
         """``id`` of nodes; nothing above a leaf is evicted before it."""
+        self._is_copying = is_copying
 
-    def get_priority(self, node: Node) -> tuple[int, bool, float]:
+    def get_priority(self, node: Node) -> tuple[bool, int, bool, float]:
         """Return a key, the least of which is evicted first; SGLang asks for it."""
-        return node.priority, self.is_needed(node), node.last_access_time
+        is_needed, is_copying = self.is_needed(node), self._is_copying(node)
+        return is_needed, node.priority, is_copying, node.last_access_time
 
     def is_needed(self, node: Node) -> bool:
         """Return whether a request about to be admitted resumes from a node."""
