@@ -22,6 +22,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("--loads", nargs="*", choices=names, default=names, help="none: no servers")
     parser.add_argument("--out", type=Path, metavar="FIGURES.json")
     options = parser.parse_args()
+    loads = [load for load in LOADS if load.name in options.loads]
     torch.set_num_threads(1)  # As a scheduler that shares its cores.
 
     timed: dict[str, list[float]] = {}
@@ -60,17 +62,24 @@ def main() -> None:
                 timed.setdefault(name, []).append(parts.reclaim_ms(page, options.tokens))
                 name = f"checkpoints of {options.rows} rows, an iteration, page {page}"
                 timed.setdefault(name, []).append(parts.iteration_ms(page, options.rows, steps=200))
-            for load in (load for load in LOADS if load.name in options.loads):
-                for mode in (OFF, options.mode):
-                    setting = {"page_size": options.page_size, "seconds": options.seconds}
-                    runs.append(run(load, repeat, mode, model=model, work=work, **setting))
-                    print(runs[-1].summary(), flush=True)
+            for load, mode in product(loads, (OFF, options.mode)):
+                made = run(
+                    load,
+                    repeat,
+                    mode,
+                    page_size=options.page_size,
+                    model=model,
+                    work=work,
+                    seconds=options.seconds,
+                )
+                runs.append(made)
+                print(made.summary(), flush=True)
 
     print(f"\n{'':44} median [range]")
     for name, times_ms in timed.items():
         print(f"{name:44} {spread(times_ms, '.3f')} ms")
-    for name in options.loads:
-        print_runs(name, [entry for entry in runs if entry.load == name], options.mode)
+    for load in loads:
+        print_runs(load.name, [made for made in runs if made.load == load.name], options.mode)
     if options.out is not None:
         figures = {"parts_ms": timed, "runs": [asdict(entry) for entry in runs]}
         options.out.write_text(json.dumps(figures, indent=1) + "\n")

@@ -203,6 +203,12 @@ class BareEngine:
         row.clear()
         self.running.remove(row)
 
+    def evict(self, tokens: int) -> int:
+        """Reclaim at least so many device slots, as far as there are any; return how many."""
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        return int(self.cache.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted)
+
     def checkpoint(self) -> None:
         """Begin the copies of this iteration, as a scheduler does."""
         self.hooks.processed(SimpleNamespace(reqs=self.running, forward_mode=self._decode))

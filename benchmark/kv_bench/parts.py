@@ -34,13 +34,11 @@ def iteration_ms(page_tokens: int, rows: int, steps: int) -> float:
 
 def reclaim_ms(page_tokens: int, tokens: int) -> float:
     """Return how long it takes to reclaim so many saved tokens of rows that gave way."""
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
     prompt_tokens = tokens // RECLAIMED_ROWS - 16
     engine = _decoding(page_tokens, RECLAIMED_ROWS, prompt_tokens, generated=32)
     for row in list(engine.running):
         engine.release(row)
-    elapsed_ms = _ms(lambda: engine.cache.evict(EvictParams(num_tokens=tokens)))
+    elapsed_ms = _ms(lambda: engine.evict(tokens))
     assert engine.cache.counts["demoted_tokens"] >= tokens
     return elapsed_ms
 

@@ -7,7 +7,6 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,24 +25,44 @@ TTFT_TARGET_MS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Offline requests that never run out, and bursts of online ones; lengths in tokens."""
+    """Offline requests that never run out, and bursts of online ones."""
 
     name: str
     kv_tokens: int
     offline_concurrency: int
-    offline_prompt: int
-    offline_output: int
+    offline_prompt_tokens: int
+    offline_output_tokens: int
     burst_every_s: float
     burst_requests: int
-    online_prompt: int
-    online_output: int
+    online_prompt_tokens: int
+    online_output_tokens: int
 
 
 LOADS = (
     # Long outputs: what is lost is mostly generated, and little is computed for each token.
-    Load("outputs", 8192, 16, 128, 640, 2.0, 2, 1200, 8),
+    Load(
+        "outputs",
+        kv_tokens=8192,
+        offline_concurrency=16,
+        offline_prompt_tokens=128,
+        offline_output_tokens=640,
+        burst_every_s=2.0,
+        burst_requests=2,
+        online_prompt_tokens=1200,
+        online_output_tokens=8,
+    ),
     # Long prompts: MultiNews and BurstGPT as in ConServe, table 1, at a quarter of their lengths.
-    Load("documents", 16384, 12, 1729, 98, 2.0, 4, 687, 67),
+    Load(
+        "documents",
+        kv_tokens=16384,
+        offline_concurrency=12,
+        offline_prompt_tokens=1729,
+        offline_output_tokens=98,
+        burst_every_s=2.0,
+        burst_requests=4,
+        online_prompt_tokens=687,
+        online_output_tokens=67,
+    ),
 )
 
 
@@ -87,10 +106,9 @@ def run(
     model: Path,
     work: Path,
     seconds: float,
-    more_flags: Sequence[str] = (),
 ) -> Run:
     """Start a server, load it, and return its figures."""
-    flags = ["--model-path", str(model), "--log-level", "warning", *more_flags]
+    flags = ["--model-path", str(model), "--log-level", "warning"]
     flags += ["--max-total-tokens", str(load.kv_tokens), "--page-size", str(page_size)]
     flags += ["--offline-policy", "coserve", "--slo-ttft-ms", str(TTFT_TARGET_MS)]
     flags += ["--kv-checkpoint", mode]
@@ -111,13 +129,13 @@ async def _send(load: Load, base_url: str, repeat: int, mode: str, seconds: floa
 
         async def offline_loop(stream: random.Random) -> None:
             while time.perf_counter() < end_s:
-                prompt = stream.choices(range(16, 700), k=load.offline_prompt)
-                async for _ in generated(client, prompt, load.offline_output, offline=True):
+                prompt = stream.choices(range(16, 700), k=load.offline_prompt_tokens)
+                async for _ in generated(client, prompt, load.offline_output_tokens, offline=True):
                     tokens[0] += time.perf_counter() < end_s
 
         async def online_request(prompt: list[int]) -> None:
             begin_s, is_first = time.perf_counter(), True
-            async for _ in generated(client, prompt, load.online_output, offline=False):
+            async for _ in generated(client, prompt, load.online_output_tokens, offline=False):
                 if is_first:
                     ttfts_ms.append((time.perf_counter() - begin_s) * 1e3)
                 is_first = False
@@ -127,7 +145,7 @@ async def _send(load: Load, base_url: str, repeat: int, mode: str, seconds: floa
             while time.perf_counter() + load.burst_every_s < end_s:
                 await asyncio.sleep(load.burst_every_s)
                 for _ in range(load.burst_requests):
-                    prompt = rng.choices(range(16, 700), k=load.online_prompt)
+                    prompt = rng.choices(range(16, 700), k=load.online_prompt_tokens)
                     arrivals.append(asyncio.create_task(online_request(prompt)))
             await asyncio.gather(*arrivals)
 

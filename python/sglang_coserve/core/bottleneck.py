@@ -1,4 +1,4 @@
-"""Which resource bounds a decode batch (OOCO §3.3.3), read off any latency model."""
+"""What bounds a batch, read off any latency model: fixed costs, memory or compute (OOCO §3.3.3)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from typing import Final
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
 
-__all__ = ["is_compute_saturated", "saturated_batch_size"]
+__all__ = ["fixed_s", "is_compute_saturated", "saturated_batch_size"]
 
 _MAX_BATCH_SIZE: Final = 4096
 _SATURATED_GROWTH: Final = 1.5
+
+
+def fixed_s(model: LatencyModel) -> float:
+    """Return what an iteration takes however small it is: the time of a single decode."""
+    return model.predict(BatchStats(decode_requests=1))
 
 
 def is_compute_saturated(model: LatencyModel, batch_size: int) -> bool:

@@ -10,6 +10,7 @@ from typing import Final
 from sglang_coserve.core.arrival_rate import best_iteration_s
 from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.bottleneck import fixed_s
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.scheduler_config import Overload
 from sglang_coserve.core.snapshot import FirstToken, Row
@@ -91,11 +92,12 @@ def _time_before_decodes_s(
         return None
     first_s = batch.predict_with_whole(prompts[:1])
     limit_s = min(budget_s, batch.tpot_slack_s) * share - decodes_s
-    if alone_s > limit_s and not makes_late:
-        return None
-    if alone_s > limit_s and batch.late_decodes(alone_s + decodes_s) < context.late_gaps:
-        longest_s = batch.tpot_slack_s + (batch.targets.ttft_s or 0.0)
-        limit_s = min(budget_s, longest_s) * share - decodes_s
+    if alone_s > limit_s:
+        if not makes_late:
+            return None
+        if batch.late_decodes(alone_s + decodes_s) < context.late_gaps:
+            longest_s = batch.tpot_slack_s + (batch.targets.ttft_s or 0.0)
+            limit_s = min(budget_s, longest_s) * share - decodes_s
     return limit_s if first_s <= limit_s else None
 
 
@@ -114,8 +116,7 @@ def _arrival_budget_s(batch: BatchBuilder, context: PlanContext) -> float:
     if share == 1.0:
         return wait_s
     # What online decodes add to that is not lost: fewer iterations decode more of them in each.
-    overhead_s = batch.model.predict(BatchStats(decode_requests=1))
-    best_s = best_iteration_s(overhead_s, context.arrivals_per_s)
+    best_s = best_iteration_s(fixed_s(batch.model), context.arrivals_per_s)
     return max(wait_s, min(wait_s / share, best_s))
 
 

@@ -9,6 +9,7 @@ from sglang_coserve.core.arrival_rate import ArrivalRate
 from sglang_coserve.core.arrival_wait import ArrivalWait
 from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.bottleneck import fixed_s
 from sglang_coserve.core.fairness import ArrivalOrder, VirtualTokenCounter, WaitingOrder
 from sglang_coserve.core.late_gaps import LateGaps
 from sglang_coserve.core.latency_model import LatencyModel, Refiner, Sample
@@ -142,7 +143,7 @@ class Scheduler:
                 plan.predicted_s,
                 plan.online_part_s,
                 plan.first_tokens,
-                fixed_s=self._model.predict(BatchStats(decode_requests=1)),
+                fixed_s=fixed_s(self._model),
             )
         self._policy.commit(plan)
 

@@ -132,9 +132,7 @@ def row_with_unsaved_tokens() -> tuple[BareEngine, BareRow]:
 
 
 def evict_all(engine: BareEngine) -> Counter[str]:
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
-    engine.cache.evict(EvictParams(num_tokens=256))
+    engine.evict(256)
     assert engine.allocator.available_size() == 256
     return engine.cache.counts
 
@@ -150,8 +148,6 @@ def test_what_a_row_has_not_saved_is_saved_when_it_gives_way() -> None:
 
 
 def test_what_resumes_takes_the_room_of_online_prefixes_and_keeps_it() -> None:
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
     engine, row = row_with_unsaved_tokens()
     engine.release(row)
     evict_all(engine)
@@ -165,7 +161,7 @@ def test_what_resumes_takes_the_room_of_online_prefixes_and_keeps_it() -> None:
     assert engine.cache.prefetch_step(row, budget_tokens=256) == 0
     assert (row.host_hit_length, len(row.prefix_indices)) == (0, 80)
     engine.cache.need(row)
-    engine.cache.evict(EvictParams(num_tokens=176))
+    engine.evict(176)
     row.init_next_round_input(engine.cache)
     assert len(row.prefix_indices) == 80
     engine.assert_consistent()

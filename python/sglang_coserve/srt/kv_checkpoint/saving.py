@@ -80,24 +80,29 @@ class Saver:
         rows = self._unsaved_rows()
         if not rows:
             return 0
+        if not self._space.may_try(RequestClass.OFFLINE, step):
+            self._counts["backed_off_steps"] += 1
+            return 0
+        if self._copies.is_stuck(step):
+            self._counts["stalled_steps"] += 1
+            return 0
         plan = self._plan(rows, step)
         return self._copy(self._targets(plan), RequestClass.OFFLINE, step) if plan else 0
 
     def save_released(self, rid: str, end: Node, step: int) -> None:
         """Begin to copy what the tree has of a row that gives way, ``end`` last, and nothing has
         of it on the host: the last chunk of a prompt that is not all computed, say."""
-        unsaved = self._not_begun(end)
-        tokens = sum(len(node.key) for node in unsaved)
-        if tokens and self._plan([RowToSave(rid, tokens)], step):
-            self._copy([(node, len(node.key)) for node in unsaved], RequestClass.OFFLINE, step)
+        if not self._may_begin(RequestClass.OFFLINE, step):
+            return
+        targets: list[Target] = [(node, len(node.key)) for node in self._not_begun(end)]
+        row = RowToSave(rid, sum(tokens for _, tokens in targets))
+        if self._plan([row], step):
+            self._copy(targets, RequestClass.OFFLINE, step)
+
+    def _may_begin(self, request_class: RequestClass, step: int) -> bool:
+        return self._space.may_try(request_class, step) and not self._copies.is_stuck(step)
 
     def _plan(self, rows: Sequence[RowToSave], step: int) -> tuple[PageCopy, ...]:
-        if not self._space.may_try(RequestClass.OFFLINE, step):
-            self._counts["backed_off_steps"] += 1
-            return ()
-        if self._copies.is_stuck(step):
-            self._counts["stalled_steps"] += 1
-            return ()
         return plan_copies(self._policy, self._snapshot(rows, step), self._cache.page_size)
 
     def _unsaved_rows(self) -> list[RowToSave]:
@@ -146,7 +151,7 @@ class Saver:
     def save_online(self, node: Node, step: int) -> None:
         """Begin to copy a node that an online request has just inserted, within its quota."""
         online = RequestClass.ONLINE
-        if not self._space.may_try(online, step) or self._copies.is_stuck(step):
+        if not self._may_begin(online, step):
             return
         if can_save(node, self._cache.root_node) and not self._copies.is_copying(node):
             self._copy([(node, len(node.key))], online, step)
