@@ -47,6 +47,8 @@ class Options:
     ooco: bool
     ooco_runs: int
     ooco_first_rate_per_s: float | None
+    speed_tolerance: float
+    speed_repeats: int
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -60,6 +62,12 @@ class Options:
                 raise ConfigError(f"{name} must be greater than 0")
         if not self.online_warmup_s >= 0:
             raise ConfigError("--online-warmup must be at least 0")
+        if not self.speed_tolerance > 0:
+            raise ConfigError(
+                "--speed-tolerance must be greater than 0; inf measures each run once"
+            )
+        if self.speed_repeats < 0:
+            raise ConfigError("--speed-repeats must be at least 0")
         if self.window_s < 1:
             raise ConfigError("--window must be at least 1 s")
         for path in (self.latency_profile, self.online.trace, self.offline.file):
@@ -131,6 +139,8 @@ def parse_options(argv: Sequence[str]) -> Options:
         ooco=flags.ooco,
         ooco_runs=flags.ooco_runs,
         ooco_first_rate_per_s=flags.ooco_first_rate,
+        speed_tolerance=flags.speed_tolerance,
+        speed_repeats=0 if flags.quick else flags.speed_repeats,
     )
 
 
@@ -204,6 +214,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="a smoke run: one repeat, one load, short windows")
     add("--capacity", type=float, metavar="RPS", help="online requests/s; default: measured")
     add("--capacity-requests", type=int, default=100, help="sent at once to measure it")
+
+    group = parser.add_argument_group("the machine's speed")
+    add = group.add_argument
+    add(
+        "--speed-tolerance",
+        type=float,
+        default=0.06,
+        metavar="SHARE",
+        help="a run on a machine further off its usual speed is made again (default: 0.06)",
+    )
+    add("--speed-repeats", type=int, default=2, help="how often, at most; the best one counts")
 
     group = parser.add_argument_group("servers")
     add = group.add_argument

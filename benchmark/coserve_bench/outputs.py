@@ -30,12 +30,15 @@ def write_comparison(options: Options, runner: Runner) -> Table:
     rows = summarize_runs(runner.records, options.rules)
     text = markdown("Online and offline requests on one engine", rows)
     text += f"\n{_conditions(options, runner)}\n"
+    if speeds := _speeds(options, runner):
+        text += f"\n{speeds}\n"
     (out / "table.md").write_text(text)
     _write_json(
         out / "results.json",
         {
             "machine": runner.machine,
             "capacity_requests_per_s": runner.known_capacity_per_s,
+            "machine_speed": runner.speeds.to_dict(),
             "settings": options.of_measurement(),
             "rows": [row.to_dict() for row in rows],
         },
@@ -90,6 +93,7 @@ def write_searches(
             "machine": runner.machine,
             "load": load,
             "targets_s": asdict(runner.targets(options.rules[0], load)),
+            "machine_speed": runner.speeds.to_dict(),
             "settings": options.of_measurement(),
             "probes": {name: [asdict(p) for p in s.probes] for name, s in searches.items()},
         },
@@ -108,6 +112,25 @@ def _conditions(options: Options, runner: Runner) -> str:
         f"({machine['commit']}); windows of {options.window_s:g} s; capacity "
         f"{'unknown' if capacity is None else f'{capacity:.2f} online requests/s'}"
     )
+
+
+def _speeds(options: Options, runner: Runner) -> str:
+    """Say how steady the machine was, and which runs were made while it was not."""
+    measured = [
+        f"{speed['median_ms']:.1f} ms ({speed['low_ms']:.1f}–{speed['high_ms']:.1f}, "
+        f"n = {speed['n']}) beside {server}"
+        for server, speed in runner.speeds.to_dict().items()
+    ]
+    if not measured:
+        return ""
+    off = sorted(record.key.name for record in runner.records if not record.is_usual_speed)
+    text = f"A fixed computation took {', '.join(measured)}."
+    if off:
+        text += (
+            f" The machine was more than {options.speed_tolerance:.0%} off that in "
+            f"{len(off)} of {len(runner.records)} runs: {', '.join(off)}."
+        )
+    return text
 
 
 def _write_json(path: Path, value: Any) -> None:

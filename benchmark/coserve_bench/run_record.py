@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from coserve_bench.machine_speed import MachineSpeed
 from coserve_bench.plan import RunKey
 from sglang_coserve.metrics import Outcome, RequestTimeline, SloTargets, Throughput, throughput
 
@@ -59,6 +60,12 @@ class RunRecord:
     provenance: Mapping[str, Any]
     """Machine, versions, flags, seed, and bench_serving's own summary."""
 
+    speed: MachineSpeed | None = None
+    """Of the machine; None in records of earlier versions."""
+
+    is_usual_speed: bool = True
+    """False: the machine was off its usual speed each time that the run was made."""
+
 
 def write_record(path: Path, record: RunRecord) -> None:
     """Write a record so that a reader sees all of it or nothing. 10 µs resolution."""
@@ -70,6 +77,8 @@ def write_record(path: Path, record: RunRecord) -> None:
         "online": [_timeline_to_list(timeline) for timeline in record.online],
         "offline": None if record.offline is None else _offline_to_dict(record.offline),
         "provenance": record.provenance,
+        "speed": None if record.speed is None else record.speed.to_dict(),
+        "is_usual_speed": record.is_usual_speed,
     }
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(fields, separators=(",", ":")) + "\n")
@@ -87,6 +96,8 @@ def read_record(path: Path) -> RunRecord:
         online=tuple(_timeline(number, row) for number, row in enumerate(fields["online"])),
         offline=None if fields["offline"] is None else _offline(fields["offline"]),
         provenance=fields["provenance"],
+        speed=MachineSpeed(**speed) if (speed := fields.get("speed")) else None,
+        is_usual_speed=fields.get("is_usual_speed", True),
     )
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from coserve_bench.failures import RunFailedError
 from coserve_bench.machine import describe_machine
+from coserve_bench.machine_speed import SpeedLogs
 from coserve_bench.model import prepare_model
 from coserve_bench.offline_lines import write_sample
 from coserve_bench.one_run import Bench
@@ -71,6 +73,7 @@ class Runner:
                 self._bench.offline_file, options.offline, self._model.vocab_size, options.seed
             )
         self._capacity_file = options.out / "capacity.json"
+        self._speeds = SpeedLogs(options.out / "machine_speed.json")
         self._plan: ServerPlan | None = None
         self._server: LocalServer | None = None
         self._records: dict[RunKey, RunRecord] = {}
@@ -84,6 +87,11 @@ class Runner:
     def machine(self) -> dict[str, Any]:
         """What everything was measured on."""
         return self._machine
+
+    @property
+    def speeds(self) -> SpeedLogs:
+        """How fast the machine was before and after each run."""
+        return self._speeds
 
     def find(self, key: RunKey) -> RunRecord | None:
         """Return the record of a run that is on the disk."""
@@ -118,6 +126,9 @@ class Runner:
     async def run(self, key: RunKey) -> RunRecord:
         """Return the record of ``key``, from the disk where it is there.
 
+        A run on a machine that was off its usual speed is made again, up to
+        ``--speed-repeats`` times; the one closest to it counts.
+
         Raises:
             RunFailedError: this run gave no result.
             StartupError: the server did not start.
@@ -139,11 +150,16 @@ class Runner:
         )
         try:
             base_url = await self._serve(system, targets)
-            measured = await self._bench.measure(base_url, key, system, requests, self._say)
+            assert self._plan is not None
+            machine = self._speeds.beside(self._plan.module)
+            measured, speed = await machine.run_at_usual_speed(
+                partial(self._bench.measure, base_url, key, system, requests, self._say),
+                tolerance=self._options.speed_tolerance,
+                repeats=self._options.speed_repeats,
+            )
         except RunFailedError:
             self.stop_server()  # What is left of its work would disturb the next run.
             raise
-        assert self._plan is not None
         record = RunRecord(
             key=key,
             targets=targets,
@@ -157,6 +173,8 @@ class Runner:
                 "seed": self._options.seed,
                 "bench_serving": measured.online.reported,
             },
+            speed=speed,
+            is_usual_speed=machine.is_usual(speed, self._options.speed_tolerance),
         )
         write_record(self._path(key), record)
         self._records[key] = record
