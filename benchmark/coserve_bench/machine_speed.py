@@ -13,17 +13,18 @@ import os
 import statistics
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
 import torch
 
-__all__ = ["MachineSpeed", "SpeedLog", "SpeedLogs", "measure_speed_ms"]
+__all__ = ["MachineSpeed", "SpeedLog", "measure_speed_ms"]
 
 T = TypeVar("T")
 
-_PROBE_S: Final = 1.0
+_PROBE_S: Final = 2.0
 _LEAST_PROBE_S: Final = 0.1
 _FIRST_MEASUREMENTS: Final = 5
 
@@ -55,12 +56,15 @@ class MachineSpeed:
 
 
 class SpeedLog:
-    """The measurements of the machine beside one server, and what is usual among them."""
+    """Every measurement of the machine so far, and what is usual among them.
 
-    def __init__(self, measured_ms: list[float], save: Callable[[], None]) -> None:
-        """Take earlier measurements; ``save`` is called after each new one."""
-        self.measured_ms = measured_ms
-        self._save = save
+    Kept in a file, so that a command that goes on judges as the first one did.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read what earlier commands measured."""
+        self._path = path
+        self.measured_ms: list[float] = json.loads(path.read_text()) if path.exists() else []
 
     def usual_ms(self) -> float:
         """Return the median so far; measures a few times where there is nothing yet."""
@@ -69,9 +73,9 @@ class SpeedLog:
         return statistics.median(self.measured_ms)
 
     def measure_ms(self) -> float:
-        """Measure the machine while the server idles, and remember the result."""
+        """Measure the machine, which must be idle, and remember the result."""
         self.measured_ms.append(measure_speed_ms())
-        self._save()
+        self._path.write_text(json.dumps(self.measured_ms) + "\n")
         return self.measured_ms[-1]
 
     def is_usual(self, speed: MachineSpeed, tolerance: float) -> bool:
@@ -79,71 +83,45 @@ class SpeedLog:
         return speed.deviation(self.usual_ms()) <= tolerance
 
     async def run_at_usual_speed(
-        self, run: Callable[[], Awaitable[T]], *, tolerance: float, repeats: int
+        self,
+        run: Callable[[], Awaitable[T]],
+        standing_still: Callable[[], AbstractContextManager[None]],
+        *,
+        tolerance: float,
+        repeats: int,
     ) -> tuple[T, MachineSpeed]:
         """Return what ``run`` gave when the machine was closest to its usual speed.
 
         Runs once where that was within ``tolerance``, else ``repeats`` times more at most.
+        ``standing_still`` keeps the machine idle while it is measured.
         """
+
+        async def measured_ms() -> float:
+            with standing_still():
+                await asyncio.to_thread(self.usual_ms)
+                return await asyncio.to_thread(self.measure_ms)
+
         runs: list[tuple[T, MachineSpeed]] = []
-        await asyncio.to_thread(self.usual_ms)
         for _ in range(1 + repeats):
-            before_ms = await asyncio.to_thread(self.measure_ms)
+            before_ms = await measured_ms()
             stolen, total = _processor_time()
             given = await run()
             stolen_then, total_then = _processor_time()
-            after_ms = await asyncio.to_thread(self.measure_ms)
             share = (stolen_then - stolen) / max(1, total_then - total)
-            runs.append((given, MachineSpeed(before_ms, after_ms, share)))
+            runs.append((given, MachineSpeed(before_ms, await measured_ms(), share)))
             if self.is_usual(runs[-1][1], tolerance):
                 break
         usual_ms = self.usual_ms()
         return min(runs, key=lambda run: run[1].deviation(usual_ms))
 
 
-class SpeedLogs:
-    """A log for each server: stock SGLang spins where it has nothing to do.
-
-    And two cores of a virtual machine may be one core of the host. Kept in a file, so
-    that a command that goes on judges as the first one did.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Read what earlier commands measured."""
-        self._path = path
-        self._logs: dict[str, SpeedLog] = {}
-        for server, measured_ms in json.loads(path.read_text()).items() if path.exists() else ():
-            self._logs[server] = SpeedLog(measured_ms, self._save)
-
-    def beside(self, server: str) -> SpeedLog:
-        """Return the log of the measurements beside ``server``."""
-        return self._logs.setdefault(server, SpeedLog([], self._save))
-
-    def to_dict(self) -> dict[str, dict[str, float]]:
-        """Return median, range and number of the measurements, by server."""
-        return {
-            server: {
-                "median_ms": statistics.median(log.measured_ms),
-                "low_ms": min(log.measured_ms),
-                "high_ms": max(log.measured_ms),
-                "n": len(log.measured_ms),
-            }
-            for server, log in self._logs.items()
-            if log.measured_ms
-        }
-
-    def _save(self) -> None:
-        measured = {server: log.measured_ms for server, log in self._logs.items()}
-        self._path.write_text(json.dumps(measured) + "\n")
-
-
 def measure_speed_ms() -> float:
     """Return the time of a fixed computation on one core: the mean of the cores' medians.
 
     It resembles an iteration of the small model: matrices that fit the cache, fp32,
-    and a stretch of plain Python. Takes about a second. The calling thread is bound to
-    each core in turn, and to its own cores at the end. It is processor time that
-    counts, so that a process that shares the core does not.
+    and a stretch of plain Python. Takes about two seconds. The calling thread is bound to
+    each core in turn, and to its own cores at the end. Processor time counts: what
+    shares the core and is ours, a client that wakes up, say, is not the machine.
     """
     cores = os.sched_getaffinity(0)
     threads = torch.get_num_threads()

@@ -220,9 +220,9 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--speed-tolerance",
         type=float,
-        default=0.06,
+        default=0.08,
         metavar="SHARE",
-        help="a run on a machine further off its usual speed is made again (default: 0.06)",
+        help="a run on a machine further off its usual speed is made again (default: 0.08)",
     )
     add("--speed-repeats", type=int, default=2, help="how often, at most; the best one counts")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -38,7 +39,7 @@ def write_comparison(options: Options, runner: Runner) -> Table:
         {
             "machine": runner.machine,
             "capacity_requests_per_s": runner.known_capacity_per_s,
-            "machine_speed": runner.speeds.to_dict(),
+            "machine_speed_ms": runner.speeds.measured_ms,
             "settings": options.of_measurement(),
             "rows": [row.to_dict() for row in rows],
         },
@@ -93,7 +94,7 @@ def write_searches(
             "machine": runner.machine,
             "load": load,
             "targets_s": asdict(runner.targets(options.rules[0], load)),
-            "machine_speed": runner.speeds.to_dict(),
+            "machine_speed_ms": runner.speeds.measured_ms,
             "settings": options.of_measurement(),
             "probes": {name: [asdict(p) for p in s.probes] for name, s in searches.items()},
         },
@@ -116,15 +117,14 @@ def _conditions(options: Options, runner: Runner) -> str:
 
 def _speeds(options: Options, runner: Runner) -> str:
     """Say how steady the machine was, and which runs were made while it was not."""
-    measured = [
-        f"{speed['median_ms']:.1f} ms ({speed['low_ms']:.1f}–{speed['high_ms']:.1f}, "
-        f"n = {speed['n']}) beside {server}"
-        for server, speed in runner.speeds.to_dict().items()
-    ]
-    if not measured:
+    times_ms = runner.speeds.measured_ms
+    if not times_ms:
         return ""
     off = sorted(record.key.name for record in runner.records if not record.is_usual_speed)
-    text = f"A fixed computation took {', '.join(measured)}."
+    text = (
+        f"A fixed computation took {statistics.median(times_ms):.1f} ms "
+        f"({min(times_ms):.1f}–{max(times_ms):.1f}, n = {len(times_ms)})."
+    )
     if off:
         text += (
             f" The machine was more than {options.speed_tolerance:.0%} off that in "

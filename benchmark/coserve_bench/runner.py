@@ -11,7 +11,7 @@ from typing import Any
 
 from coserve_bench.failures import RunFailedError
 from coserve_bench.machine import describe_machine
-from coserve_bench.machine_speed import SpeedLogs
+from coserve_bench.machine_speed import SpeedLog
 from coserve_bench.model import prepare_model
 from coserve_bench.offline_lines import write_sample
 from coserve_bench.one_run import Bench
@@ -73,7 +73,7 @@ class Runner:
                 self._bench.offline_file, options.offline, self._model.vocab_size, options.seed
             )
         self._capacity_file = options.out / "capacity.json"
-        self._speeds = SpeedLogs(options.out / "machine_speed.json")
+        self._speeds = SpeedLog(options.out / "machine_speed.json")
         self._plan: ServerPlan | None = None
         self._server: LocalServer | None = None
         self._records: dict[RunKey, RunRecord] = {}
@@ -89,7 +89,7 @@ class Runner:
         return self._machine
 
     @property
-    def speeds(self) -> SpeedLogs:
+    def speeds(self) -> SpeedLog:
         """How fast the machine was before and after each run."""
         return self._speeds
 
@@ -151,9 +151,10 @@ class Runner:
         try:
             base_url = await self._serve(system, targets)
             assert self._plan is not None
-            machine = self._speeds.beside(self._plan.module)
-            measured, speed = await machine.run_at_usual_speed(
+            assert self._server is not None
+            measured, speed = await self._speeds.run_at_usual_speed(
                 partial(self._bench.measure, base_url, key, system, requests, self._say),
+                self._server.standing_still,
                 tolerance=self._options.speed_tolerance,
                 repeats=self._options.speed_repeats,
             )
@@ -174,7 +175,7 @@ class Runner:
                 "bench_serving": measured.online.reported,
             },
             speed=speed,
-            is_usual_speed=machine.is_usual(speed, self._options.speed_tolerance),
+            is_usual_speed=self._speeds.is_usual(speed, self._options.speed_tolerance),
         )
         write_record(self._path(key), record)
         self._records[key] = record

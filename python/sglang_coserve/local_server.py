@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -68,6 +70,8 @@ class LocalServer:
         self._ready_timeout_s = ready_timeout_s
         self._env = {**os.environ, **(extra_env or {})}
         self._process: subprocess.Popen[bytes] | None = None
+        # A thread that is told to stop while another starts the server must see it.
+        self._starting = threading.Lock()
 
     def __enter__(self) -> LocalServer:
         self.start()
@@ -76,7 +80,7 @@ class LocalServer:
     def start(self) -> None:
         """Start the server and wait until it is ready; for use without ``with``."""
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self._log_path.open("wb") as log:
+        with self._starting, self._log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command,
                 stdout=log,
@@ -108,15 +112,34 @@ class LocalServer:
 
     def stop(self) -> None:
         """End the server: ask, wait a while, then kill the whole group. Idempotent."""
-        if self._process is None:
+        with self._starting:
+            process = self._process
+        if process is None:
             return
-        if self._process.poll() is None:
-            self._process.terminate()  # The leader only: it ends its children in order.
+        if process.poll() is None:
+            process.terminate()  # The leader only: it ends its children in order.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_GRACE_S)
+                process.wait(_GRACE_S)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Stop all processes of the server, and let them go on at the end.
+
+        Raises:
+            StartupError: the server has ended.
+        """
+        try:
+            os.killpg(self.pid, signal.SIGSTOP)
+        except ProcessLookupError as error:
+            raise StartupError(f"the server has ended; its log: {self._log_path}") from error
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGCONT)
 
     def log_tail(self) -> str:
         """Return the last lines the server wrote."""
