@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,12 +30,11 @@ from sglang_coserve.srt.chunk_limit import install_chunk_limits, limit_next_chun
 from sglang_coserve.srt.compat import release_aborted
 from sglang_coserve.srt.core_setup import make_core_scheduler
 from sglang_coserve.srt.drift_warning import DriftWarning
+from sglang_coserve.srt.holding_scheduler import HoldingScheduler
 from sglang_coserve.srt.iteration_times import IterationTimes
 from sglang_coserve.srt.latency_source import latency_profile
 from sglang_coserve.srt.offline_marks import deadline_of, user_of
 from sglang_coserve.srt.request_marks import is_offline
-from sglang_coserve.srt.scheduler import CoserveScheduler
-from sglang_coserve.srt.set_aside import HeldRows, SetAside
 from sglang_coserve.srt.ticks import Tick, TickSource
 
 __all__ = ["PlannedScheduler"]
@@ -44,10 +43,8 @@ Req = Any
 ScheduleBatch = Any
 
 
-class PlannedScheduler(CoserveScheduler):
+class PlannedScheduler(HoldingScheduler):
     """See the module's docstring."""
-
-    _count_names = (*CoserveScheduler._count_names, "paused", "resumed")
 
     _core: CoreScheduler | RecordingScheduler
 
@@ -67,11 +64,10 @@ class PlannedScheduler(CoserveScheduler):
         )
 
     def init_running_status(self) -> None:
-        """Set up the core scheduler and the rows that hold KV outside SGLang's batches."""
+        """Set up what is known of offline requests and of the last pass."""
         super().init_running_status()
         self._offline_reqs: dict[str, Req] = {}
         self._cooling: list[Req] = []
-        self._aside = SetAside()
         self._produced: list[Req] = []
         self._has_left_decodes = False
         self._tick_s: float | None = None
@@ -253,15 +249,6 @@ class PlannedScheduler(CoserveScheduler):
         self._offline_counts["resumed"] += len(plan.resume)
         return self._aside.resume(running_batch, set(plan.resume))
 
-    def _park_chunk(self) -> None:
-        req = self.chunked_req
-        assert req is not None
-        if req is self._pending_chunked_abort_req:
-            return
-        self._aside.park(req)
-        self.chunked_req = None
-        self._offline_counts["parked"] += 1
-
     def _executable(self, plan: StepPlan) -> list[PrefillChunk]:
         """Return the leading chunks that SGLang can run in one pass, in its order: one that
         continues a prefill goes first, and there can be no second one."""
@@ -347,51 +334,7 @@ class PlannedScheduler(CoserveScheduler):
             self._slo_watch.refused(rid, self._now_s())
             self._forget(rid)
 
-    # --- Memory --------------------------------------------------------------------------
-
-    def _evict_offline(self, running_batch: ScheduleBatch) -> bool:
-        """Release one offline row that a plan left in memory: parked, paused, then running."""
-        victims = self._aside.parked or self._aside.paused
-        if not victims:
-            return super()._evict_offline(running_batch)
-        self._evict({victims[-1].rid}, running_batch)
-        running_batch.batch_is_full = False
-        return True
-
-    def _evict(self, rids: Collection[str], running_batch: ScheduleBatch) -> None:
-        """Release the rows named in ``rids``, wherever they are."""
-        if not rids:
-            return
-        unfinished = self._aside.unpark_all(lambda req: req.rid in rids)
-        if self.chunked_req is not None and self.chunked_req.rid in rids:
-            unfinished.append(self.chunked_req)
-            self.chunked_req = None
-        for req in unfinished:
-            self._release(req)
-        self._offline_counts["evicted"] += len(unfinished)
-        self._evict_rows(running_batch, rids)
-        self._aside.take_paused(self._evict_rows, rids)
-
-    def _rows_with_kv(self, running_batch: ScheduleBatch) -> Iterator[Req]:
-        yield from running_batch.reqs
-        yield from self._aside.reqs
-        if self.chunked_req is not None:
-            yield self.chunked_req
-
-    def _can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
-        """Keep the places of the adapters whose rows are to come back into the batch."""
-        kept = {row.lora_id for row in self._aside.reqs}
-        return bool(super()._can_schedule_lora_req(req, running_loras | kept))
-
-    # --- What SGLang asks about ----------------------------------------------------------
-
-    def init_invariant_checker(self) -> None:
-        """Let the memory check of a busy engine count parked and paused rows."""
-        super().init_invariant_checker()
-        self.invariant_checker.get_running_batch = lambda: HeldRows(
-            self._rows_with_kv(self.running_batch),
-            counted=self.last_batch.reqs if self.last_batch else (),
-        )
+    # --- What others ask about -----------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
         error = self._core.prediction_error
@@ -406,12 +349,6 @@ class PlannedScheduler(CoserveScheduler):
 
     def _num_offline_waiting(self) -> int:
         return len(self._offline_reqs) + len(self._cooling) + len(self._aside)
-
-    def pause_generation(self, recv_req: Any) -> None:
-        """Let SGLang retract parked and paused requests with the running ones."""
-        if recv_req.mode != "in_place":
-            self.running_batch.reqs = self.running_batch.reqs + self._aside.take_all()
-        super().pause_generation(recv_req)
 
 
 def _correct_mixed_prefix_lens(batch: ScheduleBatch) -> None:

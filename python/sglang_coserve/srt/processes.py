@@ -65,7 +65,7 @@ def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     from sglang_coserve.srt.arrival_time import install_arrival_times
-    from sglang_coserve.srt.batch_backend.engine_limits import check_fatal_values
+    from sglang_coserve.srt.engine_limits import check_fatal_values
 
     output_delay = install_arrival_times()
 

@@ -14,7 +14,7 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput
 from sglang.srt.managers.tokenizer_manager import RequestAbortedError
 
 from sglang_coserve.srt.batch_backend.continuation import can_continue
-from sglang_coserve.srt.batch_backend.engine_limits import check_engine_limits
+from sglang_coserve.srt.engine_limits import check_engine_limits
 from sglang_coserve.srt.offline_marks import offline_marks
 
 __all__ = ["LineManager", "LineTask"]

@@ -84,6 +84,10 @@ class CopyJobs:
         """Return whether the copy engine no longer answers."""
         return is_stuck(self._policy, self.oldest_steps(step))
 
+    def may_begin(self, request_class: RequestClass, step: int) -> bool:
+        """Return whether it is worth while to ask for a copy: there may be room, and it may end."""
+        return self._space.may_try(request_class, step) and not self.is_stuck(step)
+
     def begin(
         self,
         pieces: Sequence[Piece],

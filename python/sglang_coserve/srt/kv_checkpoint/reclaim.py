@@ -120,9 +120,7 @@ class Reclaimer:
             return False
         if self._has_waited_in_vain():
             return False
-        if not self._space.may_try(RequestClass.OFFLINE, cache.step) or self._copies.is_stuck(
-            cache.step
-        ):
+        if not self._copies.may_begin(RequestClass.OFFLINE, cache.step):
             return False
         self.reclaim_host(RequestClass.OFFLINE, tokens)
         host_slots = self._space.alloc(RequestClass.OFFLINE, tokens, cache.step)

@@ -92,15 +92,12 @@ class Saver:
     def save_released(self, rid: str, end: Node, step: int) -> None:
         """Begin to copy what the tree has of a row that gives way, ``end`` last, and nothing has
         of it on the host: the last chunk of a prompt that is not all computed, say."""
-        if not self._may_begin(RequestClass.OFFLINE, step):
+        if not self._copies.may_begin(RequestClass.OFFLINE, step):
             return
         targets: list[Target] = [(node, len(node.key)) for node in self._not_begun(end)]
         row = RowToSave(rid, sum(tokens for _, tokens in targets))
         if self._plan([row], step):
             self._copy(targets, RequestClass.OFFLINE, step)
-
-    def _may_begin(self, request_class: RequestClass, step: int) -> bool:
-        return self._space.may_try(request_class, step) and not self._copies.is_stuck(step)
 
     def _plan(self, rows: Sequence[RowToSave], step: int) -> tuple[PageCopy, ...]:
         return plan_copies(self._policy, self._snapshot(rows, step), self._cache.page_size)
@@ -151,7 +148,7 @@ class Saver:
     def save_online(self, node: Node, step: int) -> None:
         """Begin to copy a node that an online request has just inserted, within its quota."""
         online = RequestClass.ONLINE
-        if not self._may_begin(online, step):
+        if not self._copies.may_begin(online, step):
             return
         if can_save(node, self._cache.root_node) and not self._copies.is_copying(node):
             self._copy([(node, len(node.key))], online, step)
