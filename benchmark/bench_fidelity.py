@@ -64,7 +64,9 @@ def main() -> int:
     parser.add_argument("--safepoint-layers", type=int, nargs=2, metavar=("INTERVAL", "LAYERS"))
     parser.add_argument("--offline-tokens", type=int, nargs=2, default=(512, 32))
     parser.add_argument("--offline-concurrency", type=int, default=32)
-    parser.add_argument("--warmup", type=float, default=10.0, metavar="S")
+    parser.add_argument(
+        "--warmup", type=float, default=10.0, metavar="S", help="both loads, before the window"
+    )
     parser.add_argument("--out", type=Path, help="JSON")
     arguments = parser.parse_args()
     records = [
@@ -121,7 +123,7 @@ def _simulate(
 ) -> dict[str, float]:
     warmup_s = arguments.warmup
     workload = Workload(
-        online=partial(_online, record.online, warmup_s),
+        online=partial(_online, record, warmup_s),
         offline=partial(_offline, *arguments.offline_tokens),
         backlog_depth=arguments.offline_concurrency,
         is_closed_loop=True,
@@ -131,7 +133,8 @@ def _simulate(
     policy = SYSTEMS[record.key.system].flags[-1]
     result = simulate(workload, setup, make_policy(policy))
     offline = throughput(result.offline, warmup_s, warmup_s + record.window_s)
-    return figures(result.online, offline.total_tokens_per_s, machine.front_end_s)
+    counted = [timeline for timeline in result.online if timeline.arrival_s >= warmup_s]
+    return figures(counted, offline.total_tokens_per_s, machine.front_end_s)
 
 
 def _left_to_scheduler(record: RunRecord, machine: Machine) -> SloTargets:
@@ -162,11 +165,22 @@ def figures(
     }
 
 
-def _online(timelines: Sequence[RequestTimeline], warmup_s: float) -> Iterator[SimRequest]:
-    served = [timeline for timeline in timelines if timeline.token_times_s]
+def _online(record: RunRecord, warmup_s: float) -> Iterator[SimRequest]:
+    """Yield the run's arrivals, and before them, as a warm-up, those of the window's end.
+
+    What arrived before the window is not in the record; without it the window would
+    begin with empty queues.
+    """
+    served = [timeline for timeline in record.online if timeline.token_times_s]
+    arrivals = [(timeline.arrival_s, timeline) for timeline in served]
+    arrivals += [
+        (timeline.arrival_s - record.window_s, timeline)
+        for timeline in served
+        if timeline.arrival_s >= record.window_s - warmup_s
+    ]
     trace = (
-        TraceRequest(number, t.arrival_s + warmup_s, t.prompt_tokens, len(t.token_times_s))
-        for number, t in enumerate(sorted(served, key=lambda t: t.arrival_s))
+        TraceRequest(number, arrival_s + warmup_s, t.prompt_tokens, len(t.token_times_s))
+        for number, (arrival_s, t) in enumerate(sorted(arrivals, key=lambda pair: pair[0]))
     )
     return from_trace(trace, RequestClass.ONLINE)
 

@@ -32,7 +32,8 @@ from typing import Any, Final
 import numpy as np
 
 from coserve_bench.machine import describe_machine
-from safepoint_bench.system import Load, System, SystemSpec
+from own_process import OwnProcess
+from safepoint_bench.system import Load, Measured, SystemSpec
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.progress_bar import progress_bar
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
@@ -98,14 +99,14 @@ def measure(model: Path, options: argparse.Namespace) -> Figures:
     with ExitStack() as stack, progress_bar() as bar:
         steps = bar.add_task("starting", total=5 + options.rounds * (2 * options.requests + 9))
 
-        def start(interval: int, *, is_long: bool, mode: str = "auto") -> System:
+        def start(interval: int, *, is_long: bool, mode: str = "auto") -> OwnProcess:
             ttft_ms = options.slo_ttft_ms if is_long else options.load_slo_ttft_ms
             bar.advance(steps)
             spec = SystemSpec(model, options.context, interval, ttft_ms, is_long, mode)
-            return stack.enter_context(System(spec))
+            return stack.enter_context(OwnProcess(Measured, spec, stands_still=True))
 
         def measure_in_turn(
-            text: str, pair: Mapping[str, System], method: str, *arguments: Any
+            text: str, pair: Mapping[str, OwnProcess], method: str, *arguments: Any
         ) -> dict[str, Any]:
             results = {}
             for name, system in pair.items():
@@ -147,7 +148,7 @@ def measure(model: Path, options: argparse.Namespace) -> Figures:
     return figures
 
 
-def calibrate(system: System, context: int) -> tuple[int, float]:
+def calibrate(system: OwnProcess, context: int) -> tuple[int, float]:
     """Return the length of a prompt that takes about a second to prefill, and how long it takes."""
     system.call("prefill_s", CALIBRATION_TOKENS)
     tokens = CALIBRATION_TOKENS

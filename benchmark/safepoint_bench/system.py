@@ -1,25 +1,18 @@
-"""One engine in a process of its own, measured on request."""
+"""One engine, measured on request; for ``OwnProcess``."""
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import os
 import random
-import signal
 import time
-import traceback
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import psutil
 
-ANSWER_TIMEOUT_S: Final = 600
 ONLINE_TOKENS: Final = 32
 ONLINE_OUTPUT_TOKENS: Final = 4
 DECODED_TOKENS: Final = 64
@@ -53,7 +46,7 @@ class Load:
 
 
 class Measured:
-    """An engine and the measurements that can be made of it; lives in its process."""
+    """An engine and the measurements that can be made of it."""
 
     def __init__(self, spec: SystemSpec) -> None:
         from safepoint_bench.long_iterations import LongIterationsEngine
@@ -211,78 +204,3 @@ class Measured:
 
     def _run(self, work: Any) -> Any:
         return self._engine.loop.run_until_complete(work)
-
-
-def serve(connection: Any, spec: SystemSpec) -> None:
-    """Run the methods of a ``Measured`` that are asked for, until the connection closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The benchmark ends its systems itself.
-    measured = None
-    try:
-        measured = Measured(spec)
-        connection.send((None, None))
-        while True:
-            name, arguments = connection.recv()
-            connection.send((getattr(measured, name)(*arguments), None))
-    except EOFError:
-        pass
-    except BaseException:
-        connection.send((None, traceback.format_exc()))
-    finally:
-        if measured is not None:
-            measured.close()
-        os._exit(0)
-
-
-class System:
-    """A system in a process of its own, stopped while another one is measured."""
-
-    def __init__(self, spec: SystemSpec) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, remote = context.Pipe()
-        self._process = context.Process(target=serve, args=(remote, spec))
-        self._process.start()
-        remote.close()
-        self._answer()
-        self._signal(signal.SIGSTOP)
-
-    def call(self, name: str, *arguments: Any) -> Any:
-        """Return what ``Measured``'s method returned."""
-        self._signal(signal.SIGCONT)
-        self._connection.send((name, arguments))
-        answer = self._answer()
-        self._signal(signal.SIGSTOP)
-        return answer
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._connection.close()
-        for process in self._tree():
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        self._process.join()
-
-    def _answer(self) -> Any:
-        if not self._connection.poll(ANSWER_TIMEOUT_S):
-            raise SystemExit(f"no answer in {ANSWER_TIMEOUT_S} s")
-        result, error = self._connection.recv()
-        if error is not None:
-            raise SystemExit(error)
-        return result
-
-    def _signal(self, number: signal.Signals) -> None:
-        for process in self._tree():
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
-
-    def _tree(self) -> list[psutil.Process]:
-        with suppress(psutil.NoSuchProcess):
-            parent = psutil.Process(self._process.pid)
-            return [*parent.children(recursive=True), parent]
-        return []

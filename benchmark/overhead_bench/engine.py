@@ -1,0 +1,214 @@
+"""A real scheduler whose passes are timed one by one; for ``OwnProcess``."""
+
+from __future__ import annotations
+
+import random
+import time
+from array import array
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+from overhead_bench.systems import RUNNING, System
+from sglang_coserve.config import CoserveConfig
+from sglang_coserve.srt import cpu
+
+__all__ = ["Engine", "Pass"]
+
+ONLINE: Final = 8
+ONLINE_OUTPUT_TOKENS: Final = 3000
+"""Longer than the benchmark."""
+
+PREFIXES: Final = 100
+"""Half of an offline prompt is one of these."""
+
+WARM_UP_PASSES: Final = 8
+
+
+@dataclass
+class Pass:
+    """One scheduling pass."""
+
+    whole_s: float
+    stock_s: float
+    """Of it, in SGLang's own code; see above."""
+
+    plan_s: float
+    """Of it, in ``core.plan``."""
+
+    admits: bool
+    iteration_s: float = 0.0
+
+
+class Engine:
+    """A scheduler whose event loop runs for some passes at a time."""
+
+    def __init__(self, system: System, model: Path) -> None:
+        self.scheduler = start_scheduler(system, model)
+        self._is_stock = system.policy is None
+        self._clock_s = time.perf_counter if cpu.has_cuda() else time.thread_time
+        self._rng = random.Random(0)
+        self._prefixes = [self._tokens(32) for _ in range(PREFIXES)]
+        self._num_sent = 0
+        self._passes: list[Pass] = []
+        self._pass_started_s = self._away_s = 0.0
+        self._spent_s: dict[str, float] = defaultdict(float)
+        self._being_timed: set[str] = set()
+        self._pending: list[Any] = []
+        self._time_passes()
+        for _ in range(ONLINE):
+            self._send(self._tokens(64), ONLINE_OUTPUT_TOKENS, is_offline=False)
+
+    def close(self) -> None:
+        """Leave everything to the end of the process."""
+
+    def fill(self, num_waiting: int) -> float:
+        """Let so many offline requests wait; return the seconds that each new one took."""
+        missing = max(0, num_waiting - self._num_waiting())
+        started_s = self._clock_s()
+        for _ in range(missing):
+            prompt = self._rng.choice(self._prefixes) + self._tokens(32)
+            self._send(prompt, self._rng.randint(16, 48), is_offline=True)
+        return (self._clock_s() - started_s) / max(1, missing)
+
+    def run(self, num_waiting: int, num_passes: int, limit_s: float) -> list[Pass]:
+        """Run passes, before each of which so many wait; return all but the first ones."""
+        first = len(self._passes) + WARM_UP_PASSES
+        end_s = time.perf_counter() + limit_s
+
+        def receive() -> list[Any]:
+            started_s = self._clock_s()
+            if self._pending:
+                self.scheduler.result_queue.extend(self._pending)
+                self._pending.clear()
+            done = len(self._passes) - first
+            # Of the last pass nobody sees the end of the iteration.
+            self.scheduler.gracefully_exit = done > num_passes or (
+                time.perf_counter() > end_s and done > 8
+            )
+            self.fill(num_waiting)
+            self._away_s += self._clock_s() - started_s
+            return []
+
+        self.scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
+        self.scheduler.gracefully_exit = False
+        self.scheduler.run_event_loop()
+        # Under overlap scheduling the last batch's result, which the next loop would forget.
+        self._pending = list(getattr(self.scheduler, "result_queue", ()))
+        return self._passes[first:-1]
+
+    def _time_passes(self) -> None:
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+        from sglang.srt.managers.scheduler import Scheduler
+
+        for kind, name in ((Scheduler, "get_new_batch_prefill"), (ScheduleBatch, "filter_batch")):
+            setattr(kind, name, self._timed("stock", getattr(kind, name)))
+        core = getattr(self.scheduler, "_core", None)
+        if core is not None:
+            core.plan = self._timed("plan", core.plan)
+        whole = self._timed("whole", self.scheduler.get_new_batch_prefill)
+
+        def one_pass(running_batch: Any) -> Any:
+            now_s = self._clock_s()
+            if self._passes:
+                self._passes[-1].iteration_s = now_s - self._pass_started_s - self._away_s
+            self._pass_started_s, self._away_s = now_s, 0.0
+            self._spent_s.clear()
+            result = whole(running_batch)
+            spent_s, admits = self._spent_s, result.batch_to_run is not None
+            self._passes.append(Pass(spent_s["whole"], spent_s["stock"], spent_s["plan"], admits))
+            return result
+
+        self.scheduler.get_new_batch_prefill = one_pass
+
+    def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Add what ``function`` takes to a part of the pass; once, if it is called within it."""
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            if part in self._being_timed:
+                return function(*arguments, **named)
+            self._being_timed.add(part)
+            started_s = self._clock_s()
+            result = function(*arguments, **named)
+            self._spent_s[part] += self._clock_s() - started_s
+            self._being_timed.remove(part)
+            return result
+
+        return timed
+
+    def _num_waiting(self) -> int:
+        if self._is_stock:
+            return len(self.scheduler.waiting_queue)
+        return int(self.scheduler._num_offline_waiting())
+
+    def _tokens(self, count: int) -> list[int]:
+        return self._rng.choices(range(10, self.scheduler.model_config.vocab_size), k=count)
+
+    def _send(self, prompt: list[int], output_tokens: int, *, is_offline: bool) -> None:
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        params = SamplingParams(
+            max_new_tokens=output_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            custom_params={"coserve_class": "offline"} if is_offline else None,
+        )
+        params.normalize(self.scheduler.tokenizer)
+        self._num_sent += 1
+        request = TokenizedGenerateReqInput(
+            rid=f"request-{self._num_sent}",
+            input_text=None,
+            input_ids=array("q", prompt),
+            input_embeds=None,
+            mm_inputs=None,
+            token_type_ids=None,
+            sampling_params=params,
+            return_logprob=False,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            token_ids_logprob=None,
+            stream=False,
+            priority=int(not is_offline) if self.scheduler.enable_priority_scheduling else None,
+        )
+        self.scheduler.process_input_requests([request])
+
+
+def start_scheduler(system: System, model: Path) -> Any:
+    """Return a scheduler with its model loaded, in this process."""
+    cpu.set_environment_defaults()
+    import torch
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    from sglang_coserve.srt.processes import scheduler_class
+
+    settings = {
+        "model_path": str(model),
+        "max_running_requests": RUNNING,
+        "max_total_tokens": 32768,
+        "chunked_prefill_size": 512,
+        "log_level": "warning",
+        **system.flags,
+    }
+    if not cpu.has_cuda():
+        torch.set_num_threads(1)
+        cpu.install_replacements()
+        settings = {**cpu.FLAG_DEFAULTS, **settings}
+    server_args = ServerArgs(**settings)
+    kind = Scheduler
+    if system.policy is not None:
+        server_args._coserve = CoserveConfig(
+            offline_policy=system.policy,
+            # So long that no offline request is held back: as many run as with stock SGLang.
+            slo_ttft_ms=5000.0,
+            slo_tpot_ms=2000.0,
+            startup_profile_seconds=0.0,
+        )
+        kind = scheduler_class(server_args)
+    publish(server_args, role="scheduler")
+    return kind(server_args, PortArgs.init_new(server_args), 0, 0, 0, 0, 0, 0, None)
