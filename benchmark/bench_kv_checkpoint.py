@@ -74,15 +74,21 @@ def main() -> None:
                 )
                 runs.append(made)
                 print(made.summary(), flush=True)
+                write_figures(options.out, timed, runs)
 
     print(f"\n{'':44} median [range]")
     for name, times_ms in timed.items():
         print(f"{name:44} {spread(times_ms, '.3f')} ms")
     for load in loads:
         print_runs(load.name, [made for made in runs if made.load == load.name], options.mode)
-    if options.out is not None:
+    write_figures(options.out, timed, runs)
+
+
+def write_figures(path: Path | None, timed: dict[str, list[float]], runs: list[Run]) -> None:
+    """Write all figures so far, so that nothing is lost where a later run fails."""
+    if path is not None:
         figures = {"parts_ms": timed, "runs": [asdict(entry) for entry in runs]}
-        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+        path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 FIGURES: Sequence[tuple[str, Callable[[Run], float], str]] = (

@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import Final, Self
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from batch_bench.batch_server import BatchServer
 from batch_bench.figures import Figure

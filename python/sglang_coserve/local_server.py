@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,13 +25,24 @@ __all__ = ["LocalServer", "free_port"]
 _POLL_S = 0.2
 _GRACE_S = 15.0
 _LOG_TAIL_LINES = 30
+_PORTS = (20_000, 30_000)
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback interface that is free now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Return a TCP port of the loopback interface that is free now.
+
+    Not one of those that the system gives to whoever asks for any: a server takes a
+    while until it listens, and its own sockets could be given the port meanwhile.
+
+    Raises:
+        StartupError: a hundred ports at random were all taken.
+    """
+    for _ in range(100):
+        port = random.randrange(*_PORTS)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise StartupError(f"no free port found from {_PORTS[0]} to {_PORTS[1] - 1}")
 
 
 class LocalServer:

@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_coserve.core.arrival_wait import ArrivalWait
+from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.snapshot import FirstToken
 
 TARGET_S = 1.0
+BATCH = BatchStats.of([(10, 0)])
 
 
 def arrive(wait: ArrivalWait, now_s: float, own_s: float, *, part_s: float = 0.02) -> float:
@@ -21,7 +23,7 @@ def arrive(wait: ArrivalWait, now_s: float, own_s: float, *, part_s: float = 0.0
     seen_s = now_s + residual_s
     start_s = seen_s + max(own_s - part_s, 0.0)
     predicted_s = max(part_s, length_s)
-    wait.observe(start_s, predicted_s, part_s, (FirstToken(now_s, seen_s),))
+    wait.observe(start_s, predicted_s, part_s, (FirstToken(now_s, seen_s),), BATCH)
     return start_s + predicted_s - now_s
 
 
@@ -67,10 +69,10 @@ def test_offline_work_before_the_first_token_is_not_held_against_the_request() -
     own, delayed = ArrivalWait(TARGET_S), ArrivalWait(TARGET_S)
     for i in range(200):
         now_s = 5.0 * i
-        own.observe(now_s, 0.1, 0.1, (FirstToken(now_s, now_s),))
+        own.observe(now_s, 0.1, 0.1, (FirstToken(now_s, now_s),), BATCH)
         # The same requests, each after an iteration of offline work that it was seen before.
-        delayed.observe(now_s, 0.3, 0.0, ())
-        delayed.observe(now_s + 0.3, 0.1, 0.1, (FirstToken(now_s, now_s),))
+        delayed.observe(now_s, 0.3, 0.0, (), BATCH)
+        delayed.observe(now_s + 0.3, 0.1, 0.1, (FirstToken(now_s, now_s),), BATCH)
     assert delayed.wait_s == pytest.approx(own.wait_s, rel=1e-3)
 
 
@@ -79,8 +81,8 @@ def test_a_busy_engine_shortens_the_wait() -> None:
     for i in range(2000):
         now_s = 0.1 * i
         first_tokens = (FirstToken(now_s, now_s),) if i % 10 == 0 else ()
-        idle.observe(now_s, 0.1, 0.01, first_tokens)
-        busy.observe(now_s, 0.1, 0.08, first_tokens)
+        idle.observe(now_s, 0.1, 0.01, first_tokens, BATCH)
+        busy.observe(now_s, 0.1, 0.08, first_tokens, BATCH)
     assert busy.wait_s < 0.4 * idle.wait_s
 
 
@@ -90,8 +92,8 @@ def test_what_every_iteration_takes_is_no_work_of_online_requests() -> None:
     for i in range(2000):
         now_s = 0.1 * i
         first_tokens = (FirstToken(now_s, now_s),) if i % 10 == 0 else ()
-        little.observe(now_s, 0.1, 0.1, first_tokens, fixed_s=0.09)
-        much.observe(now_s, 0.1, 0.1, first_tokens)
+        little.observe(now_s, 0.1, 0.1, first_tokens, BATCH, fixed_s=0.09)
+        much.observe(now_s, 0.1, 0.1, first_tokens, BATCH)
     assert much.wait_s == pytest.approx(TARGET_S / 16)
     assert little.wait_s > 0.3 * TARGET_S
 

@@ -9,6 +9,8 @@ from typing import Final
 
 import numpy as np
 
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.late_first_tokens import LateFirstTokens
 from sglang_coserve.core.snapshot import FirstToken
 
 __all__ = ["ArrivalWait"]
@@ -46,11 +48,6 @@ single one that would be late whatever offline work does is more than a hundredt
 _PRIOR_UTILIZATION: Final = 0.5
 _UTILIZATION_SPAN_S: Final = 20.0
 
-# One late request in a hundred leaves the correction where it is.
-_STEP_DOWN: Final = 0.03
-_STEP_UP: Final = _STEP_DOWN * _LATE_SHARE / (1 - _LATE_SHARE)
-_LEAST_CORRECTION: Final = math.log(1 / 8)
-
 
 class ArrivalWait:
     """The longest iteration that offline work may fill, learned from first tokens.
@@ -71,8 +68,7 @@ class ArrivalWait:
     utilization by online work: w is at most a share of (1 - ρ)·target. What an iteration
     takes however small it is does not count as such work: an engine that always has some
     online row to decode would seem fully used, offline work would get no time, and
-    that would never change. And what all this leaves out, a correction learns from the
-    requests that came late.
+    that would never change. And what all this leaves out, ``LateFirstTokens`` learns.
 
     O(log window) an iteration; O(window) once every few first tokens.
     """
@@ -84,7 +80,7 @@ class ArrivalWait:
         self._since_recomputed = 0
         self._modelled_s = _PRIOR_SHARE * target_s
         self._limit_s = target_s
-        self._log_correction = 0.0
+        self._late = LateFirstTokens()
         self._utilization = _PRIOR_UTILIZATION
         # Start of each iteration, and what offline work had added before it.
         self._starts_s: deque[float] = deque(maxlen=_PASSES)
@@ -111,6 +107,7 @@ class ArrivalWait:
         predicted_s: float,
         online_part_s: float,
         first_tokens: tuple[FirstToken, ...],
+        batch: BatchStats,
         fixed_s: float = 0.0,
     ) -> None:
         """Take an iteration into account.
@@ -120,6 +117,7 @@ class ArrivalWait:
             predicted_s: How long it is to last.
             online_part_s: The part of that for its online work alone.
             first_tokens: Online requests that it gives their first token.
+            batch: What it computes.
             fixed_s: What an iteration takes however small it is.
         """
         self._follow_utilization(now_s)
@@ -130,17 +128,20 @@ class ArrivalWait:
             added_s = self._added_s - self._added_until(token.seen_s)
             own_s = max(now_s - token.seen_s - added_s, 0.0) + online_part_s
             self._samples.append((own_s, online_part_s))
-            is_late = now_s + predicted_s - token.arrival_s > self._limit_s
-            correction = self._log_correction + (-_STEP_DOWN if is_late else _STEP_UP)
-            self._log_correction = min(max(correction, _LEAST_CORRECTION), 0.0)
             self._since_recomputed += 1
+        arrivals_s = tuple(token.arrival_s for token in first_tokens)
+        self._late.expect(batch, now_s, predicted_s, arrivals_s, self._limit_s)
         self._added_s += max(predicted_s - online_part_s, 0.0)
         if self._since_recomputed >= _RECOMPUTE_EVERY:
             self._since_recomputed = 0
             self._recompute()
 
+    def measured(self, batch: BatchStats, seconds: float) -> None:
+        """Note how long an iteration with ``batch`` took, one of the last few."""
+        self._late.measured(batch, seconds)
+
     def _bounded_s(self, most_share: float, least_share: float) -> float:
-        learned_s = self._modelled_s * math.exp(self._log_correction)
+        learned_s = self._modelled_s * self._late.factor
         most_s = most_share * (1 - self._utilization) * self._target_s
         return max(min(learned_s, most_s), least_share * self._target_s)
 

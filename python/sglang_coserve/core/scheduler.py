@@ -143,17 +143,20 @@ class Scheduler:
                 plan.predicted_s,
                 plan.online_part_s,
                 plan.first_tokens,
+                plan.batch,
                 fixed_s=fixed_s(self._model),
             )
         self._policy.commit(plan)
 
     def observe(self, batch: BatchStats, seconds: float) -> None:
-        """Take a measured iteration into account, if the configuration says to refine.
+        """Take a measured iteration into account; the model, if the configuration says to refine.
 
         Raises:
             InputFileError: the batch is empty or the time is not positive.
         """
         self._prediction_error.observe(self._model.predict(batch), seconds)
+        if self._arrival_wait is not None:
+            self._arrival_wait.measured(batch, seconds)
         if self._refiner is None:
             return
         self._observed.append(Sample(batch, seconds))

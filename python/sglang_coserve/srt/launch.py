@@ -25,6 +25,7 @@ from sglang_coserve.srt.batch_api import (
     install_batch_api,
 )
 from sglang_coserve.srt.kv_checkpoint.settings import check_combination, server_settings
+from sglang_coserve.srt.listen_address import check_listen_address
 from sglang_coserve.srt.service_tier import ServiceTierMiddleware
 
 __all__ = ["launch_server", "parse_server_args"]
@@ -37,8 +38,8 @@ def launch_server(argv: Sequence[str]) -> None:
 
     Raises:
         UnsupportedError: SGLang has another version, or a setting cannot be co-served.
-        StartupError: a part of co-serving is not in place, or the data directory of the
-            Batch API cannot be used.
+        StartupError: a part of co-serving is not in place, the data directory of the
+            Batch API cannot be used, or the port is taken.
     """
     compat.check_version()
     on_cpu = not cpu.has_cuda()
@@ -47,6 +48,7 @@ def launch_server(argv: Sequence[str]) -> None:
     server_args = parse_server_args(argv, on_cpu=on_cpu)
     compat.check_server_args(server_args)
     check_batch_settings(server_args._coserve)
+    check_listen_address(server_args.host, server_args.port)
 
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import kill_process_tree
@@ -156,6 +158,8 @@ def _install_routes(http_server: Any) -> None:
         **kwargs: Any,
     ) -> None:
         verify_in_place(app, scheduler_infos)
+        # Again: loading a model takes long enough for another to have come.
+        check_listen_address(server_args.host, server_args.port)
         serve(
             server_args,
             tokenizer_manager,

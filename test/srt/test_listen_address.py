@@ -1,0 +1,61 @@
+"""A port that is taken is found out before the model is loaded."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_coserve.errors import StartupError
+from sglang_coserve.local_server import free_port
+from sglang_coserve.srt.listen_address import check_listen_address
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_a_free_port_can_be_listened_on_and_stays_free(host: str) -> None:
+    port = free_port()
+    check_listen_address(host, port)
+    check_listen_address(host, port)
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(StartupError, match=rf"port {port}: .*in use.*choose another"):
+            check_listen_address("127.0.0.1", port)
+
+
+def test_a_host_that_is_not_this_machine_is_named() -> None:
+    with pytest.raises(StartupError, match=r"cannot listen on 203\.0\.113\.1"):
+        check_listen_address("203.0.113.1", free_port())
+
+
+def test_a_port_that_has_just_been_used_is_free() -> None:
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As every server does.
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            accepted, _ = server.accept()
+            accepted.close()
+            client.recv(1)
+    check_listen_address("127.0.0.1", port)
+
+
+def test_the_server_refuses_before_it_loads_the_model(small_model: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        flags = ["--model-path", str(small_model), "--host", "127.0.0.1", "--port", port]
+        command = [sys.executable, "-m", "sglang_coserve.launch_server", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert f"port {port}" in done.stderr
+    assert "Load weight" not in done.stderr
