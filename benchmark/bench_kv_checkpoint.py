@@ -24,9 +24,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from coserve_bench.machine import describe_machine
 from kv_bench import parts
 from kv_bench.trace import LOADS, Run, run
 from sglang_coserve.interrupts import terminate_as_interrupt
@@ -53,6 +55,11 @@ def main() -> None:
 
     timed: dict[str, list[float]] = {}
     runs: list[Run] = []
+    settings = {
+        name: getattr(options, name)
+        for name in ("mode", "page_size", "repeats", "seconds", "rows", "tokens")
+    }
+    about = {"machine": describe_machine(), "settings": settings}
     with tempfile.TemporaryDirectory() as directory, terminate_as_interrupt():
         work = Path(directory)
         model = make_small_model(work / "model", SmallModelSpec())
@@ -62,6 +69,7 @@ def main() -> None:
                 timed.setdefault(name, []).append(parts.reclaim_ms(page, options.tokens))
                 name = f"checkpoints of {options.rows} rows, an iteration, page {page}"
                 timed.setdefault(name, []).append(parts.iteration_ms(page, options.rows, steps=200))
+            write_figures(options.out, about, timed, runs)
             for load, mode in product(loads, (OFF, options.mode)):
                 made = run(
                     load,
@@ -74,20 +82,21 @@ def main() -> None:
                 )
                 runs.append(made)
                 print(made.summary(), flush=True)
-                write_figures(options.out, timed, runs)
+                write_figures(options.out, about, timed, runs)
 
     print(f"\n{'':44} median [range]")
     for name, times_ms in timed.items():
         print(f"{name:44} {spread(times_ms, '.3f')} ms")
     for load in loads:
         print_runs(load.name, [made for made in runs if made.load == load.name], options.mode)
-    write_figures(options.out, timed, runs)
 
 
-def write_figures(path: Path | None, timed: dict[str, list[float]], runs: list[Run]) -> None:
+def write_figures(
+    path: Path | None, about: dict[str, Any], timed: dict[str, list[float]], runs: list[Run]
+) -> None:
     """Write all figures so far, so that nothing is lost where a later run fails."""
     if path is not None:
-        figures = {"parts_ms": timed, "runs": [asdict(entry) for entry in runs]}
+        figures = {**about, "parts_ms": timed, "runs": [asdict(entry) for entry in runs]}
         path.write_text(json.dumps(figures, indent=1) + "\n")
 
 

@@ -73,8 +73,15 @@ class CopyJobs:
         self._policy = policy
         self._jobs: dict[int, _Job] = {}
         self._num_begun = 0
+        self._num_waited_for = 0
         self._copying: dict[int, NodeCopy] = {}
         self.in_flight_tokens = 0
+
+    @property
+    def is_late(self) -> bool:
+        """True while a copy is under way that ``finish_all`` has waited for in vain."""
+        oldest = next(iter(self._jobs), None)
+        return oldest is not None and -oldest <= self._num_waited_for
 
     def oldest_steps(self, step: int) -> int:
         """Return for how many steps the oldest copy has been under way; 0 if none is."""
@@ -181,4 +188,6 @@ class CopyJobs:
             is_done = bool(answer.item())
         if is_done:
             cache.writing_check(finish_count=len(acks))
+        else:
+            self._num_waited_for = self._num_begun
         return is_done

@@ -43,7 +43,9 @@ class CpuHostPool(MHATokenToKVPoolHost):
         self.token_stride_size = self.head_num * self.head_dim * self.dtype.itemsize
         self.layout_dim = self.token_stride_size * self.layer_num
         shape = (2, self.layer_num, self.size, self.head_num, self.head_dim)
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        # Written to at once. The kernel would otherwise find its pages when copies first come
+        # to them, which then take ten times as long, and online requests may wait for them.
+        return torch.empty(shape, dtype=self.dtype, device=self.device).zero_()
 
     def backup_from_device_all_layer(
         self, device_pool: Any, host_indices: Any, device_indices: Any, _io_backend: str

@@ -47,7 +47,6 @@ class Reclaimer:
         self._space = space
         self._copies = copies
         self._counts = counts
-        self._is_late = False
         self._staged: dict[int, Node] = {}
 
     # --- Device --------------------------------------------------------------------------
@@ -74,8 +73,8 @@ class Reclaimer:
                 break
             if node.lock_ref or (for_prefetch and (is_copying or order.is_needed(node))):
                 continue
-            if is_copying and not self._has_waited_in_vain():
-                self._is_late = not self._copies.finish_all(_UNDER_WAY_TIMEOUT_S)
+            if is_copying and not self._copies.is_late:
+                self._copies.finish_all(_UNDER_WAY_TIMEOUT_S)
             surplus = len(node.value) - (limit - num_freed)
             if surplus > 0:
                 cache._split_node(node.key, node, surplus)
@@ -118,7 +117,7 @@ class Reclaimer:
         # What is on the host below a node is of use only with the node.
         if not is_offline_node(node) and not node.children:
             return False
-        if self._has_waited_in_vain():
+        if self._copies.is_late:
             return False
         if not self._copies.may_begin(RequestClass.OFFLINE, cache.step):
             return False
@@ -132,19 +131,14 @@ class Reclaimer:
         self._counts["checkpointed_tokens"] += tokens
         return True
 
-    def _has_waited_in_vain(self) -> bool:
-        """Return whether online work has waited once for copies that are still under way."""
-        self._is_late = self._is_late and self._copies.in_flight_tokens > 0
-        return self._is_late
-
     def _finish(self) -> None:
         """Wait for the copies of staged nodes; drop the nodes if they do not come."""
         if not self._staged:
             return
-        self._is_late = not self._copies.finish_all(_LAZY_TIMEOUT_S)
+        is_late = not self._copies.finish_all(_LAZY_TIMEOUT_S)
         for node in list(self._staged.values()):
             node.release_host()
-            if self._is_late and id(node) in self._staged:
+            if is_late and id(node) in self._staged:
                 self._counts["late_copies"] += 1
                 self._drop(node)
         self._staged.clear()
