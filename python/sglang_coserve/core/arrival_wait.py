@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from sglang_coserve.core.batch_stats import BatchStats
-from sglang_coserve.core.late_first_tokens import LateFirstTokens
+from sglang_coserve.core.late_first_tokens import LATE_SHARE, LateFirstTokens, Wait
 from sglang_coserve.core.snapshot import FirstToken
 
 __all__ = ["ArrivalWait"]
@@ -19,9 +19,6 @@ _WINDOW: Final = 1024
 _PASSES: Final = 2048
 _RECOMPUTE_EVERY: Final = 4
 _BISECTIONS: Final = 10
-
-_LATE_SHARE: Final = 0.01
-"""Of the requests, as a target for the 99th percentile allows."""
 
 _EXCESS: Final = 0.07
 """Where online requests alone come close to the target, or miss it, offline work may still add
@@ -124,14 +121,16 @@ class ArrivalWait:
         self._online_work_s = max(online_part_s - fixed_s, 0.0)
         self._starts_s.append(now_s)
         self._added_before_s.append(self._added_s)
+        waits = []
+        added_now_s = max(predicted_s - online_part_s, 0.0)
         for token in first_tokens:
             added_s = self._added_s - self._added_until(token.seen_s)
+            waits.append(Wait(token.arrival_s, added_s + added_now_s))
             own_s = max(now_s - token.seen_s - added_s, 0.0) + online_part_s
             self._samples.append((own_s, online_part_s))
             self._since_recomputed += 1
-        arrivals_s = tuple(token.arrival_s for token in first_tokens)
-        self._late.expect(batch, now_s, predicted_s, arrivals_s, self._limit_s)
-        self._added_s += max(predicted_s - online_part_s, 0.0)
+        self._late.expect(batch, now_s, predicted_s, tuple(waits), self._limit_s)
+        self._added_s += added_now_s
         if self._since_recomputed >= _RECOMPUTE_EVERY:
             self._since_recomputed = 0
             self._recompute()
@@ -161,7 +160,7 @@ class ArrivalWait:
 
     def _recompute(self) -> None:
         own_s, part_s = np.array(self._samples).T
-        alone_s = float(np.quantile(own_s, 1 - _LATE_SHARE))
+        alone_s = float(np.quantile(own_s, 1 - LATE_SHARE))
         limit_s = max(self._target_s, alone_s + _EXCESS * self._target_s)
         self._limit_s = limit_s = min(limit_s, (1 + _MOST_EXCESS) * self._target_s)
         low_s, high_s = _LEAST_SHARE * self._target_s, _MOST_SHARE * self._target_s
@@ -169,7 +168,7 @@ class ArrivalWait:
             wait_s = (low_s + high_s) / 2
             ends_s = own_s + np.maximum(0.0, wait_s - part_s)
             num_late = np.clip((ends_s + wait_s - limit_s) / wait_s, 0.0, 1.0).sum()
-            if num_late <= _LATE_SHARE * (len(own_s) + _PRIOR_IN_TIME):
+            if num_late <= LATE_SHARE * (len(own_s) + _PRIOR_IN_TIME):
                 low_s = wait_s
             else:
                 high_s = wait_s
