@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from srt.flushed import is_flushed
+
 
 @pytest.fixture(scope="module")
 def engine(small_model: Path) -> Iterator[Any]:
@@ -88,4 +90,4 @@ def test_an_unknown_class_is_a_value_error(engine: Any) -> None:
 
 
 def test_the_cache_can_be_flushed_when_all_is_done(engine: Any) -> None:
-    assert engine.flush_cache().success
+    assert is_flushed(engine)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from srt.flushed import is_flushed
+
 TIMEOUT_S = 120
 NUM_OFFLINE, NUM_ONLINE = 24, 24
 ABORTS, MOST_ROUNDS = 5, 20
@@ -91,9 +93,9 @@ def test_ranks_stay_in_step_while_batches_are_aborted(engine: Any, mode: str) ->
 
     expected = engine.loop.run_until_complete(all_of_them(alone=True))
     for _ in range(MOST_ROUNDS):
-        assert engine.flush_cache().success
+        assert is_flushed(engine)
         assert engine.loop.run_until_complete(all_of_them(alone=False)) == expected
         if aborts(engine, mode) >= ABORTS:
             break
     assert aborts(engine, mode) >= ABORTS
-    assert engine.flush_cache().success
+    assert is_flushed(engine)

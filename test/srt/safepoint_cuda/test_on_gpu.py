@@ -26,6 +26,7 @@ from sglang_coserve.srt.safepoint.grouped_decode_graph import GroupedDecodeBacke
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, add_safepoints
 from sglang_coserve.srt.safepoint.local_gate import LocalGate
 from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, cuda_events, order_behind_pass
+from srt.flushed import is_flushed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -253,7 +254,7 @@ def run_both_classes(engine: Any, *, output_tokens: int) -> dict[str, Any]:
         engine.generate(input_ids=ids, sampling_params=params_of(offline, False))["output_ids"]
         for ids, offline in requests
     ]
-    engine.flush_cache()
+    assert is_flushed(engine)
 
     async def one(i: int) -> Any:
         ids, offline = requests[i]
@@ -268,7 +269,7 @@ def run_both_classes(engine: Any, *, output_tokens: int) -> dict[str, Any]:
     outputs = engine.loop.run_until_complete(together())
     assert [output["output_ids"] for output in outputs] == alone
     states = engine.loop.run_until_complete(engine.tokenizer_manager.get_internal_state())
-    assert engine.flush_cache().success
+    assert is_flushed(engine)
     state: dict[str, Any] = states[0]["coserve"]["safepoints"]
     return state
 
