@@ -44,7 +44,11 @@ class OwnProcess:
         self._process = context.Process(target=_serve, args=(remote, make, arguments))
         self._process.start()
         remote.close()
-        self._answer()
+        try:
+            self._answer()
+        except BaseException:
+            self._end()  # Nobody else will: the context is not entered.
+            raise
         self._signal(signal.SIGSTOP)
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -68,6 +72,9 @@ class OwnProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self._connection.close()
         for process in self._tree():
             with suppress(psutil.NoSuchProcess):

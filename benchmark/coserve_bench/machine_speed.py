@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 _PROBE_S: Final = 2.0
 _LEAST_PROBE_S: Final = 0.1
+_COPIED_FLOATS: Final = 4 * 2**20
+"""16 MiB, more than a core's caches: neighbours take memory bandwidth, too."""
 _FIRST_MEASUREMENTS: Final = 5
 
 
@@ -119,9 +121,10 @@ def measure_speed_ms() -> float:
     """Return the time of a fixed computation on one core: the mean of the cores' medians.
 
     It resembles an iteration of the small model: matrices that fit the cache, fp32,
-    and a stretch of plain Python. Takes about two seconds. The calling thread is bound to
-    each core in turn, and to its own cores at the end. Processor time counts: what
-    shares the core and is ours, a client that wakes up, say, is not the machine.
+    memory that does not, and a stretch of plain Python. Takes about two seconds. The
+    calling thread is bound to each core in turn, and to its own cores at the end.
+    Processor time counts: what shares the core and is ours, a client that wakes up,
+    say, is not the machine.
     """
     cores = os.sched_getaffinity(0)
     threads = torch.get_num_threads()
@@ -136,6 +139,7 @@ def measure_speed_ms() -> float:
 def _median_ms(core: int, seconds: float) -> float:
     os.sched_setaffinity(0, {core})
     rows, wide, narrow = torch.ones(128, 256), torch.ones(256, 1024), torch.ones(1024, 256)
+    source, target = torch.ones(_COPIED_FLOATS), torch.ones(_COPIED_FLOATS)
     times_ms = []
     ends_s = time.perf_counter() + max(seconds, _LEAST_PROBE_S)
     while time.perf_counter() < ends_s:
@@ -143,6 +147,7 @@ def _median_ms(core: int, seconds: float) -> float:
         hidden = rows
         for _ in range(8):
             hidden = (hidden @ wide) @ narrow / (256 * 1024)
+        target.copy_(source)
         sum(range(20_000))
         times_ms.append((time.thread_time() - began_s) * 1e3)
     return statistics.median(times_ms)

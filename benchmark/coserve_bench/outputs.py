@@ -120,7 +120,12 @@ def _speeds(options: Options, runner: Runner) -> str:
     times_ms = runner.speeds.measured_ms
     if not times_ms:
         return ""
-    off = sorted(record.key.name for record in runner.records if not record.is_usual_speed)
+    off = sorted(
+        record.key.name
+        for record in runner.records
+        if record.speed is not None
+        and not runner.speeds.is_usual(record.speed, options.speed_tolerance)
+    )
     text = (
         f"A fixed computation took {statistics.median(times_ms):.1f} ms "
         f"({min(times_ms):.1f}–{max(times_ms):.1f}, n = {len(times_ms)})."

@@ -63,9 +63,6 @@ class RunRecord:
     speed: MachineSpeed | None = None
     """Of the machine; None in records of earlier versions."""
 
-    is_usual_speed: bool = True
-    """False: the machine was off its usual speed each time that the run was made."""
-
 
 def write_record(path: Path, record: RunRecord) -> None:
     """Write a record so that a reader sees all of it or nothing. 10 µs resolution."""
@@ -78,7 +75,6 @@ def write_record(path: Path, record: RunRecord) -> None:
         "offline": None if record.offline is None else _offline_to_dict(record.offline),
         "provenance": record.provenance,
         "speed": None if record.speed is None else record.speed.to_dict(),
-        "is_usual_speed": record.is_usual_speed,
     }
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(fields, separators=(",", ":")) + "\n")
@@ -97,7 +93,6 @@ def read_record(path: Path) -> RunRecord:
         offline=None if fields["offline"] is None else _offline(fields["offline"]),
         provenance=fields["provenance"],
         speed=MachineSpeed(**speed) if (speed := fields.get("speed")) else None,
-        is_usual_speed=fields.get("is_usual_speed", True),
     )
 
 

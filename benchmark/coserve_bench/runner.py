@@ -22,7 +22,7 @@ from coserve_bench.plan import RunKey
 from coserve_bench.run_record import RunRecord, read_record, write_record
 from coserve_bench.slo import SloRule, targets_of
 from coserve_bench.systems import BASELINE, SYSTEMS, ServerPlan, System, server_flags
-from sglang_coserve.errors import ConfigError
+from sglang_coserve.errors import ConfigError, StartupError
 from sglang_coserve.local_server import LocalServer
 from sglang_coserve.metrics import SloTargets
 
@@ -158,7 +158,7 @@ class Runner:
                 tolerance=self._options.speed_tolerance,
                 repeats=self._options.speed_repeats,
             )
-        except RunFailedError:
+        except (RunFailedError, StartupError):
             self.stop_server()  # What is left of its work would disturb the next run.
             raise
         record = RunRecord(
@@ -175,7 +175,6 @@ class Runner:
                 "bench_serving": measured.online.reported,
             },
             speed=speed,
-            is_usual_speed=self._speeds.is_usual(speed, self._options.speed_tolerance),
         )
         write_record(self._path(key), record)
         self._records[key] = record

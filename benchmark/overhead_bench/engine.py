@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from array import array
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any, Final
 from overhead_bench.systems import RUNNING, System
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.srt import cpu
+from tokenized_request import tokenized_request
 
 __all__ = ["Engine", "Pass"]
 
@@ -34,7 +34,7 @@ class Pass:
 
     whole_s: float
     stock_s: float
-    """Of it, in SGLang's own code; see above."""
+    """Of it, in SGLang's own code; see ``bench_overhead``."""
 
     plan_s: float
     """Of it, in ``core.plan``."""
@@ -148,32 +148,11 @@ class Engine:
         return self._rng.choices(range(10, self.scheduler.model_config.vocab_size), k=count)
 
     def _send(self, prompt: list[int], output_tokens: int, *, is_offline: bool) -> None:
-        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-        from sglang.srt.sampling.sampling_params import SamplingParams
-
-        params = SamplingParams(
-            max_new_tokens=output_tokens,
-            temperature=0.0,
-            ignore_eos=True,
-            custom_params={"coserve_class": "offline"} if is_offline else None,
-        )
-        params.normalize(self.scheduler.tokenizer)
         self._num_sent += 1
-        request = TokenizedGenerateReqInput(
-            rid=f"request-{self._num_sent}",
-            input_text=None,
-            input_ids=array("q", prompt),
-            input_embeds=None,
-            mm_inputs=None,
-            token_type_ids=None,
-            sampling_params=params,
-            return_logprob=False,
-            logprob_start_len=-1,
-            top_logprobs_num=0,
-            token_ids_logprob=None,
-            stream=False,
-            priority=int(not is_offline) if self.scheduler.enable_priority_scheduling else None,
-        )
+        rid, tokenizer = f"request-{self._num_sent}", self.scheduler.tokenizer
+        request = tokenized_request(tokenizer, rid, prompt, output_tokens, offline=is_offline)
+        if self.scheduler.enable_priority_scheduling:
+            request.priority = int(not is_offline)
         self.scheduler.process_input_requests([request])
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import traceback
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,6 +19,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from tokenized_request import tokenized_request
 
 MAX_ITERATIONS = 20_000
 CALL_TIMEOUT_S = 300
@@ -127,30 +128,12 @@ class ScriptedEngine:
         **sampling: Any,
     ) -> Any:
         """A tokenized request, as the tokenizer process would send it; greedy, without EOS."""
-        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-        from sglang.srt.sampling.sampling_params import SamplingParams
-
-        params = SamplingParams(
-            max_new_tokens=max_new_tokens,
-            **{"temperature": 0.0, "ignore_eos": True, **sampling},
-            custom_params={"coserve_class": "offline"} if offline else None,
+        tokenizer = self.scheduler.tokenizer
+        request = tokenized_request(
+            tokenizer, rid, prompt, max_new_tokens, offline=offline, **sampling
         )
-        params.normalize(self.scheduler.tokenizer)
-        params.verify(self._vocab_size)
-        return TokenizedGenerateReqInput(
-            rid=rid,
-            input_text=None,
-            input_ids=array("q", prompt),
-            input_embeds=None,
-            mm_inputs=None,
-            token_type_ids=None,
-            sampling_params=params,
-            return_logprob=False,
-            logprob_start_len=-1,
-            top_logprobs_num=0,
-            token_ids_logprob=None,
-            stream=False,
-        )
+        request.sampling_params.verify(self._vocab_size)
+        return request
 
     def abort(self, rid: str = "", *, abort_all: bool = False) -> Any:
         """An abort message."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +119,19 @@ def test_the_command_line_tells_one_line_and_exits_with_2(small_model: Path) -> 
     errors = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert "--tokenizer-worker-num" in errors[0]
+
+
+def test_a_taken_port_is_refused_before_the_model_is_loaded(small_model: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        refused = launch_server(
+            "--model-path", str(small_model), "--host", "127.0.0.1", "--port", port
+        )
+    assert refused.returncode == 2
+    assert f"port {port}" in refused.stderr
+    assert "Load weight" not in refused.stderr
 
 
 def test_the_rust_server_is_refused(

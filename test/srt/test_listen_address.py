@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -46,16 +43,3 @@ def test_a_port_that_has_just_been_used_is_free() -> None:
             accepted.close()
             client.recv(1)
     check_listen_address("127.0.0.1", port)
-
-
-def test_the_server_refuses_before_it_loads_the_model(small_model: Path) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = str(other.getsockname()[1])
-        flags = ["--model-path", str(small_model), "--host", "127.0.0.1", "--port", port]
-        command = [sys.executable, "-m", "sglang_coserve.launch_server", *flags]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert f"port {port}" in done.stderr
-    assert "Load weight" not in done.stderr
