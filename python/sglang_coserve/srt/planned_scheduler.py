@@ -1,12 +1,9 @@
 """SGLang's scheduler carrying out the plans of ``core.scheduler``.
 
 Every pass that involves offline requests becomes an ``EngineSnapshot``; the
-core answers with a ``StepPlan``; this module frees, pauses, parks, resumes and
-offers rows to SGLang's own admission so that the batch it builds is the planned
-one.  Passes without offline requests are SGLang's alone.
-
-What SGLang cannot do is left out of a plan, never imitated: it continues one
-unfinished prefill at a time.
+core answers with a ``StepPlan``; this module frees, pauses, parks and resumes
+rows, and has the planned chunks admitted. Passes without offline requests are
+SGLang's alone.
 """
 
 from __future__ import annotations
@@ -26,11 +23,10 @@ from sglang_coserve.core.recording import RecordingScheduler
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler as CoreScheduler
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefillChunk, Row, StepPlan
-from sglang_coserve.srt.chunk_limit import install_chunk_limits, limit_next_chunk
 from sglang_coserve.srt.compat import release_aborted
 from sglang_coserve.srt.core_setup import make_core_scheduler
+from sglang_coserve.srt.directed_scheduler import DirectedScheduler
 from sglang_coserve.srt.drift_warning import DriftWarning
-from sglang_coserve.srt.holding_scheduler import HoldingScheduler
 from sglang_coserve.srt.iteration_times import IterationTimes
 from sglang_coserve.srt.latency_source import latency_profile
 from sglang_coserve.srt.offline_marks import deadline_of, user_of
@@ -43,20 +39,18 @@ Req = Any
 ScheduleBatch = Any
 
 
-class PlannedScheduler(HoldingScheduler):
+class PlannedScheduler(DirectedScheduler):
     """See the module's docstring."""
 
     _core: CoreScheduler | RecordingScheduler
 
     # State of SGLang's that is assigned here too.
     input_blocker: Any
-    is_mixed_chunk: bool
 
     # --- Set-up --------------------------------------------------------------------------
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Start SGLang's scheduler; then profile, with the model in place and nobody waiting."""
-        install_chunk_limits()
         super().__init__(*args, **kwargs)
         profile = latency_profile(self, self._coserve_config)
         self._core = make_core_scheduler(
@@ -165,10 +159,12 @@ class PlannedScheduler(HoldingScheduler):
         running_batch = self._make_room(plan, running_batch)
         # SGLang runs decodes and prefills apart when one of them returns log-probabilities, and
         # prefills first: so that they take turns, the next prefills wait for a pass.
-        chunks = [] if self._has_left_decodes else self._on_device(self._executable(plan))
+        chunks = [] if self._has_left_decodes else self._on_device(self._executable(plan.prefills))
         result, admitted = self._run_chunks(
-            chunks, running_batch, mixes_decodes=not plan.skips_decodes
+            chunks, self._offline_reqs, running_batch, mixes_decodes=not plan.skips_decodes
         )
+        for chunk in admitted:
+            self._offline_reqs.pop(chunk.rid, None)
         batch = result.batch_to_run
         self._has_left_decodes = (
             batch is not None
@@ -249,76 +245,11 @@ class PlannedScheduler(HoldingScheduler):
         self._offline_counts["resumed"] += len(plan.resume)
         return self._aside.resume(running_batch, set(plan.resume))
 
-    def _executable(self, plan: StepPlan) -> list[PrefillChunk]:
-        """Return the leading chunks that SGLang can run in one pass, in its order: one that
-        continues a prefill goes first, and there can be no second one."""
-        begun = {req.rid for req in self._aside.parked}
-        if self.chunked_req is not None:
-            begun.add(self.chunked_req.rid)
-        continued: list[PrefillChunk] = []
-        started: list[PrefillChunk] = []
-        for chunk in plan.prefills:
-            if chunk.rid not in begun:
-                started.append(chunk)
-            elif continued:
-                break
-            else:
-                continued.append(chunk)
-        return [*continued, *started]
-
     def _on_device(self, chunks: list[PrefillChunk]) -> list[PrefillChunk]:
         """Leave out the offline requests whose KV is to come back from the host first."""
         waiting = self._offline_reqs
         held = self._kv.hold_back([waiting[c.rid] for c in chunks if c.rid in waiting])
         return [chunk for chunk in chunks if chunk.rid not in held]
-
-    def _run_chunks(
-        self, chunks: list[PrefillChunk], running_batch: ScheduleBatch, *, mixes_decodes: bool
-    ) -> tuple[Any, tuple[PrefillChunk, ...]]:
-        """Offer exactly the planned chunks to SGLang; return its plan and what it admitted."""
-        if self.chunked_req is not None and self.chunked_req.rid not in {c.rid for c in chunks}:
-            self._park_chunk()
-        if chunks and self._aside.is_parked(chunks[0].rid):
-            assert self.chunked_req is None
-            self.chunked_req = self._aside.unpark(chunks[0].rid)
-        if self.chunked_req is not None:
-            limit_next_chunk(self.chunked_req, chunks[0].tokens)
-        online = {req.rid: req for req in self.waiting_queue}
-        chosen = [online.get(c.rid) or self._offline_reqs.get(c.rid) for c in chunks]
-        shown = [req for req in chosen if req is not None]
-        hidden = [req for req in self.waiting_queue if req not in shown]
-        self._offered = [req for req in shown if req.rid not in online]
-        self.waiting_queue = shown
-        # SGLang compares and counts whole pages, a plan those of a prompt's end not.
-        page = self.page_size
-        tokens = sum(-(-chunk.tokens // page) * page for chunk in chunks)
-        result = self._admit_chunks(running_batch, tokens, mixes_decodes)
-        left = {req.rid for req in (*self._withdraw_offer(), *self.waiting_queue)}
-        # What the pass left over, what it was not shown, and what arrived meanwhile.
-        self.waiting_queue = sorted(
-            [*self.waiting_queue, *hidden], key=lambda req: req.time_stats.wait_queue_entry_time
-        )
-        if result.batch_to_run is None:
-            return result, ()
-        _correct_mixed_prefix_lens(result.batch_to_run)
-        admitted = tuple(chunk for chunk in chunks if chunk.rid not in left)
-        for chunk in admitted:
-            self._offline_reqs.pop(chunk.rid, None)
-        return result, admitted
-
-    def _admit_chunks(self, running_batch: ScheduleBatch, tokens: int, mixes_decodes: bool) -> Any:
-        """Let SGLang build a batch of ``tokens`` prefill tokens, with all decodes or without."""
-        size, mixed = self.chunked_prefill_size, self.is_mixed_chunk
-        running_batch.batch_is_full = False
-        try:
-            self.is_mixed_chunk = mixes_decodes
-            # SGLang takes the decodes of a mixed batch off the size of the chunk.
-            num_decodes = len(running_batch.reqs) if mixes_decodes else 0
-            self.chunked_prefill_size = max(tokens, self.page_size) + num_decodes
-            # It may evict: SGLang also reserves room for a request's output, a plan does not.
-            return self._admit(running_batch)
-        finally:
-            self.chunked_prefill_size, self.is_mixed_chunk = size, mixed
 
     def _shed(self, rid: str) -> None:
         for req in [req for req in self.waiting_queue if req.rid == rid]:
@@ -349,14 +280,3 @@ class PlannedScheduler(HoldingScheduler):
 
     def _num_offline_waiting(self) -> int:
         return len(self._offline_reqs) + len(self._cooling) + len(self._aside)
-
-
-def _correct_mixed_prefix_lens(batch: ScheduleBatch) -> None:
-    """SGLang takes for granted that every decode of a mixed batch has a token in flight under
-    overlap scheduling; one that sat out an iteration has none. Its context is its length - 1."""
-    if not batch.forward_mode.is_mixed():
-        return
-    count = len(batch.decoding_reqs)
-    if count:
-        lens = (batch.seq_lens_cpu[-count:] - 1).tolist()
-        batch.prefix_lens = [*batch.prefix_lens[:-count], *lens]
