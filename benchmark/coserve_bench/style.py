@@ -17,6 +17,7 @@ __all__ = ["Style", "new_figure", "style_of"]
 _COLORS: Final = ("#000000", "#E69F00", "#D55E00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2")
 _MARKERS: Final = "osD^vPX*<>"
 _LINES: Final = ("-", "--", ":", "-.")
+_FILLS: Final = ("full", "none", "left", "top")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class Style:
     color: str
     marker: str
     line: str
+    fill: str
+    """Of the marker, where no line tells SLOs apart."""
 
 
 def style_of(system: str, variant: int = 0) -> Style:
@@ -35,6 +38,7 @@ def style_of(system: str, variant: int = 0) -> Style:
         _COLORS[place % len(_COLORS)],
         _MARKERS[place % len(_MARKERS)],
         _LINES[variant % len(_LINES)],
+        _FILLS[variant % len(_FILLS)],
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from coserve_bench.run_record import RunRecord
-from coserve_bench.style import new_figure, style_of
+from coserve_bench.style import Style, new_figure, style_of
 from coserve_bench.systems import BASELINE
 
 if TYPE_CHECKING:
@@ -26,8 +26,11 @@ def plot_timeline(records: Sequence[RunRecord], path: Path) -> None:
     """Draw the runs of one repeat at one load, which all had the same arrivals."""
     figure, (arrivals, ttft, stalls, offline) = new_figure(4, 1, width=9, height=9)
     _draw_arrivals(arrivals, records[0])
+    drawn: Counter[str] = Counter()
     for record in records:
-        style, label = style_of(record.key.system), f"{record.key.system} {record.key.slo}".strip()
+        system = record.key.system
+        style, label = style_of(system, drawn[system]), f"{system} {record.key.slo}".strip()
+        drawn[system] += 1
         started = [t for t in record.online if t.ttft_s is not None]
         for axes, values_ms in (
             (ttft, [1e3 * (t.ttft_s or 0) for t in started]),
@@ -40,10 +43,11 @@ def plot_timeline(records: Sequence[RunRecord], path: Path) -> None:
                 ms=4,
                 alpha=0.8,
                 color=style.color,
+                fillstyle=style.fill,
                 label=label,
             )
         if record.offline is not None and record.key.system != BASELINE:
-            _draw_tokens(offline, record, style.color, label)
+            _draw_tokens(offline, record, style)
     for axes, label in (
         (arrivals, "online arrivals/s"),
         (ttft, "TTFT (ms)"),
@@ -68,7 +72,7 @@ def _draw_arrivals(axes: Axes, record: RunRecord) -> None:
     axes.stairs([counts[second] for second in edges[:-1]], list(edges), fill=True, color="#999999")
 
 
-def _draw_tokens(axes: Axes, record: RunRecord, color: str, label: str) -> None:
+def _draw_tokens(axes: Axes, record: RunRecord, style: Style) -> None:
     """Draw a moving average: a prompt counts whole when its first token comes."""
     assert record.offline is not None
     totals = np.concatenate(([0], np.cumsum(record.offline.tokens_by_s)))
@@ -77,4 +81,4 @@ def _draw_tokens(axes: Axes, record: RunRecord, color: str, label: str) -> None:
     rates = (totals[ends] - totals[starts])[1:] / (ends - starts)[1:]
     middles = ((ends + starts) / 2)[1:]
     assert all(a <= b for a, b in pairwise(middles))
-    axes.plot(middles, rates, color=color, label=label)
+    axes.plot(middles, rates, color=style.color, linestyle=style.line)
