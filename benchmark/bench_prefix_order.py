@@ -36,9 +36,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from coserve_bench.model import ServedModel, prepare_model
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.local_server import LocalServer
-from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from sglang_coserve.srt import cpu
 
 BASELINE = "stock fcfs"
@@ -101,12 +101,12 @@ async def serve(
 
 
 def measure(
-    system: str, model: Path, work: Path, options: argparse.Namespace
+    system: str, model: ServedModel, work: Path, options: argparse.Namespace
 ) -> tuple[float, float]:
     """Start a system's server, let it serve the file, stop it."""
     on_cpu = not cpu.has_cuda()
     is_ours = system.startswith("ours")
-    flags = ["--model-path", str(model), "--log-level", "warning", "--enable-cache-report"]
+    flags = ["--model-path", model.path, "--log-level", "warning", "--enable-cache-report"]
     flags += ["--max-total-tokens", str(options.kv_tokens), *SYSTEMS[system]]
     env = {"PYTHONPATH": str(Path(__file__).parent)}
     module = "sglang_coserve.launch_server"
@@ -116,7 +116,7 @@ def measure(
         cpu.set_environment_defaults(env)
         # Ours has these by default; where one is named above, the later one counts.
         flags = flags if is_ours else [*cpu.default_flags(), *flags]
-    lines = prompts(options, vocab_size=SmallModelSpec().vocab)
+    lines = prompts(options, vocab_size=model.vocab_size)
     log = work / f"{system.replace(' ', '_')}.log"
     with (
         cpu.divided_cores(1) if on_cpu else nullcontext(),
@@ -163,7 +163,7 @@ def main() -> None:
     runs: list[Run] = []
     with tempfile.TemporaryDirectory() as folder, terminate_as_interrupt():
         work = Path(folder)
-        model = make_small_model(work / "model", SmallModelSpec())
+        model = prepare_model(None, work)
         order = [(n, system) for n in range(1, options.repeats + 1) for system in SYSTEMS]
         try:
             for repeat, system in track(order, "runs", console=console):
