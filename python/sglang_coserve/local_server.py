@@ -122,6 +122,11 @@ class LocalServer:
         assert self._process is not None, "the server was not started"
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """True when the HTTP server's process has ended, or was never started."""
+        return self._process is None or self._process.poll() is not None
+
     def stop(self) -> None:
         """End the server: ask, wait a while, then kill the whole group. Idempotent."""
         with self._starting:

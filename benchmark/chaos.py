@@ -1,0 +1,185 @@
+"""An hour of kills, storms and full disks on a real server: what is lost, doubled or different?
+
+    python benchmark/chaos.py --minutes 60 --out chaos-report
+
+Batches of several keys and online streams run all the time; their greedy answers are known from
+the undisturbed server. Meanwhile malformed requests arrive, and the server is killed, stopped,
+frozen or starved of disk, one after the other, and started again. Writes ``results.json`` and
+``table.md``; exits with 1 when a target is missed. Ctrl-C ends the run, and the figures are those
+until then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+from rich.console import Console
+from rich.markdown import Markdown
+
+from batch_bench.figures import markdown
+from chaos_bench.answers import COMPLETIONS, known_answers
+from chaos_bench.batch_load import BatchLoad
+from chaos_bench.prober import Prober
+from chaos_bench.storm import HostileRequest, Storm
+from chaos_bench.supervised_server import INJURIES, SupervisedServer
+from chaos_bench.verdict import Verdict, verdict
+from coserve_bench.machine import describe_machine
+from coserve_bench.model import prepare_model
+from sglang_coserve.errors import CoserveError
+from sglang_coserve.interrupts import terminate_as_interrupt
+
+CORPUS: Final = Path(__file__).parents[1] / "test" / "srt" / "hostile" / "requests.jsonl"
+"""``path`` and ``body`` of requests that once ended or stalled a server, or might."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line; return its exit status."""
+    options = _parser().parse_args(argv)
+    try:
+        with terminate_as_interrupt():
+            found = run(options)
+    except CoserveError as error:
+        print(f"chaos: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("chaos: interrupted before anything was seen", file=sys.stderr)
+        return 130
+    return 0 if found.is_met else 1
+
+
+def run(options: argparse.Namespace) -> Verdict:
+    """Hurt a server for as long as asked, and judge it."""
+    out: Path = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    corpus = read_corpus(options.corpus)
+    rng = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as directory:
+        work = Path(directory)
+        model = prepare_model(options.model_path, work)
+        flags = ["--model-path", model.path, "--log-level", "warning", *options.server_flag]
+        server = SupervisedServer(
+            flags, work / "data", out / "server.log", options.ready_timeout, options.seed
+        )
+        with server:
+            known = known_answers(server.base_url, options.known, options.seed)
+            prober = Prober(server.base_url, known, options.streams, options.seed)
+            batches = BatchLoad(
+                server.base_url,
+                known,
+                [each.body for each in corpus if each.path == COMPLETIONS],
+                lines=options.lines,
+                unfinished=options.unfinished,
+                keys=options.keys,
+                seed=options.seed,
+            )
+            storms = [
+                Storm(server.base_url, corpus, options.seed + number)
+                for number in range(options.storms)
+            ]
+            prober.start()
+            batches.start()
+            for storm in storms:
+                storm.start()
+            _hurt(server, options, rng)
+            for storm in storms:
+                storm.stop()
+            batches.stop()
+            server.restart_if_ended()
+            lines = batches.results(options.drain_timeout)
+            seen = [*prober.stop(), *batches.seen]
+            for storm in storms:
+                seen += storm.seen
+    found = verdict(
+        seen,
+        lines,
+        outages=server.outages,
+        full_disk=server.full_disk,
+        injuries=sum(server.injuries.values()),
+        unexpected_ends=server.unexpected_ends,
+    )
+    _write(out, options, server, found)
+    return found
+
+
+def _hurt(server: SupervisedServer, options: argparse.Namespace, rng: random.Random) -> None:
+    """Injure the server again and again until the time is over, or Ctrl-C."""
+    end_s = time.monotonic() + options.minutes * 60
+    names = list(INJURIES) if not options.injuries else options.injuries
+    try:
+        while time.monotonic() < end_s:
+            pause_s = rng.uniform(*options.pause)
+            wake_s = min(end_s, time.monotonic() + pause_s)
+            while time.monotonic() < wake_s:
+                time.sleep(0.2)
+                server.restart_if_ended()
+            if time.monotonic() < end_s and names:
+                name = rng.choice(names)
+                left_s = end_s - time.monotonic()
+                print(f"chaos: {left_s:.0f} s left: {name}", file=sys.stderr, flush=True)
+                server.injure(name)
+    except KeyboardInterrupt:
+        print("chaos: interrupted; waiting for the batches to end", file=sys.stderr)
+
+
+def read_corpus(path: Path | None) -> list[HostileRequest]:
+    """Return the requests in a JSONL file; none when there is no file."""
+    if path is None or not path.exists():
+        return []
+    lines = [orjson.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
+    return [HostileRequest(line["path"], line["body"]) for line in lines]
+
+
+def _write(
+    out: Path, options: argparse.Namespace, server: SupervisedServer, found: Verdict
+) -> None:
+    record: dict[str, Any] = {
+        "machine": describe_machine(),
+        "options": {key: str(value) for key, value in vars(options).items()},
+        "injuries": server.injuries,
+        "outages": [asdict(outage) for outage in server.outages],
+        "figures": [figure.to_dict() for figure in found.figures],
+        "examples": found.examples,
+    }
+    (out / "results.json").write_text(json.dumps(record, indent=2) + "\n")
+    table = markdown(found.figures)
+    (out / "table.md").write_text(table + "\n")
+    console = Console()
+    console.print(Markdown(table))
+    for example in found.examples:
+        console.print(example, markup=False, highlight=False)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add = parser.add_argument
+    add("--minutes", type=float, default=60.0)
+    add("--out", type=Path, default=Path("chaos-report"), help="where everything goes")
+    add("--seed", type=int, default=1)
+    add("--model-path", help="default: a random model of 4 layers, hidden size 256, fp32")
+    add("--server-flag", action="append", default=[], metavar="FLAG", help="one word of a flag")
+    add("--ready-timeout", type=float, default=180.0, metavar="S")
+    add("--drain-timeout", type=float, default=900.0, metavar="S", help="for the last batches")
+    add("--corpus", type=Path, default=CORPUS, metavar="REQUESTS.jsonl")
+    add("--known", type=int, default=60, help="different prompts")
+    add("--lines", type=int, default=120, help="of a batch")
+    add("--unfinished", type=int, default=4, help="batches at a time")
+    add("--keys", type=int, default=3)
+    add("--streams", type=int, default=2, help="online streams at a time")
+    add("--storms", type=int, default=2, help="senders of hostile requests")
+    add("--pause", type=float, nargs=2, default=(5.0, 25.0), metavar=("LOW", "HIGH"))
+    add("--injuries", nargs="*", choices=list(INJURIES), default=[], help="only these")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,60 @@
+"""Greedy completions whose answers are known from an undisturbed server."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+import httpx
+import orjson
+
+from chaos_bench.errors import ChaosError
+
+__all__ = ["COMPLETIONS", "KnownAnswer", "completion_body", "known_answers"]
+
+COMPLETIONS: Final = "/v1/completions"
+_WORDS: Final = ("mill", "river", "lamp", "boat", "rain", "harbour", "letter", "winter", "road")
+_PROMPT_WORDS: Final = (4, 200)
+_OUTPUT_TOKENS: Final = (8, 160)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownAnswer:
+    """What a prompt is answered with, whatever happens around it."""
+
+    prompt: str
+    max_tokens: int
+    text: str
+
+
+def completion_body(prompt: str, max_tokens: int, **extra: Any) -> dict[str, Any]:
+    """Return the body of a greedy completion."""
+    fields = {"model": "default", "temperature": 0, "ignore_eos": True}
+    return {**fields, "prompt": prompt, "max_tokens": max_tokens, **extra}
+
+
+def known_answers(base_url: str, count: int, seed: int) -> list[KnownAnswer]:
+    """Ask a server that nothing else is asked of.
+
+    Raises:
+        ChaosError: it does not answer.
+    """
+    rng = random.Random(seed)
+    known = []
+    with httpx.Client(base_url=base_url, timeout=60.0, trust_env=False) as client:
+        for _ in range(count):
+            # The first words differ, so that not every prompt shares a prefix with the next.
+            words = rng.choices(_WORDS, k=rng.randint(*_PROMPT_WORDS))
+            prompt, max_tokens = " ".join(words), rng.randint(*_OUTPUT_TOKENS)
+            try:
+                response = client.post(COMPLETIONS, json=completion_body(prompt, max_tokens))
+                text = orjson.loads(response.raise_for_status().content)["choices"][0]["text"]
+            except httpx.HTTPError as error:
+                raise ChaosError(f"the undisturbed server does not answer: {error}") from error
+            known.append(KnownAnswer(prompt, max_tokens, text))
+    if len({answer.text for answer in known}) < count // 2:
+        raise ChaosError("the model's answers do not vary: they would hide mistakes")
+    time.sleep(0.5)  # What the engine still does for the last of them.
+    return known

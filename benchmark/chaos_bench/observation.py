@@ -1,0 +1,29 @@
+"""What was seen of one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Observation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One answer, one gap between two tokens of a stream, or one failure."""
+
+    kind: str
+    """``ping`` (a route without any work), ``health`` (one token), ``gap``, ``stream``, ``batch``
+    (a call of the Batch API), or the name of what a storm sent."""
+
+    start_s: float
+    """On the monotonic clock, which all processes of the machine share; so is ``end_s``."""
+
+    end_s: float
+    status: int
+    """Of HTTP; 0 for a connection that failed or broke."""
+
+    is_different: bool = False
+    """A stream ended well, but with another text than the undisturbed one."""
+
+    detail: str = ""
+    """Of a failure: what was answered."""

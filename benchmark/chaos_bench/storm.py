@@ -1,0 +1,195 @@
+"""Requests that no client should send: malformed, huge, endless, abandoned."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import httpx
+import orjson
+
+from chaos_bench.answers import COMPLETIONS, completion_body
+from chaos_bench.observation import Observation
+
+__all__ = ["HostileRequest", "Storm"]
+
+_TIMEOUT_S: Final = 30.0
+_PAUSE_S: Final = 0.05
+_MIB: Final = 1 << 20
+_LARGE_BYTES: Final = 15 * _MIB
+_ROUTES: Final = (
+    *("/v1/chat/completions", COMPLETIONS, "/v1/embeddings", "/v1/responses", "/generate"),
+    *("/v1/files", "/v1/batches", "/v1/batches/x/cancel", "/v1/score", "/v1/tokenize"),
+)
+_STREAMS_ABANDONED: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class HostileRequest:
+    """One request of the corpus."""
+
+    path: str
+    body: dict[str, Any]
+
+
+class Storm:
+    """Sends one thing after the other until it is stopped."""
+
+    def __init__(self, base_url: str, corpus: Sequence[HostileRequest], seed: int) -> None:
+        self.seen: list[Observation] = []
+        self._corpus = corpus
+        self._rng = random.Random(seed)
+        self._client = httpx.Client(base_url=base_url, timeout=_TIMEOUT_S, trust_env=False)
+        address = urlsplit(base_url)
+        self._address = (address.hostname or "", address.port or 0)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="storm", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, after what is under way."""
+        self._stop.set()
+        self._thread.join(_TIMEOUT_S * 2)
+        self._client.close()
+
+    def _run(self) -> None:
+        kinds: list[tuple[str, Callable[[], httpx.Response | None]]] = [
+            ("random bytes", self._random_bytes),
+            ("malformed JSON", self._malformed_json),
+            ("large body", self._large_body),
+            ("large line", self._large_line),
+            ("endless form", self._endless_form),
+            ("slow header", self._slow_header),
+            ("abandoned stream", self._abandoned_streams),
+            ("unknown ids", self._unknown_ids),
+        ]
+        if self._corpus:
+            # Most of what is sent, since it is most of what there is.
+            kinds += [("corpus", self._corpus_request)] * len(kinds)
+        while not self._stop.is_set():
+            name, send = self._rng.choice(kinds)
+            start_s = time.monotonic()
+            status, detail = 0, ""
+            try:
+                response = send()
+                if response is not None:
+                    status, detail = response.status_code, response.text[:300]
+                else:
+                    status = 200  # Sent without waiting for an answer.
+            except (httpx.HTTPError, OSError) as error:
+                detail = f"{type(error).__name__}: {error}"
+            self.seen.append(Observation(name, start_s, time.monotonic(), status, detail=detail))
+            self._stop.wait(_PAUSE_S)
+
+    def _corpus_request(self) -> httpx.Response:
+        request = self._rng.choice(self._corpus)
+        return self._client.post(request.path, content=orjson.dumps(request.body))
+
+    def _random_bytes(self) -> httpx.Response:
+        content = self._rng.randbytes(self._rng.choice((0, 1, 100, 10_000)))
+        kind = self._rng.choice(("application/json", "multipart/form-data; boundary=x", "", "text"))
+        path = self._rng.choice(_ROUTES)
+        return self._client.post(path, content=content, headers={"content-type": kind})
+
+    def _malformed_json(self) -> httpx.Response:
+        depth = 20_000
+        content = self._rng.choice(
+            (
+                b'{"model": "default", "prompt": "\\ud800", "service_tier": "flex"}',
+                b'{"service_tier":' + b"[" * depth + b"]" * depth + b"}",
+                b'{"service_tier": "flex", "prompt": ' + b'{"a":' * depth + b"1" + b"}" * depth,
+                b'{"coserve_class": "\xff\xfe"}',
+                b'{"service_tier": 1e999, "max_tokens": 1e999}',
+                b"null",
+                b'"flex service_tier"',
+            )
+        )
+        path = self._rng.choice(_ROUTES[:5])
+        return self._client.post(path, content=content, headers=_JSON)
+
+    def _large_body(self) -> httpx.Response:
+        prompt: Any = self._rng.choice((["a b "] * 100_000, "word " * (_LARGE_BYTES // 5)))
+        path, body = self._rng.choice(
+            (
+                (COMPLETIONS, completion_body(prompt, 4)),
+                ("/generate", {"text": prompt, "sampling_params": {"max_new_tokens": 4}}),
+                (
+                    "/v1/chat/completions",
+                    {"model": "default", "messages": [{"role": "user", "content": str(prompt)}]},
+                ),
+            )
+        )
+        return self._client.post(path, content=orjson.dumps(body), headers=_JSON)
+
+    def _large_line(self) -> httpx.Response | None:
+        body = completion_body("word " * (_LARGE_BYTES // 5), 4)
+        line = {"custom_id": "large", "method": "POST", "url": COMPLETIONS, "body": body}
+        headers = {"authorization": f"Bearer storm-{self._rng.randrange(4)}"}
+        response = self._client.post(
+            "/v1/files",
+            data={"purpose": "batch"},
+            files={"file": ("large.jsonl", orjson.dumps(line))},
+            headers=headers,
+        )
+        if not response.is_success:
+            return response
+        batch = {
+            "input_file_id": orjson.loads(response.content)["id"],
+            "endpoint": COMPLETIONS,
+            "completion_window": "24h",
+        }
+        return self._client.post("/v1/batches", json=batch, headers=headers)
+
+    def _endless_form(self) -> httpx.Response | None:
+        def parts() -> Any:
+            for number in range(20_000):
+                if self._stop.is_set():
+                    return
+                yield f'--x\r\nContent-Disposition: form-data; name="f{number}"\r\n\r\n{number}\r\n'
+
+        content = (part.encode() for part in parts())
+        kind = {"content-type": "multipart/form-data; boundary=x"}
+        return self._client.post("/v1/files", content=content, headers=kind)
+
+    def _slow_header(self) -> None:
+        with closing(socket.create_connection(self._address, timeout=5.0)) as connection:
+            connection.sendall(b"POST /v1/files HTTP/1.1\r\nHost: x\r\n")
+            for _ in range(5):
+                connection.sendall(b"X-Slow: 1\r\n")
+                self._stop.wait(0.1)
+
+    def _abandoned_streams(self) -> None:
+        for _ in range(_STREAMS_ABANDONED):
+            body = completion_body("the old mill", 500, stream=True)
+            with self._client.stream("POST", COMPLETIONS, json=body) as response:
+                next(response.iter_bytes(), None)
+
+    def _unknown_ids(self) -> httpx.Response:
+        name = self._rng.choice(
+            ("x", "batch_" + "0" * 24, "file-" + "f" * 24, "%2e%2e%2f", "a" * 99)
+        )
+        method, path = self._rng.choice(
+            (
+                ("GET", f"/v1/batches/{name}"),
+                ("POST", f"/v1/batches/{name}/cancel"),
+                ("POST", f"/v1/batches/{name}/resume"),
+                ("GET", f"/v1/files/{name}/content"),
+                ("DELETE", f"/v1/files/{name}"),
+                ("GET", "/v1/files?limit=10000"),
+                ("GET", "/v1/batches?limit=100"),
+            )
+        )
+        return self._client.request(method, path, headers={"range": "bytes=5-2"})
+
+
+_JSON: Final = {"content-type": "application/json"}

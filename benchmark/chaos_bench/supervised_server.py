@@ -1,0 +1,221 @@
+"""A server that is killed, stopped, frozen and starved of disk, and started again each time."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import psutil
+
+from chaos_bench.errors import ChaosError
+from sglang_coserve.errors import StartupError
+from sglang_coserve.local_server import LocalServer, free_port
+
+__all__ = ["INJURIES", "Interval", "SupervisedServer"]
+
+_FULL_DISK_BYTES: Final = 1 << 20
+"""What a file may grow to while the disk is "full"; the database and the journals are larger."""
+
+_FULL_DISK_S: Final = 4.0
+_FROZEN_S: Final = 2.0
+_END_TIMEOUT_S: Final = 30.0
+"""A server whose scheduler or detokenizer is gone must have ended by then."""
+
+_POLL_S: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A time on the monotonic clock, which all processes of the machine share."""
+
+    start_s: float
+    end_s: float
+
+    def overlaps(self, start_s: float, end_s: float) -> bool:
+        """Tell whether anything of [``start_s``, ``end_s``] is within it."""
+        return start_s <= self.end_s and end_s >= self.start_s
+
+
+class SupervisedServer:
+    """Runs while it is entered, but for the outages that are asked for."""
+
+    def __init__(
+        self, flags: Sequence[str], data: Path, log: Path, ready_timeout_s: float, seed: int
+    ) -> None:
+        self.data = data
+        self.outages: list[Interval] = []
+        """When no answer was to be expected."""
+
+        self.full_disk: list[Interval] = []
+        """When uploads were to be refused."""
+
+        self.injuries: dict[str, int] = dict.fromkeys(INJURIES, 0)
+        self.unexpected_ends = 0
+        """How often the server ended though nobody had asked for it."""
+
+        self._log = log
+        self._number_of_starts = 0
+        self._server = LocalServer(
+            [*flags, "--coserve-data-dir", str(data)],
+            log_path=log,
+            port=free_port(),
+            ready_timeout_s=ready_timeout_s,
+        )
+        self.base_url = self._server.base_url
+        self._rng = random.Random(seed)
+        self._start_s = 1.0
+
+    def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._server.stop()
+        self._keep_log()
+
+    def injure(self, name: str) -> None:
+        """Do what ``INJURIES`` has under ``name``; afterwards the server is up again.
+
+        Raises:
+            ChaosError: it did not end, or did not start again, in time.
+        """
+        self.restart_if_ended()
+        self.injuries[name] += 1
+        INJURIES[name](self)
+
+    def restart_if_ended(self) -> None:
+        """Start the server again where it has ended by itself."""
+        if self._server.has_ended:
+            self.unexpected_ends += 1
+            with self._outage():
+                self._server.stop()
+                self._start()
+
+    @property
+    def is_up(self) -> bool:
+        """True while the server runs."""
+        return not self._server.has_ended
+
+    def kill_all(self) -> None:
+        """End all processes at once, as a power failure does."""
+        with self._outage():
+            self._signal_group(signal.SIGKILL)
+            self._server.stop()
+            self._start()
+
+    def kill_starting(self) -> None:
+        """The same twice, the second time before it is ready."""
+        with self._outage():
+            self._signal_group(signal.SIGKILL)
+            self._server.stop()
+            delay_s = self._rng.uniform(0.2, self._start_s)
+            killing = threading.Timer(delay_s, self._signal_group, (signal.SIGKILL,))
+            killing.start()
+            try:
+                self._server.start()
+            except StartupError:
+                pass  # Killed before it was ready.
+            finally:
+                killing.join()
+            self._signal_group(signal.SIGKILL)
+            self._server.stop()
+            self._start()
+
+    def terminate(self) -> None:
+        """Stop it as an operator does."""
+        with self._outage():
+            self._server.stop()
+            self._start()
+
+    def kill_scheduler(self) -> None:
+        """Let the engine die; the server has to notice and end."""
+        self._kill_child("sglang::scheduler")
+
+    def kill_detokenizer(self) -> None:
+        """The same with the process that makes text of tokens."""
+        self._kill_child("sglang::detokenizer")
+
+    def freeze(self) -> None:
+        """Stop all processes for a while, as a machine does that is suspended."""
+        with self._outage():
+            self._signal_group(signal.SIGSTOP)
+            time.sleep(_FROZEN_S)
+            self._signal_group(signal.SIGCONT)
+
+    def fill_disk(self) -> None:
+        """Let no file grow for a while."""
+        start_s = time.monotonic()
+        kind = resource.RLIMIT_FSIZE
+        limits = (_FULL_DISK_BYTES, resource.RLIM_INFINITY)
+        before = resource.prlimit(self._server.pid, kind, limits)
+        time.sleep(_FULL_DISK_S)
+        resource.prlimit(self._server.pid, kind, before)
+        # Batches try again after a while; until then uploads may still be refused.
+        self.full_disk.append(Interval(start_s, time.monotonic() + 1.0))
+
+    def _kill_child(self, name: str) -> None:
+        with self._outage():
+            for child in psutil.Process(self._server.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    if any(name in part for part in child.cmdline()):
+                        child.kill()
+            give_up_s = time.monotonic() + _END_TIMEOUT_S
+            while not self._server.has_ended:
+                if time.monotonic() > give_up_s:
+                    raise ChaosError(
+                        f"the server still runs {_END_TIMEOUT_S:.0f} s after {name} was killed"
+                    )
+                time.sleep(_POLL_S)
+            self._server.stop()
+            self._start()
+
+    def _start(self) -> None:
+        self._keep_log()
+        began_s = time.monotonic()
+        self._server.start()
+        self._start_s = time.monotonic() - began_s
+        self._number_of_starts += 1
+
+    def _keep_log(self) -> None:
+        """Each start writes its own log; the earlier ones tell why a server ended."""
+        if self._log.exists():
+            self._log.rename(self._log.with_suffix(f".{self._number_of_starts}.log"))
+
+    @contextmanager
+    def _outage(self) -> Generator[None]:
+        start_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.outages.append(Interval(start_s, time.monotonic()))
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._server.pid, number)
+
+
+INJURIES: Final[dict[str, Callable[[SupervisedServer], None]]] = {
+    "kill -9": SupervisedServer.kill_all,
+    "kill -9 while starting": SupervisedServer.kill_starting,
+    "SIGTERM": SupervisedServer.terminate,
+    "kill -9 of the scheduler": SupervisedServer.kill_scheduler,
+    "kill -9 of the detokenizer": SupervisedServer.kill_detokenizer,
+    "SIGSTOP": SupervisedServer.freeze,
+    "full disk": SupervisedServer.fill_disk,
+}
+"""Everything that is done to a server, by name."""

@@ -1,0 +1,90 @@
+"""What a chaos run has shown, as figures with targets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from batch_bench.figures import Figure
+from chaos_bench.batch_load import LineCounts
+from chaos_bench.observation import Observation
+from chaos_bench.supervised_server import Interval
+
+__all__ = ["Verdict", "verdict"]
+
+_MOST_STALL_MS: Final = 100.0
+_SETTLE_S: Final = 1.0
+"""After an outage, before answers are judged: connections that broke are opened again."""
+
+_MOST_EXAMPLES: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The figures, and a few of the observations that spoil them."""
+
+    figures: list[Figure]
+    examples: list[str]
+
+    @property
+    def is_met(self) -> bool:
+        """True when every target is met."""
+        return all(figure.is_met is not False for figure in self.figures)
+
+
+def verdict(
+    seen: Sequence[Observation],
+    lines: LineCounts,
+    *,
+    outages: Sequence[Interval],
+    full_disk: Sequence[Interval],
+    injuries: int,
+    unexpected_ends: int,
+) -> Verdict:
+    """Judge what was seen. O(observations × outages)."""
+    judged = [
+        each
+        for each in seen
+        if not any(
+            Interval(outage.start_s, outage.end_s + _SETTLE_S).overlaps(each.start_s, each.end_s)
+            for outage in outages
+        )
+    ]
+    errors = [each for each in judged if each.status >= 500 and not _is_full(each, full_disk)]
+    broken = [each for each in judged if each.status == 0 and each.kind in _PROBES]
+    different = [each for each in seen if each.is_different]
+    figures = [
+        Figure("injuries", "", (injuries,)),
+        Figure("ends of the server that nobody asked for", "", (unexpected_ends,), at_most=0),
+        Figure("batches", "", (lines.batches,)),
+        Figure("lines", "", (lines.lines,)),
+        Figure("lines lost", "", (lines.lost,), at_most=0),
+        Figure("lines doubled", "", (lines.doubled,), at_most=0),
+        Figure("lines different", "", (lines.different,), at_most=0),
+        Figure("lines given up after two ends of the engine", "", (lines.given_up,)),
+        Figure("online streams", "", (sum(each.kind == "stream" for each in judged),)),
+        Figure("online answers different", "", (len(different),), at_most=0),
+        Figure("hostile requests", "", (sum(each.kind not in _OURS for each in seen),)),
+        Figure("answers of 5xx", "", (len(errors),), at_most=0),
+        Figure("probes without an answer", "", (len(broken),), at_most=0),
+    ]
+    for kind, target in (("ping", _MOST_STALL_MS), ("health", None), ("gap", None)):
+        times_ms = sorted((o.end_s - o.start_s) * 1e3 for o in judged if o.kind == kind)
+        if times_ms:
+            p99 = times_ms[min(len(times_ms) - 1, int(len(times_ms) * 0.99))]
+            figures.append(Figure(f"P99 of {kind}", "ms", (p99,)))
+            figures.append(Figure(f"longest {kind}", "ms", (times_ms[-1],), at_most=target))
+    told = Counter(f"{each.kind}: {each.status} {each.detail[:200]}" for each in [*errors, *broken])
+    examples = [f"{count} × {text}" for text, count in told.most_common(_MOST_EXAMPLES)]
+    return Verdict(figures, [*examples, *lines.examples[:_MOST_EXAMPLES]])
+
+
+_PROBES: Final = frozenset({"ping", "health", "stream"})
+_OURS: Final = _PROBES | {"gap", "batch"}
+
+
+def _is_full(each: Observation, full_disk: Sequence[Interval]) -> bool:
+    """True for what a full disk excuses: 507 of calls that have to write."""
+    return each.status == 507 and any(i.overlaps(each.start_s, each.end_s) for i in full_disk)
