@@ -12,12 +12,14 @@ until then.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -38,13 +40,13 @@ from coserve_bench.model import prepare_model
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.interrupts import terminate_as_interrupt
 
-CORPUS: Final = Path(__file__).parents[1] / "test" / "srt" / "hostile" / "requests.jsonl"
-"""``path`` and ``body`` of requests that once ended or stalled a server, or might."""
+CORPUS: Final = Path(__file__).parents[1] / "test" / "srt" / "hostile" / "requests.py"
+"""Requests that once ended or stalled a server, or might."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line; return its exit status."""
-    options = _parser().parse_args(argv)
+    options = parse_options(argv)
     try:
         with terminate_as_interrupt():
             found = run(options)
@@ -76,7 +78,7 @@ def run(options: argparse.Namespace) -> Verdict:
             batches = BatchLoad(
                 server.base_url,
                 known,
-                [each.body for each in corpus if each.path == COMPLETIONS],
+                _bodies(corpus),
                 lines=options.lines,
                 unfinished=options.unfinished,
                 keys=options.keys,
@@ -114,7 +116,8 @@ def run(options: argparse.Namespace) -> Verdict:
 def _hurt(server: SupervisedServer, options: argparse.Namespace, rng: random.Random) -> None:
     """Injure the server again and again until the time is over, or Ctrl-C."""
     end_s = time.monotonic() + options.minutes * 60
-    names = list(INJURIES) if not options.injuries else options.injuries
+    names = options.injuries or list(INJURIES)
+    number = 0
     try:
         while time.monotonic() < end_s:
             pause_s = rng.uniform(*options.pause)
@@ -123,7 +126,8 @@ def _hurt(server: SupervisedServer, options: argparse.Namespace, rng: random.Ran
                 time.sleep(0.2)
                 server.restart_if_ended()
             if time.monotonic() < end_s and names:
-                name = rng.choice(names)
+                name = names[number % len(names)] if options.in_turn else rng.choice(names)
+                number += 1
                 left_s = end_s - time.monotonic()
                 print(f"chaos: {left_s:.0f} s left: {name}", file=sys.stderr, flush=True)
                 server.injure(name)
@@ -131,12 +135,36 @@ def _hurt(server: SupervisedServer, options: argparse.Namespace, rng: random.Ran
         print("chaos: interrupted; waiting for the batches to end", file=sys.stderr)
 
 
-def read_corpus(path: Path | None) -> list[HostileRequest]:
-    """Return the requests in a JSONL file; none when there is no file."""
-    if path is None or not path.exists():
+def read_corpus(path: Path) -> list[HostileRequest]:
+    """Return the requests of a module like ``CORPUS``; none where there is no file."""
+    if not path.exists():
         return []
-    lines = [orjson.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
-    return [HostileRequest(line["path"], line["body"]) for line in lines]
+    spec = importlib.util.spec_from_file_location("hostile_requests", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # Its dataclasses look themselves up there.
+    spec.loader.exec_module(module)
+    return list(module.corpus())
+
+
+def _bodies(corpus: Sequence[HostileRequest]) -> list[dict[str, Any]]:
+    """Return what the lines of a batch may have for a body: JSON objects."""
+    bodies = []
+    for request in corpus:
+        with suppress(orjson.JSONDecodeError):
+            body = orjson.loads(request.content)
+            if request.path == COMPLETIONS and isinstance(body, dict):
+                bodies.append(body)
+    return bodies
+
+
+def parse_options(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line.
+
+    Raises:
+        SystemExit: argparse refused it, or printed its help.
+    """
+    return _parser().parse_args(argv)
 
 
 def _write(
@@ -169,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--server-flag", action="append", default=[], metavar="FLAG", help="one word of a flag")
     add("--ready-timeout", type=float, default=180.0, metavar="S")
     add("--drain-timeout", type=float, default=900.0, metavar="S", help="for the last batches")
-    add("--corpus", type=Path, default=CORPUS, metavar="REQUESTS.jsonl")
+    add("--corpus", type=Path, default=CORPUS, metavar="REQUESTS.py")
     add("--known", type=int, default=60, help="different prompts")
     add("--lines", type=int, default=120, help="of a batch")
     add("--unfinished", type=int, default=4, help="batches at a time")
@@ -177,6 +205,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--streams", type=int, default=2, help="online streams at a time")
     add("--storms", type=int, default=2, help="senders of hostile requests")
     add("--pause", type=float, nargs=2, default=(5.0, 25.0), metavar=("LOW", "HIGH"))
+    add("--in-turn", action="store_true", help="injuries one after the other, not at random")
     add("--injuries", nargs="*", choices=list(INJURIES), default=[], help="only these")
     return parser
 

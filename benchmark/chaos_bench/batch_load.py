@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -143,7 +144,7 @@ class BatchLoad:
                 body = completion_body(answer.prompt, answer.max_tokens)
                 wanted[custom_id] = answer.text
             fields = {"custom_id": custom_id, "method": "POST", "url": COMPLETIONS, "body": body}
-            content += orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE)
+            content += json.dumps(fields).encode() + b"\n"
         upload = {"file": (f"{number}.jsonl", bytes(content))}
         file = self._call(key, "POST", "/v1/files", data={"purpose": "batch"}, files=upload)
         batch = self._call(

@@ -8,8 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
 import httpx
@@ -31,12 +30,18 @@ _ROUTES: Final = (
 _STREAMS_ABANDONED: Final = 4
 
 
-@dataclass(frozen=True, slots=True)
-class HostileRequest:
+class HostileRequest(Protocol):
     """One request of the corpus."""
 
-    path: str
-    body: dict[str, Any]
+    @property
+    def path(self) -> str:
+        """Where it is sent."""
+        ...
+
+    @property
+    def content(self) -> bytes:
+        """Its body."""
+        ...
 
 
 class Storm:
@@ -93,7 +98,7 @@ class Storm:
 
     def _corpus_request(self) -> httpx.Response:
         request = self._rng.choice(self._corpus)
-        return self._client.post(request.path, content=orjson.dumps(request.body))
+        return self._client.post(request.path, content=request.content, headers=_JSON)
 
     def _random_bytes(self) -> httpx.Response:
         content = self._rng.randbytes(self._rng.choice((0, 1, 100, 10_000)))
