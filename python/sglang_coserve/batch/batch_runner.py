@@ -10,6 +10,7 @@ from typing import Any, Final
 from sglang_coserve.batch.batch_driver import BatchDriver
 from sglang_coserve.batch.context import BatchContext, new_id
 from sglang_coserve.batch.eta import Outlook, outlooks
+from sglang_coserve.batch.fair_slots import FairSlots
 from sglang_coserve.batch.record import BatchRecord, Status
 from sglang_coserve.batch.state import Event
 from sglang_coserve.batch.store import batch_rows
@@ -28,7 +29,7 @@ class BatchRunner:
     def __init__(self, context: BatchContext, *, record_events: bool) -> None:
         self._context = context
         self._record_events = record_events
-        self._validating = asyncio.Semaphore(_MAX_VALIDATING)
+        self._validating = FairSlots(lambda: _MAX_VALIDATING, max_bytes=1)
         self._drivers: dict[str, BatchDriver] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None
