@@ -182,6 +182,20 @@ class CoserveConfig:
         200, "Largest file that may be uploaded for a batch, in MiB.", type=int, metavar="MIB"
     )
     batch_max_lines: int = _setting(50_000, "Most requests in one batch.", type=int, metavar="N")
+    batch_max_active: int = _setting(
+        256, "Most unfinished batches, of all API keys together.", type=int, metavar="N"
+    )
+    batch_max_active_per_key: int = _setting(
+        64, "Most unfinished batches of one API key.", type=int, metavar="N"
+    )
+    batch_max_stored_gib_per_key: float | None = _setting(
+        None,
+        "Most that the files of one API key may take on the disk, in GiB: uploads and results. "
+        "What a running batch writes may exceed it; a new one is refused then. By default as much "
+        "as is still free on the disk.",
+        type=float,
+        metavar="GIB",
+    )
     batch_webhook_url: str | None = _setting(
         None,
         "Address that is told when a batch has completed, failed, expired or been cancelled. The "
@@ -236,9 +250,19 @@ class CoserveConfig:
                 "each other: rows cannot be taken out of a step that runs on CUDA graphs"
             )
         _check_kv_checkpoint(self)
-        for name in ("batch_max_upload_mib", "batch_max_lines"):
+        for name in (
+            "batch_max_upload_mib",
+            "batch_max_lines",
+            "batch_max_active",
+            "batch_max_active_per_key",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{_flag(name)} must be at least 1, got {getattr(self, name)}")
+        stored_gib = self.batch_max_stored_gib_per_key
+        if stored_gib is not None and not (math.isfinite(stored_gib) and stored_gib > 0):
+            raise ConfigError(
+                f"{_flag('batch_max_stored_gib_per_key')} must be above 0 GiB, got {stored_gib}"
+            )
         if self.batch_webhook_url is not None and self.coserve_data_dir is None:
             raise ConfigError(
                 f"{_flag('batch_webhook_url')} needs batches to tell of: add "

@@ -33,6 +33,7 @@ class LiveApp:
         **limits: Any,
     ) -> None:
         self.backend = backend or ScriptedBackend()
+        self.data = directory
         self.service: BatchService | None = None
         self._ready = threading.Event()
 

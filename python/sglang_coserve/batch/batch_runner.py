@@ -11,6 +11,7 @@ from sglang_coserve.batch.batch_driver import BatchDriver
 from sglang_coserve.batch.context import BatchContext, new_id
 from sglang_coserve.batch.eta import Outlook, outlooks
 from sglang_coserve.batch.fair_slots import FairSlots
+from sglang_coserve.batch.owner_storage import raise_if_over
 from sglang_coserve.batch.record import BatchRecord, Status
 from sglang_coserve.batch.state import Event
 from sglang_coserve.batch.store import batch_rows
@@ -90,11 +91,18 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _create(self, wanted: BatchRecord) -> BatchRecord:
+        limits, directory = self._context.limits, self._context.directory
+
+        def check_stored_bytes(used_bytes: int) -> None:
+            raise_if_over(used_bytes, limits.max_stored_bytes_per_owner, directory.free_bytes)
+
         record, is_new = await self._context.store.run(
             batch_rows.create,
             wanted,
             wanted.created_at_s,
-            self._context.limits.max_active_batches,
+            limits.max_active_batches,
+            limits.max_active_batches_per_owner,
+            check_stored_bytes,
         )
         if is_new:
             self._lead(record)

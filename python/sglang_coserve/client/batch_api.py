@@ -26,6 +26,9 @@ Batch: TypeAlias = Mapping[str, Any]
 FINAL_STATUSES: Final = frozenset({"completed", "failed", "expired", "cancelled"})
 
 _PASSING: Final = frozenset({429, 502, 503, 504})
+_LASTING_CODES: Final = frozenset({"batch_api_off", "insufficient_quota"})
+"""Of an error that would be the same another time in spite of its status."""
+
 _CONNECT_TIMEOUT_S: Final = 10.0
 _TIMEOUT: Final = httpx.Timeout(60.0, connect=_CONNECT_TIMEOUT_S)
 
@@ -182,7 +185,7 @@ class BatchApi:
 def _raise_if_refused(answer: httpx.Response) -> None:
     """Raise for an answer that would be the same another time."""
     status = answer.status_code
-    if answer.is_success or (status in _PASSING and _code(answer) != "batch_api_off"):
+    if answer.is_success or (status in _PASSING and _code(answer) not in _LASTING_CODES):
         return
     told = f"HTTP {status}: {_message(answer)}"
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):

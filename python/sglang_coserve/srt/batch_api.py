@@ -119,8 +119,13 @@ async def _close(app: FastAPI, service: BatchService) -> None:
 
 
 def _limits(config: CoserveConfig) -> BatchLimits:
+    stored_gib = config.batch_max_stored_gib_per_key
     return BatchLimits(
-        max_upload_bytes=config.batch_max_upload_mib << 20, max_lines=config.batch_max_lines
+        max_upload_bytes=config.batch_max_upload_mib << 20,
+        max_lines=config.batch_max_lines,
+        max_active_batches=config.batch_max_active,
+        max_active_batches_per_owner=config.batch_max_active_per_key,
+        max_stored_bytes_per_owner=None if stored_gib is None else int(stored_gib * (1 << 30)),
     )
 
 

@@ -19,10 +19,12 @@ from sglang_coserve.batch.errors import (
     BatchRequestError,
     ConflictError,
     NotFoundError,
+    QuotaError,
     StorageError,
     TooLargeError,
     TooManyError,
 )
+from sglang_coserve.batch.routes.patience import SlowClientError
 from sglang_coserve.errors import CoserveError
 
 __all__ = ["ERROR_RESPONSES", "BatchApiOffError", "JsonRoute", "OpenAIRoute"]
@@ -35,6 +37,7 @@ _STATUS: Final = (
     (ConflictError, HTTPStatus.CONFLICT),
     (TooLargeError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
     (TooManyError, HTTPStatus.TOO_MANY_REQUESTS),
+    (QuotaError, HTTPStatus.TOO_MANY_REQUESTS),
     (BatchRequestError, HTTPStatus.BAD_REQUEST),
     (StorageError, HTTPStatus.INSUFFICIENT_STORAGE),
 )
@@ -64,6 +67,7 @@ ERROR_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
     for status in (
         HTTPStatus.BAD_REQUEST,
         HTTPStatus.NOT_FOUND,
+        HTTPStatus.REQUEST_TIMEOUT,
         HTTPStatus.CONFLICT,
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         HTTPStatus.TOO_MANY_REQUESTS,
@@ -145,6 +149,11 @@ def _invalid(error: RequestValidationError) -> Response:
 def _failed(error: CoserveError) -> Response:
     if isinstance(error, BatchApiOffError):
         return _error(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="batch_api_off")
+    if isinstance(error, SlowClientError):
+        answer = _error(HTTPStatus.REQUEST_TIMEOUT, str(error), code="upload_too_slow")
+        # What is still to come of the body would be waited for.
+        answer.headers["connection"] = "close"
+        return answer
     status = next(
         (status for kind, status in _STATUS if isinstance(error, kind)),
         HTTPStatus.INTERNAL_SERVER_ERROR,
@@ -160,6 +169,8 @@ def _failed(error: CoserveError) -> Response:
 def _error(status: int, message: str, code: str, param: str | None = None) -> Response:
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         kind = "server_error"
+    elif code == "insufficient_quota":
+        kind = code  # As OpenAI says it.
     elif status == HTTPStatus.TOO_MANY_REQUESTS:
         kind = "rate_limit_error"
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any, Final
 
@@ -43,15 +44,22 @@ _UNFINISHED: Final = "status IN ('validating', 'in_progress', 'finalizing', 'can
 
 
 def create(
-    connection: sqlite3.Connection, record: BatchRecord, now_s: float, max_active: int
+    connection: sqlite3.Connection,
+    record: BatchRecord,
+    now_s: float,
+    max_active: int,
+    max_active_of_owner: int | None = None,
+    check_stored_bytes: Callable[[int], None] | None = None,
 ) -> tuple[BatchRecord, bool]:
     """Add a batch; return it and True, or an earlier one with the same key and False.
+
+    ``check_stored_bytes`` is told what the files of the owner take, and may raise.
 
     Raises:
         NotFoundError: the owner has no such input file.
         BatchRequestError: the file is no input.
         ConflictError: the key was used for another request.
-        TooManyError: ``max_active`` batches are unfinished.
+        TooManyError: ``max_active`` batches are unfinished, or ``max_active_of_owner``.
     """
     if record.idempotency_key is not None:
         row = connection.execute(
@@ -70,9 +78,18 @@ def create(
     query = f"SELECT count(*) FROM batches WHERE {_UNFINISHED}"
     if connection.execute(query).fetchone()[0] >= max_active:
         raise TooManyError(
-            f"{max_active} batches are unfinished: wait for one of them, or cancel it",
+            f"{max_active} batches of all keys are unfinished: try again later",
             code="too_many_batches",
         )
+    query += " AND owner = ?"
+    of_owner = connection.execute(query, (record.owner,)).fetchone()[0]
+    if max_active_of_owner is not None and of_owner >= max_active_of_owner:
+        raise TooManyError(
+            f"{of_owner} batches of this key are unfinished: wait for one of them, or cancel it",
+            code="too_many_batches",
+        )
+    if check_stored_bytes is not None:
+        check_stored_bytes(file_rows.stored_bytes(connection, record.owner))
     names = ", ".join(_COLUMNS)
     values = ", ".join(f":{name}" for name in _COLUMNS)
     connection.execute(f"INSERT INTO batches ({names}) VALUES ({values})", _row(record))
