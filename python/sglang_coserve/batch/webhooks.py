@@ -66,11 +66,12 @@ class WebhookTarget:
     def __post_init__(self) -> None:
         try:
             url = httpx.URL(self.url)
-        except httpx.InvalidURL as error:
+            host = url.host
+        except (httpx.InvalidURL, UnicodeError) as error:
             raise ConfigError(f"the webhook address {self.url!r} is none: {error}") from error
-        if url.scheme not in ("http", "https") or not url.host or url.userinfo:
+        if url.scheme not in ("http", "https") or not host or url.userinfo:
             raise ConfigError(f"the webhook address must be http(s)://HOST/..., not {self.url!r}")
-        if not self.allow_private and is_private_literal(url.host):
+        if not self.allow_private and is_private_literal(host):
             raise ConfigError(
                 f"the webhook address {self.url!r} is private: allow it with "
                 "--batch-webhook-allow-private"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from sglang_coserve.cli import exit_codes
+from sglang_coserve.cli.say import say
 from sglang_coserve.cli.server_flags import DEFAULT_BASE_URL, ApiKey, BaseUrl
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def status(
 
     async def show(api: BatchApi) -> None:
         batch = await api.retrieve(batch_id)
-        typer.echo(batch_json(batch) if as_json else _details(batch))
+        _show(batch, _details, as_json=as_json)
 
     _call(base_url, api_key, show)
 
@@ -50,7 +51,7 @@ def list_batches(
 
     async def show(api: BatchApi) -> None:
         for batch in await api.newest(limit):
-            typer.echo(batch_json(batch) if as_json else _row(batch))
+            _show(batch, _row, as_json=as_json)
 
     _call(base_url, api_key, show)
 
@@ -64,8 +65,7 @@ def cancel(
     """Cancel a batch; the results it has stay."""
 
     async def ask(api: BatchApi) -> None:
-        batch = await api.cancel(batch_id)
-        typer.echo(batch_json(batch) if as_json else _row(batch))
+        _show(await api.cancel(batch_id), _row, as_json=as_json)
 
     _call(base_url, api_key, ask)
 
@@ -94,7 +94,7 @@ def results(
     async def fetch(api: BatchApi) -> bool:
         batch = await api.retrieve(batch_id)
         await fetch_results(api, batch, output)
-        typer.echo(_row(batch))
+        say(_row(batch))
         return batch["status"] == "completed" and not batch["request_counts"]["failed"]
 
     if not _call(base_url, api_key, fetch):
@@ -118,6 +118,13 @@ def _call(base_url: str, api_key: str | None, do: Callable[[BatchApi], Awaitable
             await api.close()
 
     return asyncio.run(run())
+
+
+def _show(batch: Batch, as_text: Callable[[Batch], str], *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(batch_json(batch))
+    else:
+        say(as_text(batch))
 
 
 def _row(batch: Batch) -> str:
