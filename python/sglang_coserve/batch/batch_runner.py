@@ -51,8 +51,8 @@ class BatchRunner:
         """Store a batch and lead it to its end; see ``batch_rows.create`` for what it raises."""
         return await _to_its_end(self._create(wanted))
 
-    async def change(self, batch_id: str, event: Event, owner: str) -> BatchRecord:
-        """Take a batch of ``owner`` through an event that comes from outside.
+    async def change(self, batch_id: str, event: Event, owner: str | None) -> BatchRecord:
+        """Take a batch of ``owner``, or of anybody, through an event that comes from outside.
 
         Raises:
             NotFoundError: the owner has no such batch.
@@ -108,7 +108,7 @@ class BatchRunner:
             self._lead(record)
         return record
 
-    async def _change(self, batch_id: str, event: Event, owner: str) -> BatchRecord:
+    async def _change(self, batch_id: str, event: Event, owner: str | None) -> BatchRecord:
         record = await self._apply(batch_id, event, None, owner)
         if batch_id in self._tasks:
             self._drivers[batch_id].notice_change()

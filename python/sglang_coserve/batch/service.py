@@ -69,6 +69,7 @@ class FileContent:
 class BatchService:
     """Files and batches of many owners, on one directory and one engine.
 
+    Where an owner may be None, that is the operator, to whom everybody's batches are open.
     Methods raise ``NotFoundError`` for what an owner does not have, other
     ``BatchRequestError`` for what cannot be asked, and ``StorageError`` when the disk
     fails. Whatever they have returned survives a crash.
@@ -283,19 +284,26 @@ class BatchService:
         wanted = new_batch(owner, request, idempotency_key, self._context)
         return self._shown(await self._runner.create(wanted))
 
-    async def retrieve_batch(self, owner: str, batch_id: str) -> BatchObject:
+    async def retrieve_batch(self, owner: str | None, batch_id: str) -> BatchObject:
         """Return one batch."""
         return self._shown(await self._context.store.run(batch_rows.find, batch_id, owner))
 
     async def list_batches(
-        self, owner: str, *, after: str | None = None, limit: int = 20
+        self,
+        owner: str | None,
+        *,
+        after: str | None = None,
+        limit: int = 20,
+        status: str | None = None,
     ) -> BatchList:
         """Return a page of batches, the newest first."""
         check_limit(limit, _MAX_BATCHES)
-        found = await self._context.store.run(batch_rows.page, owner, after=after, limit=limit + 1)
+        found = await self._context.store.run(
+            batch_rows.page, owner, after=after, limit=limit + 1, status=status
+        )
         return batch_list(self._all_shown(found), limit)
 
-    async def cancel_batch(self, owner: str, batch_id: str) -> BatchObject:
+    async def cancel_batch(self, owner: str | None, batch_id: str) -> BatchObject:
         """Have a batch cancelled; what is finished stays.
 
         Raises:
@@ -303,7 +311,7 @@ class BatchService:
         """
         return await self._change(owner, batch_id, CancelAsked())
 
-    async def pause_batch(self, owner: str, batch_id: str) -> BatchObject:
+    async def pause_batch(self, owner: str | None, batch_id: str) -> BatchObject:
         """Take a batch out of the engine until it is resumed; its window goes on.
 
         Raises:
@@ -311,7 +319,7 @@ class BatchService:
         """
         return await self._change(owner, batch_id, PauseAsked())
 
-    async def resume_batch(self, owner: str, batch_id: str) -> BatchObject:
+    async def resume_batch(self, owner: str | None, batch_id: str) -> BatchObject:
         """Let a paused batch go on.
 
         Raises:
@@ -351,7 +359,7 @@ class BatchService:
         now_s = self._context.clock.now_s()
         return await self._context.store.run(file_rows.find, owner, file_id, now_s)
 
-    async def _change(self, owner: str, batch_id: str, event: Event) -> BatchObject:
+    async def _change(self, owner: str | None, batch_id: str, event: Event) -> BatchObject:
         return self._shown(await self._runner.change(batch_id, event, owner))
 
     def _shown(self, batch: BatchRecord) -> BatchObject:

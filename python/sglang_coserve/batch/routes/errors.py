@@ -27,7 +27,15 @@ from sglang_coserve.batch.errors import (
 from sglang_coserve.batch.routes.patience import SlowClientError
 from sglang_coserve.errors import CoserveError
 
-__all__ = ["ERROR_RESPONSES", "BatchApiOffError", "JsonRoute", "OpenAIRoute"]
+__all__ = [
+    "ERROR_RESPONSES",
+    "OPERATOR_ERROR_RESPONSES",
+    "AdminKeyError",
+    "BatchApiOffError",
+    "JsonRoute",
+    "NoAdminKeyError",
+    "OpenAIRoute",
+]
 
 _MAX_JSON_BYTES: Final = 1 << 20
 """A body that is no upload needs far less."""
@@ -45,6 +53,14 @@ _STATUS: Final = (
 
 class BatchApiOffError(CoserveError):
     """There is no service, or no more: the server has no data directory, or is stopping."""
+
+
+class NoAdminKeyError(CoserveError):
+    """The server has no admin key, so nobody can be its operator (HTTP 403)."""
+
+
+class AdminKeyError(CoserveError):
+    """The caller does not bring the admin key (HTTP 401)."""
 
 
 class ErrorObject(BaseModel):
@@ -76,6 +92,12 @@ ERROR_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
     )
 }
 """For the OpenAPI document."""
+
+OPERATOR_ERROR_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
+    status.value: {"model": ErrorResponse}
+    for status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+}
+"""What an operator's routes answer beside these."""
 
 
 class OpenAIRoute(APIRoute):
@@ -149,6 +171,12 @@ def _invalid(error: RequestValidationError) -> Response:
 def _failed(error: CoserveError) -> Response:
     if isinstance(error, BatchApiOffError):
         return _error(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="batch_api_off")
+    if isinstance(error, NoAdminKeyError):
+        return _error(HTTPStatus.FORBIDDEN, str(error), code="no_admin_key")
+    if isinstance(error, AdminKeyError):
+        answer = _error(HTTPStatus.UNAUTHORIZED, str(error), code="invalid_api_key")
+        answer.headers["www-authenticate"] = "Bearer"
+        return answer
     if isinstance(error, SlowClientError):
         answer = _error(HTTPStatus.REQUEST_TIMEOUT, str(error), code="upload_too_slow")
         # What is still to come of the body would be waited for.

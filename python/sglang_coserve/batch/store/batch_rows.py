@@ -112,20 +112,29 @@ def find(connection: sqlite3.Connection, batch_id: str, owner: str | None = None
 
 
 def page(
-    connection: sqlite3.Connection, owner: str, *, after: str | None, limit: int
+    connection: sqlite3.Connection,
+    owner: str | None,
+    *,
+    after: str | None,
+    limit: int,
+    status: str | None = None,
 ) -> list[BatchRecord]:
-    """Return up to ``limit`` batches of ``owner``, the newest first.
+    """Return up to ``limit`` batches of ``owner``, or of all, the newest first.
 
     Raises:
         NotFoundError: ``after`` is no batch of ``owner``.
     """
-    condition = ""
+    conditions = ["TRUE"]
+    if owner is not None:
+        conditions.append("owner = :owner")
+    if status is not None:
+        conditions.append("status = :status")
     if after is not None:
         find(connection, after, owner)
-        condition = "AND seq < (SELECT seq FROM batches WHERE id = :after)"
+        conditions.append("seq < (SELECT seq FROM batches WHERE id = :after)")
     rows = connection.execute(
-        f"{_SELECT} WHERE owner = :owner {condition} ORDER BY seq DESC LIMIT :limit",
-        {"owner": owner, "after": after, "limit": limit},
+        f"{_SELECT} WHERE {' AND '.join(conditions)} ORDER BY seq DESC LIMIT :limit",
+        {"owner": owner, "status": status, "after": after, "limit": limit},
     )
     return [_record(row) for row in rows]
 
