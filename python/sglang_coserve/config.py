@@ -19,6 +19,8 @@ __all__ = ["OFFLINE_POLICIES", "CoserveConfig"]
 OFFLINE_POLICIES = ("fifo", "coserve", "conserve", "hygen", "bros", "ooco", "non_preemptive")
 """Ways to decide when offline requests run."""
 
+MEDIA_SOURCES = ("inline", "public", "any")
+
 SAFEPOINT_MODES = ("auto", "abort", "shrink")
 
 _AUTO = "auto"
@@ -171,6 +173,15 @@ class CoserveConfig:
         metavar="SHARE",
     )
 
+    media_sources: str = _setting(
+        "public",
+        "Where images, videos and sounds of requests and of lines of batches may come from. "
+        "inline: the request itself, as base64 or a data: URL. public: http(s) addresses in the "
+        "internet, too. any: whatever SGLang opens, private addresses and files of this machine "
+        "among it.",
+        choices=MEDIA_SOURCES,
+    )
+
     coserve_data_dir: str | None = _setting(
         None,
         "Directory of the Batch API: what users upload, its results, and what is still to do. "
@@ -238,6 +249,11 @@ class CoserveConfig:
             raise ConfigError(
                 f"{_flag('safepoint_wasted_share')} must be a number above 0, at most 1, got "
                 f"{self.safepoint_wasted_share}"
+            )
+        if self.media_sources not in MEDIA_SOURCES:
+            raise ConfigError(
+                f"{_flag('media_sources')} must be one of {', '.join(MEDIA_SOURCES)}, got "
+                f"{self.media_sources!r}"
             )
         if self.safepoint_mode not in SAFEPOINT_MODES:
             raise ConfigError(
