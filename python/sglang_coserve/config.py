@@ -196,8 +196,12 @@ class CoserveConfig:
     batch_max_active: int = _setting(
         256, "Most unfinished batches, of all API keys together.", type=int, metavar="N"
     )
-    batch_max_active_per_key: int = _setting(
-        64, "Most unfinished batches of one API key.", type=int, metavar="N"
+    batch_max_active_per_key: int | None = _setting(
+        None,
+        "Most unfinished batches of one API key. By default as many as are still free of "
+        "--batch-max-active, so half of it for one key alone.",
+        type=int,
+        metavar="N",
     )
     batch_max_stored_gib_per_key: float | None = _setting(
         None,
@@ -272,8 +276,9 @@ class CoserveConfig:
             "batch_max_active",
             "batch_max_active_per_key",
         ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{_flag(name)} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{_flag(name)} must be at least 1, got {value}")
         stored_gib = self.batch_max_stored_gib_per_key
         if stored_gib is not None and not (math.isfinite(stored_gib) and stored_gib > 0):
             raise ConfigError(

@@ -30,15 +30,33 @@ def test_one_owner_cannot_take_all_batches(tmp_path: Path) -> None:
         async with scene.service as service:
             first = await scene.create(lines(1), owner="greedy")
             await scene.create(lines(1), owner="greedy")
-            with pytest.raises(TooManyError, match="2 batches of this key are unfinished"):
+            with pytest.raises(
+                TooManyError, match="2 batches of this key are unfinished, and 2 more"
+            ):
                 await scene.create(lines(1), owner="greedy")
             for _ in range(2):
                 await scene.create(lines(1), owner="modest")
-            with pytest.raises(TooManyError, match="4 batches of all keys"):
+            with pytest.raises(TooManyError, match="0 more could be of all keys"):
                 await scene.create(lines(1), owner="third")
             await service.cancel_batch("greedy", first.id)
             await scene.reaches(first.id, "cancelled", owner="greedy")
             await scene.create(lines(1), owner="third")
+
+    play(scenario())
+
+
+def test_by_default_an_owner_leaves_as_many_batches_as_it_has(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_active_batches=9)
+        async with scene.service:
+            had: dict[str, int] = {}
+            for owner in ("first", "second", "third", "fourth"):
+                had[owner] = 0
+                with pytest.raises(TooManyError):
+                    while True:
+                        await scene.create(lines(1), owner=owner)
+                        had[owner] += 1
+            assert had == {"first": 5, "second": 2, "third": 1, "fourth": 1}
 
     play(scenario())
 
@@ -143,13 +161,13 @@ async def stored_bytes(scene: Scene) -> int:
 @settings(deadline=None)
 @given(calls=st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
 def test_places_are_given_back(calls: list[tuple[str, bool]]) -> None:
-    transfers = Transfers("uploads", 5, 2)
+    transfers = Transfers("uploads", 5)
     held: dict[str, list[object]] = {"a": [], "b": [], "c": []}
     for owner, is_begin in calls:
         if is_begin:
             place = transfers.one(owner)
             total = sum(map(len, held.values()))
-            if len(held[owner]) >= 2 or total >= 5:
+            if len(held[owner]) >= 5 - total:
                 with pytest.raises(TooManyError, match="under way"):
                     place.__enter__()
                 continue

@@ -39,8 +39,9 @@ class BatchLimits:
     max_active_batches: int = 256
     """Batches that are not in a final state, over all owners."""
 
-    max_active_batches_per_owner: int = 64
-    """Those of one owner, who can so take a quarter of all."""
+    max_active_batches_per_owner: int | None = None
+    """Those of one owner; None: as many as are still free. So one who takes all there are has
+    half of them, two have a third each, and there always are some for the next."""
 
     max_stored_bytes_per_owner: int | None = None
     """What the files of one owner may take; None: as much as is still free on the disk. The
@@ -48,10 +49,7 @@ class BatchLimits:
 
     max_transfers: int = 256
     """Uploads, and as many downloads, at the same time: each takes a socket, and up to half a
-    MiB of memory."""
-
-    max_transfers_per_owner: int = 64
-    """Those of one owner; a quarter again."""
+    MiB of memory. One owner may have as many as are still free."""
 
     transfer_idle_s: float = 60.0
     """How long a client may neither send nor take anything of a file."""

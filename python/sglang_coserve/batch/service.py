@@ -82,9 +82,8 @@ class BatchService:
         self._expiring: asyncio.Task[None] | None = None
         self.limits = limits = context.limits
         self._storage = OwnerStorage(context.store, limits.max_stored_bytes_per_owner)
-        most = (limits.max_transfers, limits.max_transfers_per_owner)
-        self.uploads = Transfers("uploads", *most)
-        self.downloads = Transfers("downloads", *most)
+        self.uploads = Transfers("uploads", limits.max_transfers)
+        self.downloads = Transfers("downloads", limits.max_transfers)
 
     @staticmethod
     async def check(directory: Path) -> None:

@@ -12,12 +12,11 @@ __all__ = ["Transfers"]
 
 
 class Transfers:
-    """A place for each transfer; an owner who holds many leaves enough to the others."""
+    """A place for each transfer. An owner may have as many as are still free."""
 
-    def __init__(self, kind: str, max_all: int, max_per_owner: int) -> None:
+    def __init__(self, kind: str, most: int) -> None:
         self._kind = kind
-        self._max_all = max_all
-        self._max_per_owner = max_per_owner
+        self._most = most
         self._by_owner: Counter[str] = Counter()
 
     @property
@@ -30,16 +29,13 @@ class Transfers:
         """Enter for as long as a transfer of ``owner`` takes.
 
         Raises:
-            TooManyError: there are as many as allowed, of this owner or of all.
+            TooManyError: there are too many, of this owner or of all.
         """
-        whose = None
-        if self._by_owner[owner] >= self._max_per_owner:
-            whose = f"of this key ({self._max_per_owner})"
-        elif self.count >= self._max_all:
-            whose = f"of all keys ({self._max_all})"
-        if whose is not None:
+        count, free = self._by_owner[owner], self._most - self.count
+        if count >= free:
             raise TooManyError(
-                f"too many {self._kind} {whose} are under way: wait until one is done",
+                f"{count} {self._kind} of this key are under way, and {free} more could be of all "
+                f"keys: wait until one is done",
                 code=f"too_many_{self._kind}",
             )
         self._by_owner[owner] += 1

@@ -53,13 +53,15 @@ def create(
 ) -> tuple[BatchRecord, bool]:
     """Add a batch; return it and True, or an earlier one with the same key and False.
 
-    ``check_stored_bytes`` is told what the files of the owner take, and may raise.
+    Of ``max_active`` unfinished ones an owner may have ``max_active_of_owner``, or as many
+    as are still free. ``check_stored_bytes`` is told what the files of the owner take, and
+    may raise.
 
     Raises:
         NotFoundError: the owner has no such input file.
         BatchRequestError: the file is no input.
         ConflictError: the key was used for another request.
-        TooManyError: ``max_active`` batches are unfinished, or ``max_active_of_owner``.
+        TooManyError: there are as many unfinished batches as allowed.
     """
     if record.idempotency_key is not None:
         row = connection.execute(
@@ -75,17 +77,13 @@ def create(
             code="invalid_file_purpose",
             param="input_file_id",
         )
-    query = f"SELECT count(*) FROM batches WHERE {_UNFINISHED}"
-    if connection.execute(query).fetchone()[0] >= max_active:
+    query = f"SELECT count(*), count(*) FILTER (WHERE owner = ?) FROM batches WHERE {_UNFINISHED}"
+    of_all, of_owner = connection.execute(query, (record.owner,)).fetchone()
+    free = max_active - of_all
+    if free <= 0 or of_owner >= (free if max_active_of_owner is None else max_active_of_owner):
         raise TooManyError(
-            f"{max_active} batches of all keys are unfinished: try again later",
-            code="too_many_batches",
-        )
-    query += " AND owner = ?"
-    of_owner = connection.execute(query, (record.owner,)).fetchone()[0]
-    if max_active_of_owner is not None and of_owner >= max_active_of_owner:
-        raise TooManyError(
-            f"{of_owner} batches of this key are unfinished: wait for one of them, or cancel it",
+            f"{of_owner} batches of this key are unfinished, and {free} more could be of all keys:"
+            " wait for one of them, or cancel it",
             code="too_many_batches",
         )
     if check_stored_bytes is not None:
