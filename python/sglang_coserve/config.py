@@ -19,6 +19,8 @@ __all__ = ["OFFLINE_POLICIES", "CoserveConfig"]
 OFFLINE_POLICIES = ("fifo", "coserve", "conserve", "hygen", "bros", "ooco", "non_preemptive")
 """Ways to decide when offline requests run."""
 
+MEDIA_SOURCES = ("inline", "public", "any")
+
 SAFEPOINT_MODES = ("auto", "abort", "shrink")
 
 _AUTO = "auto"
@@ -171,6 +173,15 @@ class CoserveConfig:
         metavar="SHARE",
     )
 
+    media_sources: str = _setting(
+        "public",
+        "Where images, videos and sounds of requests and of lines of batches may come from. "
+        "inline: the request itself, as base64 or a data: URL. public: http(s) addresses in the "
+        "internet, too. any: whatever SGLang opens, private addresses and files of this machine "
+        "among it.",
+        choices=MEDIA_SOURCES,
+    )
+
     coserve_data_dir: str | None = _setting(
         None,
         "Directory of the Batch API: what users upload, its results, and what is still to do. "
@@ -182,6 +193,24 @@ class CoserveConfig:
         200, "Largest file that may be uploaded for a batch, in MiB.", type=int, metavar="MIB"
     )
     batch_max_lines: int = _setting(50_000, "Most requests in one batch.", type=int, metavar="N")
+    batch_max_active: int = _setting(
+        256, "Most unfinished batches, of all API keys together.", type=int, metavar="N"
+    )
+    batch_max_active_per_key: int | None = _setting(
+        None,
+        "Most unfinished batches of one API key. By default as many as are still free of "
+        "--batch-max-active, so half of it for one key alone.",
+        type=int,
+        metavar="N",
+    )
+    batch_max_stored_gib_per_key: float | None = _setting(
+        None,
+        "Most that the files of one API key may take on the disk, in GiB: uploads and results. "
+        "What a running batch writes may exceed it; a new one is refused then. By default as much "
+        "as is still free on the disk.",
+        type=float,
+        metavar="GIB",
+    )
     batch_webhook_url: str | None = _setting(
         None,
         "Address that is told when a batch has completed, failed, expired or been cancelled. The "
@@ -225,6 +254,11 @@ class CoserveConfig:
                 f"{_flag('safepoint_wasted_share')} must be a number above 0, at most 1, got "
                 f"{self.safepoint_wasted_share}"
             )
+        if self.media_sources not in MEDIA_SOURCES:
+            raise ConfigError(
+                f"{_flag('media_sources')} must be one of {', '.join(MEDIA_SOURCES)}, got "
+                f"{self.media_sources!r}"
+            )
         if self.safepoint_mode not in SAFEPOINT_MODES:
             raise ConfigError(
                 f"{_flag('safepoint_mode')} must be one of {', '.join(SAFEPOINT_MODES)}, got "
@@ -236,9 +270,20 @@ class CoserveConfig:
                 "each other: rows cannot be taken out of a step that runs on CUDA graphs"
             )
         _check_kv_checkpoint(self)
-        for name in ("batch_max_upload_mib", "batch_max_lines"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{_flag(name)} must be at least 1, got {getattr(self, name)}")
+        for name in (
+            "batch_max_upload_mib",
+            "batch_max_lines",
+            "batch_max_active",
+            "batch_max_active_per_key",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{_flag(name)} must be at least 1, got {value}")
+        stored_gib = self.batch_max_stored_gib_per_key
+        if stored_gib is not None and not (math.isfinite(stored_gib) and stored_gib > 0):
+            raise ConfigError(
+                f"{_flag('batch_max_stored_gib_per_key')} must be above 0 GiB, got {stored_gib}"
+            )
         if self.batch_webhook_url is not None and self.coserve_data_dir is None:
             raise ConfigError(
                 f"{_flag('batch_webhook_url')} needs batches to tell of: add "

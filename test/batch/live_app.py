@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch import BatchLimits, BatchService
-from sglang_coserve.batch.routes import add_batch_routes, set_service
+from sglang_coserve.batch.routes import add_batch_routes, set_admin_key, set_service
 
 READY_TIMEOUT_S = 30
 
@@ -30,9 +30,11 @@ class LiveApp:
         *,
         port: int = 0,
         record_events: bool = False,
+        admin_key: str | None = None,
         **limits: Any,
     ) -> None:
         self.backend = backend or ScriptedBackend()
+        self.data = directory
         self.service: BatchService | None = None
         self._ready = threading.Event()
 
@@ -51,6 +53,8 @@ class LiveApp:
 
         self.app = FastAPI(lifespan=lifespan)
         add_batch_routes(self.app)
+        if admin_key is not None:
+            set_admin_key(self.app, admin_key)
         config = uvicorn.Config(self.app, port=port, log_level="error")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)

@@ -64,15 +64,17 @@ class Scene:
     async def upload(self, content: bytes, owner: str = OWNER) -> FileObject:
         return await self.service.create_file(owner, "in.jsonl", "batch", stream(content))
 
-    async def create(self, content: bytes, window: str = "24h", **options: Any) -> BatchObject:
-        file = await self.upload(content)
-        return await self.service.create_batch(OWNER, wanted(file, window, **options))
+    async def create(
+        self, content: bytes, window: str = "24h", owner: str = OWNER, **options: Any
+    ) -> BatchObject:
+        file = await self.upload(content, owner)
+        return await self.service.create_batch(owner, wanted(file, window, **options))
 
-    async def reaches(self, batch_id: str, *statuses: str) -> BatchObject:
+    async def reaches(self, batch_id: str, *statuses: str, owner: str = OWNER) -> BatchObject:
         """Wait until the batch is in one of ``statuses``."""
 
         async def look() -> BatchObject | None:
-            batch = await self.service.retrieve_batch(OWNER, batch_id)
+            batch = await self.service.retrieve_batch(owner, batch_id)
             assert batch.status in statuses or batch.status not in FINAL, batch
             return batch if batch.status in statuses else None
 

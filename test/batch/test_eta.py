@@ -21,6 +21,7 @@ from sglang_coserve.errors import ConfigError
 works = st.lists(
     st.builds(
         Work,
+        owner=st.sampled_from(["a", "b", "c"]),
         tokens=st.floats(0, 1000),
         priority=st.integers(0, 2),
         weight=st.sampled_from([0.25, 1.0, 4.0]),
@@ -31,19 +32,26 @@ works = st.lists(
 
 
 def simulated(batches: list[Work], tokens_per_s: float) -> list[float]:
-    """Serve the highest priority by weight, from one completion to the next."""
+    """Serve every owner alike, of each the highest priority by weight, from one completion to
+    the next."""
     left = [work.tokens for work in batches]
     ended = [0.0 if not tokens else -1.0 for tokens in left]
     now_s = 0.0
     while any(at < 0 for at in ended):
         pending = [i for i, at in enumerate(ended) if at < 0]
-        top = max(batches[i].priority for i in pending)
-        served = [i for i in pending if batches[i].priority == top]
-        total = sum(batches[i].weight for i in served)
-        step_s = min(left[i] * total / batches[i].weight for i in served) / tokens_per_s
+        rates: dict[int, float] = {}
+        owners = {batches[i].owner for i in pending}
+        for owner in owners:
+            own = [i for i in pending if batches[i].owner == owner]
+            top = max(batches[i].priority for i in own)
+            served = [i for i in own if batches[i].priority == top]
+            total = sum(batches[i].weight for i in served)
+            for i in served:
+                rates[i] = tokens_per_s / len(owners) * batches[i].weight / total
+        step_s = min(left[i] / rate for i, rate in rates.items())
         now_s += step_s
-        for i in served:
-            left[i] -= step_s * tokens_per_s * batches[i].weight / total
+        for i, rate in rates.items():
+            left[i] -= step_s * rate
             if left[i] <= 1e-9 * (1 + batches[i].tokens):
                 ended[i] = now_s
     return ended

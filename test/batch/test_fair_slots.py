@@ -45,7 +45,7 @@ def test_lanes_share_by_weight_to_within_one_line(
 
     async def scenario() -> None:
         slots = FairSlots(lambda: max_lines, 1000)
-        members = [Lane(0, weight, 0.0) for weight, _ in lanes]
+        members = [Lane("a", 0, weight, 0.0) for weight, _ in lanes]
         served: Counter[str] = Counter()
         senders = [
             asyncio.create_task(keep_sending(slots, lane, str(i), tokens, served, 10_000))
@@ -60,6 +60,136 @@ def test_lanes_share_by_weight_to_within_one_line(
         for sender in senders:
             sender.cancel()
         await asyncio.gather(*senders, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+batches = st.lists(
+    st.tuples(
+        st.sampled_from("abc"),
+        st.integers(-100, 100),
+        st.sampled_from([0.01, 1.0, 100.0]),
+        st.booleans(),
+        st.integers(1, 50),
+        st.integers(1, 50),
+    ),
+    min_size=2,
+    max_size=8,
+)
+"""Of each: the owner, priority, weight, urgency, the tokens that a line of it is expected to take
+and those that it takes."""
+
+
+@settings(deadline=None)
+@given(batches=batches, max_lines=st.integers(1, 5))
+def test_owners_share_alike_whatever_their_batches_ask_for(
+    batches: list[tuple[str, int, float, bool, int, int]], max_lines: int
+) -> None:
+    """What owners have taken differs by one line at most while all of them wait.
+
+    A line may take more or less than was expected of it: that much may be added for each in
+    flight, and is made up for by the next ones.
+    """
+
+    async def scenario() -> None:
+        slots = FairSlots(lambda: max_lines, 1000)
+        taken: Counter[str] = Counter()
+        senders = []
+        for i, (owner, priority, weight, is_urgent, expected, tokens) in enumerate(batches):
+            lane = Lane(owner, priority, weight, deadline_s=float(i))
+            lane.is_urgent = is_urgent
+            sending = keep_taking(slots, lane, expected, tokens, taken)
+            senders.append(asyncio.create_task(sending))
+        most = max(max(expected, tokens) for *_, expected, tokens in batches)
+        errors = sum(
+            sorted((abs(expected - tokens) for *_, expected, tokens in batches), reverse=True)[:1]
+        )
+        for _ in range(300):
+            await asyncio.sleep(0)
+            levels = [taken[owner] for owner, *_ in batches]
+            assert max(levels) - min(levels) <= most + max_lines * errors
+        for sender in senders:
+            sender.cancel()
+        await asyncio.gather(*senders, return_exceptions=True)
+        assert (slots.lines_in_flight, slots.bytes_in_flight) == (0, 0)
+
+    asyncio.run(scenario())
+
+
+async def keep_taking(
+    slots: FairSlots, lane: Lane, expected: int, tokens: int, taken: Counter[str]
+) -> None:
+    """Send lines one after the other; ``taken`` counts a line in flight as expected, then as it
+    was."""
+    slots.join(lane)
+
+    async def one_line() -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    def ended(task: asyncio.Task[None]) -> None:
+        used = 0 if task.cancelled() else tokens
+        taken[lane.owner] += used - expected
+        slots.release(lane, 1, expected, used)
+
+    async with asyncio.TaskGroup() as group:
+        while True:
+            await slots.acquire(lane, 1, expected)
+            taken[lane.owner] += expected
+            group.create_task(one_line()).add_done_callback(ended)
+
+
+@settings(deadline=None)
+@given(others=st.integers(1, 30), tokens=st.integers(1, 50))
+def test_many_batches_earn_an_owner_no_more_than_one(others: int, tokens: int) -> None:
+    async def scenario() -> None:
+        slots = FairSlots(lambda: 2, 1000)
+        taken: Counter[str] = Counter()
+        greedy = [Lane("greedy", 100, 100.0, 0.0) for _ in range(others)]
+        for lane in greedy:
+            lane.is_urgent = True
+        modest = Lane("modest", -100, 0.01, 9.0)
+        senders = [
+            asyncio.create_task(keep_taking(slots, lane, tokens, tokens, taken))
+            for lane in (*greedy, modest)
+        ]
+        while taken["modest"] < 40 * tokens:
+            await asyncio.sleep(0)
+        assert abs(taken["greedy"] - taken["modest"]) <= tokens
+        for sender in senders:
+            sender.cancel()
+        await asyncio.gather(*senders, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_an_owner_who_leaves_after_every_line_earns_nothing_by_it() -> None:
+    async def scenario() -> None:
+        slots = FairSlots(lambda: 1, 1000)
+        taken: Counter[str] = Counter()
+        staying = Lane("staying", 0, 1.0, 0.0)
+        stay = keep_taking(slots, staying, 10, 10, taken)
+
+        async def come_and_go() -> None:
+            while True:
+                lane = Lane("fickle", 0, 1.0, 0.0)
+                slots.join(lane)
+                try:
+                    await slots.acquire(lane, 1, 90)
+                    taken["fickle"] += 90
+                    slots.release(lane, 1, 90, 90)
+                finally:
+                    slots.leave(lane)
+
+        tasks = [asyncio.create_task(stay), asyncio.create_task(come_and_go())]
+        while taken["staying"] < 1000:
+            await asyncio.sleep(0)
+        assert taken["staying"] - 10 <= taken["fickle"] <= taken["staying"] + 90
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        slots.leave(staying)
+        assert not slots._owners
 
     asyncio.run(scenario())
 
@@ -89,26 +219,26 @@ def order_of(lanes: dict[str, Lane], running: Lane) -> list[str]:
 
 
 def urgent(deadline_s: float, priority: int = 0) -> Lane:
-    lane = Lane(priority, 1.0, deadline_s)
+    lane = Lane("a", priority, 1.0, deadline_s)
     lane.is_urgent = True
     return lane
 
 
 def test_urgent_lanes_go_first_then_priorities() -> None:
     lanes = {
-        "low": Lane(-1, 1.0, 1.0),
-        "normal": Lane(0, 1.0, 1.0),
-        "high": Lane(5, 1.0, 9.0),
+        "low": Lane("a", -1, 1.0, 1.0),
+        "normal": Lane("a", 0, 1.0, 1.0),
+        "high": Lane("a", 5, 1.0, 9.0),
         "late": urgent(20.0),
         "soon": urgent(10.0, priority=-5),
     }
-    assert order_of(lanes, Lane(0, 1.0, 0.0)) == ["soon", "late", "high", "normal", "low"]
+    assert order_of(lanes, Lane("a", 0, 1.0, 0.0)) == ["soon", "late", "high", "normal", "low"]
 
 
 def test_having_been_away_earns_nothing() -> None:
     async def scenario() -> None:
         slots = FairSlots(lambda: 1, 1000)
-        busy, away = Lane(0, 1.0, 0.0), Lane(0, 1.0, 0.0)
+        busy, away = Lane("a", 0, 1.0, 0.0), Lane("a", 0, 1.0, 0.0)
         slots.join(away)
         slots.join(busy)
         for _ in range(100):
@@ -127,7 +257,7 @@ def test_having_been_away_earns_nothing() -> None:
 def test_an_estimate_that_was_wrong_is_forgotten() -> None:
     async def scenario() -> None:
         slots = FairSlots(lambda: 1, 1000)
-        old, new = Lane(0, 1.0, 0.0), Lane(0, 1.0, 0.0)
+        old, new = Lane("a", 0, 1.0, 0.0), Lane("a", 0, 1.0, 0.0)
         slots.join(old)
         await slots.acquire(old, 1, 1000)
         assert old.taken_per_weight == 1000
@@ -141,7 +271,7 @@ def test_an_estimate_that_was_wrong_is_forgotten() -> None:
 def test_a_large_line_goes_alone_and_bytes_are_bounded() -> None:
     async def scenario() -> None:
         slots = FairSlots(lambda: 100, 10)
-        lane = Lane(0, 1.0, 0.0)
+        lane = Lane("a", 0, 1.0, 0.0)
         slots.join(lane)
         await slots.acquire(lane, 50, 1)
         waiting = asyncio.create_task(slots.acquire(lane, 4, 1))
@@ -160,7 +290,7 @@ def test_a_large_line_goes_alone_and_bytes_are_bounded() -> None:
 def test_the_engine_may_want_fewer_lines_but_never_none() -> None:
     async def scenario() -> None:
         slots = FairSlots(lambda: 0, 10)
-        lane = Lane(0, 1.0, 0.0)
+        lane = Lane("a", 0, 1.0, 0.0)
         slots.join(lane)
         await slots.acquire(lane, 1, 1)
         slots.release(lane, 1, 1, 1)
@@ -174,7 +304,7 @@ def test_the_engine_may_want_fewer_lines_but_never_none() -> None:
 def test_cancelled_waits_leak_nothing(data: st.DataObject) -> None:
     async def scenario() -> None:
         slots = FairSlots(lambda: 2, 1000)
-        lanes = [Lane(0, 1.0, 0.0) for _ in range(4)]
+        lanes = [Lane("a", 0, 1.0, 0.0) for _ in range(4)]
         served: Counter[str] = Counter()
         senders = [
             asyncio.create_task(keep_sending(slots, lane, str(i), 1, served, 20))
@@ -194,7 +324,7 @@ def test_cancelled_waits_leak_nothing(data: st.DataObject) -> None:
 def test_a_grant_that_nobody_takes_is_given_to_the_next() -> None:
     async def scenario() -> None:
         slots = FairSlots(lambda: 1, 1000)
-        first, second, third = (Lane(0, 1.0, 0.0) for _ in range(3))
+        first, second, third = (Lane("a", 0, 1.0, 0.0) for _ in range(3))
         for lane in (first, second, third):
             slots.join(lane)
         await slots.acquire(first, 1, 1)

@@ -10,6 +10,8 @@ import pytest
 
 from batch.scenarios import OWNER, lines, opened, play
 from batch.scripted_backend import ScriptedBackend
+from sglang_coserve.batch import BatchLimits, batch_driver
+from sglang_coserve.batch.state import Failed, Validated
 
 
 def test_the_engine_never_has_more_than_it_may(tmp_path: Path) -> None:
@@ -60,6 +62,65 @@ def test_batches_share_by_weight_and_priority(tmp_path: Path) -> None:
             shares = Counter(order[31:71])
             assert shares["heavy"] == pytest.approx(3 * shares["light"], abs=3)
             assert shares["first"] == pytest.approx(shares["light"], abs=2)
+
+    play(scenario())
+
+
+def test_an_owner_gets_half_whatever_the_other_one_has(tmp_path: Path) -> None:
+    """Five batches of the highest priority and weight, one of them urgent, against one."""
+
+    async def scenario() -> None:
+        # About 110 tokens a line: 40 of them take 880 s of half the rate, and 2640 s with others.
+        backend = ScriptedBackend(holds=True, tokens_per_s=10.0)
+        scene = await opened(tmp_path, backend, max_in_flight=1)
+        async with scene.service:
+            ids = []
+            for n in range(5):
+                window = "2000s" if n == 4 else "24h"
+                batch = await scene.create(
+                    lines(40, "greedy", max_tokens=100), window, "greedy", priority=100, weight=100
+                )
+                await scene.reaches(batch.id, "in_progress", owner="greedy")
+                ids.append(batch.id)
+            modest = await scene.create(
+                lines(40, "modest", max_tokens=100), owner="modest", priority=-100, weight=0.01
+            )
+            await scene.reaches(modest.id, "in_progress", owner="modest")
+            slots = scene.service._context.slots
+            await scene.clock.until(lambda: len(slots._waiting) == 6, "every batch waits")
+            await scene.clock.until(lambda: any(lane.is_urgent for lane in slots._lanes))
+            seen = len(backend.started)
+            for count in range(seen + 1, seen + 21):
+                backend.in_flight[0].finish()
+                await scene.clock.until(lambda n=count: len(backend.started) == n)  # type: ignore[misc]
+            order = [request.custom_id.split("-")[0] for request in backend.started[seen:]]
+            assert Counter(order) == {"greedy": 10, "modest": 10}
+            urgent = {request.batch_id for request in backend.started[seen:]} - {modest.id}
+            assert urgent == {ids[4]}
+
+    play(scenario())
+
+
+def test_owners_take_turns_at_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file waits for those being read, and not for all that came before it."""
+    begun: list[str] = []
+    validate = batch_driver.validate
+
+    async def noted(path: Path, endpoint: str, limits: BatchLimits) -> Validated | Failed:
+        begun.append(path.name)
+        return await validate(path, endpoint, limits)
+
+    monkeypatch.setattr(batch_driver, "validate", noted)
+
+    async def scenario() -> None:
+        scene = await opened(tmp_path, ScriptedBackend(holds=True))
+        async with scene.service:
+            for _ in range(5):
+                await scene.create(lines(2000), owner="greedy")
+            await scene.clock.until(lambda: len(begun) == 2)
+            small = await scene.create(lines(1), owner="modest")
+            await scene.reaches(small.id, "in_progress", owner="modest")
+            assert begun.index(small.input_file_id) == 2
 
     play(scenario())
 

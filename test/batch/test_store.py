@@ -137,7 +137,7 @@ def test_what_a_batch_cannot_be_made_of(connection: sqlite3.Connection) -> None:
     file_rows.insert(connection, a_file("file-y", purpose="batch_output"))
     with pytest.raises(BatchRequestError, match="purpose"):
         batch_rows.create(connection, a_batch(input_file_id="file-y"), 0.0, 10)
-    with pytest.raises(TooManyError, match="0 batches"):
+    with pytest.raises(TooManyError, match="0 more"):
         batch_rows.create(connection, a_batch(input_file_id="file-x"), 0.0, 0)
 
 

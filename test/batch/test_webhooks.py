@@ -47,7 +47,8 @@ class Receiver:
         body = await reader.readexactly(int(headers["content-length"]))
         status = self.statuses.pop(0) if self.statuses else 200
         self.got.append((headers, body))
-        extra = "location: http://127.0.0.1:1/\r\n" if status == 302 else ""
+        # What httpx does not even say itself to be no URL.
+        extra = "location: http://xn--/\r\n" if status == 302 else ""
         writer.write(f"HTTP/1.1 {status} X\r\n{extra}content-length: 0\r\n\r\n".encode())
         await writer.drain()
         writer.close()
@@ -174,6 +175,82 @@ def test_after_three_days_it_is_given_up(tmp_path: Path) -> None:
     play(scenario())
 
 
+async def tried(scene: Scene) -> None:
+    """Wait until a delivery has failed."""
+    give_up_s = time.monotonic() + 60
+    while not any(event.attempts for event in await scene.service.pending_events()):
+        assert time.monotonic() < give_up_s, "nothing was tried"
+        scene.clock.advance(1)
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("address", ["::1%no zone", "not an address", ""])
+def test_an_address_that_is_none_does_not_end_the_deliveries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    """Whatever the resolver answers, or httpx says to it."""
+
+    async def scenario() -> None:
+        scene = await opened(tmp_path, record_events=True)
+        async with scene.service, receiving() as receiver:
+            loop = asyncio.get_running_loop()
+            look_up = loop.getaddrinfo
+
+            async def bad_look_up(*args: object, **kwargs: object) -> list[object]:
+                return [(0, 0, 0, "", (address, 0))]
+
+            monkeypatch.setattr(loop, "getaddrinfo", bad_look_up)
+            async with webhooks(scene, receiver.url):
+                await scene.ends((await scene.create(lines(1))).id)
+                await tried(scene)
+                monkeypatch.setattr(loop, "getaddrinfo", look_up)
+                await scene.clock.until(lambda: bool(receiver.got))
+                await nothing_pending(scene)
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_an_answer_without_end_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    """Not for a body without end, and not long for a head that comes byte by byte."""
+    monkeypatch.setattr("sglang_coserve.batch.webhooks._TIMEOUT_S", 1.0)
+    sent_bytes = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent_bytes
+        await reader.readuntil(b"}}")
+        try:
+            if not is_slow:
+                writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            while True:
+                chunk = b"H" if is_slow else bytes(1 << 16)
+                writer.write(chunk)
+                await writer.drain()
+                sent_bytes += len(chunk)
+                await asyncio.sleep(0.1 if is_slow else 0)
+        except ConnectionError:
+            writer.close()
+
+    async def scenario() -> None:
+        scene = await opened(tmp_path, record_events=True)
+        async with (
+            scene.service,
+            await asyncio.start_server(serve, "127.0.0.1", 0) as server,
+        ):
+            port = server.sockets[0].getsockname()[1]
+            async with webhooks(scene, f"http://127.0.0.1:{port}/"):
+                await scene.ends((await scene.create(lines(1))).id)
+                if is_slow:
+                    await tried(scene)
+                else:
+                    await asyncio.wait_for(nothing_pending(scene), 30)
+            assert sent_bytes < 64 << 20
+
+    play(scenario())
+
+
 def test_a_name_that_leads_to_a_private_address_is_not_followed(tmp_path: Path) -> None:
     async def scenario() -> None:
         scene = await opened(tmp_path, record_events=True)
@@ -203,6 +280,13 @@ def test_a_name_that_leads_to_a_private_address_is_not_followed(tmp_path: Path) 
         "http://[::ffff:10.0.0.1]/x",
         "http://[fe80::1]/x",
         "http://0.0.0.0/x",
+        "http://[64:ff9b::127.0.0.1]/x",
+        "http://[64:ff9b::a00:1]/x",
+        "http://[::127.0.0.1]/x",
+        "http://[fec0::1]/x",
+        "http://[2002:7f00:1::]/x",
+        "http://0x7f.1/x",
+        "http://2130706433/x",
     ],
 )
 def test_private_addresses_are_refused_unless_allowed(url: str) -> None:
@@ -211,7 +295,10 @@ def test_private_addresses_are_refused_unless_allowed(url: str) -> None:
     WebhookTarget(url, SECRET, allow_private=True)
 
 
-@pytest.mark.parametrize("url", ["", "hook", "ftp://a/b", "http://", "http://user:pw@a.org/"])
+@pytest.mark.parametrize(
+    "url",
+    ["", "hook", "ftp://a/b", "http://", "http://user:pw@a.org/", "http://xn--/", "http://[::1"],
+)
 def test_addresses_that_are_none(url: str) -> None:
     with pytest.raises(ConfigError, match="webhook address"):
         WebhookTarget(url, SECRET)

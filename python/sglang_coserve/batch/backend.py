@@ -35,7 +35,7 @@ class LineRequest:
     """Higher goes first."""
 
     weight: float
-    """The batch's share among those of its priority."""
+    """The batch's share among those of its owner and priority."""
 
 
 @dataclass(frozen=True, slots=True)

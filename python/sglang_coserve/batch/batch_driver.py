@@ -6,12 +6,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from sglang_coserve.batch.batch_run import BatchRun
 from sglang_coserve.batch.context import BatchContext
 from sglang_coserve.batch.errors import StorageError
-from sglang_coserve.batch.fair_slots import Lane
+from sglang_coserve.batch.fair_slots import FairSlots, Lane
 from sglang_coserve.batch.record import BatchRecord, LineFault, Progress, Status
 from sglang_coserve.batch.retry import RetryPolicy
 from sglang_coserve.batch.state import (
@@ -51,13 +52,13 @@ class BatchDriver:
         self,
         record: BatchRecord,
         context: BatchContext,
-        validating: asyncio.Semaphore,
+        validating: FairSlots,
         apply: Apply,
     ) -> None:
         self.record = record
         """The latest state that this driver has seen."""
 
-        self.lane = Lane(record.priority, record.weight, record.expires_at_s)
+        self.lane = Lane(record.owner, record.priority, record.weight, record.expires_at_s)
         self.trouble: str | None = None
         """Why the batch makes no progress; None while it does."""
 
@@ -124,9 +125,20 @@ class BatchDriver:
                 await self._apply(Finalized(), batch)
 
     async def _check_input(self, batch: BatchRecord) -> Validated | Failed:
-        async with self._validating:
-            path = self._context.directory.file(batch.input_file_id)
-            return await validate(path, batch.endpoint, self._context.limits)
+        context = self._context
+        path = context.directory.file(batch.input_file_id)
+        size_bytes = await context.threads.run(_size_bytes, path)
+        # Owners take turns by the bytes that are read for them.
+        lane = Lane(batch.owner, batch.priority, batch.weight, batch.expires_at_s)
+        self._validating.join(lane)
+        try:
+            await self._validating.acquire(lane, 0, size_bytes)
+            try:
+                return await validate(path, batch.endpoint, context.limits)
+            finally:
+                self._validating.release(lane, 0, size_bytes, size_bytes)
+        finally:
+            self._validating.leave(lane)
 
     async def _serve(self, batch: BatchRecord) -> None:
         await self._uninterrupted(self._batch_run(batch).serve(), self._left_s(batch))
@@ -183,6 +195,13 @@ class BatchDriver:
             for each in (task, *interrupts):
                 each.cancel()
             await asyncio.gather(task, *interrupts, return_exceptions=True)
+
+
+def _size_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0  # The check of the file will say what is wrong with it.
 
 
 class _InterruptedError(Exception):

@@ -10,6 +10,8 @@ from typing import Any, Final
 from sglang_coserve.batch.batch_driver import BatchDriver
 from sglang_coserve.batch.context import BatchContext, new_id
 from sglang_coserve.batch.eta import Outlook, outlooks
+from sglang_coserve.batch.fair_slots import FairSlots
+from sglang_coserve.batch.owner_storage import raise_if_over
 from sglang_coserve.batch.record import BatchRecord, Status
 from sglang_coserve.batch.state import Event
 from sglang_coserve.batch.store import batch_rows
@@ -28,7 +30,7 @@ class BatchRunner:
     def __init__(self, context: BatchContext, *, record_events: bool) -> None:
         self._context = context
         self._record_events = record_events
-        self._validating = asyncio.Semaphore(_MAX_VALIDATING)
+        self._validating = FairSlots(lambda: _MAX_VALIDATING, max_bytes=1)
         self._drivers: dict[str, BatchDriver] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None
@@ -49,8 +51,8 @@ class BatchRunner:
         """Store a batch and lead it to its end; see ``batch_rows.create`` for what it raises."""
         return await _to_its_end(self._create(wanted))
 
-    async def change(self, batch_id: str, event: Event, owner: str) -> BatchRecord:
-        """Take a batch of ``owner`` through an event that comes from outside.
+    async def change(self, batch_id: str, event: Event, owner: str | None) -> BatchRecord:
+        """Take a batch of ``owner``, or of anybody, through an event that comes from outside.
 
         Raises:
             NotFoundError: the owner has no such batch.
@@ -89,17 +91,24 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _create(self, wanted: BatchRecord) -> BatchRecord:
+        limits, directory = self._context.limits, self._context.directory
+
+        def check_stored_bytes(used_bytes: int) -> None:
+            raise_if_over(used_bytes, limits.max_stored_bytes_per_owner, directory.free_bytes)
+
         record, is_new = await self._context.store.run(
             batch_rows.create,
             wanted,
             wanted.created_at_s,
-            self._context.limits.max_active_batches,
+            limits.max_active_batches,
+            limits.max_active_batches_per_owner,
+            check_stored_bytes,
         )
         if is_new:
             self._lead(record)
         return record
 
-    async def _change(self, batch_id: str, event: Event, owner: str) -> BatchRecord:
+    async def _change(self, batch_id: str, event: Event, owner: str | None) -> BatchRecord:
         record = await self._apply(batch_id, event, None, owner)
         if batch_id in self._tasks:
             self._drivers[batch_id].notice_change()

@@ -7,6 +7,9 @@
     journal/<batch id>  generated tokens of lines that are not finished
     in_doubt/<file id>  empty; says that the file is being added or deleted
     lock
+
+It holds what users have sent and got, so it is its owner's alone: whatever the umask, files
+are made with the mode 0600 and directories with 0700, and wider ones are refused.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 from typing import Final
 
 from sglang_coserve.errors import StartupError
@@ -48,21 +53,51 @@ class DataDirectory:
         """Make the directory when it is not there, and lock it.
 
         Raises:
-            StartupError: it cannot be written, or another server is using it.
+            StartupError: it cannot be written, others can read or write it, or another
+                server is using it.
         """
         try:
             for directory in (self.root, self._files, self._journals, self._in_doubt):
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._check_private(directory)
             self._lock()
+            # SQLite would make it, as wide as the umask lets it, and gives its mode to the
+            # files beside it.
+            os.close(os.open(self.database, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            for path in self.root.glob(f"{self.database.name}*"):
+                self._check_private(path)
             probe = self.root / "probe"
+            probe.touch(mode=0o600)
             probe.write_bytes(bytes(_PROBE_BYTES))
             probe.unlink()
+        except StartupError:
+            self.close()
+            raise
         except OSError as error:
             self.close()
             raise StartupError(
                 f"cannot use the data directory {self.root}: {error.strerror};"
                 " name another --coserve-data-dir"
             ) from error
+
+    def _check_private(self, path: Path) -> None:
+        """Refuse what somebody else may have read or changed, and can.
+
+        A link is followed: what counts is what it leads to.
+        """
+        found = path.stat()
+        if found.st_uid != os.geteuid():
+            raise StartupError(
+                f"{path} belongs to the user with the number {found.st_uid}, and this server runs"
+                f" as {os.geteuid()}: name a --coserve-data-dir of its own, or, if its content is"
+                f" to be trusted: chown -R {os.geteuid()} {quote(str(self.root))}"
+            )
+        if found.st_mode & 0o077:
+            raise StartupError(
+                f"{path} holds prompts and answers, and others than its owner may read or write"
+                f" it (mode {stat.S_IMODE(found.st_mode):04o}):"
+                f" chmod -R go= {quote(str(self.root))}"
+            )
 
     def _lock(self) -> None:
         self._lock_fd = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -96,7 +131,7 @@ class DataDirectory:
 
     def doubt(self, file_id: str) -> None:
         """Mark a file that is about to be added or deleted. Blocks, as all that follow."""
-        (self._in_doubt / _checked(file_id)).touch()
+        (self._in_doubt / _checked(file_id)).touch(mode=0o600)
         _sync_directory(self._in_doubt)
 
     def keep(self, file_id: str) -> None:

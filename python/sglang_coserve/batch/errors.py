@@ -8,7 +8,8 @@
     │       ├── NotFoundError      no such object, or another owner's (404)
     │       ├── ConflictError      the object's state forbids it (409)
     │       ├── TooLargeError      an upload is over the limit (413)
-    │       └── TooManyError       too many unfinished batches (429)
+    │       ├── TooManyError       too many unfinished batches, or transfers (429)
+    │       └── QuotaError         its owner has too much on the disk (429)
     └── StorageError             the disk is full or failing (507); what was stored stays
 """
 
@@ -20,6 +21,7 @@ __all__ = [
     "BatchRequestError",
     "ConflictError",
     "NotFoundError",
+    "QuotaError",
     "StorageError",
     "TooLargeError",
     "TooManyError",
@@ -51,7 +53,11 @@ class TooLargeError(BatchRequestError):
 
 
 class TooManyError(BatchRequestError):
-    """There are as many unfinished batches as allowed."""
+    """There are as many unfinished batches, uploads or downloads as allowed."""
+
+
+class QuotaError(BatchRequestError):
+    """The files of the caller take as much of the disk as they may."""
 
 
 class StorageError(CoserveError):

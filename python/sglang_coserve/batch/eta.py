@@ -2,8 +2,9 @@
 
 What the rest of a batch takes is what its finished lines took, in proportion to what
 they were expected to take. The engine's measured rate of offline tokens is shared as
-``fair_slots`` shares it: priority by priority, by weight within one, and what a batch
-that ends gives up goes to the others.
+``fair_slots`` shares it: alike between owners, and within an owner priority by
+priority, by weight within one. What a batch or an owner who is done gives up goes to the
+others.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _URGENT_SHARE: Final = 0.1
 class Work:
     """What is left of one batch."""
 
+    owner: str
     tokens: float
     priority: int
     weight: float
@@ -44,7 +46,8 @@ class Outlook:
     """Mean rate from now to the end."""
 
     is_urgent: bool
-    """It will miss its window, or nearly, unless it goes first, and then it will not."""
+    """It will miss its window, or nearly, unless it goes first of its owner's, and then it
+    will not."""
 
     is_late: bool
     """It is expected to miss its window."""
@@ -64,10 +67,37 @@ def remaining_tokens(batch: BatchRecord) -> float:
 def completion_delays_s(works: Sequence[Work], tokens_per_s: float) -> list[float]:
     """Return the seconds that each of ``works`` needs when all share ``tokens_per_s``.
 
-    O(n log n).
+    O(n log n + n · owners).
     """
     delays = [0.0] * len(works)
-    now_s = 0.0
+    totals = _totals(works)
+    for owner in totals:
+        own = [i for i, work in enumerate(works) if work.owner == owner]
+        for i, tokens in zip(own, _served_before([works[i] for i in own]), strict=True):
+            delays[i] = _served_after_s(tokens, totals.values(), tokens_per_s)
+    return delays
+
+
+def _totals(works: Iterable[Work]) -> dict[str, float]:
+    """Return what each owner has to do."""
+    totals: dict[str, float] = {}
+    for work in works:
+        totals[work.owner] = totals.get(work.owner, 0.0) + work.tokens
+    return totals
+
+
+def _served_after_s(tokens: float, totals: Iterable[float], tokens_per_s: float) -> float:
+    """Return when an owner who has that much to do has been served ``tokens``.
+
+    All owners have been served the same by then, but for those who needed less.
+    """
+    return sum(min(total, tokens) for total in totals) / tokens_per_s
+
+
+def _served_before(works: Sequence[Work]) -> list[float]:
+    """Return, for the works of one owner, what the owner is served until each is complete."""
+    served_before = [0.0] * len(works)
+    served = 0.0
     order = sorted(range(len(works)), key=lambda i: -works[i].priority)
     for _, group in groupby(order, key=lambda i: works[i].priority):
         # Whoever has the fewest tokens per weight ends first; until then all of them
@@ -77,11 +107,11 @@ def completion_delays_s(works: Sequence[Work], tokens_per_s: float) -> list[floa
         served_per_weight = 0.0
         for i in ending:
             per_weight = works[i].tokens / works[i].weight
-            now_s += (per_weight - served_per_weight) * max(weight, 0.0) / tokens_per_s
+            served += (per_weight - served_per_weight) * max(weight, 0.0)
             served_per_weight = per_weight
             weight -= works[i].weight
-            delays[i] = now_s
-    return delays
+            served_before[i] = served
+    return served_before
 
 
 def outlooks(
@@ -91,20 +121,28 @@ def outlooks(
     running = list(batches)
     if not tokens_per_s:
         return {batch.id: Outlook(None, None, False, False) for batch in running}
-    works = [Work(remaining_tokens(b), b.priority, b.weight) for b in running]
+    works = [Work(b.owner, remaining_tokens(b), b.priority, b.weight) for b in running]
     delays_s = completion_delays_s(works, tokens_per_s)
-    return {
-        batch.id: _outlook(batch, work, delay_s, tokens_per_s, now_s)
-        for batch, work, delay_s in zip(running, works, delays_s, strict=True)
-    }
+    totals = _totals(works)
+    found: dict[str, Outlook] = {}
+    for batch, work, delay_s in zip(running, works, delays_s, strict=True):
+        alone_s = _served_after_s(work.tokens, totals.values(), tokens_per_s)
+        found[batch.id] = _outlook(batch, work, delay_s, alone_s, tokens_per_s, now_s)
+    return found
 
 
 def _outlook(
-    batch: BatchRecord, work: Work, delay_s: float, tokens_per_s: float, now_s: float
+    batch: BatchRecord,
+    work: Work,
+    delay_s: float,
+    alone_s: float,
+    tokens_per_s: float,
+    now_s: float,
 ) -> Outlook:
+    """``alone_s`` is what the batch would need were it the first of its owner's."""
     left_s = batch.expires_at_s - now_s
     # A window that cannot be kept must not push aside those that can.
-    is_possible = work.tokens / tokens_per_s <= left_s
+    is_possible = alone_s <= left_s
     return Outlook(
         eta_s=now_s + delay_s,
         rate_tokens_per_s=work.tokens / delay_s if delay_s else tokens_per_s,

@@ -1,34 +1,29 @@
 """Which batch may send its next line: a semaphore that is fair in tokens.
 
-Each batch is a lane. Lanes of one priority share in proportion to their weights, by
-virtual token counters: the lane that has taken the fewest tokens per weight goes next,
-and one that joins, or comes back, starts level with the least served, so that having
-been away earns nothing (Sheng et al., "Fairness in Serving Large Language
-Models", OSDI 2024, section 4.1). Two lanes that both always wait differ by one line's
-tokens per weight at most. A line counts as what it is expected to take while it is in
-flight, and as what it took from then on.
+Owners share alike, whatever batches they have, and the batches of an owner share what is
+the owner's: an urgent batch first, then priority by priority, in proportion to their
+weights. Both by virtual token counters: whoever has taken the fewest tokens per weight
+goes next, and one that joins, or comes back, starts level with the least served, so that
+having been away earns nothing (Sheng et al., "Fairness in Serving Large Language
+Models", OSDI 2024, section 4.1). Two owners, or two batches of one priority, that both
+always wait differ by one line's tokens per weight at most. A line counts as what it is
+expected to take while it is in flight, and as what it took from then on.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-__all__ = ["FairSlots", "Lane"]
+__all__ = ["FairSlots", "Lane", "Share"]
 
 
-class Lane:
-    """One batch, as the slots see it."""
+class Share:
+    """What an owner, or a batch, has taken."""
 
-    def __init__(self, priority: int, weight: float, deadline_s: float) -> None:
-        self.priority = priority
+    def __init__(self, weight: float = 1.0) -> None:
         self.weight = weight
-        self.deadline_s = deadline_s
-        self.is_urgent = False
-        """True to go before every lane that is not, whatever its priority, the earliest
-        deadline first."""
-
         self.served_per_weight = 0.0
         """Tokens of finished lines per weight, and what was given for having been away."""
 
@@ -39,8 +34,37 @@ class Lane:
 
     @property
     def taken_per_weight(self) -> float:
-        """What the lane with the smallest value is next by."""
+        """What the share with the smallest value is next by."""
         return self.served_per_weight + self.tokens_in_flight / self.weight
+
+    def begin(self, estimated_tokens: int) -> None:
+        """Count a line that is sent."""
+        self.lines_in_flight += 1
+        self.tokens_in_flight += estimated_tokens
+
+    def end(self, estimated_tokens: int, tokens: int) -> None:
+        """Count a line that has come back, after ``tokens``."""
+        self.lines_in_flight -= 1
+        self.tokens_in_flight -= estimated_tokens
+        self.served_per_weight += tokens / self.weight
+
+    def level(self, others: Iterable[Share]) -> None:
+        """Take from a share that was idle what it would have saved up; ``others`` were not."""
+        least = min((other.served_per_weight for other in others), default=0.0)
+        self.served_per_weight = max(self.served_per_weight, least)
+
+
+class Lane(Share):
+    """One batch, as the slots see it."""
+
+    def __init__(self, owner: str, priority: int, weight: float, deadline_s: float) -> None:
+        super().__init__(weight)
+        self.owner = owner
+        self.priority = priority
+        self.deadline_s = deadline_s
+        self.is_urgent = False
+        """True to go before every lane of its owner that is not, whatever its priority, the
+        earliest deadline first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +86,26 @@ class FairSlots:
         self.bytes_in_flight = 0
         self._waiting: dict[Lane, _Turn] = {}
         self._lanes: set[Lane] = set()
+        self._owners: dict[str, Share] = {}
+        """Of those with a lane, and of those who would earn something by leaving."""
+
         self._is_granting = False
 
     def join(self, lane: Lane) -> None:
         """Let ``lane`` take part."""
         self._lanes.add(lane)
+        self._owners.setdefault(lane.owner, Share())
         self._level(lane)
 
     def leave(self, lane: Lane) -> None:
         """Let ``lane`` take part no more; its lines in flight are still to be released."""
         self._lanes.discard(lane)
+        self._forget_owners()
 
     async def acquire(self, lane: Lane, size_bytes: int, estimated_tokens: int) -> None:
         """Wait until ``lane`` may send its next line. One call per lane at a time."""
         assert lane in self._lanes and lane not in self._waiting
-        if not lane.lines_in_flight:
-            self._level(lane)
+        self._level(lane)
         turn = _Turn(size_bytes, estimated_tokens, asyncio.get_running_loop().create_future())
         self._waiting[lane] = turn
         self._grant_soon()
@@ -94,22 +122,41 @@ class FairSlots:
         """Give back what ``acquire`` took; the line has taken ``tokens``."""
         self.lines_in_flight -= 1
         self.bytes_in_flight -= size_bytes
-        lane.lines_in_flight -= 1
-        lane.tokens_in_flight -= estimated_tokens
-        lane.served_per_weight += tokens / lane.weight
+        lane.end(estimated_tokens, tokens)
+        self._owners[lane.owner].end(estimated_tokens, tokens)
+        if lane not in self._lanes:
+            self._forget_owners()
         self._grant_soon()
 
     def _level(self, lane: Lane) -> None:
-        """Take from an idle lane what it would have saved up."""
+        """Take from a lane, or an owner, who is idle what they would have saved up."""
         others = [
-            other.served_per_weight
+            other
             for other in self._lanes
-            if other is not lane
-            and other.priority == lane.priority
-            and (other.lines_in_flight or other in self._waiting)
+            if other is not lane and (other.lines_in_flight or other in self._waiting)
         ]
-        if others:
-            lane.served_per_weight = max(lane.served_per_weight, min(others))
+        if not lane.lines_in_flight:
+            lane.level(
+                other
+                for other in others
+                if (other.owner, other.priority) == (lane.owner, lane.priority)
+            )
+        owner = self._owners[lane.owner]
+        busy = {other.owner for other in others}
+        if not owner.lines_in_flight and lane.owner not in busy:
+            owner.level(self._owners[name] for name in busy)
+
+    def _forget_owners(self) -> None:
+        """Forget who has left, unless coming back would then be worth it."""
+        staying = {lane.owner for lane in self._lanes}
+        least = min((self._owners[name].served_per_weight for name in staying), default=None)
+        self._owners = {
+            name: owner
+            for name, owner in self._owners.items()
+            if name in staying
+            or owner.lines_in_flight
+            or (least is not None and owner.served_per_weight > least)
+        }
 
     def _grant_soon(self) -> None:
         if not self._is_granting:
@@ -124,7 +171,7 @@ class FairSlots:
         """
         self._is_granting = False
         while self._waiting:
-            lane = min(self._waiting, key=_sort_key)
+            lane = min(self._waiting, key=self._sort_key)
             turn = self._waiting[lane]
             if turn.granted.cancelled():
                 del self._waiting[lane]
@@ -133,8 +180,8 @@ class FairSlots:
                 del self._waiting[lane]
                 self.lines_in_flight += 1
                 self.bytes_in_flight += turn.size_bytes
-                lane.lines_in_flight += 1
-                lane.tokens_in_flight += turn.estimated_tokens
+                lane.begin(turn.estimated_tokens)
+                self._owners[lane.owner].begin(turn.estimated_tokens)
                 turn.granted.set_result(None)
                 self._grant_soon()
             return
@@ -147,8 +194,13 @@ class FairSlots:
             and self.bytes_in_flight + size_bytes <= self._max_bytes
         )
 
-
-def _sort_key(lane: Lane) -> tuple[bool, float, float, float]:
-    """The smallest goes next."""
-    deadline_s = lane.deadline_s if lane.is_urgent else 0.0
-    return (not lane.is_urgent, deadline_s, -lane.priority, lane.taken_per_weight)
+    def _sort_key(self, lane: Lane) -> tuple[float, str, bool, float, float, float]:
+        """The smallest goes next."""
+        return (
+            self._owners[lane.owner].taken_per_weight,
+            lane.owner,  # Else the lanes of owners who are level would be compared.
+            not lane.is_urgent,
+            lane.deadline_s if lane.is_urgent else 0.0,
+            -lane.priority,
+            lane.taken_per_weight,
+        )

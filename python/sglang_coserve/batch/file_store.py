@@ -12,6 +12,7 @@ from typing import Final
 from sglang_coserve.batch.data_directory import DataDirectory
 from sglang_coserve.batch.errors import NotFoundError, StorageError, TooLargeError
 from sglang_coserve.batch.limits import BatchLimits
+from sglang_coserve.batch.owner_storage import Upload
 from sglang_coserve.batch.record import FileRecord
 from sglang_coserve.batch.store import Store, file_rows
 from sglang_coserve.batch.upload_pace import UploadPace
@@ -48,34 +49,32 @@ class FileStore:
         """
         await self._store.run(self._settle)
 
-    async def receive(self, file_id: str, chunks: AsyncIterable[bytes]) -> int:
-        """Write an upload, force it to the disk, and return its size.
+    async def receive(self, file_id: str, chunks: AsyncIterable[bytes], upload: Upload) -> None:
+        """Write an upload and force it to the disk.
 
         The file does not exist before ``add``. However this fails, nothing of it stays.
 
         Raises:
             TooLargeError: it is longer than ``max_upload_bytes``.
+            QuotaError: its owner has too much on the disk.
             StorageError: the disk is full or failing.
         """
         limit_bytes = self._limits.max_upload_bytes
-        size_bytes = 0
         try:
             await self._threads.run(self._begin, file_id)
             async for piece in _in_pieces(chunks):
-                size_bytes += len(piece)
-                if size_bytes > limit_bytes:
+                if upload.size_bytes + len(piece) > limit_bytes:
                     raise TooLargeError(
                         f"the file is larger than {limit_bytes:,} bytes: split it",
                         code="file_too_large",
                         param="file",
                     )
-                await self._threads.run(self._append, file_id, piece)
+                upload.count(len(piece), await self._threads.run(self._append, file_id, piece))
                 await self._pace.taken(len(piece))
             await self._threads.run(self._force, file_id)
         except BaseException:
             await self._threads.run(self._discard, file_id)
             raise
-        return size_bytes
 
     async def add(self, file: FileRecord) -> None:
         """Make a received file one that exists.
@@ -157,8 +156,10 @@ class FileStore:
             self._directory.doubt(file_id)
             self._directory.file(file_id).touch(mode=0o600, exist_ok=False)
 
-    def _append(self, file_id: str, piece: bytes) -> None:
-        if self._directory.free_bytes - len(piece) < self._limits.min_free_bytes:
+    def _append(self, file_id: str, piece: bytes) -> int:
+        """Return the room that is then left on the disk."""
+        free_bytes = self._directory.free_bytes - len(piece)
+        if free_bytes < self._limits.min_free_bytes:
             raise StorageError(
                 "the server's disk is full: delete files, or wait until others have expired"
             )
@@ -167,6 +168,7 @@ class FileStore:
             self._directory.file(file_id).open("ab") as file,
         ):
             file.write(piece)
+        return free_bytes
 
     def _force(self, file_id: str) -> None:
         with _disk_errors("the upload cannot be written"):

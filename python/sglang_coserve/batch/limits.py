@@ -39,6 +39,25 @@ class BatchLimits:
     max_active_batches: int = 256
     """Batches that are not in a final state, over all owners."""
 
+    max_active_batches_per_owner: int | None = None
+    """Those of one owner; None: as many as are still free. So one who takes all there are has
+    half of them, two have a third each, and there always are some for the next."""
+
+    max_stored_bytes_per_owner: int | None = None
+    """What the files of one owner may take; None: as much as is still free on the disk. The
+    results of a running batch may exceed it, so that none is lost."""
+
+    max_transfers: int = 256
+    """Uploads, and as many downloads, at the same time: each takes a socket, and up to half a
+    MiB of memory. One owner may have as many as are still free."""
+
+    transfer_idle_s: float = 60.0
+    """How long a client may neither send nor take anything of a file."""
+
+    min_transfer_bytes_per_s: int = 1024
+    """A client that is slower than that over a whole file, but for ``transfer_idle_s``, is given
+    up: a byte a minute would hold a place for years."""
+
     max_window_s: float = 366 * _DAY_S
     """Longest ``completion_window``."""
 
@@ -72,5 +91,5 @@ class BatchLimits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not (value > 0 and math.isfinite(value)):
+            if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"{field.name} must be greater than 0, not {value}")

@@ -93,6 +93,7 @@ def batch_object(batch: BatchRecord, outlook: Outlook | None, trouble: str | Non
         ),
         metadata=None if batch.metadata is None else dict(batch.metadata),
         coserve=CoserveBatch(
+            owner=batch.owner,
             paused=batch.is_paused,
             priority=batch.priority,
             weight=batch.weight,

@@ -83,10 +83,10 @@ class CoserveOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
-    """Batches of a higher priority are served first."""
+    """Batches of a higher priority are served first of those of their owner."""
 
     weight: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False, strict=False)] = 1.0
-    """Share of the engine among the batches of one priority."""
+    """Share of the engine among their owner's batches of one priority."""
 
 
 _MetadataKey = Annotated[str, Field(max_length=64)]
@@ -157,8 +157,13 @@ class BatchUsage(BaseModel):
 class CoserveBatch(BaseModel):
     """What OpenAI's batch object has no field for."""
 
+    owner: str
+    """Whose batch it is: the hash of the key that made it."""
+
     paused: bool
     priority: int
+    """Among the batches of its owner, as ``weight``."""
+
     weight: float
 
     eta: int | None

@@ -21,6 +21,7 @@ from sglang_coserve.batch.errors import BatchRequestError, StorageError
 from sglang_coserve.batch.fair_slots import FairSlots
 from sglang_coserve.batch.file_store import FileStore
 from sglang_coserve.batch.limits import BatchLimits
+from sglang_coserve.batch.owner_storage import OwnerStorage
 from sglang_coserve.batch.record import BatchEvent, BatchRecord, FileRecord
 from sglang_coserve.batch.render import batch_list, batch_object, file_list, file_object
 from sglang_coserve.batch.schemas import (
@@ -35,6 +36,7 @@ from sglang_coserve.batch.schemas import (
 from sglang_coserve.batch.service_status import ServiceStatus, service_status
 from sglang_coserve.batch.state import CancelAsked, Event, PauseAsked, ResumeAsked
 from sglang_coserve.batch.store import Store, batch_rows, event_rows, file_rows
+from sglang_coserve.batch.transfers import Transfers
 from sglang_coserve.batch.upload_pace import UploadPace
 from sglang_coserve.batch.worker_threads import WorkerThreads
 from sglang_coserve.errors import StartupError
@@ -67,6 +69,7 @@ class FileContent:
 class BatchService:
     """Files and batches of many owners, on one directory and one engine.
 
+    Where an owner may be None, that is the operator, to whom everybody's batches are open.
     Methods raise ``NotFoundError`` for what an owner does not have, other
     ``BatchRequestError`` for what cannot be asked, and ``StorageError`` when the disk
     fails. Whatever they have returned survives a crash.
@@ -77,6 +80,10 @@ class BatchService:
         self._files = files
         self._runner = runner
         self._expiring: asyncio.Task[None] | None = None
+        self.limits = limits = context.limits
+        self._storage = OwnerStorage(context.store, limits.max_stored_bytes_per_owner)
+        self.uploads = Transfers("uploads", limits.max_transfers)
+        self.downloads = Transfers("downloads", limits.max_transfers)
 
     @staticmethod
     async def check(directory: Path) -> None:
@@ -188,24 +195,26 @@ class BatchService:
         Raises:
             BatchRequestError: the purpose or the name cannot be used.
             TooLargeError: it is longer than ``max_upload_bytes``.
+            QuotaError: the owner has too much on the disk.
         """
         check_upload(filename, purpose)
         file_id = new_id("file-", self._context.rng)
-        size_bytes = await self._files.receive(file_id, chunks)
-        if callable(expires_after):
-            expires_after = expires_after()
-        now_s = self._context.clock.now_s()
-        retention_s = self._context.limits.input_retention_s
-        file = FileRecord(
-            id=file_id,
-            owner=owner,
-            filename=filename,
-            purpose=purpose,
-            size_bytes=size_bytes,
-            created_at_s=now_s,
-            expires_at_s=now_s + (expires_after.seconds if expires_after else retention_s),
-        )
-        await self._files.add(file)
+        async with self._storage.upload(owner) as upload:
+            await self._files.receive(file_id, chunks, upload)
+            if callable(expires_after):
+                expires_after = expires_after()
+            now_s = self._context.clock.now_s()
+            retention_s = self._context.limits.input_retention_s
+            file = FileRecord(
+                id=file_id,
+                owner=owner,
+                filename=filename,
+                purpose=purpose,
+                size_bytes=upload.size_bytes,
+                created_at_s=now_s,
+                expires_at_s=now_s + (expires_after.seconds if expires_after else retention_s),
+            )
+            await self._files.add(file)
         return file_object(file)
 
     async def list_files(
@@ -269,23 +278,31 @@ class BatchService:
             BatchRequestError: the endpoint or the window cannot be used.
             ConflictError: the key was used for another request.
             TooManyError: too many batches are unfinished.
+            QuotaError: the owner has too much on the disk.
         """
         wanted = new_batch(owner, request, idempotency_key, self._context)
         return self._shown(await self._runner.create(wanted))
 
-    async def retrieve_batch(self, owner: str, batch_id: str) -> BatchObject:
+    async def retrieve_batch(self, owner: str | None, batch_id: str) -> BatchObject:
         """Return one batch."""
         return self._shown(await self._context.store.run(batch_rows.find, batch_id, owner))
 
     async def list_batches(
-        self, owner: str, *, after: str | None = None, limit: int = 20
+        self,
+        owner: str | None,
+        *,
+        after: str | None = None,
+        limit: int = 20,
+        status: str | None = None,
     ) -> BatchList:
         """Return a page of batches, the newest first."""
         check_limit(limit, _MAX_BATCHES)
-        found = await self._context.store.run(batch_rows.page, owner, after=after, limit=limit + 1)
+        found = await self._context.store.run(
+            batch_rows.page, owner, after=after, limit=limit + 1, status=status
+        )
         return batch_list(self._all_shown(found), limit)
 
-    async def cancel_batch(self, owner: str, batch_id: str) -> BatchObject:
+    async def cancel_batch(self, owner: str | None, batch_id: str) -> BatchObject:
         """Have a batch cancelled; what is finished stays.
 
         Raises:
@@ -293,7 +310,7 @@ class BatchService:
         """
         return await self._change(owner, batch_id, CancelAsked())
 
-    async def pause_batch(self, owner: str, batch_id: str) -> BatchObject:
+    async def pause_batch(self, owner: str | None, batch_id: str) -> BatchObject:
         """Take a batch out of the engine until it is resumed; its window goes on.
 
         Raises:
@@ -301,7 +318,7 @@ class BatchService:
         """
         return await self._change(owner, batch_id, PauseAsked())
 
-    async def resume_batch(self, owner: str, batch_id: str) -> BatchObject:
+    async def resume_batch(self, owner: str | None, batch_id: str) -> BatchObject:
         """Let a paused batch go on.
 
         Raises:
@@ -341,7 +358,7 @@ class BatchService:
         now_s = self._context.clock.now_s()
         return await self._context.store.run(file_rows.find, owner, file_id, now_s)
 
-    async def _change(self, owner: str, batch_id: str, event: Event) -> BatchObject:
+    async def _change(self, owner: str | None, batch_id: str, event: Event) -> BatchObject:
         return self._shown(await self._runner.change(batch_id, event, owner))
 
     def _shown(self, batch: BatchRecord) -> BatchObject:

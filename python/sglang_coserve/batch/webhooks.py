@@ -13,12 +13,9 @@ import base64
 import binascii
 import hashlib
 import hmac
-import ipaddress
 import json
 import logging
 import random
-import socket
-from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import TracebackType
@@ -31,6 +28,7 @@ from sglang_coserve.batch.errors import StorageError
 from sglang_coserve.batch.record import BatchEvent
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.errors import ConfigError, CoserveError
+from sglang_coserve.outbound import OutboundTransport, is_private_literal
 
 __all__ = ["WebhookTarget", "Webhooks", "signed_headers"]
 
@@ -68,11 +66,12 @@ class WebhookTarget:
     def __post_init__(self) -> None:
         try:
             url = httpx.URL(self.url)
-        except httpx.InvalidURL as error:
+            host = url.host
+        except (httpx.InvalidURL, UnicodeError) as error:
             raise ConfigError(f"the webhook address {self.url!r} is none: {error}") from error
-        if url.scheme not in ("http", "https") or not url.host or url.userinfo:
+        if url.scheme not in ("http", "https") or not host or url.userinfo:
             raise ConfigError(f"the webhook address must be http(s)://HOST/..., not {self.url!r}")
-        if not self.allow_private and _is_private_literal(url.host):
+        if not self.allow_private and is_private_literal(host):
             raise ConfigError(
                 f"the webhook address {self.url!r} is private: allow it with "
                 "--batch-webhook-allow-private"
@@ -120,7 +119,11 @@ class Webhooks:
         self._url = httpx.URL(target.url)
         self._clock = clock or SystemClock()
         self._rng = rng or random.Random()
-        self._client = httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False)
+        self._client = httpx.AsyncClient(
+            transport=OutboundTransport(allow_private=target.allow_private),
+            timeout=_TIMEOUT_S,
+            trust_env=False,
+        )
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -166,7 +169,7 @@ class Webhooks:
     async def _deliver(self, event: BatchEvent) -> None:
         try:
             await self._send(event)
-        except (DeliveryError, httpx.HTTPError, OSError) as error:
+        except Exception as error:  # Whatever it is, the next one may be delivered.
             now_s = self._clock.now_s()
             reason = str(error) or type(error).__name__
             if now_s - event.created_at_s > _GIVE_UP_AFTER_S:
@@ -188,37 +191,13 @@ class Webhooks:
             "data": {"id": event.batch_id},
         }
         body = json.dumps(fields, separators=(",", ":")).encode()
-        host = self._url.raw_host.decode()
         headers = signed_headers(event.id, self._clock.now_s(), body, self._target.key) | {
             "content-type": "application/json",
-            "host": self._url.netloc.decode(),
         }
-        # To the very address that was looked at: a second look-up could answer another one.
-        response = await self._client.post(
-            self._url.copy_with(host=await self._address()),
-            content=body,
-            headers=headers,
-            extensions={"sni_hostname": host},
-        )
-        if not response.is_success and response.status_code != HTTPStatus.GONE:
-            raise DeliveryError(f"HTTP {response.status_code} from {host}")
-
-    async def _address(self) -> str:
-        """Return an address of the target that it may have."""
-        host = self._url.raw_host.decode()
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        addresses = [str(entry[4][0]) for entry in found]
-        if not self._target.allow_private:
-            addresses = [address for address in addresses if not _is_private_literal(address)]
-        if not addresses:
-            raise DeliveryError(f"{host} has none but private addresses, which are not allowed")
-        return addresses[0]
-
-
-def _is_private_literal(host: str) -> bool:
-    with suppress(ValueError):
-        address = ipaddress.ip_address(host.partition("%")[0])
-        mapped = getattr(address, "ipv4_mapped", None)
-        return not (mapped or address).is_global or address.is_multicast
-    return False
+        # An answer says enough by its status: the rest, however long it is, is not read.
+        async with (
+            asyncio.timeout(_TIMEOUT_S),
+            self._client.stream("POST", self._url, content=body, headers=headers) as response,
+        ):
+            if not response.is_success and response.status_code != HTTPStatus.GONE:
+                raise DeliveryError(f"HTTP {response.status_code} from {self._url.host}")

@@ -17,6 +17,7 @@ from sglang_coserve.cli.make_model import make_model
 from sglang_coserve.cli.profile import PROFILE_SETTINGS, profile
 from sglang_coserve.cli.profile_slo import SLO_SETTINGS, profile_slo
 from sglang_coserve.cli.replay import replay
+from sglang_coserve.cli.say import say
 from sglang_coserve.cli.serve import PASS_THROUGH, serve
 from sglang_coserve.cli.simulate import simulate
 from sglang_coserve.cli.submit import submit
@@ -51,5 +52,5 @@ def main() -> None:
     try:
         app()
     except CoserveError as error:
-        typer.echo(f"coserve: {error}", err=True)
+        say(f"coserve: {error}", is_error=True)
         sys.exit(exit_codes.of_error(error))

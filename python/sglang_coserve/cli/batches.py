@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Awaitable, Callable
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
 from sglang_coserve.cli import exit_codes
+from sglang_coserve.cli.say import say
 from sglang_coserve.cli.server_flags import DEFAULT_BASE_URL, ApiKey, BaseUrl
+from sglang_coserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from sglang_coserve.client import Batch, BatchApi
@@ -21,7 +24,17 @@ __all__ = ["batch_json", "cancel", "list_batches", "results", "status"]
 
 T = TypeVar("T")
 
+_ADMIN_KEY_VARIABLE: Final = "COSERVE_ADMIN_API_KEY"
+
 BatchId = Annotated[str, typer.Argument(metavar="BATCH")]
+AsOperator = Annotated[
+    bool,
+    typer.Option(
+        "--as-operator",
+        help="Batches of every key: COSERVE_ADMIN_API_KEY, or else --api-key, is then the server's"
+        " --admin-api-key.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="As the server's JSON objects, one a line.")]
 
 
@@ -29,45 +42,56 @@ def status(
     batch_id: BatchId,
     base_url: BaseUrl = DEFAULT_BASE_URL,
     api_key: ApiKey = None,
+    as_operator: AsOperator = False,
     as_json: AsJson = False,
 ) -> None:
     """Show how far a batch is, and when it is expected to be complete."""
 
     async def show(api: BatchApi) -> None:
         batch = await api.retrieve(batch_id)
-        typer.echo(batch_json(batch) if as_json else _details(batch))
+        _show(batch, _details, as_json=as_json)
 
-    _call(base_url, api_key, show)
+    _call(base_url, api_key, show, as_operator=as_operator)
 
 
 def list_batches(
     limit: Annotated[int, typer.Option(min=1, max=100, help="Most batches to show.")] = 20,
     base_url: BaseUrl = DEFAULT_BASE_URL,
     api_key: ApiKey = None,
+    as_operator: AsOperator = False,
+    owner: Annotated[
+        str | None, typer.Option(help="With --as-operator: only this owner's, as shown.")
+    ] = None,
+    batch_status: Annotated[
+        str | None,
+        typer.Option("--status", help="With --as-operator: only those in this status."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the newest batches of this API key."""
+    """Show the newest batches of this API key, or as an operator of all."""
+    if (owner or batch_status) and not as_operator:
+        raise ConfigError("--owner and --status are an operator's: add --as-operator")
 
     async def show(api: BatchApi) -> None:
-        for batch in await api.newest(limit):
-            typer.echo(batch_json(batch) if as_json else _row(batch))
+        for batch in await api.newest(limit, owner=owner, status=batch_status):
+            _show(batch, _operator_row if as_operator else _row, as_json=as_json)
 
-    _call(base_url, api_key, show)
+    _call(base_url, api_key, show, as_operator=as_operator)
 
 
 def cancel(
     batch_id: BatchId,
     base_url: BaseUrl = DEFAULT_BASE_URL,
     api_key: ApiKey = None,
+    as_operator: AsOperator = False,
     as_json: AsJson = False,
 ) -> None:
     """Cancel a batch; the results it has stay."""
 
     async def ask(api: BatchApi) -> None:
-        batch = await api.cancel(batch_id)
-        typer.echo(batch_json(batch) if as_json else _row(batch))
+        _show(await api.cancel(batch_id), _row, as_json=as_json)
 
-    _call(base_url, api_key, ask)
+    _call(base_url, api_key, ask, as_operator=as_operator)
 
 
 def results(
@@ -94,7 +118,7 @@ def results(
     async def fetch(api: BatchApi) -> bool:
         batch = await api.retrieve(batch_id)
         await fetch_results(api, batch, output)
-        typer.echo(_row(batch))
+        say(_row(batch))
         return batch["status"] == "completed" and not batch["request_counts"]["failed"]
 
     if not _call(base_url, api_key, fetch):
@@ -106,18 +130,33 @@ def batch_json(batch: Batch) -> str:
     return json.dumps(batch)
 
 
-def _call(base_url: str, api_key: str | None, do: Callable[[BatchApi], Awaitable[T]]) -> T:
+def _call(
+    base_url: str,
+    api_key: str | None,
+    do: Callable[[BatchApi], Awaitable[T]],
+    *,
+    as_operator: bool = False,
+) -> T:
     from sglang_coserve.client import BatchApi, RetryPolicy
+
+    key = os.environ.get(_ADMIN_KEY_VARIABLE, api_key) if as_operator else api_key
 
     async def run() -> T:
         # Who asks a short question does not want to wait for a server that is down.
-        api = BatchApi(base_url, api_key, RetryPolicy(retry_for_s=5.0))
+        api = BatchApi(base_url, key, RetryPolicy(retry_for_s=5.0), as_operator=as_operator)
         try:
             return await do(api)
         finally:
             await api.close()
 
     return asyncio.run(run())
+
+
+def _show(batch: Batch, as_text: Callable[[Batch], str], *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(batch_json(batch))
+    else:
+        say(as_text(batch))
 
 
 def _row(batch: Batch) -> str:
@@ -127,6 +166,10 @@ def _row(batch: Batch) -> str:
         f"{batch['id']}  {batch['status']}{paused}  {counts['completed']} ok, "
         f"{counts['failed']} failed of {counts['total']}  created {_time(batch['created_at'])}"
     )
+
+
+def _operator_row(batch: Batch) -> str:
+    return f"{_row(batch)}  owner {_extra(batch).get('owner')}"
 
 
 def _details(batch: Batch) -> str:

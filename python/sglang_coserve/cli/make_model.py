@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from sglang_coserve.cli.say import say
+
 __all__ = ["make_model"]
 
 
@@ -25,4 +27,4 @@ def make_model(
     from sglang_coserve.small_model import SmallModelSpec, make_small_model
 
     spec = SmallModelSpec(architecture, hidden, layers, heads, kv_heads, vocab, context, seed)
-    typer.echo(f"written: {make_small_model(directory, spec)}")
+    say(f"written: {make_small_model(directory, spec)}")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from sglang_coserve.cli import exit_codes
+from sglang_coserve.cli.say import say
 
 __all__ = ["PROFILE_SETTINGS", "profile"]
 
@@ -84,14 +85,14 @@ def profile(
                     break
     measurements = file.measurements
     attempts = profiler.fit_all([m.sample for m in measurements], machine, seed=seed)
-    typer.echo(f"{machine.model} on {machine.hardware}, tp {machine.tp_size}")
+    say(f"{machine.model} on {machine.hardware}, tp {machine.tp_size}")
     if measurements:
-        typer.echo(profiler.report_text(measurements, attempts), nl=False)
+        say(profiler.report_text(measurements, attempts), newline=False)
     chosen = profiler.choose(attempts, kind)
     profiler.write_profile(profiler.to_profile(chosen, machine), output)
-    typer.echo(f"profile: {output} ({chosen.model.kind}); measurements: {samples_path}")
+    say(f"profile: {output} ({chosen.model.kind}); measurements: {samples_path}")
     if plot is not None:
         profiler.write_plot(measurements, attempts, plot)
-        typer.echo(f"plot: {plot}")
+        say(f"plot: {plot}")
     if progress.is_interrupted:
         raise typer.Exit(exit_codes.of_signal(signal.SIGINT))

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from sglang_coserve.cli import exit_codes
+from sglang_coserve.cli.say import say
 from sglang_coserve.interrupts import terminate_as_interrupt
 
 __all__ = ["SLO_SETTINGS", "profile_slo"]
@@ -144,11 +145,11 @@ def profile_slo(
             is_interrupted = True
         finally:
             # Also what was simulated before a server failed.
-            typer.echo(slo_search.report_text(session), nl=False)
+            say(slo_search.report_text(session), newline=False)
             if output is not None:
                 report = slo_search.report_to_dict(session)
                 output.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", "utf-8")
-                typer.echo(f"written: {output}")
+                say(f"written: {output}")
     if is_interrupted:
         raise typer.Exit(exit_codes.of_signal(signal.SIGINT))
     if session.problem is not None:

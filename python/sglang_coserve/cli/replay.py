@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sglang_coserve.cli import exit_codes
+from sglang_coserve.cli.say import say
 
 if TYPE_CHECKING:
     from sglang_coserve.core.recording import Event, ReplayedPlan, SchedulerSetup
@@ -44,17 +45,17 @@ def replay(
         with recording.open(encoding="utf-8", errors="replace") as lines:
             setup, events = records.read_recording(lines, str(recording))
             is_same_policy = policy in (None, setup.policy)
-            typer.echo(_setup_text(setup))
+            say(_setup_text(setup))
             for plan in records.replay(clock.started_at_each(events), setup.make(policy)):
                 report.add(plan, clock.elapsed_s)
                 is_shown = is_same_policy and report.num_different <= _MAX_SHOWN
                 if plans or (is_shown and plan.differences):
-                    typer.echo(_comparison(plan))
+                    say(_comparison(plan))
     except OSError as error:
         raise InputFileError(f"{recording}: cannot be read: {error.strerror}") from error
-    typer.echo(report.summary())
+    say(report.summary())
     if not is_same_policy:
-        typer.echo(report.table(setup.policy, policy or setup.policy))
+        say(report.table(setup.policy, policy or setup.policy))
     elif report.num_different:
         raise typer.Exit(exit_codes.SOME_FAILED)
 

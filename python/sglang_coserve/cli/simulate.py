@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from sglang_coserve.cli import exit_codes
+from sglang_coserve.cli.say import say
 
 __all__ = ["simulate"]
 
@@ -144,7 +145,7 @@ def simulate(
         results = compare(options, output, control, event_log=event_log, chrome_trace=chrome_trace)
     if results:
         page = write_report(results, output, options.to_dict())
-        typer.echo(table_text(results), nl=False)
-        typer.echo(f"report: {page}")
+        say(table_text(results), newline=False)
+        say(f"report: {page}")
     if control.is_interrupted:
         raise typer.Exit(exit_codes.of_signal(signal.SIGINT))

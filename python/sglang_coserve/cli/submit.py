@@ -12,6 +12,7 @@ import typer
 
 from sglang_coserve.cli import exit_codes
 from sglang_coserve.cli.batches import batch_json
+from sglang_coserve.cli.say import say
 from sglang_coserve.cli.server_flags import DEFAULT_BASE_URL, ApiKey, BaseUrl
 from sglang_coserve.errors import ConfigError, CoserveError
 
@@ -124,7 +125,7 @@ def submit(
             if as_json:
                 typer.echo(json.dumps(_summary(job, error)))
             elif not quiet:
-                typer.echo(_describe(job))
+                say(_describe(job))
             if error:
                 raise error
             if job.status.state is JobState.CANCELLED:
@@ -144,7 +145,10 @@ async def _leave(
     batch = await begin_batch(api, source, wish, BatchTicket.new(), lambda _: None)
     if wait:
         batch = await follow_batch(api, batch, source, show=not quiet)
-    typer.echo(batch_json(batch) if as_json else batch["id"])
+    if as_json:
+        typer.echo(batch_json(batch))
+    else:
+        say(batch["id"])
     if not wait:
         return exit_codes.OK
     check_outcome(batch, source)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import platform
 from importlib import metadata
 
-import typer
-
 from sglang_coserve import __version__
+from sglang_coserve.cli.say import say
 
 __all__ = ["version"]
 
@@ -18,4 +17,4 @@ def version() -> None:
         sglang = metadata.version("sglang")
     except metadata.PackageNotFoundError:
         sglang = "not installed"
-    typer.echo(f"coserve {__version__}, sglang {sglang}, python {platform.python_version()}")
+    say(f"coserve {__version__}, sglang {sglang}, python {platform.python_version()}")

@@ -26,6 +26,9 @@ Batch: TypeAlias = Mapping[str, Any]
 FINAL_STATUSES: Final = frozenset({"completed", "failed", "expired", "cancelled"})
 
 _PASSING: Final = frozenset({429, 502, 503, 504})
+_LASTING_CODES: Final = frozenset({"batch_api_off", "insufficient_quota"})
+"""Of an error that would be the same another time in spite of its status."""
+
 _CONNECT_TIMEOUT_S: Final = 10.0
 _TIMEOUT: Final = httpx.Timeout(60.0, connect=_CONNECT_TIMEOUT_S)
 
@@ -38,12 +41,21 @@ class BatchApi:
     has no Batch API.
     """
 
-    def __init__(self, base_url: str, api_key: str | None, policy: RetryPolicy) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None,
+        policy: RetryPolicy,
+        *,
+        as_operator: bool = False,
+    ) -> None:
+        """``as_operator``: call for batches of all keys; ``api_key`` is the admin key then."""
         address, headers = server_address(base_url, api_key)
         # Files are few and long: connections need no care.
         self._http = httpx.AsyncClient(
             base_url=address, headers=headers, timeout=_TIMEOUT, trust_env=False
         )
+        self._batches = "/coserve/batches" if as_operator else "/v1/batches"
         self._policy = policy
         self.trouble: str | None = None
         """Why a call is being made again; None while the server answers."""
@@ -87,16 +99,17 @@ class BatchApi:
 
     async def retrieve(self, batch_id: str) -> Batch:
         """Look at a batch."""
-        return await self._call("GET", f"/v1/batches/{batch_id}")
+        return await self._call("GET", f"{self._batches}/{batch_id}")
 
-    async def newest(self, limit: int = 20) -> list[Batch]:
-        """Return the newest batches."""
-        page = await self._call("GET", "/v1/batches", params={"limit": limit})
+    async def newest(self, limit: int = 20, **filters: str | None) -> list[Batch]:
+        """Return the newest batches; ``filters`` are an operator's: ``owner``, ``status``."""
+        given = {name: value for name, value in filters.items() if value is not None}
+        page = await self._call("GET", self._batches, params={"limit": limit, **given})
         return list(page["data"])
 
     async def cancel(self, batch_id: str) -> Batch:
         """Have a batch cancelled; what is finished stays."""
-        return await self._call("POST", f"/v1/batches/{batch_id}/cancel")
+        return await self._call("POST", f"{self._batches}/{batch_id}/cancel")
 
     async def fetch(self, file_id: str, path: Path) -> None:
         """Append to ``path`` what it lacks of a file, which may still grow.
@@ -182,7 +195,7 @@ class BatchApi:
 def _raise_if_refused(answer: httpx.Response) -> None:
     """Raise for an answer that would be the same another time."""
     status = answer.status_code
-    if answer.is_success or (status in _PASSING and _code(answer) != "batch_api_off"):
+    if answer.is_success or (status in _PASSING and _code(answer) not in _LASTING_CODES):
         return
     told = f"HTTP {status}: {_message(answer)}"
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):

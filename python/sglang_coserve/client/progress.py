@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from sglang_coserve.client.status import JobStatus
+from sglang_coserve.printable import printable
 
 __all__ = ["ProgressView"]
 
@@ -67,6 +68,11 @@ class ProgressView:
 
 
 def _describe(status: JobStatus) -> str:
+    # In one line: a server's message may have more, and worse.
+    return " ".join(printable(_description(status)).split())
+
+
+def _description(status: JobStatus) -> str:
     if status.batch_id:
         return _describe_batch(status)
     if status.trouble:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.metrics import SloTargets
+from sglang_coserve.printable import printable
 from sglang_coserve.workload import sample_path
 
 
@@ -53,7 +54,7 @@ def demo(
     )
     result = run_demo(options, console)
     console.print(as_table(result))
-    console.print(f"written: {out / 'report.json'}, {out / 'timeline.png'}")
+    console.print(f"written: {out / 'report.json'}, {out / 'timeline.png'}", markup=False)
 
 
 def main() -> int:
@@ -61,7 +62,7 @@ def main() -> int:
     try:
         typer.run(demo)
     except CoserveError as error:
-        Console(stderr=True).print(f"demo: {error}", highlight=False, markup=False)
+        Console(stderr=True).print(printable(f"demo: {error}"), highlight=False, markup=False)
         return 2
     except KeyboardInterrupt:
         Console(stderr=True).print("demo: interrupted; the server has ended")

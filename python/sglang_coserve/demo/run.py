@@ -20,6 +20,7 @@ from sglang_coserve.errors import ConfigError, WorkloadError
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.local_server import LocalServer
 from sglang_coserve.metrics import RequestTimeline, SloTargets
+from sglang_coserve.printable import printable
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from sglang_coserve.workload import TraceRequest, fit_to_context, read_trace, window
 
@@ -75,8 +76,9 @@ def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
                 make_small_model(model, _MODEL)
         context_tokens, vocab_size = _limits(model)
         requests, cut = fit_to_context(requests, context_tokens - _RESERVED_TOKENS)
-        console.print(f"online: {options.trace.name}, first {options.seconds:g} s: {cut}")
-        console.print(f"offline: {options.offline}")
+        online = f"online: {options.trace.name}, first {options.seconds:g} s: {cut}"
+        console.print(printable(online), markup=False)
+        console.print(printable(f"offline: {options.offline}"), markup=False)
         result = asyncio.run(
             _serve_both(options, model, requests, vocab_size=vocab_size, console=console)
         )

@@ -18,12 +18,19 @@ from sglang_coserve.batch.routes import (
     BatchApiOffError,
     add_batch_routes,
     find_service,
+    operator_endpoints,
+    set_admin_key,
     set_service,
 )
 from sglang_coserve.batch.webhooks import Webhooks, WebhookTarget
 from sglang_coserve.config import CoserveConfig
 
-__all__ = ["batch_api_status", "check_batch_settings", "install_batch_api"]
+__all__ = [
+    "batch_api_status",
+    "check_batch_settings",
+    "install_batch_api",
+    "open_routes_warning",
+]
 
 SECRET_VARIABLE: Final = "COSERVE_WEBHOOK_SECRET"
 _POLL_S: Final = 0.2
@@ -43,10 +50,18 @@ def check_batch_settings(config: CoserveConfig) -> None:
         asyncio.run(BatchService.check(Path(config.coserve_data_dir)))
 
 
-def install_batch_api(http_server: Any) -> None:
+def install_batch_api(http_server: Any, admin_api_key: str | None) -> None:
     """Add the routes to SGLang's app, and have them served for as long as the server runs."""
     app: FastAPI = http_server.app
     add_batch_routes(app)
+    if admin_api_key:
+        from sglang.srt.utils.auth import AuthLevel, auth_level
+
+        set_admin_key(app, admin_api_key)
+        # Else SGLang would let nobody pass who has not --api-key. Without an admin key the
+        # routes say so themselves, and SGLang need not look at every request.
+        for endpoint in operator_endpoints():
+            auth_level(AuthLevel.ADMIN_FORCE)(endpoint)
     stock_lifespan = app.router.lifespan_context
 
     @asynccontextmanager
@@ -73,6 +88,18 @@ async def batch_api_status(app: FastAPI) -> dict[str, Any] | None:
         return None
     except StorageError as error:
         return {"error": str(error)}
+
+
+def open_routes_warning(api_key: str | None, admin_api_key: str | None) -> str | None:
+    """Return what who has set keys should know of the routes that they do not close."""
+    if api_key or not admin_api_key:
+        return None
+    return (
+        "--admin-api-key without --api-key: only SGLang's management routes and /coserve/batches "
+        "need a key; requests, /v1/files, /v1/batches and /coserve/status are open to everybody "
+        "who reaches the port, and each key, checked by nobody here, is an owner: add --api-key, "
+        "or let a gateway check keys"
+    )
 
 
 @asynccontextmanager
@@ -119,8 +146,13 @@ async def _close(app: FastAPI, service: BatchService) -> None:
 
 
 def _limits(config: CoserveConfig) -> BatchLimits:
+    stored_gib = config.batch_max_stored_gib_per_key
     return BatchLimits(
-        max_upload_bytes=config.batch_max_upload_mib << 20, max_lines=config.batch_max_lines
+        max_upload_bytes=config.batch_max_upload_mib << 20,
+        max_lines=config.batch_max_lines,
+        max_active_batches=config.batch_max_active,
+        max_active_batches_per_owner=config.batch_max_active_per_key,
+        max_stored_bytes_per_owner=None if stored_gib is None else int(stored_gib * (1 << 30)),
     )
 
 

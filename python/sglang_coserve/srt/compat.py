@@ -122,7 +122,10 @@ def missing_seams() -> list[str]:
         Scheduler: _SCHEDULER_METHODS,
         scheduler_module: ("PrefillAdder",),
         PrefillAdder: ("add_chunked_req",),
-        TokenizerManager: ("_validate_one_request", "generate_request", "serving_chat_class"),
+        TokenizerManager: (
+            *("_tokenize_one_request", "_validate_mm_limits", "_validate_one_request"),
+            *("generate_request", "serving_chat_class"),
+        ),
         OpenAIServingBase: ("handle_request",),
         GenerateReqInput: ("contains_mm_input", "rid", "stream", *STATEFUL_FIELDS),
         EmbeddingReqInput: ("contains_mm_input", "rid", "sampling_params"),

@@ -9,6 +9,7 @@ that is missing stops the start.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,12 +24,15 @@ from sglang_coserve.srt.batch_api import (
     batch_api_status,
     check_batch_settings,
     install_batch_api,
+    open_routes_warning,
 )
 from sglang_coserve.srt.kv_checkpoint.settings import check_combination, server_settings
 from sglang_coserve.srt.listen_address import check_listen_address
 from sglang_coserve.srt.service_tier import ServiceTierMiddleware
 
 __all__ = ["launch_server", "parse_server_args"]
+
+logger = logging.getLogger(__name__)
 
 STATUS_PATH = "/coserve/status"
 
@@ -59,7 +63,7 @@ def launch_server(argv: Sequence[str]) -> None:
     def on_ready() -> None:
         freeze_start_up_objects(http_server._global_state.tokenizer_manager)
 
-    _install_routes(http_server)
+    _install_routes(http_server, server_args)
     cores = cpu.divided_cores(server_args.tp_size) if on_cpu else nullcontext()
     try:
         with cores:
@@ -128,7 +132,7 @@ def _our_flags(*, on_cpu: bool) -> Iterator[None]:
             setattr(ServerArgs, name, method)
 
 
-def _install_routes(http_server: Any) -> None:
+def _install_routes(http_server: Any, server_args: Any) -> None:
     """Add our middleware and routes, and have them checked before the port is opened."""
 
     async def status() -> dict[str, Any]:
@@ -144,7 +148,7 @@ def _install_routes(http_server: Any) -> None:
     app = http_server.app
     app.add_middleware(ServiceTierMiddleware)
     app.add_api_route(STATUS_PATH, status, methods=["GET"])
-    install_batch_api(http_server)
+    install_batch_api(http_server, server_args.admin_api_key)
 
     serve = http_server._setup_and_run_http_server
 
@@ -158,6 +162,9 @@ def _install_routes(http_server: Any) -> None:
         **kwargs: Any,
     ) -> None:
         verify_in_place(app, scheduler_infos)
+        warning = open_routes_warning(server_args.api_key, server_args.admin_api_key)
+        if warning is not None:
+            logger.warning(warning)
         # Again: loading a model takes long enough for another to have come.
         check_listen_address(server_args.host, server_args.port)
         serve(

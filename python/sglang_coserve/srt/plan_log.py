@@ -45,7 +45,9 @@ def _begin(path: Path) -> tuple[Path, TextIO]:
             # A pipe or a device is there to be written to.
             if numbered.exists() and not numbered.is_file():
                 return numbered, numbered.open("w", encoding="ascii", buffering=1)
-            return numbered, numbered.open("x", encoding="ascii", buffering=1)
+            # Prompts are in it: nobody else's to read, whatever the umask.
+            numbered.touch(mode=0o600, exist_ok=False)
+            return numbered, numbered.open("w", encoding="ascii", buffering=1)
         except FileExistsError:
             continue
         except OSError as error:

@@ -66,12 +66,16 @@ def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
 
     from sglang_coserve.srt.arrival_time import install_arrival_times
     from sglang_coserve.srt.engine_limits import check_fatal_values
+    from sglang_coserve.srt.media_sources import MediaSources
+    from sglang_coserve.srt.scheduler import config_of
 
+    allowed = config_of(server_args).media_sources
+    media = None if allowed == "any" else MediaSources(allow_urls=allowed == "public")
     output_delay = install_arrival_times()
 
     class CoserveTokenizerManager(TokenizerManager):
         """Answers a bad mark, or a value that would end the scheduler process, with the error
-        of any invalid parameter; times the way of first tokens."""
+        of any invalid parameter; brings media itself; times the way of first tokens."""
 
         coserve_output_delay = output_delay
 
@@ -79,6 +83,13 @@ def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
             times = output_delay.without_token(recv_obj.rids, self.rid_to_state)
             await super()._handle_batch_output(recv_obj)
             output_delay.observe(times, recv_obj.time_stats)
+
+        async def _tokenize_one_request(self, obj: Any) -> Any:
+            # Without a processor SGLang leaves media where they are.
+            if media is not None and self.mm_processor is not None and obj.contains_mm_input():
+                self._validate_mm_limits(obj)
+                await media.bring(obj)
+            return await super()._tokenize_one_request(obj)
 
         def _validate_one_request(self, obj: Any, input_ids: Any) -> None:
             super()._validate_one_request(obj, input_ids)

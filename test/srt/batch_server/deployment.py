@@ -22,6 +22,7 @@ RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
 FINAL = ("completed", "failed", "expired", "cancelled")
 GIVE_UP_S = 120
 API_KEY = "secret"
+ADMIN_KEY = "admin secret"
 WEBHOOK_SECRET = "whsec_" + base64.b64encode(b"0123456789abcdef").decode()
 
 
@@ -50,6 +51,7 @@ class Deployment:
         self._port = free_port()
         self._flags = [
             *("--model-path", str(model), "--dtype", "float32", "--api-key", API_KEY),
+            *("--admin-api-key", ADMIN_KEY),
             *("--coserve-data-dir", str(self.data), *flags),
         ]
         self._policy = ""

@@ -33,9 +33,23 @@ def test_a_corrupt_database_stops_the_start(
 ) -> None:
     from sglang_coserve.srt.launch import main
 
-    (tmp_path / "coserve.sqlite").write_bytes(b"no database at all" * 1000)
+    database = tmp_path / "coserve.sqlite"
+    database.touch(mode=0o600)
+    database.write_bytes(b"no database at all" * 1000)
     assert main(flags(small_model, tmp_path)) == 2
     assert says_once(capsys.readouterr().err, "coserve.sqlite")
+
+
+def test_a_directory_that_others_can_read_stops_the_start(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sglang_coserve.srt.launch import main
+
+    data = tmp_path / "data"
+    data.mkdir()
+    data.chmod(0o755)
+    assert main(flags(small_model, data)) == 2
+    assert says_once(capsys.readouterr().err, f"chmod -R go= {data}")
 
 
 def test_a_directory_in_use_stops_the_start(

@@ -2,17 +2,25 @@
 
 An application takes the routes with ``add_batch_routes`` and says with ``set_service`` what
 they serve; before that they answer 503. Whether a key is valid is for the application to
-check; here it only says whose things are whose.
+check; here it only says whose things are whose. Only the operator's routes check theirs, which
+``set_admin_key`` tells them.
 """
 
 from sglang_coserve.batch.routes.caller import find_service, set_service
 from sglang_coserve.batch.routes.errors import BatchApiOffError
-from sglang_coserve.batch.routes.routing import add_batch_routes, missing_routes
+from sglang_coserve.batch.routes.operator import set_admin_key
+from sglang_coserve.batch.routes.routing import (
+    add_batch_routes,
+    missing_routes,
+    operator_endpoints,
+)
 
 __all__ = [
     "BatchApiOffError",
     "add_batch_routes",
     "find_service",
     "missing_routes",
+    "operator_endpoints",
+    "set_admin_key",
     "set_service",
 ]

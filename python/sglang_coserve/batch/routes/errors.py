@@ -19,13 +19,23 @@ from sglang_coserve.batch.errors import (
     BatchRequestError,
     ConflictError,
     NotFoundError,
+    QuotaError,
     StorageError,
     TooLargeError,
     TooManyError,
 )
+from sglang_coserve.batch.routes.patience import SlowClientError
 from sglang_coserve.errors import CoserveError
 
-__all__ = ["ERROR_RESPONSES", "BatchApiOffError", "JsonRoute", "OpenAIRoute"]
+__all__ = [
+    "ERROR_RESPONSES",
+    "OPERATOR_ERROR_RESPONSES",
+    "AdminKeyError",
+    "BatchApiOffError",
+    "JsonRoute",
+    "NoAdminKeyError",
+    "OpenAIRoute",
+]
 
 _MAX_JSON_BYTES: Final = 1 << 20
 """A body that is no upload needs far less."""
@@ -35,6 +45,7 @@ _STATUS: Final = (
     (ConflictError, HTTPStatus.CONFLICT),
     (TooLargeError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
     (TooManyError, HTTPStatus.TOO_MANY_REQUESTS),
+    (QuotaError, HTTPStatus.TOO_MANY_REQUESTS),
     (BatchRequestError, HTTPStatus.BAD_REQUEST),
     (StorageError, HTTPStatus.INSUFFICIENT_STORAGE),
 )
@@ -42,6 +53,14 @@ _STATUS: Final = (
 
 class BatchApiOffError(CoserveError):
     """There is no service, or no more: the server has no data directory, or is stopping."""
+
+
+class NoAdminKeyError(CoserveError):
+    """The server has no admin key, so nobody can be its operator (HTTP 403)."""
+
+
+class AdminKeyError(CoserveError):
+    """The caller does not bring the admin key (HTTP 401)."""
 
 
 class ErrorObject(BaseModel):
@@ -64,6 +83,7 @@ ERROR_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
     for status in (
         HTTPStatus.BAD_REQUEST,
         HTTPStatus.NOT_FOUND,
+        HTTPStatus.REQUEST_TIMEOUT,
         HTTPStatus.CONFLICT,
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         HTTPStatus.TOO_MANY_REQUESTS,
@@ -72,6 +92,12 @@ ERROR_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
     )
 }
 """For the OpenAPI document."""
+
+OPERATOR_ERROR_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
+    status.value: {"model": ErrorResponse}
+    for status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+}
+"""What an operator's routes answer beside these."""
 
 
 class OpenAIRoute(APIRoute):
@@ -145,6 +171,17 @@ def _invalid(error: RequestValidationError) -> Response:
 def _failed(error: CoserveError) -> Response:
     if isinstance(error, BatchApiOffError):
         return _error(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="batch_api_off")
+    if isinstance(error, NoAdminKeyError):
+        return _error(HTTPStatus.FORBIDDEN, str(error), code="no_admin_key")
+    if isinstance(error, AdminKeyError):
+        answer = _error(HTTPStatus.UNAUTHORIZED, str(error), code="invalid_api_key")
+        answer.headers["www-authenticate"] = "Bearer"
+        return answer
+    if isinstance(error, SlowClientError):
+        answer = _error(HTTPStatus.REQUEST_TIMEOUT, str(error), code="upload_too_slow")
+        # What is still to come of the body would be waited for.
+        answer.headers["connection"] = "close"
+        return answer
     status = next(
         (status for kind, status in _STATUS if isinstance(error, kind)),
         HTTPStatus.INTERNAL_SERVER_ERROR,
@@ -160,6 +197,8 @@ def _failed(error: CoserveError) -> Response:
 def _error(status: int, message: str, code: str, param: str | None = None) -> Response:
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         kind = "server_error"
+    elif code == "insufficient_quota":
+        kind = code  # As OpenAI says it.
     elif status == HTTPStatus.TOO_MANY_REQUESTS:
         kind = "rate_limit_error"
     else:

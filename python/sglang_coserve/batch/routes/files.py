@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import quote
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
-from fastapi.responses import StreamingResponse
 
 from sglang_coserve.batch.errors import BatchRequestError
+from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.routes.byte_range import byte_range
 from sglang_coserve.batch.routes.caller import Owner, Service
 from sglang_coserve.batch.routes.errors import ERROR_RESPONSES, ErrorResponse, OpenAIRoute
+from sglang_coserve.batch.routes.patience import DownloadResponse, received
 from sglang_coserve.batch.routes.upload_form import UploadForm
 from sglang_coserve.batch.schemas import FileDeleted, FileList, FileObject
 from sglang_coserve.batch.service import FileContent
@@ -61,12 +62,14 @@ _BYTES: Final[dict[str, Any]] = {
 @router.post("", openapi_extra=_UPLOAD)
 async def create_file(service: Service, owner: Owner, request: Request) -> FileObject:
     """Upload a file."""
-    form = UploadForm(request.headers.get("content-type", ""), request.stream())
-    await form.read_to_file()
-    purpose = form.purpose or "batch"  # Named after the file, it is checked there.
-    return await service.create_file(
-        owner, form.filename, purpose, form.file_chunks(), form.expires_after
-    )
+    with service.uploads.one(owner):
+        body = received(request.stream(), service.limits)
+        form = UploadForm(request.headers.get("content-type", ""), body)
+        await form.read_to_file()
+        purpose = form.purpose or "batch"  # Named after the file, it is checked there.
+        return await service.create_file(
+            owner, form.filename, purpose, form.file_chunks(), form.expires_after
+        )
 
 
 @router.get("")
@@ -108,16 +111,19 @@ async def file_content(
     """Read a file; that of a running batch holds the records written so far."""
     size_bytes = (await service.retrieve_file(owner, file_id)).bytes
     wanted = byte_range(range_header, size_bytes) if range_header else None
-    if wanted is None:
-        return _answer(await service.file_content(owner, file_id), is_partial=False)
-    start, end = wanted
-    if start >= size_bytes:
+    start, end = wanted or (0, None)
+    if wanted and start >= size_bytes:
         message = f"the file has {size_bytes} bytes: there is nothing from byte {start}"
         raise BatchRequestError(message, code="invalid_range", param="Range")
-    return _answer(await service.file_content(owner, file_id, start, end), is_partial=True)
+    content = await service.file_content(owner, file_id, start, end)
+    with ExitStack() as place:
+        place.enter_context(service.downloads.one(owner))
+        return _answer(content, place.pop_all(), service.limits, is_partial=wanted is not None)
 
 
-def _answer(content: FileContent, *, is_partial: bool) -> Response:
+def _answer(
+    content: FileContent, place: ExitStack, limits: BatchLimits, *, is_partial: bool
+) -> Response:
     filename = quote(content.file.filename, safe="")
     headers = {
         "accept-ranges": "bytes",
@@ -129,8 +135,10 @@ def _answer(content: FileContent, *, is_partial: bool) -> Response:
     if is_partial:
         last = content.end - 1
         headers["content-range"] = f"bytes {content.start}-{last}/{content.total_bytes}"
-    return StreamingResponse(
+    return DownloadResponse(
         _closing(content.chunks),
+        place=place,
+        limits=limits,
         status_code=206 if is_partial else 200,
         headers=headers,
         media_type="application/octet-stream",

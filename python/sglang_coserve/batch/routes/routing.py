@@ -5,22 +5,30 @@ from __future__ import annotations
 from typing import Any, Final
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.routing import Match
 
-from sglang_coserve.batch.routes import batches, files
+from sglang_coserve.batch.routes import batches, files, operator
 
-__all__ = ["add_batch_routes", "missing_routes"]
+__all__ = ["add_batch_routes", "missing_routes", "operator_endpoints"]
 
 _ENDPOINTS: Final = {
     "/v1/files": files.list_files,
     "/v1/batches": batches.list_batches,
+    "/coserve/batches": operator.list_all_batches,
 }
 
 
 def add_batch_routes(app: FastAPI) -> None:
     """Add the routes to ``app``."""
     # One by one, as the application's own: who looks through its routes finds them.
-    app.router.routes.extend([*files.router.routes, *batches.router.routes])
+    for router in (files.router, batches.router, operator.router):
+        app.router.routes.extend(router.routes)
+
+
+def operator_endpoints() -> list[Any]:
+    """Return the functions behind the routes that need the admin key."""
+    return [route.endpoint for route in operator.router.routes if isinstance(route, APIRoute)]
 
 
 def missing_routes(app: Any) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any, Final
 
@@ -43,15 +44,24 @@ _UNFINISHED: Final = "status IN ('validating', 'in_progress', 'finalizing', 'can
 
 
 def create(
-    connection: sqlite3.Connection, record: BatchRecord, now_s: float, max_active: int
+    connection: sqlite3.Connection,
+    record: BatchRecord,
+    now_s: float,
+    max_active: int,
+    max_active_of_owner: int | None = None,
+    check_stored_bytes: Callable[[int], None] | None = None,
 ) -> tuple[BatchRecord, bool]:
     """Add a batch; return it and True, or an earlier one with the same key and False.
+
+    Of ``max_active`` unfinished ones an owner may have ``max_active_of_owner``, or as many
+    as are still free. ``check_stored_bytes`` is told what the files of the owner take, and
+    may raise.
 
     Raises:
         NotFoundError: the owner has no such input file.
         BatchRequestError: the file is no input.
         ConflictError: the key was used for another request.
-        TooManyError: ``max_active`` batches are unfinished.
+        TooManyError: there are as many unfinished batches as allowed.
     """
     if record.idempotency_key is not None:
         row = connection.execute(
@@ -67,12 +77,17 @@ def create(
             code="invalid_file_purpose",
             param="input_file_id",
         )
-    query = f"SELECT count(*) FROM batches WHERE {_UNFINISHED}"
-    if connection.execute(query).fetchone()[0] >= max_active:
+    query = f"SELECT count(*), count(*) FILTER (WHERE owner = ?) FROM batches WHERE {_UNFINISHED}"
+    of_all, of_owner = connection.execute(query, (record.owner,)).fetchone()
+    free = max_active - of_all
+    if free <= 0 or of_owner >= (free if max_active_of_owner is None else max_active_of_owner):
         raise TooManyError(
-            f"{max_active} batches are unfinished: wait for one of them, or cancel it",
+            f"{of_owner} batches of this key are unfinished, and {free} more could be of all keys:"
+            " wait for one of them, or cancel it",
             code="too_many_batches",
         )
+    if check_stored_bytes is not None:
+        check_stored_bytes(file_rows.stored_bytes(connection, record.owner))
     names = ", ".join(_COLUMNS)
     values = ", ".join(f":{name}" for name in _COLUMNS)
     connection.execute(f"INSERT INTO batches ({names}) VALUES ({values})", _row(record))
@@ -95,20 +110,29 @@ def find(connection: sqlite3.Connection, batch_id: str, owner: str | None = None
 
 
 def page(
-    connection: sqlite3.Connection, owner: str, *, after: str | None, limit: int
+    connection: sqlite3.Connection,
+    owner: str | None,
+    *,
+    after: str | None,
+    limit: int,
+    status: str | None = None,
 ) -> list[BatchRecord]:
-    """Return up to ``limit`` batches of ``owner``, the newest first.
+    """Return up to ``limit`` batches of ``owner``, or of all, the newest first.
 
     Raises:
         NotFoundError: ``after`` is no batch of ``owner``.
     """
-    condition = ""
+    conditions = ["TRUE"]
+    if owner is not None:
+        conditions.append("owner = :owner")
+    if status is not None:
+        conditions.append("status = :status")
     if after is not None:
         find(connection, after, owner)
-        condition = "AND seq < (SELECT seq FROM batches WHERE id = :after)"
+        conditions.append("seq < (SELECT seq FROM batches WHERE id = :after)")
     rows = connection.execute(
-        f"{_SELECT} WHERE owner = :owner {condition} ORDER BY seq DESC LIMIT :limit",
-        {"owner": owner, "after": after, "limit": limit},
+        f"{_SELECT} WHERE {' AND '.join(conditions)} ORDER BY seq DESC LIMIT :limit",
+        {"owner": owner, "status": status, "after": after, "limit": limit},
     )
     return [_record(row) for row in rows]
 

@@ -8,7 +8,7 @@ from typing import Any
 from sglang_coserve.batch.errors import ConflictError, NotFoundError
 from sglang_coserve.batch.record import FileRecord
 
-__all__ = ["delete", "exists", "expired", "find", "insert", "page", "put_output"]
+__all__ = ["delete", "exists", "expired", "find", "insert", "page", "put_output", "stored_bytes"]
 
 _COLUMNS = "id, owner, filename, purpose, size_bytes, created_at_s, expires_at_s"
 _VALUES = ":id, :owner, :filename, :purpose, :size_bytes, :created_at_s, :expires_at_s"
@@ -37,6 +37,13 @@ def exists(connection: sqlite3.Connection, file_id: str) -> bool:
     """Return True when anybody has such a file."""
     found = connection.execute("SELECT 1 FROM files WHERE id = ?", (file_id,)).fetchone()
     return found is not None
+
+
+def stored_bytes(connection: sqlite3.Connection, owner: str) -> int:
+    """Return the size of all files of ``owner``. O(files of the owner)."""
+    query = "SELECT coalesce(sum(size_bytes), 0) FROM files WHERE owner = ?"
+    total: int = connection.execute(query, (owner,)).fetchone()[0]
+    return total
 
 
 def find(connection: sqlite3.Connection, owner: str, file_id: str, now_s: float) -> FileRecord:

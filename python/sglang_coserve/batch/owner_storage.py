@@ -1,0 +1,96 @@
+"""How much of the disk is each owner's."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from sglang_coserve.batch.errors import QuotaError
+from sglang_coserve.batch.store import Store, file_rows
+
+__all__ = ["OwnerStorage", "Upload", "raise_if_over"]
+
+
+@dataclass(slots=True)
+class _Use:
+    """What an owner has, kept while uploads of it are under way."""
+
+    uploads: int = 0
+    stored_bytes: int = 0
+    """Of files that exist: inputs, outputs and errors."""
+
+    receiving_bytes: int = 0
+    """Of those uploads."""
+
+
+class Upload:
+    """One upload that is under way."""
+
+    def __init__(self, use: _Use, max_bytes: int | None) -> None:
+        self._use = use
+        self._max_bytes = max_bytes
+        self.size_bytes = 0
+
+    def count(self, size_bytes: int, free_bytes: int) -> None:
+        """Count a piece that has been written; ``free_bytes`` of the disk are left.
+
+        Raises:
+            QuotaError: its owner now has more than allowed.
+        """
+        self.size_bytes += size_bytes
+        self._use.receiving_bytes += size_bytes
+        raise_if_over(
+            self._use.stored_bytes + self._use.receiving_bytes, self._max_bytes, free_bytes
+        )
+
+
+class OwnerStorage:
+    """Counts what is being received against what an owner may have, over all uploads at once.
+
+    ``max_bytes`` is what each owner may have. None: as much as is then still free on the
+    disk, so that one who takes all there is leaves half of it to the others.
+    """
+
+    def __init__(self, store: Store, max_bytes: int | None) -> None:
+        self._store = store
+        self._max_bytes = max_bytes
+        self._uses: dict[str, _Use] = {}
+
+    @asynccontextmanager
+    async def upload(self, owner: str) -> AsyncGenerator[Upload]:
+        """Enter for as long as an upload is no file yet.
+
+        Raises:
+            StorageError: the database cannot be read.
+        """
+        use = self._uses.setdefault(owner, _Use())
+        use.uploads += 1
+        upload = Upload(use, self._max_bytes)
+        try:
+            use.stored_bytes = await self._store.run(file_rows.stored_bytes, owner)
+            yield upload
+            if use.uploads > 1:
+                use.stored_bytes = await self._store.run(file_rows.stored_bytes, owner)
+        finally:
+            use.receiving_bytes -= upload.size_bytes
+            use.uploads -= 1
+            if not use.uploads:
+                del self._uses[owner]
+
+
+def raise_if_over(used_bytes: int, max_bytes: int | None, free_bytes: int) -> None:
+    """Check what an owner has.
+
+    Raises:
+        QuotaError: it is more than allowed.
+    """
+    limit_bytes = free_bytes if max_bytes is None else max_bytes
+    if used_bytes <= limit_bytes:
+        return
+    allowed = "as much as is still free on the server's disk" if max_bytes is None else "allowed"
+    raise QuotaError(
+        f"this key has {used_bytes:,} bytes of files, and {limit_bytes:,} bytes are {allowed}:"
+        " delete files",
+        code="insufficient_quota",
+    )

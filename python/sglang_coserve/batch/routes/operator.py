@@ -1,0 +1,92 @@
+"""``/coserve/batches``: everybody's batches, for who has the server's admin key."""
+
+from __future__ import annotations
+
+from secrets import compare_digest
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from sglang_coserve.batch.routes.caller import Service
+from sglang_coserve.batch.routes.errors import (
+    ERROR_RESPONSES,
+    OPERATOR_ERROR_RESPONSES,
+    AdminKeyError,
+    JsonRoute,
+    NoAdminKeyError,
+)
+from sglang_coserve.batch.schemas import BatchList, BatchObject, BatchStatus
+
+__all__ = ["router", "set_admin_key"]
+
+_STATE: Final = "coserve_admin_key"
+
+
+def set_admin_key(app: FastAPI, key: str) -> None:
+    """Let who brings ``key`` use the routes; before that nobody can."""
+    assert key
+    setattr(app.state, _STATE, key)
+
+
+def _check_admin_key(
+    request: Request,
+    credentials: Annotated[
+        HTTPAuthorizationCredentials | None,
+        Depends(HTTPBearer(auto_error=False, scheme_name="admin key")),
+    ],
+) -> None:
+    key = getattr(request.app.state, _STATE, None)
+    if key is None:
+        raise NoAdminKeyError(
+            "the operator's routes are off: start the server with --admin-api-key KEY"
+        )
+    if credentials is None or not compare_digest(credentials.credentials.encode(), key.encode()):
+        raise AdminKeyError("send the server's --admin-api-key as a bearer token")
+
+
+router = APIRouter(
+    prefix="/coserve/batches",
+    tags=["operator"],
+    route_class=JsonRoute,
+    responses=ERROR_RESPONSES | OPERATOR_ERROR_RESPONSES,
+    dependencies=[Depends(_check_admin_key)],
+)
+
+BatchId = Annotated[str, Path(max_length=64)]
+
+
+@router.get("")
+async def list_all_batches(
+    service: Service,
+    after: Annotated[str | None, Query(max_length=64)] = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    owner: Annotated[str | None, Query(max_length=64)] = None,
+    status: BatchStatus | None = None,
+) -> BatchList:
+    """List the batches of all keys, or of one ``owner``, the newest first."""
+    return await service.list_batches(owner, after=after, limit=limit, status=status)
+
+
+@router.get("/{batch_id}")
+async def retrieve_any_batch(service: Service, batch_id: BatchId) -> BatchObject:
+    """Look at anybody's batch."""
+    return await service.retrieve_batch(None, batch_id)
+
+
+@router.post("/{batch_id}/cancel")
+async def cancel_any_batch(service: Service, batch_id: BatchId) -> BatchObject:
+    """Cancel anybody's batch; what is finished stays its owner's."""
+    return await service.cancel_batch(None, batch_id)
+
+
+@router.post("/{batch_id}/pause")
+async def pause_any_batch(service: Service, batch_id: BatchId) -> BatchObject:
+    """Take anybody's batch out of the engine until it is resumed; its window goes on."""
+    return await service.pause_batch(None, batch_id)
+
+
+@router.post("/{batch_id}/resume")
+async def resume_any_batch(service: Service, batch_id: BatchId) -> BatchObject:
+    """Let anybody's paused batch go on."""
+    return await service.resume_batch(None, batch_id)

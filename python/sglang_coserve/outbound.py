@@ -1,0 +1,110 @@
+"""Calls to addresses that somebody else has named, none of them in a private network.
+
+Whoever can have this server call an address could otherwise reach what only this server
+can: other services of the machine, the cloud's metadata, an internal network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from typing import Final
+
+import httpx
+
+__all__ = ["OutboundTransport", "is_private_literal", "is_public"]
+
+_NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
+"""Leads to the IPv4 address in its last four bytes (RFC 6052)."""
+
+_NEVER_PUBLIC: Final = (
+    ipaddress.IPv6Network("::/96"),  # IPv4-compatible, 127.0.0.1 among them
+    ipaddress.IPv6Network("64:ff9b:1::/48"),  # NAT64 for local use
+    ipaddress.IPv6Network("2001::/32"),  # Teredo, a tunnel to any IPv4 address
+    ipaddress.IPv6Network("2002::/16"),  # 6to4, another one
+    ipaddress.IPv6Network("fec0::/10"),  # site-local
+)
+"""What ``is_global`` of ``ipaddress`` says too much of, in one version of Python or another."""
+
+
+def is_public(address: str) -> bool:
+    """Tell whether an IP address is one of the internet's, and of no tunnel into another network.
+
+    Raises:
+        ValueError: it is no address.
+    """
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is not None:
+            return is_public(str(found.ipv4_mapped))
+        if found in _NAT64:
+            return is_public(str(ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)))
+        if any(found in network for network in _NEVER_PUBLIC):
+            return False
+    return found.is_global and not found.is_multicast
+
+
+def is_private_literal(host: str) -> bool:
+    """Tell whether the host of a URL is an address, however it is written, and not public.
+
+    False for a name: what that leads to is known when it is looked up.
+    """
+    try:
+        return not is_public(host)
+    except ValueError:
+        pass
+    try:
+        # As the resolver reads them: 127.1, 0x7f.1, 017700000001, 2130706433.
+        return not is_public(socket.inet_ntoa(socket.inet_aton(host)))
+    except (OSError, UnicodeError):
+        return False
+
+
+class OutboundTransport(httpx.AsyncBaseTransport):
+    """Looks every name up itself and connects to an address that it has checked.
+
+    A second look-up could answer another address. Redirects come this way, too. No
+    proxy is used, and no connection again. A host without an address that it may have
+    is an ``httpx.ConnectError``.
+    """
+
+    def __init__(self, *, allow_private: bool = False) -> None:
+        self._allow_private = allow_private
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._inner = httpx.AsyncHTTPTransport(trust_env=False, limits=limits)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """See ``httpx.AsyncBaseTransport``."""
+        host = request.url.raw_host.decode()
+        address = await self._address(host)
+        try:
+            url = request.url.copy_with(host=address)
+        except httpx.InvalidURL as error:
+            raise httpx.ConnectError(f"{host} has the address {address}: {error}") from error
+        checked = httpx.Request(
+            request.method,
+            url,
+            headers=request.headers,  # Its host is still the name.
+            stream=request.stream,
+            extensions={**request.extensions, "sni_hostname": host},
+        )
+        return await self._inner.handle_async_request(checked)
+
+    async def aclose(self) -> None:
+        """Close what is open."""
+        await self._inner.aclose()
+
+    async def _address(self, host: str) -> str:
+        loop = asyncio.get_running_loop()
+        try:
+            entries = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise httpx.ConnectError(f"{host} cannot be looked up: {error}") from error
+        addresses = [str(entry[4][0]) for entry in entries]
+        if not self._allow_private:
+            addresses = [address for address in addresses if is_public(address)]
+        if not addresses:
+            message = f"{host} has none but private addresses, which are not allowed"
+            raise httpx.ConnectError(message)
+        return addresses[0]

@@ -1,0 +1,139 @@
+"""Where the images, videos and sounds of requests may come from.
+
+SGLang 0.5.17 opens whatever a request names, in the process of the HTTP server: a URL,
+wherever it leads, ``file://``, or a path. So whoever may send a request, or a line of a
+batch, could read files of the server and call services that only it can reach. Here
+what a request names is brought before SGLang sees it, and SGLang gets the content:
+its loaders, of which several models have their own, are left nothing to open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import re
+from collections.abc import Mapping
+from dataclasses import is_dataclass, replace
+from typing import Any, Final
+
+import httpx
+
+from sglang_coserve.outbound import OutboundTransport
+
+__all__ = ["MediaSources"]
+
+_MAX_BYTES: Final = 64 << 20
+"""Of one file. As much as of all lines in flight together; what is larger comes in the request."""
+
+_TIMEOUT_S: Final = 10.0
+"""For one file, as long as SGLang's own loaders wait for the next bytes of a video."""
+
+_AT_ONCE: Final = 4
+"""Downloads of one request: with a thousand addresses it is no worse than another."""
+
+_MAX_REDIRECTS: Final = 5
+_TYPES: Final = {"image": "image/jpeg", "video": "video/mp4", "audio": "audio/wav"}
+"""What is said of content that comes without a type; decoders look at the content."""
+
+_MEDIA_TYPE: Final = re.compile(r"(image|video|audio)/[\w.+-]{1,64}", re.ASCII)
+_WORDS: Final = frozenset({"format", "modality", "type"})
+"""Entries of an object that describe what is beside them."""
+
+
+class MediaSources:
+    """Brings the media of requests; ``allow_urls`` says whether also from public addresses."""
+
+    def __init__(self, *, allow_urls: bool) -> None:
+        self._allow_urls = allow_urls
+        # Made once: reading the certificates takes a client tens of milliseconds.
+        self._transport = OutboundTransport()
+
+    async def bring(self, request: Any) -> None:
+        """Replace what ``request``, a ``GenerateReqInput`` or ``EmbeddingReqInput``, refers to.
+
+        Raises:
+            ValueError: it refers to something that may not be opened, or cannot be had.
+        """
+        turn = asyncio.Semaphore(_AT_ONCE)
+        for kind in _TYPES:
+            name = f"{kind}_data"
+            data = getattr(request, name, None)
+            if data is not None:
+                setattr(request, name, await self._brought(data, kind, turn))
+
+    async def _brought(self, item: Any, kind: str, turn: asyncio.Semaphore) -> Any:
+        if isinstance(item, str):
+            return await self._content(item, kind, turn)
+        if isinstance(item, list | tuple):
+            return list(await asyncio.gather(*(self._brought(each, kind, turn) for each in item)))
+        if isinstance(item, Mapping):
+            return {
+                key: value if key in _WORDS else await self._brought(value, kind, turn)
+                for key, value in item.items()
+            }
+        if is_dataclass(item) and not isinstance(item, type) and hasattr(item, "url"):
+            return replace(item, url=await self._brought(item.url, kind, turn))
+        return item  # Bytes, or a number of what has been processed already.
+
+    async def _content(self, source: str, kind: str, turn: asyncio.Semaphore) -> str:
+        """Return a ``data:`` URL."""
+        scheme = source[:8].lower()
+        if scheme.startswith("data:"):
+            return "data:" + source[5:]
+        if not scheme.startswith(("http://", "https://")):
+            return await asyncio.to_thread(_inline, source, kind)
+        if not self._allow_urls:
+            raise ValueError(f"{kind}: send it as a data: URL; this server fetches none")
+        async with turn:
+            media_type, content = await self._fetched(source, kind)
+        encoded = await asyncio.to_thread(base64.b64encode, content)
+        return f"data:{media_type};base64,{encoded.decode()}"
+
+    async def _fetched(self, url: str, kind: str) -> tuple[str, bytes]:
+        """Return the media type and the bytes that are at ``url``.
+
+        Raises:
+            ValueError: they cannot be had.
+        """
+        # One for each file, so that none sends another one's cookies. It is the transport that
+        # has connections, and they end with their answers.
+        client = httpx.AsyncClient(
+            transport=self._transport,
+            # What is packed could be far larger than what came.
+            headers={"accept-encoding": "identity"},
+            follow_redirects=True,
+            max_redirects=_MAX_REDIRECTS,
+            trust_env=False,
+        )
+        told = f"{kind}: {url[:200]!r}"
+        try:
+            async with (
+                asyncio.timeout(_TIMEOUT_S),
+                client.stream("GET", url) as response,
+            ):
+                response.raise_for_status()
+                content = bytearray()
+                async for chunk in response.aiter_raw():
+                    content += chunk
+                    if len(content) > _MAX_BYTES:
+                        raise ValueError(f"{told} is larger than {_MAX_BYTES:,} bytes")
+        except TimeoutError:
+            raise ValueError(f"{told} did not come within {_TIMEOUT_S:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(f"{told} cannot be fetched: {reason}") from None
+        found = _MEDIA_TYPE.match(response.headers.get("content-type", ""))
+        return found[0] if found else _TYPES[kind], bytes(content)
+
+
+def _inline(source: str, kind: str) -> str:
+    """Return bare base64 as a ``data:`` URL, which no loader takes for a path."""
+    try:
+        base64.b64decode(source, validate=True)
+    except (binascii.Error, ValueError):
+        raise ValueError(
+            f"{kind}: {source[:64]!r} is neither base64 nor an http(s): or data: URL, and files of "
+            "the server are not read"
+        ) from None
+    return f"data:{_TYPES[kind]};base64,{source}"

@@ -1,0 +1,178 @@
+"""What one owner may have, and that the others get theirs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batch.scenarios import Scene, lines, opened, play, wanted
+from batch.scripted_backend import ScriptedBackend
+from sglang_coserve.batch import QuotaError, TooManyError
+from sglang_coserve.batch.transfers import Transfers
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+
+def test_one_owner_cannot_take_all_batches(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        scene = await opened(
+            tmp_path,
+            ScriptedBackend(holds=True),
+            max_active_batches=4,
+            max_active_batches_per_owner=2,
+        )
+        async with scene.service as service:
+            first = await scene.create(lines(1), owner="greedy")
+            await scene.create(lines(1), owner="greedy")
+            with pytest.raises(
+                TooManyError, match="2 batches of this key are unfinished, and 2 more"
+            ):
+                await scene.create(lines(1), owner="greedy")
+            for _ in range(2):
+                await scene.create(lines(1), owner="modest")
+            with pytest.raises(TooManyError, match="0 more could be of all keys"):
+                await scene.create(lines(1), owner="third")
+            await service.cancel_batch("greedy", first.id)
+            await scene.reaches(first.id, "cancelled", owner="greedy")
+            await scene.create(lines(1), owner="third")
+
+    play(scenario())
+
+
+def test_by_default_an_owner_leaves_as_many_batches_as_it_has(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_active_batches=9)
+        async with scene.service:
+            had: dict[str, int] = {}
+            for owner in ("first", "second", "third", "fourth"):
+                had[owner] = 0
+                with pytest.raises(TooManyError):
+                    while True:
+                        await scene.create(lines(1), owner=owner)
+                        had[owner] += 1
+            assert had == {"first": 5, "second": 2, "third": 1, "fourth": 1}
+
+    play(scenario())
+
+
+async def fed(chunks: asyncio.Queue[bytes]) -> AsyncIterator[bytes]:
+    """An upload that comes as the test says; an empty chunk ends it."""
+    while chunk := await chunks.get():
+        yield chunk
+
+
+class TestQuota:
+    def test_uploads_at_the_same_time_count_together(self, tmp_path: Path) -> None:
+        async def scenario() -> None:
+            scene = await opened(tmp_path, max_stored_bytes_per_owner=4 * MIB)
+            async with scene.service as service:
+                await scene.upload(bytes(MIB))
+                queues: list[asyncio.Queue[bytes]] = [asyncio.Queue() for _ in range(8)]
+                uploads = [
+                    asyncio.create_task(
+                        service.create_file("owner", "in.jsonl", "batch", fed(queue))
+                    )
+                    for queue in queues
+                ]
+                for _ in range(4):
+                    for queue in queues:
+                        queue.put_nowait(bytes(256 * KIB))
+                await scene.eventually(lambda: _first_failure(uploads))
+                # Nobody else's matter.
+                await scene.upload(bytes(3 * MIB), "other")
+                for queue in queues:
+                    queue.put_nowait(b"")
+                results = await asyncio.gather(*uploads, return_exceptions=True)
+                refused = [result for result in results if isinstance(result, BaseException)]
+                assert all(isinstance(error, QuotaError) for error in refused)
+                stored = await stored_bytes(scene)
+                assert stored <= 4 * MIB
+                on_disk = sum(file.stat().st_size for file in (tmp_path / "files").iterdir())
+                assert on_disk == stored + 3 * MIB, "a refused upload leaves nothing"
+                # What was given back can be used.
+                for file in (await service.list_files("owner")).data:
+                    await service.delete_file("owner", file.id)
+                await scene.upload(bytes(4 * MIB))
+                with pytest.raises(QuotaError, match="delete files"):
+                    await scene.upload(b"x")
+
+        play(scenario())
+
+    def test_results_are_kept_and_no_new_batch_starts(self, tmp_path: Path) -> None:
+        async def scenario() -> None:
+            content = lines(20)
+            scene = await opened(tmp_path, max_stored_bytes_per_owner=len(content))
+            async with scene.service as service:
+                batch = await scene.create(content)
+                done = await scene.ends(batch.id)
+                assert done.request_counts.completed == 20
+                assert len(await scene.records(done)) == 20
+                with pytest.raises(QuotaError):
+                    await service.create_batch("owner", wanted(batch.input_file_id))
+                with pytest.raises(QuotaError):
+                    await scene.upload(b"x")
+                assert done.output_file_id is not None
+                await service.delete_file("owner", done.output_file_id)
+                again = await service.create_batch("owner", wanted(batch.input_file_id))
+                assert (await scene.ends(again.id)).status == "completed"
+
+        play(scenario())
+
+    def test_by_default_an_owner_leaves_as_much_as_it_takes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """On a disk of 8 MiB: half for one, half of the rest for the next."""
+
+        async def scenario() -> None:
+            scene = await opened(tmp_path, min_free_bytes=1)
+            files = tmp_path / "files"
+
+            def free_bytes(_: object) -> int:
+                return 8 * MIB - sum(file.stat().st_size for file in files.iterdir())
+
+            kind = type(scene.service._context.directory)
+            monkeypatch.setattr(kind, "free_bytes", property(free_bytes))
+            async with scene.service:
+                await scene.upload(bytes(4 * MIB), "first")
+                with pytest.raises(QuotaError, match="still free"):
+                    await scene.upload(bytes(MIB), "first")
+                await scene.upload(bytes(2 * MIB), "second")
+                with pytest.raises(QuotaError):
+                    await scene.upload(bytes(MIB), "second")
+                await scene.upload(bytes(MIB), "third")
+
+        play(scenario())
+
+
+async def _first_failure(tasks: list[asyncio.Task[object]]) -> bool | None:  # type: ignore[type-arg]
+    return True if any(task.done() and task.exception() for task in tasks) else None
+
+
+async def stored_bytes(scene: Scene) -> int:
+    return sum(file.bytes for file in (await scene.service.list_files("owner")).data)
+
+
+@settings(deadline=None)
+@given(calls=st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
+def test_places_are_given_back(calls: list[tuple[str, bool]]) -> None:
+    transfers = Transfers("uploads", 5)
+    held: dict[str, list[object]] = {"a": [], "b": [], "c": []}
+    for owner, is_begin in calls:
+        if is_begin:
+            place = transfers.one(owner)
+            total = sum(map(len, held.values()))
+            if len(held[owner]) >= 5 - total:
+                with pytest.raises(TooManyError, match="under way"):
+                    place.__enter__()
+                continue
+            place.__enter__()
+            held[owner].append(place)
+        elif held[owner]:
+            held[owner].pop().__exit__(None, None, None)  # type: ignore[attr-defined]
+        assert transfers.count == sum(map(len, held.values()))

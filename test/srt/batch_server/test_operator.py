@@ -1,0 +1,55 @@
+"""The operator's routes behind SGLang's own check of keys."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+
+from sglang_coserve.srt.batch_api import open_routes_warning
+from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines, until
+
+
+def call(deployment: Deployment, method: str, path: str, key: str | None) -> httpx.Response:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    return httpx.request(method, f"{deployment.base_url}{path}", headers=headers, timeout=60)
+
+
+def test_the_admin_key_opens_the_operators_routes_and_no_others(
+    deployment: Deployment, client: openai.OpenAI
+) -> None:
+    batch_id = create(client, lines(40, 200)).id
+    until(client, batch_id, "in_progress")
+    listed = call(deployment, "GET", "/coserve/batches?status=in_progress", ADMIN_KEY)
+    assert batch_id in [batch["id"] for batch in listed.json()["data"]]
+    for key in (API_KEY, "another", None):
+        for method, path in (
+            ("GET", ""),
+            ("GET", f"/{batch_id}"),
+            ("POST", f"/{batch_id}/cancel"),
+            ("POST", f"/{batch_id}/pause"),
+            ("POST", f"/{batch_id}/resume"),
+        ):
+            answer = call(deployment, method, f"/coserve/batches{path}", key)
+            assert answer.status_code == 401, (key, method, path)
+    for path in ("/v1/files", "/v1/batches", "/coserve/status"):
+        assert call(deployment, "GET", path, ADMIN_KEY).status_code == 401
+        assert call(deployment, "GET", path, API_KEY).status_code == 200
+    assert client.batches.retrieve(batch_id).status == "in_progress"
+    cancelled = call(deployment, "POST", f"/coserve/batches/{batch_id}/cancel", ADMIN_KEY)
+    assert cancelled.json()["status"] == "cancelling"
+    until(client, batch_id, "cancelled")
+    document = call(deployment, "GET", "/openapi.json", API_KEY).json()
+    assert document["paths"]["/coserve/batches/{batch_id}/cancel"]["post"]["security"]
+
+
+@pytest.mark.parametrize(
+    ("api_key", "admin_key", "is_warned"),
+    [(None, None, False), ("a", None, False), ("a", "b", False), (None, "b", True)],
+)
+def test_an_admin_key_alone_leaves_the_other_routes_open(
+    api_key: str | None, admin_key: str | None, is_warned: bool
+) -> None:
+    warning = open_routes_warning(api_key, admin_key)
+    assert (warning is not None) == is_warned
+    assert warning is None or "add --api-key" in warning

@@ -1,0 +1,285 @@
+"""Images by URL, by file and inline, with SGLang's own requests and loaders."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from sglang_coserve import outbound
+from sglang_coserve.config import CoserveConfig
+from sglang_coserve.srt import media_sources, processes
+from sglang_coserve.srt.media_sources import MediaSources
+
+
+def picture() -> bytes:
+    content = io.BytesIO()
+    Image.new("RGB", (3, 2), "red").save(content, "PNG")
+    return content.getvalue()
+
+
+PICTURE = picture()
+DATA_URL = "data:image/png;base64," + base64.b64encode(PICTURE).decode()
+
+
+@dataclass
+class Web:
+    """A web server on the loopback, and what was asked of it."""
+
+    url: str
+    asked: list[str] = field(default_factory=list)
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            web.asked.append(self.path)
+            if self.path.startswith("/to/"):
+                self.send_response(302)
+                self.send_header("location", self.path.removeprefix("/to/"))
+                self.end_headers()
+                return
+            self.send_response(404 if self.path == "/none" else 200)
+            self.send_header("content-type", "image/png")
+            self.end_headers()
+            try:
+                if self.path == "/endless":
+                    while True:
+                        self.wfile.write(bytes(1 << 16))
+                for _ in range(100 if self.path == "/slow" else 0):
+                    self.wfile.write(b"x")
+                    time.sleep(0.1)
+                self.wfile.write(PICTURE)
+            except ConnectionError:
+                pass
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        web = Web(f"http://127.0.0.1:{server.server_port}")
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield web
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def as_if_public(monkeypatch: pytest.MonkeyPatch) -> None:
+    """127.0.0.1 counts as an address in the internet; what else is private stays so."""
+    is_public = outbound.is_public
+    monkeypatch.setattr(outbound, "is_public", lambda a: a == "127.0.0.1" or is_public(a))
+
+
+def brought(request: Any, *, allow_urls: bool = True) -> Any:
+    asyncio.run(MediaSources(allow_urls=allow_urls).bring(request))
+    return request
+
+
+def asking(**data: Any) -> Any:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    return GenerateReqInput(text="what is this?", **data)
+
+
+def opens(source: Any) -> Any:
+    """What SGLang's own loader makes of it."""
+    from sglang.srt.utils.common import load_image
+
+    image, _ = load_image(source, False)
+    return image.convert("RGB").getpixel((0, 0))
+
+
+def test_sglang_opens_whatever_is_named(web: Web, tmp_path: Path) -> None:
+    """The reason for all of this; when SGLang mends it, less of it is needed."""
+    path = tmp_path / "private.png"
+    path.write_bytes(PICTURE)
+    assert opens(f"{web.url}/internal") == (255, 0, 0)
+    assert opens(f"file://{path}") == opens(str(path)) == (255, 0, 0)
+    assert web.asked == ["/internal"]
+
+
+@pytest.mark.parametrize("kind", ["image", "video", "audio"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{url}/x",
+        "{url}/to/http://example.org/",
+        "http://localhost:{port}/x",
+        "http://[::ffff:127.0.0.1]:{port}/x",
+        "http://0x7f.1:{port}/x",
+        "HTTP://127.0.0.1:{port}/x",
+        "http://169.254.169.254/latest/meta-data/",
+        "http://[64:ff9b::7f00:1]/",
+        "http://xn--/",
+        "http://[::1",
+        "file://{file}",
+        "FILE://{file}",
+        "file:{file}",
+        "{file}",
+        "ftp://127.0.0.1/x",
+        "video:{file}",
+        "~/.ssh/id_rsa",
+        "../../etc/passwd",
+        " {file}",
+        "\x00",
+    ],
+)
+def test_nothing_private_is_opened(web: Web, tmp_path: Path, kind: str, source: str) -> None:
+    path = tmp_path / "private.png"
+    path.write_bytes(PICTURE)
+    port = web.url.rpartition(":")[2]
+    named = source.format(url=web.url, port=port, file=path)
+    for item in (named, [named], [[named]], {"url": named}, [{"video": {"path": named}}]):
+        with pytest.raises(ValueError, match=rf"^{kind}: "):
+            brought(asking(**{f"{kind}_data": item}))
+    assert web.asked == []
+
+
+def test_a_path_that_could_be_base64_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``/tmp/abcdefg`` is both. SGLang's loaders would look for the file first."""
+    request = brought(asking(image_data=["/etc/hostname"[:12]]))
+    assert request.image_data[0].startswith("data:")
+    with pytest.raises(Exception, match="cannot identify image"):
+        opens(request.image_data[0])
+
+
+def test_what_is_inline_is_shown_to_the_loader(web: Web) -> None:
+    from sglang.srt.utils.common import ImageData
+
+    bare = base64.b64encode(PICTURE).decode()
+    jpeg = io.BytesIO()
+    Image.new("RGB", (3, 2), "red").save(jpeg, "JPEG")
+    # Begins with a slash, which SGLang takes for a path.
+    slash = base64.b64encode(jpeg.getvalue()).decode()
+    assert slash.startswith("/9j/")
+    items = [DATA_URL, "DATA:" + DATA_URL[5:], bare, ImageData(DATA_URL, "high"), PICTURE, slash]
+    request = brought(asking(image_data=list(items)), allow_urls=False)
+    colours = [opens(item) for item in request.image_data]
+    assert colours[:-1] == [(255, 0, 0)] * 5
+    assert colours[-1][0] > 250
+    assert request.image_data[3].detail == "high"
+    assert web.asked == []
+
+
+def test_what_is_computed_already_is_left_alone() -> None:
+    item = {"format": "processor_output", "modality": "IMAGE", "pixel_values": [[1.0, 2.0], [3]]}
+    assert brought(asking(image_data=[dict(item)])).image_data == [item]
+    assert brought(asking()).image_data is None
+
+
+@pytest.mark.usefixtures("as_if_public")
+class TestPublicAddresses:
+    def test_they_are_fetched_once_by_us(self, web: Web) -> None:
+        urls = [f"{web.url}/{n}" for n in range(9)]
+        request = brought(asking(image_data=[*urls, f"{web.url}/to/{web.url}/moved"]))
+        assert request.image_data == [DATA_URL] * 10
+        assert [opens(item) for item in request.image_data] == [(255, 0, 0)] * 10
+        assert sorted(web.asked)[:9] == [f"/{n}" for n in range(9)]
+        assert len(web.asked) == 11
+
+    def test_a_redirect_into_a_private_network_is_not_followed(self, web: Web) -> None:
+        port = web.url.rpartition(":")[2]
+        for target in (f"http://127.0.0.2:{port}/x", "http://10.0.0.1/", "file:///etc/passwd"):
+            with pytest.raises(ValueError, match="cannot be fetched"):
+                brought(asking(image_data=[f"{web.url}/to/{target}"]))
+        assert all(path.startswith("/to/") for path in web.asked)
+
+    def test_a_name_that_changes_its_address_is_looked_up_once(
+        self, web: Web, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """DNS rebinding: what was checked is what is connected to."""
+        answers = ["127.0.0.1", "127.0.0.2"]
+
+        async def scenario() -> None:
+            loop = asyncio.get_running_loop()
+            look_up = loop.getaddrinfo
+
+            async def changing(host: str, *args: Any, **kwargs: Any) -> Any:
+                if host == "rebinding.example":
+                    return [(2, 1, 6, "", (answers.pop(0), 0))]
+                return await look_up(host, *args, **kwargs)
+
+            monkeypatch.setattr(loop, "getaddrinfo", changing)
+            url = web.url.replace("127.0.0.1", "rebinding.example")
+            request = asking(image_data=[f"{url}/x"])
+            await MediaSources(allow_urls=True).bring(request)
+            assert request.image_data == [DATA_URL]
+            with pytest.raises(ValueError, match="private"):
+                await MediaSources(allow_urls=True).bring(asking(image_data=[f"{url}/x"]))
+
+        asyncio.run(scenario())
+
+    def test_what_is_too_long_or_too_slow_is_given_up(
+        self, web: Web, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(media_sources, "_TIMEOUT_S", 0.5)
+        monkeypatch.setattr(media_sources, "_MAX_BYTES", 1 << 20)
+        for path, reason in (
+            ("endless", "larger than 1,048,576 bytes"),
+            ("slow", "did not come within 0.5 s"),
+            ("none", "404"),
+            ("to//to//to//to//to//to//to/x", "redirects|cannot be fetched"),
+        ):
+            with pytest.raises(ValueError, match=reason):
+                brought(asking(video_data=[f"{web.url}/{path}"]))
+
+    def test_inline_is_inline(self, web: Web) -> None:
+        with pytest.raises(ValueError, match="data: URL; this server fetches none"):
+            brought(asking(image_data=[f"{web.url}/x"]), allow_urls=False)
+        assert web.asked == []
+
+
+@pytest.mark.parametrize("allowed", ["inline", "public", "any"])
+@pytest.mark.parametrize("has_processor", [True, False])
+def test_the_tokenizer_manager_gets_nothing_to_open(
+    web: Web, monkeypatch: pytest.MonkeyPatch, allowed: str, has_processor: bool
+) -> None:
+    """Every door of the server and the lines of batches come by here, just before SGLang's
+    processors of media."""
+    from sglang.srt.entrypoints import engine
+    from sglang.srt.managers import tokenizer_manager
+
+    # Replaced when a manager is made: as it was, afterwards.
+    name = "APIServerReqTimeStats"
+    monkeypatch.setattr(tokenizer_manager, name, getattr(tokenizer_manager, name))
+    seen: list[Any] = []
+
+    async def tokenize(_: object, request: Any) -> None:
+        seen.append(request.image_data)
+
+    stock = tokenizer_manager.TokenizerManager
+    monkeypatch.setattr(stock, "_tokenize_one_request", tokenize)
+    monkeypatch.setattr(engine, "init_tokenizer_manager", lambda *args: (args[2], None))
+    server_args = SimpleNamespace(
+        _coserve=CoserveConfig(media_sources=allowed), limit_mm_data_per_request=None
+    )
+    manager_class, _ = processes.init_tokenizer_manager(server_args, None)
+    manager = manager_class.__new__(manager_class)
+    manager.mm_processor = object() if has_processor else None
+    manager.server_args = server_args
+    url = f"{web.url}/x"
+    asyncio.run(manager._tokenize_one_request(asking(image_data=DATA_URL)))
+    if has_processor and allowed != "any":
+        with pytest.raises(ValueError, match=r"^image: "):
+            asyncio.run(manager._tokenize_one_request(asking(image_data=[url])))
+        assert seen == [DATA_URL]
+    else:
+        asyncio.run(manager._tokenize_one_request(asking(image_data=[url])))
+        assert seen == [DATA_URL, [url]]
+    assert web.asked == []

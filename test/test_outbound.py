@@ -1,0 +1,98 @@
+"""Which addresses are public, and that no others are connected to."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_coserve.outbound import OutboundTransport, is_private_literal, is_public
+
+PRIVATE_V4 = ["127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0"]
+PRIVATE = [
+    *PRIVATE_V4,
+    *("100.64.0.1", "198.18.0.1", "224.0.0.1", "255.255.255.255", "240.0.0.1"),
+    *("::", "::1", "fe80::1", "fe80::1%eth0", "fc00::1", "fd12::1", "ff02::1", "2001:db8::1"),
+    *("fec0::1", "feff::1"),
+    *(f"::ffff:{v4}" for v4 in PRIVATE_V4),
+    *(f"::{v4}" for v4 in PRIVATE_V4),
+    *(f"64:ff9b::{v4}" for v4 in PRIVATE_V4),
+    *("64:ff9b:1::8.8.8.8", "::8.8.8.8"),
+    *("2002:7f00:1::", "2002:a01:203::1", "2002:808:808::1", "2001:0:4136:e378::1"),
+]
+PUBLIC = ["8.8.8.8", "93.184.215.14", "2606:4700::1111", "64:ff9b::8.8.8.8", "::ffff:8.8.8.8"]
+
+
+@pytest.mark.parametrize("address", PRIVATE)
+def test_private_addresses(address: str) -> None:
+    assert not is_public(address)
+    assert is_private_literal(address)
+
+
+@pytest.mark.parametrize("address", PUBLIC)
+def test_public_addresses(address: str) -> None:
+    assert is_public(address)
+    assert not is_private_literal(address)
+
+
+@pytest.mark.parametrize(
+    "host", ["127.1", "0x7f.1", "0177.0.0.1", "017700000001", "2130706433", "0x7f000001", "0"]
+)
+def test_an_address_may_be_written_otherwise(host: str) -> None:
+    assert is_private_literal(host)
+
+
+@pytest.mark.parametrize("host", ["example.org", "a" * 70 + ".org", "\u2603.net", "", "1.2.3.4.5"])
+def test_a_name_is_no_address(host: str) -> None:
+    assert not is_private_literal(host)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_an_ipv4_address_is_as_public_inside_an_ipv6_one(number: int) -> None:
+    v4 = ipaddress.IPv4Address(number)
+    for embedded in (f"::ffff:{v4}", f"64:ff9b::{v4}"):
+        assert is_public(embedded) == is_public(str(v4))
+    assert not is_public(f"::{v4}")
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost", "[::1]", "0x7f.1", "2130706433", "[::ffff:127.0.0.1]"]
+)
+def test_nothing_private_is_connected_to(host: str) -> None:
+    calls: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        calls.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")
+        writer.close()
+
+    async def get(port: int, *, allow_private: bool) -> str:
+        transport = OutboundTransport(allow_private=allow_private)
+        async with httpx.AsyncClient(transport=transport, timeout=10) as client:
+            return (await client.get(f"http://{host}:{port}/x")).text
+
+    async def scenario() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(httpx.ConnectError, match="private"):
+                await get(port, allow_private=False)
+            assert calls == []
+            if "::" not in host:
+                assert await get(port, allow_private=True) == "hi"
+                assert f"host: {host}:{port}".encode() in calls[0].lower()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("host", ["a" * 64 + ".org", "no-such-name.invalid"])
+def test_a_name_that_leads_nowhere(host: str) -> None:
+    async def get() -> None:
+        async with httpx.AsyncClient(transport=OutboundTransport(), timeout=10) as client:
+            await client.get(f"http://{host}/")
+
+    with pytest.raises(httpx.ConnectError, match="looked up"):
+        asyncio.run(get())
