@@ -26,6 +26,8 @@ from sglang_coserve.srt.batch_api import (
 )
 from sglang_coserve.srt.kv_checkpoint.settings import check_combination, server_settings
 from sglang_coserve.srt.listen_address import check_listen_address
+from sglang_coserve.srt.prompt_limit import body_limits
+from sglang_coserve.srt.request_gate import RequestGateMiddleware, set_body_limits
 from sglang_coserve.srt.service_tier import ServiceTierMiddleware
 
 __all__ = ["launch_server", "parse_server_args"]
@@ -143,6 +145,8 @@ def _install_routes(http_server: Any) -> None:
 
     app = http_server.app
     app.add_middleware(ServiceTierMiddleware)
+    # Added last, it comes first.
+    app.add_middleware(RequestGateMiddleware)
     app.add_api_route(STATUS_PATH, status, methods=["GET"])
     install_batch_api(http_server)
 
@@ -158,6 +162,7 @@ def _install_routes(http_server: Any) -> None:
         **kwargs: Any,
     ) -> None:
         verify_in_place(app, scheduler_infos)
+        set_body_limits(app, body_limits(tokenizer_manager))
         # Again: loading a model takes long enough for another to have come.
         check_listen_address(server_args.host, server_args.port)
         serve(
@@ -186,8 +191,12 @@ def verify_in_place(app: Any, scheduler_infos: Sequence[dict[str, Any]]) -> None
         for rank, info in enumerate(scheduler_infos)
         if INIT_INFO_KEY not in info
     ]
-    if not any(entry.cls is ServiceTierMiddleware for entry in app.user_middleware):
-        problems.append("the service_tier middleware is not installed")
+    installed = {entry.cls for entry in app.user_middleware}
+    problems += [
+        f"{middleware.__name__} is not installed"
+        for middleware in (ServiceTierMiddleware, RequestGateMiddleware)
+        if middleware not in installed
+    ]
     if STATUS_PATH not in {getattr(route, "path", None) for route in app.routes}:
         problems.append(f"the route {STATUS_PATH} is not installed")
     problems += [f"the batch route {path} is not installed" for path in missing_routes(app)]
