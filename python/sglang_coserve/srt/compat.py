@@ -122,8 +122,11 @@ def missing_seams() -> list[str]:
         Scheduler: _SCHEDULER_METHODS,
         scheduler_module: ("PrefillAdder",),
         PrefillAdder: ("add_chunked_req",),
-        TokenizerManager: ("_validate_one_request", "generate_request", "serving_chat_class"),
-        OpenAIServingBase: ("handle_request",),
+        TokenizerManager: (
+            *("_tokenize_one_request", "_tokenize_texts", "_validate_one_request"),
+            *("generate_request", "serving_chat_class"),
+        ),
+        OpenAIServingBase: ("_convert_to_internal_request", "handle_request"),
         GenerateReqInput: ("contains_mm_input", "rid", "stream", *STATEFUL_FIELDS),
         EmbeddingReqInput: ("contains_mm_input", "rid", "sampling_params"),
         SamplingParams: ("stream_interval", *STATEFUL_PARAMS),
