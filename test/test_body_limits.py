@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,14 +20,15 @@ values = st.recursive(
 )
 
 
-def counts(value: Any) -> tuple[int, int]:
-    """Commas and opening brackets, and opening braces, outside of strings."""
+def counts(value: Any) -> tuple[int, int, int]:
+    """Commas and opening brackets, opening braces, and colons, outside of strings."""
     if not isinstance(value, list | dict):
-        return 0, 0
-    inner = [counts(each) for each in (value.values() if isinstance(value, dict) else value)]
-    own = max(1, len(value))
+        return 0, 0, 0
     is_object = isinstance(value, dict)
-    return own + sum(v for v, _ in inner), is_object + sum(o for _, o in inner)
+    own = (max(1, len(value)), int(is_object), len(value) if is_object else 0)
+    inner = [counts(each) for each in (value.values() if is_object else value)]
+    num_values, num_objects, num_keys = map(sum, zip(own, *inner, strict=True))
+    return num_values, num_objects, num_keys
 
 
 def is_taken(content: bytes, piece_bytes: int, limits: BodyLimits) -> bool:
@@ -42,14 +44,11 @@ def is_taken(content: bytes, piece_bytes: int, limits: BodyLimits) -> bool:
 @given(values, st.booleans(), st.integers(1, 40))
 def test_the_limits_are_exact(value: Any, ascii_only: bool, piece_bytes: int) -> None:
     content = json.dumps(value, ensure_ascii=ascii_only).encode()
-    num_values, num_objects = counts(value)
-    size = len(content)
-    assert is_taken(content, piece_bytes, BodyLimits(size, num_values, num_objects))
-    assert not is_taken(content, piece_bytes, BodyLimits(size - 1, num_values, num_objects))
-    if num_values:
-        assert not is_taken(content, piece_bytes, BodyLimits(size, num_values - 1, num_objects))
-    if num_objects:
-        assert not is_taken(content, piece_bytes, BodyLimits(size, num_values, num_objects - 1))
+    exact = BodyLimits(len(content), *counts(value))
+    assert is_taken(content, piece_bytes, exact)
+    for name in ("max_bytes", "max_values", "max_objects", "max_keys"):
+        if most := getattr(exact, name):
+            assert not is_taken(content, piece_bytes, replace(exact, **{name: most - 1}))
 
 
 @given(st.binary(), st.integers(1, 40))
@@ -63,7 +62,12 @@ def test_text_is_no_values() -> None:
 
 @pytest.mark.parametrize(
     ("value", "what"),
-    [("x" * (5 << 20), "bytes"), ([1] * 300_000, "values"), ([{}] * 6_000, "objects")],
+    [
+        ("x" * (5 << 20), "bytes"),
+        ([1] * 300_000, "values"),
+        ([{}] * 6_000, "objects"),
+        (dict.fromkeys(map(str, range(30_000))), "keys"),
+    ],
 )
 def test_what_is_too_much_is_said(value: Any, what: str) -> None:
     with pytest.raises(BodyTooLargeError, match=rf"[0-9,]+ {what}"):

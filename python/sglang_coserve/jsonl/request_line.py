@@ -48,7 +48,7 @@ def parse_request_line(content: bytes, endpoint: str) -> RequestLine:
     # An empty list of 2 bytes becomes an object of 56: the size of a line does not bound it.
     if len(content) > _MAX_VALUES:
         try:
-            check_body(content, BodyLimits(len(content), _MAX_VALUES, _MAX_VALUES))
+            check_body(content, BodyLimits(len(content), _MAX_VALUES, _MAX_VALUES, len(content)))
         except BodyTooLargeError:
             raise LineError("line_too_complex", f"more than {_MAX_VALUES:,} values") from None
     try:

@@ -24,6 +24,7 @@ from sglang_coserve.srt.batch_api import (
     check_batch_settings,
     install_batch_api,
 )
+from sglang_coserve.srt.fail_fast import install_fail_fast
 from sglang_coserve.srt.kv_checkpoint.settings import check_combination, server_settings
 from sglang_coserve.srt.listen_address import check_listen_address
 from sglang_coserve.srt.prompt_limit import body_limits
@@ -153,6 +154,7 @@ def _install_routes(http_server: Any) -> None:
     # Added last, it comes first.
     app.add_middleware(RequestGateMiddleware)
     app.add_api_route(STATUS_PATH, status, methods=["GET"])
+    install_fail_fast(app)  # Before ours are there, which read little.
     install_batch_api(http_server)
 
     serve = http_server._setup_and_run_http_server

@@ -9,6 +9,7 @@ those of the whole text.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 from sglang_coserve.jsonl.body_limits import BodyLimits
@@ -111,7 +112,7 @@ def body_limits(manager: Any) -> BodyLimits:
         max_bytes = max(max_bytes, _MULTIMODAL_BYTES)
     # A prompt of token ids, and what is said of it.
     max_values = max(default.max_values, max_tokens + default.max_objects)
-    return BodyLimits(max_bytes, max_values, default.max_objects)
+    return replace(default, max_bytes=max_bytes, max_values=max_values)
 
 
 def check_prompts(request: Any) -> None:
