@@ -24,7 +24,10 @@ class FailFast:
 
     def __init__(self, adapter: TypeAdapter[Any]) -> None:
         self._adapter = adapter
-        self._validator = SchemaValidator(_failing_fast(adapter.core_schema))
+        # Not with the validators that the models inside have already.
+        self._validator = SchemaValidator(
+            _failing_fast(adapter.core_schema), None, _use_prebuilt=False
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._adapter, name)
@@ -62,7 +65,8 @@ def _failing_fast(schema: Any) -> Any:
             key: value if key in _NOT_SCHEMAS else _failing_fast(value)
             for key, value in schema.items()
         }
-        if changed.get("type") in _LISTS:
+        # A model may have a field of that name.
+        if isinstance(changed.get("type"), str) and changed["type"] in _LISTS:
             changed["fail_fast"] = True
         return changed
     if isinstance(schema, list | tuple):

@@ -55,14 +55,32 @@ def test_a_text_that_is_too_long_is_refused(deployment: Deployment, path: str) -
     assert "longer than the" in answer.text
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"input_ids": [None] * 200_000}),
+        ("/v1/completions", {"model": "small", "prompt": [None] * 200_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [None] * 200_000}]}),
+    ],
+)
+def test_many_faults_are_told_in_few_words(
+    deployment: Deployment, path: str, body: dict[str, Any]
+) -> None:
+    answer = post(deployment, path, body)
+    assert answer.status_code == 400
+    # Told one by one they would be half a gigabyte. The value at fault is told with each.
+    assert answer.text.count("'loc'") < 50
+
+
 def test_large_lines_fail_alone(client: openai.OpenAI) -> None:
     large = {
         "text": line("text", prompt=TEXT),
         "values": line("values", prompt=["a"] * 300_000),
         "token ids": line("token ids", prompt=[7] * 900_000),
+        "faults": line("faults", prompt=[None] * 200_000),
         "long": line("long", prompt=TEXT[: 3 << 20]),
     }
     found = completed(client, create(client, lines(2) + "".join(large.values()).encode()).id)
     statuses = {name: record["response"]["status_code"] for name, record in found.items()}
-    refused = {name: 400 if name == "long" else 413 for name in large}
+    refused = {name: 400 if name in ("long", "faults") else 413 for name in large}
     assert statuses == {"id-0": 200, "id-1": 200, **refused}
