@@ -45,7 +45,7 @@ class TimedBackend:
     def __init__(self, inner: BatchBackend) -> None:
         self._inner = inner
         self._began_s: float | None = None
-        self.model, self.endpoints = inner.model, inner.endpoints
+        self.model, self.endpoints, self.limits = inner.model, inner.endpoints, inner.limits
 
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]

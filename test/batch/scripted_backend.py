@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from sglang_coserve.batch import BackendLoad, LineRequest, LineResult
+from sglang_coserve.jsonl.body_limits import BodyLimits
 
 ENDPOINT = "/v1/completions"
 
@@ -66,6 +67,7 @@ class ScriptedBackend:
     is_online_busy: bool = False
     model: str = "scripted"
     endpoints: frozenset[str] = frozenset({ENDPOINT, "/v1/chat/completions"})
+    limits: BodyLimits = field(default_factory=BodyLimits)
     in_flight: list[InFlight] = field(default_factory=list)
     started: list[LineRequest] = field(default_factory=list)
     aborted: list[LineRequest] = field(default_factory=list)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
+import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -17,6 +19,8 @@ from batch.live_app import LiveApp
 from batch.route_calls import create, until, upload
 from batch.scenarios import lines
 from batch.scripted_backend import ENDPOINT, ScriptedBackend
+from sglang_coserve.batch import BatchRequestError
+from sglang_coserve.batch.routes.upload_form import UploadForm
 
 MAX_LINE_BYTES = 4_000_000
 
@@ -163,6 +167,50 @@ def test_bodies_that_are_no_form(
     answer = http.post("/v1/files", content=body, headers={"content-type": content_type})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_form")
     assert stored(data) == before
+
+
+_FILE = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nx\r\n'
+_PURPOSE = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+_ENDLESS = {
+    "one field": (b"", _PURPOSE),
+    "nameless parts": (b"", b"--x\r\nContent-Type: text/plain\r\n\r\nx\r\n"),
+    "parts without headers": (b"", b"--x\r\n\r\nx\r\n"),
+    "a field": (b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n', b"x" * 1000),
+    "a header's name": (b"--x\r\n", b"x" * 1000),
+    "a header's value": (b"--x\r\nContent-Disposition: ", b"x" * 1000),
+    "headers": (b"--x\r\n", b"A: b\r\n" * 100),
+    "line endings before": (b"", b"\r\n" * 500),
+    "fields behind": (_PURPOSE + _FILE, _PURPOSE),
+    "headers behind": (_PURPOSE + _FILE + b"--x\r\n", b"A: b\r\n" * 100),
+}
+
+
+@pytest.mark.parametrize("chunk_bytes", [7, 1 << 16])
+@pytest.mark.parametrize(("head", "rest"), _ENDLESS.values(), ids=_ENDLESS)
+def test_a_form_without_end_is_read_to_a_limit(head: bytes, rest: bytes, chunk_bytes: int) -> None:
+    taken = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal taken
+        pieces = itertools.chain([head], itertools.repeat(rest))
+        content = b""
+        while True:
+            while len(content) < chunk_bytes:
+                content += next(pieces)
+            taken += chunk_bytes
+            assert taken < 1_000_000, "still reading"
+            yield content[:chunk_bytes]
+            content = content[chunk_bytes:]
+
+    async def read() -> None:
+        form = UploadForm("multipart/form-data; boundary=x", body())
+        await form.read_to_file()
+        async for _ in form.file_chunks():
+            pass
+
+    with pytest.raises(BatchRequestError) as caught:
+        asyncio.run(read())
+    assert caught.value.code == "invalid_form"
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])

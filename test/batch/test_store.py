@@ -21,6 +21,7 @@ from sglang_coserve.batch import (
     TooManyError,
 )
 from sglang_coserve.batch.record import LineFault, Progress, Status, Usage
+from sglang_coserve.batch.schemas import FileList
 from sglang_coserve.batch.state import (
     CancelAsked,
     Failed,
@@ -209,17 +210,23 @@ def test_pages_add_up_to_everything_of_one_owner(
     mine = [number for number, owner in enumerate(owners) if owner == "a"]
 
     files: list[str] = []
-    while page := file_rows.page(
-        connection,
-        "a",
-        0.0,
-        after=files[-1] if files else None,
-        limit=limit,
-        is_ascending=is_ascending,
-        purpose=None,
-    ):
-        assert len(page) <= limit
-        files += [file.id for file in page]
+    has_more = True
+    while has_more:
+        content = file_rows.page(
+            connection,
+            "a",
+            0.0,
+            after=files[-1] if files else None,
+            limit=limit,
+            is_ascending=is_ascending,
+            purpose=None,
+        )
+        page = FileList.model_validate_json(content, strict=True)
+        assert len(page.data) <= limit
+        ids = [file.id for file in page.data]
+        assert (page.first_id, page.last_id) == (ids[0], ids[-1]) if ids else (None, None)
+        files += ids
+        has_more = page.has_more
     assert files == [f"file-{n}" for n in (mine if is_ascending else reversed(mine))]
 
     batches: list[str] = []

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -191,3 +192,50 @@ def test_two_values_of_one_target_are_refused() -> None:
     marked = move_marks(json.dumps(same).encode())
     assert marked is not None
     assert json.loads(marked.content) == {"custom_params": {"coserve_slo_ttft_ms": 300}}
+
+
+class Stock:
+    """What SGLang's route makes of a body, as far as its JSON goes."""
+
+    async def __call__(self, _scope: Any, receive: Any, send: Any) -> None:
+        try:
+            fields = orjson.loads((await receive())["body"])
+            status = 200 if isinstance(fields, dict) else 400
+        except orjson.JSONDecodeError:
+            status = 400
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def status_of(app: Any, body: bytes) -> int:
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    asyncio.run(app(scope, receive, send))
+    return int(sent[0]["status"])
+
+
+marks = st.sampled_from([b'"service_tier":"flex"', b'"coserve_class":"offline"'])
+odd = st.sampled_from(
+    [b'"\\ud800"', b'"\xed\xa0\x80"', b"1e999", b"NaN", str(1 << 80).encode(), b'"\xff"', b"\xef"]
+    + [b"[" * n + b"]" * n for n in (200, 300, 900, 1100, 100_000)]
+    + [b'{"a":' * n + b"1" + b"}" * n for n in (300, 1100, 100_000)]
+)
+raw = st.binary(max_size=30) | odd | st.text(max_size=9).map(lambda text: json.dumps(text).encode())
+
+
+@given(marks, st.lists(raw, max_size=4), st.sampled_from([b",", b":", b',"a":', b""]))
+def test_no_bytes_fare_worse_with_a_mark(mark: bytes, pieces: list[bytes], between: bytes) -> None:
+    for body in (
+        b"{" + between.join([mark, *pieces]) + b"}",
+        b'{"a":' + between.join([*pieces, mark]) + b"}",
+        between.join([mark, *pieces]),
+        b'{"a":' + b"".join(pieces[:1]) + b"," + mark + b"}",
+    ):
+        assert status_of(ServiceTierMiddleware(Stock()), body) == status_of(Stock(), body)

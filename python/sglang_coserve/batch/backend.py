@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from sglang_coserve.jsonl.body_limits import BodyLimits
+
 __all__ = ["Backend", "BackendLoad", "LineRequest", "LineResult"]
 
 
@@ -82,6 +84,10 @@ class Backend(Protocol):
     @property
     def endpoints(self) -> frozenset[str]:
         """The endpoints that this model can serve."""
+
+    @property
+    def limits(self) -> BodyLimits:
+        """What one line may be. ``run`` gets none that is more."""
 
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from http import HTTPStatus
 
-from sglang_coserve.batch.backend import LineRequest
+from sglang_coserve.batch.backend import LineRequest, LineResult
 from sglang_coserve.batch.context import BatchContext
 from sglang_coserve.batch.errors import StorageError
 from sglang_coserve.batch.fair_slots import Lane
 from sglang_coserve.batch.journal import TokenJournal
+from sglang_coserve.batch.line_parser import LineParser
 from sglang_coserve.batch.line_source import InputLine, LineSource
 from sglang_coserve.batch.record import BatchRecord, Progress, Usage
 from sglang_coserve.batch.result_log import ResultLog
@@ -19,12 +21,8 @@ from sglang_coserve.batch.result_record import encode_result, encode_unserved, u
 from sglang_coserve.batch.result_writer import ResultWriter
 from sglang_coserve.batch.retry import RetryPolicy
 from sglang_coserve.batch.serve_line import serve_line
-from sglang_coserve.jsonl.request_line import (
-    LineError,
-    RequestLine,
-    estimate_tokens,
-    parse_request_line,
-)
+from sglang_coserve.jsonl.body_limits import BodyTooLargeError
+from sglang_coserve.jsonl.request_line import RequestLine, estimate_tokens
 
 __all__ = ["BatchRun"]
 
@@ -48,6 +46,12 @@ class BatchRun:
         self._context = context
         self._commit = commit
         limits, directory = context.limits, context.directory
+        self._lines = LineParser(
+            directory.file(batch.input_file_id),
+            batch.endpoint,
+            context.backend.limits,
+            context.threads,
+        )
         self._retries = RetryPolicy(
             limits.max_attempts, limits.first_retry_delay_s, limits.max_retry_delay_s
         )
@@ -85,9 +89,8 @@ class BatchRun:
         async with self._open() as (source, writer):
             async for line in source:
                 await writer.room()
-                record = encode_unserved(
-                    self._batch.id, line.number, self._parse(line).custom_id, code, message
-                )
+                custom_id = await self._lines.custom_id(line)
+                record = encode_unserved(self._batch.id, line.number, custom_id, code, message)
                 writer.add(record, is_ok=False, usage=Usage(), estimated_tokens=0)
 
     async def settle(self) -> None:
@@ -133,7 +136,11 @@ class BatchRun:
             async with asyncio.TaskGroup() as lines:
                 async for line in source:
                     await writer.room()
-                    request = self._parse(line)
+                    try:
+                        request = await self._lines.parse(line)
+                    except BodyTooLargeError as error:
+                        await self._refuse(line, str(error), writer)
+                        continue
                     size_bytes = len(line.content)
                     estimated_tokens = estimate_tokens(size_bytes, request.body)
                     await self._context.slots.acquire(self._lane, size_bytes, estimated_tokens)
@@ -167,8 +174,11 @@ class BatchRun:
         )
         result = await serve_line(line_request, self._journal, self._retries, self._context)
         usage = usage_of(result.body)
+        record = await self._context.threads.run(
+            encode_result, batch.id, line, request.custom_id, result
+        )
         writer.add(
-            encode_result(batch.id, line, request.custom_id, result),
+            record,
             is_ok=result.status_code < 400,
             usage=usage,
             estimated_tokens=estimated_tokens,
@@ -180,13 +190,17 @@ class BatchRun:
         tokens = 0 if task.cancelled() or task.exception() else task.result()
         self._context.slots.release(self._lane, size_bytes, estimated_tokens, tokens)
 
-    def _parse(self, line: InputLine) -> RequestLine:
-        try:
-            return parse_request_line(line.content, self._batch.endpoint)
-        except LineError as error:
-            raise StorageError(
-                f"line {line.number} of {self._batch.input_file_id} has changed: {error}"
-            ) from error
+    async def _refuse(self, line: InputLine, why: str, writer: ResultWriter) -> None:
+        """Write the record of a line that is too large for the engine."""
+        custom_id = await self._lines.custom_id(line)
+        error = {"message": why, "type": "invalid_request_error", "param": None, "code": None}
+        result = LineResult(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "", {"error": error})
+        writer.add(
+            encode_result(self._batch.id, line.number, custom_id, result),
+            is_ok=False,
+            usage=Usage(),
+            estimated_tokens=estimate_tokens(len(line.content), {}),
+        )
 
     async def _journal_regularly(self) -> None:
         while True:

@@ -24,6 +24,9 @@ class InputLine:
     """A line that asks for something and has no record yet."""
 
     number: int
+    offset: int
+    """Where it begins in the file."""
+
     content: bytes
 
 
@@ -62,12 +65,13 @@ class LineSource:
             with self._path.open("rb", buffering=_AHEAD_BYTES) as file:
                 file.seek(self._offset)
                 for line in read_lines(file, self._max_line_bytes, after_line=self._number):
+                    offset = self._offset
                     self._offset += line.size_bytes
                     self._number = line.number
                     if line.number not in self.finished and not is_blank(line.content):
                         if line.content is None:
                             raise StorageError(f"{self._path} has changed since it was checked")
-                        self._ahead.append(InputLine(line.number, line.content))
+                        self._ahead.append(InputLine(line.number, offset, line.content))
                         size_bytes += line.size_bytes
                     if (
                         size_bytes >= _AHEAD_BYTES

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable
 from datetime import UTC, datetime
 
 from sglang_coserve.batch.eta import Outlook
@@ -15,14 +14,13 @@ from sglang_coserve.batch.schemas import (
     BatchObject,
     BatchUsage,
     CoserveBatch,
-    FileList,
     FileObject,
     InputTokensDetails,
     OutputTokensDetails,
     RequestCounts,
 )
 
-__all__ = ["batch_list", "batch_object", "file_list", "file_object"]
+__all__ = ["batch_list", "batch_object", "file_object"]
 
 
 def file_object(file: FileRecord) -> FileObject:
@@ -37,20 +35,10 @@ def file_object(file: FileRecord) -> FileObject:
     )
 
 
-def file_list(found: Sequence[FileRecord], limit: int) -> FileList:
-    """Return the first ``limit`` of ``found``, which holds one more when there are more."""
-    data = [file_object(file) for file in found[:limit]]
-    return FileList(
-        data=data,
-        first_id=data[0].id if data else None,
-        last_id=data[-1].id if data else None,
-        has_more=len(found) > limit,
-    )
-
-
-def batch_list(found: Sequence[BatchObject], limit: int) -> BatchList:
-    """Return the first ``limit`` of ``found``, which holds one more when there are more."""
-    data = list(found[:limit])
+def batch_list(batches: Iterable[BatchObject], limit: int) -> BatchList:
+    """Return the first ``limit`` of ``batches``, which are one more when there are more."""
+    found = list(batches)
+    data = found[:limit]
     return BatchList(
         data=data,
         first_id=data[0].id if data else None,
@@ -62,7 +50,10 @@ def batch_list(found: Sequence[BatchObject], limit: int) -> BatchList:
 def batch_object(batch: BatchRecord, outlook: Outlook | None, trouble: str | None) -> BatchObject:
     """Return a batch as the API shows it."""
     progress, usage = batch.progress, batch.progress.usage
-    faults = [BatchError(**asdict(fault)) for fault in batch.faults]
+    faults = [
+        BatchError(code=fault.code, message=fault.message, line=fault.line, param=fault.param)
+        for fault in batch.faults
+    ]
     return BatchObject(
         id=batch.id,
         endpoint=batch.endpoint,

@@ -23,7 +23,7 @@ from sglang_coserve.batch.file_store import FileStore
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.owner_storage import OwnerStorage
 from sglang_coserve.batch.record import BatchEvent, BatchRecord, FileRecord
-from sglang_coserve.batch.render import batch_list, batch_object, file_list, file_object
+from sglang_coserve.batch.render import batch_list, batch_object, file_object
 from sglang_coserve.batch.schemas import (
     BatchList,
     BatchObject,
@@ -227,18 +227,32 @@ class BatchService:
         purpose: str | None = None,
     ) -> FileList:
         """Return a page of files, by their creation."""
+        content = await self.list_files_json(
+            owner, after=after, limit=limit, order=order, purpose=purpose
+        )
+        return await self._context.threads.run(FileList.model_validate_json, content)
+
+    async def list_files_json(
+        self,
+        owner: str,
+        *,
+        after: str | None = None,
+        limit: int = _MAX_FILES,
+        order: str = "desc",
+        purpose: str | None = None,
+    ) -> str:
+        """Return the same page as JSON; no file of it becomes an object of Python."""
         check_limit(limit, _MAX_FILES)
         check_order(order)
-        found = await self._context.store.run(
+        return await self._context.store.run(
             file_rows.page,
             owner,
             self._context.clock.now_s(),
             after=after,
-            limit=limit + 1,
+            limit=limit,
             is_ascending=order == "asc",
             purpose=purpose,
         )
-        return file_list(found, limit)
 
     async def retrieve_file(self, owner: str, file_id: str) -> FileObject:
         """Return one file."""
@@ -300,7 +314,9 @@ class BatchService:
         found = await self._context.store.run(
             batch_rows.page, owner, after=after, limit=limit + 1, status=status
         )
-        return batch_list(self._all_shown(found), limit)
+        render = self._renderer(found)
+        # A failed batch has up to a hundred errors, and is not small either.
+        return await self._context.threads.run(lambda: batch_list(map(render, found), limit))
 
     async def cancel_batch(self, owner: str | None, batch_id: str) -> BatchObject:
         """Have a batch cancelled; what is finished stays.
@@ -362,14 +378,13 @@ class BatchService:
         return self._shown(await self._runner.change(batch_id, event, owner))
 
     def _shown(self, batch: BatchRecord) -> BatchObject:
-        return self._all_shown([batch])[0]
+        return self._renderer([batch])(batch)
 
-    def _all_shown(self, batches: list[BatchRecord]) -> list[BatchObject]:
+    def _renderer(self, batches: list[BatchRecord]) -> Callable[[BatchRecord], BatchObject]:
+        """Return what makes objects of ``batches``, in any thread."""
         outlooks = self._runner.outlooks(batches)
-        return [
-            batch_object(batch, outlooks.get(batch.id), self._runner.trouble(batch.id))
-            for batch in batches
-        ]
+        troubles = {batch.id: self._runner.trouble(batch.id) for batch in batches}
+        return lambda batch: batch_object(batch, outlooks.get(batch.id), troubles[batch.id])
 
     async def _expire_regularly(self) -> None:
         while True:

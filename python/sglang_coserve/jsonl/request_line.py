@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import orjson
 
+from sglang_coserve.jsonl.body_limits import BodyLimits, BodyTooLargeError, check_body
+
 __all__ = ["LineError", "RequestLine", "estimate_tokens", "parse_request_line"]
 
 _MAX_VALUES: Final = 1_000_000
@@ -44,8 +46,11 @@ def parse_request_line(content: bytes, endpoint: str) -> RequestLine:
             many values to be held in memory, or not a request to ``endpoint``.
     """
     # An empty list of 2 bytes becomes an object of 56: the size of a line does not bound it.
-    if len(content) > _MAX_VALUES and sum(map(content.count, (b",", b"[", b"{"))) > _MAX_VALUES:
-        raise LineError("line_too_complex", f"more than {_MAX_VALUES:,} values")
+    if len(content) > _MAX_VALUES:
+        try:
+            check_body(content, BodyLimits(len(content), _MAX_VALUES, _MAX_VALUES, len(content)))
+        except BodyTooLargeError:
+            raise LineError("line_too_complex", f"more than {_MAX_VALUES:,} values") from None
     try:
         fields = orjson.loads(content)
     except orjson.JSONDecodeError as error:

@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError, UnknownClassError
 from sglang_coserve.srt.request_marks import CLASS_KEY, MARK_PREFIX
@@ -49,9 +51,10 @@ def move_marks(content: bytes) -> MarkedBody | None:
         RequestError: a mark names no class, or two contradict each other.
     """
     try:
-        fields = json.loads(content)
+        # As the route does: what it takes for malformed, it is to answer in its own words.
+        fields = orjson.loads(content)
     except ValueError:
-        return None  # The route answers malformed JSON in its own words.
+        return None
     if not isinstance(fields, dict):
         return None
     request_class = class_of_body(fields)
@@ -79,8 +82,19 @@ def move_marks(content: bytes) -> MarkedBody | None:
         for key, value in fields.items()
         if key != SERVICE_TIER and not key.startswith(MARK_PREFIX)
     }
-    content = json.dumps({**kept, "custom_params": moved}, ensure_ascii=False).encode()
-    return MarkedBody(content, None if request_class is None else _TIER_USED[request_class])
+    tier_used = None if request_class is None else _TIER_USED[request_class]
+    return MarkedBody(_dumped({**kept, "custom_params": moved}), tier_used)
+
+
+def _dumped(fields: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(fields)
+    except orjson.JSONEncodeError:
+        # It reads 1,024 levels of nesting, and writes 254.
+        try:
+            return json.dumps(fields).encode()
+        except RecursionError:
+            raise RequestError("the body is too deeply nested") from None
 
 
 def class_of_body(body: dict[str, Any]) -> RequestClass | None:

@@ -26,8 +26,11 @@ from sglang_coserve.srt.batch_api import (
     install_batch_api,
     open_routes_warning,
 )
+from sglang_coserve.srt.fail_fast import install_fail_fast
 from sglang_coserve.srt.kv_checkpoint.settings import check_combination, server_settings
 from sglang_coserve.srt.listen_address import check_listen_address
+from sglang_coserve.srt.prompt_limit import body_limits
+from sglang_coserve.srt.request_gate import RequestGateMiddleware, set_body_limits
 from sglang_coserve.srt.service_tier import ServiceTierMiddleware
 
 __all__ = ["launch_server", "parse_server_args"]
@@ -35,6 +38,10 @@ __all__ = ["launch_server", "parse_server_args"]
 logger = logging.getLogger(__name__)
 
 STATUS_PATH = "/coserve/status"
+
+_SWITCH_S = 0.0005
+"""How long the event loop waits for a thread that computes. With Python's 5 ms it wakes 5.3 ms
+late in the median while one does, with this 0.7 ms."""
 
 
 def launch_server(argv: Sequence[str]) -> None:
@@ -63,6 +70,7 @@ def launch_server(argv: Sequence[str]) -> None:
     def on_ready() -> None:
         freeze_start_up_objects(http_server._global_state.tokenizer_manager)
 
+    sys.setswitchinterval(_SWITCH_S)
     _install_routes(http_server, server_args)
     cores = cpu.divided_cores(server_args.tp_size) if on_cpu else nullcontext()
     try:
@@ -147,7 +155,10 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
 
     app = http_server.app
     app.add_middleware(ServiceTierMiddleware)
+    # Added last, it comes first.
+    app.add_middleware(RequestGateMiddleware)
     app.add_api_route(STATUS_PATH, status, methods=["GET"])
+    install_fail_fast(app)  # Before ours are there, which read little.
     install_batch_api(http_server, server_args.admin_api_key)
 
     serve = http_server._setup_and_run_http_server
@@ -165,6 +176,7 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
         warning = open_routes_warning(server_args.api_key, server_args.admin_api_key)
         if warning is not None:
             logger.warning(warning)
+        set_body_limits(app, body_limits(tokenizer_manager))
         # Again: loading a model takes long enough for another to have come.
         check_listen_address(server_args.host, server_args.port)
         serve(
@@ -193,8 +205,12 @@ def verify_in_place(app: Any, scheduler_infos: Sequence[dict[str, Any]]) -> None
         for rank, info in enumerate(scheduler_infos)
         if INIT_INFO_KEY not in info
     ]
-    if not any(entry.cls is ServiceTierMiddleware for entry in app.user_middleware):
-        problems.append("the service_tier middleware is not installed")
+    installed = {entry.cls for entry in app.user_middleware}
+    problems += [
+        f"{middleware.__name__} is not installed"
+        for middleware in (ServiceTierMiddleware, RequestGateMiddleware)
+        if middleware not in installed
+    ]
     if STATUS_PATH not in {getattr(route, "path", None) for route in app.routes}:
         problems.append(f"the route {STATUS_PATH} is not installed")
     problems += [f"the batch route {path} is not installed" for path in missing_routes(app)]

@@ -62,18 +62,18 @@ def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
 def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
     """Make SGLang's tokenizer manager, with more checks of every request."""
     from sglang.srt.entrypoints import engine
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     from sglang_coserve.srt.arrival_time import install_arrival_times
     from sglang_coserve.srt.engine_limits import check_fatal_values
     from sglang_coserve.srt.media_sources import MediaSources
     from sglang_coserve.srt.scheduler import config_of
+    from sglang_coserve.srt.threaded_manager import ThreadedTokenizerManager
 
     allowed = config_of(server_args).media_sources
     media = None if allowed == "any" else MediaSources(allow_urls=allowed == "public")
     output_delay = install_arrival_times()
 
-    class CoserveTokenizerManager(TokenizerManager):
+    class CoserveTokenizerManager(ThreadedTokenizerManager):
         """Answers a bad mark, or a value that would end the scheduler process, with the error
         of any invalid parameter; brings media itself; times the way of first tokens."""
 

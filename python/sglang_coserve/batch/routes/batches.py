@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Path, Query
+from fastapi import APIRouter, Header, Path, Query, Response
 
 from sglang_coserve.batch.routes.caller import Owner, Service
 from sglang_coserve.batch.routes.errors import ERROR_RESPONSES, JsonRoute
@@ -30,15 +31,17 @@ async def create_batch(
     return await service.create_batch(owner, body, idempotency_key)
 
 
-@router.get("")
+@router.get("", response_model=BatchList)
 async def list_batches(
     service: Service,
     owner: Owner,
     after: Annotated[str | None, Query(max_length=64)] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
-) -> BatchList:
+) -> Response:
     """List batches, the newest first."""
-    return await service.list_batches(owner, after=after, limit=limit)
+    page = await service.list_batches(owner, after=after, limit=limit)
+    # Not by FastAPI, which would check and write it on the event loop.
+    return Response(await asyncio.to_thread(page.model_dump_json), media_type="application/json")
 
 
 @router.get("/{batch_id}")

@@ -72,7 +72,7 @@ async def create_file(service: Service, owner: Owner, request: Request) -> FileO
         )
 
 
-@router.get("")
+@router.get("", response_model=FileList)
 async def list_files(
     service: Service,
     owner: Owner,
@@ -80,9 +80,12 @@ async def list_files(
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     order: Literal["asc", "desc"] = "desc",
     purpose: Annotated[str | None, Query(max_length=64)] = None,
-) -> FileList:
+) -> Response:
     """List files by their creation."""
-    return await service.list_files(owner, after=after, limit=limit, order=order, purpose=purpose)
+    page = await service.list_files_json(
+        owner, after=after, limit=limit, order=order, purpose=purpose
+    )
+    return Response(page, media_type="application/json")
 
 
 @router.get("/{file_id}")

@@ -17,6 +17,13 @@ __all__ = ["UploadForm"]
 
 _MAX_FIELDS: Final = 16
 _MAX_FIELD_BYTES: Final = 4096
+_MAX_HEADERS: Final = 8
+_MAX_HEADER_BYTES: Final = 4096
+"""Of each part."""
+
+_MAX_OTHER_BYTES: Final = 128 << 10
+"""Everything but the file: more than all fields take at their largest, and few enough to be
+read in a few milliseconds, however they are put together."""
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 
 
@@ -37,7 +44,10 @@ class UploadForm:
         self._pieces: deque[bytes] = deque()
         self._has_file = False
         self._is_complete = False
-        self._header_name = self._header_value = b""
+        self._num_fields = 0
+        self._other_bytes = 0
+        self._header_name = bytearray()
+        self._header_value = bytearray()
         self._disposition = b""
         self._field_name: str | None = None
         self._field_value = bytearray()
@@ -54,6 +64,8 @@ class UploadForm:
                     "on_part_end": self._part_ends,
                     "on_end": self._form_ends,
                 },
+                max_header_count=_MAX_HEADERS,
+                max_header_size=_MAX_HEADER_BYTES,
             )
         except FormParserError as error:
             raise _malformed(str(error)) from error
@@ -100,10 +112,13 @@ class UploadForm:
 
     async def _read_on(self) -> None:
         async for chunk in self._body:
+            self._other_bytes += len(chunk)
             try:
                 self._parser.write(chunk)
             except FormParserError as error:
                 raise _malformed(str(error)) from error
+            if self._other_bytes > _MAX_OTHER_BYTES:
+                raise _malformed(f"it has more than {_MAX_OTHER_BYTES:,} bytes beside the file")
             return
         raise _malformed("it ends before its last boundary")
 
@@ -120,15 +135,17 @@ class UploadForm:
 
     def _header_ends(self) -> None:
         if self._header_name.lower() == b"content-disposition":
-            self._disposition = self._header_value
-        self._header_name = self._header_value = b""
+            self._disposition = bytes(self._header_value)
+        self._header_name.clear()
+        self._header_value.clear()
 
     def _headers_end(self) -> None:
         _, options = parse_options_header(self._disposition)
         name = options.get(b"name", b"").decode(errors="replace")
         filename = options.get(b"filename")
         if name != "file":
-            if len(self._fields) >= _MAX_FIELDS:
+            self._num_fields += 1
+            if self._num_fields > _MAX_FIELDS:
                 raise _malformed(f"it has more than {_MAX_FIELDS} fields")
             self._field_name = name
         elif filename is None:
@@ -142,6 +159,7 @@ class UploadForm:
 
     def _data_comes(self, data: bytes, start: int, end: int) -> None:
         if self._field_name is None:
+            self._other_bytes -= end - start
             self._pieces.append(data[start:end])
             return
         self._field_value += data[start:end]

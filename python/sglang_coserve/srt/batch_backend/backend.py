@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import uuid
@@ -11,10 +10,13 @@ from typing import Any
 
 from sglang_coserve.batch.backend import Backend, BackendLoad, LineRequest, LineResult
 from sglang_coserve.errors import RequestError
+from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.srt.batch_backend.answer import engine_failure, invalid_request, line_result
-from sglang_coserve.srt.batch_backend.endpoints import model_endpoints
+from sglang_coserve.srt.batch_backend.endpoints import Endpoint, model_endpoints
+from sglang_coserve.srt.batch_backend.handler_thread import HandlerThread
 from sglang_coserve.srt.batch_backend.line_manager import LineManager, LineTask
 from sglang_coserve.srt.batch_backend.token_rate import TokenRate
+from sglang_coserve.srt.prompt_limit import body_limits
 
 __all__ = ["BatchBackend"]
 
@@ -46,6 +48,7 @@ class BatchBackend(Backend):
         self._endpoints = model_endpoints(tokenizer_manager, template_manager)
         self._stream_interval_tokens = stream_interval_tokens
         self._now_s = now_s
+        self._thread = HandlerThread("coserve-lines")
         self._rate = TokenRate(monotonic_s, expected_per_s=expected_tokens_per_s)
 
     @property
@@ -60,6 +63,11 @@ class BatchBackend(Backend):
     def endpoints(self) -> frozenset[str]:
         """The endpoints that the loaded model can serve."""
         return frozenset(self._endpoints)
+
+    @property
+    def limits(self) -> BodyLimits:
+        """What one line may be."""
+        return body_limits(self._tokenizer_manager)
 
     @property
     def is_stopping(self) -> bool:
@@ -85,10 +93,6 @@ class BatchBackend(Backend):
             known = ", ".join(sorted(self._endpoints))
             message = f"this model does not serve {request.endpoint}: use one of {known}"
             return invalid_request(request_id, message)
-        try:
-            parsed = endpoint.parse(request.body)
-        except RequestError as error:
-            return invalid_request(request_id, str(error))
 
         num_told = 0
 
@@ -108,14 +112,21 @@ class BatchBackend(Backend):
         manager = LineManager(self._tokenizer_manager, task, self._stream_interval_tokens)
         with self._rate.in_flight():
             try:
-                result = line_result(request_id, await endpoint.serve(parsed, manager))
+                result = await self._thread.run(_served(endpoint, request, manager, request_id))
+            except RequestError as error:
+                return invalid_request(request_id, str(error))
             except Exception as error:
                 logger.exception("line %d of %s failed", request.line, request.batch_id)
                 result = engine_failure(request_id, f"{type(error).__name__}: {error}")
-            if manager.was_cancelled:
-                raise asyncio.CancelledError
             if manager.failure is not None:
                 return engine_failure(request_id, manager.failure)
             usage = result.body.get("usage") or {}
             self._rate.add(max(0, usage.get("total_tokens", 0) - num_told))
         return result
+
+
+async def _served(
+    endpoint: Endpoint, request: LineRequest, manager: LineManager, request_id: str
+) -> LineResult:
+    parsed = endpoint.parse(request.body)
+    return line_result(request_id, await endpoint.serve(parsed, manager))

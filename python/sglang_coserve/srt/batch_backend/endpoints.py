@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from sglang.srt.entrypoints.openai import protocol
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 from sglang.srt.entrypoints.openai.serving_embedding import OpenAIServingEmbedding
 
 from sglang_coserve.errors import RequestError
+from sglang_coserve.srt.fail_fast import FailFast
 
 __all__ = ["Endpoint", "model_endpoints"]
 
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 class Endpoint:
     """One route: the model of its body, and SGLang's handler."""
 
-    body_type: type[BaseModel]
+    body_type: FailFast
     handler: Any
     method: str = "handle_request"
     fixed_fields: Mapping[str, Any] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class Endpoint:
         try:
             # SGLang's models change what they are given, and a line may be tried again.
             fields = orjson.loads(orjson.dumps(dict(body)))
-            request = self.body_type.model_validate({**fields, **self.fixed_fields})
+            request: BaseModel = self.body_type.validate_python({**fields, **self.fixed_fields})
         except ValidationError as error:
             raise RequestError(_told(error)) from None
         except Exception as error:
@@ -69,26 +70,30 @@ def model_endpoints(tokenizer_manager: Any, template_manager: Any) -> dict[str, 
     managers = (tokenizer_manager, template_manager)
     if not tokenizer_manager.is_generation:
         handler = OpenAIServingEmbedding(*managers)
-        return {"/v1/embeddings": Endpoint(protocol.EmbeddingRequest, handler)}
+        return {"/v1/embeddings": Endpoint(_body(protocol.EmbeddingRequest), handler)}
     if tokenizer_manager.tokenizer is None:
         return {}  # Without a tokenizer there is no text to answer with.
-    completions = Endpoint(protocol.CompletionRequest, OpenAIServingCompletion(*managers))
+    completions = Endpoint(_body(protocol.CompletionRequest), OpenAIServingCompletion(*managers))
     endpoints = {"/v1/completions": completions}
     chat = tokenizer_manager.serving_chat_class(*managers)
     has_template = template_manager.chat_template_name is not None or getattr(
         tokenizer_manager.tokenizer, "chat_template", None
     )
     if has_template or chat.chat_encoding_spec is not None:
-        endpoints["/v1/chat/completions"] = Endpoint(protocol.ChatCompletionRequest, chat)
+        endpoints["/v1/chat/completions"] = Endpoint(_body(protocol.ChatCompletionRequest), chat)
         if (responses := _responses_handler(*managers)) is not None:
             endpoints["/v1/responses"] = Endpoint(
-                protocol.ResponsesRequest,
+                _body(protocol.ResponsesRequest),
                 responses,
                 method="create_responses",
                 # SGLang keeps stored responses in memory for as long as it runs.
                 fixed_fields={"store": False},
             )
     return endpoints
+
+
+def _body(model: type[BaseModel]) -> FailFast:
+    return FailFast(TypeAdapter(model))
 
 
 def _responses_handler(tokenizer_manager: Any, template_manager: Any) -> Any:

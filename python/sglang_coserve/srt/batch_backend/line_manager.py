@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -14,8 +14,10 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput
 from sglang.srt.managers.tokenizer_manager import RequestAbortedError
 
 from sglang_coserve.srt.batch_backend.continuation import can_continue
+from sglang_coserve.srt.batch_backend.handler_thread import OnLoop
 from sglang_coserve.srt.engine_limits import check_engine_limits
 from sglang_coserve.srt.offline_marks import offline_marks
+from sglang_coserve.srt.prompt_limit import BoundedManager, check_prompts
 
 __all__ = ["LineManager", "LineTask"]
 
@@ -38,25 +40,19 @@ class LineTask:
     those are in the answer. So what it has heard is never a complete generation."""
 
 
-class LineManager:
+class LineManager(BoundedManager):
     """Marks the line's request and continues it; the handler gets the final output alone.
 
-    Everything but ``generate_request`` is SGLang's manager's.
+    Everything else is SGLang's manager's. The handler runs in a ``HandlerThread``.
     """
 
     def __init__(self, inner: Any, task: LineTask, stream_interval_tokens: int) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._task = task
         self._stream_interval_tokens = stream_interval_tokens
 
         self.failure: str | None = None
         """Why the engine failed on the request; None when it did not."""
-
-        self.was_cancelled = False
-        """A handler may answer a cancellation instead of passing it on."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
     async def generate_request(self, request: Any, _raw_request: Any = None) -> AsyncIterator[Any]:
         """Serve SGLang's ``request`` and yield its final output, once.
@@ -66,11 +62,8 @@ class LineManager:
             HTTPException: ``failure`` says why the engine is at fault.
         """
         try:
-            output = await self._final_output(request)
+            output = await OnLoop(partial(self._final_output, request))
             _raise_if_aborted(output)
-        except asyncio.CancelledError:
-            self.was_cancelled = True
-            raise
         except RequestAbortedError as error:  # A ValueError, but not the request's fault.
             self.failure = str(error)
             raise
@@ -91,6 +84,7 @@ class LineManager:
         To be cancelled is enough to abort the request: SGLang then does it itself.
         """
         feed = self._prepare(request)
+        check_prompts(request)
         is_delta = feed is not None and self._inner.incremental_streaming_output
         output: Any = None
         output_ids: list[int] = []

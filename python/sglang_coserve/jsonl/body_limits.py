@@ -1,0 +1,101 @@
+"""How much JSON a request may be, told from its bytes before anything parses it.
+
+A parser holds the interpreter lock until it is done, in whatever thread it runs:
+nobody gets a token meanwhile. So what may be parsed is bounded, and what is beyond
+that is refused from its bytes alone, which are counted piece by piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from sglang_coserve.errors import RequestError
+
+__all__ = ["BodyLimits", "BodyMeter", "BodyTooLargeError", "check_body"]
+
+_PIECE_BYTES: Final = 1 << 16
+"""Takes 0.6 ms at the worst (nothing but quotation marks)."""
+
+
+class BodyTooLargeError(RequestError):
+    """A body is beyond a limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """What one request may be.
+
+    The defaults let parsing and validating take 20 to 40 ms each at the worst. Measured on
+    one core of an AMD EPYC, with ``json`` or ``orjson`` and then SGLang's models: 4 to 6 ms
+    per MiB of text; 19 ms for 250,000 token ids; 26 to 40 ms for 5,000 messages of a chat.
+    """
+
+    max_bytes: int = 4 << 20
+    max_values: int = 250_000
+    """Commas and opening brackets outside of strings: each value has one before it."""
+
+    max_objects: int = 5_000
+    """Opening braces outside of strings."""
+
+    max_keys: int = 25_000
+    """Colons outside of strings. Each of them may be a fault of its own to Pydantic, which
+    takes 10 ms to find so many."""
+
+
+class BodyMeter:
+    """Measures a body that comes in pieces. Pieces of valid JSON; of anything else it counts
+    something, and a parser says what is wrong."""
+
+    def __init__(self, limits: BodyLimits) -> None:
+        self._limits = limits
+        self._size_bytes = 0
+        self._values = 0
+        self._objects = 0
+        self._keys = 0
+        self._is_in_string = False
+        self._is_escaped = False
+
+    def take(self, content: bytes) -> None:
+        """Count ``content`` in; O(its length).
+
+        Raises:
+            BodyTooLargeError: the body is beyond a limit. Measure it no further.
+        """
+        limits = self._limits
+        self._size_bytes += len(content)
+        if self._size_bytes > limits.max_bytes:
+            raise BodyTooLargeError(f"the request is larger than {limits.max_bytes:,} bytes")
+        for start in range(0, len(content), _PIECE_BYTES):
+            self._count(content[start : start + _PIECE_BYTES])
+            for count, most, what in (
+                (self._values, limits.max_values, "values"),
+                (self._objects, limits.max_objects, "objects"),
+                (self._keys, limits.max_keys, "keys"),
+            ):
+                if count > most:
+                    message = f"the request has more than {most:,} {what}: split it"
+                    raise BodyTooLargeError(message)
+
+    def _count(self, piece: bytes) -> None:
+        if self._is_escaped:
+            piece = piece[1:]
+        piece = piece.replace(b"\\\\", b"")
+        self._is_escaped = piece.endswith(b"\\")
+        # Every quotation mark that is left opens or closes a string.
+        parts = piece.replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[self._is_in_string :: 2])
+        self._is_in_string ^= len(parts) % 2 == 0
+        objects = outside.count(b"{")
+        self._objects += objects
+        self._keys += outside.count(b":")
+        self._values += outside.count(b",") + outside.count(b"[") + objects
+
+
+def check_body(content: bytes, limits: BodyLimits) -> None:
+    """Measure a whole body.
+
+    Raises:
+        BodyTooLargeError: it is beyond a limit.
+    """
+    BodyMeter(limits).take(content)

@@ -1,0 +1,48 @@
+"""What our ASGI middlewares have in common."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from http import HTTPStatus
+from typing import Any, TypeAlias
+
+__all__ = ["App", "Message", "Receive", "Scope", "Send", "replay", "send_error"]
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_KINDS = {400: "BadRequestError"}
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """An ASGI ``receive`` that gives ``body`` once, then what the client sends next."""
+    pending = [body]
+
+    async def replayed() -> Message:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        return await receive()
+
+    return replayed
+
+
+async def send_error(send: Send, status: int, message: str) -> None:
+    """Answer with an error as SGLang's OpenAI routes do."""
+    error = {
+        "object": "error",
+        "message": message,
+        "type": _KINDS.get(status, HTTPStatus(status).phrase),
+        "param": None,
+        "code": status,
+    }
+    body = json.dumps(error).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

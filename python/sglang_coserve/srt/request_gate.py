@@ -1,0 +1,75 @@
+"""Bodies of SGLang's routes, read and measured before anything parses them.
+
+An ASGI middleware: a body beyond ``BodyLimits`` is answered with 413 from its bytes, of
+which no more than the limit is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError
+from sglang_coserve.srt.asgi import App, Receive, Scope, Send, replay, send_error
+
+__all__ = ["RequestGateMiddleware", "body_bytes", "set_body_limits"]
+
+_FREE_PREFIXES: Final = ("/v1/files", "/v1/batches")
+"""Their routes bound what they read."""
+
+_FREE_PATHS: Final = frozenset(
+    {
+        "/v1/audio/transcriptions",  # A form, which is written to a file.
+        "/update_weights_from_tensor",  # The operator's.
+        "/load_lora_adapter_from_tensors",
+    }
+)
+_STATE: Final = "coserve_body_limits"
+_SIZE: Final = "coserve_body_bytes"
+
+
+def set_body_limits(app: Any, limits: BodyLimits) -> None:
+    """Say what a request to ``app`` may be; before that the defaults hold."""
+    setattr(app.state, _STATE, limits)
+
+
+def body_bytes(scope: Scope) -> int:
+    """Return the size of a body that came through the gate; 0 for any other."""
+    size_bytes = scope.get(_SIZE, 0)
+    return int(size_bytes)
+
+
+class RequestGateMiddleware:
+    """Refuses bodies; see the module's docstring."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI connection."""
+        if not _is_measured(scope):
+            await self._app(scope, receive, send)
+            return
+        state = getattr(scope.get("app"), "state", None)
+        meter = BodyMeter(getattr(state, _STATE, None) or BodyLimits())
+        chunks: list[bytes] = []
+        is_complete = False
+        while not is_complete:
+            message = await receive()
+            if message["type"] != "http.request":
+                return  # The client has gone.
+            chunks.append(message.get("body", b""))
+            is_complete = not message.get("more_body", False)
+            try:
+                meter.take(chunks[-1])
+            except BodyTooLargeError as error:
+                await send_error(send, 413, str(error))
+                return
+        body = b"".join(chunks)
+        await self._app({**scope, _SIZE: len(body)}, replay(body, receive), send)
+
+
+def _is_measured(scope: Scope) -> bool:
+    if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
+        return False
+    path = scope["path"]
+    return path not in _FREE_PATHS and not path.startswith(_FREE_PREFIXES)

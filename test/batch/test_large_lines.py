@@ -1,0 +1,53 @@
+"""Lines that are more than the engine takes get an error record, and nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batch.manual_clock import ManualClock
+from batch.scenarios import line, lines, opened, play
+from batch.scripted_backend import ScriptedBackend
+from sglang_coserve.jsonl.body_limits import BodyLimits
+
+SMALL = BodyLimits(max_bytes=2000, max_values=50, max_objects=10)
+LARGE = {
+    "bytes": line("large", text="x" * 3000),
+    "values": line("large", list=[1] * 60),
+    "objects": line("large", list=[{}] * 11),
+}
+
+
+@pytest.mark.parametrize("what", LARGE)
+def test_a_large_line_fails_alone(tmp_path: Path, what: str) -> None:
+    async def scenario() -> None:
+        backend = ScriptedBackend(limits=SMALL)
+        async with (scene := await opened(tmp_path, backend)).service:
+            # The first line is the one that may begin with a byte order mark.
+            content = b"\xef\xbb\xbf" + LARGE[what].encode() + b"\r\n" + lines(3)
+            batch = await scene.ends((await scene.create(content)).id)
+            assert batch.status == "completed"
+            counts = batch.request_counts
+            assert (counts.total, counts.completed, counts.failed) == (4, 3, 1)
+            response = (await scene.records(batch))["large"]["response"]
+            assert response["status_code"] == 413
+            assert what in response["body"]["error"]["message"]
+            assert {request.custom_id for request in backend.started} == {"id-1", "id-2", "id-3"}
+
+    play(scenario())
+
+
+def test_a_large_line_of_a_closed_window_is_named(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        backend = ScriptedBackend(holds=True, limits=SMALL)
+        async with (scene := await opened(tmp_path, backend, ManualClock())).service:
+            content = lines(1) + LARGE["bytes"].encode()
+            batch = await scene.create(content, window="1h")
+            await scene.in_flight(1)
+            scene.clock.advance(7200)
+            batch = await scene.ends(batch.id)
+            assert batch.status == "expired"
+            assert set(await scene.records(batch)) == {"id-1", "large"}
+
+    play(scenario())
