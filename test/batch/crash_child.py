@@ -16,6 +16,7 @@ from pathlib import Path
 from batch.scenarios import OWNER, lines, stream, wanted
 from batch.scripted_backend import ENDPOINT, answer, failure, tokens_of
 from sglang_coserve.batch import BackendLoad, BatchLimits, BatchService, LineRequest, LineResult
+from sglang_coserve.jsonl.body_limits import BodyLimits
 
 NUM_BATCHES = 2
 NUM_TOKENS = 40
@@ -27,6 +28,7 @@ class SteadyEngine:
 
     model = "steady"
     endpoints = frozenset({ENDPOINT})
+    limits = BodyLimits()
 
     def __init__(self, log_path: Path) -> None:
         self._log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -17,6 +17,7 @@ from pathlib import Path
 from batch.scenarios import OWNER, wanted
 from batch.scripted_backend import ENDPOINT, answer
 from sglang_coserve.batch import BackendLoad, BatchLimits, BatchService, LineRequest, LineResult
+from sglang_coserve.jsonl.body_limits import BodyLimits
 
 TOKENS = list(range(500))
 LIMITS = BatchLimits(max_lines=10_000_000, max_upload_bytes=4 << 30)
@@ -27,6 +28,7 @@ class InstantEngine:
 
     model = "instant"
     endpoints = frozenset({ENDPOINT})
+    limits = BodyLimits()
 
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
