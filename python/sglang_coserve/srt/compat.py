@@ -123,7 +123,7 @@ def missing_seams() -> list[str]:
         scheduler_module: ("PrefillAdder",),
         PrefillAdder: ("add_chunked_req",),
         TokenizerManager: (
-            *("_tokenize_one_request", "_tokenize_texts", "_validate_one_request"),
+            *("_should_use_batch_tokenization", "_tokenize_texts", "_validate_one_request"),
             *("generate_request", "serving_chat_class"),
         ),
         OpenAIServingBase: ("_convert_to_internal_request", "handle_request"),
