@@ -123,8 +123,9 @@ def missing_seams() -> list[str]:
         scheduler_module: ("PrefillAdder",),
         PrefillAdder: ("add_chunked_req",),
         TokenizerManager: (
-            *("_tokenize_one_request", "_tokenize_texts", "_validate_mm_limits"),
-            *("_validate_one_request", "generate_request", "serving_chat_class"),
+            *("_should_use_batch_tokenization", "_tokenize_one_request", "_tokenize_texts"),
+            *("_validate_mm_limits", "_validate_one_request", "generate_request"),
+            "serving_chat_class",
         ),
         OpenAIServingBase: ("_convert_to_internal_request", "handle_request"),
         GenerateReqInput: ("contains_mm_input", "rid", "stream", *STATEFUL_FIELDS),

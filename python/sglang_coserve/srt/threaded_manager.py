@@ -6,7 +6,6 @@ they take less time than a thread would cost them.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Final, TypeVar
@@ -25,20 +24,16 @@ _T = TypeVar("_T")
 _LARGE_CHARS: Final = 8192
 """Takes 2 to 6 ms to tokenize, on one core of an AMD EPYC."""
 
-_PROMPTS_AT_ONCE: Final = 8
-"""Between two of them others are served; a short one takes 0.2 ms."""
-
 _THREADS: Final = 2
 
 
 class ThreadedTokenizerManager(TokenizerManager):
-    """Tokenizes in threads, and many prompts of one request a few at a time."""
+    """Tokenizes in threads."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # They end with the process.
         self.coserve_threads = WorkerThreads("coserve-prompts", _THREADS)
-        self._tokenized = 0
 
     @property
     def serving_chat_class(self) -> type[OpenAIServingChat]:
@@ -55,11 +50,15 @@ class ThreadedTokenizerManager(TokenizerManager):
             check_prompts(obj)
         return super().generate_request(obj, request)
 
-    async def _tokenize_one_request(self, obj: Any) -> Any:
-        self._tokenized += 1
-        if self._tokenized % _PROMPTS_AT_ONCE == 0:
-            await asyncio.sleep(0)
-        return await super()._tokenize_one_request(obj)
+    def _should_use_batch_tokenization(self, batch_size: int, requests: Any) -> bool:
+        """Have several texts tokenized before the first one is sent.
+
+        SGLang may send each before the next is tokenized. While a thread does that, an answer
+        may come for which nobody waits yet, and the whole request fails.
+        """
+        if super()._should_use_batch_tokenization(batch_size, requests):
+            return True
+        return batch_size > 0 and all(map(_is_text, (requests[i] for i in range(batch_size))))
 
     async def _tokenize_texts(self, texts: Any, is_cross_encoder: bool = False) -> Any:
         if self.tokenizer is None or _num_chars(texts) < _LARGE_CHARS:
@@ -115,6 +114,11 @@ def _raising(error: Exception) -> Callable[[], Any]:
         raise error
 
     return fail
+
+
+def _is_text(request: Any) -> bool:
+    has_ids = request.input_ids is not None or getattr(request, "input_embeds", None) is not None
+    return isinstance(request.text, str) and not has_ids and not request.contains_mm_input()
 
 
 def _num_chars(texts: str | Iterable[Any]) -> int:
