@@ -31,6 +31,9 @@ class SteadyEngine:
     def __init__(self, log_path: Path) -> None:
         self._log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
+    async def settled(self) -> None:
+        pass
+
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
     ) -> LineResult:

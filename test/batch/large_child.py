@@ -28,6 +28,9 @@ class InstantEngine:
     model = "instant"
     endpoints = frozenset({ENDPOINT})
 
+    async def settled(self) -> None:
+        pass
+
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
     ) -> LineResult:

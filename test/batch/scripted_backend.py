@@ -70,6 +70,9 @@ class ScriptedBackend:
     started: list[LineRequest] = field(default_factory=list)
     aborted: list[LineRequest] = field(default_factory=list)
 
+    async def settled(self) -> None:
+        pass
+
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
     ) -> LineResult:

@@ -74,14 +74,18 @@ class Backend(Protocol):
 
     @property
     def model(self) -> str:
-        """What the generated tokens belong to: model, revision, tokenizer.
+        """What the generated tokens belong to: weights, tokenizer, and how they are computed.
 
-        Journaled tokens are given back only to a backend of the same name.
+        Another name from the moment at which other weights are loaded. Journaled tokens
+        are given back only to a backend of the same name.
         """
 
     @property
     def endpoints(self) -> frozenset[str]:
         """The endpoints that this model can serve."""
+
+    async def settled(self) -> None:
+        """Wait while the model is being exchanged for another one."""
 
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]

@@ -6,6 +6,8 @@
     files/<file id>     uploads, outputs and error files
     journal/<batch id>  generated tokens of lines that are not finished
     in_doubt/<file id>  empty; says that the file is being added or deleted
+    in_flight           which lines the engine has
+    fatal_signal        where the server was when it died of a signal
     lock
 """
 
@@ -39,6 +41,8 @@ class DataDirectory:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.database = root / "coserve.sqlite"
+        self.in_flight = root / "in_flight"
+        self.fatal_signal = root / "fatal_signal"
         self._files = root / "files"
         self._journals = root / "journal"
         self._in_doubt = root / "in_doubt"

@@ -43,6 +43,13 @@ _SCHEDULER_METHODS = (
     "update_running_batch",
 )
 
+_WEIGHT_UPDATES = (
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_ipc",
+    "update_weights_from_tensor",
+)
+
 
 def check_version() -> None:
     """Refuse any SGLang but the one this package is written for.
@@ -122,7 +129,10 @@ def missing_seams() -> list[str]:
         Scheduler: _SCHEDULER_METHODS,
         scheduler_module: ("PrefillAdder",),
         PrefillAdder: ("add_chunked_req",),
-        TokenizerManager: ("_validate_one_request", "generate_request", "serving_chat_class"),
+        TokenizerManager: (
+            *("_validate_one_request", "generate_request", "serving_chat_class"),
+            *("dump_requests_before_crash", "config_value", *_WEIGHT_UPDATES),
+        ),
         OpenAIServingBase: ("handle_request",),
         GenerateReqInput: ("contains_mm_input", "rid", "stream", *STATEFUL_FIELDS),
         EmbeddingReqInput: ("contains_mm_input", "rid", "sampling_params"),

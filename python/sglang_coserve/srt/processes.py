@@ -7,6 +7,8 @@ them by name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from sglang_coserve.errors import RequestError
@@ -65,15 +67,50 @@ def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     from sglang_coserve.srt.arrival_time import install_arrival_times
+    from sglang_coserve.srt.engine_death import is_stop_asked
     from sglang_coserve.srt.engine_limits import check_fatal_values
+    from sglang_coserve.srt.weight_updates import WeightUpdates
 
     output_delay = install_arrival_times()
 
     class CoserveTokenizerManager(TokenizerManager):
         """Answers a bad mark, or a value that would end the scheduler process, with the error
-        of any invalid parameter; times the way of first tokens."""
+        of any invalid parameter; times the way of first tokens; tells of the engine's death and
+        of other weights."""
 
         coserve_output_delay = output_delay
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.coserve_weights = WeightUpdates()
+            self.coserve_on_death: Callable[[], None] | None = None
+            """Called when the engine has ended by itself, right before this process does."""
+
+        def dump_requests_before_crash(self, *args: Any, **kwargs: Any) -> None:
+            # SGLang comes here from every failure after which it ends its processes.
+            if self.coserve_on_death is not None and not is_stop_asked(self):
+                self.coserve_on_death()
+            super().dump_requests_before_crash(*args, **kwargs)
+
+        async def update_weights_from_disk(self, obj: Any, *args: Any) -> Any:
+            with self._updating(obj):
+                return await super().update_weights_from_disk(obj, *args)
+
+        async def update_weights_from_distributed(self, obj: Any, *args: Any) -> Any:
+            with self._updating(obj):
+                return await super().update_weights_from_distributed(obj, *args)
+
+        async def update_weights_from_tensor(self, obj: Any, *args: Any) -> Any:
+            with self._updating(obj):
+                return await super().update_weights_from_tensor(obj, *args)
+
+        async def update_weights_from_ipc(self, obj: Any, *args: Any) -> Any:
+            with self._updating(obj):
+                return await super().update_weights_from_ipc(obj, *args)
+
+        def _updating(self, obj: Any) -> AbstractContextManager[None]:
+            aborts = getattr(obj, "abort_all_requests", False)
+            return self.coserve_weights.updating(disturbs=aborts or self.is_pause)
 
         async def _handle_batch_output(self, recv_obj: Any) -> None:
             times = output_delay.without_token(recv_obj.rids, self.rid_to_state)
