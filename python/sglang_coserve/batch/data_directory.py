@@ -23,10 +23,14 @@ from typing import Final
 
 from sglang_coserve.errors import StartupError
 
-__all__ = ["DataDirectory"]
+__all__ = ["DataDirectory", "InUseError"]
 
 _ID: Final = re.compile(r"[a-z]{1,8}[-_][0-9a-f]{24}")
 _PROBE_BYTES: Final = 1 << 16
+
+
+class InUseError(StartupError):
+    """Another process has the data directory."""
 
 
 class DataDirectory:
@@ -52,7 +56,8 @@ class DataDirectory:
         """Make the directory when it is not there, and lock it.
 
         Raises:
-            StartupError: it cannot be written, or another server is using it.
+            StartupError: it cannot be written.
+            InUseError: another server is using it.
         """
         try:
             for directory in (self.root, self._files, self._journals, self._in_doubt):
@@ -74,7 +79,7 @@ class DataDirectory:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
-            raise StartupError(
+            raise InUseError(
                 f"the data directory {self.root} is in use by another server:"
                 " stop that one, or name another --coserve-data-dir"
             ) from None

@@ -17,7 +17,7 @@ from sglang_coserve.cli.server_flags import DEFAULT_BASE_URL, ApiKey, BaseUrl
 if TYPE_CHECKING:
     from sglang_coserve.client import Batch, BatchApi
 
-__all__ = ["batch_json", "cancel", "list_batches", "results", "status"]
+__all__ = ["batch_json", "batch_row", "cancel", "list_batches", "results", "status"]
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ def list_batches(
 
     async def show(api: BatchApi) -> None:
         for batch in await api.newest(limit):
-            typer.echo(batch_json(batch) if as_json else _row(batch))
+            typer.echo(batch_json(batch) if as_json else batch_row(batch))
 
     _call(base_url, api_key, show)
 
@@ -65,7 +65,7 @@ def cancel(
 
     async def ask(api: BatchApi) -> None:
         batch = await api.cancel(batch_id)
-        typer.echo(batch_json(batch) if as_json else _row(batch))
+        typer.echo(batch_json(batch) if as_json else batch_row(batch))
 
     _call(base_url, api_key, ask)
 
@@ -94,7 +94,7 @@ def results(
     async def fetch(api: BatchApi) -> bool:
         batch = await api.retrieve(batch_id)
         await fetch_results(api, batch, output)
-        typer.echo(_row(batch))
+        typer.echo(batch_row(batch))
         return batch["status"] == "completed" and not batch["request_counts"]["failed"]
 
     if not _call(base_url, api_key, fetch):
@@ -120,7 +120,8 @@ def _call(base_url: str, api_key: str | None, do: Callable[[BatchApi], Awaitable
     return asyncio.run(run())
 
 
-def _row(batch: Batch) -> str:
+def batch_row(batch: Batch) -> str:
+    """Return a batch in one line."""
     counts = batch["request_counts"]
     paused = " (paused)" if _extra(batch).get("paused") else ""
     return (
@@ -132,7 +133,7 @@ def _row(batch: Batch) -> str:
 def _details(batch: Batch) -> str:
     usage, extra = batch["usage"], _extra(batch)
     lines = [
-        _row(batch),
+        batch_row(batch),
         f"window {batch['completion_window']}, until {_time(batch['expires_at'])}",
         f"{usage['total_tokens']} tokens ({usage['input_tokens']} prompt, "
         f"{usage['output_tokens']} completion)",

@@ -129,7 +129,7 @@ def _spread(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
         if end > start:
             yield start, end
         return
-    gap = (end - start - _PAGE_BYTES) // max(1, count - 1)
+    room = end - start - _PAGE_BYTES
     for number in range(count):
-        begin = start + number * gap
+        begin = start + room * number // max(1, count - 1)
         yield begin, begin + _PAGE_BYTES
