@@ -47,6 +47,8 @@ class TimedBackend:
         self._began_s: float | None = None
         self.model, self.endpoints = inner.model, inner.endpoints
 
+    is_changing = False
+
     async def settled(self) -> None:
         """See ``Backend.settled``."""
 

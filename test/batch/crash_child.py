@@ -31,6 +31,8 @@ class SteadyEngine:
     def __init__(self, log_path: Path) -> None:
         self._log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
+    is_changing = False
+
     async def settled(self) -> None:
         pass
 

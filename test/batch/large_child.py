@@ -28,6 +28,8 @@ class InstantEngine:
     model = "instant"
     endpoints = frozenset({ENDPOINT})
 
+    is_changing = False
+
     async def settled(self) -> None:
         pass
 

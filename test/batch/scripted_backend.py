@@ -70,6 +70,8 @@ class ScriptedBackend:
     started: list[LineRequest] = field(default_factory=list)
     aborted: list[LineRequest] = field(default_factory=list)
 
+    is_changing = False
+
     async def settled(self) -> None:
         pass
 

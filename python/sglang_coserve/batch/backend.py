@@ -84,8 +84,12 @@ class Backend(Protocol):
     def endpoints(self) -> frozenset[str]:
         """The endpoints that this model can serve."""
 
+    @property
+    def is_changing(self) -> bool:
+        """True while the model is being exchanged: requests are aborted for that, none begin."""
+
     async def settled(self) -> None:
-        """Wait while the model is being exchanged for another one."""
+        """Wait while ``is_changing``."""
 
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]

@@ -209,17 +209,20 @@ class BatchRun:
             weight=batch.weight,
         )
         result, model = await serve_line(line_request, self._journal, self._retries, self._context)
-        if model != self._model:
-            # At once: whoever is next need not say it again, and had it been later it would count.
-            self._model = model
-            await self._served_by(ServedBy(model, writer.completed))
         usage = usage_of(result.body)
-        writer.add(
-            encode_result(batch.id, line, request.custom_id, result),
-            is_ok=result.status_code < 400,
-            usage=usage,
-            estimated_tokens=estimated_tokens,
-        )
+        try:
+            if model != self._model:
+                # At once, so that whoever is next does not say it again with another number.
+                self._model = model
+                await self._served_by(ServedBy(model, writer.completed))
+        finally:
+            # The answer counts, also when the batch is stopped meanwhile.
+            writer.add(
+                encode_result(batch.id, line, request.custom_id, result),
+                is_ok=result.status_code < 400,
+                usage=usage,
+                estimated_tokens=estimated_tokens,
+            )
         self._journal.drop(line)
         return usage.total_tokens
 

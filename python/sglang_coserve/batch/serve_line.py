@@ -51,7 +51,7 @@ async def serve_line(
                     "batch %s, line %d: the engine failed", request.batch_id, request.line
                 )
                 result = _error(500, f"the engine failed: {error}", is_retryable=True)
-        if backend.model != model:
+        if backend.model != model or (result.is_retryable and backend.is_changing):
             continue
         if not result.is_retryable:
             return result, model

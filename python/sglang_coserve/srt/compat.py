@@ -44,6 +44,8 @@ _SCHEDULER_METHODS = (
 )
 
 _WEIGHT_UPDATES = (
+    "continue_generation",
+    "pause_generation",
     "update_weights_from_disk",
     "update_weights_from_distributed",
     "update_weights_from_ipc",

@@ -8,7 +8,6 @@ them by name.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from sglang_coserve.errors import RequestError
@@ -93,24 +92,28 @@ def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
             super().dump_requests_before_crash(*args, **kwargs)
 
         async def update_weights_from_disk(self, obj: Any, *args: Any) -> Any:
-            with self._updating(obj):
+            with self.coserve_weights.updating():
                 return await super().update_weights_from_disk(obj, *args)
 
         async def update_weights_from_distributed(self, obj: Any, *args: Any) -> Any:
-            with self._updating(obj):
+            with self.coserve_weights.updating():
                 return await super().update_weights_from_distributed(obj, *args)
 
         async def update_weights_from_tensor(self, obj: Any, *args: Any) -> Any:
-            with self._updating(obj):
+            with self.coserve_weights.updating():
                 return await super().update_weights_from_tensor(obj, *args)
 
         async def update_weights_from_ipc(self, obj: Any, *args: Any) -> Any:
-            with self._updating(obj):
+            with self.coserve_weights.updating():
                 return await super().update_weights_from_ipc(obj, *args)
 
-        def _updating(self, obj: Any) -> AbstractContextManager[None]:
-            aborts = getattr(obj, "abort_all_requests", False)
-            return self.coserve_weights.updating(disturbs=aborts or self.is_pause)
+        async def pause_generation(self, obj: Any) -> None:
+            self.coserve_weights.pause()
+            await super().pause_generation(obj)
+
+        async def continue_generation(self, obj: Any) -> None:
+            await super().continue_generation(obj)
+            self.coserve_weights.resume()
 
         async def _handle_batch_output(self, recv_obj: Any) -> None:
             times = output_delay.without_token(recv_obj.rids, self.rid_to_state)

@@ -17,6 +17,7 @@ class WeightUpdates:
         self._run = secrets.token_hex(8)
         self._count = 0
         self._num_pending = 0
+        self._is_paused = False
         self._settled = asyncio.Event()
         self._settled.set()
 
@@ -25,26 +26,42 @@ class WeightUpdates:
         """Empty for the weights of the start; no other server's updated weights have its name."""
         return f"{self._run}/{self._count}" if self._count else ""
 
+    @property
+    def is_changing(self) -> bool:
+        """True while they are exchanged, or generation is paused so that they can be."""
+        return not self._settled.is_set()
+
+    async def settled(self) -> None:
+        """Wait while ``is_changing``."""
+        await self._settled.wait()
+
     @contextmanager
-    def updating(self, *, disturbs: bool) -> Generator[None]:
+    def updating(self) -> Generator[None]:
         """Exchange the weights within it, whether or not it succeeds.
 
-        ``disturbs`` says that requests in flight are aborted, or go on with the new weights.
-        If not, SGLang waits for their end, and begins no others meanwhile.
+        No request is answered meanwhile. Those in flight have ended before, been aborted,
+        or are paused and go on with the new weights.
         """
         self._num_pending += 1
         self._settled.clear()
-        if disturbs:
-            self._count += 1
         try:
             yield
         finally:
             # A failed update may have exchanged some of them.
             self._count += 1
             self._num_pending -= 1
-            if not self._num_pending:
-                self._settled.set()
+            self._settle()
 
-    async def settled(self) -> None:
-        """Wait while an exchange is under way."""
-        await self._settled.wait()
+    def pause(self) -> None:
+        """Generation pauses."""
+        self._is_paused = True
+        self._settled.clear()
+
+    def resume(self) -> None:
+        """Generation goes on."""
+        self._is_paused = False
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self._num_pending and not self._is_paused:
+            self._settled.set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +12,14 @@ import openai
 import psutil
 import pytest
 
+from sglang_coserve.batch.in_flight_file import InFlightFile
 from sglang_coserve.errors import StartupError
 from srt.batch_server.deployment import (
     GIVE_UP_S,
     Deployment,
     completed,
     create,
+    eventually,
     line,
     lines,
     text_of,
@@ -63,6 +67,27 @@ def has_ended(deployment: Deployment, within_s: float) -> bool:
             return True
         time.sleep(0.1)
     return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_that_reaches_all_processes_suspects_no_line(
+    mortal: Deployment, number: signal.Signals
+) -> None:
+    """As a service manager or a terminal stops them: children may end before their parent."""
+    with mortal.client() as client:
+        batch = create(client, LONG)
+        until(client, batch.id, "in_progress")
+        eventually(lambda: mortal.status()["batch_api"]["lines_in_flight"] == 4)
+        os.killpg(mortal.pid, number)
+        assert has_ended(mortal, GIVE_UP_S)
+        mortal.stop()
+        file = InFlightFile(mortal.data / "in_flight", mortal.data / "fatal_signal")
+        last_run = file.last_run()
+        assert last_run is not None
+        assert not last_run.engine_died
+        mortal.start()
+        assert "the engine ended by itself" not in mortal.log.read_text()
+        assert len(completed(client, batch.id)) == 4
 
 
 def start_until_it_stays_up(deployment: Deployment, batch_id: str) -> int:

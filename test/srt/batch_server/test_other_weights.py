@@ -142,17 +142,18 @@ def test_other_weights_after_a_kill_begin_half_done_lines_anew(
         assert extra_of(client.batches.retrieve(batch_id))["warning"] == warning
 
 
-@pytest.mark.parametrize("how", ["wait", "abort", "pause"])
+@pytest.mark.parametrize("how", ["wait", "abort", "in_place", "pause and abort"])
 def test_no_answer_is_of_two_models_when_weights_are_exchanged(
     server: Changing, expected: dict[str, dict[str, str]], how: str
 ) -> None:
     server.load("A")
     with server.client() as client:
         batch_id = half_done(server, client)
-        if how == "pause":
-            server.post("/pause_generation", mode="in_place")
-        server.load("B", abort_all_requests=how == "abort", flush_cache=how != "pause")
-        if how == "pause":
+        mode = {"in_place": "in_place", "pause and abort": "abort"}.get(how)
+        if mode:
+            server.post("/pause_generation", mode=mode)
+        server.load("B", abort_all_requests=how == "abort", flush_cache=how != "in_place")
+        if mode:
             server.post("/continue_generation")
         counts = whose(texts(client, batch_id), expected)
         assert counts["A"] > 0 < counts["B"]

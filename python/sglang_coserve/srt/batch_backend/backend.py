@@ -59,6 +59,11 @@ class BatchBackend(Backend):
         updates = self._tokenizer_manager.coserve_weights.name
         return "|".join(filter(None, (self._fingerprint, str(version), updates)))
 
+    @property
+    def is_changing(self) -> bool:
+        """See ``Backend.is_changing``."""
+        return bool(self._tokenizer_manager.coserve_weights.is_changing)
+
     async def settled(self) -> None:
         """See ``Backend.settled``."""
         await self._tokenizer_manager.coserve_weights.settled()
