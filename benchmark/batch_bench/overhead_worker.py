@@ -49,6 +49,9 @@ class TimedBackend:
 
     is_changing = False
 
+    def when_changing(self, take_out: Callable[[], None]) -> None:
+        """See ``Backend.when_changing``."""
+
     async def settled(self) -> None:
         """See ``Backend.settled``."""
 

@@ -33,6 +33,9 @@ class SteadyEngine:
 
     is_changing = False
 
+    def when_changing(self, take_out: Callable[[], None]) -> None:
+        pass
+
     async def settled(self) -> None:
         pass
 

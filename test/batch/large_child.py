@@ -30,6 +30,9 @@ class InstantEngine:
 
     is_changing = False
 
+    def when_changing(self, take_out: Callable[[], None]) -> None:
+        pass
+
     async def settled(self) -> None:
         pass
 

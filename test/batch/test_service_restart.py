@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from batch.manual_clock import ManualClock
 from batch.scenarios import OWNER, lines, opened, play
 from batch.scripted_backend import ScriptedBackend, failure
@@ -90,6 +92,37 @@ def test_an_answer_is_never_of_two_models(tmp_path: Path) -> None:
             assert done.coserve.warning is None
             # A change of the model is no failure of the engine.
             assert (await service.status()).line_retries == 1
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("how", ["taken out", "aborted"])
+def test_lines_give_way_to_other_weights_as_often_as_they_come(tmp_path: Path, how: str) -> None:
+    async def scenario() -> None:
+        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_attempts=2)
+        async with scene.service as service:
+            batch = await scene.create(lines(3))
+            for number in range(7):
+                await scene.in_flight(3)
+                held = list(scene.backend.in_flight)
+                scene.backend.is_changing = True
+                if how == "taken out":
+                    assert scene.backend.take_out is not None
+                    scene.backend.take_out()
+                else:
+                    for entry in held:
+                        entry.finish(failure(503, is_retryable=True))
+                await scene.in_flight(0)
+                await asyncio.sleep(0.01)
+                assert scene.backend.in_flight == []
+                scene.backend.model = f"weights {number}"
+                scene.backend.is_changing = False
+            await scene.in_flight(3)
+            for entry in list(scene.backend.in_flight):
+                entry.finish()
+            done = await scene.ends(batch.id)
+            assert done.request_counts.completed == 3
+            assert (await service.status()).line_retries == 0
 
     play(scenario())
 

@@ -88,6 +88,9 @@ class Backend(Protocol):
     def is_changing(self) -> bool:
         """True while the model is being exchanged: requests are aborted for that, none begin."""
 
+    def when_changing(self, take_out: Callable[[], None]) -> None:
+        """Have ``take_out`` called when an exchange would wait for the lines in flight."""
+
     async def settled(self) -> None:
         """Wait while ``is_changing``."""
 

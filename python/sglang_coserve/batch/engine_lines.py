@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -38,6 +39,7 @@ class EngineLines:
         self._file = file
         self._suspects = suspects
         self._turns = LineTurns(monotonic_s)
+        self._limits: set[asyncio.Timeout] = set()
 
     @classmethod
     async def open(
@@ -76,9 +78,17 @@ class EngineLines:
         """Within it suspects are served, one after the other; the other lines take turns."""
         return self._turns.suspects()
 
+    def take_out(self) -> None:
+        """End all that is being served, as if its time were up."""
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(0.0)
+
     @asynccontextmanager
-    async def in_engine(self, batch_id: str, line: int) -> AsyncGenerator[None]:
-        """Have the engine serve a line within it. Waits for its turn.
+    async def in_engine(self, batch_id: str, line: int) -> AsyncGenerator[asyncio.Timeout]:
+        """Have the engine serve a line within it, and within the limit that it yields.
+
+        Waits for its turn.
 
         Raises:
             StorageError: it cannot be noted, so it must not reach the engine.
@@ -86,9 +96,12 @@ class EngineLines:
         is_suspect = line in self.suspects_of(batch_id)
         async with self._turns.alone() if is_suspect else self._turns.beside():
             entry = self._file.begin(batch_id, line)
+            limit = asyncio.timeout(None)
+            self._limits.add(limit)
             try:
-                yield
+                yield limit
             finally:
+                self._limits.discard(limit)
                 self._file.end(entry)
 
     def note_death(self) -> None:

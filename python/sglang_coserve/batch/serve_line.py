@@ -40,12 +40,17 @@ async def serve_line(
     failures = 0
     while True:
         await backend.settled()
-        async with context.engine_lines.in_engine(request.batch_id, request.line):
+        async with context.engine_lines.in_engine(request.batch_id, request.line) as limit:
             model = backend.model
             generated = journal.tokens(request.line) if model == journal.model else ()
             try:
-                result = await backend.run(replace(request, generated=generated), journal_tokens)
+                async with limit:
+                    result = await backend.run(
+                        replace(request, generated=generated), journal_tokens
+                    )
             except Exception as error:
+                if limit.expired():
+                    continue
                 # Whatever goes wrong in an engine is one line's misfortune, not the batch's.
                 _log.exception(
                     "batch %s, line %d: the engine failed", request.batch_id, request.line

@@ -135,6 +135,7 @@ class BatchService:
             if isinstance(error, StorageError):
                 raise StartupError(str(error)) from error
             raise
+        backend.when_changing(engine_lines.take_out)
         context = BatchContext(
             directory=data,
             store=store,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 __all__ = ["WeightUpdates"]
@@ -18,6 +18,8 @@ class WeightUpdates:
         self._count = 0
         self._num_pending = 0
         self._is_paused = False
+        self.on_update: Callable[[], None] | None = None
+        """Called when an exchange is about to wait for the end of all requests in flight."""
         self._settled = asyncio.Event()
         self._settled.set()
 
@@ -44,6 +46,8 @@ class WeightUpdates:
         """
         self._num_pending += 1
         self._settled.clear()
+        if self.on_update is not None and not self._is_paused:
+            self.on_update()
         try:
             yield
         finally:

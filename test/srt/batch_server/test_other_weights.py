@@ -25,7 +25,7 @@ from srt.batch_server.deployment import (
     until,
 )
 
-CONTENT = lines(10, 200)
+CONTENT = lines(10, 120)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def half_done(server: Changing, client: openai.OpenAI) -> str:
     """A batch with some lines answered, and tokens of others in the journal."""
     batch = until(client, create(client, CONTENT).id, "in_progress", some_done=True)
     journal = server.data / "journal" / batch.id
-    eventually(lambda: journal.exists() and journal.stat().st_size > 500)
+    eventually(lambda: journal.exists() and journal.stat().st_size > 150)
     return str(batch.id)
 
 

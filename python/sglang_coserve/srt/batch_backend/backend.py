@@ -64,6 +64,10 @@ class BatchBackend(Backend):
         """See ``Backend.is_changing``."""
         return bool(self._tokenizer_manager.coserve_weights.is_changing)
 
+    def when_changing(self, take_out: Callable[[], None]) -> None:
+        """See ``Backend.when_changing``."""
+        self._tokenizer_manager.coserve_weights.on_update = take_out
+
     async def settled(self) -> None:
         """See ``Backend.settled``."""
         await self._tokenizer_manager.coserve_weights.settled()
