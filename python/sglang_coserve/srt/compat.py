@@ -15,6 +15,7 @@ from sglang_coserve.srt.request_marks import is_offline
 
 __all__ = [
     "SGLANG_VERSION",
+    "UPDATE_COMMUNICATORS",
     "check_server_args",
     "check_version",
     "fill_token_ids_logprobs",
@@ -42,6 +43,13 @@ _SCHEDULER_METHODS = (
     "run_event_loop",
     "update_running_batch",
 )
+
+UPDATE_COMMUNICATORS = (
+    "update_weights_from_distributed_communicator",
+    "update_weights_from_ipc_communicator",
+    "update_weights_from_tensor_communicator",
+)
+"""What a tokenizer manager sends weight updates with, once no request is in flight."""
 
 _WEIGHT_UPDATES = (
     "continue_generation",
@@ -134,6 +142,7 @@ def missing_seams() -> list[str]:
         TokenizerManager: (
             *("_validate_one_request", "generate_request", "serving_chat_class"),
             *("dump_requests_before_crash", "config_value", *_WEIGHT_UPDATES),
+            *("_wait_for_model_update_from_disk", "flush_cache"),
         ),
         OpenAIServingBase: ("handle_request",),
         GenerateReqInput: ("contains_mm_input", "rid", "stream", *STATEFUL_FIELDS),

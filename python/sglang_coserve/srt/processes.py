@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_coserve.errors import RequestError
-from sglang_coserve.srt import cpu
+from sglang_coserve.srt import compat, cpu
 from sglang_coserve.srt.request_marks import check_marks
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ __all__ = [
     "run_scheduler_process",
     "scheduler_class",
 ]
+
+_IDLE_TIMEOUT_S = 60.0
+"""The passes take less in which the scheduler finds out that its requests were aborted."""
 
 
 def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -84,6 +87,8 @@ def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
             self.coserve_weights = WeightUpdates()
             self.coserve_on_death: Callable[[], None] | None = None
             """Called when the engine has ended by itself, right before this process does."""
+            for name in compat.UPDATE_COMMUNICATORS:
+                setattr(self, name, self._once_idle(getattr(self, name)))
 
         def dump_requests_before_crash(self, *args: Any, **kwargs: Any) -> None:
             # SGLang comes here from every failure after which it ends its processes.
@@ -106,6 +111,28 @@ def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
         async def update_weights_from_ipc(self, obj: Any, *args: Any) -> Any:
             with self.coserve_weights.updating():
                 return await super().update_weights_from_ipc(obj, *args)
+
+        async def _wait_for_model_update_from_disk(self, obj: Any) -> Any:
+            return await self._once_idle(super()._wait_for_model_update_from_disk)(obj)
+
+        def _once_idle(self, update: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            """Have ``update`` wait until the scheduler has nothing more of what was aborted.
+
+            SGLang waits until nobody awaits an answer. What was aborted then is still in the
+            scheduler for a pass, which ends its process when it cannot flush its cache.
+            """
+
+            async def update_once_idle(obj: Any) -> Any:
+                if obj.flush_cache and not self.is_pause:
+                    flushed = await self.flush_cache(timeout_s=_IDLE_TIMEOUT_S)
+                    if not flushed.success:
+                        raise ValueError(
+                            f"the engine was not idle after {_IDLE_TIMEOUT_S:.0f} s, so that its"
+                            " weights cannot be exchanged: try again"
+                        )
+                return await update(obj)
+
+            return update_once_idle
 
         async def pause_generation(self, obj: Any) -> None:
             self.coserve_weights.pause()

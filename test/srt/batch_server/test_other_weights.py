@@ -25,7 +25,7 @@ from srt.batch_server.deployment import (
     until,
 )
 
-CONTENT = lines(10, 120)
+CONTENT = lines(10, 100)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def half_done(server: Changing, client: openai.OpenAI) -> str:
     """A batch with some lines answered, and tokens of others in the journal."""
     batch = until(client, create(client, CONTENT).id, "in_progress", some_done=True)
     journal = server.data / "journal" / batch.id
-    eventually(lambda: journal.exists() and journal.stat().st_size > 150)
+    eventually(lambda: journal.exists() and journal.stat().st_size > 100)
     return str(batch.id)
 
 
@@ -169,7 +169,7 @@ def test_weights_that_are_exchanged_again_and_again_fail_no_line(
     server.load("A")
     with server.client() as client:
         batch_id = half_done(server, client)
-        for name in "BABABAB":
+        for name in "BABABA":
             eventually(lambda: server.status()["batch_api"]["lines_in_flight"])
             server.load(name, abort_all_requests=True)
         answers = completed(client, batch_id)
