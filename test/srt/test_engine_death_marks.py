@@ -68,18 +68,20 @@ def test_weights_have_another_name_after_every_exchange_and_in_every_process() -
         weights.on_update = lambda: told.append(weights.is_changing)
         names = []
         for _ in range(3):
-            with weights.updating():
+            with weights.updating(empties_cache=True):
                 assert weights.is_changing
             names.append(weights.name)
-        with pytest.raises(RuntimeError), weights.updating():
+        with pytest.raises(RuntimeError), weights.updating(empties_cache=True):
             raise RuntimeError("it failed")
-        with others.updating():
+        with others.updating(empties_cache=False):
             pass
         assert len({*names, weights.name, others.name}) == 5
         assert told == [True] * 4
+        assert weights.cache_key == ""
+        assert others.cache_key == others.name
         # Paused lines stay where they are, and none begins before generation goes on.
         weights.pause()
-        with weights.updating():
+        with weights.updating(empties_cache=True):
             pass
         assert told == [True] * 4
         waiting = asyncio.create_task(weights.settled())

@@ -97,19 +97,19 @@ def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
             super().dump_requests_before_crash(*args, **kwargs)
 
         async def update_weights_from_disk(self, obj: Any, *args: Any) -> Any:
-            with self.coserve_weights.updating():
+            with self.coserve_weights.updating(empties_cache=obj.flush_cache):
                 return await super().update_weights_from_disk(obj, *args)
 
         async def update_weights_from_distributed(self, obj: Any, *args: Any) -> Any:
-            with self.coserve_weights.updating():
+            with self.coserve_weights.updating(empties_cache=obj.flush_cache):
                 return await super().update_weights_from_distributed(obj, *args)
 
         async def update_weights_from_tensor(self, obj: Any, *args: Any) -> Any:
-            with self.coserve_weights.updating():
+            with self.coserve_weights.updating(empties_cache=obj.flush_cache):
                 return await super().update_weights_from_tensor(obj, *args)
 
         async def update_weights_from_ipc(self, obj: Any, *args: Any) -> Any:
-            with self.coserve_weights.updating():
+            with self.coserve_weights.updating(empties_cache=obj.flush_cache):
                 return await super().update_weights_from_ipc(obj, *args)
 
         async def _wait_for_model_update_from_disk(self, obj: Any) -> Any:

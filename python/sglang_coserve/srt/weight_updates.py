@@ -18,6 +18,10 @@ class WeightUpdates:
         self._count = 0
         self._num_pending = 0
         self._is_paused = False
+        self.cache_key = ""
+        """What lines find their cached prefixes under. Not empty once weights were exchanged
+        without emptying the cache, which then holds other weights' values."""
+
         self.on_update: Callable[[], None] | None = None
         """Called when an exchange is about to wait for the end of all requests in flight."""
         self._settled = asyncio.Event()
@@ -38,7 +42,7 @@ class WeightUpdates:
         await self._settled.wait()
 
     @contextmanager
-    def updating(self) -> Generator[None]:
+    def updating(self, *, empties_cache: bool) -> Generator[None]:
         """Exchange the weights within it, whether or not it succeeds.
 
         No request is answered meanwhile. Those in flight have ended before, been aborted,
@@ -53,6 +57,7 @@ class WeightUpdates:
         finally:
             # A failed update may have exchanged some of them.
             self._count += 1
+            self.cache_key = "" if empties_cache else self.name
             self._num_pending -= 1
             self._settle()
 
