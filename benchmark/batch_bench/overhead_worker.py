@@ -47,6 +47,14 @@ class TimedBackend:
         self._began_s: float | None = None
         self.model, self.endpoints, self.limits = inner.model, inner.endpoints, inner.limits
 
+    is_changing = False
+
+    def when_changing(self, take_out: Callable[[], None]) -> None:
+        """See ``Backend.when_changing``."""
+
+    async def settled(self) -> None:
+        """See ``Backend.settled``."""
+
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
     ) -> LineResult:
@@ -128,8 +136,8 @@ async def contents(path: Path) -> AsyncIterator[bytes]:
 async def answer_orders(engine: Any, path: Path, directory: Path, say: Callable[..., None]) -> None:
     """Serve as often as stdin says."""
     managers = (engine.tokenizer_manager, engine.template_manager)
-    bare = BatchBackend(*managers, stream_interval_tokens=_NEVER_TOKENS)
-    timed = TimedBackend(BatchBackend(*managers))
+    bare = BatchBackend(*managers, fingerprint="", stream_interval_tokens=_NEVER_TOKENS)
+    timed = TimedBackend(BatchBackend(*managers, fingerprint=""))
     async with await BatchService.open(directory, timed, _LIMITS, record_events=True) as service:
         serve = {
             "feed": lambda: feed(bare, path),

@@ -33,6 +33,14 @@ class SteadyEngine:
     def __init__(self, log_path: Path) -> None:
         self._log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
+    is_changing = False
+
+    def when_changing(self, take_out: Callable[[], None]) -> None:
+        pass
+
+    async def settled(self) -> None:
+        pass
+
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
     ) -> LineResult:

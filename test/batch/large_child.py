@@ -30,6 +30,14 @@ class InstantEngine:
     endpoints = frozenset({ENDPOINT})
     limits = BodyLimits()
 
+    is_changing = False
+
+    def when_changing(self, take_out: Callable[[], None]) -> None:
+        pass
+
+    async def settled(self) -> None:
+        pass
+
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
     ) -> LineResult:

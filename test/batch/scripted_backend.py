@@ -72,6 +72,16 @@ class ScriptedBackend:
     started: list[LineRequest] = field(default_factory=list)
     aborted: list[LineRequest] = field(default_factory=list)
 
+    is_changing: bool = False
+    take_out: Callable[[], None] | None = None
+
+    def when_changing(self, take_out: Callable[[], None]) -> None:
+        self.take_out = take_out
+
+    async def settled(self) -> None:
+        while self.is_changing:
+            await asyncio.sleep(0.001)
+
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
     ) -> LineResult:

@@ -127,3 +127,81 @@ def test_a_disk_that_fails_for_good_fails_the_batch_in_the_end(
             assert "is gone" in fault.message
 
     play(scenario())
+
+
+@pytest.mark.parametrize("is_restored", [True, False])
+def test_an_output_that_is_deleted_under_its_batch_is_named_and_not_begun_again(
+    tmp_path: Path, is_restored: bool
+) -> None:
+    async def scenario() -> None:
+        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=2)
+        async with scene.service as service:
+            batch = await scene.create(lines(9))
+            await scene.in_flight(2)
+            for number in range(3):
+                scene.backend.held(f"id-{number + 1}").finish()
+                await scene.clock.until(lambda n=number: len(scene.backend.started) == n + 3)  # type: ignore[misc]
+
+            async def written() -> BatchObject | None:
+                now = await service.retrieve_batch(OWNER, batch.id)
+                return now if now.request_counts.completed == 3 else None
+
+            output = tmp_path / "files" / str((await scene.eventually(written)).output_file_id)
+            content = output.read_bytes()
+            output.unlink()
+            for entry in list(scene.backend.in_flight):
+                entry.finish()
+
+            async def warned() -> BatchObject | None:
+                now = await service.retrieve_batch(OWNER, batch.id)
+                return now if now.coserve.warning else None
+
+            warning = (await scene.eventually(warned)).coserve.warning or ""
+            assert f"{output} is gone" in warning or "No such file" in warning
+            assert not output.exists()
+            scene.backend.holds = False
+            if is_restored:
+                output.write_bytes(content)
+                done = await scene.ends(batch.id)
+                assert (done.status, done.request_counts.completed) == ("completed", 9)
+                assert len(await scene.records(done)) == 9
+            else:
+                await service.cancel_batch(OWNER, batch.id)
+                done = await scene.ends(batch.id)
+                assert done.status == "failed"
+                assert done.errors is not None
+                assert "is gone" in done.errors.data[0].message
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("jump_s", [-86_400.0, 86_400.0 * 3650])
+def test_a_clock_that_is_set_does_not_stop_what_is_being_served(
+    tmp_path: Path, jump_s: float
+) -> None:
+    """Deadlines follow the clock; what is served is served, and nothing hangs."""
+
+    async def scenario() -> None:
+        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=2)
+        async with scene.service as service:
+            batch = await scene.create(lines(5))
+            await scene.in_flight(2)
+            # Set, not passed: nobody who sleeps is woken by that.
+            scene.clock._now_s += jump_s
+            scene.clock._sleepers = [
+                (at_s + jump_s, order, woken) for at_s, order, woken in scene.clock._sleepers
+            ]
+            scene.backend.holds = False
+            for entry in list(scene.backend.in_flight):
+                entry.finish()
+            done = await scene.ends(batch.id)
+            assert done.status == "completed"
+            assert done.request_counts.completed == 5
+            after = await scene.create(lines(2))
+            assert (await scene.ends(after.id)).status == "completed"
+            assert [each.id for each in (await service.list_batches(OWNER)).data] == [
+                after.id,
+                batch.id,
+            ]
+
+    play(scenario())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from batch.manual_clock import ManualClock
 from batch.scenarios import OWNER, lines, opened, play
 from batch.scripted_backend import ScriptedBackend, failure
@@ -63,27 +65,115 @@ def test_another_model_starts_unfinished_lines_over(tmp_path: Path) -> None:
     play(after(play(before())))
 
 
-def test_weights_that_change_start_a_failed_line_over(tmp_path: Path) -> None:
+def test_an_answer_is_never_of_two_models(tmp_path: Path) -> None:
+    """Weights that change under a line start it over, whether it then fails or not."""
+
     async def scenario() -> None:
         scene = await opened(tmp_path, ScriptedBackend(holds=True))
-        async with scene.service:
+        async with scene.service as service:
             batch = await scene.create(lines(1, max_tokens=30))
-            for started, continued, next_model in (
-                (1, 0, "scripted"),
-                (2, 5, "new weights"),
-                (3, 0, "scripted"),
-                (4, 10, "scripted"),
+            again = failure(503, is_retryable=True)
+            for started, continued, next_model, result in (
+                (1, 0, "scripted", again),
+                (2, 5, "new weights", None),
+                (3, 0, "newer weights", again),
+                (4, 0, "scripted", None),
+                (5, 10, "scripted", None),
             ):
                 await scene.clock.until(lambda n=started: len(scene.backend.started) == n)  # type: ignore[misc]
                 assert len(scene.backend.started[-1].generated) == continued
                 entry = scene.backend.held("id-1")
                 entry.generate(5)
                 scene.backend.model = next_model
-                entry.finish(None if started == 4 else failure(503, is_retryable=True))
-                await scene.in_flight(0)
-            assert (await scene.ends(batch.id)).request_counts.completed == 1
+                entry.generate(5 if next_model != "scripted" else 0)
+                entry.finish(result)
+            done = await scene.ends(batch.id)
+            assert done.request_counts.completed == 1
+            assert done.coserve.warning is None
+            # A change of the model is no failure of the engine.
+            assert (await service.status()).line_retries == 1
 
     play(scenario())
+
+
+@pytest.mark.parametrize("how", ["taken out", "aborted"])
+def test_lines_give_way_to_other_weights_as_often_as_they_come(tmp_path: Path, how: str) -> None:
+    async def scenario() -> None:
+        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_attempts=2)
+        async with scene.service as service:
+            batch = await scene.create(lines(3))
+            for number in range(7):
+                await scene.in_flight(3)
+                held = list(scene.backend.in_flight)
+                scene.backend.is_changing = True
+                if how == "taken out":
+                    assert scene.backend.take_out is not None
+                    scene.backend.take_out()
+                else:
+                    for entry in held:
+                        entry.finish(failure(503, is_retryable=True))
+                await scene.in_flight(0)
+                await asyncio.sleep(0.01)
+                assert scene.backend.in_flight == []
+                scene.backend.model = f"weights {number}"
+                scene.backend.is_changing = False
+            await scene.in_flight(3)
+            for entry in list(scene.backend.in_flight):
+                entry.finish()
+            done = await scene.ends(batch.id)
+            assert done.request_counts.completed == 3
+            assert (await service.status()).line_retries == 0
+
+    play(scenario())
+
+
+def test_a_batch_of_two_models_says_so_for_good(tmp_path: Path) -> None:
+    async def answered_by(model: str, batch_id: str | None, count: int) -> str:
+        backend = ScriptedBackend(holds=True, model=model)
+        scene = await opened(tmp_path, backend, max_in_flight=2)
+        async with scene.service as service:
+            if batch_id is None:
+                batch_id = (await scene.create(lines(12, max_tokens=30))).id
+            before = (await service.retrieve_batch(OWNER, batch_id)).request_counts.completed
+            for n in range(1, count + 1):
+                await scene.clock.until(lambda: bool(backend.in_flight))
+                backend.in_flight[0].finish()
+                await scene.clock.until(lambda n=n: len(backend.started) >= n + 2)  # type: ignore[misc]
+            for entry in backend.in_flight:
+                entry.generate(7)
+
+            async def written() -> bool | None:
+                now = await service.retrieve_batch(OWNER, batch_id)
+                return now.request_counts.completed == before + count or None
+
+            await scene.eventually(written)
+        return batch_id
+
+    async def warning(model: str, batch_id: str) -> str | None:
+        scene = await opened(tmp_path, ScriptedBackend(holds=True, model=model))
+        async with scene.service as service:
+            return (await service.retrieve_batch(OWNER, batch_id)).coserve.warning
+
+    async def to_its_end(model: str, batch_id: str) -> tuple[str | None, set[int]]:
+        scene = await opened(tmp_path, ScriptedBackend(model=model))
+        async with scene.service:
+            done = await scene.ends(batch_id)
+            assert len(await scene.records(done)) == 12
+        continued = {len(request.generated) for request in scene.backend.started}
+        return done.coserve.warning, continued
+
+    batch_id = play(answered_by("A", None, 3))
+    assert play(warning("A", batch_id)) is None
+    assert "3 of the lines" in (play(warning("B", batch_id)) or "")
+    # Nothing was answered by B yet.
+    assert play(warning("A", batch_id)) is None
+    play(answered_by("B", batch_id, 2))
+    assert "3 of the lines" in (play(warning("B", batch_id)) or "")
+    said, continued = play(to_its_end("B", batch_id))
+    assert continued == {0, 7}
+    assert "3 of the lines" in (said or "")
+    for model in ("A", "B"):
+        assert "3 of the lines" in (play(warning(model, batch_id)) or "")
 
 
 def test_a_window_that_closes_while_the_server_is_down_is_closed(tmp_path: Path) -> None:

@@ -9,6 +9,9 @@ everything in one directory:
 - ``store`` is SQLite, for what is known of files and batches; ``result_log`` and
   ``journal`` are append-only files, for what is known of lines.
 - ``fair_slots`` decides whose line is next, ``eta`` when a batch will be complete.
+- ``engine_lines`` notes which lines the engine has, in ``in_flight_file``, and serves those
+  that it may have died of alone, by ``line_turns``.
+- ``stored_jobs`` is what can be done without a server.
 """
 
 from sglang_coserve.batch.backend import Backend, BackendLoad, LineRequest, LineResult

@@ -76,9 +76,10 @@ class Backend(Protocol):
 
     @property
     def model(self) -> str:
-        """What the generated tokens belong to: model, revision, tokenizer.
+        """What the generated tokens belong to: weights, tokenizer, and how they are computed.
 
-        Journaled tokens are given back only to a backend of the same name.
+        Another name from the moment at which other weights are loaded. Journaled tokens
+        are given back only to a backend of the same name.
         """
 
     @property
@@ -88,6 +89,16 @@ class Backend(Protocol):
     @property
     def limits(self) -> BodyLimits:
         """What one line may be. ``run`` gets none that is more."""
+
+    @property
+    def is_changing(self) -> bool:
+        """True while the model is being exchanged: requests are aborted for that, none begin."""
+
+    def when_changing(self, take_out: Callable[[], None]) -> None:
+        """Have ``take_out`` called when an exchange would wait for the lines in flight."""
+
+    async def settled(self) -> None:
+        """Wait while ``is_changing``."""
 
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]

@@ -14,6 +14,7 @@ from sglang_coserve.batch.context import BatchContext
 from sglang_coserve.batch.errors import StorageError
 from sglang_coserve.batch.fair_slots import FairSlots, Lane
 from sglang_coserve.batch.record import BatchRecord, LineFault, Progress, Status
+from sglang_coserve.batch.render import mixed_models
 from sglang_coserve.batch.retry import RetryPolicy
 from sglang_coserve.batch.state import (
     DeadlinePassed,
@@ -22,6 +23,7 @@ from sglang_coserve.batch.state import (
     Finalized,
     LinesFinished,
     Progressed,
+    ServedBy,
     Validated,
 )
 from sglang_coserve.batch.store import batch_rows
@@ -159,12 +161,17 @@ class BatchDriver:
         await self._apply(Finalized(), batch)
 
     def _batch_run(self, batch: BatchRecord) -> BatchRun:
-        return BatchRun(batch, self.lane, self._context, self._commit)
+        return BatchRun(batch, self.lane, self._context, self._commit, self._served_by)
 
     async def _commit(self, progress: Progress) -> None:
         if progress.lines > self.record.progress.lines:
             self._all_is_well()
         self.record = await self._apply_event(self.record.id, Progressed(progress), None)
+
+    async def _served_by(self, event: ServedBy) -> None:
+        self.record = await self._apply_event(self.record.id, event, None)
+        if self.record.earlier_model_lines:
+            _log.warning("batch %s: %s", self.record.id, mixed_models(self.record, event.model))
 
     async def _apply(self, event: Event, batch: BatchRecord) -> None:
         """Take the batch through ``event``, unless its state is no longer that of ``batch``."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
 
 from sglang_coserve.batch.backend import LineRequest, LineResult
 from sglang_coserve.batch.context import BatchContext
+from sglang_coserve.batch.engine_lines import MAX_DEATHS
 from sglang_coserve.batch.errors import StorageError
 from sglang_coserve.batch.fair_slots import Lane
 from sglang_coserve.batch.journal import TokenJournal
+from sglang_coserve.batch.line_bitmap import LineBitmap
 from sglang_coserve.batch.line_parser import LineParser
 from sglang_coserve.batch.line_source import InputLine, LineSource
 from sglang_coserve.batch.record import BatchRecord, Progress, Usage
@@ -21,17 +24,21 @@ from sglang_coserve.batch.result_record import encode_result, encode_unserved, u
 from sglang_coserve.batch.result_writer import ResultWriter
 from sglang_coserve.batch.retry import RetryPolicy
 from sglang_coserve.batch.serve_line import serve_line
+from sglang_coserve.batch.state import ServedBy
 from sglang_coserve.jsonl.body_limits import BodyTooLargeError
 from sglang_coserve.jsonl.request_line import RequestLine, estimate_tokens
 
 __all__ = ["BatchRun"]
 
+_log = logging.getLogger(__name__)
+
 
 class BatchRun:
     """One pass over the lines of a batch that have no record, however earlier passes ended.
 
-    ``commit`` is told what is on the disk. A pass that is cancelled, or fails, has
-    written what was finished, and another one goes on from there.
+    ``commit`` is told what is on the disk, ``served_by`` what model the results are of. A
+    pass that is cancelled, or fails, has written what was finished, and another one goes on
+    from there.
     """
 
     def __init__(
@@ -40,13 +47,17 @@ class BatchRun:
         lane: Lane,
         context: BatchContext,
         commit: Callable[[Progress], Awaitable[None]],
+        served_by: Callable[[ServedBy], Awaitable[None]],
     ) -> None:
         self._batch = batch
         self._lane = lane
         self._context = context
         self._commit = commit
+        self._served_by = served_by
+        self._model = batch.model
+        self._suspects = context.engine_lines.suspects_of(batch.id)
         limits, directory = context.limits, context.directory
-        self._lines = LineParser(
+        self._parser = LineParser(
             directory.file(batch.input_file_id),
             batch.endpoint,
             context.backend.limits,
@@ -71,11 +82,16 @@ class BatchRun:
         Raises:
             StorageError: the disk is full or failing.
         """
-        async with self._open() as (source, writer):
-            await self._context.threads.run(self._journal.load, source.finished)
+        async with self._open() as (finished, writer):
+            num_foreign = await self._context.threads.run(self._journal.load, finished)
+            if num_foreign:
+                _log.warning(
+                    "batch %s: %d half-done lines start over: another model began them",
+                    *(self._batch.id, num_foreign),
+                )
             self._context.slots.join(self._lane)
             try:
-                await _unwrapped(self._serve_lines(source, writer))
+                await _unwrapped(self._serve_lines(finished, writer))
             finally:
                 self._context.slots.leave(self._lane)
                 await self._write_journal()
@@ -86,10 +102,10 @@ class BatchRun:
         Raises:
             StorageError: the disk is full or failing.
         """
-        async with self._open() as (source, writer):
-            async for line in source:
+        async with self._open() as (finished, writer):
+            async for line in self._lines(lambda line: line not in finished):
                 await writer.room()
-                custom_id = await self._lines.custom_id(line)
+                custom_id = await self._parser.custom_id(line)
                 record = encode_unserved(self._batch.id, line.number, custom_id, code, message)
                 writer.add(record, is_ok=False, usage=Usage(), estimated_tokens=0)
 
@@ -104,17 +120,11 @@ class BatchRun:
         await self._context.threads.run(self._journal.delete)
 
     @asynccontextmanager
-    async def _open(self) -> AsyncGenerator[tuple[LineSource, ResultWriter]]:
+    async def _open(self) -> AsyncGenerator[tuple[LineBitmap, ResultWriter]]:
         batch, context = self._batch, self._context
         mean_estimate_tokens = batch.estimated_tokens // max(1, batch.total_lines)
         recovered = await context.threads.run(
             self._log.recover, batch.progress, mean_estimate_tokens
-        )
-        source = LineSource(
-            context.directory.file(batch.input_file_id),
-            context.limits.max_line_bytes,
-            recovered.finished,
-            context.threads,
         )
         writer = ResultWriter(
             self._log,
@@ -125,19 +135,29 @@ class BatchRun:
             context.limits.flush_interval_s,
         )
         try:
-            yield source, writer
+            yield recovered.finished, writer
         finally:
             await writer.close()
 
-    async def _serve_lines(self, source: LineSource, writer: ResultWriter) -> None:
+    def _lines(self, is_wanted: Callable[[int], bool]) -> LineSource:
+        context = self._context
+        path = context.directory.file(self._batch.input_file_id)
+        return LineSource(path, context.limits.max_line_bytes, is_wanted, context.threads)
+
+    async def _serve_lines(self, finished: LineBitmap, writer: ResultWriter) -> None:
+        suspects = {line for line in self._suspects if line not in finished}
         async with asyncio.TaskGroup() as watchers:
             watching = watchers.create_task(writer.failure())
             journaling = watchers.create_task(self._journal_regularly())
             async with asyncio.TaskGroup() as lines:
-                async for line in source:
+                if suspects:
+                    lines.create_task(self._serve_suspects(suspects, writer))
+                async for line in self._lines(
+                    lambda line: line not in finished and line not in suspects
+                ):
                     await writer.room()
                     try:
-                        request = await self._lines.parse(line)
+                        request = await self._parser.parse(line)
                     except BodyTooLargeError as error:
                         await self._refuse(line, str(error), writer)
                         continue
@@ -151,6 +171,33 @@ class BatchRun:
                     task.add_done_callback(partial(self._release, size_bytes, estimated_tokens))
             watching.cancel()
             journaling.cancel()
+
+    async def _serve_suspects(self, suspects: Collection[int], writer: ResultWriter) -> None:
+        """Serve lines that the engine may have died of, and give up those of which it surely did.
+
+        They take no slots: each is alone in the engine.
+        """
+        with self._context.engine_lines.serving_suspects():
+            async for line in self._lines(lambda line: line in suspects):
+                await writer.room()
+                try:
+                    request = await self._parser.parse(line)
+                except BodyTooLargeError as error:
+                    await self._refuse(line, str(error), writer)
+                    continue
+                if self._suspects[line.number] < MAX_DEATHS:
+                    estimated_tokens = estimate_tokens(len(line.content), request.body)
+                    await self._serve(line.number, request, estimated_tokens, writer)
+                    continue
+                message = (
+                    f"the engine ended {MAX_DEATHS} times while it served this line,"
+                    " which is not tried again"
+                )
+                _log.error("batch %s, line %d: %s", self._batch.id, line.number, message)
+                record = encode_unserved(
+                    self._batch.id, line.number, request.custom_id, "engine_failed", message
+                )
+                writer.add(record, is_ok=False, usage=Usage(), estimated_tokens=0)
 
     async def _serve(
         self,
@@ -172,17 +219,24 @@ class BatchRun:
             priority=batch.priority,
             weight=batch.weight,
         )
-        result = await serve_line(line_request, self._journal, self._retries, self._context)
+        result, model = await serve_line(line_request, self._journal, self._retries, self._context)
         usage = usage_of(result.body)
         record = await self._context.threads.run(
             encode_result, batch.id, line, request.custom_id, result
         )
-        writer.add(
-            record,
-            is_ok=result.status_code < 400,
-            usage=usage,
-            estimated_tokens=estimated_tokens,
-        )
+        try:
+            if model != self._model:
+                # At once, so that whoever is next does not say it again with another number.
+                self._model = model
+                await self._served_by(ServedBy(model, writer.completed))
+        finally:
+            # The answer counts, also when the batch is stopped meanwhile.
+            writer.add(
+                record,
+                is_ok=result.status_code < 400,
+                usage=usage,
+                estimated_tokens=estimated_tokens,
+            )
         self._journal.drop(line)
         return usage.total_tokens
 
@@ -192,7 +246,7 @@ class BatchRun:
 
     async def _refuse(self, line: InputLine, why: str, writer: ResultWriter) -> None:
         """Write the record of a line that is too large for the engine."""
-        custom_id = await self._lines.custom_id(line)
+        custom_id = await self._parser.custom_id(line)
         error = {"message": why, "type": "invalid_request_error", "param": None, "code": None}
         result = LineResult(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "", {"error": error})
         writer.add(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sglang_coserve.batch.backend import Backend
 from sglang_coserve.batch.clock import Clock
 from sglang_coserve.batch.data_directory import DataDirectory
+from sglang_coserve.batch.engine_lines import EngineLines
 from sglang_coserve.batch.fair_slots import FairSlots
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.store import Store
@@ -32,6 +33,7 @@ class BatchContext:
     store: Store
     threads: WorkerThreads
     slots: FairSlots
+    engine_lines: EngineLines
     backend: Backend
     limits: BatchLimits
     clock: Clock

@@ -6,6 +6,8 @@
     files/<file id>     uploads, outputs and error files
     journal/<batch id>  generated tokens of lines that are not finished
     in_doubt/<file id>  empty; says that the file is being added or deleted
+    in_flight           which lines the engine has
+    fatal_signal        where the server was when it died of a signal
     lock
 
 It holds what users have sent and got, so it is its owner's alone: whatever the umask, files
@@ -26,10 +28,14 @@ from typing import Final
 
 from sglang_coserve.errors import StartupError
 
-__all__ = ["DataDirectory"]
+__all__ = ["DataDirectory", "InUseError"]
 
 _ID: Final = re.compile(r"[a-z]{1,8}[-_][0-9a-f]{24}")
 _PROBE_BYTES: Final = 1 << 16
+
+
+class InUseError(StartupError):
+    """Another process has the data directory."""
 
 
 class DataDirectory:
@@ -44,6 +50,8 @@ class DataDirectory:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.database = root / "coserve.sqlite"
+        self.in_flight = root / "in_flight"
+        self.fatal_signal = root / "fatal_signal"
         self._files = root / "files"
         self._journals = root / "journal"
         self._in_doubt = root / "in_doubt"
@@ -53,8 +61,8 @@ class DataDirectory:
         """Make the directory when it is not there, and lock it.
 
         Raises:
-            StartupError: it cannot be written, others can read or write it, or another
-                server is using it.
+            StartupError: it cannot be written, or others can read or write it.
+            InUseError: another server is using it.
         """
         try:
             for directory in (self.root, self._files, self._journals, self._in_doubt):
@@ -105,7 +113,7 @@ class DataDirectory:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
-            raise StartupError(
+            raise InUseError(
                 f"the data directory {self.root} is in use by another server:"
                 " stop that one, or name another --coserve-data-dir"
             ) from None

@@ -41,8 +41,10 @@ class TokenJournal:
         self._tokens: dict[int, array[int]] = {}
         self._unwritten: dict[int, array[int]] = {}
 
-    def load(self, finished: LineBitmap) -> None:
+    def load(self, finished: LineBitmap) -> int:
         """Read the file, cut off what a crash left unfinished, forget ``finished`` lines. Blocks.
+
+        Returns how many unfinished lines' tokens are forgotten for being another model's.
 
         Raises:
             StorageError: it cannot be read.
@@ -52,16 +54,23 @@ class TokenJournal:
         self._size_bytes = 0
         try:
             if not self._path.exists():
-                return
+                return 0
             with self._path.open("r+b", buffering=1 << 20) as file:
-                if file.read(len(self._head)) == self._head:
-                    self._size_bytes = len(self._head)
-                    while (entry := _read_entry(file.read)) is not None:
-                        line, tokens = entry
-                        self._size_bytes += _HEADER.size + 4 * len(tokens)
-                        if line not in finished:
-                            self._tokens.setdefault(line, array("I")).extend(tokens)
+                head = file.read(len(self._head))
+                size_bytes = len(head)
+                while (entry := _read_entry(file.read)) is not None:
+                    line, tokens = entry
+                    size_bytes += _HEADER.size + 4 * len(tokens)
+                    if line not in finished:
+                        self._tokens.setdefault(line, array("I")).extend(tokens)
+                num_foreign = 0
+                if head == self._head:
+                    self._size_bytes = size_bytes
+                else:
+                    num_foreign = len(self._tokens)
+                    self._tokens.clear()
                 file.truncate(self._size_bytes)
+                return num_foreign
         except OSError as error:
             raise self._failed(error) from error
 

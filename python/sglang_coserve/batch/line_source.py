@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from sglang_coserve.batch.errors import StorageError
-from sglang_coserve.batch.line_bitmap import LineBitmap
 from sglang_coserve.batch.worker_threads import WorkerThreads
 from sglang_coserve.jsonl.lines import is_blank, read_lines
 
@@ -31,17 +31,21 @@ class InputLine:
 
 
 class LineSource:
-    """Yields the lines of a validated file that are not ``finished``, in their order.
+    """Yields the lines of a validated file whose numbers ``is_wanted``, in their order.
 
     Holds at most 256 lines, about 1 MiB, or one line if that is longer.
     """
 
     def __init__(
-        self, path: Path, max_line_bytes: int, finished: LineBitmap, threads: WorkerThreads
+        self,
+        path: Path,
+        max_line_bytes: int,
+        is_wanted: Callable[[int], bool],
+        threads: WorkerThreads,
     ) -> None:
         self._path = path
         self._max_line_bytes = max_line_bytes
-        self.finished = finished
+        self._is_wanted = is_wanted
         self._threads = threads
         self._offset = 0
         self._number = 0
@@ -68,7 +72,7 @@ class LineSource:
                     offset = self._offset
                     self._offset += line.size_bytes
                     self._number = line.number
-                    if line.number not in self.finished and not is_blank(line.content):
+                    if self._is_wanted(line.number) and not is_blank(line.content):
                         if line.content is None:
                             raise StorageError(f"{self._path} has changed since it was checked")
                         self._ahead.append(InputLine(line.number, offset, line.content))

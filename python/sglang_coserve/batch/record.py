@@ -146,6 +146,12 @@ class BatchRecord:
     progress: Progress = Progress()
     faults: tuple[LineFault, ...] = ()
 
+    model: str | None = None
+    """What made the latest result; None before there is one."""
+
+    earlier_model_lines: int = 0
+    """Completed lines when that was last another model than before; 0 when it never was."""
+
     @property
     def is_served(self) -> bool:
         """True while the engine's rate is shared with this batch."""

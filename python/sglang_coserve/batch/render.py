@@ -20,7 +20,7 @@ from sglang_coserve.batch.schemas import (
     RequestCounts,
 )
 
-__all__ = ["batch_list", "batch_object", "file_object"]
+__all__ = ["batch_list", "batch_object", "file_object", "mixed_models"]
 
 
 def file_object(file: FileRecord) -> FileObject:
@@ -47,13 +47,19 @@ def batch_list(batches: Iterable[BatchObject], limit: int) -> BatchList:
     )
 
 
-def batch_object(batch: BatchRecord, outlook: Outlook | None, trouble: str | None) -> BatchObject:
-    """Return a batch as the API shows it."""
+def batch_object(
+    batch: BatchRecord,
+    outlook: Outlook | None = None,
+    trouble: str | None = None,
+    model: str | None = None,
+) -> BatchObject:
+    """Return a batch as the API shows it; ``model`` is what is loaded now, None if unknown."""
     progress, usage = batch.progress, batch.progress.usage
     faults = [
         BatchError(code=fault.code, message=fault.message, line=fault.line, param=fault.param)
         for fault in batch.faults
     ]
+    warnings = (trouble or _lateness(batch, outlook), mixed_models(batch, model))
     return BatchObject(
         id=batch.id,
         endpoint=batch.endpoint,
@@ -90,8 +96,24 @@ def batch_object(batch: BatchRecord, outlook: Outlook | None, trouble: str | Non
             weight=batch.weight,
             eta=_seconds(outlook.eta_s) if outlook else None,
             rate_tokens_per_s=outlook.rate_tokens_per_s if outlook else None,
-            warning=trouble or _lateness(batch, outlook),
+            warning="; ".join(filter(None, warnings)) or None,
         ),
+    )
+
+
+def mixed_models(batch: BatchRecord, model: str | None) -> str | None:
+    """Say that not all results of a batch are of one model; None if they are.
+
+    ``model`` is what is loaded now, None if unknown.
+    """
+    completed, earlier = batch.progress.completed, batch.earlier_model_lines
+    if not batch.status.is_final and model is not None and batch.model not in (None, model):
+        earlier = completed
+    if not earlier:
+        return None
+    return (
+        f"results of more than one model: it has changed since {earlier} of the lines were"
+        " answered (other weights, tokenizer, precision or parallelism); half-done lines start over"
     )
 
 

@@ -39,6 +39,8 @@ class ResultLog:
         self._output = output
         self._errors = errors
         self._sync_names = sync_names
+        self._sizes: dict[Path, int] = {}
+        """Of both files, since ``recover``."""
 
     def recover(self, committed: Progress, mean_estimate_tokens: int) -> Recovered:
         """Cut off what a crash left unfinished, and return what there is.
@@ -56,6 +58,7 @@ class ResultLog:
             errors = self._scan(self._errors, committed.error_bytes, finished)
         except OSError as error:
             raise _unusable(self._batch_id, error) from error
+        self._sizes = {self._output: output.size_bytes, self._errors: errors.size_bytes}
         new_lines = output.new_records + errors.new_records
         progress = Progress(
             completed=output.records,
@@ -71,21 +74,46 @@ class ResultLog:
         """Write whole records to each file, and force them to the disk.
 
         Raises:
-            StorageError: the disk is full or failing. A part may have been
-                written: nothing may be appended before the next ``recover``.
+            StorageError: the disk is full or failing, or somebody else has changed a
+                file. A part may have been written: nothing may be appended before the
+                next ``recover``.
         """
         try:
-            is_new = [_append(self._output, output), _append(self._errors, errors)]
+            is_new = [self._append(self._output, output), self._append(self._errors, errors)]
             if any(is_new):
                 self._sync_names()
         except OSError as error:
             raise _unusable(self._batch_id, error) from error
 
+    def _append(self, path: Path, records: bytes) -> bool:
+        """Write and force ``records``; return True when that made the file."""
+        if not records:
+            return False
+        size_bytes = self._sizes.get(path, 0)
+        # One that is gone must not begin again: what it held would be missing in the middle.
+        create = 0 if size_bytes else os.O_CREAT
+        is_new = not path.exists()
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | create, 0o600)
+        try:
+            if os.fstat(fd).st_size != size_bytes:
+                raise StorageError(f"{path} was changed by something else: restore it")
+            rest = memoryview(records)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+        self._sizes[path] = size_bytes + len(records)
+        return is_new
+
     def _scan(self, path: Path, committed_bytes: int, finished: LineBitmap) -> _Scan:
         scan = _Scan()
         if not path.exists():
             if committed_bytes:
-                raise StorageError(f"{path} is gone: batch {self._batch_id} cannot go on")
+                raise StorageError(
+                    f"{path} is gone with {committed_bytes:,} bytes of results: restore it, or"
+                    f" cancel batch {self._batch_id}"
+                )
             return scan
         with path.open("r+b", buffering=_READ_BYTES) as file:
             for record in file:
@@ -116,22 +144,6 @@ class _Scan:
     size_bytes: int = 0
     new_records: int = 0
     new_usage: Usage = field(default_factory=Usage)
-
-
-def _append(path: Path, records: bytes) -> bool:
-    """Write and force ``records``; return True when that made the file."""
-    if not records:
-        return False
-    is_new = not path.exists()
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        rest = memoryview(records)
-        while rest:
-            rest = rest[os.write(fd, rest) :]
-        os.fdatasync(fd)
-    finally:
-        os.close(fd)
-    return is_new
 
 
 def _unusable(batch_id: str, error: OSError) -> StorageError:

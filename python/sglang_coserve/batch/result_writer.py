@@ -63,6 +63,11 @@ class ResultWriter:
         if len(self._output) + len(self._errors) >= _MAX_PENDING_BYTES:
             self._has_room.clear()
 
+    @property
+    def completed(self) -> int:
+        """Lines with a good answer, those too that are not written yet."""
+        return self._progress.completed
+
     async def room(self) -> None:
         """Wait while the disk is behind.
 

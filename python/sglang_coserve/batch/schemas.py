@@ -173,7 +173,8 @@ class CoserveBatch(BaseModel):
     """The batch's share of the measured offline throughput."""
 
     warning: str | None
-    """Why the batch may miss its window, or makes no progress."""
+    """Why the batch may miss its window, or makes no progress; that its results are of
+    several models."""
 
 
 class BatchObject(BaseModel):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from sglang_coserve.batch.backend import LineRequest, LineResult
 from sglang_coserve.batch.context import BatchContext
@@ -19,38 +18,54 @@ _log = logging.getLogger(__name__)
 
 async def serve_line(
     request: LineRequest, journal: TokenJournal, policy: RetryPolicy, context: BatchContext
-) -> LineResult:
-    """Return the engine's answer to ``request``, or its last failure.
+) -> tuple[LineResult, str]:
+    """Return the engine's answer to ``request``, or its last failure, and the model it is of.
 
-    An attempt continues from the tokens of those before it, of an earlier run too. When
-    the engine has got other weights since the journal was opened, it starts over, and
-    what it generates is not journaled.
+    An attempt continues from the tokens of those before it, of an earlier run too, if they
+    are of the same model. When the engine gets other weights while it serves the line, it
+    starts over: an answer is of one model.
+
+    Raises:
+        StorageError: it cannot be noted that the engine has the line.
     """
+    backend = context.backend
     if request.body.get("stream"):
-        return _error(400, "a batch line cannot stream: remove stream from its body")
+        message = "a batch line cannot stream: remove stream from its body"
+        return _error(400, message), backend.model
+
+    def journal_tokens(tokens: Sequence[int]) -> None:
+        if backend.model == journal.model:
+            journal.add(request.line, tokens)
+
     failures = 0
     while True:
-        is_same_model = context.backend.model == journal.model
-        generated = journal.tokens(request.line) if is_same_model else ()
-        on_tokens = partial(journal.add, request.line) if is_same_model else _ignore
-        try:
-            result = await context.backend.run(replace(request, generated=generated), on_tokens)
-        except Exception as error:
-            # Whatever goes wrong in an engine is one line's misfortune, not the batch's.
-            _log.exception("batch %s, line %d: the engine failed", request.batch_id, request.line)
-            result = _error(500, f"the engine failed: {error}", is_retryable=True)
+        await backend.settled()
+        async with context.engine_lines.in_engine(request.batch_id, request.line) as limit:
+            model = backend.model
+            generated = journal.tokens(request.line) if model == journal.model else ()
+            try:
+                async with limit:
+                    result = await backend.run(
+                        replace(request, generated=generated), journal_tokens
+                    )
+            except Exception as error:
+                if limit.expired():
+                    continue
+                # Whatever goes wrong in an engine is one line's misfortune, not the batch's.
+                _log.exception(
+                    "batch %s, line %d: the engine failed", request.batch_id, request.line
+                )
+                result = _error(500, f"the engine failed: {error}", is_retryable=True)
+        if backend.model != model or (result.is_retryable and backend.is_changing):
+            continue
         if not result.is_retryable:
-            return result
+            return result, model
         failures += 1
         delay_s = policy.delay_s(failures, context.rng)
         if delay_s is None:
-            return result
+            return result, model
         await context.clock.sleep(delay_s)
         context.counts.line_retries += 1
-
-
-def _ignore(_token_ids: Sequence[int]) -> None:
-    pass
 
 
 def _error(status_code: int, message: str, *, is_retryable: bool = False) -> LineResult:

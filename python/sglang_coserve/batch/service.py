@@ -17,6 +17,7 @@ from sglang_coserve.batch.batch_runner import BatchRunner
 from sglang_coserve.batch.clock import Clock, SystemClock
 from sglang_coserve.batch.context import BatchContext, ServiceCounts, new_id
 from sglang_coserve.batch.data_directory import DataDirectory
+from sglang_coserve.batch.engine_lines import EngineLines
 from sglang_coserve.batch.errors import BatchRequestError, StorageError
 from sglang_coserve.batch.fair_slots import FairSlots
 from sglang_coserve.batch.file_store import FileStore
@@ -131,11 +132,23 @@ class BatchService:
             hint = backend.load().max_in_flight
             return limits.max_in_flight if hint is None else min(limits.max_in_flight, hint)
 
+        threads = WorkerThreads("coserve-files", _FILE_THREADS)
+        try:
+            engine_lines = await EngineLines.open(data, store, threads)
+        except BaseException as error:
+            await threads.close()
+            await store.close()
+            data.close()
+            if isinstance(error, StorageError):
+                raise StartupError(str(error)) from error
+            raise
+        backend.when_changing(engine_lines.take_out)
         context = BatchContext(
             directory=data,
             store=store,
-            threads=WorkerThreads("coserve-files", _FILE_THREADS),
+            threads=threads,
             slots=FairSlots(max_lines, limits.max_in_flight_bytes),
+            engine_lines=engine_lines,
             backend=backend,
             limits=limits,
             clock=clock or SystemClock(),
@@ -165,6 +178,7 @@ class BatchService:
             self._expiring.cancel()
             await asyncio.wait({self._expiring})
         await self._runner.close()
+        self._context.engine_lines.close()
         await self._context.threads.close()
         await self._context.store.close()
         self._context.directory.close()
@@ -342,6 +356,18 @@ class BatchService:
         """
         return await self._change(owner, batch_id, ResumeAsked())
 
+    @property
+    def fatal_signal_path(self) -> Path:
+        """Where it is to be written that the process dies of a signal such as SIGSEGV."""
+        return self._context.directory.fatal_signal
+
+    def note_engine_death(self) -> None:
+        """Note that the engine has ended by itself, so that the next start can tell.
+
+        Quick, and never raises: it is called by a process that is about to end.
+        """
+        self._context.engine_lines.note_death()
+
     async def pending_events(self, limit: int = 100) -> list[BatchEvent]:
         """Return events that are to be delivered now, the oldest first."""
         now_s = self._context.clock.now_s()
@@ -366,6 +392,8 @@ class BatchService:
         return service_status(
             self._runner.unfinished(),
             self._context.slots,
+            self._context.engine_lines.suspects_in_flight,
+            self._context.backend.model,
             self._context.counts.line_retries,
             webhooks_pending,
         )
@@ -384,7 +412,8 @@ class BatchService:
         """Return what makes objects of ``batches``, in any thread."""
         outlooks = self._runner.outlooks(batches)
         troubles = {batch.id: self._runner.trouble(batch.id) for batch in batches}
-        return lambda batch: batch_object(batch, outlooks.get(batch.id), troubles[batch.id])
+        model = self._context.backend.model
+        return lambda batch: batch_object(batch, outlooks.get(batch.id), troubles[batch.id], model)
 
     async def _expire_regularly(self) -> None:
         while True:

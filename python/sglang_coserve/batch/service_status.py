@@ -38,9 +38,17 @@ class ServiceStatus:
     webhooks_pending: int
     """Ends of batches that no receiver has taken yet."""
 
+    model: str
+    """What lines are answered by; half-done ones go on after a restart if it is the same."""
+
 
 def service_status(
-    unfinished: Iterable[BatchRecord], slots: FairSlots, line_retries: int, webhooks_pending: int
+    unfinished: Iterable[BatchRecord],
+    slots: FairSlots,
+    suspects_in_flight: int,
+    model: str,
+    line_retries: int,
+    webhooks_pending: int,
 ) -> ServiceStatus:
     """Return the status of a service whose batches in no final state are ``unfinished``."""
     records = list(unfinished)
@@ -52,9 +60,10 @@ def service_status(
     return ServiceStatus(
         batches=dict(Counter(record.status.value for record in records)),
         paused_batches=sum(record.is_paused for record in records),
-        lines_in_flight=slots.lines_in_flight,
+        lines_in_flight=slots.lines_in_flight + suspects_in_flight,
         bytes_in_flight=slots.bytes_in_flight,
         lines_waiting=max(0, lines_left - slots.lines_in_flight),
         line_retries=line_retries,
         webhooks_pending=webhooks_pending,
+        model=model,
     )

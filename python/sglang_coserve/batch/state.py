@@ -29,6 +29,7 @@ __all__ = [
     "PauseAsked",
     "Progressed",
     "ResumeAsked",
+    "ServedBy",
     "Validated",
     "transition",
 ]
@@ -54,6 +55,14 @@ class Progressed:
     """More records are on the disk. The values are totals, so saying it twice changes nothing."""
 
     progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBy:
+    """The next result is of ``model``; ``completed`` lines have one already."""
+
+    model: str
+    completed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +99,7 @@ Event: TypeAlias = (
     Validated
     | Failed
     | Progressed
+    | ServedBy
     | LinesFinished
     | DeadlinePassed
     | Finalized
@@ -106,6 +116,7 @@ _LEGAL_FROM: Final = MappingProxyType(
         Validated: frozenset({_S.VALIDATING}),
         Failed: _PENDING | {_S.FINALIZING, _S.CANCELLING},
         Progressed: frozenset({_S.IN_PROGRESS, _S.FINALIZING, _S.CANCELLING}),
+        ServedBy: frozenset({_S.IN_PROGRESS, _S.FINALIZING, _S.CANCELLING}),
         LinesFinished: frozenset({_S.IN_PROGRESS}),
         DeadlinePassed: frozenset({_S.IN_PROGRESS}),
         Finalized: frozenset({_S.FINALIZING, _S.CANCELLING}),
@@ -148,6 +159,10 @@ def transition(record: BatchRecord, event: Event, now_s: float) -> BatchRecord:
         case Progressed(progress):
             assert record.progress.lines <= progress.lines <= record.total_lines
             return replace(record, progress=progress)
+        case ServedBy(model, completed):
+            is_change = record.model not in (None, model)
+            earlier = completed if is_change else record.earlier_model_lines
+            return replace(record, model=model, earlier_model_lines=earlier)
         case LinesFinished():
             assert record.progress.lines == record.total_lines
             return replace(record, status=_S.FINALIZING, finalizing_at_s=now_s)

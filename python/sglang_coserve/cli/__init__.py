@@ -13,6 +13,7 @@ import typer
 from sglang_coserve.cli import exit_codes
 from sglang_coserve.cli.batches import cancel, list_batches, results, status
 from sglang_coserve.cli.groups import CommandGroup, SeveralSlosCommand
+from sglang_coserve.cli.jobs import jobs
 from sglang_coserve.cli.make_model import make_model
 from sglang_coserve.cli.profile import PROFILE_SETTINGS, profile
 from sglang_coserve.cli.profile_slo import SLO_SETTINGS, profile_slo
@@ -39,6 +40,7 @@ app.command()(status)
 app.command("list")(list_batches)
 app.command()(cancel)
 app.command()(results)
+app.add_typer(jobs, name="jobs")
 app.command(context_settings=PROFILE_SETTINGS)(profile)
 app.command("profile slo", cls=SeveralSlosCommand, context_settings=SLO_SETTINGS)(profile_slo)
 app.command()(simulate)

@@ -20,7 +20,7 @@ from sglang_coserve.errors import ConfigError
 if TYPE_CHECKING:
     from sglang_coserve.client import Batch, BatchApi
 
-__all__ = ["batch_json", "cancel", "list_batches", "results", "status"]
+__all__ = ["batch_json", "batch_row", "cancel", "list_batches", "results", "status"]
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ def list_batches(
 
     async def show(api: BatchApi) -> None:
         for batch in await api.newest(limit, owner=owner, status=batch_status):
-            _show(batch, _operator_row if as_operator else _row, as_json=as_json)
+            _show(batch, _operator_row if as_operator else batch_row, as_json=as_json)
 
     _call(base_url, api_key, show, as_operator=as_operator)
 
@@ -89,7 +89,7 @@ def cancel(
     """Cancel a batch; the results it has stay."""
 
     async def ask(api: BatchApi) -> None:
-        _show(await api.cancel(batch_id), _row, as_json=as_json)
+        _show(await api.cancel(batch_id), batch_row, as_json=as_json)
 
     _call(base_url, api_key, ask, as_operator=as_operator)
 
@@ -118,7 +118,7 @@ def results(
     async def fetch(api: BatchApi) -> bool:
         batch = await api.retrieve(batch_id)
         await fetch_results(api, batch, output)
-        say(_row(batch))
+        say(batch_row(batch))
         return batch["status"] == "completed" and not batch["request_counts"]["failed"]
 
     if not _call(base_url, api_key, fetch):
@@ -159,7 +159,8 @@ def _show(batch: Batch, as_text: Callable[[Batch], str], *, as_json: bool) -> No
         say(as_text(batch))
 
 
-def _row(batch: Batch) -> str:
+def batch_row(batch: Batch) -> str:
+    """Return a batch in one line."""
     counts = batch["request_counts"]
     paused = " (paused)" if _extra(batch).get("paused") else ""
     return (
@@ -169,13 +170,13 @@ def _row(batch: Batch) -> str:
 
 
 def _operator_row(batch: Batch) -> str:
-    return f"{_row(batch)}  owner {_extra(batch).get('owner')}"
+    return f"{batch_row(batch)}  owner {_extra(batch).get('owner')}"
 
 
 def _details(batch: Batch) -> str:
     usage, extra = batch["usage"], _extra(batch)
     lines = [
-        _row(batch),
+        batch_row(batch),
         f"window {batch['completion_window']}, until {_time(batch['expires_at'])}",
         f"{usage['total_tokens']} tokens ({usage['input_tokens']} prompt, "
         f"{usage['output_tokens']} completion)",

@@ -105,13 +105,20 @@ def open_routes_warning(api_key: str | None, admin_api_key: str | None) -> str |
 @asynccontextmanager
 async def _served(http_server: Any, config: CoserveConfig) -> AsyncGenerator[None]:
     from sglang_coserve.srt.batch_backend import BatchBackend
+    from sglang_coserve.srt.engine_death import fatal_signals_told_to
+    from sglang_coserve.srt.loaded_model import loaded_fingerprint
     from sglang_coserve.srt.scheduler import EXPECTED_RATE_KEY, INIT_INFO_KEY
 
     assert config.coserve_data_dir is not None
     state = http_server._global_state
+    manager = state.tokenizer_manager
+    # In a thread: it reads parts of all weights.
+    loaded = await asyncio.to_thread(loaded_fingerprint, manager.server_args)
+    logger.info("the model's fingerprint is %s", loaded)
     backend = BatchBackend(
-        state.tokenizer_manager,
+        manager,
         state.template_manager,
+        fingerprint=loaded,
         expected_tokens_per_s=state.scheduler_info[INIT_INFO_KEY][EXPECTED_RATE_KEY],
     )
     target = _webhook_target(config)
@@ -121,6 +128,8 @@ async def _served(http_server: Any, config: CoserveConfig) -> AsyncGenerator[Non
     set_service(http_server.app, service)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(_close, http_server.app, service)
+        stack.enter_context(fatal_signals_told_to(service.fatal_signal_path))
+        manager.coserve_on_death = service.note_engine_death
         if target is not None:
             await stack.enter_async_context(Webhooks(service, target))
         stopping = asyncio.create_task(_close_when_stopping(backend, stack))

@@ -15,6 +15,7 @@ from sglang_coserve.srt.request_marks import is_offline
 
 __all__ = [
     "SGLANG_VERSION",
+    "UPDATE_COMMUNICATORS",
     "check_server_args",
     "check_version",
     "fill_token_ids_logprobs",
@@ -41,6 +42,22 @@ _SCHEDULER_METHODS = (
     "run_batch",
     "run_event_loop",
     "update_running_batch",
+)
+
+UPDATE_COMMUNICATORS = (
+    "update_weights_from_distributed_communicator",
+    "update_weights_from_ipc_communicator",
+    "update_weights_from_tensor_communicator",
+)
+"""What a tokenizer manager sends weight updates with, once no request is in flight."""
+
+_WEIGHT_UPDATES = (
+    "continue_generation",
+    "pause_generation",
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_ipc",
+    "update_weights_from_tensor",
 )
 
 
@@ -125,7 +142,8 @@ def missing_seams() -> list[str]:
         TokenizerManager: (
             *("_should_use_batch_tokenization", "_tokenize_one_request", "_tokenize_texts"),
             *("_validate_mm_limits", "_validate_one_request", "generate_request"),
-            "serving_chat_class",
+            *("serving_chat_class", "dump_requests_before_crash", "config_value"),
+            *("_wait_for_model_update_from_disk", "flush_cache", *_WEIGHT_UPDATES),
         ),
         OpenAIServingBase: ("_convert_to_internal_request", "handle_request"),
         GenerateReqInput: ("contains_mm_input", "rid", "stream", *STATEFUL_FIELDS),

@@ -30,7 +30,9 @@ class Served:
 
         self.engine = engine
         self.manager = engine.tokenizer_manager
-        self.backend = BatchBackend(engine.tokenizer_manager, engine.template_manager)
+        self.backend = BatchBackend(
+            engine.tokenizer_manager, engine.template_manager, fingerprint="small"
+        )
 
     def do(self, coroutine: Any) -> Any:
         return self.engine.loop.run_until_complete(asyncio.wait_for(coroutine, TIMEOUT_S))

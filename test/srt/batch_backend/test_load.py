@@ -21,15 +21,20 @@ def test_the_load_is_known_once_something_was_served(served: Served) -> None:
 def test_the_model_is_told_apart_by_its_weights(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = served.backend.model
-    assert served.manager.model_path in before
-    assert served.backend.model == before
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+    names = [served.backend.model]
+    assert names == [served.backend.model]
     monkeypatch.setattr(served.manager, "_config_updates", [])
     served.manager._update_weight_version_if_provided("2")
-    reloaded = served.backend.model
-    assert reloaded != before
-    monkeypatch.setattr(served.manager, "model_path", "another")
-    assert served.backend.model not in (before, reloaded)
+    names.append(served.backend.model)
+    for path, is_loaded in ((served.manager.model_path, True), ("/nowhere", False)):
+        # From the same path too, and also when it fails: part may have been exchanged.
+        update = UpdateWeightFromDiskReqInput(model_path=path)
+        assert served.do(served.manager.update_weights_from_disk(update))[0] is is_loaded
+        names.append(served.backend.model)
+    assert len(set(names)) == 4
+    served.do(served.backend.settled())
 
 
 def test_the_rate_is_that_of_the_time_with_work() -> None:
@@ -82,7 +87,10 @@ def test_the_engine_says_what_to_expect_and_who_else_is_served(served: Served) -
     expected = info[INIT_INFO_KEY][EXPECTED_RATE_KEY]
     assert expected > 0
     backend = BatchBackend(
-        served.manager, served.engine.template_manager, expected_tokens_per_s=expected
+        served.manager,
+        served.engine.template_manager,
+        fingerprint="small",
+        expected_tokens_per_s=expected,
     )
     assert backend.load() == BackendLoad(expected)
 

@@ -75,6 +75,16 @@ CREATE TABLE events (
 ) STRICT
 """
 
+_SUSPECTS = """
+CREATE TABLE suspects (
+    batch_id TEXT NOT NULL,
+    line INTEGER NOT NULL,
+    deaths INTEGER NOT NULL,
+    last_run TEXT NOT NULL,
+    PRIMARY KEY (batch_id, line)
+) STRICT, WITHOUT ROWID
+"""
+
 MIGRATIONS: Final = (
     (
         _FILES,
@@ -87,6 +97,12 @@ MIGRATIONS: Final = (
         "CREATE INDEX batches_unfinished ON batches (seq)"
         " WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling')",
         _EVENTS,
+    ),
+    (
+        _SUSPECTS,
+        # What answered the lines so far, and how many lines something else had answered.
+        "ALTER TABLE batches ADD COLUMN model TEXT",
+        "ALTER TABLE batches ADD COLUMN earlier_model_lines INTEGER NOT NULL DEFAULT 0",
     ),
 )
 """Step ``n`` takes a database from version ``n`` to ``n + 1``."""

@@ -30,8 +30,9 @@ logger = logging.getLogger(__name__)
 class BatchBackend(Backend):
     """See ``batch.backend.Backend``. Lives on the event loop of SGLang's tokenizer manager.
 
-    ``expected_tokens_per_s`` is the rate of offline tokens before any was served, None if
-    unknown. ``now_s`` is in seconds since the epoch, ``monotonic_s`` measures durations.
+    ``fingerprint`` is that of the model that was loaded at the start. ``expected_tokens_per_s``
+    is the rate of offline tokens before any was served, None if unknown.
+    ``now_s`` is in seconds since the epoch, ``monotonic_s`` measures durations.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class BatchBackend(Backend):
         tokenizer_manager: Any,
         template_manager: Any,
         *,
+        fingerprint: str,
         expected_tokens_per_s: float | None = None,
         stream_interval_tokens: int = _STREAM_INTERVAL_TOKENS,
         now_s: Callable[[], float] = time.time,
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tokenizer_manager = tokenizer_manager
+        self._fingerprint = fingerprint
         self._endpoints = model_endpoints(tokenizer_manager, template_manager)
         self._stream_interval_tokens = stream_interval_tokens
         self._now_s = now_s
@@ -53,11 +56,24 @@ class BatchBackend(Backend):
 
     @property
     def model(self) -> str:
-        """What the tokens belong to; weights that are changed while it runs have a version."""
+        """What the tokens belong to; weights that are exchanged while it runs have another name."""
         # Not from the server's arguments: those stay what they were at the start.
-        value = self._tokenizer_manager.config_value
-        names = ("model_path", "revision", "tokenizer_path", "weight_version")
-        return "|".join(str(value(name) or "") for name in names)
+        version = self._tokenizer_manager.config_value("weight_version") or ""
+        updates = self._tokenizer_manager.coserve_weights.name
+        return "|".join(filter(None, (self._fingerprint, str(version), updates)))
+
+    @property
+    def is_changing(self) -> bool:
+        """See ``Backend.is_changing``."""
+        return bool(self._tokenizer_manager.coserve_weights.is_changing)
+
+    def when_changing(self, take_out: Callable[[], None]) -> None:
+        """See ``Backend.when_changing``."""
+        self._tokenizer_manager.coserve_weights.on_update = take_out
+
+    async def settled(self) -> None:
+        """See ``Backend.settled``."""
+        await self._tokenizer_manager.coserve_weights.settled()
 
     @property
     def endpoints(self) -> frozenset[str]:

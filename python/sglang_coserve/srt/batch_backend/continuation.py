@@ -38,6 +38,8 @@ STATEFUL_FIELDS: Final = (
     "session_params",
     "input_embeds",
     "max_thinking_tokens",
+    # The adapter of that name may be another one by then.
+    "lora_path",
 )
 """Fields of SGLang's request that have to be unset."""
 

@@ -120,6 +120,8 @@ class LineManager(BoundedManager):
             request.stream = True
             params["stream_interval"] = self._stream_interval_tokens
         request.sampling_params = params
+        if not is_embedding:
+            request.extra_key = _extended(request.extra_key, self._inner.coserve_weights.cache_key)
         # A client's id could be that of another line. For several inputs, an embedding request
         # takes no single id.
         request.rid = None if is_embedding else task.request_id
@@ -146,6 +148,15 @@ class _TokenFeed:
         self._num_told = len(output_ids)
         if new_ids:
             self._on_tokens(new_ids)
+
+
+def _extended(extra_key: Any, cache_key: str) -> Any:
+    """Return what a request's cached prefixes are found under, its own key or keys included."""
+    if not cache_key:
+        return extra_key
+    if isinstance(extra_key, list):
+        return [f"{key}|{cache_key}" for key in extra_key]
+    return f"{extra_key or ''}|{cache_key}"
 
 
 def _ignore(_token_ids: Sequence[int]) -> None:

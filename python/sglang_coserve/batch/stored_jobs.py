@@ -1,0 +1,88 @@
+"""The batches of a data directory that no server has open."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Generator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from sglang_coserve.batch.data_directory import DataDirectory
+from sglang_coserve.batch.errors import StorageError
+from sglang_coserve.batch.record import BatchRecord
+from sglang_coserve.batch.state import Event
+from sglang_coserve.batch.store import batch_rows
+from sglang_coserve.batch.store.database import open_database
+from sglang_coserve.errors import StartupError
+
+__all__ = ["StoredJobs"]
+
+_T = TypeVar("_T")
+
+
+class StoredJobs:
+    """Shows batches and changes what is to become of them; the next start of a server does it.
+
+    Every call blocks.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, now_s: Callable[[], float]) -> None:
+        self._connection = connection
+        self._now_s = now_s
+
+    @classmethod
+    @contextmanager
+    def open(cls, directory: Path, now_s: Callable[[], float]) -> Generator[StoredJobs]:
+        """Keep servers from ``directory`` within it.
+
+        Raises:
+            StartupError: it is no data directory, or it cannot be used.
+            InUseError: a server has it.
+        """
+        data = DataDirectory(directory)
+        if not data.database.exists():
+            raise StartupError(
+                f"{directory} holds no batches (there is no {data.database.name} in it): name the"
+                " --coserve-data-dir of the server"
+            )
+        data.open()
+        try:
+            with closing(open_database(data.database)) as connection:
+                yield cls(connection, now_s)
+        finally:
+            data.close()
+
+    def newest(self, limit: int) -> list[BatchRecord]:
+        """Return up to ``limit`` batches of all owners, the newest first.
+
+        Raises:
+            StorageError: the database cannot be read.
+        """
+        return self._transaction(lambda: batch_rows.newest(self._connection, limit))
+
+    def change(self, batch_id: str, event: Event) -> BatchRecord:
+        """Take a batch through an event that comes from outside; it is on the disk afterwards.
+
+        Raises:
+            NotFoundError: there is no such batch.
+            ConflictError: its state forbids it.
+            StorageError: the database cannot be written.
+        """
+        return self._transaction(
+            lambda: batch_rows.apply(self._connection, batch_id, event, self._now_s())
+        )
+
+    def _transaction(self, work: Callable[[], _T]) -> _T:
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                result = work()
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+        except sqlite3.Error as error:
+            raise StorageError(f"the batch database failed: {error}") from error
+        return result

@@ -1,0 +1,63 @@
+"""The fingerprint of the model that SGLang was started with."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from pathlib import Path
+from typing import Any, Final
+
+from sglang_coserve.srt.model_fingerprint import fingerprint
+
+__all__ = ["loaded_fingerprint"]
+
+logger = logging.getLogger(__name__)
+
+_SETTINGS: Final = (
+    *("dtype", "quantization", "kv_cache_dtype", "torchao_config", "json_model_override_args"),
+    *("tp_size", "ep_size", "device", "load_format", "enable_deterministic_inference"),
+    *("attention_backend", "prefill_attention_backend", "decode_attention_backend"),
+    *("tokenizer_mode", "tokenizer_backend", "chat_template", "completion_template"),
+)
+"""What decides numbers, or what a prompt becomes."""
+
+
+def loaded_fingerprint(server_args: Any) -> str:
+    """Return the fingerprint of model, tokenizer and adapters as ``server_args`` name them.
+
+    Blocks while it reads. Where the files cannot be read (object storage, say) the model
+    cannot be told from another one: the value is then a new one at every start.
+    """
+    settings = {name: getattr(server_args, name) for name in _SETTINGS}
+    adapters = [(ref.lora_name, ref.lora_path) for ref in server_args.lora_paths or ()]
+    settings["adapters"] = [name for name, _ in adapters]
+    names = [server_args.model_path, server_args.tokenizer_path, *(path for _, path in adapters)]
+    names += [name for name in (server_args.chat_template,) if name and Path(name).is_file()]
+    try:
+        paths = [_local(str(name), server_args) for name in dict.fromkeys(names) if name]
+        return fingerprint(paths, settings)
+    except Exception as error:
+        logger.warning(
+            "the files of %s cannot be read (%s): half-done lines of batches start over after"
+            " every restart, since their model could be another one",
+            *(server_args.model_path, error),
+        )
+        return secrets.token_hex(16)
+
+
+def _local(name: str, server_args: Any) -> Path:
+    """Return where the files of a path or a name on the Hugging Face hub are."""
+    path = Path(name)
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download
+
+    is_model = name == server_args.model_path
+    return Path(
+        snapshot_download(
+            name,
+            revision=server_args.revision if is_model else None,
+            cache_dir=server_args.download_dir,
+            local_files_only=True,
+        )
+    )

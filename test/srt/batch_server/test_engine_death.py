@@ -1,0 +1,136 @@
+"""A line of which the real engine dies, and a supervisor that starts the server again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+
+from sglang_coserve.batch.in_flight_file import InFlightFile
+from sglang_coserve.errors import StartupError
+from srt.batch_server.deployment import (
+    GIVE_UP_S,
+    Deployment,
+    completed,
+    create,
+    eventually,
+    line,
+    lines,
+    text_of,
+    until,
+)
+
+INNOCENTS = lines(10, 60)
+LONG = lines(4, 300)
+POISON = "poison"
+
+
+@pytest.fixture(scope="module")
+def mortal(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A server whose lines may bring code along: that of the poison line ends the scheduler."""
+    deployment = Deployment(
+        small_model,
+        tmp_path_factory.mktemp("mortal"),
+        *("--enable-custom-logit-processor", "--startup-profile-seconds", "0"),
+    )
+    with pytest.MonkeyPatch.context() as environment:
+        # SGLang would wait a minute for dumps of the GPU before it ends.
+        environment.setenv("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
+        deployment.start()
+        yield deployment
+        deployment.stop()
+
+
+def poison() -> bytes:
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    class Deadly(CustomLogitProcessor):  # type: ignore[misc]
+        def __call__(self, logits, custom_param_list=None):  # type: ignore[no-untyped-def]
+            import os
+
+            os._exit(7)
+
+    return line(POISON, 60, custom_logit_processor=Deadly.to_str()).encode()
+
+
+def has_ended(deployment: Deployment, within_s: float) -> bool:
+    process = psutil.Process(deployment.pid)
+    give_up_s = time.monotonic() + within_s
+    while time.monotonic() < give_up_s:
+        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_that_reaches_all_processes_suspects_no_line(
+    mortal: Deployment, number: signal.Signals
+) -> None:
+    """As a service manager or a terminal stops them: children may end before their parent."""
+    with mortal.client() as client:
+        batch = create(client, LONG)
+        until(client, batch.id, "in_progress")
+        eventually(lambda: mortal.status()["batch_api"]["lines_in_flight"] == 4)
+        os.killpg(mortal.pid, number)
+        assert has_ended(mortal, GIVE_UP_S)
+        mortal.stop()
+        file = InFlightFile(mortal.data / "in_flight", mortal.data / "fatal_signal")
+        last_run = file.last_run()
+        assert last_run is not None
+        assert not last_run.engine_died
+        mortal.start()
+        assert "the engine ended by itself" not in mortal.log.read_text()
+        assert len(completed(client, batch.id)) == 4
+
+
+def start_until_it_stays_up(deployment: Deployment, batch_id: str) -> int:
+    """Start the server as often as a supervisor would; return how often it has died."""
+    deaths = 0
+    while True:
+        with deployment.client() as client:
+            give_up_s = time.monotonic() + GIVE_UP_S
+            while time.monotonic() < give_up_s:
+                if has_ended(deployment, 0.2):
+                    break
+                try:
+                    if client.batches.retrieve(batch_id).status == "completed":
+                        return deaths
+                except openai.APIConnectionError:
+                    continue
+        assert has_ended(deployment, 30), "neither dead nor done"
+        deaths += 1
+        assert deaths < 5
+        deployment.stop()
+        try:
+            deployment.start()
+        except StartupError:  # It died before it was ready.
+            continue
+
+
+def test_a_line_that_ends_the_engine_is_given_up_after_two_deaths(mortal: Deployment) -> None:
+    with mortal.client() as client:
+        expected = completed(client, create(client, INNOCENTS).id)
+        other = create(client, LONG)
+        until(client, other.id, "in_progress")
+        batch = create(client, INNOCENTS + poison())
+    assert start_until_it_stays_up(mortal, batch.id) == 2
+    with mortal.client() as client:
+        found = completed(client, batch.id)
+        given_up = found.pop(POISON)
+        assert given_up["response"] is None
+        assert given_up["error"]["code"] == "engine_failed"
+        assert {key: text_of(record) for key, record in found.items()} == {
+            key: text_of(record) for key, record in expected.items()
+        }
+        assert len(completed(client, other.id)) == 4
+        again = completed(client, create(client, LONG).id)
+        assert {key: text_of(record) for key, record in again.items()} == {
+            key: text_of(record) for key, record in completed(client, other.id).items()
+        }

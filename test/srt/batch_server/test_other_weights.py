@@ -1,0 +1,178 @@
+"""Weights that change under batches: across a kill -9, and while the server runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from sglang_coserve.small_model import SmallModelSpec, make_small_model
+from srt.batch_server.deployment import (
+    API_KEY,
+    Deployment,
+    completed,
+    create,
+    eventually,
+    extra_of,
+    lines,
+    text_of,
+    until,
+)
+
+CONTENT = lines(10, 100)
+
+
+@pytest.fixture(scope="module")
+def models(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two models that differ in nothing but the values of their weights."""
+    spec = SmallModelSpec(hidden=64, layers=2, context=1024, seed=1)
+    other = make_small_model(tmp_path_factory.mktemp("other"), spec)
+    assert (other / "config.json").read_bytes() == (small_model / "config.json").read_bytes()
+    return {"A": small_model, "B": other}
+
+
+class Changing(Deployment):
+    """A server whose model directory gets other weights."""
+
+    def __init__(self, models: dict[str, Path], directory: Path) -> None:
+        self._models = models
+        self._place = directory / "model"
+        shutil.copytree(models["A"], self._place)
+        super().__init__(
+            self._place,
+            directory,
+            *("--offline-max-running", "3", "--startup-profile-seconds", "0"),
+        )
+
+    def put(self, name: str) -> None:
+        """Replace the files, as a deployment of new weights does; a running server keeps its."""
+        for file in self._models[name].iterdir():
+            new = self._place / f"{file.name}.new"
+            shutil.copy(file, new)
+            new.replace(self._place / file.name)
+
+    def load(self, name: str, **how: Any) -> None:
+        """Have the running server load other weights from the disk."""
+        body = {"model_path": str(self._models[name]), **how}
+        url, headers = f"{self.base_url}/update_weights_from_disk", self.headers
+        answer = httpx.post(url, json=body, headers=headers, timeout=120)
+        assert answer.json()["success"], answer.text
+
+    def post(self, path: str, **body: Any) -> None:
+        answer = httpx.post(f"{self.base_url}{path}", json=body, headers=self.headers, timeout=120)
+        answer.raise_for_status()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {API_KEY}"}
+
+
+@pytest.fixture(scope="module")
+def server(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Changing]:
+    server = Changing(models, tmp_path_factory.mktemp("changing"))
+    server.start()
+    yield server
+    server.stop()
+
+
+def texts(client: openai.OpenAI, batch_id: str) -> dict[str, str]:
+    return {key: text_of(record) for key, record in completed(client, batch_id).items()}
+
+
+@pytest.fixture(scope="module")
+def expected(server: Changing) -> Iterator[dict[str, dict[str, str]]]:
+    """What each model answers to ``CONTENT``; the server has A's weights then."""
+    answers = {}
+    with server.client() as client:
+        for name in ("B", "A"):
+            server.load(name)
+            answers[name] = texts(client, create(client, CONTENT).id)
+    assert not answers["A"].items() & answers["B"].items()
+    yield answers
+
+
+def whose(answers: dict[str, str], expected: dict[str, dict[str, str]]) -> dict[str, int]:
+    """How many answers are of which model; fails when one is of neither."""
+    counts = dict.fromkeys(expected, 0)
+    for custom_id, text in answers.items():
+        (name,) = [name for name in expected if expected[name][custom_id] == text]
+        counts[name] += 1
+    return counts
+
+
+def half_done(server: Changing, client: openai.OpenAI) -> str:
+    """A batch with some lines answered, and tokens of others in the journal."""
+    batch = until(client, create(client, CONTENT).id, "in_progress", some_done=True)
+    journal = server.data / "journal" / batch.id
+    eventually(lambda: journal.exists() and journal.stat().st_size > 100)
+    return str(batch.id)
+
+
+def test_other_weights_after_a_kill_begin_half_done_lines_anew(
+    server: Changing, expected: dict[str, dict[str, str]]
+) -> None:
+    server.stop()
+    server.start()  # What was loaded since the start has another name at every start.
+    with server.client() as client:
+        batch_id = half_done(server, client)
+    server.kill()
+    server.put("B")
+    server.start()
+    try:
+        with server.client() as client:
+            answers = texts(client, batch_id)
+            counts = whose(answers, expected)
+            assert counts["A"] > 0 < counts["B"]
+            warning = extra_of(client.batches.retrieve(batch_id))["warning"]
+            assert f"since {counts['A']} of the lines" in warning
+        log = server.log.read_text()
+        assert "half-done lines start over" in log
+        assert f"since {counts['A']} of the lines" in log
+    finally:
+        server.stop()
+        server.put("A")
+        server.start()
+    with server.client() as client:
+        assert extra_of(client.batches.retrieve(batch_id))["warning"] == warning
+
+
+@pytest.mark.parametrize("how", ["wait", "abort", "in_place", "pause and abort"])
+def test_no_answer_is_of_two_models_when_weights_are_exchanged(
+    server: Changing, expected: dict[str, dict[str, str]], how: str
+) -> None:
+    server.load("A")
+    with server.client() as client:
+        batch_id = half_done(server, client)
+        mode = {"in_place": "in_place", "pause and abort": "abort"}.get(how)
+        if mode:
+            server.post("/pause_generation", mode=mode)
+        server.load("B", abort_all_requests=how == "abort", flush_cache=how != "in_place")
+        if mode:
+            server.post("/continue_generation")
+        counts = whose(texts(client, batch_id), expected)
+        assert counts["A"] > 0 < counts["B"]
+        batch = client.batches.retrieve(batch_id)
+        assert f"since {counts['A']} of the lines" in extra_of(batch)["warning"]
+        assert server.status()["batch_api"]["line_retries"] == 0
+
+
+def test_weights_that_are_exchanged_again_and_again_fail_no_line(
+    server: Changing, expected: dict[str, dict[str, str]]
+) -> None:
+    """As reinforcement learning does: each time all requests are aborted, more than 5 times."""
+    server.load("A")
+    with server.client() as client:
+        batch_id = half_done(server, client)
+        for name in "BABABA":
+            eventually(lambda: server.status()["batch_api"]["lines_in_flight"])
+            server.load(name, abort_all_requests=True)
+        answers = completed(client, batch_id)
+        assert all(record["error"] is None for record in answers.values()), json.dumps(answers)
+        counts = whose({key: text_of(record) for key, record in answers.items()}, expected)
+        assert sum(counts.values()) == 10

@@ -1,0 +1,93 @@
+"""What a process leaves that dies of a signal, and what tells a death from a stop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_coserve.srt.engine_death import is_stop_asked
+from sglang_coserve.srt.weight_updates import WeightUpdates
+
+DYING = """
+import faulthandler, os, signal, sys
+from pathlib import Path
+from sglang_coserve.srt.engine_death import fatal_signals_told_to
+
+with fatal_signals_told_to(Path(sys.argv[1])):
+    if sys.argv[2] == "SIGSEGV":
+        faulthandler._sigsegv()
+    os.kill(os.getpid(), signal.Signals[sys.argv[2]])
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "is_fault"), [("SIGSEGV", True), ("SIGABRT", True), ("SIGKILL", False)]
+)
+def test_a_fault_leaves_a_trace_and_a_kill_leaves_none(
+    tmp_path: Path, name: str, is_fault: bool
+) -> None:
+    path = tmp_path / "trace"
+    child = subprocess.run([sys.executable, "-c", DYING, str(path), name], timeout=60)
+    assert child.returncode == -signal.Signals[name]
+    assert ("Fatal Python error" in path.read_text()) == is_fault
+
+
+def test_a_stop_is_known_from_both_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Server:
+        """As uvicorn's."""
+
+        should_exit = False
+
+        def handle_exit(self, *_: object) -> None:
+            self.should_exit = True
+
+    server, manager = Server(), SimpleNamespace(gracefully_exit=False)
+    assert not is_stop_asked(manager)
+    before = signal.signal(signal.SIGINT, server.handle_exit)
+    try:
+        assert not is_stop_asked(manager)
+        signal.raise_signal(signal.SIGINT)
+        assert is_stop_asked(manager)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    manager.gracefully_exit = True
+    assert is_stop_asked(manager)
+
+
+def test_weights_have_another_name_after_every_exchange_and_in_every_process() -> None:
+    async def scenario() -> None:
+        weights, others = WeightUpdates(), WeightUpdates()
+        assert weights.name == others.name == ""
+        told: list[bool] = []
+        weights.on_update = lambda: told.append(weights.is_changing)
+        names = []
+        for _ in range(3):
+            with weights.updating(empties_cache=True):
+                assert weights.is_changing
+            names.append(weights.name)
+        with pytest.raises(RuntimeError), weights.updating(empties_cache=True):
+            raise RuntimeError("it failed")
+        with others.updating(empties_cache=False):
+            pass
+        assert len({*names, weights.name, others.name}) == 5
+        assert told == [True] * 4
+        assert weights.cache_key == ""
+        assert others.cache_key == others.name
+        # Paused lines stay where they are, and none begins before generation goes on.
+        weights.pause()
+        with weights.updating(empties_cache=True):
+            pass
+        assert told == [True] * 4
+        waiting = asyncio.create_task(weights.settled())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        weights.resume()
+        await asyncio.wait_for(waiting, 5)
+
+    asyncio.run(scenario())
