@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang_coserve.errors import RequestError
 from sglang_coserve.srt import cpu
-from sglang_coserve.srt.request_marks import check_marks
 
 if TYPE_CHECKING:
     from sglang_coserve.srt.scheduler import CoserveScheduler
 
 __all__ = [
     "init_tokenizer_manager",
+    "install_safeguards",
     "run_detokenizer_process",
     "run_scheduler_process",
     "scheduler_class",
@@ -34,9 +33,26 @@ def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
     on_cpu = not cpu.has_cuda()
     if on_cpu:
         cpu.install_replacements()
+    install_safeguards()
     register_cache(config_of(server_args), on_cpu=on_cpu)
     sglang_scheduler.Scheduler = scheduler_class(server_args)
     sglang_scheduler.run_scheduler_process(server_args, *args, **kwargs)
+
+
+def install_safeguards() -> None:
+    """Replace the parts of SGLang, in this process, by which one request can stop all others.
+
+    Call it before the scheduler is made.
+    """
+    from sglang_coserve.srt.eager_sampling import install_eager_sampling
+    from sglang_coserve.srt.grammar_cache import install_compiler_bound
+    from sglang_coserve.srt.stop_patterns import install_stop_patterns
+    from sglang_coserve.srt.usable_logits import install_guarded_sampler
+
+    install_compiler_bound()
+    install_eager_sampling()
+    install_guarded_sampler()
+    install_stop_patterns()
 
 
 def scheduler_class(server_args: Any) -> type[CoserveScheduler]:
@@ -62,32 +78,8 @@ def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
 def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
     """Make SGLang's tokenizer manager, with more checks of every request."""
     from sglang.srt.entrypoints import engine
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-    from sglang_coserve.srt.arrival_time import install_arrival_times
-    from sglang_coserve.srt.engine_limits import check_fatal_values
-
-    output_delay = install_arrival_times()
-
-    class CoserveTokenizerManager(TokenizerManager):
-        """Answers a bad mark, or a value that would end the scheduler process, with the error
-        of any invalid parameter; times the way of first tokens."""
-
-        coserve_output_delay = output_delay
-
-        async def _handle_batch_output(self, recv_obj: Any) -> None:
-            times = output_delay.without_token(recv_obj.rids, self.rid_to_state)
-            await super()._handle_batch_output(recv_obj)
-            output_delay.observe(times, recv_obj.time_stats)
-
-        def _validate_one_request(self, obj: Any, input_ids: Any) -> None:
-            super()._validate_one_request(obj, input_ids)
-            check_fatal_values(obj, self.model_config.vocab_size)
-            try:
-                check_marks(obj.sampling_params.get("custom_params"))
-            except RequestError as error:
-                # SGLang's doors turn a ValueError into a 400.
-                raise ValueError(str(error)) from error
+    from sglang_coserve.srt.tokenizer_manager import CoserveTokenizerManager
 
     managers: tuple[Any, Any] = engine.init_tokenizer_manager(
         server_args, port_args, CoserveTokenizerManager

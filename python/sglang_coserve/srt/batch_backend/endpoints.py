@@ -15,6 +15,7 @@ from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompl
 from sglang.srt.entrypoints.openai.serving_embedding import OpenAIServingEmbedding
 
 from sglang_coserve.errors import RequestError
+from sglang_coserve.srt.request_marks import check_line_marks
 
 __all__ = ["Endpoint", "model_endpoints"]
 
@@ -40,6 +41,7 @@ class Endpoint:
         Raises:
             RequestError: it describes none, or one that has no place in a batch.
         """
+        check_line_marks(body)
         try:
             # SGLang's models change what they are given, and a line may be tried again.
             fields = orjson.loads(orjson.dumps(dict(body)))
