@@ -26,6 +26,7 @@ from sglang_coserve.srt.batch_api import (
 )
 from sglang_coserve.srt.kv_checkpoint.settings import check_combination, server_settings
 from sglang_coserve.srt.listen_address import check_listen_address
+from sglang_coserve.srt.malformed_bodies import install_body_errors
 from sglang_coserve.srt.service_tier import ServiceTierMiddleware
 
 __all__ = ["launch_server", "parse_server_args"]
@@ -145,6 +146,7 @@ def _install_routes(http_server: Any) -> None:
     app.add_middleware(ServiceTierMiddleware)
     app.add_api_route(STATUS_PATH, status, methods=["GET"])
     install_batch_api(http_server)
+    install_body_errors(app)
 
     serve = http_server._setup_and_run_http_server
 

@@ -110,7 +110,7 @@ def restore_generated(req: Req, think_end_ids: Sequence[int] | None) -> None:
         and req.multimodal_inputs is None
         and not req.return_logprob
         and len(generated) < req.sampling_params.max_new_tokens
-        and max(generated) < req.vocab_size
+        and all(0 <= token < req.vocab_size for token in generated)
     )
     if not is_restorable:
         logger.warning("request %s cannot be continued from its tokens: starting over", req.rid)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 
-__all__ = ["check_stop_pattern", "install_stop_patterns"]
+__all__ = ["LinearSearch", "check_stop_pattern", "install_stop_patterns"]
 
 _MOST_STATES: Final = 2000
 """Of a pattern, repetitions written out: each is visited for each character at worst, which
@@ -52,10 +52,10 @@ def install_stop_patterns() -> None:
     """Let SGLang's scheduler, in this process, search for stop patterns in linear time."""
     from sglang.srt.managers import schedule_batch
 
-    schedule_batch.re = _LinearSearch()
+    schedule_batch.re = LinearSearch()
 
 
-class _LinearSearch:
+class LinearSearch:
     """As much of the module ``re`` as SGLang's requests use."""
 
     error = re.error

@@ -92,13 +92,23 @@ def end_unusable(batch: Any, result: Any) -> None:
 
 
 def _apply_processors(logits: torch.Tensor, sampling_info: Any) -> torch.Tensor:
-    """Let custom processors change their rows; return the rows whose processor failed."""
+    """Let custom processors change their rows; return the rows on which one failed.
+
+    SGLang has the same processor change all of its rows at once. Where that fails, it
+    gets them one by one: with what is wrong with one request, others would fail too.
+    """
     failed = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
     for processor, is_of_row in sampling_info.custom_logit_processor.values():
-        params = [sampling_info.custom_params[row] for row in is_of_row.nonzero().view(-1)]
+        rows = is_of_row.nonzero().view(-1).tolist()
+        params = [sampling_info.custom_params[row] for row in rows]
         try:
             logits[is_of_row] = processor(logits[is_of_row], params)
         except Exception:
-            logger.exception("custom logit processor %s failed", type(processor).__name__)
-            failed |= is_of_row
+            for row, of_row in zip(rows, params, strict=True):
+                one = slice(row, row + 1)
+                try:
+                    logits[one] = processor(logits[one].clone(), [of_row])
+                except Exception:
+                    logger.exception("logit processor %s failed", type(processor).__name__)
+                    failed[row] = True
     return failed

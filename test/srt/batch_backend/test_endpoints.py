@@ -19,6 +19,7 @@ from srt.batch_backend.served import (
     PROMPT,
     RESPONSES,
     Served,
+    comparable,
     text_of,
 )
 
@@ -160,6 +161,32 @@ def test_a_bad_body_is_the_fault_of_its_line(
     assert result.request_id
     assert told_of == []
     assert served.manager.rid_to_state == {}
+
+
+def spoil_logits() -> str:
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    class Spoil(CustomLogitProcessor):
+        def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+            return logits * float("nan")
+
+    return str(Spoil.to_str())
+
+
+def test_a_line_that_cannot_be_sampled_has_an_error_record(served: Served) -> None:
+    bad = {**COMPLETION, "temperature": 1, "custom_logit_processor": spoil_logits()}
+
+    async def both() -> list[LineResult]:
+        return await asyncio.gather(
+            served.run(COMPLETIONS, bad), served.run(COMPLETIONS, COMPLETION)
+        )
+
+    alone = served.answer(COMPLETIONS, COMPLETION)
+    result, other = served.do(both())
+    assert (result.status_code, result.is_retryable) == (400, False)
+    assert "could not choose a token" in result.body["error"]["message"]
+    assert comparable(other.body) == alone
+    served.assert_nothing_left()
 
 
 def test_the_body_of_a_line_is_not_changed(served: Served) -> None:

@@ -45,7 +45,7 @@ def test_a_request_without_marks(custom_params: Any) -> None:
     assert req.output_ids == []
 
 
-@pytest.mark.parametrize("generated", [[1] * 100, [1] * 120, [50], [3, 999]])
+@pytest.mark.parametrize("generated", [[1] * 100, [1] * 120, [50], [3, 999], [-1]])
 def test_tokens_that_cannot_be_its_own_are_left_out(generated: list[int]) -> None:
     """Too many for its limit, or of another vocabulary."""
     req = request_with(offline_marks(due_in_s=0, user="batch_1", generated=generated))

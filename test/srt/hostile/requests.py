@@ -1,7 +1,7 @@
 """The corpus: requests with fields at their extremes, by door. Plain data, no engine needed.
 
-Each ended, stalled or could have ended or stalled an engine process: what it is to be
-answered with is not said here, only that it is to be answered.
+Each ended or stalled an engine process, or was tried because it might.  What the answer
+is to be is not said here, only that there is one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ NUMBERS: Final = (
     *(10**12, 2**31, 2**63, -(2**63) - 1, 10**30, 10**400),
 )
 TYPES: Final = ("x", "", True, None, [], [1], ["x"], [[]], {}, {"x": 1}, [None], "\ud800")
+
+FEW_NUMBERS: Final = (-1, 0.5, 1e-300, NAN, 10**12, 2**63, 10**400)
+FEW_TYPES: Final = ("x", True, [1], {"x": 1}, "\ud800")
+"""For fields that are checked in the same place as others with more."""
 
 _NUMERIC_PARAMS: Final = (
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
@@ -76,7 +80,7 @@ SCHEMAS: Final[dict[str, Any]] = {
     "array-of-itself": {"type": "array", "items": {"$ref": "#"}},
     "required-of-itself": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
     "deep-100": _nested(100),
-    "deep-300": _nested(300),
+    "deep-150": _nested(150),
     "missing-definition": {"$ref": "#/$defs/none"},
     "remote": {"$ref": "http://127.0.0.1:1/schema.json"},
     "enum-20000": {"enum": [f"value {n}" for n in range(20_000)]},
@@ -230,7 +234,7 @@ def _native_requests() -> Iterator[HostileRequest]:
         for value in (*TYPES, 1, -1, 2**64, NAN):
             yield _native(f"{field}={_told(value)}", {field: value})
     for field in _NUMERIC_FIELDS:
-        for value in (*NUMBERS, *TYPES):
+        for value in (*FEW_NUMBERS, *FEW_TYPES):
             yield _native(f"{field}={_told(value)}", return_logprob=True, **{field: value})
     for field in _OTHER_FIELDS:
         for value in (*TYPES, 1, -1, 2**64, 0.5):
@@ -374,10 +378,10 @@ def _openai_requests() -> Iterator[HostileRequest]:
     )
     for path in (COMPLETIONS, CHAT):
         for field in numeric:
-            for value in (*NUMBERS, "x", [], {}):
+            for value in (*FEW_NUMBERS, "x"):
                 yield _openai(path, f"{field}={_told(value)}", **{field: value})
         for field in other:
-            for value in (*TYPES, 1, 2**64):
+            for value in (*FEW_TYPES, 2**64):
                 yield _openai(path, f"{field}={_told(value)}", **{field: value})
         for name, schema in SCHEMAS.items():
             described = {"name": "answer", "schema": schema}
@@ -407,7 +411,6 @@ def _odd_bodies() -> Iterator[HostileRequest]:
             "not json": b"{",
             "deep": b'{"a":' * 3_000 + b"1" + b"}" * 3_000,
             "binary": b"\xff\xfe\x00",
-            "marked deep": b'{"coserve_class":' * 3_000 + b"1" + b"}" * 3_000,
             "surrogate": b'{"coserve_class": "\\ud800", "prompt": "\\ud800"}',
         }.items():
             yield HostileRequest(f"{path} body {name}", path, content)
@@ -419,4 +422,5 @@ def _json(body: Any) -> bytes:
 
 
 def _told(value: Any) -> str:
-    return repr(value)[:24]
+    text = "a number of 400 digits" if value == 10**400 else repr(value)
+    return text[:40]

@@ -45,7 +45,8 @@ class TrialProcess:
         self._process.stdout.close()
         self._on_answer = on_answer
         self._on_end = on_end
-        threading.Thread(target=self._listen, name="grammar verdicts", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, name="grammar verdicts", daemon=True)
+        self._listener.start()
         self._questions.send(settings)
 
     @property
@@ -60,6 +61,11 @@ class TrialProcess:
             OSError: the process has ended.
         """
         self._questions.send((number, kind, text))
+
+    def close(self) -> None:
+        """End the process and wait until it has ended."""
+        self._questions.close()
+        self._listener.join()
 
     def _listen(self) -> None:
         try:

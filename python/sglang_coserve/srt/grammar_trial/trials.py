@@ -61,6 +61,12 @@ class GrammarTrials:
                 if fault is not None:
                     raise ValueError(f"{name} cannot be used: {fault}")
 
+    def close(self) -> None:
+        """End the process, which otherwise ends with this one."""
+        self._sender.shutdown()
+        if self._process is not None:
+            self._process.close()
+
     async def _fault(self, kind: str, name: str, text: str) -> str | None:
         if len(text) > _MOST_CHARS:
             return f"it has {len(text)} characters: use at most {_MOST_CHARS}"

@@ -1,4 +1,7 @@
-"""A request whose logits cannot be sampled ends alone, in both classes and both event loops."""
+"""One request does not end or stall the others in the scheduler.
+
+Whatever spoils its logits ends that request only, in both classes and both event loops.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ def run_beside_others(engine: ScriptedEngine, *, with_bad: bool) -> dict[str, An
     ]
 
     def script(iteration: int) -> list[Any]:
-        if iteration > 60:
+        if not good and not (with_bad and bad):
             raise StopIteration
         arrived = [good.pop()] if good and iteration % 3 == 0 else []
         if with_bad and bad and iteration % 2 == 0:
@@ -93,18 +96,20 @@ def run_both_ways(engine: ScriptedEngine) -> dict[str, Any]:
     return {"alone": alone, **run_beside_others(engine, with_bad=True)}
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
-@pytest.mark.parametrize("coserve", [TIGHT, {}], ids=["planned", "fifo"])
-def test_only_the_request_with_unusable_logits_ends(
-    start_engine: Any, overlap: bool, coserve: dict[str, Any]
-) -> None:
-    process: EngineProcess = start_engine(
-        overlap=overlap,
-        page_size=16 if overlap else 1,
-        coserve=coserve,
+@pytest.fixture(params=[False, True], ids=["normal", "overlap"])
+def guarded(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
+    process = start_engine(
+        overlap=request.param,
+        page_size=16 if request.param else 1,
+        coserve=TIGHT,
         enable_custom_logit_processor=True,
     )
-    found = process.call(run_both_ways)
+    assert isinstance(process, EngineProcess)
+    return process
+
+
+def test_only_the_request_with_unusable_logits_ends(guarded: EngineProcess) -> None:
+    found = guarded.call(run_both_ways)
     assert found["outputs"] == found["alone"]
     assert len(found["ends"]) == len(HARMS) * 4
     for rid, (end, num_tokens) in found["ends"].items():
@@ -132,11 +137,47 @@ def run_bad_processors(engine: ScriptedEngine) -> dict[str, Any]:
     return ends
 
 
-def test_a_processor_that_cannot_be_made_is_refused_alone(start_engine: Any) -> None:
-    process = start_engine(enable_custom_logit_processor=True)
-    ends = process.call(run_bad_processors)
+def test_a_processor_that_cannot_be_made_is_refused_alone(guarded: EngineProcess) -> None:
+    ends = guarded.call(run_bad_processors)
     assert ends.pop("good")["type"] == "length"
     assert len(ends) == 3
     for end in ends.values():
         assert (end["type"], end["status_code"]) == ("abort", 400)
         assert "custom_logit_processor" in end["message"]
+
+
+def run_first_penalties(engine: ScriptedEngine) -> int:
+    """Return how many functions torch compiled for the first requests with penalties."""
+    import torch
+
+    torch._dynamo.utils.counters.clear()
+    penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "presence_penalty": 0.1}
+    engine.run([engine.request(f"p{i}", [5, 6, i], 6, **penalties) for i in range(3)])
+    engine.assert_nothing_leaked()
+    engine.reqs.clear()
+    return sum(torch._dynamo.utils.counters["frames"].values())
+
+
+def test_nothing_is_compiled_while_requests_wait(guarded: EngineProcess) -> None:
+    """The first repetition penalty stalled the scheduler for 23 s."""
+    assert guarded.call(run_first_penalties) == 0
+
+
+def run_stop_tokens_outside(engine: ScriptedEngine) -> str:
+    """A stop token outside of the vocabulary, beside a request with a least length."""
+    requests = [engine.request(rid, [5, 6, 7], 12) for rid in ("stops", "lasts")]
+    requests[0].sampling_params.stop_token_ids = {10**6}
+    requests[1].sampling_params.min_new_tokens = 4
+    from sglang_coserve.srt.engine_limits import check_values
+
+    for request in requests:
+        check_values(request, engine.scheduler.model_config.vocab_size, is_multimodal=False)
+    engine.run(requests)
+    engine.assert_nothing_leaked()
+    ends = {engine.reqs[request.rid].finished_reason.to_json()["type"] for request in requests}
+    engine.reqs.clear()
+    return str(ends)
+
+
+def test_a_stop_token_outside_of_the_vocabulary_harms_no_other(guarded: EngineProcess) -> None:
+    assert guarded.call(run_stop_tokens_outside) == "{'length'}"
