@@ -80,6 +80,8 @@ class ScriptedEngine:
 
         torch.set_num_threads(1)
         cpu.install_replacements()
+        if not spec.stock:
+            processes.install_safeguards()
         settings = {
             **cpu.FLAG_DEFAULTS,
             "model_path": str(spec.model),

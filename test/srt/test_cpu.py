@@ -81,6 +81,7 @@ def test_a_missing_submodule_is_an_import_error() -> None:
 
 def test_defaults_leave_what_is_set() -> None:
     environment = {"OMP_NUM_THREADS": "7", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
+    environment["SGLANG_PYSPY_DUMP_BEFORE_CRASH"] = "1"
     cpu.set_environment_defaults(environment)
     with cpu.divided_cores(1, environment):
         pass
@@ -88,6 +89,8 @@ def test_defaults_leave_what_is_set() -> None:
         "OMP_NUM_THREADS": "7",
         "SGLANG_CPU_OMP_THREADS_BIND": "0",
         "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "1",
     }
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_coserve.srt.prompt_limit import PromptLimit, check_prompts
+from sglang_coserve.srt.prompt_limit import PromptLimit
 
 
 @pytest.fixture(scope="module")
@@ -57,18 +56,3 @@ def test_where_prompts_are_truncated_the_beginning_is_enough(tokenizer: Any) -> 
     beginning = PromptLimit(tokenizer, 100, truncates=True).fit(text)
     assert len(beginning) < 2000
     assert tokenizer.encode(beginning)[:100] == tokenizer.encode(text)[:100]
-
-
-@pytest.mark.parametrize(
-    ("text", "input_ids", "n"),
-    [(["a"] * 3000, None, 1), (None, [[1]] * 3000, 1), ("a", None, 3000), (["a"] * 30, None, 100)],
-)
-def test_a_request_has_so_many_prompts(text: Any, input_ids: Any, n: int) -> None:
-    request = SimpleNamespace(text=text, input_ids=input_ids, sampling_params={"n": n})
-    with pytest.raises(ValueError, match="3,000 prompts"):
-        check_prompts(request)
-
-
-def test_token_ids_are_one_prompt() -> None:
-    request = SimpleNamespace(text=None, input_ids=[1] * 5000, sampling_params=None)
-    check_prompts(request)

@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_coserve.errors import RequestError, UnknownClassError
-from sglang_coserve.srt.request_marks import check_marks, is_offline, targets_of
+from sglang_coserve.srt.request_marks import (
+    check_line_marks,
+    check_marks,
+    is_offline,
+    targets_of,
+)
 
 
 def req(custom_params: Any) -> Any:
@@ -60,6 +65,43 @@ def test_an_offline_request_has_no_targets() -> None:
 def test_a_misspelt_mark_is_refused_with_the_known_ones() -> None:
     with pytest.raises(RequestError, match=r"'coserve_slo_ttft'.*coserve_slo_ttft_ms"):
         check_marks({"coserve_slo_ttft": 250})
+
+
+@pytest.mark.parametrize("value", [None, 0, [5, 6], "batch_1"])
+@pytest.mark.parametrize("key", ["_coserve_generated", "_coserve_due_in_s", "_coserve"])
+def test_what_only_the_server_sets_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=rf"'{key}'.*set by the server only"):
+        check_marks({"coserve_class": "offline", key: value})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"coserve_class": "offline"},
+        {"custom_params": {"coserve_class": "offline", "mine": 1}},
+        {"coserve_class": None, "custom_params": None},
+        {"custom_params": 3},
+    ],
+)
+def test_a_line_may_say_that_it_is_offline(body: dict[str, Any]) -> None:
+    check_line_marks(body)
+
+
+@pytest.mark.parametrize(
+    ("marks", "told"),
+    [
+        ({"coserve_class": "online"}, "lines of a batch are offline"),
+        ({"coserve_class": ["offline"]}, "lines of a batch are offline"),
+        ({"coserve_slo_ttft_ms": 5}, "'coserve_slo_ttft_ms' has no place in a line"),
+        ({"coserve_anything": 5}, "'coserve_anything' has no place in a line"),
+        ({"_coserve_generated": [5]}, "'_coserve_generated' has no place in a line"),
+    ],
+)
+def test_a_line_says_nothing_else(marks: dict[str, Any], told: str) -> None:
+    for body in (marks, {"custom_params": marks}):
+        with pytest.raises(RequestError, match=told):
+            check_line_marks(body)
 
 
 def test_an_unknown_class_is_refused() -> None:

@@ -16,11 +16,13 @@ from sglang_coserve.srt.request_marks import is_offline
 __all__ = [
     "SGLANG_VERSION",
     "UPDATE_COMMUNICATORS",
+    "check_logit_processor",
     "check_server_args",
     "check_version",
     "fill_token_ids_logprobs",
     "lowest_priority",
     "missing_seams",
+    "refused_request",
     "release_aborted",
     "release_for_requeue",
     "release_uncomputed",
@@ -35,6 +37,8 @@ _SCHEDULER_METHODS = (
     "get_init_info",
     "get_internal_state",
     "get_new_batch_prefill",
+    "handle_generate_request",
+    "init_grammar_manager",
     "init_request_receiver",
     "init_running_status",
     "is_disable_overlap_for_batch",
@@ -113,13 +117,18 @@ def check_server_args(server_args: Any) -> None:
 
 def missing_seams() -> list[str]:
     """Name the parts of SGLang that co-serving overrides or calls and that are not there."""
+    from sglang.srt.constrained import xgrammar_backend
+    from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
     from sglang.srt.entrypoints import http_server
     from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
+    from sglang.srt.layers import sampler
     from sglang.srt.layers.attention import attention_registry
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.layers.sampler import Sampler
     from sglang.srt.lora.lora_manager import LoRAManager
+    from sglang.srt.managers import schedule_batch
     from sglang.srt.managers import scheduler as scheduler_module
     from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
     from sglang.srt.managers.schedule_batch import Req
@@ -130,6 +139,8 @@ def missing_seams() -> list[str]:
     from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
     from sglang.srt.model_executor.runner_backend import FullCudaGraphBackend
     from sglang.srt.model_executor.runner_backend_utils import breakable_cuda_graph
+    from sglang.srt.sampling import sampling_batch_info
+    from sglang.srt.sampling.penaltylib import repetition_penalty
     from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestrator
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -140,15 +151,25 @@ def missing_seams() -> list[str]:
         scheduler_module: ("PrefillAdder",),
         PrefillAdder: ("add_chunked_req",),
         TokenizerManager: (
+            *("_batch_tokenize_and_process", "_create_tokenized_object", "_handle_batch_output"),
             *("_should_use_batch_tokenization", "_tokenize_one_request", "_tokenize_texts"),
-            *("_validate_mm_limits", "_validate_one_request", "generate_request"),
-            *("serving_chat_class", "dump_requests_before_crash", "config_value"),
-            *("_wait_for_model_update_from_disk", "flush_cache", *_WEIGHT_UPDATES),
+            *("_validate_mm_limits", "generate_request", "serving_chat_class"),
+            *("dump_requests_before_crash", "config_value", "flush_cache"),
+            *("_wait_for_model_update_from_disk", *_WEIGHT_UPDATES),
         ),
-        OpenAIServingBase: ("_convert_to_internal_request", "handle_request"),
+        Sampler: ("_preprocess_logits", "compute_logprobs_only"),
+        schedule_batch: ("re",),
+        sampler: ("multinomial_with_seed",),
+        sampling_batch_info: ("apply_scaling_penalties",),
+        repetition_penalty: ("apply_scaling_penalties",),
+        BaseGrammarBackend: ("get_cached_or_future_value", "set_cache"),
+        xgrammar_backend: ("GrammarCompiler",),
+        OpenAIServingBase: (
+            *("_compute_extra_key", "_convert_to_internal_request", "handle_request"),
+        ),
         GenerateReqInput: ("contains_mm_input", "rid", "stream", *STATEFUL_FIELDS),
         EmbeddingReqInput: ("contains_mm_input", "rid", "sampling_params"),
-        SamplingParams: ("stream_interval", *STATEFUL_PARAMS),
+        SamplingParams: ("is_normalized", "stream_interval", *STATEFUL_PARAMS),
         Req: ("update_reasoning_tokens",),
         http_server: ("_setup_and_run_http_server",),
         paged: ("alloc_decode_kernel", "alloc_extend_kernel"),
@@ -222,6 +243,42 @@ def fill_token_ids_logprobs(logits_output: Any) -> None:
     for i, value in enumerate(values or ()):
         if not torch.is_tensor(value):
             values[i] = torch.tensor(value)
+
+
+def check_logit_processor(recv_req: Any) -> None:
+    """Make a request's custom logit processor once, which SGLang keeps.
+
+    Raises:
+        ValueError: it cannot be made; in a batch, that would end the scheduler process.
+    """
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    if recv_req.custom_logit_processor is not None:
+        try:
+            CustomLogitProcessor.from_str(recv_req.custom_logit_processor)
+        except Exception as error:
+            raise ValueError(f"custom_logit_processor: {type(error).__name__}: {error}") from error
+
+
+def refused_request(recv_req: Any, tokenizer: Any, vocab_size: int, message: str) -> Any:
+    """Return a ``Req`` that is answered with a 400 and ``message`` in SGLang's own way."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    params = SamplingParams(max_new_tokens=1)
+    params.normalize(tokenizer)
+    req = Req(
+        recv_req.rid,
+        None,
+        recv_req.input_ids,
+        params,
+        stream=recv_req.stream,
+        vocab_size=vocab_size,
+        http_worker_ipc=recv_req.http_worker_ipc,
+    )
+    req.tokenizer = tokenizer
+    req.set_finish_with_abort(message)
+    return req
 
 
 def lowest_priority(low_values_first: bool) -> int:

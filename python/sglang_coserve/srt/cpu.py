@@ -50,6 +50,10 @@ def has_cuda() -> bool:
 def set_environment_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables that SGLang reads when it is first imported."""
     environment.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    # When a process has ended, SGLang waits 5 s for a GPU to settle, and 60 s for its memory to
+    # be written down, before it ends the others; until then the server takes requests in vain.
+    environment.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
+    environment.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
 
 
 @contextmanager

@@ -1,57 +1,195 @@
-"""What SGLang does not check of a request, and the scheduler process does not survive.
+"""What SGLang does not check of a request, and its processes do not survive.
 
 One request could end the server for all, and a line of a batch over and over, since a
-server that is started again resumes its batches.
+server that is started again resumes its batches.  So everything that is sent to the
+scheduler passes here, from whichever door it came.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["check_engine_limits", "check_fatal_values"]
+from sglang_coserve.srt.stop_patterns import check_stop_pattern
+
+__all__ = ["check_request", "check_values"]
 
 _MOST_CHOICES: Final = 128
-"""As OpenAI allows; SGLang holds all of them at once."""
+"""Of one prompt, as OpenAI allows; SGLang holds all of them at once."""
+
+_MOST_REQUESTS: Final = 2048
+"""That one body may become: as many as OpenAI's embeddings take inputs. A choice counts as one."""
+
+_MOST_ID_CHARS: Final = 256
+
+_HEALTH_CHECK_ID: Final = "HEALTH_CHECK"
+"""SGLang does not answer a request whose id begins so while others run."""
 
 _MOST_BIAS: Final = 1e30
 """Fits the engine's 32-bit floats, with room for the logit it is added to."""
 
+_MOST_BIASES: Final = 1024
+"""SGLang writes them one by one, a few microseconds each, whenever their request joins a batch."""
 
-def check_engine_limits(request: Any, vocab_size: int) -> None:
-    """Check the ``GenerateReqInput`` or ``EmbeddingReqInput`` of a line, not yet normalised.
+_MOST_LOGPROBS: Final = 1024
+"""Of one position: each becomes a Python number in three processes, while others wait."""
+
+_MOST_STOPS: Final = 128
+_MOST_STOP_CHARS: Final = 4096
+"""SGLang looks for each after every token, while all other requests wait."""
+
+_RANGES: Final[Mapping[str, tuple[float, float]]] = {
+    # As 32-bit floats, smaller ones are zero and larger ones infinite.
+    "temperature": (0, 1e9),
+    "top_p": (1.2e-38, 1),
+    # Logits are divided by it, and must stay finite.
+    "repetition_penalty": (1e-3, 2),
+    # The engine's integers have 32 bits, and 64 for the seed.
+    "top_k": (-1, 2**31 - 1),
+    "min_new_tokens": (0, 2**31 - 1),
+    "max_new_tokens": (0, 2**31 - 1),
+    "sampling_seed": (-(2**63), 2**63 - 1),
+    # Output tokens are counted modulo this.
+    "stream_interval": (1, 2**31 - 1),
+}
+"""What sampling parameters may be; the others SGLang checks as they have to be."""
+
+_SERVER_FIELDS: Final = ("lora_id", "http_worker_ipc", "mm_data_mooncake", "encoder_urls")
+"""Fields of SGLang's request that only its own parts fill in, later."""
+
+_SERVER_PARAMS: Final = (
+    *("is_normalized", "stop_strs", "stop_str_max_len", "stop_regex_strs", "stop_regex_max_len"),
+)
+"""The same of its sampling parameters."""
+
+
+def check_request(request: Any, *, is_health_check: bool = False) -> None:
+    """Check a ``GenerateReqInput`` or ``EmbeddingReqInput`` before SGLang does work on it.
+
+    SGLang makes a request of its own of every prompt and choice. O(stop conditions).
 
     Raises:
-        ValueError: it has values no model can use, or asks for too many choices.
+        ValueError: it would become too many of them, has a bad id or stop condition, or
+            fields that are not for clients.
     """
-    check_fatal_values(request, vocab_size)
-    n = (request.sampling_params or {}).get("n", 1)
-    if not 1 <= n <= _MOST_CHOICES:
-        raise ValueError(f"n is {n}: use 1 to {_MOST_CHOICES}")
+    for name in _SERVER_FIELDS:
+        if getattr(request, name, None) is not None:
+            raise ValueError(f"{name} is set by the server only: leave it out")
+    if not is_health_check:
+        _check_ids(request.rid)
+    given = request.sampling_params
+    num_choices = 1
+    for params in given if isinstance(given, list) else [given or {}]:
+        num_choices = params.get("n", 1)
+        if type(num_choices) is not int or not 1 <= num_choices <= _MOST_CHOICES:
+            raise ValueError(f"n is {_told(num_choices)}: use 1 to {_MOST_CHOICES}")
+        for name in _SERVER_PARAMS:
+            if name in params:
+                raise ValueError(f"{name} is set by the server only: leave it out")
+        _check_stops(params)
+    num_requests = num_choices * _num_prompts(request)
+    if num_requests > _MOST_REQUESTS:
+        raise ValueError(
+            f"{num_requests} prompts and choices in one request: use at most {_MOST_REQUESTS}"
+        )
 
 
-def check_fatal_values(request: Any, vocab_size: int) -> None:
-    """Check a request for values that end the scheduler process; O(prompt tokens).
+def check_values(request: Any, vocab_size: int, *, is_multimodal: bool) -> None:
+    """Check a request that SGLang has tokenized, and whose fields have the right types.
+
+    Stop tokens outside of the vocabulary are dropped where they only never match: another
+    request's ``min_new_tokens`` would make the engine look them up. O(prompt tokens).
 
     Raises:
-        ValueError: it has token ids outside the vocabulary, or values no model can use.
+        ValueError: it has no token, token ids outside the vocabulary, or values no model can use.
     """
+    if request.input_ids is not None and len(request.input_ids) == 0:
+        raise ValueError("the prompt is empty: use at least one token")
     # Placeholders of images and sounds are outside of it on purpose.
-    if not request.contains_mm_input():
+    if not is_multimodal:
         _check_token_ids("prompt", request.input_ids, vocab_size)
-    params = request.sampling_params or {}
-    if params.get("min_new_tokens"):  # Otherwise they only never match.
-        _check_token_ids("stop_token_ids", list(params.get("stop_token_ids") or ()), vocab_size)
-    for token, bias in (params.get("logit_bias") or {}).items():
-        if not isinstance(bias, int | float) or not -_MOST_BIAS <= bias <= _MOST_BIAS:
+    params = request.sampling_params
+    for name, (least, most) in _RANGES.items():
+        value = getattr(params, name)
+        if value is not None and not least <= value <= most:
+            raise ValueError(f"{name} is {_told(value)}: use {least} to {most}")
+    if params.stop_token_ids:
+        if params.min_new_tokens:
+            _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+        known = {token for token in params.stop_token_ids if 0 <= token < vocab_size}
+        params.stop_token_ids = known or None
+    biases = params.logit_bias or {}
+    if len(biases) > _MOST_BIASES:
+        raise ValueError(f"logit_bias has {len(biases)} tokens: use at most {_MOST_BIASES}")
+    for token, bias in biases.items():
+        if not -_MOST_BIAS <= bias <= _MOST_BIAS:
             raise ValueError(f"the logit_bias of {token} is {bias!r}: use -100 to 100")
-    num_logprobs = getattr(request, "top_logprobs_num", None) or 0
-    if not 0 <= num_logprobs <= vocab_size:
-        raise ValueError(f"{num_logprobs} top logprobs: use 0 to {vocab_size}")
+    if hasattr(request, "top_logprobs_num"):
+        _check_logprobs(request, vocab_size)
+
+
+def _check_logprobs(request: Any, vocab_size: int) -> None:
+    most = min(_MOST_LOGPROBS, vocab_size)
+    if not 0 <= request.top_logprobs_num <= most:
+        raise ValueError(f"{_told(request.top_logprobs_num)} top logprobs: use 0 to {most}")
+    if len(request.token_ids_logprob or ()) > _MOST_LOGPROBS:
+        raise ValueError(
+            f"token_ids_logprob has {len(request.token_ids_logprob)} tokens: use at most "
+            f"{_MOST_LOGPROBS}"
+        )
+    if request.logprob_start_len < -1:
+        raise ValueError(
+            f"logprob_start_len is {_told(request.logprob_start_len)}: use -1, which leaves the "
+            "prompt out, or the position to begin at"
+        )
+
+
+def _check_ids(rid: Any) -> None:
+    for one in rid if isinstance(rid, list) else [rid]:
+        if one is None:
+            continue
+        if not isinstance(one, str) or not 1 <= len(one) <= _MOST_ID_CHARS:
+            raise ValueError(f"rid is {_told(one)}: use 1 to {_MOST_ID_CHARS} characters")
+        if one.startswith(_HEALTH_CHECK_ID):
+            raise ValueError(f"rid is {_told(one)}: use one that is not for health checks")
+
+
+def _check_stops(params: Mapping[str, Any]) -> None:
+    for name in ("stop", "stop_regex"):
+        given = params.get(name)
+        if given is None:
+            continue
+        stops = given if isinstance(given, list) else [given]
+        if len(stops) > _MOST_STOPS:
+            raise ValueError(f"{name} has {len(stops)} entries: use at most {_MOST_STOPS}")
+        for stop in stops:
+            if not isinstance(stop, str):
+                raise ValueError(f"{name} is {_told(stop)}: use text, or a list of texts")
+            if len(stop) > _MOST_STOP_CHARS:
+                raise ValueError(
+                    f"{name} has {len(stop)} characters: use at most {_MOST_STOP_CHARS}"
+                )
+            if name == "stop_regex":
+                check_stop_pattern(stop)
+
+
+def _num_prompts(request: Any) -> int:
+    for prompts in (request.text, request.input_ids, getattr(request, "input_embeds", None)):
+        if isinstance(prompts, list):
+            is_single = bool(prompts) and isinstance(prompts[0], int)
+            return 1 if is_single else len(prompts)
+        if prompts is not None:
+            return 1
+    return 1
 
 
 def _check_token_ids(name: str, token_ids: Any, vocab_size: int) -> None:
-    if not token_ids:
-        return
-    for row in token_ids if isinstance(token_ids[0], list) else [token_ids]:
-        if row and not (min(row) >= 0 and max(row) < vocab_size):
-            raise ValueError(f"{name}: token ids of this model are 0 to {vocab_size - 1}")
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        raise ValueError(f"{name}: token ids of this model are 0 to {vocab_size - 1}")
+
+
+def _told(value: object) -> str:
+    """Return a value as a message shows it: bounded, whatever it is."""
+    # A huge integer has no representation at all.
+    text = hex(value) if isinstance(value, int) and abs(value) > 2**70 else repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"

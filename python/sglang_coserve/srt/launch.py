@@ -29,6 +29,7 @@ from sglang_coserve.srt.batch_api import (
 from sglang_coserve.srt.fail_fast import install_fail_fast
 from sglang_coserve.srt.kv_checkpoint.settings import check_combination, server_settings
 from sglang_coserve.srt.listen_address import check_listen_address
+from sglang_coserve.srt.malformed_bodies import install_body_errors
 from sglang_coserve.srt.prompt_limit import body_limits
 from sglang_coserve.srt.request_gate import RequestGateMiddleware, set_body_limits
 from sglang_coserve.srt.service_tier import ServiceTierMiddleware
@@ -160,6 +161,7 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
     app.add_api_route(STATUS_PATH, status, methods=["GET"])
     install_fail_fast(app)  # Before ours are there, which read little.
     install_batch_api(http_server, server_args.admin_api_key)
+    install_body_errors(app)
 
     serve = http_server._setup_and_run_http_server
 

@@ -1,8 +1,8 @@
 """What a line of a batch tells the scheduler, beside its class.
 
-It travels in ``custom_params`` as other marks do (``request_marks``), but under
-names that no client needs and no door checks.  So the scheduler checks here what
-it reads, and takes what is malformed for absent.
+It travels in ``custom_params`` as other marks do (``request_marks``).  Clients fill
+that field too, so it is filled with these marks only when what the client sent has
+been checked: until then a context variable holds them.
 
 A deadline travels as the time left, and counts from the arrival in the
 scheduler: that needs no clock in common with the sender, and all ranks, which
@@ -12,28 +12,39 @@ take the arrival from rank 0, come to the same moment.
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Final
 
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt.request_marks import CLASS_KEY
 
-__all__ = ["deadline_of", "offline_marks", "restore_generated", "user_of"]
+__all__ = [
+    "attach_marks",
+    "deadline_of",
+    "offline_marks",
+    "restore_generated",
+    "sent_with",
+    "user_of",
+]
 
 _DUE_IN_KEY: Final = "_coserve_due_in_s"
 _USER_KEY: Final = "_coserve_user"
 _GENERATED_KEY: Final = "_coserve_generated"
 
 Req = Any
+Marks = Mapping[str, float | str | list[int]]
+
+_MARKS: Final[ContextVar[Marks | None]] = ContextVar(
+    "marks of the request being sent", default=None
+)
 
 logger = logging.getLogger(__name__)
 
 
-def offline_marks(
-    *, due_in_s: float, user: str, generated: Sequence[int] = ()
-) -> dict[str, float | str | list[int]]:
-    """Return the ``custom_params`` of an offline request.
+def offline_marks(*, due_in_s: float, user: str, generated: Sequence[int] = ()) -> Marks:
+    """Return the marks of an offline request.
 
     ``due_in_s`` is the time left until its deadline, negative when that has passed;
     ``generated`` are the output tokens that it goes on after.
@@ -48,18 +59,33 @@ def offline_marks(
     return marks
 
 
+@contextmanager
+def sent_with(marks: Marks) -> Iterator[None]:
+    """Within it, ``attach_marks`` gives requests of this task ``marks``."""
+    token = _MARKS.set(marks)
+    try:
+        yield
+    finally:
+        _MARKS.reset(token)
+
+
+def attach_marks(sampling_params: Any) -> None:
+    """Give SGLang's checked ``SamplingParams`` the marks of the task that sends them, if any."""
+    marks = _MARKS.get()
+    if marks is not None:
+        sampling_params.custom_params = {**(sampling_params.custom_params or {}), **marks}
+
+
 def deadline_of(req: Req, arrival_s: float) -> float | None:
     """Return when ``req`` should be finished, on the clock of its arrival; None: at any time."""
     due_in_s = _mark(req, _DUE_IN_KEY)
-    if not isinstance(due_in_s, int | float) or not math.isfinite(due_in_s):
-        return None
-    return arrival_s + due_in_s
+    return None if due_in_s is None else arrival_s + due_in_s
 
 
 def user_of(req: Req) -> str | None:
     """Return whose request it is: the id of its batch; None when it is of no batch."""
-    user = _mark(req, _USER_KEY)
-    return user if isinstance(user, str) else None
+    user: str | None = _mark(req, _USER_KEY)
+    return user
 
 
 def restore_generated(req: Req, think_end_ids: Sequence[int] | None) -> None:
@@ -70,7 +96,8 @@ def restore_generated(req: Req, think_end_ids: Sequence[int] | None) -> None:
     ``think_end_ids`` is the model's end of thinking, for the count of reasoning tokens.
 
     The request starts over when its state is more than its tokens (grammar, image
-    positions), or the tokens cannot be its own: another vocabulary, or too many.
+    positions, log-probabilities), or the tokens cannot be its own: another vocabulary,
+    or too many.
     """
     custom_params = req.sampling_params.custom_params
     if not isinstance(custom_params, dict):
@@ -81,9 +108,9 @@ def restore_generated(req: Req, think_end_ids: Sequence[int] | None) -> None:
     is_restorable = (
         req.grammar is None
         and req.multimodal_inputs is None
-        and isinstance(generated, list)
+        and not req.return_logprob
         and len(generated) < req.sampling_params.max_new_tokens
-        and all(type(token) is int and 0 <= token < req.vocab_size for token in generated)
+        and all(0 <= token < req.vocab_size for token in generated)
     )
     if not is_restorable:
         logger.warning("request %s cannot be continued from its tokens: starting over", req.rid)
@@ -93,6 +120,6 @@ def restore_generated(req: Req, think_end_ids: Sequence[int] | None) -> None:
         req.update_reasoning_tokens(generated, think_end_ids)
 
 
-def _mark(req: Req, key: str) -> object:
+def _mark(req: Req, key: str) -> Any:
     custom_params = req.sampling_params.custom_params
     return custom_params.get(key) if isinstance(custom_params, dict) else None

@@ -7,6 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sglang.srt.sampling.penaltylib import (
+    BatchedFrequencyPenalizer,
+    BatchedMinNewTokensPenalizer,
+    BatchedPresencePenalizer,
+    BatchedRepetitionPenalizer,
+)
 from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestrator
 
 __all__ = ["new_penalties", "restore_penalties"]
@@ -47,15 +53,39 @@ def restore_penalties(batch: ScheduleBatch) -> None:
     for row, req in enumerate(batch.reqs[:num_prefills]):
         if not req.output_ids or req is batch.chunked_req:
             continue
-        tokens = req.output_ids
+        tokens = list(req.output_ids)
         if batch.enable_overlap:
             # SGLang then counts a token one step late, and the last of the prompt first.
             tokens = [req.origin_input_ids[-1], *tokens[:-1]]
         counted = new_penalties(batch, [req])
-        for token in tokens:
-            counted.cumulate_output_tokens(torch.tensor([token], device=batch.device))
+        _count(counted, torch.tensor(tokens, device=batch.device))
         for kind, penalizer in counted.penalizers.items():
             # Each penalizer keeps tensors with a row per request, as its filter shows.
             for name, value in vars(penalizer).items():
                 if isinstance(value, torch.Tensor):
                     getattr(penalties.penalizers[kind], name)[row] = value[0]
+
+
+def _count(penalties: Any, tokens: torch.Tensor) -> None:
+    """Count the output tokens of the one row of ``penalties``, all at once.
+
+    SGLang counts one of each row at a time. Of the same token the same amount is added
+    or set each time, so that neither their order nor how they are added up matters.
+    """
+    for kind, penalizer in penalties.penalizers.items():
+        if not penalizer.is_prepared():
+            continue
+        if kind is BatchedFrequencyPenalizer:
+            amounts = penalizer.frequency_penalties[0].expand(len(tokens))
+            penalizer.cumulated_frequency_penalties[0].scatter_add_(0, tokens, amounts)
+        elif kind is BatchedPresencePenalizer:
+            amounts = penalizer.presence_penalties[0].expand(len(tokens))
+            penalizer.cumulated_presence_penalties[0].scatter_(0, tokens, amounts)
+        elif kind is BatchedRepetitionPenalizer:
+            amounts = penalizer.repetition_penalties[0].expand(len(tokens))
+            penalizer.cumulated_repetition_penalties[0].scatter_(0, tokens, amounts)
+        elif kind is BatchedMinNewTokensPenalizer:
+            penalizer.len_output_tokens += len(tokens)
+        else:
+            for token in tokens.split(1):
+                penalizer.cumulate_output_tokens(token)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from sglang_coserve.jsonl.body_limits import BodyLimits
 
-__all__ = ["BoundedManager", "PromptLimit", "body_limits", "check_prompts", "prompt_limit"]
+__all__ = ["BoundedManager", "PromptLimit", "body_limits", "prompt_limit"]
 
 _CHARS_PER_TOKEN: Final = 4
 """Texts with fewer characters for each token that the model takes are tokenized at once.
@@ -23,9 +23,6 @@ Prose in English has about as many."""
 _BYTES_PER_TOKEN: Final = 16
 """A body may have so many for each token that the model takes, if that is more than 4 MiB:
 characters outside of ASCII may be escapes of 6 bytes, of which few make a token."""
-
-_MOST_PROMPTS: Final = 2048
-"""In one request, as OpenAI allows for embeddings; a choice counts as one."""
 
 _MULTIMODAL_BYTES: Final = 64 << 20
 """Images and sounds come as text in the body."""
@@ -113,27 +110,6 @@ def body_limits(manager: Any) -> BodyLimits:
     # A prompt of token ids, and what is said of it.
     max_values = max(default.max_values, max_tokens + default.max_objects)
     return replace(default, max_bytes=max_bytes, max_values=max_values)
-
-
-def check_prompts(request: Any) -> None:
-    """Check how many prompts are in SGLang's ``request``, which makes a request of each.
-
-    Raises:
-        ValueError: they are too many.
-    """
-    count = 1
-    for prompts in (request.text, request.input_ids):
-        # A single prompt of token ids is a list of numbers.
-        if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
-            count = len(prompts)
-    params = request.sampling_params
-    choices = params.get("n", 1) if isinstance(params, dict) else 1
-    if isinstance(choices, int):
-        count *= max(1, choices)
-    if count > _MOST_PROMPTS:
-        raise ValueError(
-            f"{count:,} prompts and choices in one request: send {_MOST_PROMPTS:,} at most"
-        )
 
 
 def _max_tokens(manager: Any) -> int:

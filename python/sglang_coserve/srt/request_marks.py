@@ -2,12 +2,13 @@
 
 ``sampling_params.custom_params`` is the one field that reaches the scheduler's
 ``Req`` unchanged from every door: ``Engine``, ``/generate``, ``/v1/completions``
-and ``/v1/chat/completions``.  Marks are checked there once, on arrival; the
-scheduler then reads them without a check.
+and ``/v1/chat/completions``.  Marks are checked once, before the request is sent to
+the scheduler (``tokenizer_manager``); the scheduler then reads them without a check.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from sglang_coserve.core.request import RequestClass
@@ -18,6 +19,7 @@ __all__ = [
     "MARK_PREFIX",
     "TPOT_KEY",
     "TTFT_KEY",
+    "check_line_marks",
     "check_marks",
     "is_offline",
     "targets_of",
@@ -28,6 +30,9 @@ MARK_PREFIX = "coserve_"
 
 CLASS_KEY = "coserve_class"
 """Names the request's class."""
+
+_INTERNAL_PREFIX: Final = "_coserve"
+"""Keys that begin so are for the server itself (``offline_marks``)."""
 
 TTFT_KEY = "coserve_slo_ttft_ms"
 """An online request's own TTFT target in milliseconds, instead of the server's."""
@@ -46,16 +51,13 @@ def check_marks(custom_params: object) -> None:
     """Check all marks of a request; without any it is online. A null says nothing.
 
     Raises:
-        RequestError: a mark is unknown or has a bad value, or an offline request has a target.
+        RequestError: a mark is unknown, is one that only the server may set, or has a bad
+            value, or an offline request has a target.
     """
-    if not isinstance(custom_params, dict):
-        return
-    marks = {
-        key: value
-        for key, value in custom_params.items()
-        if isinstance(key, str) and key.startswith(MARK_PREFIX) and value is not None
-    }
+    marks = _marks_in(custom_params)
     for key in marks:
+        if key.startswith(_INTERNAL_PREFIX):
+            raise RequestError(f"{key!r} in custom_params is set by the server only: leave it out")
         if key not in _MARKS:
             raise RequestError(f"unknown field {key!r}: co-serving knows {', '.join(_MARKS)}")
     request_class = RequestClass.parse(marks.get(CLASS_KEY, RequestClass.ONLINE.value))
@@ -72,6 +74,19 @@ def check_marks(custom_params: object) -> None:
                 f"{key} is {marks[key]!r}: use a number of milliseconds above 0, at most "
                 f"{_MOST_MS:.0e}"
             )
+
+
+def check_line_marks(body: Mapping[str, Any]) -> None:
+    """Check the marks of a batch line, which may say that it is offline and nothing else.
+
+    Raises:
+        RequestError: it says something else of itself, or in its ``custom_params``.
+    """
+    for key, value in (*_marks_in(body).items(), *_marks_in(body.get("custom_params")).items()):
+        if key != CLASS_KEY:
+            raise RequestError(f"{key!r} has no place in a line of a batch: leave it out")
+        if value != RequestClass.OFFLINE.value:
+            raise RequestError(f"{key} is {value!r}: lines of a batch are offline: leave it out")
 
 
 def is_offline(req: Any) -> bool:
@@ -92,6 +107,19 @@ def targets_of(req: Any) -> tuple[float | None, float | None]:
     if not isinstance(custom_params, dict):
         return None, None
     return _seconds(custom_params.get(TTFT_KEY)), _seconds(custom_params.get(TPOT_KEY))
+
+
+def _marks_in(fields: object) -> dict[str, Any]:
+    """Return the marks among ``fields`` that say something, those of the server included."""
+    if not isinstance(fields, dict):
+        return {}
+    return {
+        key: value
+        for key, value in fields.items()
+        if isinstance(key, str)
+        and key.startswith((MARK_PREFIX, _INTERNAL_PREFIX))
+        and (value is not None or key.startswith(_INTERNAL_PREFIX))
+    }
 
 
 def _is_target(value: object) -> bool:

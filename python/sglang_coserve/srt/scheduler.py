@@ -8,6 +8,7 @@ and they wait again, progress kept), and what SGLang is told about them.
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -22,17 +23,21 @@ from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_rate import expected_tokens_per_s
 from sglang_coserve.srt.arrival_time import arrival_s
 from sglang_coserve.srt.compat import (
+    check_logit_processor,
     fill_token_ids_logprobs,
     lowest_priority,
+    refused_request,
     release_for_requeue,
 )
 from sglang_coserve.srt.exporter import Exporter
+from sglang_coserve.srt.grammar_cache import GrammarCache
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.offline_marks import restore_generated
 from sglang_coserve.srt.penalties import restore_penalties
 from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.slo_watch import SloWatch
+from sglang_coserve.srt.usable_logits import end_unusable
 
 __all__ = ["EXPECTED_RATE_KEY", "INIT_INFO_KEY", "CoserveScheduler", "config_of"]
 
@@ -44,6 +49,8 @@ EXPECTED_RATE_KEY = "expected_offline_tokens_per_s"
 
 Req = Any
 ScheduleBatch = Any
+
+logger = logging.getLogger(__name__)
 
 
 def config_of(server_args: Any) -> CoserveConfig:
@@ -78,7 +85,28 @@ class CoserveScheduler(Scheduler, ABC):
         wants_metrics = self.server_args.enable_metrics and is_first_rank
         self._exporter = Exporter(self.server_args.served_model_name) if wants_metrics else None
 
+    def init_grammar_manager(self) -> None:
+        """Let SGLang set up grammars; bound how many it keeps."""
+        super().init_grammar_manager()
+        if self.grammar_manager.grammar_backend is not None:
+            self.grammar_manager.grammar_backend.cache = GrammarCache()
+
     # --- Requests arrive and leave -------------------------------------------------------
+
+    def handle_generate_request(self, recv_req: Any) -> None:
+        """Take a request in; one that SGLang fails on is refused, and no other is harmed."""
+        try:
+            check_logit_processor(recv_req)
+            super().handle_generate_request(recv_req)
+        except Exception as error:
+            logger.exception("request %s could not be taken in", recv_req.rid)
+            self._refuse(recv_req, f"the engine cannot take this request: {error}")
+
+    def _refuse(self, recv_req: Any, message: str) -> None:
+        """Answer a request that never became one of SGLang's."""
+        req = refused_request(recv_req, self.tokenizer, self.model_config.vocab_size, message)
+        self.init_req_max_new_tokens(req)
+        self._add_request_to_queue(req)
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
         now_s = self._now_s()
@@ -117,6 +145,7 @@ class CoserveScheduler(Scheduler, ABC):
         """Note what the batch's online requests got, and save the KV of its offline ones."""
         if batch.return_logprob:
             fill_token_ids_logprobs(result.logits_output)
+        end_unusable(batch, result)
         super().process_batch_result(batch, result)
         self._kv.processed(batch)
         self._slo_watch.results(batch.reqs, time.perf_counter())

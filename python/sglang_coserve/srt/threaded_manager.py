@@ -14,7 +14,7 @@ from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_coserve.batch.worker_threads import WorkerThreads
-from sglang_coserve.srt.prompt_limit import BoundedManager, check_prompts, prompt_limit
+from sglang_coserve.srt.prompt_limit import BoundedManager, prompt_limit
 from sglang_coserve.srt.request_gate import body_bytes
 
 __all__ = ["ThreadedChat", "ThreadedTokenizerManager", "finished"]
@@ -39,16 +39,6 @@ class ThreadedTokenizerManager(TokenizerManager):
     def serving_chat_class(self) -> type[OpenAIServingChat]:
         """See ``TokenizerManager``."""
         return ThreadedChat
-
-    def generate_request(self, obj: Any, request: Any = None) -> Any:
-        """See ``TokenizerManager``.
-
-        Raises:
-            ValueError: there are too many prompts in one request.
-        """
-        if request is not None:  # From the network.
-            check_prompts(obj)
-        return super().generate_request(obj, request)
 
     def _should_use_batch_tokenization(self, batch_size: int, requests: Any) -> bool:
         """Have several texts tokenized before the first one is sent.

@@ -27,6 +27,7 @@ def start(small_model: Path) -> Iterator[Callable[..., Served]]:
                 max_total_tokens=4096,
                 chunked_prefill_size=64,
                 is_embedding=is_embedding,
+                enable_custom_logit_processor=True,
                 coserve_config=CoserveConfig(
                     offline_policy=policy, offline_max_running=4, startup_profile_seconds=0
                 ),

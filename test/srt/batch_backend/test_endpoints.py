@@ -19,6 +19,7 @@ from srt.batch_backend.served import (
     PROMPT,
     RESPONSES,
     Served,
+    comparable,
     text_of,
 )
 
@@ -83,11 +84,23 @@ def test_several_choices(served: Served) -> None:
     }
 
 
-def test_lines_are_offline_whatever_their_body_says(served: Served) -> None:
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"service_tier": "priority"},
+        {"coserve_class": "offline"},
+        {"custom_params": {"coserve_class": "offline"}},
+        {"n": 2},
+    ],
+    ids=str,
+)
+def test_lines_are_offline(served: Served, said: dict[str, Any]) -> None:
     before = served.do(served.counts())["offline"]["received"]
-    online = {"service_tier": "priority", "custom_params": {"coserve_class": "online"}}
-    served.answer(COMPLETIONS, {**COMPLETION, "max_tokens": 3, **online})
-    assert served.do(served.counts())["offline"]["received"] == before + 1
+    served.answer(COMPLETIONS, {**COMPLETION, "max_tokens": 3, **said})
+    # Of several choices, the prompt they share is a request of its own.
+    expected = said["n"] + 1 if "n" in said else 1
+    assert served.do(served.counts())["offline"]["received"] == before + expected
 
 
 def test_the_ids_that_clients_give_requests_may_be_equal(served: Served) -> None:
@@ -120,6 +133,12 @@ def test_the_ids_that_clients_give_requests_may_be_equal(served: Served) -> None
         (COMPLETIONS, {"logit_bias": {"1000000": 1}}, "logit_bias"),
         (COMPLETIONS, {"n": 10**9}, "n is"),
         (COMPLETIONS, {"custom_params": {"coserve_slo_ttft_ms": 5}}, "coserve_slo_ttft_ms"),
+        (COMPLETIONS, {"coserve_slo_tpot_ms": 5}, "coserve_slo_tpot_ms"),
+        (COMPLETIONS, {"coserve_class": "online"}, "lines of a batch are offline"),
+        (COMPLETIONS, {"custom_params": {"coserve_class": "online"}}, "lines of a batch are"),
+        (COMPLETIONS, {"custom_params": {"_coserve_generated": [5]}}, "_coserve_generated"),
+        (COMPLETIONS, {"_coserve_user": "batch_2"}, "_coserve_user"),
+        (CHAT, {"messages": MESSAGES, "custom_params": {"_coserve_due_in_s": 0}}, "_coserve_due"),
         (COMPLETIONS, {"prompt": "\ud800"}, "surrogates"),
         (COMPLETIONS, {"seed": 2**70}, "64-bit"),
         (CHAT, {}, "messages"),
@@ -142,6 +161,32 @@ def test_a_bad_body_is_the_fault_of_its_line(
     assert result.request_id
     assert told_of == []
     assert served.manager.rid_to_state == {}
+
+
+def spoil_logits() -> str:
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    class Spoil(CustomLogitProcessor):
+        def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+            return logits * float("nan")
+
+    return str(Spoil.to_str())
+
+
+def test_a_line_that_cannot_be_sampled_has_an_error_record(served: Served) -> None:
+    bad = {**COMPLETION, "temperature": 1, "custom_logit_processor": spoil_logits()}
+
+    async def both() -> list[LineResult]:
+        return await asyncio.gather(
+            served.run(COMPLETIONS, bad), served.run(COMPLETIONS, COMPLETION)
+        )
+
+    alone = served.answer(COMPLETIONS, COMPLETION)
+    result, other = served.do(both())
+    assert (result.status_code, result.is_retryable) == (400, False)
+    assert "could not choose a token" in result.body["error"]["message"]
+    assert comparable(other.body) == alone
+    served.assert_nothing_left()
 
 
 def test_the_body_of_a_line_is_not_changed(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""What a line tells the scheduler, and what the scheduler makes of nonsense."""
+"""What a line tells the scheduler, and when that is put into its request."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sglang_coserve.srt.offline_marks import (
+    attach_marks,
     deadline_of,
     offline_marks,
     restore_generated,
+    sent_with,
     user_of,
 )
 
@@ -21,6 +21,7 @@ def request_with(custom_params: Any, **attributes: Any) -> Any:
     """As much of SGLang's ``Req`` as the marks are read from."""
     params = SimpleNamespace(custom_params=custom_params, max_new_tokens=100)
     fresh = {"output_ids": [], "grammar": None, "multimodal_inputs": None, "vocab_size": 50}
+    fresh["return_logprob"] = False
     return SimpleNamespace(
         rid="r", sampling_params=params, require_reasoning=False, **{**fresh, **attributes}
     )
@@ -44,25 +45,32 @@ def test_a_request_without_marks(custom_params: Any) -> None:
     assert req.output_ids == []
 
 
-MALFORMED = st.one_of(
-    st.none(), st.booleans(), st.floats(), st.text(), st.lists(st.one_of(st.text(), st.floats()))
-)
-
-
-@given(MALFORMED, MALFORMED, st.one_of(MALFORMED, st.lists(st.integers(), max_size=120)))
-def test_malformed_marks_are_taken_for_absent(due: Any, user: Any, generated: Any) -> None:
-    """They come in by the same field as a client's."""
-    names = list(offline_marks(due_in_s=0, user="", generated=(1,)))[1:]
-    req = request_with(dict(zip(names, (due, user, generated), strict=True)))
-    deadline_s = deadline_of(req, 20.0)
-    assert deadline_s is None or abs(deadline_s) < float("inf")
-    assert user_of(req) == (user if isinstance(user, str) else None)
+@pytest.mark.parametrize("generated", [[1] * 100, [1] * 120, [50], [3, 999], [-1]])
+def test_tokens_that_cannot_be_its_own_are_left_out(generated: list[int]) -> None:
+    """Too many for its limit, or of another vocabulary."""
+    req = request_with(offline_marks(due_in_s=0, user="batch_1", generated=generated))
     restore_generated(req, None)
-    assert len(req.output_ids) < 100
-    assert all(isinstance(token, int) and 0 <= token < 50 for token in req.output_ids)
+    assert req.output_ids == []
 
 
-@pytest.mark.parametrize("state", [{"grammar": object()}, {"multimodal_inputs": object()}])
+def test_marks_are_attached_only_where_they_were_set() -> None:
+    params = SimpleNamespace(custom_params={"a": 1})
+    attach_marks(params)
+    assert params.custom_params == {"a": 1}
+    with sent_with(offline_marks(due_in_s=3, user="batch_1")):
+        attach_marks(params)
+    assert params.custom_params["a"] == 1
+    assert user_of(SimpleNamespace(sampling_params=params)) == "batch_1"
+    other = SimpleNamespace(custom_params=None)
+    attach_marks(other)
+    assert other.custom_params is None
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"grammar": object()}, {"multimodal_inputs": object()}, {"return_logprob": True}],
+    ids=str,
+)
 def test_state_beside_the_tokens_is_not_guessed(state: dict[str, Any]) -> None:
     marks = offline_marks(due_in_s=0, user="batch_1", generated=(1, 2))
     req = request_with(marks, **state)

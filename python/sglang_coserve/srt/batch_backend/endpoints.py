@@ -16,6 +16,7 @@ from sglang.srt.entrypoints.openai.serving_embedding import OpenAIServingEmbeddi
 
 from sglang_coserve.errors import RequestError
 from sglang_coserve.srt.fail_fast import FailFast
+from sglang_coserve.srt.request_marks import check_line_marks
 
 __all__ = ["Endpoint", "model_endpoints"]
 
@@ -41,6 +42,7 @@ class Endpoint:
         Raises:
             RequestError: it describes none, or one that has no place in a batch.
         """
+        check_line_marks(body)
         try:
             # SGLang's models change what they are given, and a line may be tried again.
             fields = orjson.loads(orjson.dumps(dict(body)))

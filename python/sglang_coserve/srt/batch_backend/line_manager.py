@@ -15,9 +15,8 @@ from sglang.srt.managers.tokenizer_manager import RequestAbortedError
 
 from sglang_coserve.srt.batch_backend.continuation import can_continue
 from sglang_coserve.srt.batch_backend.handler_thread import OnLoop
-from sglang_coserve.srt.engine_limits import check_engine_limits
-from sglang_coserve.srt.offline_marks import offline_marks
-from sglang_coserve.srt.prompt_limit import BoundedManager, check_prompts
+from sglang_coserve.srt.offline_marks import Marks, offline_marks, sent_with
+from sglang_coserve.srt.prompt_limit import BoundedManager
 
 __all__ = ["LineManager", "LineTask"]
 
@@ -83,30 +82,32 @@ class LineManager(BoundedManager):
 
         To be cancelled is enough to abort the request: SGLang then does it itself.
         """
-        feed = self._prepare(request)
-        check_prompts(request)
+        feed, marks = self._prepare(request)
         is_delta = feed is not None and self._inner.incremental_streaming_output
         output: Any = None
         output_ids: list[int] = []
         texts: list[str] = []
-        async with aclosing(self._inner.generate_request(request)) as outputs:
-            async for output in outputs:
-                if feed is None:
-                    continue
-                if is_delta:
-                    texts.append(output["text"])
-                    output_ids += output["output_ids"]
-                else:
-                    output_ids = output["output_ids"]
-                if output["meta_info"]["finish_reason"] is None:
-                    feed.hear(output_ids)
+        with sent_with(marks):
+            async with aclosing(self._inner.generate_request(request)) as outputs:
+                async for output in outputs:
+                    if feed is None:
+                        continue
+                    if is_delta:
+                        texts.append(output["text"])
+                        output_ids += output["output_ids"]
+                    else:
+                        output_ids = output["output_ids"]
+                    if output["meta_info"]["finish_reason"] is None:
+                        feed.hear(output_ids)
         if is_delta:
             output = {**output, "text": "".join(texts), "output_ids": output_ids}
         return output
 
-    def _prepare(self, request: Any) -> _TokenFeed | None:
-        """Mark a request; return who hears of its tokens, None if it cannot be continued."""
-        check_engine_limits(request, self._inner.model_config.vocab_size)
+    def _prepare(self, request: Any) -> tuple[_TokenFeed | None, Marks]:
+        """Make a request one of a line; return who hears of its tokens, and its marks.
+
+        Nobody hears of the tokens of a request that cannot be continued.
+        """
         task = self._task
         is_embedding = isinstance(request, EmbeddingReqInput)
         is_continuable = not is_embedding and can_continue(
@@ -114,18 +115,16 @@ class LineManager(BoundedManager):
         )
         generated = task.generated if is_continuable else ()
         marks = offline_marks(due_in_s=task.due_in_s, user=task.batch_id, generated=generated)
-        params = dict(request.sampling_params or {})
-        params["custom_params"] = {**(params.get("custom_params") or {}), **marks}
         if is_continuable:
             request.stream = True
-            params["stream_interval"] = self._stream_interval_tokens
-        request.sampling_params = params
+            params = dict(request.sampling_params or {})
+            request.sampling_params = {**params, "stream_interval": self._stream_interval_tokens}
         if not is_embedding:
             request.extra_key = _extended(request.extra_key, self._inner.coserve_weights.cache_key)
         # A client's id could be that of another line. For several inputs, an embedding request
         # takes no single id.
         request.rid = None if is_embedding else task.request_id
-        return _TokenFeed(task) if is_continuable else None
+        return (_TokenFeed(task) if is_continuable else None), marks
 
 
 class _TokenFeed:

@@ -1,0 +1,30 @@
+"""Parts of sampling that SGLang would compile while requests wait.
+
+SGLang marks two small functions for ``torch.compile``, which compiles them when they
+are first called: with the first request that has a ``repetition_penalty`` (and again
+for the first batch of two rows, and of other types), or a seed.  That took 23 s on
+four idle cores, during which the scheduler does nothing else.  Run as they are, they
+take a few more passes over the logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["install_eager_sampling"]
+
+
+def install_eager_sampling() -> None:
+    """Let SGLang, in this process, call the functions as they are written."""
+    from sglang.srt.layers import sampler
+    from sglang.srt.sampling import sampling_batch_info
+    from sglang.srt.sampling.penaltylib import repetition_penalty
+
+    for module in (repetition_penalty, sampling_batch_info):
+        module.apply_scaling_penalties = _as_written(module.apply_scaling_penalties)
+    sampler.multinomial_with_seed = _as_written(sampler.multinomial_with_seed)
+
+
+def _as_written(function: Any) -> Any:
+    """Return the function behind ``torch.compile``; the function itself if there is none."""
+    return getattr(function, "_torchdynamo_orig_callable", function)

@@ -1,0 +1,67 @@
+"""Bounds what SGLang's scheduler keeps of grammars.
+
+SGLang keeps every compiled grammar until its cache is flushed, and XGrammar what it
+is made of: clients that send a new schema with each request would fill the memory.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import partial
+from typing import Any, Final
+
+__all__ = ["GrammarCache", "install_compiler_bound"]
+
+_MOST_GRAMMARS: Final = 1024
+_MOST_BYTES: Final = 256 << 20
+"""Compiled for a large vocabulary, a schema has up to a few megabytes. What is forgotten is
+compiled again, in tens of milliseconds beside the scheduler."""
+
+
+class GrammarCache(OrderedDict[tuple[str, str], Any]):
+    """Grammars by kind and text; forgets those that were not looked up for longest."""
+
+    def __init__(self, most: int = _MOST_GRAMMARS, most_bytes: int = _MOST_BYTES) -> None:
+        super().__init__()
+        self._most = most
+        self._most_bytes = most_bytes
+        self._num_bytes = 0
+
+    def get(self, key: tuple[str, str], default: Any = None) -> Any:
+        """Return the grammar of ``key``, which counts as a use of it."""
+        if key not in self:
+            return default
+        self.move_to_end(key)
+        return self[key]
+
+    def __setitem__(self, key: tuple[str, str], value: Any) -> None:
+        if key in self:
+            del self[key]
+        super().__setitem__(key, value)
+        self._num_bytes += _num_bytes(value)
+        while len(self) > self._most or (self._num_bytes > self._most_bytes and len(self) > 1):
+            del self[next(iter(self))]
+
+    def __delitem__(self, key: tuple[str, str]) -> None:
+        self._num_bytes -= _num_bytes(self[key])
+        super().__delitem__(key)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        super().clear()
+        self._num_bytes = 0
+
+
+def install_compiler_bound() -> None:
+    """Bound, in this process, what XGrammar keeps of what it compiled."""
+    from sglang.srt.constrained import xgrammar_backend
+
+    xgrammar_backend.GrammarCompiler = partial(
+        xgrammar_backend.GrammarCompiler, cache_limit_bytes=_MOST_BYTES
+    )
+
+
+def _num_bytes(grammar: Any) -> int:
+    """Return the size of what a grammar was compiled to; 0 where it cannot be told."""
+    inner = getattr(grammar, "grammar", grammar)  # Of a reasoning model, it is wrapped.
+    return int(getattr(getattr(inner, "ctx", None), "memory_size_bytes", 0))

@@ -1,0 +1,99 @@
+"""Stop conditions that are patterns, in time linear in the text.
+
+SGLang searches the output of a request for its ``stop_regex`` after every token, in
+the scheduler, with Python's ``re``: one pattern with nested repetitions takes longer
+than the universe has, and every request waits.  The engine of pydantic's string
+patterns backtracks never, and has no look-around and no back-references, which
+would need it.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import lru_cache
+from typing import Annotated, Any, Final
+
+from pydantic import StringConstraints, TypeAdapter, ValidationError
+
+__all__ = ["LinearSearch", "check_stop_pattern", "install_stop_patterns"]
+
+_MOST_STATES: Final = 2000
+"""Of a pattern, repetitions written out: each is visited for each character at worst, which
+for the 16,000 of a long output is 10 ms."""
+
+# What a repetition without an end counts as: it goes round in its own states.
+_ENDLESS: Final = 1
+
+
+def check_stop_pattern(pattern: str) -> None:
+    """Check that ``pattern`` can be searched for in linear time. O(pattern).
+
+    Raises:
+        ValueError: it is malformed, too large, or needs backtracking.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            states = _num_states(re._parser.parse(pattern))  # type: ignore[attr-defined]
+        if states > _MOST_STATES:
+            raise ValueError(
+                f"it has {states} positions with its repetitions written out: use at most "
+                f"{_MOST_STATES}"
+            )
+        _searcher(pattern)
+    except RecursionError:
+        raise ValueError("stop_regex is nested too deeply") from None
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ValueError(f"stop_regex cannot be used: {lines[-1] if lines else error}") from None
+
+
+def install_stop_patterns() -> None:
+    """Let SGLang's scheduler, in this process, search for stop patterns in linear time."""
+    from sglang.srt.managers import schedule_batch
+
+    schedule_batch.re = LinearSearch()
+
+
+class LinearSearch:
+    """As much of the module ``re`` as SGLang's requests use."""
+
+    error = re.error
+
+    def search(self, pattern: str, text: str) -> bool | None:
+        """Tell whether ``text`` contains ``pattern``, in O(text), or None.
+
+        Raises:
+            re.error: the pattern was not checked, and is refused.
+        """
+        try:
+            _searcher(pattern).validate_python(text)
+        except ValidationError:
+            return None
+        except Exception as error:
+            raise re.error(str(error)) from None
+        return True
+
+
+@lru_cache(maxsize=256)
+def _searcher(pattern: str) -> TypeAdapter[str]:
+    return TypeAdapter(Annotated[str, StringConstraints(pattern=pattern)])
+
+
+def _num_states(parsed: Any) -> int:
+    """Count the characters of a parsed pattern, repetitions written out."""
+    total = 0
+    for operation, value in parsed:
+        name = str(operation)
+        if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+            least, most, inner = value
+            is_endless = most == re._parser.MAXREPEAT  # type: ignore[attr-defined]
+            times = least + _ENDLESS if is_endless else most
+            total += times * _num_states(inner)
+        elif name == "SUBPATTERN":
+            total += _num_states(value[-1])
+        elif name == "BRANCH":
+            total += sum(_num_states(branch) for branch in value[1])
+        else:
+            total += 1
+    return total

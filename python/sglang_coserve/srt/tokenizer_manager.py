@@ -1,0 +1,163 @@
+"""SGLang's tokenizer manager, where requests from every door pass on their way to the scheduler.
+
+What a client sent is checked here, and only then joined by what the server itself
+says of a request.  SGLang builds its message to the scheduler without a look at the
+types of what clients sent, and the scheduler process dies of a message it cannot
+read; so each is read here once, as the scheduler would.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any, Final
+
+import msgspec
+from sglang.srt.managers.io_struct import msgpack_encode
+from sglang.srt.managers.utils import msgpack_decode_explained
+
+from sglang_coserve.errors import RequestError
+from sglang_coserve.srt.arrival_time import OutputDelay, install_arrival_times
+from sglang_coserve.srt.engine_limits import check_request, check_values
+from sglang_coserve.srt.grammar_trial import GrammarSettings, GrammarTrials
+from sglang_coserve.srt.media_sources import MediaSources
+from sglang_coserve.srt.offline_marks import attach_marks
+from sglang_coserve.srt.request_marks import check_marks
+from sglang_coserve.srt.scheduler import config_of
+from sglang_coserve.srt.updating_manager import UpdatingTokenizerManager
+
+__all__ = ["CoserveTokenizerManager"]
+
+_MALFORMED: Final = (
+    *(AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError),
+)
+"""What SGLang runs into on fields of odd types and lengths."""
+
+_PICKLED: Final = ("mm_inputs", "mm_data_mooncake", "time_stats")
+_HEALTH_PATHS: Final = ("/health", "/health_generate")
+
+logger = logging.getLogger(__name__)
+
+
+class CoserveTokenizerManager(UpdatingTokenizerManager):
+    """Answers a request that would harm the engine with the error of any invalid parameter;
+    brings media itself; times the way of first tokens."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.coserve_output_delay: OutputDelay = install_arrival_times()
+        allowed = config_of(self.server_args).media_sources
+        self._media = None if allowed == "any" else MediaSources(allow_urls=allowed == "public")
+        self._grammar_trials: GrammarTrials | None = None
+        if self.server_args.grammar_backend == "xgrammar" and self.tokenizer is not None:
+            settings = GrammarSettings(
+                self.tokenizer,
+                self.model_config.vocab_size,
+                self.model_config.hf_eos_token_id,
+                any_whitespace=not self.server_args.constrained_json_disable_any_whitespace,
+            )
+            self._grammar_trials = GrammarTrials(settings)
+
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        """Serve SGLang's ``obj`` and yield its outputs.
+
+        Raises:
+            ValueError: the request is at fault; SGLang's doors answer it with a 400.
+        """
+        path = getattr(getattr(request, "url", None), "path", None)
+        has_answered = False
+        try:
+            check_request(obj, is_health_check=path in _HEALTH_PATHS)
+            async with aclosing(super().generate_request(obj, request)) as outputs:
+                async for output in outputs:
+                    has_answered = True
+                    yield output
+        except _MALFORMED as error:
+            if has_answered:
+                raise
+            message = f"malformed request: {type(error).__name__}: {error}"
+            logger.warning(message)
+            logger.debug("where it was malformed", exc_info=True)
+            raise ValueError(message) from error
+
+    async def _handle_batch_output(self, recv_obj: Any) -> None:
+        times = self.coserve_output_delay.without_token(recv_obj.rids, self.rid_to_state)
+        await super()._handle_batch_output(recv_obj)
+        self.coserve_output_delay.observe(times, recv_obj.time_stats)
+
+    async def _tokenize_one_request(self, obj: Any) -> Any:
+        # Without a processor SGLang leaves media where they are.
+        if self._media is not None and self.mm_processor is not None and obj.contains_mm_input():
+            self._validate_mm_limits(obj)
+            await self._media.bring(obj)
+        tokenized = await super()._tokenize_one_request(obj)
+        await self._try_grammar(tokenized)
+        return tokenized
+
+    async def _batch_tokenize_and_process(self, batch_size: int, obj: Any) -> Any:
+        tokenized = await super()._batch_tokenize_and_process(batch_size, obj)
+        for one in tokenized:
+            await self._try_grammar(one)
+        return tokenized
+
+    async def _try_grammar(self, tokenized: Any) -> None:
+        if self._grammar_trials is not None and self.is_generation:
+            await self._grammar_trials.check(tokenized.sampling_params)
+
+    def _create_tokenized_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            check_marks(obj.sampling_params.get("custom_params"))
+        except RequestError as error:
+            # SGLang's doors turn a ValueError into a 400.
+            raise ValueError(str(error)) from error
+        tokenized = _as_the_scheduler_reads(super()._create_tokenized_object(obj, *args, **kwargs))
+        check_values(
+            tokenized, self.model_config.vocab_size, is_multimodal=self.mm_processor is not None
+        )
+        attach_marks(tokenized.sampling_params)
+        return tokenized
+
+
+def _as_the_scheduler_reads(tokenized: Any) -> Any:
+    """Return the message with every field of the type that the scheduler expects. O(its size).
+
+    What SGLang pickles for the way stays as it is, and so do ``custom_params``, which
+    are anything that JSON can say.
+
+    Raises:
+        ValueError: a field has another type; the message names it.
+    """
+    params = tokenized.sampling_params
+    kept = {name: getattr(tokenized, name) for name in _PICKLED if hasattr(tokenized, name)}
+    custom_params = params.custom_params
+    if not isinstance(custom_params, dict | None):
+        raise ValueError("custom_params: use an object, with names and values")
+    message = msgspec.structs.replace(
+        tokenized,
+        sampling_params=msgspec.structs.replace(params, custom_params=None),
+        **dict.fromkeys(kept),
+    )
+    try:
+        read = msgpack_decode_explained(msgpack_encode(message))
+    except (ValueError, *_MALFORMED) as error:
+        field = _unreadable_field(message.sampling_params) or _unreadable_field(message)
+        raise ValueError(f"{field or 'malformed request'}: {error}") from error
+    for name, value in kept.items():
+        setattr(read, name, value)
+    read.sampling_params.custom_params = custom_params
+    return read
+
+
+def _unreadable_field(struct: Any) -> str | None:
+    """Return the name of the first field that does not survive the way to the scheduler."""
+    for field in msgspec.structs.fields(struct):
+        value = getattr(struct, field.name)
+        if isinstance(value, msgspec.Struct | array):
+            continue
+        try:
+            msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=field.type)
+        except Exception:
+            return field.name
+    return None

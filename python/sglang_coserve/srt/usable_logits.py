@@ -1,0 +1,114 @@
+"""Rows of logits that nothing can be sampled from end their own request only.
+
+A row with NaN, or without a largest finite logit, ends the scheduler process where it
+is sampled (on a GPU at some later point, with all memory of the device).  Such rows
+come from a custom logit processor, from a grammar that allows nothing, from a model
+whose numbers overflow.  Here they are made harmless on the device, without waiting
+for it, and told of with the result of the batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+from typing import Any, Final
+
+import torch
+from sglang.srt.layers.sampler import Sampler, register_sampler_backend
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.utils.async_probe import sanitize_nan_logits
+
+__all__ = ["GuardedSampler", "end_unusable", "install_guarded_sampler"]
+
+_BACKENDS: Final = ("flashinfer", "pytorch")
+_ATTRIBUTE: Final = "coserve_unusable_rows"
+
+_MESSAGE: Final = (
+    "the engine could not choose a token: the logits of this request are not numbers, or "
+    "exclude every token; look at its logit processor, grammar, biases and penalties"
+)
+
+logger = logging.getLogger(__name__)
+
+
+def install_guarded_sampler() -> None:
+    """Let SGLang, in this process, sample with ``GuardedSampler``."""
+    for backend in _BACKENDS:
+        register_sampler_backend(backend, GuardedSampler)
+
+
+class GuardedSampler(Sampler):
+    """SGLang's sampler, which notes the rows it could not use on the output it is given."""
+
+    def forward(self, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any) -> Any:
+        """Sample a token of each row; takes SGLang's arguments."""
+        tokens = super().forward(logits_output, sampling_info, *args, **kwargs)
+        self._tell_of_rows(logits_output)
+        return tokens
+
+    def compute_logprobs_only(self, logits_output: Any, *args: Any, **kwargs: Any) -> None:
+        """Do what is done for requests that want scores and no token."""
+        super().compute_logprobs_only(logits_output, *args, **kwargs)
+        self._tell_of_rows(logits_output)
+
+    def _tell_of_rows(self, logits_output: Any) -> None:
+        # The way to the host ends before that of the tokens, which SGLang waits for.
+        setattr(logits_output, _ATTRIBUTE, self._unusable.to("cpu", non_blocking=True))
+
+    def _preprocess_logits(self, logits: torch.Tensor, sampling_info: Any) -> torch.Tensor:
+        failed = None
+        if sampling_info.has_custom_logit_processor:
+            failed = _apply_processors(logits, sampling_info)
+        sanitize_nan_logits(logits, "logits")
+        # NaN where any is; infinite where all are, where one is, or where one will be.
+        largest = logits.amax(dim=-1)
+        if not sampling_info.is_all_greedy:
+            largest = largest / sampling_info.temperatures.view(-1)
+        self._unusable = ~torch.isfinite(largest)
+        if failed is not None:
+            self._unusable |= failed
+        return logits.masked_fill_(self._unusable[:, None], 0.0)
+
+
+def end_unusable(batch: Any, result: Any) -> None:
+    """End the requests of ``batch`` for which its ``result`` has no token. O(rows)."""
+    rows = getattr(getattr(result, "logits_output", None), _ATTRIBUTE, None)
+    if rows is None:
+        return
+    if result.copy_done is not None:
+        result.copy_done.synchronize()
+    elif rows.is_pinned():
+        torch.cuda.current_stream().synchronize()  # As SGLang does next, to see the tokens.
+    if not rows.any():
+        return
+    for req, is_unusable in zip(batch.reqs, rows.tolist(), strict=True):
+        # Before its last chunk, a prompt's logits are not used.
+        is_used = not (req.finished() or req.is_retracted or req.inflight_middle_chunks > 0)
+        if is_unusable and is_used:
+            logger.error("request %s: %s", req.rid, _MESSAGE)
+            req.to_finish = FINISH_ABORT(_MESSAGE, HTTPStatus.BAD_REQUEST, "BadRequestError")
+            # Other requests with the same beginning must not go on from what this one has.
+            req.skip_radix_cache_insert = True
+
+
+def _apply_processors(logits: torch.Tensor, sampling_info: Any) -> torch.Tensor:
+    """Let custom processors change their rows; return the rows on which one failed.
+
+    SGLang has the same processor change all of its rows at once. Where that fails, it
+    gets them one by one: with what is wrong with one request, others would fail too.
+    """
+    failed = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    for processor, is_of_row in sampling_info.custom_logit_processor.values():
+        rows = is_of_row.nonzero().view(-1).tolist()
+        params = [sampling_info.custom_params[row] for row in rows]
+        try:
+            logits[is_of_row] = processor(logits[is_of_row], params)
+        except Exception:
+            for row, of_row in zip(rows, params, strict=True):
+                one = slice(row, row + 1)
+                try:
+                    logits[one] = processor(logits[one].clone(), [of_row])
+                except Exception:
+                    logger.exception("logit processor %s failed", type(processor).__name__)
+                    failed[row] = True
+    return failed

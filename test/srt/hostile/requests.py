@@ -1,0 +1,426 @@
+"""The corpus: requests with fields at their extremes, by door. Plain data, no engine needed.
+
+Each ended or stalled an engine process, or was tried because it might.  What the answer
+is to be is not said here, only that there is one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+__all__ = ["CHAT", "COMPLETIONS", "GENERATE", "HostileRequest", "corpus"]
+
+GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
+
+INF, NAN = float("inf"), float("nan")
+NUMBERS: Final = (
+    *(0, -1, 0.5, 1e-300, 1e-45, 1e-30, 1e30, 1e300, NAN, INF, -INF),
+    *(10**12, 2**31, 2**63, -(2**63) - 1, 10**30, 10**400),
+)
+TYPES: Final = ("x", "", True, None, [], [1], ["x"], [[]], {}, {"x": 1}, [None], "\ud800")
+
+FEW_NUMBERS: Final = (-1, 0.5, 1e-300, NAN, 10**12, 2**63, 10**400)
+FEW_TYPES: Final = ("x", True, [1], {"x": 1}, "\ud800")
+"""For fields that are checked in the same place as others with more."""
+
+_NUMERIC_PARAMS: Final = (
+    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
+    *("repetition_penalty", "min_new_tokens", "max_new_tokens", "n", "sampling_seed"),
+    *("stream_interval",),
+)
+_NUMERIC_FIELDS: Final = (
+    *("top_logprobs_num", "logprob_start_len", "max_thinking_tokens", "priority"),
+    *("bootstrap_port", "bootstrap_room", "decode_tp_size", "routed_dp_rank"),
+    *("disagg_prefill_dp_rank", "routed_experts_start_len", "received_time"),
+)
+_OTHER_PARAMS: Final = (
+    *("stop", "stop_token_ids", "stop_regex", "json_schema", "regex", "ebnf", "structural_tag"),
+    *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
+    *("logit_bias", "custom_params", "stop_strs", "stop_regex_strs", "stop_str_max_len"),
+    *("stop_regex_max_len", "is_normalized", "no_such_parameter"),
+)
+_OTHER_FIELDS: Final = (
+    *("rid", "session_id", "session_params", "input_ids", "input_embeds", "image_data"),
+    *("video_data", "audio_data", "mm_hashes", "modalities", "sampling_params"),
+    *("return_logprob", "token_ids_logprob", "return_sampling_mask", "return_text_in_logprobs"),
+    *("return_hidden_states", "return_routed_experts", "return_indexer_topk", "stream"),
+    *("lora_path", "lora_id", "custom_logit_processor", "positional_embed_overrides"),
+    *("bootstrap_host", "bootstrap_pair_key", "routing_key", "conversation_id", "background"),
+    *("http_worker_ipc", "extra_key", "custom_labels", "return_bytes", "return_entropy"),
+    *("require_reasoning", "multi_item_delimiter_indices", "encoder_urls", "mm_data_mooncake"),
+    *("num_items_assigned", "need_wait_for_mm_inputs", "external_trace_header", "images_config"),
+    *("no_logs", "log_metrics", "return_prompt_token_ids", "return_flat_raw_top_logprobs"),
+)
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+_CYCLE: Final = {
+    "$ref": "#/$defs/a",
+    "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+}
+_TREE: Final = {
+    "type": "object",
+    "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#"}, "value": {"type": "integer"}},
+}
+SCHEMAS: Final[dict[str, Any]] = {
+    "itself": {"$ref": "#"},
+    "itself-in-any-of": {"anyOf": [{"$ref": "#"}, {"type": "string"}]},
+    "itself-in-all-of": {"allOf": [{"$ref": "#"}]},
+    "cycle": _CYCLE,
+    "tree": _TREE,
+    "array-of-itself": {"type": "array", "items": {"$ref": "#"}},
+    "required-of-itself": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    "deep-100": _nested(100),
+    "deep-150": _nested(150),
+    "missing-definition": {"$ref": "#/$defs/none"},
+    "remote": {"$ref": "http://127.0.0.1:1/schema.json"},
+    "enum-20000": {"enum": [f"value {n}" for n in range(20_000)]},
+    "properties-2000": {
+        "type": "object",
+        "properties": {f"p{n}": {"type": "string"} for n in range(2_000)},
+    },
+    "optional-300": {
+        "type": "object",
+        "properties": {f"p{n}": {"type": "integer"} for n in range(300)},
+        "required": [],
+        "additionalProperties": True,
+    },
+    "any-of-any-of": {
+        "anyOf": [{"anyOf": [{"const": n + m} for n in range(40)]} for m in range(40)]
+    },
+    "min-items": {"type": "array", "items": {"type": "string"}, "minItems": 100_000},
+    "max-items": {"type": "array", "items": {"type": "string"}, "maxItems": 10**9},
+    "max-length": {"type": "string", "minLength": 10**6, "maxLength": 10**9},
+    "pattern": {"type": "string", "pattern": "((a{1,500}){1,500}){1,500}"},
+    "range": {"type": "integer", "minimum": -(10**300), "maximum": 10**300},
+    "range-int64": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+    "pattern-properties": {"type": "object", "patternProperties": {"(a|b|c){1,3000}": {}}},
+    "false": False,
+    "true": True,
+    "null": None,
+    "number": 3,
+    "list": [],
+    "types": {"type": ["string", "nothing", 3]},
+    "not": {"not": {}},
+    "bad-types": {"type": "object", "properties": [], "required": 7},
+}
+
+REGEXES: Final[dict[str, str]] = {
+    "repeated-exponentially": "(((((a{1,90}){1,90}){1,90}){1,90}){1,90})",
+    "repeated-1e6": "a{1000000}",
+    "repeated-1e9": "[a-z]{1,1000000000}",
+    "alternatives": "|".join(f"(a{n}|b{n})*" for n in range(3_000)),
+    "nested-stars": "((((((a*)*)*)*)*)*)*b",
+    "nested-2000": "(" * 2_000 + "a" + ")" * 2_000,
+    "nested-50000": "(" * 50_000 + "a" + ")" * 50_000,
+    "unbalanced": "((a",
+    "look-ahead": "(?=a)(?!b)a",
+    "back-reference": r"(a+)\1",
+    "nothing": "(?!)",
+    "class": "[",
+    "unicode": r"[\x{0}-\x{110000}]",
+    "dots": ".{1,2000}" * 50,
+    "empty-set": "[^\\s\\S]",
+    "null": "\x00",
+}
+
+EBNFS: Final[dict[str, str]] = {
+    "itself": "root ::= root",
+    "left-recursive": 'root ::= root "a" | "a"',
+    "cycle": "root ::= a\na ::= b\nb ::= a",
+    "nothing": "root ::= ",
+    "no-root": 'a ::= "a"',
+    "empty-loop": 'root ::= ("")*',
+    "empty-loops": 'root ::= (("a"*)*)*',
+    "repetition": 'root ::= ("a"{1,1000}){1,1000}',
+    "repetition-1e9": 'root ::= "a"{1000000000}',
+    "nested": "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000,
+    "many-rules": "root ::= r0\n"
+    + "\n".join(f"r{n} ::= r{n + 1}" for n in range(5_000))
+    + '\nr5000 ::= "a"',
+    "doubling": "root ::= r0\n"
+    + "\n".join(f"r{n} ::= r{n + 1} r{n + 1}" for n in range(40))
+    + '\nr40 ::= "a"',
+    "ambiguous": 'root ::= (s s s | s)\ns ::= s s | "a" | "b" | ""',
+    "bad": "::= ::= |",
+    "undefined": "root ::= nowhere",
+}
+
+STRUCTURAL_TAGS: Final[dict[str, Any]] = {
+    "empty": {},
+    "no-triggers": {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": []},
+    "empty-trigger": {
+        "structures": [{"begin": "", "schema": {}, "end": ""}],
+        "triggers": [""],
+    },
+    "itself": {
+        "structures": [{"begin": "<a>", "schema": {"$ref": "#"}, "end": "</a>"}],
+        "triggers": ["<a"],
+    },
+    "no-begin": {"structures": [{"schema": {}}], "triggers": ["<a"]},
+    "bad-types": {"structures": 3, "triggers": {}},
+    "unknown-format": {"type": "structural_tag", "format": {"type": "nothing"}},
+    "format-itself": {
+        "type": "structural_tag",
+        "format": {"type": "json_schema", "json_schema": {"$ref": "#"}},
+    },
+    "list": [],
+    "number": 1,
+}
+
+STOP_REGEXES: Final[dict[str, Any]] = {
+    "backtracking": "(.*)*(.*)*(.*)*\x01",
+    "backtracking-words": r"(\w+\s?)*\x01",
+    "backtracking-classes": "([a-zA-Z]+)*\x01",
+    "backtracking-alternatives": "(a|a|b|b|.|.)*\x01",
+    "nested-9000": "(" * 9_000 + "a" + ")" * 9_000,
+    "long": "(a?){1000}" * 30,
+    "repeat": "(.{0,1000}){0,1000}\x01",
+    "many": [f"(.*{n})*\x01" for n in range(200)],
+    "back-reference": r"(.*)\1\1\1\x01",
+    "look-behind": "(?<=a*)b",
+    "unbalanced": "(((",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HostileRequest:
+    """One request: what it is named by in a report, its path and its body as it is sent."""
+
+    name: str
+    path: str
+    content: bytes
+
+
+def corpus() -> Iterator[HostileRequest]:
+    """Every request, in an order that is the same each time."""
+    yield from _native_requests()
+    yield from _openai_requests()
+    yield from _odd_bodies()
+
+
+def _native(name: str, params: Any = None, **fields: Any) -> HostileRequest:
+    body: dict[str, Any] = {"text": "The old mill by the river"}
+    body["sampling_params"] = {"max_new_tokens": 8, "ignore_eos": True, **(params or {})}
+    if "input_ids" in fields or "input_embeds" in fields:
+        del body["text"]
+    body.update(fields)
+    return HostileRequest(f"generate {name}", GENERATE, _json(body))
+
+
+def _openai(path: str, name: str, **fields: Any) -> HostileRequest:
+    body: dict[str, Any] = {"model": "small", "max_tokens": 8}
+    if path == CHAT:
+        body["messages"] = [{"role": "user", "content": "Who mended the lamp?"}]
+    else:
+        body["prompt"] = "The old mill by the river"
+    return HostileRequest(f"{path} {name}", path, _json({**body, **fields}))
+
+
+def _native_requests() -> Iterator[HostileRequest]:
+    for field in _NUMERIC_PARAMS:
+        for value in (*NUMBERS, *TYPES):
+            yield _native(f"{field}={_told(value)}", {field: value})
+    for field in _OTHER_PARAMS:
+        for value in (*TYPES, 1, -1, 2**64, NAN):
+            yield _native(f"{field}={_told(value)}", {field: value})
+    for field in _NUMERIC_FIELDS:
+        for value in (*FEW_NUMBERS, *FEW_TYPES):
+            yield _native(f"{field}={_told(value)}", return_logprob=True, **{field: value})
+    for field in _OTHER_FIELDS:
+        for value in (*TYPES, 1, -1, 2**64, 0.5):
+            yield _native(f"{field}={_told(value)}", **{field: value})
+    for kind, values in (
+        ("json_schema", {key: json.dumps(value) for key, value in SCHEMAS.items()}),
+        ("regex", REGEXES),
+        ("ebnf", EBNFS),
+        ("structural_tag", {key: json.dumps(value) for key, value in STRUCTURAL_TAGS.items()}),
+        ("stop_regex", STOP_REGEXES),
+    ):
+        for name, value in values.items():
+            # Long enough for what is slow to be slow.
+            length = 200 if kind == "stop_regex" else 8
+            yield _native(f"{kind} {name}", {kind: value, "max_new_tokens": length})
+    yield from _native_combinations()
+
+
+def _native_combinations() -> Iterator[HostileRequest]:
+    everywhere = {str(token): 1e29 for token in range(500)}
+    many = {str(token): -1e29 for token in range(500)}
+    for name, params in {
+        "logit_bias=all tokens up": {"logit_bias": everywhere},
+        "logit_bias=all tokens down": {"logit_bias": many},
+        "logit_bias=huge": {"logit_bias": {"5": 1e308}},
+        "logit_bias=inf": {"logit_bias": {"5": INF}},
+        "logit_bias=-inf": {"logit_bias": {"5": -INF}},
+        "logit_bias=nan": {"logit_bias": {"5": NAN}},
+        "logit_bias=text": {"logit_bias": {"5": "1"}},
+        "logit_bias=words": {"logit_bias": {"five": 1}},
+        "logit_bias=negative": {"logit_bias": {"-5": 1}},
+        "logit_bias=outside": {"logit_bias": {"99999999": 1}},
+        "logit_bias=1e30 cold": {"logit_bias": {"5": 1e30}, "temperature": 1e-6},
+        "logit_bias=-1e30 cold": {"logit_bias": {"5": -1e30}, "temperature": 1.1e-6},
+        "cold": {"temperature": 1.0001e-6},
+        "hot": {"temperature": 3e38},
+        "hot beyond float32": {"temperature": 1e39},
+        "denormal top_p": {"top_p": 1e-45, "temperature": 1},
+        "min_p=1": {"min_p": 1, "temperature": 1},
+        "min_p=1 hot": {"min_p": 1, "temperature": 3e38},
+        "two penalties": {"frequency_penalty": 2, "presence_penalty": 2},
+        "all penalties": {
+            "frequency_penalty": -2,
+            "presence_penalty": -2,
+            "repetition_penalty": 2,
+            "min_new_tokens": 4,
+        },
+        "repetition_penalty least": {"repetition_penalty": 1e-38, "temperature": 1},
+        "repetition_penalty small": {"repetition_penalty": 1e-20},
+        "repetition_penalty small with logprobs": {"repetition_penalty": 1e-30, "temperature": 1},
+        "stop_token_ids outside": {"stop_token_ids": [10**9], "min_new_tokens": 4},
+        "stop_token_ids beyond int64": {"stop_token_ids": [2**64]},
+        "stop_token_ids negative": {"stop_token_ids": [-1], "min_new_tokens": 4},
+        "stop_token_ids many": {"stop_token_ids": list(range(500)), "min_new_tokens": 8},
+        "stop many": {"stop": [f"word {n}" for n in range(5_000)]},
+        "stop long": {"stop": "x" * 100_000},
+        "stop empty": {"stop": ["", ""]},
+        "max_new_tokens=0": {"max_new_tokens": 0},
+        "two grammars": {"regex": "a", "ebnf": 'root ::= "a"'},
+        "grammar and penalties": {"regex": "[a-z]{1,4}", "repetition_penalty": 1.5},
+        "grammar and min_new_tokens": {"regex": "ab", "min_new_tokens": 8},
+        "grammar and logit_bias": {"regex": "[a-c]+", "logit_bias": many},
+        "custom_params with a request": {"custom_params": {"__req__": 1}},
+        "custom_params deep": {"custom_params": {"a": {"b": {"c": {"d": []}}}}},
+        "thinking_budget": {"custom_params": {"thinking_budget": -5}},
+    }.items():
+        yield _native(name, params)
+        yield _native(f"{name}, log-probabilities", params, return_logprob=True, top_logprobs_num=3)
+    for name, fields in {
+        "input_ids outside": {"input_ids": [10**6]},
+        "input_ids beyond int64": {"input_ids": [2**63]},
+        "input_ids negative": {"input_ids": [-1, 5]},
+        "input_ids mixed": {"input_ids": [1, "2", 3.5, None]},
+        "input_ids empty lists": {"input_ids": [[], []]},
+        "input_ids one empty": {"input_ids": [[5, 6], []]},
+        "input_ids floats": {"input_ids": [1.0, 2.0]},
+        "input_ids bools": {"input_ids": [True, False]},
+        "input_embeds": {"input_embeds": [[0.5] * 64] * 3},
+        "input_embeds nan": {"input_embeds": [[NAN] * 64] * 3},
+        "input_embeds ragged": {"input_embeds": [[0.5], [0.5, 1.0]]},
+        "text list": {"text": ["a", 5]},
+        "text empty list": {"text": []},
+        "text empty": {"text": ""},
+        "text many": {"text": ["a"] * 2000, "sampling_params": {"n": 1000}},
+        "rid twice": {"text": ["a", "b"], "rid": ["r", "r"]},
+        "rid huge": {"rid": "r" * 10**6},
+        "rid of a health check": {"rid": "HEALTH_CHECK_1"},
+        "session_params unknown": {"session_params": {"id": "none"}},
+        "session_params wrong": {"session_params": {"unknown": 1}},
+        "session_params types": {"session_params": {"id": 5, "offset": "x"}},
+        "image_data": {"image_data": "http://127.0.0.1:1/x.png"},
+        "image_data file": {"image_data": "/etc/hostname"},
+        "custom_logit_processor bytes": {"custom_logit_processor": '{"callable": "00"}'},
+        "token_ids_logprob": {"return_logprob": True, "token_ids_logprob": [-1]},
+        "token_ids_logprob outside": {"return_logprob": True, "token_ids_logprob": [10**9]},
+        "token_ids_logprob many": {"return_logprob": True, "token_ids_logprob": [5] * 20_000},
+        "token_ids_logprob lists": {"return_logprob": True, "token_ids_logprob": [[1], [2]]},
+        "logprob_start_len least": {"return_logprob": True, "logprob_start_len": -5},
+        "multi_item_delimiter_indices": {"multi_item_delimiter_indices": [10**6, -3]},
+        "return_hidden_states": {"return_hidden_states": "everything"},
+        "return_sampling_mask": {"return_sampling_mask": True},
+        "bootstrap_host": {"bootstrap_host": "2.2.2.2"},
+        "sampling_params list": {"sampling_params": [{"n": 1}, {"n": 2}]},
+        "sampling_params empty list": {"sampling_params": []},
+        "return_logprob list": {"text": ["a", "b"], "return_logprob": [True]},
+        "top_logprobs_num list": {"text": ["a", "b"], "top_logprobs_num": [1]},
+        "extra_key list": {"extra_key": ["a", "b"]},
+        "lora_path": {"lora_path": "../../etc"},
+    }.items():
+        yield _native(name, **fields)
+    for name, marks in _MARKS.items():
+        yield _native(f"marks {name}", {"custom_params": marks})
+        yield _native(
+            f"marks {name}, log-probabilities", {"custom_params": marks}, return_logprob=True
+        )
+
+
+_MARKS: Final[dict[str, Any]] = {
+    "class": {"coserve_class": "batch"},
+    "unknown": {"coserve_clas": "offline"},
+    "generated": {"coserve_class": "offline", "_coserve_generated": [5, 6, 7]},
+    "due": {"coserve_class": "offline", "_coserve_due_in_s": -1e9},
+    "user": {"coserve_class": "offline", "_coserve_user": "batch_1"},
+    "future": {"_coserve_anything": 1},
+    "malformed": {"coserve_class": "offline", "_coserve_generated": {"a": "b"}},
+}
+
+
+def _openai_requests() -> Iterator[HostileRequest]:
+    numeric = (
+        *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
+        *("repetition_penalty", "min_tokens", "max_tokens", "n", "seed", "best_of"),
+        *("logprobs", "top_logprobs", "max_completion_tokens", "priority"),
+    )
+    other = (
+        *("stop", "stop_token_ids", "stop_regex", "logit_bias", "response_format", "regex", "ebnf"),
+        *("json_schema", "custom_params", "lora_path", "rid", "cache_salt", "session_params"),
+        *("custom_logit_processor", "return_hidden_states", "suffix", "echo", "user", "tools"),
+        *("tool_choice", "chat_template_kwargs", "reasoning_effort", "prompt", "messages"),
+        *("stream_options", "metadata", "logprob_start_len", "bootstrap_room", "return_token_ids"),
+    )
+    for path in (COMPLETIONS, CHAT):
+        for field in numeric:
+            for value in (*FEW_NUMBERS, "x"):
+                yield _openai(path, f"{field}={_told(value)}", **{field: value})
+        for field in other:
+            for value in (*FEW_TYPES, 2**64):
+                yield _openai(path, f"{field}={_told(value)}", **{field: value})
+        for name, schema in SCHEMAS.items():
+            described = {"name": "answer", "schema": schema}
+            format_ = {"type": "json_schema", "json_schema": described}
+            yield _openai(path, f"response_format {name}", response_format=format_)
+        for name, marks in _MARKS.items():
+            yield _openai(path, f"marks {name}", custom_params=marks)
+        yield _openai(path, "all at once", n=3, logprobs=True, stream=True, seed=-1)
+    for name, value in {
+        "batch with a bad one": [[5, 6], [10**9]],
+        "many": ["a"] * 300,
+        "nested": [[["a"]]],
+    }.items():
+        yield _openai(COMPLETIONS, f"prompt {name}", prompt=value)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}
+    yield _openai(CHAT, "tool itself", tools=[tool], tool_choice="required")
+    strict = {**tool, "function": {**tool["function"], "strict": True}}  # type: ignore[dict-item]
+    yield _openai(CHAT, "strict tool itself", tools=[strict], tool_choice="auto")
+
+
+def _odd_bodies() -> Iterator[HostileRequest]:
+    for path in (GENERATE, COMPLETIONS, CHAT):
+        for name, content in {
+            "nothing": b"",
+            "a list": b"[]",
+            "null": b"null",
+            "not json": b"{",
+            "deep": b'{"a":' * 3_000 + b"1" + b"}" * 3_000,
+            "binary": b"\xff\xfe\x00",
+            "surrogate": b'{"coserve_class": "\\ud800", "prompt": "\\ud800"}',
+        }.items():
+            yield HostileRequest(f"{path} body {name}", path, content)
+
+
+def _json(body: Any) -> bytes:
+    # As a hostile client does: NaN, and characters that are none, included.
+    return json.dumps(body).encode()
+
+
+def _told(value: Any) -> str:
+    text = "a number of 400 digits" if value == 10**400 else repr(value)
+    return text[:40]

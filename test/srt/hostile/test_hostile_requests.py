@@ -1,0 +1,153 @@
+"""One real server takes the whole corpus, online and as lines, and is as it was afterwards."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import httpx
+import orjson
+import psutil
+import pytest
+
+from sglang_coserve.local_server import LocalServer
+from srt.hostile.requests import CHAT, COMPLETIONS, GENERATE, HostileRequest, corpus
+
+ANSWER_TIMEOUT_S = 120
+"""For one answer among many, on a machine that has other things to do. A stall has no end."""
+
+NUM_CLIENTS = 6
+ORDINARY = {
+    "text": "The ferry left the harbour before the rain.",
+    "sampling_params": {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True},
+}
+
+
+@pytest.fixture(scope="module")
+def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    directory = tmp_path_factory.mktemp("hostile")
+    flags = ["--model-path", str(small_model), "--dtype", "float32", "--log-level", "error"]
+    flags += ["--offline-policy", "fifo", "--coserve-data-dir", str(directory / "data")]
+    flags += ["--max-total-tokens", "8192", "--chunked-prefill-size", "128"]
+    # One thread: of a model this small, more only wait for each other where cores are busy.
+    environment = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "OMP_NUM_THREADS": "1"}
+    log = directory / "server.log"
+    with LocalServer(flags, log_path=log, extra_env=environment) as running:
+        yield running
+
+
+@pytest.fixture
+def http(server: LocalServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.base_url, timeout=ANSWER_TIMEOUT_S) as client:
+        yield client
+
+
+def ordinary_text(http: httpx.Client) -> str:
+    answer: dict[str, Any] = http.post(GENERATE, json=ORDINARY).raise_for_status().json()
+    return str(answer["text"])
+
+
+def engine_processes(server: LocalServer) -> set[tuple[int, str]]:
+    children = psutil.Process(server.pid).children(recursive=True)
+    named = {(child.pid, " ".join(child.cmdline()[:1])) for child in children}
+    return {(pid, name) for pid, name in named if name.startswith("sglang::")}
+
+
+def assert_nothing_left(http: httpx.Client) -> None:
+    """No request anywhere, and by the engine's own account no memory in use."""
+    http.post("/flush_cache", params={"timeout": 60}).raise_for_status()
+    (replica,) = http.get("/coserve/status").raise_for_status().json()["replicas"]
+    assert (replica["online"]["waiting"], replica["online"]["running"]) == (0, 0)
+    assert (replica["offline"]["waiting"], replica["offline"]["running"]) == (0, 0)
+
+
+def test_every_request_is_answered_and_harms_no_other(
+    server: LocalServer, http: httpx.Client
+) -> None:
+    expected = ordinary_text(http)
+    processes = engine_processes(server)
+    assert len(processes) == 2
+    is_over = Event()
+    ordinary: list[str] = []
+
+    def serve_others() -> None:
+        with httpx.Client(base_url=server.base_url, timeout=ANSWER_TIMEOUT_S) as client:
+            while not is_over.wait(0.05):
+                ordinary.append(ordinary_text(client))
+
+    def status_of(request: HostileRequest) -> tuple[str, int | str]:
+        headers = {"content-type": "application/json"}
+        try:
+            answer = http.post(request.path, content=request.content, headers=headers)
+        except httpx.HTTPError as error:
+            return request.name, repr(error)
+        return request.name, answer.status_code
+
+    with ThreadPoolExecutor(NUM_CLIENTS + 1) as clients:
+        others = clients.submit(serve_others)
+        try:
+            answers = list(clients.map(status_of, corpus()))
+        finally:
+            is_over.set()
+        others.result()
+    wrong = [(name, status) for name, status in answers if status not in WELL_ANSWERED]
+    assert wrong == []
+    assert set(ordinary) == {expected}
+    assert ordinary_text(http) == expected
+    assert engine_processes(server) == processes
+    assert_nothing_left(http)
+
+
+WELL_ANSWERED = {200, *range(400, 500)}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_every_line_has_a_record_and_harms_no_other(
+    server: LocalServer, http: httpx.Client, path: str
+) -> None:
+    expected = ordinary_text(http)
+    processes = engine_processes(server)
+    content = b"".join(hostile_lines(path))
+    num_lines = content.count(b"\n")
+    assert num_lines > 200
+    upload = http.post(
+        "/v1/files", files={"file": ("lines.jsonl", content)}, data={"purpose": "batch"}
+    )
+    file_id = upload.raise_for_status().json()["id"]
+    body = {"input_file_id": file_id, "endpoint": path, "completion_window": "24h"}
+    batch = http.post("/v1/batches", json=body).raise_for_status().json()
+    give_up_s = time.monotonic() + 300
+    while batch["status"] not in ("completed", "failed", "expired"):
+        assert time.monotonic() < give_up_s, batch
+        time.sleep(0.2)
+        batch = http.get(f"/v1/batches/{batch['id']}").raise_for_status().json()
+    assert batch["status"] == "completed", batch["errors"]
+    counts = batch["request_counts"]
+    assert counts["completed"] + counts["failed"] == counts["total"] == num_lines
+    assert counts["completed"] > 0
+    errors = http.get(f"/v1/files/{batch['error_file_id']}/content").raise_for_status()
+    for line in errors.text.splitlines():
+        record = json.loads(line)
+        assert 400 <= record["response"]["status_code"] < 500, record
+    assert ordinary_text(http) == expected
+    assert engine_processes(server) == processes
+    assert_nothing_left(http)
+
+
+def hostile_lines(path: str) -> Iterator[bytes]:
+    """The requests to ``path`` whose body a line can have at all."""
+    for number, request in enumerate(corpus()):
+        if request.path != path:
+            continue
+        try:
+            body = orjson.loads(request.content)
+        except orjson.JSONDecodeError:
+            continue
+        if isinstance(body, dict) and body.get("stream") is None:
+            head = f'{{"custom_id": "{number}", "method": "POST", "url": "{path}", "body": '
+            yield head.encode() + request.content + b"}\n"

@@ -1,0 +1,183 @@
+"""One request does not end or stall the others in the scheduler.
+
+Whatever spoils its logits ends that request only, in both classes and both event loops.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from srt import test_scheduler as scenarios
+from srt.scripted_engine import EngineProcess, ScriptedEngine
+from srt.test_planned_scheduler import TIGHT
+
+NUM_GOOD_TOKENS = 5
+"""After which the processor of a bad request spoils its logits."""
+
+HARMS = ("nan", "infinite", "nothing", "error", "shape")
+
+
+def harm() -> str:
+    """A logit processor as a client sends it; ``custom_params`` say how it spoils its rows."""
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    class Harm(CustomLogitProcessor):
+        def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+            for row, params in enumerate(custom_param_list):
+                if len(params["__req__"].output_ids) < 5:
+                    continue
+                if params["harm"] == "nan":
+                    logits[row, 7] = float("nan")
+                elif params["harm"] == "infinite":
+                    logits[row, 7] = float("inf")
+                elif params["harm"] == "nothing":
+                    logits[row] = float("-inf")
+                elif params["harm"] == "shape":
+                    return logits[:, :3]
+                else:
+                    raise KeyError("harm")
+            return logits
+
+    return str(Harm.to_str())
+
+
+def bad_request(engine: ScriptedEngine, how: str, offline: bool, sampled: bool) -> Any:
+    rid = f"bad-{how}-{'off' if offline else 'on'}-{'sampled' if sampled else 'greedy'}"
+    params = {"harm": how, **({"coserve_class": "offline"} if offline else {})}
+    request = engine.request(rid, scenarios.prompt(len(rid), 40), 60)
+    request.sampling_params.custom_params = params
+    if sampled:
+        request.sampling_params.top_k = 1 << 30
+        request.return_logprob = True
+        request.top_logprobs_num = 2
+    request.custom_logit_processor = harm()
+    return request
+
+
+def run_beside_others(engine: ScriptedEngine, *, with_bad: bool) -> dict[str, Any]:
+    """Good requests of both classes, joined one after the other by bad ones.
+
+    Returns the tokens of the good ones, and how the bad ones ended.
+    """
+    # Their sum is more than the memory: offline rows are paused, parked and evicted.
+    specs = scenarios.mixed_specs(seed=5, num_online=12, num_offline=12)
+    good = [engine.request(*spec[:3], offline=spec[3]) for spec in specs]
+    bad = [
+        bad_request(engine, how, offline, sampled)
+        for how in HARMS
+        for offline in (False, True)
+        for sampled in (False, True)
+    ]
+
+    def script(iteration: int) -> list[Any]:
+        if not good and not (with_bad and bad):
+            raise StopIteration
+        arrived = [good.pop()] if good and iteration % 3 == 0 else []
+        if with_bad and bad and iteration % 2 == 0:
+            arrived.append(bad.pop())
+        return arrived
+
+    engine.run(script)
+    ends = {
+        rid: (req.finished_reason.to_json(), len(req.output_ids))
+        for rid, req in engine.reqs.items()
+        if rid.startswith("bad-")
+    }
+    outputs = {spec[0]: engine.output(spec[0]) for spec in specs}
+    engine.assert_nothing_leaked()
+    engine.reqs.clear()
+    return {"outputs": outputs, "ends": ends}
+
+
+def run_both_ways(engine: ScriptedEngine) -> dict[str, Any]:
+    alone = run_beside_others(engine, with_bad=False)["outputs"]
+    return {"alone": alone, **run_beside_others(engine, with_bad=True)}
+
+
+@pytest.fixture(params=[False, True], ids=["normal", "overlap"])
+def guarded(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
+    process = start_engine(
+        overlap=request.param,
+        page_size=16 if request.param else 1,
+        coserve=TIGHT,
+        enable_custom_logit_processor=True,
+    )
+    assert isinstance(process, EngineProcess)
+    return process
+
+
+def test_only_the_request_with_unusable_logits_ends(guarded: EngineProcess) -> None:
+    found = guarded.call(run_both_ways)
+    assert found["outputs"] == found["alone"]
+    assert len(found["ends"]) == len(HARMS) * 4
+    for rid, (end, num_tokens) in found["ends"].items():
+        assert end["type"] == "abort", rid
+        assert end["status_code"] == 400, rid
+        assert "could not choose a token" in end["message"]
+        # The processor of an overlapping step is asked one token early, or sees one too few.
+        assert NUM_GOOD_TOKENS <= num_tokens <= NUM_GOOD_TOKENS + 2, rid
+
+
+def run_bad_processors(engine: ScriptedEngine) -> dict[str, Any]:
+    requests = []
+    for rid, text in {
+        "no-json": "x",
+        "no-code": '{"callable": "00"}',
+        "no-hex": '{"callable": "x"}',
+    }.items():
+        requests.append(engine.request(rid, [5, 6, 7], 4))
+        requests[-1].custom_logit_processor = text
+    requests.append(engine.request("good", [5, 6, 7], 4))
+    engine.run(requests)
+    ends = {r.rid: engine.reqs[r.rid].finished_reason.to_json() for r in requests}
+    engine.assert_nothing_leaked()
+    engine.reqs.clear()
+    return ends
+
+
+def test_a_processor_that_cannot_be_made_is_refused_alone(guarded: EngineProcess) -> None:
+    ends = guarded.call(run_bad_processors)
+    assert ends.pop("good")["type"] == "length"
+    assert len(ends) == 3
+    for end in ends.values():
+        assert (end["type"], end["status_code"]) == ("abort", 400)
+        assert "custom_logit_processor" in end["message"]
+
+
+def run_first_penalties(engine: ScriptedEngine) -> int:
+    """Return how many functions torch compiled for the first requests with penalties."""
+    import torch
+
+    torch._dynamo.utils.counters.clear()
+    penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "presence_penalty": 0.1}
+    engine.run([engine.request(f"p{i}", [5, 6, i], 6, **penalties) for i in range(3)])
+    engine.assert_nothing_leaked()
+    engine.reqs.clear()
+    return sum(torch._dynamo.utils.counters["frames"].values())
+
+
+def test_nothing_is_compiled_while_requests_wait(guarded: EngineProcess) -> None:
+    """The first repetition penalty stalled the scheduler for 23 s."""
+    assert guarded.call(run_first_penalties) == 0
+
+
+def run_stop_tokens_outside(engine: ScriptedEngine) -> str:
+    """A stop token outside of the vocabulary, beside a request with a least length."""
+    requests = [engine.request(rid, [5, 6, 7], 12) for rid in ("stops", "lasts")]
+    requests[0].sampling_params.stop_token_ids = {10**6}
+    requests[1].sampling_params.min_new_tokens = 4
+    from sglang_coserve.srt.engine_limits import check_values
+
+    for request in requests:
+        check_values(request, engine.scheduler.model_config.vocab_size, is_multimodal=False)
+    engine.run(requests)
+    engine.assert_nothing_leaked()
+    ends = {engine.reqs[request.rid].finished_reason.to_json()["type"] for request in requests}
+    engine.reqs.clear()
+    return str(ends)
+
+
+def test_a_stop_token_outside_of_the_vocabulary_harms_no_other(guarded: EngineProcess) -> None:
+    assert guarded.call(run_stop_tokens_outside) == "{'length'}"

@@ -1,0 +1,60 @@
+"""Stop patterns take time linear in the text, and find what Python's would."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_coserve.srt.stop_patterns import check_stop_pattern
+from srt.own_process import printed_by
+
+pieces = st.sampled_from(
+    ["a", "b", "[ab]", "a*", "b+", "(ab)?", "(a|b)", "a{2,3}", ".", r"\d", "^", "$"]
+)
+patterns = st.lists(pieces, min_size=1, max_size=5).map("".join)
+
+
+@given(patterns, st.text("ab1\n", max_size=12))
+def test_the_same_is_found_as_by_python(pattern: str, text: str) -> None:
+    from sglang_coserve.srt.stop_patterns import LinearSearch
+
+    check_stop_pattern(pattern)
+    # Before a last line break, only Python's dollar matches.
+    if "$" in pattern and text.endswith("\n"):
+        return
+    assert bool(LinearSearch().search(pattern, text)) == bool(re.search(pattern, text))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        ("(a", "unterminated"),
+        ("(?<=a)b", "look-around"),
+        (r"(a)\1", "backreference"),
+        ("(a{1000}){1000}", "1000000 positions"),
+        ("a{2001}", "2001 positions"),
+        ("(" * 3000 + "a" + ")" * 3000, "nested"),
+        ("*", "nothing to repeat"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_what_cannot_be_searched_for_is_refused(pattern: str, told: str) -> None:
+    with pytest.raises(ValueError, match=f"stop_regex.*{told}"):
+        check_stop_pattern(pattern)
+
+
+HOSTILE = r"""
+from sglang_coserve.srt.stop_patterns import LinearSearch, check_stop_pattern
+text = "the old mill by the river " * 600
+for pattern in (r"(.*)*(.*)*(.*)*\x01", r"(\w+\s?)*\x01", r"(a|a|b|b|.|.)*\x01", "(a?){30}" * 30):
+    check_stop_pattern(pattern)
+    print(LinearSearch().search(pattern, text))
+"""
+
+
+def test_no_pattern_takes_forever() -> None:
+    """Python's search would."""
+    assert printed_by(HOSTILE) == ["None", "None", "None", "True"]
