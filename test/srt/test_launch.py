@@ -19,6 +19,7 @@ from sglang_coserve.srt import cpu
 cpu.set_environment_defaults()  # Before SGLang is imported.
 
 from sglang_coserve.srt import compat, launch  # noqa: E402
+from sglang_coserve.srt.request_gate import RequestGateMiddleware  # noqa: E402
 from sglang_coserve.srt.service_tier import ServiceTierMiddleware  # noqa: E402
 
 
@@ -156,6 +157,7 @@ def answer() -> None:
 def complete_app() -> FastAPI:
     app = FastAPI()
     app.add_middleware(ServiceTierMiddleware)
+    app.add_middleware(RequestGateMiddleware)
     app.add_api_route(launch.STATUS_PATH, answer)
     add_batch_routes(app)
     return app
@@ -163,8 +165,7 @@ def complete_app() -> FastAPI:
 
 def app_without(part: str) -> FastAPI:
     app = complete_app()
-    if part == "middleware":
-        app.user_middleware.clear()
+    app.user_middleware[:] = [each for each in app.user_middleware if each.cls.__name__ != part]
     app.router.routes[:] = [route for route in app.routes if getattr(route, "path", "") != part]
     return app
 
@@ -184,12 +185,13 @@ def test_a_complete_server_passes() -> None:
     ("app", "info", "says"),
     [
         (complete_app(), {"status": "ready"}, "scheduler 0 is not CoserveScheduler"),
-        (app_without("middleware"), {"coserve": {}}, "middleware"),
+        (app_without("ServiceTierMiddleware"), {"coserve": {}}, "ServiceTierMiddleware"),
+        (app_without("RequestGateMiddleware"), {"coserve": {}}, "RequestGateMiddleware"),
         (app_without(launch.STATUS_PATH), {"coserve": {}}, launch.STATUS_PATH),
         (app_without("/v1/batches"), {"coserve": {}}, "batch route /v1/batches"),
         (shadowed_app(), {"coserve": {}}, "batch route /v1/files"),
     ],
-    ids=["scheduler", "middleware", "route", "batches", "another's route"],
+    ids=["scheduler", "marks", "gate", "route", "batches", "another's route"],
 )
 def test_a_missing_part_stops_the_start(app: Any, info: dict[str, Any], says: str) -> None:
     with pytest.raises(StartupError, match=says):
