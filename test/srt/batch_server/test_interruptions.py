@@ -48,12 +48,12 @@ def expected(deployment: Deployment) -> dict[str, str]:
         return texts(completed(client, create(client, CONTENT).id))
 
 
-def journal_of(path: Path, model: Path) -> TokenJournal:
-    return TokenJournal(path, f"{model}||{model}|default", compact_bytes=MIB)
+def journal_of(path: Path, model: str) -> TokenJournal:
+    return TokenJournal(path, model, compact_bytes=MIB)
 
 
 def unfinished(
-    deployment: Deployment, batch: Batch, model: Path, scratch: Path
+    deployment: Deployment, batch: Batch, model: str, scratch: Path
 ) -> dict[int, tuple[int, ...]]:
     """Journaled tokens of the lines that have no record, as a server that starts now finds them."""
     finished = LineBitmap()
@@ -74,25 +74,25 @@ def test_a_killed_servers_lines_go_on_after_their_journaled_tokens(
     deployment: Deployment,
     client: openai.OpenAI,
     expected: dict[str, str],
-    small_model: Path,
     tmp_path: Path,
 ) -> None:
     """To see it, one line finds tokens in the journal that it would never have chosen."""
     deployment.plan_with("fifo")
+    model = deployment.status()["batch_api"]["model"]
     batch = create(client, CONTENT)
     batch = until(client, batch.id, "in_progress", some_done=True)
     eventually(
         lambda: any(
-            len(ids) >= 32 for ids in unfinished(deployment, batch, small_model, tmp_path).values()
+            len(ids) >= 32 for ids in unfinished(deployment, batch, model, tmp_path).values()
         )
     )
     deployment.kill()
-    tokens = unfinished(deployment, batch, small_model, tmp_path)
+    tokens = unfinished(deployment, batch, model, tmp_path)
     number = max(tokens, key=lambda number: len(tokens[number]))
     foreign = tuple(islice(cycle((7, 8, 9)), len(tokens[number])))
     path = deployment.data / "journal" / batch.id
     path.unlink()
-    journal = journal_of(path, small_model)
+    journal = journal_of(path, model)
     for each, ids in tokens.items():
         journal.add(each, foreign if each == number else ids)
     journal.write(*journal.take_unwritten())
