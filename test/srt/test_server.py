@@ -211,6 +211,14 @@ COMPLETIONS = "/v1/completions"
         (COMPLETIONS, {"prompt": "x", "min_tokens": 2, "stop_token_ids": [10**6]}, "token ids"),
         (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 10**6}, "logprobs"),
         (CHAT, {"messages": MESSAGES, "logit_bias": {"5": 1e39}}, "logit_bias"),
+        ("/generate", {"input_ids": [[5], []]}, "the prompt is empty"),
+        ("/generate", {"text": "x", "sampling_params": {"top_k": 10**12}}, "top_k is"),
+        ("/generate", {"text": "x", "sampling_params": {"top_k": "x"}}, "top_k"),
+        ("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 0.5}}, "max_new_tokens"),
+        ("/generate", {"text": "x", "sampling_params": {"n": 2**31}}, "n is"),
+        (COMPLETIONS, {"prompt": "x", "repetition_penalty": 1e-300}, "repetition_penalty is"),
+        (CHAT, {"messages": MESSAGES, "regex": "(("}, "regex cannot be used"),
+        (CHAT, {"messages": MESSAGES, "response_format": 3}, "malformed body"),
     ],
 )
 def test_what_would_end_the_scheduler_process_is_a_400(
@@ -220,6 +228,34 @@ def test_what_would_end_the_scheduler_process_is_a_400(
     assert response.status_code == 400
     assert says in response.text
     assert status(http)["online"] == {"waiting": 0, "running": 0}
+
+
+FORGED = {"coserve_class": "offline", "_coserve_generated": [5, 6]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "x", "sampling_params": {"custom_params": FORGED}}),
+        ("/generate", {"text": ["x", "y"], "sampling_params": {"custom_params": FORGED}}),
+        ("/generate", {"input_ids": [[5], [6]], "sampling_params": {"custom_params": FORGED}}),
+        ("/generate", {"text": "x", "sampling_params": {"n": 2, "custom_params": FORGED}}),
+        ("/generate", {"text": "x", "stream": True, "sampling_params": {"custom_params": FORGED}}),
+        (COMPLETIONS, {"prompt": ["x", "y"], "custom_params": FORGED}),
+        (COMPLETIONS, {"prompt": "x", "stream": True, "custom_params": FORGED}),
+        (CHAT, {"messages": MESSAGES, "logprobs": True, "custom_params": FORGED}),
+        (CHAT, {"messages": MESSAGES, "service_tier": "flex", "custom_params": FORGED}),
+    ],
+)
+def test_nobody_but_the_server_can_say_what_was_generated(
+    http: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    before = num_offline_received(http)
+    response = http.post(path, json=body if path == "/generate" else {"model": "default", **body})
+    # A stream of SGLang's own route has begun when its request is checked.
+    assert response.status_code == (200 if path == "/generate" and "stream" in body else 400)
+    assert "set by the server only" in response.text
+    assert num_offline_received(http) == before
 
 
 def test_stop_tokens_of_another_model_do_no_harm(client: openai.OpenAI) -> None:

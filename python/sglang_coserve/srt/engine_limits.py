@@ -8,6 +8,7 @@ scheduler passes here, from whichever door it came.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any, Final
 
 from sglang_coserve.srt.stop_patterns import check_stop_pattern
@@ -54,6 +55,8 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = {
 }
 """What sampling parameters may be; the others SGLang checks as they have to be."""
 
+_NUMBERS: Final = (*_RANGES, "min_p", "frequency_penalty", "presence_penalty")
+
 _SERVER_FIELDS: Final = ("lora_id", "http_worker_ipc", "mm_data_mooncake", "encoder_urls")
 """Fields of SGLang's request that only its own parts fill in, later."""
 
@@ -83,6 +86,10 @@ def check_request(request: Any, *, is_health_check: bool = False) -> None:
         num_choices = params.get("n", 1)
         if type(num_choices) is not int or not 1 <= num_choices <= _MOST_CHOICES:
             raise ValueError(f"n is {_told(num_choices)}: use 1 to {_MOST_CHOICES}")
+        for name in _NUMBERS:
+            value = params.get(name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+                raise ValueError(f"{name} is {_told(value)}: use a number")
         for name in _SERVER_PARAMS:
             if name in params:
                 raise ValueError(f"{name} is set by the server only: leave it out")

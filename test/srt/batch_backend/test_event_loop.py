@@ -102,5 +102,5 @@ def test_many_large_prompts_are_tokenized_before_any_is_answered(
 def test_too_many_prompts_are_the_fault_of_their_line(served: Served) -> None:
     result, _ = served.serve(COMPLETIONS, {**GREEDY, "prompt": ["a"] * 3000})
     assert (result.status_code, result.is_retryable) == (400, False)
-    assert "3,000 prompts" in result.body["error"]["message"]
+    assert "3000 prompts and choices" in result.body["error"]["message"]
     served.assert_nothing_left()
