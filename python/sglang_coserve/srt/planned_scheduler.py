@@ -9,7 +9,6 @@ SGLang's alone.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.utils import TypeBasedDispatcher
 
+from sglang_coserve.core.baseline import Baseline
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.recording import RecordingScheduler
@@ -66,10 +66,17 @@ class PlannedScheduler(DirectedScheduler):
         self._has_left_decodes = False
         self._tick_s: float | None = None
         self._drift_warning = DriftWarning() if self.ps.tp_rank == 0 else None
-        self._offline_ran: tuple[float, float] | None = None
         self._arrival_wait_s = math.inf
         self._arrivals_s: Mapping[str, float] = {}
         self._times = IterationTimes(is_overlapped=self.enable_overlap and self.device != "cpu")
+
+    def _baseline(self) -> Baseline:
+        return Baseline(
+            chunk_tokens=self.chunked_prefill_size or self.max_prefill_tokens,
+            max_rows=self.max_running_requests,
+            kv_tokens=self.max_total_num_tokens,
+            mixes_decodes=self.is_mixed_chunk,
+        )
 
     def init_watch_dog_memory_saver_input_blocker(self) -> None:
         """Broadcast rank 0's clock where there are several ranks."""
@@ -135,10 +142,6 @@ class PlannedScheduler(DirectedScheduler):
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         """Note who got a token, and who ended."""
-        if self._offline_ran is not None:
-            start_s, online_part_s = self._offline_ran
-            self._slo_watch.offline_ran(start_s, time.perf_counter(), online_part_s)
-            self._offline_ran = None
         super().process_batch_result(batch, result)
         self._produced += batch.reqs
 
@@ -175,8 +178,6 @@ class PlannedScheduler(DirectedScheduler):
         is_whole = len(admitted) == len(plan.prefills) and not self._has_left_decodes
         self._core.commit(plan if is_whole else replace(plan, prefills=admitted))
         self._arrival_wait_s = plan.arrival_wait_s
-        if plan.predicted_s > plan.online_part_s:
-            self._offline_ran = (time.perf_counter(), plan.online_part_s)
         self._times.launched(plan.batch if is_whole else None)
         return result
 
@@ -193,6 +194,7 @@ class PlannedScheduler(DirectedScheduler):
             elif req.output_ids:
                 self._ledger.produced(req.rid, now_s)
         self._produced = []
+        self._slo_watch.advance(self._core.model, now_s)
         measured = self._times.next_pass(now_s)
         if measured is not None:
             self._core.observe(*measured)

@@ -114,9 +114,6 @@ class PreemptiveScheduler(PlannedScheduler):
         self._wait_again(rows.released)
         # The prefills' turn is not over.
         self._has_left_decodes = False
-        if self._offline_ran is not None:
-            self._slo_watch.offline_ran(self._offline_ran[0], time.perf_counter(), 0.0)
-            self._offline_ran = None
 
     def _roll_back_offline(self, batch: ScheduleBatch) -> None:
         """Put the offline rows of a batch whose online rows go on to where a plan finds them:
