@@ -64,7 +64,7 @@ def test_a_bucket_never_holds_more_than_its_capacity_nor_gives_more_than_came_in
 ) -> None:
     bucket = TokenBucket(rate=rate, capacity=capacity)
     now_s = latest_s = 0.0
-    bucket.level(now_s)
+    bucket.take(0.0, now_s)
     taken = 0.0
     for step_s, amount in steps:
         now_s += step_s

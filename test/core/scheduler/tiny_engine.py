@@ -8,7 +8,8 @@ from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import RequestState, check_transition
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row, StepPlan
+from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row
+from sglang_coserve.core.step import Served, StepPlan, StepResult
 
 _S = RequestState
 
@@ -51,6 +52,9 @@ class TinyEngine:
         self.slots = slots
         self.max_batch_tokens = max_batch_tokens
         self.now_s = 0.0
+        self.slowness = 1.0
+        """How much longer steps take than predicted."""
+
         self.requests: dict[str, _Live] = {}
         self.rows: list[str] = []
         self.waiting: list[str] = []
@@ -95,7 +99,8 @@ class TinyEngine:
         snapshot = self.snapshot()
         plan = self.scheduler.plan(snapshot, self)
         assert plan == self.scheduler.plan(snapshot, self), "plan changed something"
-        self.scheduler.commit(plan)
+        if not plan.is_idle:
+            self.scheduler.start(plan, plan.prefills)
         self.log.append(plan)
 
         for rid in plan.shed:
@@ -130,13 +135,26 @@ class TinyEngine:
         assert plan.predicted_s == self.model.predict(plan.batch)
         assert plan.batch.prefill_tokens + len(decodes) <= max(self.max_batch_tokens, len(decodes))
 
-        self.now_s += plan.predicted_s
+        started_s = self.now_s
+        seconds = plan.predicted_s * self.slowness
+        self.now_s += seconds
+        working = [(rid, self.requests[rid]) for rid in (*decodes, *dict(plan.prefills))]
+        before = [(live.last_token_s, live.generated) for _, live in working]
         for rid in decodes:
             self._compute(rid, 1)
         for rid, tokens in plan.prefills:
             self._compute(rid, tokens)
         unfinished = [rid for rid in self.rows if self.requests[rid].state is _S.PREFILLING]
         assert len(unfinished) <= 1, "two unfinished prefills run"
+        if not plan.is_idle:
+            served = [
+                Served(live.info, last_s, self.now_s if live.generated > generated else None)
+                for (_, live), (last_s, generated) in zip(working, before, strict=True)
+                if live.info.is_online
+            ]
+            self.scheduler.update(
+                StepResult(plan.step, started_s, seconds, plan.batch, plan.prefills, tuple(served))
+            )
         return plan
 
     def _row(self, rid: str) -> Row:

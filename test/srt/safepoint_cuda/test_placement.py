@@ -153,9 +153,9 @@ def test_no_share_is_more_than_the_whole() -> None:
 def test_what_meets_no_safepoint_is_not_armed() -> None:
     safepoints = safepoints_with(place(scheduler_of()))
     safepoints.arrival_wait_share(0.0, may_prefill=True)
-    assert safepoints.why_not(batch_of(ForwardMode.EXTEND)) is None
-    assert safepoints.why_not(batch_of(ForwardMode.MIXED)) is None
-    assert "single CUDA graph" in str(safepoints.why_not(batch_of(ForwardMode.DECODE)))
+    assert safepoints.why_not(batch_of(ForwardMode.EXTEND), 0.0) is None
+    assert safepoints.why_not(batch_of(ForwardMode.MIXED), 0.0) is None
+    assert "single CUDA graph" in str(safepoints.why_not(batch_of(ForwardMode.DECODE), 0.0))
 
 
 @pytest.mark.parametrize(
