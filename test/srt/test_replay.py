@@ -227,6 +227,8 @@ def test_a_plan_that_differs_is_shown_and_exits_with_1(tmp_path: Path) -> None:
     (first, *others) = event.plan.prefills
     prefills = (first._replace(tokens=first.tokens + 1), *others)
     events[index] = replace(event, plan=replace(event.plan, prefills=prefills))
+    started = next(i for i, e in enumerate(events) if isinstance(e, Started) and i > index)
+    events[started] = Started(prefills)
     encoder = EventEncoder()
     path.write_text(encode_setup(SETUP) + "".join(map(encoder.encode, events)))
 
