@@ -132,3 +132,9 @@ class GuardedEngine(RuleBasedStateMachine):
 
 
 TestGuardedEngine = GuardedEngine.TestCase
+
+
+def test_to_look_into_a_bucket_changes_nothing() -> None:
+    bucket = TokenBucket(rate=1.0, capacity=2.0)
+    bucket.take(3.0, 10.0)
+    assert [bucket.level(now_s) for now_s in (10.5, 12.0, 99.0, 10.5)] == [-0.5, 1.0, 2.0, -0.5]

@@ -93,8 +93,8 @@ class RecordedMachine(SchedulerMachine):
         self.engine.slowness = factor
         self._step()
 
-    def _step(self) -> StepPlan:
-        plan = super()._step()
+    def _step(self, **step: Any) -> StepPlan:
+        plan = super()._step(**step)
         self.engine.model = self.scheduler.model
         return plan
 

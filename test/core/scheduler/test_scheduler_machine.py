@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -106,6 +108,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(iterations):
             self._step()
 
+    @rule(admits=st.integers(0, 2))
+    def run_a_part(self, admits: int) -> None:
+        """The engine admits fewer prefills than were planned."""
+        self._step(admits=admits)
+
+    @rule()
+    def give_up(self) -> None:
+        """A step is aborted as a whole."""
+        self._step(gives_up=True)
+
     @precondition(lambda self: len(self.engine.ended) < len(self.engine.requests))
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -152,10 +164,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         return rid
 
-    def _step(self) -> StepPlan:
+    def _step(self, **step: Any) -> StepPlan:
         snapshot = self.engine.snapshot()
         states = {row.info.rid: row.state for row in snapshot.rows}
-        plan = self.engine.step()
+        plan = self.engine.step(**step)
         states |= dict.fromkeys(plan.pause, RequestState.PAUSED)
         states |= dict.fromkeys(plan.resume, RequestState.DECODING)
         offline_work = [
