@@ -125,8 +125,8 @@ class Scheduler:
     def start(self, plan: StepPlan, chunks: Sequence[PrefillChunk]) -> None:
         """Note that a plan is carried out, with these of its prefills and no other.
 
-        The offline requests among them wait no longer. Only the last plan can be started,
-        and only once. O(chunks).
+        The offline requests among them wait no longer. A plan can be started once, and only
+        before another one is. O(chunks).
         """
         assert plan.step == self._next_step, f"step {plan.step} is not {self._next_step}, the next"
         assert {*chunks} <= {*plan.prefills}, f"step {plan.step} has chunks that were not planned"
