@@ -70,7 +70,7 @@ def all_known(requests: list[Request], baseline: Baseline) -> dict[str, list[flo
 
 @st.composite
 def workloads(draw: st.DrawFn) -> list[Request]:
-    gaps = draw(st.lists(st.integers(0, 64), min_size=1, max_size=8))
+    gaps = draw(st.lists(st.integers(1, 64), min_size=1, max_size=8))
     arrivals = [sum(gaps[: i + 1]) / 1024 for i in range(len(gaps))]
     return [(a, draw(st.integers(1, 40)), draw(st.integers(1, 6))) for a in arrivals]
 
