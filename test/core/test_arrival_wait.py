@@ -9,11 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_coserve.core.arrival_wait import ArrivalWait
-from sglang_coserve.core.batch_stats import BatchStats
-from sglang_coserve.core.snapshot import FirstToken
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.core.step import Served
 
 TARGET_S = 1.0
-BATCH = BatchStats.of([(10, 0)])
+
+
+def first_token(arrival_s: float, seen_s: float, at_s: float) -> tuple[Served]:
+    info = RequestInfo("a", RequestClass.ONLINE, 10, 10, arrival_s, seen_s=seen_s)
+    return (Served(info, None, at_s),)
 
 
 def arrive(wait: ArrivalWait, now_s: float, own_s: float, *, part_s: float = 0.02) -> float:
@@ -23,8 +28,9 @@ def arrive(wait: ArrivalWait, now_s: float, own_s: float, *, part_s: float = 0.0
     seen_s = now_s + residual_s
     start_s = seen_s + max(own_s - part_s, 0.0)
     predicted_s = max(part_s, length_s)
-    wait.observe(start_s, predicted_s, part_s, (FirstToken(now_s, seen_s),), BATCH)
-    return start_s + predicted_s - now_s
+    end_s = start_s + predicted_s
+    wait.observe(start_s, predicted_s, part_s, first_token(now_s, seen_s, end_s))
+    return end_s - now_s
 
 
 def served(own: list[float], *, gap_s: float = 5.0) -> tuple[ArrivalWait, list[float]]:
@@ -69,10 +75,10 @@ def test_offline_work_before_the_first_token_is_not_held_against_the_request() -
     own, delayed = ArrivalWait(TARGET_S), ArrivalWait(TARGET_S)
     for i in range(200):
         now_s = 5.0 * i
-        own.observe(now_s, 0.1, 0.1, (FirstToken(now_s, now_s),), BATCH)
+        own.observe(now_s, 0.1, 0.1, first_token(now_s, now_s, now_s + 0.1))
         # The same requests, each after an iteration of offline work that it was seen before.
-        delayed.observe(now_s, 0.3, 0.0, (), BATCH)
-        delayed.observe(now_s + 0.3, 0.1, 0.1, (FirstToken(now_s, now_s),), BATCH)
+        delayed.observe(now_s, 0.3, 0.0, ())
+        delayed.observe(now_s + 0.3, 0.1, 0.1, first_token(now_s, now_s, now_s + 0.4))
     assert delayed.wait_s == pytest.approx(own.wait_s, rel=1e-3)
 
 
@@ -80,9 +86,9 @@ def test_a_busy_engine_shortens_the_wait() -> None:
     idle, busy = ArrivalWait(TARGET_S), ArrivalWait(TARGET_S)
     for i in range(2000):
         now_s = 0.1 * i
-        first_tokens = (FirstToken(now_s, now_s),) if i % 10 == 0 else ()
-        idle.observe(now_s, 0.1, 0.01, first_tokens, BATCH)
-        busy.observe(now_s, 0.1, 0.08, first_tokens, BATCH)
+        first_tokens = first_token(now_s, now_s, now_s + 0.1) if i % 10 == 0 else ()
+        idle.observe(now_s, 0.1, 0.01, first_tokens)
+        busy.observe(now_s, 0.1, 0.08, first_tokens)
     assert busy.wait_s < 0.4 * idle.wait_s
 
 
@@ -91,9 +97,9 @@ def test_what_every_iteration_takes_is_no_work_of_online_requests() -> None:
     little, much = ArrivalWait(TARGET_S), ArrivalWait(TARGET_S)
     for i in range(2000):
         now_s = 0.1 * i
-        first_tokens = (FirstToken(now_s, now_s),) if i % 10 == 0 else ()
-        little.observe(now_s, 0.1, 0.1, first_tokens, BATCH, fixed_s=0.09)
-        much.observe(now_s, 0.1, 0.1, first_tokens, BATCH)
+        first_tokens = first_token(now_s, now_s, now_s + 0.1) if i % 10 == 0 else ()
+        little.observe(now_s, 0.1, 0.1, first_tokens, fixed_s=0.09)
+        much.observe(now_s, 0.1, 0.1, first_tokens)
     assert much.wait_s == pytest.approx(TARGET_S / 16)
     assert little.wait_s > 0.3 * TARGET_S
 

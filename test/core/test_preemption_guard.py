@@ -64,7 +64,7 @@ def test_a_bucket_never_holds_more_than_its_capacity_nor_gives_more_than_came_in
 ) -> None:
     bucket = TokenBucket(rate=rate, capacity=capacity)
     now_s = latest_s = 0.0
-    bucket.level(now_s)
+    bucket.take(0.0, now_s)
     taken = 0.0
     for step_s, amount in steps:
         now_s += step_s
@@ -132,3 +132,9 @@ class GuardedEngine(RuleBasedStateMachine):
 
 
 TestGuardedEngine = GuardedEngine.TestCase
+
+
+def test_to_look_into_a_bucket_changes_nothing() -> None:
+    bucket = TokenBucket(rate=1.0, capacity=2.0)
+    bucket.take(3.0, 10.0)
+    assert [bucket.level(now_s) for now_s in (10.5, 12.0, 99.0, 10.5)] == [-0.5, 1.0, 2.0, -0.5]

@@ -9,7 +9,7 @@ import pytest
 from sglang_coserve.core.latency_model import PolynomialModel
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.snapshot import Eviction, StepPlan
+from sglang_coserve.core.step import Eviction, StepPlan
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.executor_config import (

@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.request import RequestClass, RequestState
-from sglang_coserve.core.snapshot import EngineSnapshot, Eviction, PrefillChunk, Row, StepPlan
+from sglang_coserve.core.snapshot import EngineSnapshot, Row
+from sglang_coserve.core.step import Eviction, PrefillChunk, StepPlan
 from sglang_coserve.simulator.executor import Executor
 from sglang_coserve.simulator.executor_config import CheckpointConfig, ExecutorConfig
 from sglang_coserve.simulator.request import SimRequest

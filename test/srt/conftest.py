@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import sglang_coserve  # noqa: F401  # Makes SGLang importable: modules here import it first.
 from srt.scripted_engine import EngineProcess, EngineSpec, Spec, run_at_once
 
 KV_POOL_TOKENS = 1024

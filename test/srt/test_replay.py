@@ -19,14 +19,14 @@ from sglang_coserve.config import OFFLINE_POLICIES
 from sglang_coserve.core.latency_model import LatencyProfile
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.recording import (
-    Committed,
     Event,
     EventEncoder,
     Finished,
-    Observed,
     OfflineAdded,
     Planned,
     SchedulerSetup,
+    Started,
+    Updated,
     encode_setup,
     read_recording,
     replay,
@@ -69,10 +69,30 @@ def assert_replays(path: Path, policy: str) -> None:
     assert setup.policy == policy
     assert setup.targets == SETUP.targets
     kinds = {type(event) for event in events}
-    assert kinds >= {OfflineAdded, Planned, Committed, Observed, Finished}
+    assert kinds >= {OfflineAdded, Planned, Started, Updated, Finished}
+    assert_each_step_has_a_result(events)
     replays = list(replay(events, setup.make()))
     assert len(replays) > 200
     assert [plan.index for plan in replays if plan.differences] == []
+
+
+def assert_each_step_has_a_result(events: list[Event]) -> None:
+    """One each, in order, that tells of no more than was admitted."""
+    admitted: dict[int, Started] = {}
+    step, done = -1, []
+    for event in events:
+        if isinstance(event, Planned):
+            step = event.plan.step
+        elif isinstance(event, Started):
+            admitted[step] = event
+        elif isinstance(event, Updated):
+            result = event.result
+            done.append(result.step)
+            assert set(result.chunks) <= set(admitted[result.step].chunks)
+            assert result.given_up or result.batch.prefill_requests == len(result.chunks)
+    assert done == list(range(len(done)))
+    # The last one or two may have ended with the run.
+    assert len(admitted) - len(done) <= 2
 
 
 def test_a_server_records_plans_that_replay_to_the_same(start_engine: Any, tmp_path: Path) -> None:
@@ -207,6 +227,8 @@ def test_a_plan_that_differs_is_shown_and_exits_with_1(tmp_path: Path) -> None:
     (first, *others) = event.plan.prefills
     prefills = (first._replace(tokens=first.tokens + 1), *others)
     events[index] = replace(event, plan=replace(event.plan, prefills=prefills))
+    started = next(i for i, e in enumerate(events) if isinstance(e, Started) and i > index)
+    events[started] = Started(prefills)
     encoder = EventEncoder()
     path.write_text(encode_setup(SETUP) + "".join(map(encoder.encode, events)))
 

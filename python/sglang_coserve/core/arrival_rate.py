@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from sglang_coserve.core.snapshot import FirstToken
-
 __all__ = ["ArrivalRate", "best_iteration_s"]
 
 _WINDOW: Final = 64
@@ -20,9 +18,9 @@ class ArrivalRate:
     def __init__(self) -> None:
         self._arrivals_s: deque[float] = deque(maxlen=_WINDOW)
 
-    def observe(self, first_tokens: Iterable[FirstToken]) -> None:
-        """Take requests into account when they get their first token."""
-        self._arrivals_s.extend(token.arrival_s for token in first_tokens)
+    def observe(self, arrivals_s: Iterable[float]) -> None:
+        """Take requests into account once they have their first token."""
+        self._arrivals_s.extend(arrivals_s)
 
     def per_s(self, now_s: float) -> float:
         """Return the arrivals a second; 0 before the second. O(1)."""

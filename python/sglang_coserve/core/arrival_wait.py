@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
-from sglang_coserve.core.batch_stats import BatchStats
-from sglang_coserve.core.late_first_tokens import LATE_SHARE, LateFirstTokens, Wait
-from sglang_coserve.core.snapshot import FirstToken
+from sglang_coserve.core.late_first_tokens import LATE_SHARE, LateFirstTokens
+from sglang_coserve.core.step import Served
 
 __all__ = ["ArrivalWait"]
 
@@ -100,44 +100,38 @@ class ArrivalWait:
 
     def observe(
         self,
-        now_s: float,
-        predicted_s: float,
+        started_s: float,
+        took_s: float,
         online_part_s: float,
-        first_tokens: tuple[FirstToken, ...],
-        batch: BatchStats,
+        first_tokens: Sequence[Served],
         fixed_s: float = 0.0,
     ) -> None:
-        """Take an iteration into account.
+        """Take an iteration into account that has ended, not before those that began earlier.
 
         Args:
-            now_s: When it started.
-            predicted_s: How long it is to last.
+            started_s: When it started.
+            took_s: How long what it ran takes, by the model.
             online_part_s: The part of that for its online work alone.
-            first_tokens: Online requests that it gives their first token.
-            batch: What it computes.
+            first_tokens: The online requests to which it gave their first token.
             fixed_s: What an iteration takes however small it is.
         """
-        self._follow_utilization(now_s)
+        self._follow_utilization(started_s)
         self._online_work_s = max(online_part_s - fixed_s, 0.0)
-        self._starts_s.append(now_s)
+        self._starts_s.append(started_s)
         self._added_before_s.append(self._added_s)
-        waits = []
-        added_now_s = max(predicted_s - online_part_s, 0.0)
-        for token in first_tokens:
-            added_s = self._added_s - self._added_until(token.seen_s)
-            waits.append(Wait(token.arrival_s, added_s + added_now_s))
-            own_s = max(now_s - token.seen_s - added_s, 0.0) + online_part_s
+        added_now_s = max(took_s - online_part_s, 0.0)
+        for info, _, token_s in first_tokens:
+            assert token_s is not None
+            seen_s = info.arrival_s if info.seen_s is None else info.seen_s
+            added_s = self._added_s - self._added_until(seen_s)
+            self._late.observe(token_s - info.arrival_s, added_s + added_now_s, self._limit_s)
+            own_s = max(started_s - seen_s - added_s, 0.0) + online_part_s
             self._samples.append((own_s, online_part_s))
             self._since_recomputed += 1
-        self._late.expect(batch, now_s, predicted_s, tuple(waits), self._limit_s)
         self._added_s += added_now_s
         if self._since_recomputed >= _RECOMPUTE_EVERY:
             self._since_recomputed = 0
             self._recompute()
-
-    def measured(self, batch: BatchStats, seconds: float) -> None:
-        """Note how long an iteration with ``batch`` took, one of the last few."""
-        self._late.measured(batch, seconds)
 
     def _bounded_s(self, most_share: float, least_share: float) -> float:
         learned_s = self._modelled_s * self._late.factor

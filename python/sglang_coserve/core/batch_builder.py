@@ -8,16 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import RequestClass, RequestState
-from sglang_coserve.core.snapshot import (
-    EngineSnapshot,
-    Eviction,
-    FairnessUpdate,
-    FirstToken,
-    OnlineGaps,
-    PrefillChunk,
-    Row,
-    StepPlan,
-)
+from sglang_coserve.core.snapshot import EngineSnapshot, Row
+from sglang_coserve.core.step import Eviction, Expected, PrefillChunk, StepPlan
 from sglang_coserve.metrics import SloTargets
 
 __all__ = ["BatchBuilder", "VictimOrder"]
@@ -56,13 +48,15 @@ class BatchBuilder:
         self.targets = targets
 
         self.offline_budget_s = math.inf
+        self.has_left_over_online = False
+        """An online prompt got less than it could use, so offline work gets nothing."""
+
         self.is_deadline_bound = False
         self.online_part_s = 0.0
         self.arrival_wait_s = math.inf
         self.skips_decodes = False
-        """The prompts have this iteration to themselves."""
+        """The prompts have this step to themselves."""
 
-        self.first_tokens: list[FirstToken] = []
         self.admits_offline = True
         """False when an online request waits for KV that new offline requests must not take."""
         self.free_tokens = snapshot.max_batch_tokens
@@ -70,11 +64,12 @@ class BatchBuilder:
         self.free_kv_tokens = snapshot.free_kv_tokens + snapshot.evictable_kv_tokens
 
         self.online_decodes: list[Row] = []
-        """Online rows that decode, and offline ones that cannot pause."""
+        """Online rows that decode or are paused."""
         self.online_prefills: list[Row] = []
         """Online rows whose prefill is unfinished, the running one first."""
         self.offline_decodes: list[Row] = []
-        """Offline rows that decode or are paused, in order of admission."""
+        """Offline rows that decode or are paused, in order of admission; those that cannot pause
+        before the others."""
         self.offline_prefills: list[Row] = []
         """Offline rows whose prefill is unfinished, the running one first."""
         self.tpot_slack_s = math.inf
@@ -114,14 +109,16 @@ class BatchBuilder:
     @property
     def has_online(self) -> bool:
         """True when an online request runs or waits."""
-        if self.online_prefills or self.snapshot.waiting:
-            return True
-        return any(row.info.is_online for row in self.online_decodes)
+        return bool(self.online_decodes or self.online_prefills or self.snapshot.waiting)
 
-    @property
-    def has_left_over_online(self) -> bool:
-        """True when an online prompt got less than it could use, so offline work gets nothing."""
-        return self.offline_budget_s == 0.0
+    def leave_over_online(self, *, by_deadline: bool) -> None:
+        """Note that an online prompt gets less than it could use: nothing is left for others.
+
+        ``by_deadline`` tells that a deadline would be missed otherwise.
+        """
+        self.has_left_over_online = True
+        self.offline_budget_s = 0.0
+        self.is_deadline_bound |= by_deadline
 
     def is_evicted(self, row: Row) -> bool:
         """True when this plan evicts the row."""
@@ -277,8 +274,12 @@ class BatchBuilder:
         """The requests that decode so far."""
         return frozenset(self._decoding)
 
-    def build(self, fairness: FairnessUpdate | None = None) -> StepPlan:
-        """Return the plan: decodes not added pause, prefills not added are parked. O(rows)."""
+    def build(self, step: int, waiting_users: frozenset[str | None] | None = None) -> StepPlan:
+        """Return the plan: decodes not added pause, prefills not added are parked. O(rows).
+
+        A decode that cannot pause is evicted instead; but for the last page its KV stays in the
+        prefix cache as long as there is room, so that little is computed again.
+        """
         assert self.free_kv_tokens >= 0, f"KV over capacity by {-self.free_kv_tokens} tokens"
         pause: list[str] = []
         resume: list[str] = []
@@ -287,14 +288,19 @@ class BatchBuilder:
         for row in self.snapshot.rows:
             rid, state = row.info.rid, row.state
             if state is _DECODING:
-                if rid not in decoding and rid not in evictions and not self.skips_decodes:
+                if rid in decoding or rid in evictions or self.skips_decodes:
+                    continue
+                if row.info.can_pause:
                     pause.append(rid)
+                else:
+                    self.evict(row, 0)
             elif state is _PAUSED:
                 if rid in decoding:
                     resume.append(rid)
             elif state is _PREFILLING and rid not in self._chunks and rid not in evictions:
                 park.append(rid)
         return StepPlan(
+            step=step,
             shed=tuple(self._shed),
             evict=tuple(evictions.values()),
             pause=tuple(pause),
@@ -302,16 +308,11 @@ class BatchBuilder:
             park=tuple(park),
             prefills=tuple(self._chunks.values()),
             skips_decodes=self.skips_decodes,
-            now_s=self.snapshot.now_s,
             batch=self.stats,
             predicted_s=self.predicted_s,
             budget_s=self.offline_budget_s,
-            is_deadline_bound=self.is_deadline_bound,
-            online_part_s=self.online_part_s,
             arrival_wait_s=self.arrival_wait_s,
-            first_tokens=tuple(self.first_tokens),
-            gaps=self._gaps(),
-            fairness=fairness,
+            expected=Expected(self.online_part_s, self.is_deadline_bound, waiting_users),
         )
 
     # --- inside ---
@@ -320,6 +321,7 @@ class BatchBuilder:
         online_decodes, offline_decodes = self.online_decodes, self.offline_decodes
         default_tpot_s = self.targets.tpot_s
         due_s = self._due_s
+        num_steady = 0
         for row in self.snapshot.rows:
             info, state = row.info, row.state
             if state is not _DECODING and state is not _PAUSED:
@@ -337,13 +339,9 @@ class BatchBuilder:
             elif info.can_pause:
                 offline_decodes.append(row)
             else:
-                online_decodes.append(row)
+                offline_decodes.insert(num_steady, row)
+                num_steady += 1
         self.tpot_slack_s = min(due_s, default=math.inf) - self.snapshot.now_s
-
-    def _gaps(self) -> OnlineGaps:
-        if self.skips_decodes or not self._decoding:
-            return OnlineGaps()
-        return OnlineGaps(len(self._due_s), self.late_decodes(self.predicted_s))
 
     def _with_decodes(self, count: int, context_tokens: int) -> BatchStats:
         stats = self.stats

@@ -5,11 +5,10 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Final, Protocol
 
-from sglang_coserve.core.batch_builder import BatchBuilder
-from sglang_coserve.core.snapshot import FairnessUpdate, Row
+from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.step import StepResult
 
 __all__ = ["ArrivalOrder", "VirtualTokenCounter", "WaitingOrder"]
 
@@ -24,12 +23,16 @@ class WaitingOrder(Protocol):
         """Return the waiting rows in the order to serve them; changes nothing."""
         ...
 
-    def update(self, batch: BatchBuilder) -> FairnessUpdate | None:
-        """Return what running the batch changes; changes nothing itself."""
+    def users(self, waiting: Sequence[Row]) -> frozenset[str | None] | None:
+        """Return whose requests wait, if that matters; changes nothing."""
         ...
 
-    def commit(self, update: FairnessUpdate) -> None:
-        """Apply an update."""
+    def started(self, waiting_users: frozenset[str | None] | None) -> None:
+        """Note that a step began while requests of these users waited."""
+        ...
+
+    def served(self, result: StepResult) -> None:
+        """Note what requests got. O(online rows)."""
         ...
 
 
@@ -40,11 +43,14 @@ class ArrivalOrder:
         """See ``WaitingOrder.ordered``."""
         return waiting
 
-    def update(self, _batch: BatchBuilder) -> None:
-        """See ``WaitingOrder.update``; nothing is counted."""
+    def users(self, _waiting: Sequence[Row]) -> None:
+        """See ``WaitingOrder.users``; it does not matter."""
 
-    def commit(self, _update: FairnessUpdate) -> None:
-        """See ``WaitingOrder.commit``; there never is an update."""
+    def started(self, _waiting_users: frozenset[str | None] | None) -> None:
+        """See ``WaitingOrder.started``; nothing is noted."""
+
+    def served(self, _result: StepResult) -> None:
+        """See ``WaitingOrder.served``; nothing is counted."""
 
 
 class VirtualTokenCounter:
@@ -92,33 +98,25 @@ class VirtualTokenCounter:
             else:
                 heapq.heappop(heap)
 
-    def update(self, batch: BatchBuilder) -> FairnessUpdate:
-        """See ``WaitingOrder.update``. O(rows + waiting)."""
-        waiting = batch.snapshot.waiting
-        users = frozenset(row.info.user for row in waiting)
-        counters = self._lifted(users)
-        chunks = {chunk.rid: chunk.tokens for chunk in batch.chunks}
-        decoding = batch.decoding
-        for row in chain(batch.online_decodes, batch.online_prefills, waiting):
-            info = row.info
-            if tokens := chunks.get(info.rid):
-                service = _INPUT_WEIGHT * tokens
-                if tokens == row.tokens_to_compute:
-                    service += _OUTPUT_WEIGHT
-            elif info.rid in decoding and info.is_online:
-                service = _OUTPUT_WEIGHT
-            else:
-                continue
-            before = counters.get(info.user)
-            counters[info.user] = service + (
-                self._counters.get(info.user, 0.0) if before is None else before
-            )
-        return FairnessUpdate(counters, users)
+    def users(self, waiting: Sequence[Row]) -> frozenset[str | None]:
+        """See ``WaitingOrder.users``. O(waiting)."""
+        return frozenset(row.info.user for row in waiting)
 
-    def commit(self, update: FairnessUpdate) -> None:
-        """See ``WaitingOrder.commit``."""
-        self._counters.update(update.counters)
-        self._waiting_users = update.waiting_users
+    def started(self, waiting_users: frozenset[str | None] | None) -> None:
+        """See ``WaitingOrder.started``."""
+        users = waiting_users or frozenset()
+        self._counters.update(self._lifted(users))
+        self._waiting_users = users
+
+    def served(self, result: StepResult) -> None:
+        """See ``WaitingOrder.served``."""
+        chunks = {chunk.rid: chunk.tokens for chunk in result.chunks}
+        counters = self._counters
+        for info, _, token_s in result.served:
+            service = _INPUT_WEIGHT * chunks.get(info.rid, 0)
+            if token_s is not None:
+                service += _OUTPUT_WEIGHT
+            counters[info.user] = counters.get(info.user, 0.0) + service
 
     def _lifted(self, users: Iterable[str | None]) -> dict[str | None, float]:
         """Return the counters of users who wait, with those who have just come lifted."""

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
-from sglang_coserve.core.batch_stats import BatchStats
-
-__all__ = ["LATE_SHARE", "LateFirstTokens", "Wait"]
+__all__ = ["LATE_SHARE", "LateFirstTokens"]
 
 LATE_SHARE: Final = 0.01
 """Of the requests, as a target for the 99th percentile allows."""
@@ -20,32 +16,6 @@ _STEP_UP: Final = _STEP_DOWN * LATE_SHARE / (1 - LATE_SHARE)
 offline work for good on a machine with slow spells, and first tokens were no earlier for it."""
 
 _LEAST: Final = math.log(1 / 8)
-
-_COMMITS: Final = 3
-"""A measurement comes before so many iterations later, or not at all: an engine that overlaps
-iterations is one behind, and of those that were aborted there is none."""
-
-
-class Wait(NamedTuple):
-    """A request that waits for its first token."""
-
-    arrival_s: float
-    """When it came."""
-
-    added_s: float
-    """What offline work has added to its wait, the iteration that ends it included."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Iteration:
-    """One that gives requests their first token."""
-
-    number: int
-    batch: BatchStats
-    start_s: float
-    predicted_s: float
-    waits: tuple[Wait, ...]
-    limit_s: float
 
 
 class LateFirstTokens:
@@ -61,55 +31,24 @@ class LateFirstTokens:
 
     def __init__(self) -> None:
         self._log_factor = 0.0
-        self._number = 0
-        self._iterations: deque[_Iteration] = deque()
 
     @property
     def factor(self) -> float:
         """From 1/8 to 1."""
         return math.exp(self._log_factor)
 
-    def expect(
-        self,
-        batch: BatchStats,
-        start_s: float,
-        predicted_s: float,
-        waits: tuple[Wait, ...],
-        limit_s: float,
-    ) -> None:
-        """Note an iteration that begins. Amortized O(requests).
+    def observe(self, ttft_s: float, added_s: float, limit_s: float) -> None:
+        """Take a first token into account. O(1).
 
         Args:
-            batch: What it computes.
-            start_s: When it begins.
-            predicted_s: How long it is to last; counts unless ``measured`` says better.
-            waits: The online requests that it gives their first token.
+            ttft_s: How long after the arrival it came.
+            added_s: What offline work has added to that.
             limit_s: The TTFT from which on a request is late.
         """
-        self._number += 1
-        while self._iterations and self._number - self._iterations[0].number >= _COMMITS:
-            self._judge(oldest := self._iterations.popleft(), oldest.predicted_s)
-        if waits:
-            self._iterations.append(
-                _Iteration(self._number, batch, start_s, predicted_s, waits, limit_s)
-            )
-
-    def measured(self, batch: BatchStats, seconds: float) -> None:
-        """Note how long an iteration with ``batch`` took, one of the last few. O(1)."""
-        for index, iteration in enumerate(self._iterations):
-            if iteration.batch == batch:
-                del self._iterations[index]
-                self._judge(iteration, seconds)
-                return
-
-    def _judge(self, iteration: _Iteration, seconds: float) -> None:
-        end_s = iteration.start_s + seconds
-        for wait in iteration.waits:
-            ttft_s = end_s - wait.arrival_s
-            if ttft_s <= iteration.limit_s:
-                step = _STEP_UP
-            elif ttft_s - wait.added_s <= iteration.limit_s:
-                step = -_STEP_DOWN
-            else:
-                continue
-            self._log_factor = min(max(self._log_factor + step, _LEAST), 0.0)
+        if ttft_s <= limit_s:
+            step = _STEP_UP
+        elif ttft_s - added_s <= limit_s:
+            step = -_STEP_DOWN
+        else:
+            return
+        self._log_factor = min(max(self._log_factor + step, _LEAST), 0.0)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from sglang_coserve.core.snapshot import OnlineGaps
-
 __all__ = ["LateGaps"]
 
 _SHARE: Final = 0.008
@@ -33,11 +31,11 @@ class LateGaps:
         """How many gaps may be late now; negative after too many have been."""
         return self._left
 
-    def observe(self, gaps: OnlineGaps) -> None:
-        """Take the decodes of an iteration into account. O(1)."""
-        if not gaps.decodes:
+    def observe(self, gaps: int, late: int) -> None:
+        """Take a step into account that ended so many gaps, of which ``late`` were late. O(1)."""
+        if not gaps:
             return
-        self._mean_decodes += _WEIGHT * (gaps.decodes - self._mean_decodes)
+        self._mean_decodes += _WEIGHT * (gaps - self._mean_decodes)
         most = max(_FEWEST, _ITERATIONS * self._mean_decodes)
-        left = self._left + _SHARE * gaps.decodes - gaps.late
+        left = self._left + _SHARE * gaps - late
         self._left = max(min(left, most), -most)

@@ -13,7 +13,7 @@ from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.bottleneck import fixed_s
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.scheduler_config import Overload
-from sglang_coserve.core.snapshot import FirstToken, Row
+from sglang_coserve.core.snapshot import Row
 
 __all__ = ["decode_online", "prefill_online", "serve_online", "slack_s"]
 
@@ -43,9 +43,10 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
     else:
         _prefill_before_decodes(batch, context, prompts_s)
     batch.online_part_s = batch.predicted_s
-    batch.arrival_wait_s = context.arrival_wait_s
+    share = _wait_share(batch)
+    batch.arrival_wait_s = context.arrival_wait_s(share)
     # What iterations take longer, the wait has learned already.
-    arrival_s = _arrival_budget_s(batch, context) * (1 - margin)
+    arrival_s = _arrival_budget_s(batch, context, share) * (1 - margin)
     offline_s = left_s * (1 - context.margin)
     batch.offline_budget_s = min(batch.offline_budget_s, offline_s, arrival_s)
 
@@ -60,7 +61,7 @@ def _prefill_before_decodes(batch: BatchBuilder, context: PlanContext, budget_s:
         decode_online(batch)
     else:
         batch.skips_decodes = True
-        _leave_over(batch, by_deadline=True)
+        batch.leave_over_online(by_deadline=True)
 
 
 def _time_before_decodes_s(
@@ -101,18 +102,22 @@ def _time_before_decodes_s(
     return limit_s if first_s <= limit_s else None
 
 
-def _arrival_budget_s(batch: BatchBuilder, context: PlanContext) -> float:
+def _wait_share(batch: BatchBuilder) -> float:
+    """Return the part of the step that a request which arrives in it waits at most."""
+    if batch.has_online and batch.stats.prefill_requests:
+        # Whoever is prefilled in it waits for its end, though offline work be given up.
+        return 1.0
+    seen = batch.snapshot
+    return seen.mixed_arrival_wait_share if batch.has_online else seen.arrival_wait_share
+
+
+def _arrival_budget_s(batch: BatchBuilder, context: PlanContext, share: float) -> float:
     """Return how long an iteration offline work may fill because of requests yet to arrive.
 
     One that they can abort may be longer than their wait, but no longer than pays
     with so many of them.
     """
-    wait_s = context.arrival_wait_s
-    if batch.has_online and batch.stats.prefill_requests:
-        # Whoever is prefilled in it waits for its end, though offline work be given up.
-        return wait_s
-    seen = batch.snapshot
-    share = seen.mixed_arrival_wait_share if batch.has_online else seen.arrival_wait_share
+    wait_s = batch.arrival_wait_s
     if share == 1.0:
         return wait_s
     # What online decodes add to that is not lost: fewer iterations decode more of them in each.
@@ -120,14 +125,13 @@ def _arrival_budget_s(batch: BatchBuilder, context: PlanContext) -> float:
     return max(wait_s, min(wait_s / share, best_s))
 
 
-def decode_online(batch: BatchBuilder, rows: list[Row] | None = None) -> None:
-    """Add the decodes that must run: these rows, or every online one.
+def decode_online(batch: BatchBuilder) -> None:
+    """Add every online decode.
 
     If KV is short, offline rows lose theirs, then unfinished online prefills, then
     the last of the decodes themselves.
     """
-    if rows is None:
-        rows = batch.online_decodes
+    rows = batch.online_decodes
     while not batch.reclaim(needed := batch.kv_to_decode(rows)):
         batch.evict((batch.online_prefills or rows).pop(), needed)
     batch.decode(rows)
@@ -177,7 +181,7 @@ def prefill_online(
             limit_s = min(budget_s, deadline_s)
             tokens = _cut(batch, cached_tokens, rest_tokens, limit_s, floor_tokens)
         if tokens == 0:
-            _leave_over(batch, by_deadline=batch.free_tokens > 0)
+            batch.leave_over_online(by_deadline=batch.free_tokens > 0)
             return
         kv_tokens = batch.kv_to_prefill(cached_tokens, rest_tokens, is_new=is_new)
         has_room = batch.has_room(kv_tokens, is_new)
@@ -187,14 +191,10 @@ def prefill_online(
         batch.prefill(row.info.rid, tokens, cached_tokens, kv_tokens, is_new=is_new)
         floor_tokens = 0
         if tokens < rest_tokens:
-            _leave_over(batch, by_deadline=batch.free_tokens > 0)
+            batch.leave_over_online(by_deadline=batch.free_tokens > 0)
             return
-        if row.generated_tokens == 0:
-            info = row.info
-            seen_s = info.arrival_s if info.seen_s is None else info.seen_s
-            batch.first_tokens.append(FirstToken(info.arrival_s, seen_s))
         if whole_s > row_slack_s:
-            _leave_over(batch, by_deadline=True)
+            batch.leave_over_online(by_deadline=True)
         else:
             ttft_s = min(ttft_s, row_slack_s * slack_share)
     batch.offline_budget_s = min(batch.offline_budget_s, budget_s, ttft_s)
@@ -233,8 +233,3 @@ def _cut(
         tokens = batch.longest_chunk(cached_tokens, rest_tokens, math.inf)
     floor_tokens = min(floor_tokens, rest_tokens, batch.free_tokens)
     return max(tokens, batch.align_chunk(cached_tokens, rest_tokens, floor_tokens))
-
-
-def _leave_over(batch: BatchBuilder, *, by_deadline: bool) -> None:
-    batch.offline_budget_s = 0.0
-    batch.is_deadline_bound |= by_deadline

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from sglang_coserve.core.offline_queue import OfflineQueue
@@ -22,24 +22,19 @@ class PlanContext:
     waiting: Iterable[Row]
     """Waiting online requests in the order to serve them; to be iterated over once."""
 
-    iteration: int
-    """Plans committed so far; with the seed it makes draws reproducible."""
+    step: int
+    """Number of the step; with the seed it makes draws reproducible."""
 
     margin: float
     """Part of a latency budget that offline work leaves free (``SchedulerConfig.margin``)."""
 
-    arrival_wait_s: float
-    """Longest wait of a request that arrives during the iteration, for its end
-    (``SchedulerConfig.arrival_wait_s``)."""
+    arrival_wait_s: Callable[[float], float]
+    """Longest wait of a request that arrives during the step (``SchedulerConfig.arrival_wait_s``),
+    given the part of the step that it has to wait at most: below 1 where a safepoint ends the
+    wait, and not the step."""
 
     arrivals_per_s: float
     """Online requests that arrive a second."""
 
-    mean_iteration_s: float
-    """Moving average of the predicted latency of past iterations (BROS's T_avg)."""
-
     late_gaps: float
     """How many tokens of online decodes may still come late (``LateGaps``)."""
-
-    eviction_rate: float
-    """Moving estimate of how many offline admissions end in an eviction, 0 to 1."""

@@ -11,23 +11,24 @@ from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.offline_queue import OfflineQueueConfig
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.preemption import last_admitted_first
-from sglang_coserve.core.snapshot import Row, StepPlan
+from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.step import StepPlan, StepResult
 
 __all__ = ["Policy"]
 
 
 class Policy(ABC):
-    """Composes the batch of one iteration: a paper's algorithm over the shared parts.
+    """Composes the batch of one step: a paper's algorithm over the shared parts.
 
-    ``compose`` must depend on nothing but its arguments and the policy's state,
-    and only ``commit`` may change that.
+    ``compose`` must depend on nothing but its arguments and the policy's state, and
+    only the methods that tell what happened may change that.
     """
 
     name: ClassVar[str]
 
     @abstractmethod
     def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
-        """Add the work of the next iteration to the empty batch."""
+        """Add the work of the next step to the empty batch."""
 
     def queue_config(self, seed: int = 0) -> OfflineQueueConfig:
         """Return the order of the offline queue that goes with the policy: by arrival."""
@@ -37,5 +38,11 @@ class Policy(ABC):
         """Return the offline rows that may lose their KV, first to go first."""
         return last_admitted_first(batch)
 
-    def commit(self, plan: StepPlan) -> None:  # noqa: B027
-        """Take into account that ``plan`` is carried out."""
+    def update(self, plan: StepPlan, result: StepResult) -> None:  # noqa: B027
+        """Take into account what came of a step; some of it ran."""
+
+    def evicted(self) -> None:  # noqa: B027
+        """Take into account that an offline request lost its KV."""
+
+    def finished(self) -> None:  # noqa: B027
+        """Take into account that an offline request ended that had been admitted."""

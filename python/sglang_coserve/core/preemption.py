@@ -32,10 +32,9 @@ def last_admitted_first(batch: BatchBuilder) -> Sequence[Row]:
     """Return the offline rows in the order of eviction: parked, paused, running.
 
     Of equals the last admitted goes first: the oldest are closest to their end.
-    Rows that lose work when evicted are left out. O(rows log rows), and only
-    called when KV is short.
+    O(rows log rows), and only called when KV is short.
     """
-    rows = [row for row in batch.offline_decodes + batch.offline_prefills if row.info.can_pause]
+    rows = batch.offline_decodes + batch.offline_prefills
     admitted = {row.info.rid: place for place, row in enumerate(batch.snapshot.rows)}
     return sorted(rows, key=lambda row: (yields_first(row), -admitted[row.info.rid]))
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 from sglang_coserve.core.arrival_rate import ArrivalRate
 from sglang_coserve.core.arrival_wait import ArrivalWait
 from sglang_coserve.core.batch_builder import BatchBuilder
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.bottleneck import fixed_s
 from sglang_coserve.core.fairness import ArrivalOrder, VirtualTokenCounter, WaitingOrder
 from sglang_coserve.core.late_gaps import LateGaps
@@ -18,13 +18,12 @@ from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.prediction_error import PredictionError
 from sglang_coserve.core.scheduler_config import OnlineOrder, SchedulerConfig
-from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, StepPlan
+from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache
+from sglang_coserve.core.step import PrefillChunk, Served, StepPlan, StepResult
 from sglang_coserve.metrics import SloTargets
 
 __all__ = ["Scheduler"]
 
-_ITERATION_WEIGHT: Final = 0.1
-_EVICTION_WEIGHT: Final = 1 / 32
 _MOST_MARGIN: Final = 0.2
 
 # Refining costs more than planning, but for many iterations little more than for one.
@@ -32,12 +31,15 @@ _REFINED_AT_ONCE: Final = 16
 
 
 class Scheduler:
-    """Decides what each iteration runs.
+    """Decides what each step runs, and learns from what came of it.
 
-    The caller asks for a plan, carries it out, and reports: ``commit`` for the
-    plan it carries out, ``restore`` for each offline request that was evicted,
-    ``finish`` for each request that ended. ``plan`` only looks, so a plan may
-    be dropped and asked for again. The same events give the same plans.
+    The caller asks for a plan and carries it out. It reports ``start`` once it knows
+    which of the planned prefills are in, and ``update`` when the step has ended, also
+    where it was given up: one result for each step that was started. Besides,
+    ``restore`` for each offline request that lost its KV, and ``finish`` for each request
+    that ended. ``plan`` only looks, so a plan may be dropped and asked for again, and
+    nothing is learned from one. Between ``start`` and ``update`` a step is in flight: more
+    plans may be made meanwhile, and started. The same events give the same plans.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class Scheduler:
 
         Args:
             policy: A fresh one: policies keep state.
-            model: Predicts iterations; ``observe`` may correct it.
+            model: Predicts steps; ``update`` may correct it.
             targets: Of online requests without their own.
             queue: The waiting offline requests; the scheduler's alone from now on.
             config: What all policies share.
@@ -69,10 +71,9 @@ class Scheduler:
         fair = self._config.online_order is OnlineOrder.VTC
         self._waiting_order: WaitingOrder = VirtualTokenCounter() if fair else ArrivalOrder()
         self._observed: list[Sample] = []
-        self._iteration = 0
+        self._next_step = 0
+        self._in_flight: dict[int, StepPlan] = {}
         self._prediction_error = PredictionError(profile_mape)
-        self._mean_iteration_s = 0.0
-        self._eviction_rate = 0.0
         self._arrival_rate = ArrivalRate()
         self._late_gaps = LateGaps()
         ttft_s = targets.ttft_s
@@ -85,7 +86,7 @@ class Scheduler:
 
     @property
     def prediction_error(self) -> PredictionError:
-        """How well the model predicted the observed iterations, before it was corrected."""
+        """How well the model predicted the measured steps, before it was corrected."""
         return self._prediction_error
 
     @property
@@ -102,7 +103,7 @@ class Scheduler:
         self._queue.add(request)
 
     def plan(self, snapshot: EngineSnapshot, cache: PrefixCache) -> StepPlan:
-        """Return what the next iteration does; changes nothing.
+        """Return what the next step does; changes nothing.
 
         O(rows + waiting online requests), whatever waits in the offline queue.
         """
@@ -112,57 +113,48 @@ class Scheduler:
             queue=self._queue,
             cache=cache,
             waiting=self._waiting_order.ordered(snapshot.waiting),
-            iteration=self._iteration,
+            step=self._next_step,
             margin=self._margin(),
-            arrival_wait_s=self._arrival_wait_s(snapshot),
+            arrival_wait_s=self._arrival_wait_s,
             arrivals_per_s=self._arrival_rate.per_s(snapshot.now_s),
-            mean_iteration_s=self._mean_iteration_s,
             late_gaps=self._late_gaps.left,
-            eviction_rate=self._eviction_rate,
         )
         self._policy.compose(batch, context)
-        return batch.build(self._waiting_order.update(batch))
+        return batch.build(self._next_step, self._waiting_order.users(snapshot.waiting))
 
-    def commit(self, plan: StepPlan) -> None:
-        """Take into account that ``plan``, the last one, is carried out."""
-        for chunk in plan.prefills:
+    def start(self, plan: StepPlan, chunks: Sequence[PrefillChunk]) -> None:
+        """Note that a plan is carried out, with these of its prefills and no other.
+
+        The offline requests among them wait no longer. A plan can be started once, and only
+        before another one is. O(chunks).
+        """
+        assert plan.step == self._next_step, f"step {plan.step} is not {self._next_step}, the next"
+        assert {*chunks} <= {*plan.prefills}, f"step {plan.step} has chunks that were not planned"
+        self._next_step += 1
+        self._in_flight[plan.step] = plan
+        for chunk in chunks:
             if chunk.rid in self._queue:
                 self._queue.take(chunk.rid)
-        if plan.fairness is not None:
-            self._waiting_order.commit(plan.fairness)
-        if not plan.is_idle:
-            change_s = plan.predicted_s - self._mean_iteration_s
-            # The first plan sets the average, which has nothing to weigh against it yet.
-            self._mean_iteration_s += change_s * (_ITERATION_WEIGHT if self._iteration else 1.0)
-            self._iteration += 1
-        self._arrival_rate.observe(plan.first_tokens)
-        self._late_gaps.observe(plan.gaps)
-        if self._arrival_wait is not None:
-            self._arrival_wait.observe(
-                plan.now_s,
-                plan.predicted_s,
-                plan.online_part_s,
-                plan.first_tokens,
-                plan.batch,
-                fixed_s=fixed_s(self._model),
-            )
-        self._policy.commit(plan)
+        self._waiting_order.started(plan.expected.waiting_users)
 
-    def observe(self, batch: BatchStats, seconds: float) -> None:
-        """Take a measured iteration into account; the model, if the configuration says to refine.
+    def update(self, result: StepResult) -> None:
+        """Take the result of a step in flight into account. O(online rows of it).
+
+        Of a step of which nothing ran there is nothing to learn.
 
         Raises:
-            InputFileError: the batch is empty or the time is not positive.
+            InputFileError: its time is not positive.
         """
-        self._prediction_error.observe(self._model.predict(batch), seconds)
-        if self._arrival_wait is not None:
-            self._arrival_wait.measured(batch, seconds)
-        if self._refiner is None:
+        plan = self._in_flight.pop(result.step, None)
+        assert plan is not None, f"step {result.step} is not in flight"
+        if result.batch.is_empty and not result.given_up:
             return
-        self._observed.append(Sample(batch, seconds))
-        if len(self._observed) == _REFINED_AT_ONCE:
-            self._model = self._refiner.refine(*self._observed)
-            self._observed.clear()
+        self._learn_from_tokens(plan, result)
+        if not result.batch.is_empty:
+            self._policy.update(plan, result)
+            self._waiting_order.served(result)
+            if result.seconds is not None and not result.given_up:
+                self._learn_time(Sample(result.batch, result.seconds))
 
     def restore(self, rid: str, generated_tokens: int) -> None:
         """Let an evicted offline request wait again, with its progress.
@@ -171,25 +163,65 @@ class Scheduler:
             RequestError: no such request was taken from the queue.
         """
         self._queue.restore(rid, generated_tokens)
-        self._eviction_rate += _EVICTION_WEIGHT * (1.0 - self._eviction_rate)
+        self._policy.evicted()
 
     def finish(self, rid: str) -> None:
         """Forget a request of either class that has ended, for whatever reason."""
         if self._queue.is_running(rid):
-            self._eviction_rate -= _EVICTION_WEIGHT * self._eviction_rate
+            self._policy.finished()
             self._queue.remove(rid)
         elif rid in self._queue:
             self._queue.remove(rid)
+
+    def _learn_from_tokens(self, plan: StepPlan, result: StepResult) -> None:
+        """Learn from when online requests got their tokens, and what offline work had to do
+        with it."""
+        first_tokens: list[Served] = []
+        num_gaps = num_late = 0
+        default_s = self._targets.tpot_s
+        for served in result.served:
+            info, last_s, token_s = served
+            if token_s is None:
+                continue
+            if last_s is None:
+                first_tokens.append(served)
+                continue
+            target_s = info.tpot_target_s or default_s
+            if target_s is not None:
+                num_gaps += 1
+                num_late += last_s + target_s < token_s
+        self._arrival_rate.observe([served.info.arrival_s for served in first_tokens])
+        self._late_gaps.observe(num_gaps, num_late)
+        if self._arrival_wait is not None:
+            is_whole = result.batch == plan.batch
+            took_s = plan.predicted_s if is_whole else self._model.predict(result.batch)
+            online_part_s = plan.expected.online_part_s
+            if not is_whole:
+                online_part_s = min(online_part_s, took_s)
+            if result.given_up and result.seconds is not None:
+                took_s = result.seconds
+            self._arrival_wait.observe(
+                result.started_s, took_s, online_part_s, first_tokens, fixed_s=fixed_s(self._model)
+            )
+
+    def _learn_time(self, sample: Sample) -> None:
+        self._prediction_error.observe(self._model.predict(sample.batch), sample.seconds)
+        if self._refiner is None:
+            return
+        self._observed.append(sample)
+        if len(self._observed) == _REFINED_AT_ONCE:
+            self._model = self._refiner.refine(*self._observed)
+            self._observed.clear()
 
     def _margin(self) -> float:
         overrun = self._prediction_error.overrun
         return max(self._config.margin, min(overrun / (1 + overrun), _MOST_MARGIN))
 
-    def _arrival_wait_s(self, snapshot: EngineSnapshot) -> float:
+    def _arrival_wait_s(self, share: float) -> float:
         if self._config.arrival_wait_s is not None:
             return self._config.arrival_wait_s
         if self._arrival_wait is None:
             return math.inf
-        if snapshot.arrival_wait_share < 1:
-            return self._arrival_wait.wait_until_safepoint_s(snapshot.arrival_wait_share)
+        if share < 1:
+            return self._arrival_wait.wait_until_safepoint_s(share)
         return self._arrival_wait.wait_s

@@ -74,7 +74,7 @@ class SchedulerConfig:
     """Most offline requests taken from the queue in one iteration; bounds the planning time."""
 
     refine: bool = False
-    """Let ``observe`` correct the latency model."""
+    """Let ``Scheduler.update`` correct the latency model."""
 
     seed: int = 0
     """Seed of the policies that draw at random."""

@@ -5,27 +5,32 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_coserve.core.offline_delay import OfflineDelay
 from sglang_coserve.core.slo import Latency, Slo, SloResult
 from sglang_coserve.core.slo_report import SloReport, SloStanding
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.metrics import SloTargets, summarize
 
-__all__ = ["SloMonitor"]
+__all__ = ["SloMonitor", "TokenTimes"]
 
 _LEAST_MISSES: Final = 5
 """So many requests must be too slow by themselves; fewer may be chance."""
 
 _WARNING_INTERVAL_S: Final = 60.0
 
-_UNDEFINED: Final = (math.nan, math.nan)
-
 _Floats = NDArray[np.float64]
+
+
+class TokenTimes(NamedTuple):
+    """When the tokens of a request came out."""
+
+    first_s: float
+    last_s: float
+    tokens: int
 
 
 class SloMonitor:
@@ -34,7 +39,7 @@ class SloMonitor:
     Latencies and attainment are those of ``metrics``; a request with a target of
     its own for TTFT or TPOT is not judged by the SLOs on that latency, but counts in
     the attainment by its own target. Beside each measured value stands what online
-    requests reach alone: ``OfflineDelay`` says how.
+    requests would have got alone, as far as that is known: see ``Baseline``.
 
     It keeps nothing for a request that has not ended, so none needs to be forgotten.
     """
@@ -63,56 +68,51 @@ class SloMonitor:
         self._targets = targets
         self._limits_s = [(slo, slo.limit_over(None)) for slo in slos]
         self._span_s = span_s
-        self._delay = OfflineDelay()
         self._requests = _Window(max_requests, width=6)
-        self._gaps = _Window(max_gaps, width=2)
+        self._gaps = _Window(max_gaps, width=1)
+        self._gaps_alone = _Window(max_gaps, width=1)
         self._next_warning_s = -math.inf
         self.needs_gaps: Final = any(slo.latency is Latency.TBT for slo in slos)
         """True when an SLO bounds TBT, so that ``gap`` must be called."""
 
-    def offline_ran(self, start_s: float, end_s: float, online_s: float) -> None:
-        """Note an iteration with offline rows, before the tokens that it produced. O(1).
-
-        Args:
-            start_s: when it began.
-            end_s: when it ended, after all others.
-            online_s: predicted latency of its online rows alone; 0 without any.
-        """
-        self._delay.add(start_s, end_s, end_s - start_s - online_s)
-
     def gap(self, info: RequestInfo, last_token_s: float, now_s: float) -> None:
-        """Note an online request's token that is not its first. O(log iterations)."""
+        """Note an online request's token that is not its first. O(1)."""
         assert info.is_online, f"{info.rid} is offline"
         if info.tpot_target_s is None:
-            self._gaps.add(now_s, *self._per_token(last_token_s, now_s, 1))
+            self._gaps.add(now_s, now_s - last_token_s)
+
+    def gap_alone(self, info: RequestInfo, last_token_s: float, at_s: float) -> None:
+        """Note when that token would have come without offline work. O(1)."""
+        if info.tpot_target_s is None:
+            self._gaps_alone.add(at_s, at_s - last_token_s)
 
     def finished(
-        self, info: RequestInfo, first_token_s: float, last_token_s: float, tokens: int
+        self, info: RequestInfo, measured: TokenTimes, alone: TokenTimes | None = None
     ) -> None:
-        """Note an online request that delivered all its ``tokens``. O(log iterations)."""
-        self._ended(info, last_token_s, first_token_s, last_token_s, tokens, is_finished=True)
+        """Note an online request that delivered all its tokens. O(1).
 
-    def failed(
-        self,
-        info: RequestInfo,
-        now_s: float,
-        first_token_s: float | None = None,
-        last_token_s: float | None = None,
-        tokens: int = 0,
-    ) -> None:
-        """Note an online request that was refused, shed or aborted. O(log iterations).
-
-        It has missed, and its ``tokens`` so far are measured, as ``docs/metrics.md`` says.
+        Args:
+            info: The request.
+            measured: When its tokens came out.
+            alone: When they would have without offline work; None if that is not known.
         """
-        self._ended(info, now_s, first_token_s, last_token_s, tokens, is_finished=False)
+        self._ended(info, measured.last_s, measured, alone, is_finished=True)
+
+    def failed(self, info: RequestInfo, now_s: float, measured: TokenTimes | None = None) -> None:
+        """Note an online request that was refused, shed or aborted by the server. O(1).
+
+        It has missed, and its tokens so far are measured, as ``docs/metrics.md`` says.
+        """
+        self._ended(info, now_s, measured, None, is_finished=False)
 
     def report(self, now_s: float) -> SloReport:
         """Judge the window. O(window log window)."""
-        requests = self._requests.since(now_s - self._span_s)
-        gaps = self._gaps.since(now_s - self._span_s)
-        ttft, ttft_alone, tpot, tpot_alone, met, met_alone = requests
-        measured = {Latency.TTFT: ttft, Latency.TPOT: tpot, Latency.TBT: gaps[0]}
-        alone = {Latency.TTFT: ttft_alone, Latency.TPOT: tpot_alone, Latency.TBT: gaps[1]}
+        since_s = now_s - self._span_s
+        ttft, ttft_alone, tpot, tpot_alone, met, met_alone = self._requests.since(since_s)
+        (gaps,) = self._gaps.since(since_s)
+        (gaps_alone,) = self._gaps_alone.since(since_s)
+        measured = {Latency.TTFT: ttft, Latency.TPOT: tpot, Latency.TBT: gaps}
+        alone = {Latency.TTFT: ttft_alone, Latency.TPOT: tpot_alone, Latency.TBT: gaps_alone}
         standings = []
         for slo, limit_s in self._limits_s:
             alone_result = SloResult(slo, limit_s, _statistic(slo, alone[slo.latency]))
@@ -137,33 +137,34 @@ class SloMonitor:
         self,
         info: RequestInfo,
         now_s: float,
-        first_token_s: float | None,
-        last_token_s: float | None,
-        tokens: int,
+        measured: TokenTimes | None,
+        alone: TokenTimes | None,
         *,
         is_finished: bool,
     ) -> None:
         assert info.is_online, f"{info.rid} is offline"
-        ttft = self._per_token(info.arrival_s, first_token_s, 1)
-        tpot = self._per_token(first_token_s, last_token_s, tokens - 1)
         targets = SloTargets(
             info.ttft_target_s or self._targets.ttft_s, info.tpot_target_s or self._targets.tpot_s
         )
+        ttft_s, tpot_s = _latencies_s(info, measured)
+        ttft_alone_s, tpot_alone_s = _latencies_s(info, alone)
+        has_own_ttft, has_own_tpot = info.ttft_target_s is not None, info.tpot_target_s is not None
         self._requests.add(
             now_s,
-            *(ttft if info.ttft_target_s is None else _UNDEFINED),
-            *(tpot if info.tpot_target_s is None else _UNDEFINED),
-            *(_is_met(targets, *pair, is_finished) for pair in zip(ttft, tpot, strict=True)),
+            *((math.nan, math.nan) if has_own_ttft else (ttft_s, ttft_alone_s)),
+            *((math.nan, math.nan) if has_own_tpot else (tpot_s, tpot_alone_s)),
+            _is_met(targets, ttft_s, tpot_s, is_finished),
+            math.nan if alone is None else _is_met(targets, ttft_alone_s, tpot_alone_s, True),
         )
 
-    def _per_token(
-        self, start_s: float | None, end_s: float | None, tokens: int
-    ) -> tuple[float, float]:
-        """Return the time per token as measured, and without the delay due to offline work."""
-        if start_s is None or end_s is None or tokens < 1:
-            return _UNDEFINED
-        delay_s = self._delay.between(start_s, end_s)
-        return (end_s - start_s) / tokens, (end_s - start_s - delay_s) / tokens
+
+def _latencies_s(info: RequestInfo, times: TokenTimes | None) -> tuple[float, float]:
+    """Return TTFT and TPOT; NaN where they are not defined."""
+    if times is None or times.tokens < 1:
+        return math.nan, math.nan
+    gaps = times.tokens - 1
+    tpot_s = (times.last_s - times.first_s) / gaps if gaps else math.nan
+    return times.first_s - info.arrival_s, tpot_s
 
 
 class _Window:

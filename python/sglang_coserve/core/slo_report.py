@@ -17,7 +17,7 @@ class SloStanding:
 
     measured: SloResult
     alone: SloResult
-    """The same without the delay due to offline work."""
+    """The same in the baseline, without offline work."""
 
     is_feasible: bool
     """False when online requests alone exceed the limit, by more than chance."""
@@ -44,7 +44,7 @@ class SloReport:
     not counted. None without such requests."""
 
     attainment_alone: float | None
-    """The same without the delay due to offline work."""
+    """The same in the baseline, without offline work; None where that is not known."""
 
     standings: tuple[SloStanding, ...]
 

@@ -1,8 +1,8 @@
-"""What the scheduler sees and what it decides: immutable values.
+"""What the scheduler sees: immutable values.
 
-An adapter (the engine's or the simulator's) builds an ``EngineSnapshot`` once an
-iteration; the scheduler answers with a ``StepPlan``; the adapter carries it out
-and reports what happened.  Nothing here refers to a clock, a tensor or an engine.
+An adapter (the engine's or the simulator's) builds an ``EngineSnapshot`` once a step;
+what follows from it is in ``core.step``.  Nothing here refers to a clock, a tensor or
+an engine.
 
 Token counts of a request: ``prompt_tokens + generated_tokens`` is its length; the
 last generated token has no KV yet.  ``computed_tokens`` of the length have KV on
@@ -13,24 +13,13 @@ its generated tokens behind the prompt).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.request import RequestClass, RequestState
 
-__all__ = [
-    "EngineSnapshot",
-    "Eviction",
-    "FairnessUpdate",
-    "FirstToken",
-    "PrefillChunk",
-    "PrefixCache",
-    "RequestInfo",
-    "Row",
-    "StepPlan",
-]
+__all__ = ["EngineSnapshot", "PrefixCache", "RequestInfo", "Row"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +45,7 @@ class RequestInfo:
     when it arrived. None: on arrival."""
 
     can_pause: bool = True
-    """False when the engine cannot skip iterations of it, or evict it, without loss."""
+    """False when the engine cannot skip steps of it: where a decode would pause, it is evicted."""
 
     @property
     def is_online(self) -> bool:
@@ -134,112 +123,3 @@ class PrefixCache(Protocol):
     def cached_tokens(self, rid: str) -> int:
         """Return how many leading tokens of a waiting offline request the cache holds."""
         ...
-
-
-class PrefillChunk(NamedTuple):
-    """The next ``tokens`` tokens of a request to compute; all of its rest, or a chunk."""
-
-    rid: str
-    tokens: int
-
-
-class Eviction(NamedTuple):
-    """Give up the KV of the last ``tokens`` tokens of a request.
-
-    Of a decode or a prefill this makes a waiting request with progress; what is
-    left, the head, goes to the prefix cache.
-    """
-
-    rid: str
-    tokens: int
-
-
-class FirstToken(NamedTuple):
-    """An online request that is about to get its first token."""
-
-    arrival_s: float
-    seen_s: float
-
-
-class OnlineGaps(NamedTuple):
-    """Online decodes that get their next token."""
-
-    decodes: int = 0
-    late: int = 0
-    """Of them, those whose TPOT target the gap since their last token is to exceed."""
-
-
-@dataclass(frozen=True, slots=True)
-class FairnessUpdate:
-    """How the fairness counters stand once a plan is carried out."""
-
-    counters: Mapping[str | None, float]
-    """Of the users whose counter changes."""
-
-    waiting_users: frozenset[str | None]
-    """Users with online requests waiting at the time of the snapshot."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What the next iteration does.
-
-    Carried out in the order of the fields: first memory is freed, then rows
-    change state, then the batch runs: every row in state ``DECODING`` (after
-    ``pause`` and ``resume``) decodes one token, unless ``skips_decodes``, and the
-    chunks are prefilled.
-    """
-
-    shed: tuple[str, ...] = ()
-    """Online requests to refuse: they can no longer meet their target (overload only)."""
-
-    evict: tuple[Eviction, ...] = ()
-    pause: tuple[str, ...] = ()
-    """Decodes that skip iterations from now on; KV kept. Offline ones, but for BROS."""
-
-    resume: tuple[str, ...] = ()
-    park: tuple[str, ...] = ()
-    """Running prefills that get no chunk and give way from now on; KV kept."""
-
-    prefills: tuple[PrefillChunk, ...] = ()
-    """Chunks in order, online before offline; rows, waiting requests or queue picks."""
-
-    skips_decodes: bool = False
-    """No row decodes in this iteration; their states stay as they are."""
-
-    now_s: float = 0.0
-    """Of the snapshot."""
-
-    batch: BatchStats = field(default_factory=BatchStats)
-    """Sums over the planned batch."""
-
-    predicted_s: float = 0.0
-    """Predicted latency of the planned batch."""
-
-    budget_s: float = float("inf")
-    """Latency budget that offline work was packed under; infinite when nothing bounds it,
-    0 when online work was left over, so that offline work got nothing."""
-
-    is_deadline_bound: bool = False
-    """True when online work was left out of the batch because a deadline would be missed."""
-
-    online_part_s: float = 0.0
-    """Predicted latency of the batch's online work alone."""
-
-    arrival_wait_s: float = float("inf")
-    """Longest time that an online request which arrives while this runs may wait for its end;
-    where it would take longer, the offline part is to be aborted."""
-
-    first_tokens: tuple[FirstToken, ...] = ()
-    """Of the online requests that this batch gives their first token."""
-
-    gaps: OnlineGaps = field(default_factory=OnlineGaps)
-    """Between the tokens of those that decode and have a TPOT target."""
-
-    fairness: FairnessUpdate | None = None
-    """What ``commit`` does to the fairness counters; None without a fair order."""
-
-    @property
-    def is_idle(self) -> bool:
-        """True when there is nothing to run."""
-        return self.batch.is_empty

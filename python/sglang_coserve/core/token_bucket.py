@@ -22,14 +22,13 @@ class TokenBucket:
         self._at_s: float | None = None
 
     def level(self, now_s: float) -> float:
-        """Return what is in it; negative when it is in debt. Time never runs backwards."""
-        if self._at_s is not None and now_s > self._at_s:
-            self._level = min(self._level + self._rate * (now_s - self._at_s), self._capacity)
-        if self._at_s is None or now_s > self._at_s:
-            self._at_s = now_s
-        return self._level
+        """Return what is in it; negative when it is in debt. Changes nothing."""
+        if self._at_s is None or now_s <= self._at_s:
+            return self._level
+        return min(self._level + self._rate * (now_s - self._at_s), self._capacity)
 
     def take(self, amount: float, now_s: float) -> None:
         """Take ``amount`` out, whatever is in it."""
         assert amount >= 0, f"amount is {amount}"
         self._level = self.level(now_s) - amount
+        self._at_s = now_s if self._at_s is None else max(now_s, self._at_s)

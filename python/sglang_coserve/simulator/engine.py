@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, StepPlan
+from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache
+from sglang_coserve.core.step import PrefillChunk, StepPlan, StepResult
 from sglang_coserve.simulator.counters import Counters
 from sglang_coserve.simulator.executor import Executor
 from sglang_coserve.simulator.monitor import Monitor
@@ -32,12 +32,12 @@ class SchedulerDoor(Protocol):
         """Decide what the next iteration does."""
         ...
 
-    def commit(self, plan: StepPlan) -> None:
-        """Take the plan as carried out."""
+    def start(self, plan: StepPlan, chunks: Sequence[PrefillChunk]) -> None:
+        """Take the plan as begun, with these of its prefills."""
         ...
 
-    def observe(self, batch: BatchStats, seconds: float) -> None:
-        """Learn how long an iteration took."""
+    def update(self, result: StepResult) -> None:
+        """Learn what came of an iteration."""
         ...
 
     def restore(self, rid: str, generated_tokens: int) -> None:
@@ -106,7 +106,8 @@ class Engine:
         plan = self._scheduler.plan(executor.snapshot(self.now_s, share), executor)
         if plan.is_idle and not (plan.shed or plan.evict):
             return self._pass_time(end_s)
-        self._scheduler.commit(plan)
+        if not plan.is_idle:
+            self._scheduler.start(plan, plan.prefills)
         self.last_plan = plan
         batch = executor.begin(plan)
         self._tell_changes(plan, batch)
@@ -118,8 +119,7 @@ class Engine:
         # With overlap the plan after this one is made while this one runs.
         self._seen_until_s = start_s if executor.config.overlap else self.now_s
         ended = executor.end(batch, self.now_s, seconds)
-        if not batch.is_aborted:
-            self._scheduler.observe(plan.batch, seconds)
+        self._scheduler.update(batch.result(plan.step, start_s, seconds, self.now_s))
         self._tell_iteration(plan, batch, start_s)
         self._tell_tokens(batch)
         for request in ended:

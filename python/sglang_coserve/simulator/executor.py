@@ -14,7 +14,8 @@ from bisect import insort
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.snapshot import EngineSnapshot, Row, StepPlan
+from sglang_coserve.core.snapshot import EngineSnapshot, Row
+from sglang_coserve.core.step import StepPlan
 from sglang_coserve.simulator.checkpoint import HostCheckpoint
 from sglang_coserve.simulator.decode_rows import DecodeRows
 from sglang_coserve.simulator.executor_config import ExecutorConfig
@@ -184,13 +185,14 @@ class Executor:
             self.pool.release(pages_of(computed + tokens) - pages_of(computed))
             if request in batch.admitted:
                 lost.append(self._evict(request, 0))
+        batch.given_up = tuple(batch.offline_rids())
+        batch.stats = batch.online_stats()
         for request in batch.decodes:
             if not request.info.is_online:
                 request.aborted_tokens += 1
                 self.pool.release(request.computed_tokens % self.pool.page_tokens == 0)
         batch.chunks = [chunk for chunk in batch.chunks if chunk[0].info.is_online]
         batch.decodes = [request for request in batch.decodes if request.info.is_online]
-        batch.is_aborted = True
         return lost
 
     def online_part_s(self, batch: RunningBatch) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.step import PrefillChunk, Served, StepResult
 from sglang_coserve.simulator.request import SimRequest
 
 __all__ = ["RunningBatch"]
@@ -22,6 +23,8 @@ class RunningBatch:
     """Of ``decodes``, online rows."""
 
     stats: BatchStats
+    """Sums over the rows in it."""
+
     seconds: float
     """How long it takes unless aborted."""
 
@@ -37,7 +40,13 @@ class RunningBatch:
     reloaded_tokens: int = 0
     """Tokens copied back from host memory while it runs."""
 
-    is_aborted: bool = False
+    given_up: tuple[str, ...] = ()
+    """Offline requests that a safepoint took out of it."""
+
+    @property
+    def is_aborted(self) -> bool:
+        """True when a safepoint ended its offline part early."""
+        return bool(self.given_up)
 
     @property
     def has_offline(self) -> bool:
@@ -51,6 +60,20 @@ class RunningBatch:
         return BatchStats.of(
             ((n, r.computed_tokens) for r, n in self.chunks if r.info.is_online),
             (r.computed_tokens for r in self.decodes if r.info.is_online),
+        )
+
+    def result(self, step: int, start_s: float, seconds: float, end_s: float) -> StepResult:
+        """Return what came of it, once ``Executor.end`` is through with it. O(rows)."""
+        served = [_served(request, end_s) for request, _ in self.chunks if request.info.is_online]
+        served += [_served(request, end_s) for request in self.decodes if request.info.is_online]
+        return StepResult(
+            step=step,
+            started_s=start_s,
+            seconds=seconds,
+            batch=self.stats,
+            chunks=tuple([PrefillChunk(r.info.rid, tokens) for r, tokens in self.chunks]),
+            served=tuple(served),
+            given_up=self.given_up,
         )
 
     def offline_rids(self) -> list[str]:
@@ -67,3 +90,10 @@ class RunningBatch:
             else:
                 offline += tokens
         return online, offline
+
+
+def _served(request: SimRequest, end_s: float) -> Served:
+    times_s = request.token_times_s
+    if not times_s or times_s[-1] != end_s:
+        return Served(request.info, times_s[-1] if times_s else None, None)
+    return Served(request.info, times_s[-2] if len(times_s) > 1 else None, end_s)

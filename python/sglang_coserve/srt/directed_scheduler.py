@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sglang_coserve.core.snapshot import PrefillChunk
+from sglang_coserve.core.step import PrefillChunk
 from sglang_coserve.srt.chunk_limit import install_chunk_limits, limit_next_chunk
 from sglang_coserve.srt.holding_scheduler import HoldingScheduler
 

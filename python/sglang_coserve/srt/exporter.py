@@ -32,7 +32,7 @@ class Exporter:
         self._attainment = gauge("slo_attainment", "Share of late requests within their targets.")
         self._measured = gauge("slo_measured_seconds", "Statistic that an SLO bounds.", "slo")
         self._alone = gauge(
-            "slo_alone_seconds", "The same without the delay by offline work, estimated.", "slo"
+            "slo_alone_seconds", "The same in the no-interference baseline, predicted.", "slo"
         )
         self._error = gauge("prediction_mape", "Mean absolute error of predicted iterations.")
         self._events = Counter(

@@ -9,28 +9,28 @@ SGLang's alone.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.utils import TypeBasedDispatcher
 
+from sglang_coserve.core.baseline import Baseline
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.recording import RecordingScheduler
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler as CoreScheduler
-from sglang_coserve.core.snapshot import EngineSnapshot, PrefillChunk, Row, StepPlan
+from sglang_coserve.core.snapshot import EngineSnapshot, Row
+from sglang_coserve.core.step import PrefillChunk, StepPlan
 from sglang_coserve.srt.compat import release_aborted
 from sglang_coserve.srt.core_setup import make_core_scheduler
 from sglang_coserve.srt.directed_scheduler import DirectedScheduler
 from sglang_coserve.srt.drift_warning import DriftWarning
-from sglang_coserve.srt.iteration_times import IterationTimes
 from sglang_coserve.srt.latency_source import latency_profile
 from sglang_coserve.srt.offline_marks import deadline_of, user_of
 from sglang_coserve.srt.request_marks import is_offline
+from sglang_coserve.srt.step_tracker import StepTracker
 from sglang_coserve.srt.ticks import Tick, TickSource
 
 __all__ = ["PlannedScheduler"]
@@ -62,14 +62,24 @@ class PlannedScheduler(DirectedScheduler):
         super().init_running_status()
         self._offline_reqs: dict[str, Req] = {}
         self._cooling: list[Req] = []
-        self._produced: list[Req] = []
+        self._ended: list[Req] = []
         self._has_left_decodes = False
         self._tick_s: float | None = None
         self._drift_warning = DriftWarning() if self.ps.tp_rank == 0 else None
-        self._offline_ran: tuple[float, float] | None = None
+        self._pass_s = 0.0
         self._arrival_wait_s = math.inf
         self._arrivals_s: Mapping[str, float] = {}
-        self._times = IterationTimes(is_overlapped=self.enable_overlap and self.device != "cpu")
+        self._steps = StepTracker(
+            self._ledger, is_overlapped=self.enable_overlap and self.device != "cpu"
+        )
+
+    def _baseline(self) -> Baseline:
+        return Baseline(
+            chunk_tokens=self.chunked_prefill_size or self.max_prefill_tokens,
+            max_rows=self.max_running_requests,
+            kv_tokens=self.max_total_num_tokens,
+            mixes_decodes=self.is_mixed_chunk,
+        )
 
     def init_watch_dog_memory_saver_input_blocker(self) -> None:
         """Broadcast rank 0's clock where there are several ranks."""
@@ -135,22 +145,27 @@ class PlannedScheduler(DirectedScheduler):
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         """Note who got a token, and who ended."""
-        if self._offline_ran is not None:
-            start_s, online_part_s = self._offline_ran
-            self._slo_watch.offline_ran(start_s, time.perf_counter(), online_part_s)
-            self._offline_ran = None
+        reqs = list(batch.reqs)
+        before = [len(req.output_ids) for req in reqs]
         super().process_batch_result(batch, result)
-        self._produced += batch.reqs
+        has_token = [len(req.output_ids) > count for req, count in zip(reqs, before, strict=True)]
+        self._steps.processed(reqs, has_token)
+        self._ended += [req for req in reqs if req.finished()]
 
     # --- One scheduling pass -------------------------------------------------------------
 
+    def get_next_batch_to_run(self, running_batch: ScheduleBatch, last_batch: Any) -> Any:
+        """Note the batch that the pass ends with, planned or not."""
+        result = super().get_next_batch_to_run(running_batch=running_batch, last_batch=last_batch)
+        self._steps.launched(result.batch_to_run)
+        return result
+
     def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> Any:
         """Let the core decide, and SGLang admit what it decided."""
-        now_s = self._now_s()
+        self._pass_s = now_s = self._now_s()
         self._kv.prefetch(now_s)
         self._account(now_s)
         if not self._has_offline(running_batch):
-            self._times.launched(None)
             return super().get_new_batch_prefill(running_batch)
         running_batch.filter_batch()
         running_batch = self._aside.resume_ended(running_batch)
@@ -172,12 +187,10 @@ class PlannedScheduler(DirectedScheduler):
             and bool(running_batch.reqs)
             and not plan.skips_decodes
         )
-        is_whole = len(admitted) == len(plan.prefills) and not self._has_left_decodes
-        self._core.commit(plan if is_whole else replace(plan, prefills=admitted))
+        if batch is not None or running_batch.reqs:
+            self._core.start(plan, admitted)
+            self._steps.started(plan.step)
         self._arrival_wait_s = plan.arrival_wait_s
-        if plan.predicted_s > plan.online_part_s:
-            self._offline_ran = (time.perf_counter(), plan.online_part_s)
-        self._times.launched(plan.batch if is_whole else None)
         return result
 
     def _has_offline(self, running_batch: ScheduleBatch) -> bool:
@@ -186,18 +199,16 @@ class PlannedScheduler(DirectedScheduler):
         return any(is_offline(req) for req in self._rows_with_kv(running_batch))
 
     def _account(self, now_s: float) -> None:
-        """Close the books on the last pass: tokens, ends, its latency, and cool-downs."""
-        for req in self._produced:
-            if req.finished():
-                self._forget(req.rid)
-            elif req.output_ids:
-                self._ledger.produced(req.rid, now_s)
-        self._produced = []
-        measured = self._times.next_pass(now_s)
-        if measured is not None:
-            self._core.observe(*measured)
-            if self._drift_warning is not None:
-                self._drift_warning.check(self._core.prediction_error, now_s)
+        """Close the books on the last pass: its results, ends, and cool-downs."""
+        results = self._steps.next_pass(now_s)
+        for result in results:
+            self._core.update(result)
+        if results and self._drift_warning is not None:
+            self._drift_warning.check(self._core.prediction_error, now_s)
+        for req in self._ended:
+            self._forget(req.rid)
+        self._ended = []
+        self._slo_watch.advance(self._core.model, now_s)
         for req in self._cooling:
             self._core.restore(req.rid, len(req.output_ids))
             self._offline_reqs[req.rid] = req

@@ -68,7 +68,7 @@ class PreemptiveScheduler(PlannedScheduler):
         safepoints = self._safepoints
         if safepoints is None or not _has_offline(batch):
             return super().run_batch(batch, pp_proxy_tensors)
-        why_not = safepoints.why_not(batch)
+        why_not = safepoints.why_not(batch, self._pass_s)
         if why_not is not None:
             safepoints.stats.kept[why_not] += 1
             return super().run_batch(batch, pp_proxy_tensors)
@@ -88,16 +88,16 @@ class PreemptiveScheduler(PlannedScheduler):
         """Roll an aborted batch back, or its offline rows alone: then the others go on now."""
         aborted_s = time.perf_counter()
         order_behind_pass(self)
-        # The time of this pass is no iteration's.
-        self._times.launched(None)
         safepoints = self._safepoints
         assert safepoints is not None
         resumption = safepoints.resumption if armed.shrinks else None
         if resumption is None or not resumption.can_resume(len(batch.input_ids)):
+            self._steps.gave_up([req.rid for req in batch.reqs], None)
             self._roll_back(batch, armed.kind)
             safepoints.aborted(armed, preempted, aborted_s, self._now_s())
             return PREEMPTED
         offline, tokens = split_prepared(batch, armed.kind, is_offline)
+        self._steps.gave_up(armed.offline_rids, batch)
         self._roll_back_offline(offline)
         safepoints.aborted(armed, preempted, aborted_s, self._now_s(), shrunk=True)
         with resumption.skipping(preempted.layer, tokens):
@@ -114,9 +114,6 @@ class PreemptiveScheduler(PlannedScheduler):
         self._wait_again(rows.released)
         # The prefills' turn is not over.
         self._has_left_decodes = False
-        if self._offline_ran is not None:
-            self._slo_watch.offline_ran(self._offline_ran[0], time.perf_counter(), 0.0)
-            self._offline_ran = None
 
     def _roll_back_offline(self, batch: ScheduleBatch) -> None:
         """Put the offline rows of a batch whose online rows go on to where a plan finds them:
@@ -162,11 +159,14 @@ class PreemptiveScheduler(PlannedScheduler):
 
     def _may_be_aborted(self, batch: ScheduleBatch) -> bool:
         safepoints = self._safepoints
-        return safepoints is not None and _has_offline(batch) and not safepoints.why_not(batch)
+        if safepoints is None or not _has_offline(batch):
+            return False
+        return safepoints.why_not(batch, self._pass_s) is None
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         """Note who got a first token; an aborted batch has no results."""
         if result is PREEMPTED:
+            self._steps.processed((), ())
             return
         super().process_batch_result(batch, result)
         if self._safepoints is not None:

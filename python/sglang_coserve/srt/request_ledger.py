@@ -63,6 +63,10 @@ class RequestLedger:
         """Note that a token came out."""
         self._last_token_s[rid] = now_s
 
+    def last_token_s(self, rid: str) -> float | None:
+        """Return when its last token came out; None before the first."""
+        return self._last_token_s.get(rid)
+
     def rids(self) -> list[str]:
         """Return all rids."""
         return list(self._infos)

@@ -19,7 +19,7 @@ def has_plain_state(req: Req) -> bool:
 
     Penalties count tokens in tensors that a split would shift under overlap
     scheduling; log-probabilities, grammars and custom processors keep state of
-    their own. Such requests are never paused. A LoRA adapter is no such state: SGLang
+    their own. Such requests are never paused, but evicted. A LoRA adapter is no such state: SGLang
     loads what the rows of a batch name, so long as the batch has places for all.
     """
     params = req.sampling_params

@@ -19,6 +19,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.baseline import Baseline
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_rate import expected_tokens_per_s
 from sglang_coserve.srt.arrival_time import arrival_s
@@ -80,9 +81,7 @@ class CoserveScheduler(Scheduler, ABC):
         self._offline_counts: Counter[str] = Counter()
         self._ledger = RequestLedger(self.tree_cache)
         self._kv = KvCheckpointing(self.tree_cache)
-        is_first_rank = self.ps.tp_rank == 0
-        self._slo_watch = SloWatch(self._coserve_config, warns=is_first_rank)
-        wants_metrics = self.server_args.enable_metrics and is_first_rank
+        wants_metrics = self.server_args.enable_metrics and self.ps.tp_rank == 0
         self._exporter = Exporter(self.server_args.served_model_name) if wants_metrics else None
 
     def init_grammar_manager(self) -> None:
@@ -90,6 +89,17 @@ class CoserveScheduler(Scheduler, ABC):
         super().init_grammar_manager()
         if self.grammar_manager.grammar_backend is not None:
             self.grammar_manager.grammar_backend.cache = GrammarCache()
+
+    def init_chunked_prefill(self) -> None:
+        """Begin to watch online requests, now that the size of a step is known."""
+        super().init_chunked_prefill()
+        self._slo_watch = SloWatch(
+            self._coserve_config, self._baseline(), warns=self.ps.tp_rank == 0
+        )
+
+    def _baseline(self) -> Baseline | None:
+        """Return an online-only engine to compare with; None without a model of its steps."""
+        return None
 
     # --- Requests arrive and leave -------------------------------------------------------
 
@@ -110,7 +120,10 @@ class CoserveScheduler(Scheduler, ABC):
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
         now_s = self._now_s()
-        self._slo_watch.arrived(self._ledger.add(req, self._arrival_s(req, now_s), now_s))
+        info = self._ledger.add(req, self._arrival_s(req, now_s), now_s)
+        if info.is_online and not is_retracted:
+            is_matched = self._slo_watch.has_baseline and req.to_finish is None
+            self._slo_watch.arrived(info, self._ledger.match_prefix(req) if is_matched else 0)
         # A request that failed validation takes SGLang's way out whatever its class.
         if not is_offline(req) or req.to_finish is not None:
             super()._add_request_to_queue(req, is_retracted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
+from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import PolynomialModel
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest, pack_tokens
 from sglang_coserve.core.policies import make_policy
@@ -13,6 +14,7 @@ from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row
+from sglang_coserve.core.step import PrefillChunk, Served, StepPlan, StepResult
 from sglang_coserve.metrics import SloTargets
 
 # 10 ms an iteration, 0.1 ms a token, and a little for context.
@@ -131,6 +133,67 @@ def scheduler(
     for request in waiting:
         made.add_offline(request)
     return made
+
+
+def ran(
+    brain: Scheduler,
+    plan: StepPlan,
+    seen: EngineSnapshot,
+    *,
+    seconds: float | None = None,
+    admitted: Sequence[PrefillChunk] | None = None,
+    given_up: tuple[str, ...] = (),
+) -> StepResult:
+    """Carry a plan out, as a whole unless told otherwise, in the time that was predicted."""
+    chunks = tuple(plan.prefills if admitted is None else admitted)
+    brain.start(plan, chunks)
+    result = result_of(plan, seen, chunks=chunks, seconds=seconds, given_up=given_up)
+    brain.update(result)
+    return result
+
+
+def result_of(
+    plan: StepPlan,
+    seen: EngineSnapshot,
+    *,
+    chunks: Sequence[PrefillChunk],
+    seconds: float | None = None,
+    given_up: tuple[str, ...] = (),
+) -> StepResult:
+    """What an engine would say of a step with these chunks and without the rows given up."""
+    seconds = plan.predicted_s if seconds is None else seconds
+    left = {chunk.rid: chunk.tokens for chunk in chunks if chunk.rid not in given_up}
+    out = {eviction.rid for eviction in plan.evict} | {*plan.pause, *given_up}
+    decodes = [
+        row
+        for row in seen.rows
+        if row.info.rid not in out
+        and not plan.skips_decodes
+        and (row.state is RequestState.DECODING or row.info.rid in plan.resume)
+    ]
+    prefills = [row for row in (*seen.rows, *seen.waiting) if row.info.rid in left]
+    contexts = {row.info.rid: row.computed_tokens or row.cached_tokens for row in prefills}
+    served = [Served(row.info, row.last_token_s, seen.now_s + seconds) for row in decodes]
+    served += [
+        Served(
+            row.info,
+            row.last_token_s,
+            seen.now_s + seconds if left[row.info.rid] == row.tokens_to_compute else None,
+        )
+        for row in prefills
+    ]
+    return StepResult(
+        step=plan.step,
+        started_s=seen.now_s,
+        seconds=seconds,
+        batch=BatchStats.of(
+            [(tokens, contexts.get(rid, 0)) for rid, tokens in left.items()],
+            [row.computed_tokens for row in decodes],
+        ),
+        chunks=tuple(chunk for chunk in chunks if chunk.rid in left),
+        served=tuple(each for each in served if each.info.is_online),
+        given_up=given_up,
+    )
 
 
 def rids(rows: Sequence[Row]) -> tuple[str, ...]:

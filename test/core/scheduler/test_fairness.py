@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.scheduler.scenarios import NO_CACHE, online, scheduler, snapshot
+from core.scheduler.scenarios import NO_CACHE, online, ran, scheduler, snapshot
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import OnlineOrder
@@ -22,9 +22,10 @@ def prompts(user: str, count: int, tokens: int = 100) -> list[Row]:
 
 
 def served(brain: Scheduler, *waiting: Row, tokens: int = 100) -> list[str]:
-    """Plan and commit one iteration; return who is served."""
-    plan = brain.plan(snapshot(*waiting, max_batch_tokens=tokens), NO_CACHE)
-    brain.commit(plan)
+    """Run one step; return who is served."""
+    seen = snapshot(*waiting, max_batch_tokens=tokens)
+    plan = brain.plan(seen, NO_CACHE)
+    ran(brain, plan, seen)
     return [chunk.rid for chunk in plan.prefills]
 
 
@@ -66,7 +67,8 @@ def test_output_counts_twice() -> None:
     """Ten decodes of one user weigh as much as 20 tokens of prompt."""
     brain = fair()
     decodes = [online(10, RequestState.DECODING, user="talks") for _ in range(10)]
-    brain.commit(brain.plan(snapshot(*decodes), NO_CACHE))
+    seen = snapshot(*decodes)
+    ran(brain, brain.plan(seen, NO_CACHE), seen)
     rows = [*prompts("talks", 1), *prompts("quiet", 2, 15)]
     # The quiet user has 0, then 17 of 20 that the other already got.
     assert served(brain, *rows, tokens=130) == ["quiet-0", "quiet-1", "talks-0"]

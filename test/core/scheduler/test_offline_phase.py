@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from core.scheduler.scenarios import (
     MODEL,
     NO_CACHE,
@@ -18,7 +20,7 @@ from core.scheduler.scenarios import (
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import PolynomialModel
 from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.snapshot import PrefillChunk
+from sglang_coserve.core.step import PrefillChunk
 from sglang_coserve.metrics import SloTargets
 
 DECODING, PAUSED = RequestState.DECODING, RequestState.PAUSED
@@ -43,11 +45,34 @@ def test_paused_decodes_resume_when_there_is_time() -> None:
     assert not plan.pause
 
 
-def test_a_decode_that_cannot_pause_always_runs() -> None:
-    rows = (online(10, DECODING, last_token_s=-5.0), offline(can_pause=False), offline())
-    plan = scheduler("coserve").plan(snapshot(*rows), NO_CACHE)
+def test_a_decode_that_cannot_pause_is_evicted_where_others_pause() -> None:
+    """All but its last page stays in the prefix cache, so that it loses little."""
+    rows = (
+        online(10, DECODING, last_token_s=-5.0),
+        offline(100, computed=100, can_pause=False),
+        offline(),
+    )
+    plan = scheduler("coserve").plan(snapshot(*rows, page_tokens=16), NO_CACHE)
     assert plan.pause == rids(rows[2:])
-    assert plan.batch.decode_requests == 2
+    assert plan.evict == ((rows[1].info.rid, 4),)
+    assert plan.batch.decode_requests == 1
+
+
+def test_decodes_that_cannot_pause_run_before_those_that_can() -> None:
+    rows = [offline(100_000) for _ in range(9)] + [offline(100_000, can_pause=False)]
+    plan = scheduler("coserve").plan(snapshot(online(10, DECODING), *rows), NO_CACHE)
+    assert not plan.evict
+    assert plan.pause
+
+
+@pytest.mark.parametrize("can_pause", [True, False])
+def test_offline_work_counts_as_offline_whether_it_can_pause_or_not(can_pause: bool) -> None:
+    rows = [offline(can_pause=can_pause) for _ in range(50)]
+    plan = scheduler("coserve").plan(snapshot(online(10, DECODING), *rows), NO_CACHE)
+    assert plan.batch.decode_requests == 51
+    assert plan.expected.online_part_s == MODEL.predict(BatchStats.of(decodes=[10]))
+    alone = scheduler("coserve").plan(snapshot(*rows), NO_CACHE)
+    assert alone.expected.online_part_s == 0.0
 
 
 def test_a_chunk_is_the_longest_under_the_budget() -> None:
@@ -114,7 +139,7 @@ def test_planning_takes_nothing_and_committing_does() -> None:
     plan = brain.plan(snapshot(), NO_CACHE)
     assert plan == brain.plan(snapshot(), NO_CACHE)
     assert "one" in brain.queue
-    brain.commit(plan)
+    brain.start(plan, plan.prefills)
     assert brain.queue.is_running("one")
     brain.restore("one", 3)
     assert "one" in brain.queue

@@ -10,11 +10,13 @@ from core.scheduler.scenarios import (
     offline,
     online,
     queued,
+    ran,
     rids,
     scheduler,
     snapshot,
 )
 from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler_config import Overload
 from sglang_coserve.core.snapshot import Row
@@ -54,7 +56,7 @@ def test_a_chunk_is_as_long_as_the_decodes_allow() -> None:
     decodes = BatchStats().with_decode(decode.computed_tokens)
     assert plan.predicted_s <= 0.1
     assert MODEL.predict(decodes.with_prefill(chunk.tokens + 1, 0)) > 0.1
-    assert plan.is_deadline_bound
+    assert plan.expected.is_deadline_bound
 
 
 def test_a_late_token_shortens_the_chunk() -> None:
@@ -136,16 +138,14 @@ def test_decodes_wait_for_a_late_prompt_while_few_gaps_are_late() -> None:
         plan = scheduler("coserve").plan(snapshot(*rows), NO_CACHE)
         assert plan.skips_decodes == waits
         assert [chunk.rid for chunk in plan.prefills] == [late.info.rid]
-        assert plan.gaps == ((0, 0) if waits else (100, 0))
 
 
 def test_gaps_that_were_late_leave_none_for_prompts() -> None:
     """A decode is due in 39 ms; the prompt and then the decodes take 40."""
     rows = [online(10, DECODING, last_token_s=-0.061), *many_decodes(99)]
     core = scheduler("coserve")
-    late = core.plan(snapshot(*(row._replace(last_token_s=-0.2) for row in rows)), NO_CACHE)
-    assert late.gaps == (100, 100)
-    core.commit(late)
+    seen = snapshot(*(row._replace(last_token_s=-0.2) for row in rows))
+    ran(core, core.plan(seen, NO_CACHE), seen)
     assert not core.plan(snapshot(*rows, online(100, arrival_s=-3.0)), NO_CACHE).skips_decodes
 
 
@@ -214,8 +214,10 @@ def test_the_margin_grows_with_what_iterations_take_longer_than_predicted(
 ) -> None:
     """The decode is due in 100 ms."""
     core = scheduler("coserve", queued(5000), margin=0.05)
+    seen = snapshot(online(state=DECODING))
     for _ in range(2000):
-        core.observe(STEP, MODEL.predict(STEP) * (1 + overrun))
+        plan = core.plan(seen, NO_CACHE)
+        ran(core, plan, seen, admitted=(), seconds=MODEL.predict(STEP) * (1 + overrun))
     plan = core.plan(snapshot(online(state=DECODING)), NO_CACHE)
     assert plan.predicted_s == pytest.approx(0.1 * (1 - left_free), abs=0.002)
 
@@ -303,10 +305,19 @@ def test_a_request_slot_is_taken_from_the_last_admitted() -> None:
     assert [eviction.rid for eviction in plan.evict] == [*rids(rows[1:])]
 
 
-def test_rows_that_would_lose_work_are_no_victims() -> None:
+def test_rows_that_cannot_pause_are_victims_as_any_other() -> None:
     rows = (offline(), offline(can_pause=False))
     plan = scheduler("coserve").plan(snapshot(*rows, online(), free_slots=0), NO_CACHE)
-    assert [eviction.rid for eviction in plan.evict] == [*rids(rows[:1])]
+    assert [eviction.rid for eviction in plan.evict] == [*rids(rows[1:])]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"fcfs"}))
+def test_no_online_row_loses_memory_to_an_offline_one_that_cannot_pause(policy: str) -> None:
+    """Each of the decodes opens a page, and there is none."""
+    rows = (online(16, DECODING, computed=16), offline(16, computed=16, can_pause=False))
+    plan = scheduler(policy).plan(snapshot(*rows, free_kv_tokens=0, page_tokens=16), NO_CACHE)
+    assert [eviction.rid for eviction in plan.evict] == [*rids(rows[1:])]
+    assert plan.batch.decode_requests == 1
 
 
 def test_online_decodes_out_of_kv_retract_the_last() -> None:

@@ -12,6 +12,7 @@ from core.scheduler.scenarios import (
     offline,
     online,
     queued,
+    ran,
     rids,
     scheduler,
     snapshot,
@@ -111,7 +112,8 @@ class TestBros:
     def test_no_online_request_is_replaced_that_cannot_wait(self) -> None:
         """It has 60 ms left; this iteration takes 30 and the average one 50."""
         brain = scheduler(BrosPolicy(base_batch_requests=1))
-        brain.commit(brain.plan(snapshot(online(400)), NO_CACHE))
+        seen = snapshot(online(400))
+        ran(brain, brain.plan(seen, NO_CACHE), seen)
         prompts = (online(100, arrival_s=-0.95), online(100, arrival_s=-0.94))
         plan = brain.plan(snapshot(*prompts, offline(5000)), NO_CACHE)
         assert {chunk.rid for chunk in plan.prefills} == {*rids(prompts)}
@@ -121,13 +123,15 @@ class TestBros:
         rows = [online(10, DECODING) for _ in range(8)]
         sizes = []
         for _ in range(4):
-            plan = brain.plan(snapshot(*rows), NO_CACHE)
-            brain.commit(plan)
+            seen = snapshot(*rows)
+            plan = brain.plan(seen, NO_CACHE)
+            ran(brain, plan, seen)
             sizes.append(plan.batch.decode_requests)
         assert sizes == [1, 2, 4, 8]
         # Each of them has 12 ms left, and eight decodes of 10,000 tokens take longer.
         tight = [online(10_000, DECODING, last_token_s=-0.088) for _ in range(8)]
-        brain.commit(brain.plan(snapshot(*tight), NO_CACHE))
+        seen = snapshot(*tight)
+        ran(brain, brain.plan(seen, NO_CACHE), seen)
         assert brain.plan(snapshot(*rows), NO_CACHE).batch.decode_requests == 1
 
     def test_a_lost_deadline_stops_nobody(self) -> None:
@@ -166,8 +170,9 @@ class TestOoco:
         brain = scheduler(OocoPolicy(random_picks=40))
         seen: set[str] = set()
         for _ in range(60):
-            plan = brain.plan(snapshot(online(10, DECODING), *rows), NO_CACHE)
-            brain.commit(plan)
+            view = snapshot(online(10, DECODING), *rows)
+            plan = brain.plan(view, NO_CACHE)
+            ran(brain, plan, view)
             seen |= {*rids(rows[:4])} - {*plan.pause}
         assert seen == {*rids(rows[:4])}
 
@@ -178,7 +183,7 @@ class TestOoco:
         idle = snapshot(*rows)
         assert [chunk.rid for chunk in brain.plan(idle, NO_CACHE).prefills] == ["new"]
         for _ in range(100):
-            brain.commit(brain.plan(idle, NO_CACHE))
+            ran(brain, brain.plan(idle, NO_CACHE), idle)
             if brain.queue.is_running("new"):
                 brain.restore("new", 0)
         assert not brain.plan(idle, NO_CACHE).prefills

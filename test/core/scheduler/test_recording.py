@@ -18,23 +18,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
-from core.scheduler.scenarios import MODEL, NO_CACHE, Cache, offline, online, queued, snapshot
+from core.scheduler.scenarios import MODEL, NO_CACHE, Cache, offline, online, queued, ran, snapshot
 from core.scheduler.test_scheduler_machine import SchedulerMachine, configs, slo_targets
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyProfile, LinearModel
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.recording import (
-    Committed,
     Event,
     EventEncoder,
     Finished,
-    Observed,
     OfflineAdded,
     Planned,
     RecordingScheduler,
     Restored,
     SchedulerSetup,
+    Started,
+    Updated,
     encode_setup,
     read_recording,
     replay,
@@ -42,15 +42,11 @@ from sglang_coserve.core.recording import (
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.snapshot import (
-    Eviction,
-    FairnessUpdate,
-    PrefillChunk,
-    StepPlan,
-)
+from sglang_coserve.core.step import Eviction, Expected, PrefillChunk, Served, StepPlan, StepResult
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.metrics import SloTargets
 
+STEP = BatchStats(decode_requests=1)
 PROFILE = LatencyProfile(MODEL, None, "h100", "llama-3.1-8b", 1, "0.5.17")
 
 
@@ -94,10 +90,13 @@ class RecordedMachine(SchedulerMachine):
 
     @rule(factor=st.floats(0.5, 2.0))
     def iteration_takes(self, factor: float) -> None:
-        plan = self._step()
-        if not plan.is_idle:
-            self.scheduler.observe(plan.batch, plan.predicted_s * factor)
-            self.engine.model = self.scheduler.model
+        self.engine.slowness = factor
+        self._step()
+
+    def _step(self, **step: Any) -> StepPlan:
+        plan = super()._step(**step)
+        self.engine.model = self.scheduler.model
+        return plan
 
     def teardown(self) -> None:
         if not hasattr(self, "events"):
@@ -195,17 +194,15 @@ def test_the_setup_survives_the_way_through_a_file(
     assert read([encode_setup(made_of)]) == (made_of, [])
 
 
-def test_a_commit_that_changes_the_plan_is_recorded_as_it_was() -> None:
-    """The engine may have admitted less than planned, and may plan twice before it commits."""
-    row = online(50, rid="a")
-    planned = StepPlan(prefills=(PrefillChunk("a", 50),), predicted_s=0.5)
-    events: list[Event] = [
-        Planned(snapshot(row), {}, StepPlan(pause=("b",))),
-        Planned(snapshot(row), {}, planned),
-        Committed(replace(planned, prefills=())),
-        Committed(planned),
-    ]
-    assert read(lines_of(setup(), events))[1] == events
+def test_results_refer_to_requests_by_number_also_to_those_that_have_ended() -> None:
+    row, other = online(50, rid="a"), online(50, rid="b")
+    served = (Served(row.info, None, 2.5), Served(other.info, 1.5, None))
+    updated = Updated(StepResult(0, 1.0, 0.5, STEP, (PrefillChunk("b", 8),), served, ("c",)))
+    planned = Planned(snapshot(row, other), {}, StepPlan())
+    events: list[Event] = [planned, updated, Finished("a"), updated, planned, updated]
+    lines = lines_of(setup(), events)
+    assert read(lines)[1] == events
+    assert [line.count('"rid":"a"') for line in lines[1:]] == [1, 0, 1, 1, 1, 0]
 
 
 def test_a_snapshot_of_64_rows_is_small() -> None:
@@ -278,8 +275,8 @@ def recorded_evening(policy: str = "coserve") -> tuple[SchedulerSetup, list[Even
         recording.add_offline(queued(400, rid=f"q{number}", arrival_s=number, first=number * 1000))
     decode = online(100, RequestState.DECODING, rid="on")
     for cache in (Cache({"q0": 300}), NO_CACHE):
-        plan = recording.plan(snapshot(decode, max_batch_tokens=600), cache)
-        recording.commit(plan)
+        seen = snapshot(decode, max_batch_tokens=600)
+        ran(recording, recording.plan(seen, cache), seen)  # type: ignore[arg-type]
     recording.finish("on")
     return made_of, events
 
@@ -335,9 +332,11 @@ def test_another_policy_starts_every_plan_from_the_recorded_state() -> None:
 
 def all_lines() -> list[str]:
     made_of, events = recorded_evening()
-    events += [Observed(BatchStats(decode_requests=1), 0.5), Restored("q0", 3)]
-    update = FairnessUpdate({None: 1.5}, frozenset({None}))
-    events.append(Committed(StepPlan(fairness=update, evict=(Eviction("q0", 3),))))
+    served = (Served(online(10, rid="z").info, 0.5, 1.5),)
+    events += [Updated(StepResult(2, 0.5, 0.5, STEP, served=served)), Restored("q0", 3)]
+    expected = Expected(0.5, True, frozenset({None}))
+    plan = StepPlan(expected=expected, evict=(Eviction("q0", 3),))
+    events += [Planned(snapshot(online(5)), {}, plan), Started((PrefillChunk("q0", 3),))]
     return lines_of(made_of, events)
 
 
@@ -370,7 +369,7 @@ def test_every_wrong_value_is_refused_with_its_line() -> None:
     ("line", "message"),
     [
         ("nonsense", "not valid JSON"),
-        ('{"event":"observed","batch":[1,0,0,0,0,0],"seconds":NaN}', "NaN is not JSON"),
+        ('{"event":"restored","rid":"a","generated_tokens":NaN}', "NaN is not JSON"),
         ("[]", "expected a JSON object"),
         ("{}", "event: this field is missing"),
         ('{"event":"vanished"}', "event: expected one of added, planned"),
@@ -378,10 +377,22 @@ def test_every_wrong_value_is_refused_with_its_line() -> None:
         ('{"event":"finished"}', "rid: this field is missing"),
         ('{"event":"finished","rid":"a","why":"b"}', "why: there is no such field"),
         ('{"event":"restored","rid":"a","generated_tokens":true}', "expected int, found True"),
-        ('{"event":"observed","batch":[1,2],"seconds":1}', "batch: expected a list of 6"),
         (
-            '{"event":"observed","batch":[1,0,0,0,0,0],"seconds":1' + "0" * 400 + "}",
-            "seconds: expected a number that fits a float",
+            '{"event":"updated","new":[],"result":{"step":1,"started_s":0,"batch":[1,2]}}',
+            "result.batch: expected a list of 6",
+        ),
+        (
+            '{"event":"updated","new":[],"result":{"step":1,"started_s":1' + "0" * 400 + "}}",
+            "result.started_s: expected a number that fits a float",
+        ),
+        (
+            '{"event":"updated","new":[],"result":{"started_s":1}}',
+            "result.step: this field is missing",
+        ),
+        (
+            '{"event":"updated","new":[],"result":{"step":1,"started_s":1,"served":'
+            '{"request":[9],"last_token":[0],"token":[0],"times_s":[0]}}}',
+            "result.served: the columns do not fit together",
         ),
         (
             '{"event":"added","request":{"rid":"a","token_ids":[],"arrival_s":0,"max_new_tokens":1}}',
@@ -393,12 +404,8 @@ def test_every_wrong_value_is_refused_with_its_line() -> None:
             "request.token_ids: a prompt cannot be queued",
         ),
         (
-            '{"event":"committed","plan":{"prefills":[["a"]]}}',
-            r"plan.prefills\[0\]: expected a list",
-        ),
-        (
-            '{"event":"committed","plan":{"fairness":{"counters":[[1,2]],"waiting_users":[]}}}',
-            r"plan.fairness.counters\[0\]\[0\]: expected str, found 1",
+            '{"event":"started","chunks":[["a"]]}',
+            r"chunks\[0\]: expected a list",
         ),
     ],
 )
@@ -424,7 +431,7 @@ def test_columns_that_do_not_fit_together_are_refused(changes: dict[str, object]
     ("changes", "message"),
     [
         ({"format": "csv"}, "format: expected 'coserve plans'"),
-        ({"version": 2}, "version: 2 is not 1"),
+        ({"version": 1}, "version: 1 is not 2, .* record again"),
         ({"config": {"margin": 3.0}}, "config: scheduler: margin is 3.0"),
         ({"config": {"online_order": "lifo"}}, "config.online_order: expected 'fcfs' or 'vtc'"),
         ({"targets": {"ttft_s": "soon"}}, "targets.ttft_s: expected a number, found 'soon'"),

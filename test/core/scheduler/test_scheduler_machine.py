@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -20,7 +22,8 @@ from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import OnlineOrder, Overload, SchedulerConfig
-from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, StepPlan
+from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo
+from sglang_coserve.core.step import StepPlan
 from sglang_coserve.metrics import SloTargets
 
 KV_TOKENS = 480
@@ -105,6 +108,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(iterations):
             self._step()
 
+    @rule(admits=st.integers(0, 2))
+    def run_a_part(self, admits: int) -> None:
+        """The engine admits fewer prefills than were planned."""
+        self._step(admits=admits)
+
+    @rule()
+    def give_up(self) -> None:
+        """A step is aborted as a whole."""
+        self._step(gives_up=True)
+
     @precondition(lambda self: len(self.engine.ended) < len(self.engine.requests))
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -151,17 +164,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         return rid
 
-    def _step(self) -> StepPlan:
+    def _step(self, **step: Any) -> StepPlan:
         snapshot = self.engine.snapshot()
         states = {row.info.rid: row.state for row in snapshot.rows}
-        plan = self.engine.step()
+        plan = self.engine.step(**step)
         states |= dict.fromkeys(plan.pause, RequestState.PAUSED)
         states |= dict.fromkeys(plan.resume, RequestState.DECODING)
         offline_work = [
             rid
             for rid in (*(chunk.rid for chunk in plan.prefills), *states)
             if not self.engine.requests[rid].info.is_online
-            and self.engine.requests[rid].info.can_pause
             and (
                 (states.get(rid) is RequestState.DECODING and not plan.skips_decodes)
                 or rid in dict(plan.prefills)
@@ -182,7 +194,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         offline_kv = sum(
             self.engine._paged(row.computed_tokens)
             for row in snapshot.rows
-            if not row.info.is_online and row.info.can_pause
+            if not row.info.is_online
         )
         reachable_kv = snapshot.free_kv_tokens + snapshot.evictable_kv_tokens + offline_kv
         for row in (*snapshot.rows, *snapshot.waiting):
@@ -201,9 +213,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 )
                 decodes = plan.batch.decode_requests * snapshot.page_tokens
                 earlier = self.engine._paged(row.length_tokens)
-                slots = self.engine.slots - sum(
-                    row.info.is_online or not row.info.can_pause for row in snapshot.rows
-                )
+                slots = self.engine.slots - sum(row.info.is_online for row in snapshot.rows)
                 assert earlier + online_kv + decodes + 200 > reachable_kv or slots <= len(chunks), (
                     "left waiting, and offline work runs"
                 )

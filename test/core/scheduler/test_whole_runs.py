@@ -18,7 +18,8 @@ from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import OnlineOrder, SchedulerConfig
-from sglang_coserve.core.snapshot import RequestInfo, StepPlan
+from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.core.step import StepPlan
 from sglang_coserve.metrics import SloTargets
 
 TARGETS = SloTargets(ttft_s=0.5, tpot_s=0.05)

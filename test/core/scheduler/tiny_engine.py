@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import RequestState, check_transition
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row, StepPlan
+from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row
+from sglang_coserve.core.step import PrefillChunk, Served, StepPlan, StepResult
 
 _S = RequestState
 
@@ -51,6 +53,9 @@ class TinyEngine:
         self.slots = slots
         self.max_batch_tokens = max_batch_tokens
         self.now_s = 0.0
+        self.slowness = 1.0
+        """How much longer steps take than predicted."""
+
         self.requests: dict[str, _Live] = {}
         self.rows: list[str] = []
         self.waiting: list[str] = []
@@ -90,54 +95,110 @@ class TinyEngine:
         held = sum(self._paged(self.requests[rid].computed) for rid in self.rows)
         return self.kv_tokens - held - sum(self.cache.values())
 
-    def step(self) -> StepPlan:
-        """Run one iteration; every rule of the contract is asserted."""
+    def step(self, *, admits: int | None = None, gives_up: bool = False) -> StepPlan:
+        """Run one step; every rule of the contract is asserted.
+
+        Args:
+            admits: How many of the planned prefills run; None: all.
+            gives_up: Nothing of it is computed in the end.
+        """
         snapshot = self.snapshot()
         plan = self.scheduler.plan(snapshot, self)
         assert plan == self.scheduler.plan(snapshot, self), "plan changed something"
-        self.scheduler.commit(plan)
+        prefills = plan.prefills[:admits]
+        if not plan.is_idle:
+            self.scheduler.start(plan, prefills)
         self.log.append(plan)
-
-        for rid in plan.shed:
-            assert rid in self.waiting
-            self._end(rid, _S.ABORTED)
-        for rid, tokens in plan.evict:
-            self._evict(rid, tokens)
-        for rid in plan.pause:
-            self._enter(rid, _S.PAUSED)
-        for rid in plan.resume:
-            self._enter(rid, _S.DECODING)
-        for rid in plan.park:
-            self._enter(rid, _S.PARKED)
+        self._change_rows(plan)
 
         decodes = [rid for rid in self.rows if self.requests[rid].state is _S.DECODING]
         if plan.skips_decodes:
             assert plan.prefills, "an iteration for nobody"
             decodes = []
         contexts = [self.requests[rid].computed for rid in decodes]
-        chunks: list[tuple[int, int]] = []
-        for rid, tokens in plan.prefills:
+        chunks, admitted = self._begin_chunks(prefills)
+        batch = BatchStats.of(chunks, contexts)
+        if prefills == plan.prefills:
+            assert plan.batch == batch
+            assert plan.predicted_s == self.model.predict(plan.batch)
+        assert batch.prefill_tokens + len(decodes) <= max(self.max_batch_tokens, len(decodes))
+
+        started_s = self.now_s
+        seconds = 0.0 if batch.is_empty else self.model.predict(batch) * self.slowness
+        self.now_s += seconds
+        if gives_up:
+            rids = (*decodes, *dict(prefills))
+            for rid in admitted:
+                self._put_back(rid)
+            result = StepResult(plan.step, started_s, seconds or None, given_up=rids)
+        else:
+            served = self._compute_all(decodes, prefills)
+            result = StepResult(plan.step, started_s, seconds or None, batch, prefills, served)
+        unfinished = [rid for rid in self.rows if self.requests[rid].state is _S.PREFILLING]
+        assert len(unfinished) <= 1, "two unfinished prefills run"
+        if not plan.is_idle:
+            self.scheduler.update(result)
+        return plan
+
+    def _change_rows(self, plan: StepPlan) -> None:
+        for rid in plan.shed:
+            assert rid in self.waiting
+            self._end(rid, _S.ABORTED)
+        for rid, tokens in plan.evict:
+            self._evict(rid, tokens)
+        for rid in plan.pause:
+            assert self.requests[rid].info.can_pause
+            self._enter(rid, _S.PAUSED)
+        for rid in plan.resume:
+            self._enter(rid, _S.DECODING)
+        for rid in plan.park:
+            self._enter(rid, _S.PARKED)
+
+    def _begin_chunks(
+        self, prefills: Sequence[PrefillChunk]
+    ) -> tuple[list[tuple[int, int]], list[str]]:
+        """Return the tokens and context of each chunk, and who is new."""
+        for rid in self.rows:
+            if self.requests[rid].state is _S.PREFILLING and rid not in dict(prefills):
+                self._enter(rid, _S.PARKED)
+        chunks, admitted = [], []
+        for rid, tokens in prefills:
             live = self.requests[rid]
             if rid not in self.rows:
                 self._admit(rid)
+                admitted.append(rid)
             elif live.state is _S.PARKED:
                 self._enter(rid, _S.PREFILLING)
             assert live.state is _S.PREFILLING
             assert 0 < tokens <= live.length - live.computed
             chunks.append((tokens, live.computed))
         assert len(self.rows) <= self.slots
-        assert plan.batch == BatchStats.of(chunks, contexts)
-        assert plan.predicted_s == self.model.predict(plan.batch)
-        assert plan.batch.prefill_tokens + len(decodes) <= max(self.max_batch_tokens, len(decodes))
+        return chunks, admitted
 
-        self.now_s += plan.predicted_s
-        for rid in decodes:
-            self._compute(rid, 1)
-        for rid, tokens in plan.prefills:
+    def _compute_all(
+        self, decodes: Sequence[str], prefills: Sequence[PrefillChunk]
+    ) -> tuple[Served, ...]:
+        work = [*((rid, 1) for rid in decodes), *prefills]
+        rows = [self.requests[rid] for rid, _ in work]
+        before = [(live.last_token_s, live.generated) for live in rows]
+        for rid, tokens in work:
             self._compute(rid, tokens)
-        unfinished = [rid for rid in self.rows if self.requests[rid].state is _S.PREFILLING]
-        assert len(unfinished) <= 1, "two unfinished prefills run"
-        return plan
+        return tuple(
+            Served(live.info, last_s, self.now_s if live.generated > generated else None)
+            for live, (last_s, generated) in zip(rows, before, strict=True)
+            if live.info.is_online
+        )
+
+    def _put_back(self, rid: str) -> None:
+        """Let a request wait again whose admission was given up."""
+        live = self.requests[rid]
+        self.rows.remove(rid)
+        self._enter(rid, _S.WAITING)
+        live.computed = 0
+        if live.info.is_online:
+            self.waiting.insert(0, rid)
+        else:
+            self.scheduler.restore(rid, live.generated)
 
     def _row(self, rid: str) -> Row:
         live = self.requests[rid]

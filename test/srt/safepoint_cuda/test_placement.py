@@ -152,10 +152,9 @@ def test_no_share_is_more_than_the_whole() -> None:
 
 def test_what_meets_no_safepoint_is_not_armed() -> None:
     safepoints = safepoints_with(place(scheduler_of()))
-    safepoints.arrival_wait_share(0.0, may_prefill=True)
-    assert safepoints.why_not(batch_of(ForwardMode.EXTEND)) is None
-    assert safepoints.why_not(batch_of(ForwardMode.MIXED)) is None
-    assert "single CUDA graph" in str(safepoints.why_not(batch_of(ForwardMode.DECODE)))
+    assert safepoints.why_not(batch_of(ForwardMode.EXTEND), 0.0) is None
+    assert safepoints.why_not(batch_of(ForwardMode.MIXED), 0.0) is None
+    assert "single CUDA graph" in str(safepoints.why_not(batch_of(ForwardMode.DECODE), 0.0))
 
 
 @pytest.mark.parametrize(
@@ -181,3 +180,15 @@ def test_which_devices_have_safepoints(device: str, unified: bool, is_refused: b
         ps=Nothing(),
     )
     assert (why_no_safepoints(scheduler, some_layers(2)) is not None) == is_refused
+
+
+def test_to_ask_how_long_an_arrival_waits_changes_nothing() -> None:
+    """Also at another time, when aborts have cost more than they may, or no longer have."""
+    safepoints = safepoints_with(place(scheduler_of()))
+    safepoints._guard.aborted(["a"], 10.0, wasted_s=5.0)
+    batch = batch_of(ForwardMode.EXTEND)
+    for asked_s in (10.0, 1e6, 10.0):
+        share = safepoints.arrival_wait_share(asked_s, may_prefill=True)
+        assert (share == 1.0) == (asked_s == 10.0)
+        assert "cost their share" in str(safepoints.why_not(batch, 10.0))
+        assert safepoints.why_not(batch, 1e6) is None

@@ -10,15 +10,16 @@ from typing import ClassVar, Final
 
 from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.batch_stats import BatchStats
-from sglang_coserve.core.online_phase import decode_online, slack_s
+from sglang_coserve.core.online_phase import slack_s
 from sglang_coserve.core.packing import Candidate, Packing
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.policy import Policy
-from sglang_coserve.core.snapshot import StepPlan
+from sglang_coserve.core.step import StepPlan, StepResult
 
 __all__ = ["BrosPolicy"]
 
 _MAX_BATCH_REQUESTS: Final = 1 << 16
+_ITERATION_WEIGHT: Final = 0.1
 
 
 @dataclass
@@ -55,10 +56,13 @@ class BrosPolicy(Policy):
     _batch_requests: int = field(default=0, init=False)
     """B_curr; 0 before the first plan."""
 
+    _mean_iteration_s: float | None = field(default=None, init=False)
+    """T_avg: moving average of the time of iterations; None before the first was measured."""
+
     def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``. O(rows log rows), and a prediction for each row."""
-        decode_online(batch, [row for row in batch.online_decodes if not row.info.is_online])
-        online = _by_urgency(batch, context)
+        mean_iteration_s = self._mean_iteration_s or 0.0
+        online = _by_urgency(batch, context, mean_iteration_s)
         bound_s = _least_residual_s(batch, online) * (1 - context.config.margin)
         batch.offline_budget_s = bound_s
 
@@ -77,35 +81,40 @@ class BrosPolicy(Policy):
         batch.is_deadline_bound = packing.stopped_by_bound
         for candidate in _offline(batch, context):
             if not packing.add(candidate) and not packing.replace_last_online(
-                candidate, context.mean_iteration_s
+                candidate, mean_iteration_s
             ):
                 break
         packing.apply()
 
-    def commit(self, plan: StepPlan) -> None:
-        """See ``Policy.commit``: adapt B_curr."""
+    def update(self, plan: StepPlan, result: StepResult) -> None:
+        """See ``Policy.update``: adapt B_curr and T_avg."""
+        mean_s = self._mean_iteration_s
+        if mean_s is None:
+            self._mean_iteration_s = result.seconds
+        elif result.seconds is not None:
+            self._mean_iteration_s = mean_s + _ITERATION_WEIGHT * (result.seconds - mean_s)
         current = self._batch_requests or self.base_batch_requests
         self._batch_requests = (
             self.base_batch_requests
-            if plan.is_deadline_bound
+            if plan.expected.is_deadline_bound
             else min(2 * current, _MAX_BATCH_REQUESTS)
         )
 
 
-def _by_urgency(batch: BatchBuilder, context: PlanContext) -> list[Candidate]:
+def _by_urgency(
+    batch: BatchBuilder, context: PlanContext, mean_iteration_s: float
+) -> list[Candidate]:
     """Return the online requests by residual time (lines 2–3)."""
     chunk_tokens = batch.snapshot.max_batch_tokens
     candidates = []
     for rows in (batch.online_decodes, batch.online_prefills, context.waiting):
         for row in rows:
-            if not row.info.is_online:
-                continue
             residual_s = slack_s(batch, row)
             # The late keep the order of their deadlines, or each one that got a chunk would look
             # less urgent than the others, and they would evict each other for ever.
             if residual_s >= 0:
                 more_iterations = (row.tokens_to_compute - 1) // chunk_tokens
-                residual_s = max(residual_s - more_iterations * context.mean_iteration_s, 0.0)
+                residual_s = max(residual_s - more_iterations * mean_iteration_s, 0.0)
             candidates.append(Candidate.of_row(row, residual_s))
     return sorted(candidates, key=lambda candidate: candidate.residual_s)
 

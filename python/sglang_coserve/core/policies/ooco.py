@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.batch_stats import BatchStats
@@ -20,6 +20,9 @@ from sglang_coserve.core.preemption import yields_first
 from sglang_coserve.core.snapshot import Row
 
 __all__ = ["OocoPolicy", "Role"]
+
+
+_EVICTION_WEIGHT: Final = 1 / 32
 
 
 class Role(Enum):
@@ -61,9 +64,12 @@ class OocoPolicy(Policy):
     random_picks: int = 8
     """K of Algorithm 2."""
 
+    _eviction_rate: float = field(default=0.0, init=False)
+    """Moving estimate of how many offline admissions end in an eviction, 0 to 1."""
+
     def victims(self, batch: BatchBuilder) -> Sequence[Row]:
         """See ``Policy.victims``: by bottleneck (§3.4.1); of those, parked and paused first."""
-        rows = [row for row in batch.offline_decodes + batch.offline_prefills if row.info.can_pause]
+        rows = batch.offline_decodes + batch.offline_prefills
         decodes = len(batch.online_decodes) + len(batch.offline_decodes)
         sign = -1 if is_compute_saturated(batch.model, decodes) else 1
         return sorted(rows, key=lambda row: (yields_first(row), sign * row.computed_tokens))
@@ -83,14 +89,22 @@ class OocoPolicy(Policy):
         batch.offline_budget_s = min(batch.offline_budget_s, budget_s)
         self._decode_mix(batch, context)
         if self.role is not Role.STRICT:
-            batch.admits_offline &= _saves_time(batch, context)
+            batch.admits_offline &= _saves_time(batch, context, self._eviction_rate)
             prefill_offline(batch, context)
+
+    def evicted(self) -> None:
+        """See ``Policy.evicted``."""
+        self._eviction_rate += _EVICTION_WEIGHT * (1.0 - self._eviction_rate)
+
+    def finished(self) -> None:
+        """See ``Policy.finished``."""
+        self._eviction_rate -= _EVICTION_WEIGHT * self._eviction_rate
 
     def _decode_mix(self, batch: BatchBuilder, context: PlanContext) -> None:
         """Algorithm 2; O(rows log rows) when not all fit."""
         rows = [row for row in batch.offline_decodes if not batch.is_evicted(row)]
         if longest_prefix(batch, rows) < len(rows):
-            draws = random.Random(context.config.seed << 32 | context.iteration)
+            draws = random.Random(context.config.seed << 32 | context.step)
             draws.shuffle(rows)
             chosen: list[Row] = []
             context_tokens = 0
@@ -105,7 +119,7 @@ class OocoPolicy(Policy):
         decode_offline(batch, rows)
 
 
-def _saves_time(batch: BatchBuilder, context: PlanContext) -> bool:
+def _saves_time(batch: BatchBuilder, context: PlanContext, eviction_rate: float) -> bool:
     """Tell whether the next offline request is worth its prefill (§3.4.2).
 
     One more of b decodes brings the time per token down from T(b)/b to
@@ -126,4 +140,4 @@ def _saves_time(batch: BatchBuilder, context: PlanContext) -> bool:
     after_s = batch.model.predict(now.with_decode(now.decode_context_tokens // decodes))
     new_tokens = request.max_new_tokens - request.num_generated_tokens
     prefill_s = batch.model.predict(BatchStats().with_prefill(length_tokens, 0))
-    return new_tokens * (before_s - after_s) >= context.eviction_rate * prefill_s
+    return new_tokens * (before_s - after_s) >= eviction_rate * prefill_s

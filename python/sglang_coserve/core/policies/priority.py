@@ -36,11 +36,7 @@ class PriorityPolicy(Policy):
 
     def victims(self, batch: BatchBuilder) -> Sequence[Row]:
         """See ``Policy.victims``: the last admitted first."""
-        return [
-            row
-            for row in reversed(batch.snapshot.rows)
-            if not row.info.is_online and row.info.can_pause
-        ]
+        return [row for row in reversed(batch.snapshot.rows) if not row.info.is_online]
 
     def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""

@@ -9,13 +9,13 @@ calls as events; ``replay`` makes them again on a fresh scheduler from the same
 from sglang_coserve.core.recording.decoder import read_recording
 from sglang_coserve.core.recording.encoder import EventEncoder, encode_setup
 from sglang_coserve.core.recording.events import (
-    Committed,
     Event,
     Finished,
-    Observed,
     OfflineAdded,
     Planned,
     Restored,
+    Started,
+    Updated,
 )
 from sglang_coserve.core.recording.replay import ReplayedPlan, replay
 from sglang_coserve.core.recording.report import PlanTally, ReplayReport, plan_text
@@ -23,11 +23,9 @@ from sglang_coserve.core.recording.scheduler import RecordingScheduler
 from sglang_coserve.core.recording.setup import SchedulerSetup
 
 __all__ = [
-    "Committed",
     "Event",
     "EventEncoder",
     "Finished",
-    "Observed",
     "OfflineAdded",
     "PlanTally",
     "Planned",
@@ -36,6 +34,8 @@ __all__ = [
     "ReplayedPlan",
     "Restored",
     "SchedulerSetup",
+    "Started",
+    "Updated",
     "encode_setup",
     "plan_text",
     "read_recording",

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
 from sglang_coserve.core.latency_model import LatencyProfile
 from sglang_coserve.core.latency_model.json_object import JsonObject
-from sglang_coserve.core.recording.events import Committed, Event, Finished, Planned
+from sglang_coserve.core.recording.events import Event, Finished, Planned, Updated
 from sglang_coserve.core.recording.line_format import EVENTS, FORMAT, STATE_LETTERS, VERSION
-from sglang_coserve.core.recording.plain import from_plain, read_dataclass, read_fields
+from sglang_coserve.core.recording.plain import from_plain, read_dataclass
 from sglang_coserve.core.recording.setup import SchedulerSetup
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row, StepPlan
+from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row
+from sglang_coserve.core.step import Served, StepPlan, StepResult
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.metrics import SloTargets
 
 __all__ = ["read_recording"]
 
 _STATES: Final = MappingProxyType({letter: state for state, letter in STATE_LETTERS.items()})
-_EMPTY_PLAN: Final = StepPlan()
 
 _Line = Mapping[str, object]
 
@@ -54,7 +54,11 @@ def _read_setup(header: JsonObject) -> SchedulerSetup:
         header.fail("format", f"expected {FORMAT!r}, which --record-plans writes")
     version = header.integer("version")
     if version != VERSION:
-        header.fail("version", f"{version} is not {VERSION}, which this version reads")
+        header.fail(
+            "version",
+            f"{version} is not {VERSION}, which this version reads: replay it with the version "
+            "of sglang_coserve that recorded it, or record again",
+        )
     try:
         targets = _field(header.fields, "targets", partial(from_plain, SloTargets))
         config = _field(header.fields, "config", partial(from_plain, SchedulerConfig))
@@ -89,15 +93,14 @@ class _EventDecoder:
         self._infos: dict[int, RequestInfo] = {}
         self._numbers: dict[str, int] = {}
         self._num_known = 0
-        self._planned = _EMPTY_PLAN
 
     def decode(self, line: _Line) -> Event:
         """Return the event of a line."""
         kind = _field(line, "event", _event_kind)
         if kind is Planned:
             return self._planned_event(line)
-        if kind is Committed:
-            return Committed(_field(line, "plan", partial(_changed, self._planned)))
+        if kind is Updated:
+            return self._updated_event(line)
         event: Event = read_dataclass(
             kind, {name: value for name, value in line.items() if name != "event"}
         )
@@ -106,18 +109,43 @@ class _EventDecoder:
         return event
 
     def _planned_event(self, line: _Line) -> Planned:
-        for info in _field(line, "new", partial(from_plain, tuple[RequestInfo, ...])):
-            self._infos[self._num_known] = info
-            self._numbers[info.rid] = self._num_known
-            self._num_known += 1
+        for number, info in self._new(line).items():
+            self._numbers[info.rid] = number
         rows, waiting = (_field(line, name, self._rows) for name in ("rows", "waiting"))
         engine = partial(read_dataclass, EngineSnapshot, rows=rows, waiting=waiting)
-        self._planned = _field(line, "plan", partial(_changed, _EMPTY_PLAN))
         return Planned(
             _field(line, "engine", engine),
             _field(line, "cached_tokens", partial(from_plain, Mapping[str, int])),
-            self._planned,
+            _field(line, "plan", partial(read_dataclass, StepPlan)),
         )
+
+    def _updated_event(self, line: _Line) -> Updated:
+        new = self._new(line)
+        event = Updated(_field(line, "result", self._result))
+        for number in new:
+            del self._infos[number]
+        return event
+
+    def _new(self, line: _Line) -> dict[int, RequestInfo]:
+        """Return the requests that this line describes, by number."""
+        infos = _field(line, "new", partial(from_plain, tuple[RequestInfo, ...]))
+        new = dict(enumerate(infos, start=self._num_known))
+        self._infos |= new
+        self._num_known += len(new)
+        return new
+
+    def _result(self, value: object) -> StepResult:
+        served: list[Served] = []
+        if isinstance(value, dict) and "served" in value:
+            value = dict(value)
+            columns = _field(value, "served", partial(from_plain, _ServedColumns))
+            try:
+                served = columns.served(self._infos)
+            except (KeyError, IndexError, ValueError) as error:
+                raise ValueError(f".served: the columns do not fit together: {error}") from error
+            del value["served"]
+        result: StepResult = read_dataclass(StepResult, value, served=tuple(served))
+        return result
 
     def _rows(self, value: object) -> list[Row]:
         if value is None:
@@ -157,14 +185,28 @@ class _Columns:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class _ServedColumns:
+    """What online requests got, by column."""
+
+    request: tuple[int, ...]
+    last_token: tuple[int, ...]
+    token: tuple[int, ...]
+    times_s: tuple[float | None, ...]
+
+    def served(self, infos: Mapping[int, RequestInfo]) -> list[Served]:
+        """As ``_Columns.rows``."""
+        times_s = self.times_s
+        return [
+            Served(infos[number], times_s[last], times_s[token])
+            for number, last, token in zip(self.request, self.last_token, self.token, strict=True)
+        ]
+
+
 def _event_kind(name: object) -> Any:
     if not isinstance(name, str) or name not in EVENTS:
         raise ValueError(f": expected one of {', '.join(EVENTS)}, found {name!r:.40}")
     return EVENTS[name]
-
-
-def _changed(base: StepPlan, value: object) -> StepPlan:
-    return replace(base, **read_fields(StepPlan, value))
 
 
 def _field(line: _Line, name: str, read: Callable[[object], Any]) -> Any:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.offline_queue import QueuedRequest
-from sglang_coserve.core.snapshot import EngineSnapshot, StepPlan
+from sglang_coserve.core.snapshot import EngineSnapshot
+from sglang_coserve.core.step import PrefillChunk, StepPlan, StepResult
 
-__all__ = ["Committed", "Event", "Finished", "Observed", "OfflineAdded", "Planned", "Restored"]
+__all__ = ["Event", "Finished", "OfflineAdded", "Planned", "Restored", "Started", "Updated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +32,17 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
-    """``Scheduler.commit`` was called, perhaps with less than what was planned."""
+class Started:
+    """``Scheduler.start`` was called with the last plan."""
 
-    plan: StepPlan
+    chunks: tuple[PrefillChunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
-    """``Scheduler.observe`` was called."""
+class Updated:
+    """``Scheduler.update`` was called."""
 
-    batch: BatchStats
-    seconds: float
+    result: StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,4 +60,4 @@ class Finished:
     rid: str
 
 
-Event: TypeAlias = OfflineAdded | Planned | Committed | Observed | Restored | Finished
+Event: TypeAlias = OfflineAdded | Planned | Started | Updated | Restored | Finished

@@ -3,13 +3,14 @@
 Line 1 is an object with ``format``, ``version``, ``policy``, ``targets``, ``config`` and
 ``profile`` (a latency profile). Every other line is an event under its name:
 
-- ``added``, ``observed``, ``restored``, ``finished``: the fields of the event.
+- ``added``, ``started``, ``restored``, ``finished``: the fields of the event.
 - ``planned``: ``engine``, the snapshot without its rows; ``rows`` and ``waiting``, by
   column, null when there are none; ``new``, what does not change of the requests seen for
   the first time, which columns refer to by number, counted from 0 over the whole
   recording until they finish; ``cached_tokens``; and ``plan``, its fields that are not
   those of an empty plan.
-- ``committed``: ``plan``, its fields that are not those of the last planned one.
+- ``updated``: ``result``, its fields that are not those of an empty result, but for
+  ``served``, which is by column; and ``new``.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from sglang_coserve.core.recording.events import (
-    Committed,
     Finished,
-    Observed,
     OfflineAdded,
     Planned,
     Restored,
+    Started,
+    Updated,
 )
 from sglang_coserve.core.request import RequestState
 
 __all__ = ["EVENTS", "FORMAT", "STATE_LETTERS", "VERSION"]
 
 FORMAT: Final = "coserve plans"
-VERSION: Final = 1
+VERSION: Final = 2
 
 EVENTS: Final[Mapping[str, Any]] = MappingProxyType(
     {
         "added": OfflineAdded,
         "planned": Planned,
-        "committed": Committed,
-        "observed": Observed,
+        "started": Started,
+        "updated": Updated,
         "restored": Restored,
         "finished": Finished,
     }

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 from sglang_coserve.core.offline_queue import PackedTokens, pack_tokens, unpack_tokens
 from sglang_coserve.errors import CoserveError
 
-__all__ = ["from_plain", "read_dataclass", "read_fields", "to_plain"]
+__all__ = ["from_plain", "read_dataclass", "to_plain"]
 
 T = TypeVar("T")
 
@@ -75,14 +75,14 @@ def read_dataclass(kind: Any, value: object, **known: Any) -> Any:
     Raises:
         ValueError: as ``from_plain``.
     """
-    given = read_fields(kind, value) | known
+    given = _read_fields(kind, value) | known
     for field in fields(kind):
         if field.name not in given and field.default is field.default_factory is MISSING:
             raise ValueError(f".{field.name}: this field is missing")
     return _made(kind, **given)
 
 
-def read_fields(kind: type, value: object) -> dict[str, Any]:
+def _read_fields(kind: type, value: object) -> dict[str, Any]:
     """Return those fields of the dataclass ``kind`` that are in ``value``.
 
     Raises:

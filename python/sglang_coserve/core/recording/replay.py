@@ -8,16 +8,17 @@ from dataclasses import dataclass, fields
 from typing import Final, assert_never
 
 from sglang_coserve.core.recording.events import (
-    Committed,
     Event,
     Finished,
-    Observed,
     OfflineAdded,
     Planned,
     Restored,
+    Started,
+    Updated,
 )
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.core.snapshot import EngineSnapshot, StepPlan
+from sglang_coserve.core.snapshot import EngineSnapshot
+from sglang_coserve.core.step import StepPlan
 
 __all__ = ["ReplayedPlan", "replay"]
 
@@ -59,18 +60,19 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[ReplayedPl
     """
     cache = _RecordedAnswers()
     index = 0
+    recorded = StepPlan()
     for event in events:
         match event:
             case OfflineAdded(request):
                 scheduler.add_offline(request)
-            case Planned(snapshot, cached_tokens, plan):
+            case Planned(snapshot, cached_tokens, recorded):
                 cache.known |= cached_tokens
-                yield ReplayedPlan(index, snapshot, plan, scheduler.plan(snapshot, cache))
+                yield ReplayedPlan(index, snapshot, recorded, scheduler.plan(snapshot, cache))
                 index += 1
-            case Committed(plan):
-                scheduler.commit(plan)
-            case Observed(batch, seconds):
-                scheduler.observe(batch, seconds)
+            case Started(chunks):
+                scheduler.start(recorded, chunks)
+            case Updated(result):
+                scheduler.update(result)
             case Restored(rid, generated_tokens):
                 scheduler.restore(rid, generated_tokens)
             case Finished(rid):

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 
 from sglang_coserve.core.recording.replay import ReplayedPlan
 from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.snapshot import EngineSnapshot, StepPlan
+from sglang_coserve.core.snapshot import EngineSnapshot
+from sglang_coserve.core.step import StepPlan
 from sglang_coserve.metrics import percentile
 
 __all__ = ["PlanTally", "ReplayReport", "plan_text"]

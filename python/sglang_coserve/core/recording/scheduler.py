@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
 from sglang_coserve.core.prediction_error import PredictionError
 from sglang_coserve.core.recording.events import (
-    Committed,
     Event,
     Finished,
-    Observed,
     OfflineAdded,
     Planned,
     Restored,
+    Started,
+    Updated,
 )
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, StepPlan
+from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache
+from sglang_coserve.core.step import PrefillChunk, StepPlan, StepResult
 
 __all__ = ["RecordingScheduler"]
 
@@ -61,15 +61,15 @@ class RecordingScheduler:
         self._sink(Planned(snapshot, answers.noted, plan))
         return plan
 
-    def commit(self, plan: StepPlan) -> None:
-        """See ``Scheduler.commit``."""
-        self._scheduler.commit(plan)
-        self._sink(Committed(plan))
+    def start(self, plan: StepPlan, chunks: Sequence[PrefillChunk]) -> None:
+        """See ``Scheduler.start``."""
+        self._scheduler.start(plan, chunks)
+        self._sink(Started(tuple(chunks)))
 
-    def observe(self, batch: BatchStats, seconds: float) -> None:
-        """See ``Scheduler.observe``."""
-        self._scheduler.observe(batch, seconds)
-        self._sink(Observed(batch, seconds))
+    def update(self, result: StepResult) -> None:
+        """See ``Scheduler.update``."""
+        self._scheduler.update(result)
+        self._sink(Updated(result))
 
     def restore(self, rid: str, generated_tokens: int) -> None:
         """See ``Scheduler.restore``."""

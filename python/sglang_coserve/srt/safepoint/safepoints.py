@@ -75,27 +75,29 @@ class Safepoints:
         self._interval = interval
         self._abort_share = min(1.0, placement.outstanding_groups * interval / num_layers)
         self._cost_s = safepoint_cost_s(placement.gate)
-        self._is_affordable = True
         self._request: AbortRequest | None = None
 
     # --- Before a batch ------------------------------------------------------------------
 
     def arrival_wait_share(self, now_s: float, *, may_prefill: bool) -> float:
-        """Return the part of the next iteration that an arrival waits at most, and decide with
-        it whether that iteration may be aborted. One that cannot prefill will be a decode step."""
-        self._is_affordable = self._guard.can_afford(now_s)
+        """Return the part of the next step that an arrival waits at most; 1 if that step may not
+        be aborted. One that cannot prefill will be a decode step."""
         kinds = (BatchKind.EXTEND, BatchKind.MIXED) if may_prefill else (BatchKind.DECODE,)
         can_abort = self._guard.may_abort(now_s) and not any(kind in self._kept for kind in kinds)
         return self._abort_share if can_abort else 1.0
 
-    def why_not(self, batch: ScheduleBatch) -> str | None:
-        """Return why a batch with offline rows is not to be aborted; None if it may be."""
+    def why_not(self, batch: ScheduleBatch, now_s: float) -> str | None:
+        """Return why a batch with offline rows is not to be aborted; None if it may be.
+
+        ``now_s`` is when the pass began, on the clock that all ranks share: in one pass the
+        answer does not change.
+        """
         kind = kind_of(batch)
         if kind is None:
             return "neither a prefill nor a decode"
         if kind in self._kept:
             return self._kept[kind]
-        if not self._is_affordable:
+        if not self._guard.can_afford(now_s):
             return "aborts have cost their share of the time"
         if self._guard.protects(req.rid for req in batch.reqs):
             return "a request of it was aborted too often in a row"

@@ -1,0 +1,137 @@
+"""A step: what the scheduler decides of it, and what came of it. Immutable values.
+
+The scheduler answers an ``EngineSnapshot`` with a ``StepPlan``. The adapter carries it
+out as far as the engine goes along, and hands a ``StepResult`` back: what really ran.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.snapshot import RequestInfo
+
+__all__ = ["Eviction", "Expected", "PrefillChunk", "Served", "StepPlan", "StepResult"]
+
+
+class PrefillChunk(NamedTuple):
+    """The next ``tokens`` tokens of a request to compute; all of its rest, or a chunk."""
+
+    rid: str
+    tokens: int
+
+
+class Eviction(NamedTuple):
+    """Give up the KV of the last ``tokens`` tokens of a request.
+
+    Of a decode or a prefill this makes a waiting request with progress; what is
+    left, the head, goes to the prefix cache.
+    """
+
+    rid: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the scheduler compares a result with; nothing for an adapter."""
+
+    online_part_s: float = 0.0
+    """Predicted latency of the step's online work alone."""
+
+    is_deadline_bound: bool = False
+    """Online work was left out of the step because a deadline would be missed."""
+
+    waiting_users: frozenset[str | None] | None = None
+    """Users with online requests waiting at the time of the plan; None without a fair order."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the next step does.
+
+    Carried out in the order of the fields: first memory is freed, then rows
+    change state, then the batch runs: every row in state ``DECODING`` (after
+    ``pause`` and ``resume``) decodes one token, unless ``skips_decodes``, and the
+    chunks are prefilled.
+    """
+
+    step: int = 0
+    """Its number, which its result refers to. A plan that is not started gives it back."""
+
+    shed: tuple[str, ...] = ()
+    """Online requests to refuse: they can no longer meet their target (overload only)."""
+
+    evict: tuple[Eviction, ...] = ()
+    pause: tuple[str, ...] = ()
+    """Decodes that skip steps from now on; KV kept. Offline ones, but for BROS."""
+
+    resume: tuple[str, ...] = ()
+    park: tuple[str, ...] = ()
+    """Running prefills that get no chunk and give way from now on; KV kept."""
+
+    prefills: tuple[PrefillChunk, ...] = ()
+    """Chunks in order, online before offline; rows, waiting requests or queue picks."""
+
+    skips_decodes: bool = False
+    """No row decodes in this step; their states stay as they are."""
+
+    batch: BatchStats = field(default_factory=BatchStats)
+    """Sums over the planned batch."""
+
+    predicted_s: float = 0.0
+    """Predicted latency of the planned batch."""
+
+    budget_s: float = float("inf")
+    """Latency budget that offline work was packed under; infinite when nothing bounds it,
+    0 when online work was left over, so that offline work got nothing."""
+
+    arrival_wait_s: float = float("inf")
+    """Longest time that an online request which arrives while this runs may wait for its end;
+    where it would take longer, the offline part is to be aborted."""
+
+    expected: Expected = field(default_factory=Expected)
+
+    @property
+    def is_idle(self) -> bool:
+        """True when there is nothing to run."""
+        return self.batch.is_empty
+
+
+class Served(NamedTuple):
+    """An online request that a step computed tokens of."""
+
+    info: RequestInfo
+    last_token_s: float | None
+    """When its token before came out; None when it had none."""
+
+    token_s: float | None
+    """When its token came out; None when none did, since more of its prompt is to be computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came of a step that was started."""
+
+    step: int
+    """The number of its plan."""
+
+    started_s: float
+    """When it began: the time of its snapshot."""
+
+    seconds: float | None = None
+    """How long it took, as measured; None when that is not known."""
+
+    batch: BatchStats = field(default_factory=BatchStats)
+    """Sums over the rows that were computed to the end; empty when nothing ran, or all was
+    given up."""
+
+    chunks: tuple[PrefillChunk, ...] = ()
+    """The prefills among them."""
+
+    served: tuple[Served, ...] = ()
+    """The online requests among them."""
+
+    given_up: tuple[str, ...] = ()
+    """Rows whose work was thrown away half-way. ``seconds`` then tells of no batch."""

@@ -1,0 +1,156 @@
+"""What came of the core's steps on the engine: from the batch that ran to a ``StepResult``."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.step import PrefillChunk, Served, StepResult
+from sglang_coserve.srt.request_ledger import RequestLedger
+from sglang_coserve.srt.safepoint.in_flight import kind_of, num_decodes, stats_of
+
+__all__ = ["StepTracker"]
+
+Req = Any
+ScheduleBatch = Any
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step whose result is not complete yet."""
+
+    number: int
+    started_s: float
+    batch: BatchStats
+    chunks: tuple[PrefillChunk, ...]
+    given_up: tuple[str, ...] = ()
+    seconds: float | None = None
+    served: tuple[Served, ...] = ()
+    is_timed: bool = False
+    is_told: bool = False
+    """Who got a token is known."""
+
+    def result(self) -> StepResult:
+        return StepResult(
+            self.number,
+            self.started_s,
+            self.seconds,
+            self.batch,
+            self.chunks,
+            self.served,
+            self.given_up,
+        )
+
+
+class StepTracker:
+    """Follows every batch of the engine in order, those that the core planned and the others.
+
+    A pass of the scheduler begins (``next_pass``), may be a step of the core (``started``),
+    and ends with its batch (``launched``), which may be given up while it runs (``gave_up``).
+    Its results come then or during the next pass (``processed``).
+
+    Times are those of passes. Without overlap, and on a CPU in any case, a pass's batch runs
+    until the next pass. Where the batch runs beside the scheduler, a pass ends when the
+    batch *before* it has: the time then belongs to that one.
+    """
+
+    def __init__(self, ledger: RequestLedger, *, is_overlapped: bool) -> None:
+        """``ledger`` knows the requests, and is told when their tokens came out."""
+        self._ledger = ledger
+        self._lag = int(is_overlapped)
+        self._pass_s: float | None = None
+        self._planned: int | None = None
+        self._last: deque[_Step | None] = deque(maxlen=self._lag + 1)
+        """Of the last passes; None for what the core did not plan."""
+
+        self._running: deque[_Step | None] = deque()
+        """Launched batches without results, in order."""
+
+        self._told: list[tuple[_Step | None, Sequence[Req], Sequence[bool]]] = []
+        """Results since the last pass: rows, and whether each got a token."""
+
+        self._open: deque[_Step] = deque()
+
+    def next_pass(self, now_s: float) -> list[StepResult]:
+        """Return the steps that are complete now, in order. O(rows of them)."""
+        self._note_time(now_s)
+        for step, reqs, has_token in self._told:
+            served = self._note_tokens(reqs, has_token, now_s)
+            if step is not None:
+                step.served = served
+                step.is_told = True
+        self._told.clear()
+        self._pass_s = now_s
+        results = []
+        while self._open and self._open[0].is_timed and self._open[0].is_told:
+            results.append(self._open.popleft().result())
+        return results
+
+    def started(self, step: int) -> None:
+        """Note that this pass carries out a step of the core."""
+        self._planned = step
+
+    def launched(self, batch: ScheduleBatch | None) -> None:
+        """Note the batch with which the pass ends; None if nothing is to run. O(rows)."""
+        number, self._planned = self._planned, None
+        step = None
+        if number is not None:
+            assert self._pass_s is not None
+            step = _Step(number, self._pass_s, *_content(batch), is_told=not batch)
+            self._open.append(step)
+        self._last.append(step)
+        if batch:
+            self._running.append(step)
+
+    def gave_up(self, rids: Sequence[str], rest: ScheduleBatch | None) -> None:
+        """Note that these rows were taken out of the batch that runs; ``rest`` goes on."""
+        step = self._last[-1]
+        if step is not None:
+            step.given_up = tuple(rids)
+            step.batch, step.chunks = _content(rest)
+
+    def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
+        """Note the results of the batch that was launched first: rows, and who got a token."""
+        self._told.append((self._running.popleft(), reqs, has_token))
+
+    def _note_time(self, now_s: float) -> None:
+        """Say of the step that the last pass shows the time of how long it took, if that is
+        known: beside a batch of unknown length the time is not its alone."""
+        if len(self._last) <= self._lag:
+            return
+        step, newest = self._last[0], self._last[-1]
+        if step is None or step.is_timed:
+            return
+        step.is_timed = True
+        is_alone = newest is not None and not (self._lag and (step.given_up or newest.given_up))
+        ran = not step.batch.is_empty or step.given_up
+        if is_alone and ran and self._pass_s is not None and now_s > self._pass_s:
+            step.seconds = now_s - self._pass_s
+
+    def _note_tokens(
+        self, reqs: Sequence[Req], has_token: Sequence[bool], now_s: float
+    ) -> tuple[Served, ...]:
+        ledger = self._ledger
+        served = []
+        for req, has in zip(reqs, has_token, strict=True):
+            if req.rid not in ledger:
+                continue  # It was aborted meanwhile.
+            info, last_s = ledger[req.rid], ledger.last_token_s(req.rid)
+            if info.is_online:
+                served.append(Served(info, last_s, now_s if has else None))
+            if has:
+                ledger.produced(req.rid, now_s)
+        return tuple(served)
+
+
+def _content(batch: ScheduleBatch | None) -> tuple[BatchStats, tuple[PrefillChunk, ...]]:
+    """Return the sums over a batch that is ready to run, and its prefills."""
+    kind = kind_of(batch) if batch else None
+    if batch is None or kind is None:
+        return BatchStats(), ()
+    count = len(batch.reqs) - num_decodes(batch, kind)
+    chunks = [PrefillChunk(batch.reqs[row].rid, batch.extend_lens[row]) for row in range(count)]
+    return stats_of(batch, kind, [True] * len(batch.reqs)), tuple(chunks)

@@ -1,0 +1,279 @@
+"""What ran counts, and nothing that was only planned."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from core.scheduler.scenarios import (
+    MODEL,
+    NO_CACHE,
+    TARGETS,
+    offline,
+    online,
+    queued,
+    ran,
+    result_of,
+    scheduler,
+    snapshot,
+)
+from sglang_coserve.core.batch_builder import BatchBuilder
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.plan_context import PlanContext
+from sglang_coserve.core.policies.bros import BrosPolicy
+from sglang_coserve.core.policies.coserve import CoservePolicy
+from sglang_coserve.core.preemption import last_admitted_first
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.scheduler_config import OnlineOrder
+from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.step import Served, StepResult
+from sglang_coserve.metrics import SloTargets
+
+DECODING = RequestState.DECODING
+
+
+@dataclass
+class Probe(CoservePolicy):
+    """The default policy, which keeps what it was shown last."""
+
+    context: PlanContext = field(init=False)
+
+    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
+        self.context = context
+        super().compose(batch, context)
+
+
+def shown(brain: Scheduler, probe: Probe, now_s: float = 100.0) -> PlanContext:
+    brain.plan(snapshot(now_s=now_s), NO_CACHE)
+    return probe.context
+
+
+# --- A step runs once ---------------------------------------------------------------------
+
+
+def test_a_plan_is_started_once_and_has_one_result() -> None:
+    brain, seen = scheduler("coserve", queued(100)), snapshot(online(50))
+    plan = brain.plan(seen, NO_CACHE)
+    result = ran(brain, plan, seen)
+    with pytest.raises(AssertionError, match="step 0 is not 1, the next"):
+        brain.start(plan, plan.prefills)
+    with pytest.raises(AssertionError, match="step 0 is not in flight"):
+        brain.update(result)
+
+
+def test_a_step_that_was_not_started_has_no_result() -> None:
+    brain, seen = scheduler("coserve"), snapshot(online(50))
+    plan = brain.plan(seen, NO_CACHE)
+    with pytest.raises(AssertionError, match="not in flight"):
+        brain.update(result_of(plan, seen, chunks=plan.prefills))
+
+
+def test_only_what_was_planned_can_be_admitted() -> None:
+    brain = scheduler("coserve", queued(50, rid="a"))
+    plan = brain.plan(snapshot(), NO_CACHE)
+    with pytest.raises(AssertionError, match="not planned"):
+        brain.start(plan, [plan.prefills[0]._replace(tokens=51)])
+
+
+def test_what_a_step_in_flight_took_from_the_queue_is_not_planned_again() -> None:
+    """As under overlap scheduling, where the next plan comes before the last one's result."""
+    brain = scheduler("coserve", queued(100, rid="a"), queued(100, rid="b", first=500), max_picks=1)
+    seen = snapshot()
+    first = brain.plan(seen, NO_CACHE)
+    brain.start(first, first.prefills)
+    second = brain.plan(seen, NO_CACHE)
+    brain.start(second, second.prefills)
+    assert [chunk.rid for plan in (first, second) for chunk in plan.prefills] == ["a", "b"]
+    brain.update(result_of(first, seen, chunks=first.prefills))
+    brain.update(result_of(second, seen, chunks=second.prefills))
+
+
+# --- A part of a plan ---------------------------------------------------------------------
+
+
+def test_what_was_not_admitted_goes_on_waiting_and_is_planned_again() -> None:
+    brain = scheduler("coserve", *(queued(100, rid=f"q{i}", first=1000 * i) for i in range(3)))
+    seen = snapshot()
+    plan = brain.plan(seen, NO_CACHE)
+    assert len(plan.prefills) == 3
+    ran(brain, plan, seen, admitted=plan.prefills[:1])
+    assert brain.queue.is_running("q0")
+    assert [chunk.rid for chunk in brain.plan(seen, NO_CACHE).prefills] == ["q1", "q2"]
+
+
+def test_a_user_pays_for_what_was_admitted() -> None:
+    brain = scheduler("coserve", targets=SloTargets(), online_order=OnlineOrder.VTC)
+    rows = [online(100, rid=f"{user}{i}", user=user) for i in range(2) for user in "ab"]
+    seen = snapshot(*rows)
+    plan = brain.plan(seen, NO_CACHE)
+    assert len(plan.prefills) == 4
+    ran(brain, plan, seen, admitted=plan.prefills[:1])
+    left = snapshot(*rows[1:])
+    assert [chunk.rid for chunk in brain.plan(left, NO_CACHE).prefills] == ["b0", "b1", "a1"]
+
+
+def test_the_time_of_a_part_teaches_the_model_of_that_part() -> None:
+    brain = scheduler("coserve", *(queued(300, rid=f"q{i}", first=1000 * i) for i in range(3)))
+    seen = snapshot()
+    plan = brain.plan(seen, NO_CACHE)
+    part_s = MODEL.predict(BatchStats.of([(300, 0)]))
+    ran(brain, plan, seen, admitted=plan.prefills[:1], seconds=part_s)
+    assert brain.prediction_error.mape == 0.0
+
+
+def test_requests_count_as_arrived_when_they_have_a_token_and_not_when_one_is_planned() -> None:
+    probe = Probe()
+    brain = scheduler(probe)
+    rows = [online(100, arrival_s=90.0 + i) for i in range(4)]
+    seen = snapshot(*rows, now_s=95.0)
+    plan = brain.plan(seen, NO_CACHE)
+    assert len(plan.prefills) == 4
+    ran(brain, plan, seen, admitted=plan.prefills[:2])
+    assert shown(brain, probe).arrivals_per_s == pytest.approx(2 / 10)
+
+
+# --- A step that is given up --------------------------------------------------------------
+
+
+def test_a_request_that_starts_over_after_an_abort_counts_once() -> None:
+    probe = Probe()
+    brain = scheduler(probe, online_order=OnlineOrder.VTC)
+    early = online(10, arrival_s=80.0, rid="early")
+    seen = snapshot(early, now_s=80.0)
+    ran(brain, brain.plan(seen, NO_CACHE), seen)
+    row = online(100, arrival_s=90.0, rid="late")
+    for given_up in (("late",), ("late",), ()):
+        seen = snapshot(row, now_s=90.0)
+        ran(brain, brain.plan(seen, NO_CACHE), seen, given_up=given_up, seconds=0.5)
+    assert shown(brain, probe).arrivals_per_s == pytest.approx(2 / 20)
+
+
+def test_nobody_pays_for_a_step_that_was_given_up() -> None:
+    brain = scheduler("coserve", targets=SloTargets(), online_order=OnlineOrder.VTC)
+    rows = [online(100, rid="a0", user="a"), online(90, rid="b0", user="b")]
+    for given_up in (("a0",), ()):
+        seen = snapshot(*rows, max_batch_tokens=100)
+        plan = brain.plan(seen, NO_CACHE)
+        assert [chunk.rid for chunk in plan.prefills] == ["a0"]
+        ran(brain, plan, seen, given_up=given_up)
+
+
+def test_the_time_of_a_step_that_was_given_up_teaches_the_model_nothing() -> None:
+    brain = scheduler("coserve", queued(500, rid="q"))
+    seen = snapshot(online(10, DECODING))
+    ran(brain, brain.plan(seen, NO_CACHE), seen, given_up=("q",), seconds=9.0)
+    assert brain.prediction_error.mape is None
+
+
+def test_a_step_that_did_not_run_teaches_nothing() -> None:
+    policy = BrosPolicy(base_batch_requests=4)
+    brain, seen = scheduler(policy), snapshot(online(10, DECODING))
+    plan = brain.plan(seen, NO_CACHE)
+    brain.start(plan, ())
+    brain.update(StepResult(plan.step, seen.now_s, 3.0))
+    assert brain.prediction_error.mape is None
+    assert policy == BrosPolicy(base_batch_requests=4)
+
+
+# --- When tokens came ---------------------------------------------------------------------
+
+
+def wait_s(brain: Scheduler, probe: Probe) -> float:
+    return shown(brain, probe).arrival_wait_s(1.0)
+
+
+def late_first_tokens(brain: Scheduler, count: int) -> None:
+    """Each 0.5 s too late, because of the offline prompt in the same step."""
+    for number in range(count):
+        at_s = 50.0 * (number + 1)
+        prompt, rid = online(100, arrival_s=at_s), f"q{number}"
+        brain.add_offline(queued(2000, rid=rid, first=5000 * number))
+        seen = snapshot(prompt, now_s=at_s)
+        plan = brain.plan(seen, NO_CACHE)
+        assert len(plan.prefills) == 2
+        brain.start(plan, plan.prefills)
+        result = result_of(plan, seen, chunks=plan.prefills, seconds=plan.predicted_s)
+        brain.update(replace(result, served=(Served(prompt.info, None, at_s + 1.01),)))
+        brain.finish(rid)
+
+
+def test_a_first_token_is_judged_by_when_it_came() -> None:
+    probe = Probe()
+    brain = scheduler(probe)
+    before_s = wait_s(brain, probe)
+    late_first_tokens(brain, 1)
+    assert wait_s(brain, probe) == pytest.approx(math.exp(-0.03) * before_s)
+
+
+def test_steps_with_equal_batches_are_not_taken_for_each_other() -> None:
+    """The first is given up, so it has no first token; the second, which began when the first
+    was late already, is in time for the request that it serves."""
+    probe = Probe()
+    brain = scheduler(probe)
+    before_s = wait_s(brain, probe)
+    plans = []
+    for now_s in (0.0, 5.0):
+        brain.add_offline(queued(500, rid=f"q{now_s}", first=int(1000 * now_s)))
+        seen = snapshot(online(100, arrival_s=now_s - 0.1), now_s=now_s)
+        plan = brain.plan(seen, NO_CACHE)
+        brain.start(plan, plan.prefills)
+        plans.append((plan, seen))
+    (first, first_seen), (second, second_seen) = plans
+    assert first.batch == second.batch
+    everyone = tuple(chunk.rid for chunk in first.prefills)
+    brain.update(
+        result_of(first, first_seen, chunks=first.prefills, given_up=everyone, seconds=4.0)
+    )
+    brain.update(result_of(second, second_seen, chunks=second.prefills, seconds=0.2))
+    assert wait_s(brain, probe) == before_s
+
+
+def test_a_gap_is_late_when_its_token_came_late() -> None:
+    probe = Probe()
+    brain = scheduler(probe)
+    rows = [online(10, DECODING, last_token_s=100.0) for _ in range(8)]
+    seen = snapshot(*rows, now_s=100.0)
+    before = shown(brain, probe).late_gaps
+    ran(brain, brain.plan(seen, NO_CACHE), seen, seconds=0.5)  # Planned in time.
+    assert shown(brain, probe).late_gaps < before - 7
+
+
+def test_the_average_iteration_is_the_one_that_was_measured() -> None:
+    policy = BrosPolicy()
+    brain, seen = scheduler(policy), snapshot(online(10, DECODING))
+    ran(brain, brain.plan(seen, NO_CACHE), seen, seconds=2.0)
+    assert policy._mean_iteration_s == 2.0
+
+
+# --- What a plan allows an arrival to wait ------------------------------------------------
+
+
+@pytest.mark.parametrize(("mixed_share", "is_shorter"), [(1.0, False), (0.25, True)])
+def test_only_a_step_that_can_be_aborted_is_planned_as_one(
+    mixed_share: float, is_shorter: bool
+) -> None:
+    """With a safepoint to end it, an arrival's wait is learned to be shorter than with none."""
+    brain = scheduler("coserve")
+    late_first_tokens(brain, 120)
+    seen = snapshot(online(10, DECODING, last_token_s=9000.0), now_s=9000.0)
+    whole_s = brain.plan(seen, NO_CACHE).arrival_wait_s
+    seen = replace(seen, arrival_wait_share=0.25, mixed_arrival_wait_share=mixed_share)
+    assert (brain.plan(seen, NO_CACHE).arrival_wait_s < whole_s) == is_shorter
+
+
+# --- A budget of nothing ------------------------------------------------------------------
+
+
+def builder(*rows: Row) -> BatchBuilder:
+    return BatchBuilder(snapshot(*rows), MODEL, TARGETS, last_admitted_first)
+
+
+def test_a_budget_of_nothing_is_no_prompt_left_over() -> None:
+    batch = builder(offline())
+    batch.offline_budget_s = 0.0
+    assert not batch.has_left_over_online
+    batch.leave_over_online(by_deadline=False)
+    assert batch.has_left_over_online

@@ -1,0 +1,168 @@
+"""The online-only engine beside the real one: what it says must not depend on when it learns it."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_coserve.core.baseline import Baseline
+from sglang_coserve.core.batch_stats import BatchStats
+
+Request = tuple[float, int, int]
+"""Arrival, prompt tokens, output tokens."""
+
+
+def predict(batch: BatchStats) -> float:
+    """Exact in binary, so that sums are."""
+    return (8 + batch.prefill_tokens + 2 * batch.decode_requests) / 1024
+
+
+def times(
+    requests: list[Request], baseline: Baseline, *, steps: int = 1, seed: int = 0
+) -> dict[str, list[float]]:
+    """Tokens of a baseline that hears of one real token after the other, in any order.
+
+    A request's arrival is heard of before the first token of any that came later, as the
+    baseline asks.
+    """
+    rng = random.Random(seed)
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    end_s = 1e6
+
+    def collect(now_s: float) -> None:
+        for rid, number, at_s in baseline.advance(predict, now_s):
+            assert number == len(found[rid]) + 1
+            found[rid].append(at_s)
+
+    for number, (arrival_s, prompt, _) in enumerate(requests):
+        baseline.arrived(str(number), arrival_s, prompt)
+        collect(arrival_s)
+    left = {str(number): tokens for number, (_, _, tokens) in enumerate(requests)}
+    while left:
+        for _ in range(steps):
+            if left:
+                rid = rng.choice(sorted(left))
+                baseline.produced(rid)
+                left[rid] -= 1
+                if not left[rid]:
+                    del left[rid]
+                    baseline.ended(rid)
+        collect(end_s)
+    collect(end_s)
+    return dict(found)
+
+
+def all_known(requests: list[Request], baseline: Baseline) -> dict[str, list[float]]:
+    """Tokens of a baseline that knows every output before it begins."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for number, (arrival_s, prompt, tokens) in enumerate(requests):
+        baseline.arrived(str(number), arrival_s, prompt)
+        baseline.produced(str(number), tokens)
+        baseline.ended(str(number))
+    for rid, _, at_s in baseline.advance(predict, 1e6):
+        found[rid].append(at_s)
+    return dict(found)
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> list[Request]:
+    gaps = draw(st.lists(st.integers(1, 64), min_size=1, max_size=8))
+    arrivals = [sum(gaps[: i + 1]) / 1024 for i in range(len(gaps))]
+    return [(a, draw(st.integers(1, 40)), draw(st.integers(1, 6))) for a in arrivals]
+
+
+@given(
+    requests=workloads(),
+    chunk=st.integers(1, 50),
+    rows=st.integers(1, 4),
+    kv=st.integers(30, 200),
+    mixes=st.booleans(),
+    steps=st.integers(1, 5),
+    seed=st.integers(0, 99),
+)
+def test_what_it_says_does_not_depend_on_when_tokens_become_known(
+    requests: list[Request], chunk: int, rows: int, kv: int, mixes: bool, steps: int, seed: int
+) -> None:
+    def baseline() -> Baseline:
+        return Baseline(chunk_tokens=chunk, max_rows=rows, kv_tokens=kv, mixes_decodes=mixes)
+
+    heard, known = baseline(), baseline()
+    found = times(requests, heard, steps=steps, seed=seed)
+    assert found == all_known(requests, known)
+    assert {rid: len(each) for rid, each in found.items()} == {
+        str(number): tokens for number, (_, _, tokens) in enumerate(requests)
+    }
+    assert len(heard) == len(known) == 0
+
+
+def make(**settings: int) -> Baseline:
+    return Baseline(**{"chunk_tokens": 100, "max_rows": 8, "kv_tokens": 1000, **settings})
+
+
+def test_prompts_run_together_up_to_a_chunk_and_before_decodes() -> None:
+    baseline = make(chunk_tokens=16)
+    requests = [(0.0, 10, 3), (0.0, 10, 2)]
+    # 16 tokens of prompt (10 + 6), then the other 4, then both decode.
+    first_s = predict(BatchStats(prefill_tokens=16))
+    second_s = first_s + predict(BatchStats(prefill_tokens=4))
+    third_s = second_s + predict(BatchStats(decode_requests=2))
+    last_s = third_s + predict(BatchStats(decode_requests=1))
+    assert all_known(requests, baseline) == {
+        "0": [first_s, third_s, last_s],
+        "1": [second_s, third_s],
+    }
+
+
+def test_an_idle_engine_begins_when_a_request_arrives() -> None:
+    found = all_known([(1.0, 8, 1), (5.0, 8, 1)], make())
+    assert found == {"0": [1.0 + 16 / 1024], "1": [5.0 + 16 / 1024]}
+
+
+def test_a_cached_prefix_needs_no_computing() -> None:
+    baseline = make()
+    baseline.arrived("a", 0.0, 40, cached_tokens=32)
+    ((_, _, at_s),) = baseline.advance(predict, 1.0)
+    assert at_s == predict(BatchStats(prefill_tokens=8))
+
+
+def test_nothing_is_said_of_a_time_to_come() -> None:
+    baseline = make()
+    baseline.arrived("a", 2.0, 8)
+    assert baseline.advance(predict, 1.9) == []
+    assert len(baseline.advance(predict, 2.0)) == 1
+
+
+def test_a_decode_step_waits_for_all_its_tokens() -> None:
+    baseline = make()
+    for rid in "ab":
+        baseline.arrived(rid, 0.0, 8)
+        baseline.produced(rid)
+    assert {token.rid for token in baseline.advance(predict, 9.0)} == {"a", "b"}
+    baseline.produced("a")
+    assert baseline.advance(predict, 9.0) == []
+    baseline.ended("b")
+    assert [token.rid for token in baseline.advance(predict, 9.0)] == ["a"]
+
+
+def test_a_request_that_is_given_up_leaves() -> None:
+    baseline = make(max_rows=1)
+    baseline.arrived("a", 0.0, 8)
+    baseline.arrived("b", 0.0, 8)
+    baseline.advance(predict, 9.0)
+    baseline.ended("a")
+    assert [token.rid for token in baseline.advance(predict, 9.0)] == ["b"]
+    baseline.ended("b")
+    assert baseline.advance(predict, 9.0) == []
+    assert len(baseline) == 0
+
+
+@pytest.mark.parametrize("rid", ["unknown", ""])
+def test_what_is_not_in_is_ignored(rid: str) -> None:
+    baseline = make()
+    baseline.produced(rid)
+    baseline.ended(rid)
+    assert baseline.advance(predict, 9.0) == []

@@ -1,0 +1,96 @@
+"""Online requests in the engine and alone, until both are known."""
+
+from __future__ import annotations
+
+from sglang_coserve.core.baseline import Baseline
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.interference import Interference
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.core.slo import parse_slo
+from sglang_coserve.core.slo_monitor import SloMonitor
+from sglang_coserve.core.slo_report import SloReport
+from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.metrics import SloTargets
+
+STEP_S = 0.125
+SLOS = ("ttft p99 <= 300ms", "tpot p99 <= 200ms", "tbt p99 <= 200ms")
+
+
+def predict(_: BatchStats) -> float:
+    return STEP_S
+
+
+def followed(*, has_baseline: bool = True) -> Interference:
+    monitor = SloMonitor(SloTargets(0.3, 0.2), [parse_slo(text) for text in SLOS])
+    baseline = Baseline(chunk_tokens=100, max_rows=8, kv_tokens=1000) if has_baseline else None
+    return Interference(monitor, baseline)
+
+
+def info(rid: str = "a", request_class: RequestClass = RequestClass.ONLINE) -> RequestInfo:
+    return RequestInfo(rid, request_class, 10, 64, arrival_s=0.0)
+
+
+def serve(found: Interference, *token_times_s: float, rid: str = "a") -> None:
+    found.arrived(info(rid))
+    for now_s in token_times_s:
+        found.produced(rid, now_s)
+    found.finished(rid)
+
+
+def measured_and_alone(report: SloReport) -> list[tuple[float | None, float | None]]:
+    return [(s.measured.measured_s, s.alone.measured_s) for s in report.standings]
+
+
+def test_a_request_is_judged_beside_what_it_would_have_got_alone() -> None:
+    found = followed()
+    serve(found, 0.5, 1.0, 1.25)
+    assert found.monitor.report(2.0).requests == 0
+    found.advance(predict, 2.0)
+    report = found.monitor.report(2.0)
+    assert measured_and_alone(report) == [(0.5, STEP_S), (0.375, STEP_S), (0.4975, STEP_S)]
+    assert (report.attainment, report.attainment_alone) == (0.0, 1.0)
+    assert len(found) == 0
+
+
+def test_without_a_baseline_it_is_judged_at_once_and_nothing_said_of_alone() -> None:
+    found = followed(has_baseline=False)
+    serve(found, 0.5, 1.0)
+    report = found.monitor.report(2.0)
+    assert (report.attainment, report.attainment_alone) == (0.0, None)
+    assert measured_and_alone(report)[0] == (0.5, None)
+    assert len(found) == 0
+
+
+def test_what_a_client_takes_back_says_nothing() -> None:
+    found = followed()
+    found.arrived(info())
+    found.produced("a", 9.0)
+    found.forget("a")
+    found.advance(predict, 10.0)
+    assert found.monitor.report(10.0).requests == 0
+    assert len(found) == 0
+
+
+def test_what_has_finished_is_not_forgotten_before_it_is_judged() -> None:
+    found = followed()
+    serve(found, 0.5)
+    found.forget("a")
+    found.advance(predict, 1.0)
+    assert found.monitor.report(1.0).requests == 1
+
+
+def test_a_refused_request_has_missed() -> None:
+    found = followed()
+    found.arrived(info())
+    found.refused("a", 1.0)
+    found.advance(predict, 2.0)
+    assert found.monitor.report(2.0).attainment == 0.0
+    assert len(found) == 0
+
+
+def test_offline_requests_are_not_followed() -> None:
+    found = followed()
+    found.arrived(info("b", RequestClass.OFFLINE))
+    found.produced("b", 1.0)
+    found.finished("b")
+    assert len(found) == 0

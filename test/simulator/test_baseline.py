@@ -1,0 +1,116 @@
+"""The baseline of a co-served run, against a run of the same requests alone (both simulated)."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from sglang_coserve.core.baseline import Baseline
+from sglang_coserve.core.policies import make_policy
+from sglang_coserve.core.policies.online_only import OnlineOnlyPolicy
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.metrics import SloTargets
+from sglang_coserve.simulator.assemble import Machine, offline_requests
+from sglang_coserve.simulator.binding import from_trace
+from sglang_coserve.simulator.executor_config import ExecutorConfig
+from sglang_coserve.simulator.observer import IterationRecord, RequestEvent
+from sglang_coserve.simulator.request import SimRequest
+from sglang_coserve.simulator.run import Setup, Workload, simulate
+from sglang_coserve.workload import TraceRequest
+
+MODEL = Machine.named("llama-3.1-8b", "h100").roofline()
+KV_TOKENS = 400_000
+REQUESTS = 400
+
+
+def trace(rate_per_s: float, prompt_tokens: int, output_tokens: int) -> Iterator[TraceRequest]:
+    rng = random.Random(5)
+    arrival_s = 0.0
+    for index in range(REQUESTS):
+        arrival_s += rng.expovariate(rate_per_s)
+        lengths = (rng.lognormvariate(math.log(n), 0.6) for n in (prompt_tokens, output_tokens))
+        yield TraceRequest(index, arrival_s, *(max(1, int(n)) for n in lengths))
+
+
+class Follower:
+    """Tells a baseline what happens to the online requests of a run."""
+
+    def __init__(self) -> None:
+        self.alone: defaultdict[str, list[float]] = defaultdict(list)
+        self.online: dict[str, SimRequest] = {}
+        self._told: dict[str, int] = {}
+        config = ExecutorConfig(kv_capacity_tokens=KV_TOKENS)
+        # As the policy online_only composes its steps.
+        self._baseline = Baseline(
+            chunk_tokens=OnlineOnlyPolicy().chunk_tokens,
+            max_rows=config.max_running_requests,
+            kv_tokens=KV_TOKENS,
+            mixes_decodes=True,
+        )
+
+    def on_request(self, _now_s: float, event: RequestEvent, request: SimRequest) -> None:
+        info = request.info
+        if not info.is_online:
+            return
+        if event is RequestEvent.ARRIVED:
+            self.online[info.rid] = request
+            self._told[info.rid] = 0
+            self._baseline.arrived(info.rid, info.arrival_s, info.prompt_tokens)
+        elif event is RequestEvent.FINISHED:
+            self._tell(request)
+            del self._told[info.rid]
+            self._baseline.ended(info.rid)
+
+    def on_iteration(self, record: IterationRecord) -> None:
+        for rid in list(self._told):
+            self._tell(self.online[rid])
+        # What arrived since the iteration began is not told of yet.
+        self.advance(record.start_s)
+
+    def advance(self, now_s: float) -> None:
+        for rid, _, at_s in self._baseline.advance(MODEL.predict, now_s):
+            self.alone[rid].append(at_s)
+
+    def _tell(self, request: SimRequest) -> None:
+        rid = request.info.rid
+        new = len(request.token_times_s) - self._told[rid]
+        self._baseline.produced(rid, new)
+        self._told[rid] += new
+
+
+def quantiles_ms(times: dict[str, list[float]], online: dict[str, SimRequest]) -> list[float]:
+    """P50 and P99 of TTFT and ITL."""
+    ttfts_s = [tokens[0] - online[rid].info.arrival_s for rid, tokens in times.items()]
+    gaps_s = np.concatenate([np.diff(tokens) for tokens in times.values()])
+    return [1e3 * float(np.quantile(v, q)) for v in (ttfts_s, gaps_s) for q in (0.5, 0.99)]
+
+
+@pytest.mark.parametrize("lengths", [(1024, 128), (256, 512)], ids=["prompts", "outputs"])
+def test_it_says_within_a_twentieth_what_requests_get_alone(lengths: tuple[int, int]) -> None:
+    requests = list(trace(4.0, *lengths))
+
+    def run(policy: str, offline: str, targets: SloTargets) -> tuple[list[float], list[float]]:
+        setup = Setup(MODEL, ExecutorConfig(kv_capacity_tokens=KV_TOKENS), targets)
+        follower = Follower()
+        workload = Workload(
+            online=lambda: from_trace(requests, request_class=RequestClass.ONLINE, seed=0),
+            offline=offline_requests(offline, max_context_tokens=100_000),
+            backlog_depth=64,
+            interval_s=requests[-1].arrival_s,
+        )
+        simulate(workload, setup, make_policy(policy), observers=[follower])
+        follower.advance(math.inf)
+        served = {r: list(q.token_times_s) for r, q in follower.online.items() if q.is_complete}
+        alone = {rid: follower.alone[rid] for rid in served}
+        assert all(len(alone[rid]) == len(times) for rid, times in served.items())
+        return quantiles_ms(served, follower.online), quantiles_ms(alone, follower.online)
+
+    expected, _ = run("online_only", "none", SloTargets())
+    measured, baseline = run("coserve", "2048x256", SloTargets(0.5, 0.05))
+    assert measured[0] > 1.5 * expected[0], "offline work must make a difference to be told apart"
+    assert baseline == pytest.approx(expected, rel=0.05)

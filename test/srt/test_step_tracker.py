@@ -1,0 +1,133 @@
+"""Which step the time between two passes belongs to, and what is known of it when."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.step import PrefillChunk, Served, StepResult
+from sglang_coserve.srt.request_ledger import RequestLedger
+from sglang_coserve.srt.step_tracker import StepTracker
+
+
+def request(rid: str, tokens: int = 5) -> Req:
+    params = SamplingParams(max_new_tokens=4)
+    return Req(rid, "", list(range(tokens)), params, eos_token_ids=set())
+
+
+def prefill(*reqs: Req) -> Any:
+    lens = [len(req.origin_input_ids) for req in reqs]
+    return SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND,
+        reqs=list(reqs),
+        decoding_reqs=None,
+        extend_lens=lens,
+        prefix_lens=[0] * len(reqs),
+        seq_lens_cpu=torch.tensor(lens),
+    )
+
+
+class Engine:
+    """Passes at given times, each with a prefill of one token more, results at once or later."""
+
+    def __init__(self, *, is_overlapped: bool) -> None:
+        self.ledger = RequestLedger(None)
+        self.tracker = StepTracker(self.ledger, is_overlapped=is_overlapped)
+        self.launched: list[Any] = []
+
+    def run(self, now_s: float, step: int | None, *, results: bool = True) -> list[StepResult]:
+        """One pass; return what it learned of earlier ones."""
+        done = self.tracker.next_pass(now_s)
+        req = request(f"r{len(self.launched)}", 1 + len(self.launched))
+        self.ledger.add(req, now_s, now_s)
+        if step is not None:
+            self.tracker.started(step)
+        self.launched.append(prefill(req))
+        self.tracker.launched(self.launched[-1])
+        if results:
+            self.tracker.processed([req], [True])
+        return done
+
+
+def times(results: list[StepResult]) -> list[tuple[int, float | None]]:
+    return [(result.step, result.seconds) for result in results]
+
+
+def test_without_overlap_a_pass_shows_the_time_of_its_own_step() -> None:
+    engine = Engine(is_overlapped=False)
+    assert engine.run(10.0, 0) == []
+    assert times(engine.run(10.5, None)) == [(0, 0.5)]
+    assert times(engine.run(11.0, 1)) == []
+    (result,) = engine.run(11.25, 2)
+    info = engine.ledger["r2"]
+    stats = BatchStats.of([(3, 0)])
+    assert result == StepResult(
+        1, 11.0, 0.25, stats, (PrefillChunk("r2", 3),), (Served(info, None, 11.25),)
+    )
+
+
+def test_with_overlap_it_shows_the_time_of_the_step_before() -> None:
+    engine = Engine(is_overlapped=True)
+    engine.run(10.0, 0)
+    # Nothing was running: launching the first took that long.
+    assert engine.run(10.1, 1) == []
+    assert times(engine.run(10.6, 2)) == [(0, 0.5)]
+    assert times(engine.run(11.0, None)) == [(1, pytest.approx(0.4))]
+    # The time of the third is mixed with that of a batch that nobody planned.
+    assert times(engine.run(11.3, None)) == [(2, None)]
+
+
+def test_a_result_waits_for_its_tokens() -> None:
+    """On a CPU the overlapped loop knows the time of a step one pass before its tokens."""
+    engine = Engine(is_overlapped=False)
+    engine.run(10.0, 0, results=False)
+    assert engine.run(10.5, 1, results=False) == []
+    engine.tracker.processed(engine.launched[0].reqs, [True])
+    (result,) = engine.run(11.0, 2, results=False)
+    assert times([result]) == [(0, 0.5)]
+    assert result.served[0].token_s == 11.0
+
+
+def test_a_step_of_which_nothing_ran_has_an_empty_result() -> None:
+    tracker = Engine(is_overlapped=False).tracker
+    tracker.next_pass(1.0)
+    tracker.started(0)
+    tracker.launched(None)
+    assert tracker.next_pass(2.0) == [StepResult(0, 1.0)]
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_step_that_was_given_up_says_so(goes_on: bool) -> None:
+    engine = Engine(is_overlapped=False)
+    tracker = engine.tracker
+    tracker.next_pass(1.0)
+    rows = [request("a"), request("b", 7)]
+    for row in rows:
+        engine.ledger.add(row, 1.0, 1.0)
+    tracker.started(0)
+    tracker.launched(prefill(*rows))
+    rest = prefill(rows[1]) if goes_on else None
+    tracker.gave_up(["a"] if goes_on else ["a", "b"], rest)
+    tracker.processed(rows[1:] if goes_on else (), [True] if goes_on else ())
+    (result,) = tracker.next_pass(3.0)
+    assert result.seconds == 2.0
+    assert result.batch == (BatchStats.of([(7, 0)]) if goes_on else BatchStats())
+    assert [chunk.rid for chunk in result.chunks] == (["b"] if goes_on else [])
+    assert [served.info.rid for served in result.served] == (["b"] if goes_on else [])
+    assert result.given_up == (("a",) if goes_on else ("a", "b"))
+
+
+def test_a_row_that_was_aborted_meanwhile_is_not_told_of() -> None:
+    engine = Engine(is_overlapped=False)
+    engine.run(1.0, 0)
+    engine.ledger.forget("r0")
+    (result,) = engine.run(2.0, 1)
+    assert result.served == ()
+    assert result.chunks == (PrefillChunk("r0", 1),)
