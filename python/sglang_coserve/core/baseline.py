@@ -135,6 +135,8 @@ class Baseline:
         if start_s > now_s:
             return False
         chunks = self._chunks(start_s)
+        if chunks is None:
+            return False
         decodes = self._decoding if self._mixes_decodes or not chunks else []
         keys = len(decodes)
         for row in decodes:
@@ -176,8 +178,11 @@ class Baseline:
                     del self._requests[row.rid]
             self._decoding = [row for row in decoding if row.rid in self._requests]
 
-    def _chunks(self, start_s: float) -> list[tuple[_Request, int]]:
-        """Return the prompts of a step that begins at ``start_s``, with the tokens of each."""
+    def _chunks(self, start_s: float) -> list[tuple[_Request, int]] | None:
+        """Return the prompts of a step that begins at ``start_s``, with the tokens of each.
+
+        None while it is not known whether a row has ended whose place or memory one needs.
+        """
         chunks: list[tuple[_Request, int]] = []
         if not self._waiting:
             return chunks
@@ -185,17 +190,22 @@ class Baseline:
         rows = len(self._decoding)
         held = sum(row.context_tokens for row in self._decoding)
         for request in self._waiting:
-            if budget == 0 or request.arrival_s > start_s or rows == self._max_rows:
+            if budget == 0 or request.arrival_s > start_s:
                 break
             needed = request.context_tokens + request.prompt_left_tokens
-            if held + needed > self._kv_tokens and (chunks or self._decoding):
-                break
+            is_full = held + needed > self._kv_tokens and (chunks or self._decoding)
+            if is_full or rows == self._max_rows:
+                return None if any(map(_may_have_ended, self._decoding)) else chunks
             count = min(budget, request.prompt_left_tokens)
             chunks.append((request, count))
             budget -= count
             rows += 1
             held += needed
         return chunks
+
+
+def _may_have_ended(row: _Request) -> bool:
+    return row.generated_tokens >= row.known_tokens and not row.has_ended
 
 
 def _is_complete(row: _Request) -> bool:
