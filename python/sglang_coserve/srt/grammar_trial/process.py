@@ -45,7 +45,6 @@ class _Running:
 def main() -> None:
     """Serve trials on standard input and output, of which nothing else may be written to."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then hangs up.
-    os.nice(5)  # Where cores are few, the engine comes first.
     questions = Connection(os.dup(0), writable=False)
     answers = Connection(os.dup(1), readable=False)
     os.dup2(2, 1)
