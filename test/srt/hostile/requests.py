@@ -411,6 +411,7 @@ def _odd_bodies() -> Iterator[HostileRequest]:
             "not json": b"{",
             "deep": b'{"a":' * 3_000 + b"1" + b"}" * 3_000,
             "binary": b"\xff\xfe\x00",
+            "marked deep": b'{"coserve_class":' * 3_000 + b"1" + b"}" * 3_000,
             "surrogate": b'{"coserve_class": "\\ud800", "prompt": "\\ud800"}',
         }.items():
             yield HostileRequest(f"{path} body {name}", path, content)
