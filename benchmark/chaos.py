@@ -119,16 +119,15 @@ def _hurt(server: SupervisedServer, options: argparse.Namespace, rng: random.Ran
     names = options.injuries or list(INJURIES)
     number = 0
     try:
-        while time.monotonic() < end_s:
-            pause_s = rng.uniform(*options.pause)
-            wake_s = min(end_s, time.monotonic() + pause_s)
+        while time.monotonic() < end_s or (options.in_turn and number < len(names)):
+            wake_s = time.monotonic() + rng.uniform(*options.pause)
             while time.monotonic() < wake_s:
                 time.sleep(0.2)
                 server.restart_if_ended()
-            if time.monotonic() < end_s and names:
+            if time.monotonic() < end_s or options.in_turn:
                 name = names[number % len(names)] if options.in_turn else rng.choice(names)
                 number += 1
-                left_s = end_s - time.monotonic()
+                left_s = max(0.0, end_s - time.monotonic())
                 print(f"chaos: {left_s:.0f} s left: {name}", file=sys.stderr, flush=True)
                 server.injure(name)
     except KeyboardInterrupt:
@@ -205,7 +204,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--streams", type=int, default=2, help="online streams at a time")
     add("--storms", type=int, default=2, help="senders of hostile requests")
     add("--pause", type=float, nargs=2, default=(5.0, 25.0), metavar=("LOW", "HIGH"))
-    add("--in-turn", action="store_true", help="injuries one after the other, not at random")
+    add(
+        "--in-turn",
+        action="store_true",
+        help="injuries one after the other, each at least once, not at random",
+    )
     add("--injuries", nargs="*", choices=list(INJURIES), default=[], help="only these")
     return parser
 

@@ -21,7 +21,7 @@ def test_nothing_is_lost_doubled_or_different(
     injuries: tuple[str, ...], small_model: Path, tmp_path: Path
 ) -> None:
     flags = (
-        *("--minutes", "0.8", "--pause", "2", "6", "--model-path", str(small_model)),
+        *("--minutes", "0.3", "--pause", "2", "6", "--model-path", str(small_model)),
         *("--known", "12", "--lines", "20", "--unfinished", "2", "--streams", "1"),
         *("--storms", "1", "--out", str(tmp_path), "--in-turn", "--injuries", *injuries),
         *("--server-flag=--dtype", "--server-flag=float32"),
