@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -18,7 +14,6 @@ from openai.types import Batch
 
 from batch_bench.input_file import COMPLETIONS
 from coserve_bench.failures import RunFailedError
-from sglang_coserve.errors import StartupError
 from sglang_coserve.local_server import LocalServer, free_port
 
 __all__ = ["BatchServer", "upload", "wait_until"]
@@ -87,8 +82,7 @@ class BatchServer:
 
     def kill(self) -> None:
         """End all of its processes at once, as a power failure does."""
-        os.killpg(self.pid, signal.SIGKILL)
-        self._server.stop()
+        self._server.kill()
 
     def start(self) -> None:
         """Start it again."""
@@ -96,20 +90,7 @@ class BatchServer:
 
     def start_and_kill(self, after_s: float) -> None:
         """Start it again, and kill it ``after_s`` later, ready or not."""
-        killing = threading.Timer(after_s, self._kill_if_there)
-        killing.start()
-        try:
-            self._server.start()
-        except StartupError:
-            pass  # Killed before it was ready.
-        finally:
-            killing.join()
-        self._kill_if_there()
-        self._server.stop()
-
-    def _kill_if_there(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        self._server.start_and_kill(after_s)
 
     def upload(self, path: Path) -> str:
         """Upload a file; return its id."""

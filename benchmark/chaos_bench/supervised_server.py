@@ -6,7 +6,6 @@ import os
 import random
 import resource
 import signal
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,7 +17,6 @@ from typing import Final, Self
 import psutil
 
 from chaos_bench.errors import ChaosError
-from sglang_coserve.errors import StartupError
 from sglang_coserve.local_server import LocalServer, free_port
 
 __all__ = ["INJURIES", "Interval", "SupervisedServer"]
@@ -114,26 +112,14 @@ class SupervisedServer:
     def kill_all(self) -> None:
         """End all processes at once, as a power failure does."""
         with self._outage():
-            self._signal_group(signal.SIGKILL)
-            self._server.stop()
+            self._server.kill()
             self._start()
 
     def kill_starting(self) -> None:
         """The same twice, the second time before it is ready."""
         with self._outage():
-            self._signal_group(signal.SIGKILL)
-            self._server.stop()
-            delay_s = self._rng.uniform(0.2, self._start_s)
-            killing = threading.Timer(delay_s, self._signal_group, (signal.SIGKILL,))
-            killing.start()
-            try:
-                self._server.start()
-            except StartupError:
-                pass  # Killed before it was ready.
-            finally:
-                killing.join()
-            self._signal_group(signal.SIGKILL)
-            self._server.stop()
+            self._server.kill()
+            self._server.start_and_kill(self._rng.uniform(0.2, self._start_s))
             self._start()
 
     def terminate(self) -> None:

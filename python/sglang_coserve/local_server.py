@@ -141,6 +141,23 @@ class LocalServer:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
+    def kill(self) -> None:
+        """End all processes of the server at once, as a power failure does. Idempotent."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.stop()
+
+    def start_and_kill(self, after_s: float) -> None:
+        """Start the server, and kill it ``after_s`` later, ready or not."""
+        killing = threading.Timer(after_s, self.kill)
+        killing.start()
+        try:
+            self.start()
+        except StartupError:
+            pass  # Killed before it was ready.
+        finally:
+            killing.join()
+
     @contextmanager
     def standing_still(self) -> Iterator[None]:
         """Stop all processes of the server, and let them go on at the end.

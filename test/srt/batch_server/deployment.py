@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -78,8 +76,7 @@ class Deployment:
 
     def kill(self) -> None:
         """End all of its processes at once, as a power failure does."""
-        os.killpg(self.pid, signal.SIGKILL)
-        self._server.stop()
+        self._server.kill()
 
     @property
     def pid(self) -> int:
