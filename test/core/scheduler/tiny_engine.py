@@ -130,15 +130,19 @@ class TinyEngine:
             rids = (*decodes, *dict(prefills))
             for rid in admitted:
                 self._put_back(rid)
+            for rid in self._unfinished()[1:]:  # As the engine, which knows only one.
+                self._enter(rid, _S.PARKED)
             result = StepResult(plan.step, started_s, seconds or None, given_up=rids)
         else:
             served = self._compute_all(decodes, prefills)
             result = StepResult(plan.step, started_s, seconds or None, batch, prefills, served)
-        unfinished = [rid for rid in self.rows if self.requests[rid].state is _S.PREFILLING]
-        assert len(unfinished) <= 1, "two unfinished prefills run"
+        assert len(self._unfinished()) <= 1, "two unfinished prefills run"
         if not plan.is_idle:
             self.scheduler.update(result)
         return plan
+
+    def _unfinished(self) -> list[str]:
+        return [rid for rid in self.rows if self.requests[rid].state is _S.PREFILLING]
 
     def _change_rows(self, plan: StepPlan) -> None:
         for rid in plan.shed:
