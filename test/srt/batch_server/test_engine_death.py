@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import psutil
@@ -47,16 +48,23 @@ def mortal(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         deployment.stop()
 
 
+DEADLY = """
+class Deadly(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        import os
+
+        os._exit(7)
+"""
+
+
 def poison() -> bytes:
     from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-    class Deadly(CustomLogitProcessor):  # type: ignore[misc]
-        def __call__(self, logits, custom_param_list=None):  # type: ignore[no-untyped-def]
-            import os
-
-            os._exit(7)
-
-    return line(POISON, 60, custom_logit_processor=Deadly.to_str()).encode()
+    # Of no module that the server would have to import, which refuses a line for that.
+    names = {"CustomLogitProcessor": CustomLogitProcessor, "__name__": "__main__"}
+    exec(DEADLY, names)
+    processor: Any = names["Deadly"]
+    return line(POISON, 60, custom_logit_processor=processor.to_str()).encode()
 
 
 def has_ended(deployment: Deployment, within_s: float) -> bool:
