@@ -18,8 +18,7 @@ import pytest
 from PIL import Image
 
 from sglang_coserve import outbound
-from sglang_coserve.config import CoserveConfig
-from sglang_coserve.srt import media_sources, processes
+from sglang_coserve.srt import media_sources
 from sglang_coserve.srt.media_sources import MediaSources
 
 
@@ -252,27 +251,22 @@ def test_the_tokenizer_manager_gets_nothing_to_open(
 ) -> None:
     """Every door of the server and the lines of batches come by here, just before SGLang's
     processors of media."""
-    from sglang.srt.entrypoints import engine
-    from sglang.srt.managers import tokenizer_manager
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-    # Replaced when a manager is made: as it was, afterwards.
-    name = "APIServerReqTimeStats"
-    monkeypatch.setattr(tokenizer_manager, name, getattr(tokenizer_manager, name))
+    from sglang_coserve.srt.tokenizer_manager import CoserveTokenizerManager
+
     seen: list[Any] = []
 
     async def tokenize(_: object, request: Any) -> None:
         seen.append(request.image_data)
 
-    stock = tokenizer_manager.TokenizerManager
-    monkeypatch.setattr(stock, "_tokenize_one_request", tokenize)
-    monkeypatch.setattr(engine, "init_tokenizer_manager", lambda *args: (args[2], None))
-    server_args = SimpleNamespace(
-        _coserve=CoserveConfig(media_sources=allowed), limit_mm_data_per_request=None
-    )
-    manager_class, _ = processes.init_tokenizer_manager(server_args, None)
-    manager = manager_class.__new__(manager_class)
+    monkeypatch.setattr(TokenizerManager, "_tokenize_one_request", tokenize)
+    # Without an engine: what its making sets is set here.
+    manager = CoserveTokenizerManager.__new__(CoserveTokenizerManager)
+    manager._media = MediaSources.named(allowed)
+    manager._grammar_trials = None
     manager.mm_processor = object() if has_processor else None
-    manager.server_args = server_args
+    manager.server_args = SimpleNamespace(limit_mm_data_per_request=None)
     url = f"{web.url}/x"
     asyncio.run(manager._tokenize_one_request(asking(image_data=DATA_URL)))
     if has_processor and allowed != "any":

@@ -49,6 +49,11 @@ class MediaSources:
         # Made once: reading the certificates takes a client tens of milliseconds.
         self._transport = OutboundTransport()
 
+    @classmethod
+    def named(cls, name: str) -> MediaSources | None:
+        """Return what ``--media-sources`` calls ``name``; None for any, where SGLang opens all."""
+        return None if name == "any" else cls(allow_urls=name == "public")
+
     async def bring(self, request: Any) -> None:
         """Replace what ``request``, a ``GenerateReqInput`` or ``EmbeddingReqInput``, refers to.
 

@@ -48,8 +48,7 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.coserve_output_delay: OutputDelay = install_arrival_times()
-        allowed = config_of(self.server_args).media_sources
-        self._media = None if allowed == "any" else MediaSources(allow_urls=allowed == "public")
+        self._media = MediaSources.named(config_of(self.server_args).media_sources)
         self._grammar_trials: GrammarTrials | None = None
         if self.server_args.grammar_backend == "xgrammar" and self.tokenizer is not None:
             settings = GrammarSettings(
