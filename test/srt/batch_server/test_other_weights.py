@@ -14,7 +14,7 @@ import pytest
 
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from srt.batch_server.deployment import (
-    API_KEY,
+    ADMIN_KEY,
     Deployment,
     completed,
     create,
@@ -70,7 +70,7 @@ class Changing(Deployment):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {API_KEY}"}
+        return {"authorization": f"Bearer {ADMIN_KEY}"}
 
 
 @pytest.fixture(scope="module")
