@@ -31,6 +31,7 @@ from coserve_bench.model import prepare_model
 from coserve_bench.table import markdown_table
 from loop_bench import probe
 from loop_bench.loads import LOADS, Loads
+from sglang_coserve.batch.data_directory import DataDirectory
 from sglang_coserve.batch.owners import owner_of
 from sglang_coserve.batch.record import FileRecord
 from sglang_coserve.batch.store import file_rows
@@ -44,7 +45,9 @@ HEADROOM_S = 120.0
 
 def add_files(data: Path) -> None:
     """Put files into the database of a server that is not running; what they hold is missing."""
-    connection = open_database(data / "coserve.sqlite")
+    directory = DataDirectory(data)
+    directory.open()
+    connection = open_database(directory.database)
     connection.execute("BEGIN")
     for number in range(NUM_FILES):
         file = FileRecord(
@@ -59,6 +62,7 @@ def add_files(data: Path) -> None:
         file_rows.insert(connection, file)
     connection.execute("COMMIT")
     connection.close()
+    directory.close()
 
 
 def add_batches(server: BatchServer) -> None:
@@ -154,7 +158,6 @@ def main() -> None:
         model = prepare_model(options.model_path, work)
         flags = ["--model-path", model.path, "--log-level", "error", "--offline-policy", "fifo"]
         server = BatchServer(flags, work / "data", options.out / "server.log", 300.0)
-        (work / "data").mkdir(mode=0o700)
         add_files(work / "data")
         with server:
             address = urlsplit(server.base_url)
