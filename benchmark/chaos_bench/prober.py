@@ -32,7 +32,7 @@ _RETRY_S: Final = 0.1
 
 
 class Prober:
-    """Probes while it is entered."""
+    """Probes from ``start`` to ``stop``."""
 
     def __init__(self, base_url: str, known: Sequence[KnownAnswer], streams: int, seed: int):
         context = multiprocessing.get_context("spawn")

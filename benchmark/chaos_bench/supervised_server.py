@@ -104,11 +104,6 @@ class SupervisedServer:
                 self._server.stop()
                 self._start()
 
-    @property
-    def is_up(self) -> bool:
-        """True while the server runs."""
-        return not self._server.has_ended
-
     def kill_all(self) -> None:
         """End all processes at once, as a power failure does."""
         with self._outage():

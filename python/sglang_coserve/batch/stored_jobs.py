@@ -6,19 +6,15 @@ import sqlite3
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from sglang_coserve.batch.data_directory import DataDirectory
-from sglang_coserve.batch.errors import StorageError
 from sglang_coserve.batch.record import BatchRecord
 from sglang_coserve.batch.state import Event
 from sglang_coserve.batch.store import batch_rows
-from sglang_coserve.batch.store.database import open_database
+from sglang_coserve.batch.store.database import open_database, transaction
 from sglang_coserve.errors import StartupError
 
 __all__ = ["StoredJobs"]
-
-_T = TypeVar("_T")
 
 
 class StoredJobs:
@@ -27,8 +23,11 @@ class StoredJobs:
     Every call blocks.
     """
 
-    def __init__(self, connection: sqlite3.Connection, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self, connection: sqlite3.Connection, path: Path, now_s: Callable[[], float]
+    ) -> None:
         self._connection = connection
+        self._path = path
         self._now_s = now_s
 
     @classmethod
@@ -49,7 +48,7 @@ class StoredJobs:
         data.open()
         try:
             with closing(open_database(data.database)) as connection:
-                yield cls(connection, now_s)
+                yield cls(connection, data.database, now_s)
         finally:
             data.close()
 
@@ -59,7 +58,8 @@ class StoredJobs:
         Raises:
             StorageError: the database cannot be read.
         """
-        return self._transaction(lambda: batch_rows.newest(self._connection, limit))
+        with transaction(self._connection, self._path):
+            return batch_rows.page(self._connection, None, after=None, limit=limit)
 
     def change(self, batch_id: str, event: Event) -> BatchRecord:
         """Take a batch through an event that comes from outside; it is on the disk afterwards.
@@ -69,20 +69,5 @@ class StoredJobs:
             ConflictError: its state forbids it.
             StorageError: the database cannot be written.
         """
-        return self._transaction(
-            lambda: batch_rows.apply(self._connection, batch_id, event, self._now_s())
-        )
-
-    def _transaction(self, work: Callable[[], _T]) -> _T:
-        try:
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                result = work()
-                self._connection.execute("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise
-        except sqlite3.Error as error:
-            raise StorageError(f"the batch database failed: {error}") from error
-        return result
+        with transaction(self._connection, self._path):
+            return batch_rows.apply(self._connection, batch_id, event, self._now_s())

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import Any, TypeAlias
 
-__all__ = ["App", "Message", "Receive", "Scope", "Send", "replay", "send_error"]
+__all__ = ["App", "Message", "Receive", "Scope", "Send", "error_content", "replay", "send_error"]
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -30,16 +30,20 @@ def replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-async def send_error(send: Send, status: int, message: str) -> None:
-    """Answer with an error as SGLang's OpenAI routes do."""
-    error = {
+def error_content(status: int, message: str) -> dict[str, Any]:
+    """Return an error as SGLang's OpenAI routes tell it."""
+    return {
         "object": "error",
         "message": message,
         "type": _KINDS.get(status, HTTPStatus(status).phrase),
         "param": None,
         "code": status,
     }
-    body = json.dumps(error).encode()
+
+
+async def send_error(send: Send, status: int, message: str) -> None:
+    """Answer with an error as SGLang's OpenAI routes do."""
+    body = json.dumps(error_content(status, message)).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),

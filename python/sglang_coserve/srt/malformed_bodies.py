@@ -11,6 +11,8 @@ from typing import Any, Final
 
 from fastapi.responses import JSONResponse
 
+from sglang_coserve.srt.asgi import error_content
+
 __all__ = ["install_body_errors"]
 
 _MODELS: Final = "sglang.srt.entrypoints.openai.protocol"
@@ -44,14 +46,7 @@ async def _answer(_request: Any, error: Exception) -> JSONResponse:
     if _MODELS not in _modules_of(error):
         raise error
     message = f"malformed body: {type(error).__name__}: {error}"
-    content = {
-        "object": "error",
-        "message": message,
-        "type": "BadRequestError",
-        "param": None,
-        "code": 400,
-    }
-    return JSONResponse(content, status_code=400)
+    return JSONResponse(error_content(400, message), status_code=400)
 
 
 def _modules_of(error: Exception) -> Iterator[str]:

@@ -26,7 +26,7 @@ from sglang_coserve.batch.record import (
 from sglang_coserve.batch.state import Event, Failed, Finalized, Progressed, transition
 from sglang_coserve.batch.store import event_rows, file_rows
 
-__all__ = ["apply", "create", "find", "newest", "page", "unfinished"]
+__all__ = ["apply", "create", "find", "page", "unfinished"]
 
 _NESTED: Final = ("progress", "faults", "metadata")
 _PLAIN: Final = tuple(field.name for field in fields(BatchRecord) if field.name not in _NESTED)
@@ -134,12 +134,6 @@ def page(
         f"{_SELECT} WHERE {' AND '.join(conditions)} ORDER BY seq DESC LIMIT :limit",
         {"owner": owner, "status": status, "after": after, "limit": limit},
     )
-    return [_record(row) for row in rows]
-
-
-def newest(connection: sqlite3.Connection, limit: int) -> list[BatchRecord]:
-    """Return up to ``limit`` batches of all owners, the newest first."""
-    rows = connection.execute(f"{_SELECT} ORDER BY seq DESC LIMIT ?", (limit,))
     return [_record(row) for row in rows]
 
 

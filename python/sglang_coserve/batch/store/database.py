@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from sglang_coserve.batch.errors import StorageError
 from sglang_coserve.batch.store.migrations import MIGRATIONS
 from sglang_coserve.errors import StartupError
 
-__all__ = ["open_database"]
+__all__ = ["open_database", "transaction"]
 
 _APPLICATION_ID: Final = 0x636F7376
 """Tells our databases from any other SQLite file."""
@@ -45,6 +47,27 @@ def open_database(
         connection.close()
         raise
     return connection
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection, path: Path) -> Generator[None]:
+    """Keep all that is done within it, or leave no trace of it.
+
+    Raises:
+        StorageError: the database at ``path`` cannot be read or written.
+    """
+    try:
+        connection.execute("BEGIN")
+        try:
+            yield
+            connection.execute("COMMIT")
+        except BaseException:
+            # A full disk makes SQLite roll back by itself.
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+    except sqlite3.Error as error:
+        raise StorageError(f"the batch database {path} failed: {error}") from error
 
 
 def _check(connection: sqlite3.Connection, path: Path, newest: int) -> None:

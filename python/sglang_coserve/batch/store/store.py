@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from sglang_coserve.batch.errors import StorageError
-from sglang_coserve.batch.store.database import open_database
+from sglang_coserve.batch.store.database import open_database, transaction
 from sglang_coserve.batch.worker_threads import WorkerThreads
 
 __all__ = ["Store"]
@@ -66,16 +65,5 @@ class Store:
         *args: _P.args,
         **kwargs: _P.kwargs,
     ) -> _T:
-        try:
-            self._connection.execute("BEGIN")
-            try:
-                result = work(self._connection, *args, **kwargs)
-                self._connection.execute("COMMIT")
-            except BaseException:
-                # A full disk makes SQLite roll back by itself.
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise
-        except sqlite3.Error as error:
-            raise StorageError(f"the batch database {self._path} failed: {error}") from error
-        return result
+        with transaction(self._connection, self._path):
+            return work(self._connection, *args, **kwargs)
