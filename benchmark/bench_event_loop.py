@@ -4,7 +4,9 @@
 
 For each load: P99 and longest latency of ``/health`` and gap of an online stream, beside a
 window without it. The first load is none at all, which shows the noise. ``/health`` is
-answered by the event loop alone here: otherwise it waits for a second.
+answered by the event loop alone here: otherwise it waits for a second. The engine computes with
+one thread: with one a core, as is the default on a CPU, everything that runs beside it waits for
+a core, and what is measured is the machine's scheduler.
 """
 
 from __future__ import annotations
@@ -151,6 +153,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[NONE, *LOADS], default=[NONE, *LOADS])
     options = parser.parse_args()
     os.environ["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
+    os.environ["OMP_NUM_THREADS"] = "1"
     options.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, list[float]]] = {}
     with terminate_as_interrupt(), tempfile.TemporaryDirectory() as directory:

@@ -33,6 +33,7 @@ from sglang_coserve.srt.malformed_bodies import install_body_errors
 from sglang_coserve.srt.prompt_limit import body_limits
 from sglang_coserve.srt.request_gate import RequestGateMiddleware, set_body_limits
 from sglang_coserve.srt.service_tier import ServiceTierMiddleware
+from sglang_coserve.srt.unread_body import UnreadBodyMiddleware
 
 __all__ = ["launch_server", "parse_server_args"]
 
@@ -156,8 +157,9 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
 
     app = http_server.app
     app.add_middleware(ServiceTierMiddleware)
-    # Added last, it comes first.
+    # Added last, they come first.
     app.add_middleware(RequestGateMiddleware)
+    app.add_middleware(UnreadBodyMiddleware)
     app.add_api_route(STATUS_PATH, status, methods=["GET"])
     install_fail_fast(app)  # Before ours are there, which read little.
     install_batch_api(http_server, server_args.admin_api_key)
@@ -210,7 +212,7 @@ def verify_in_place(app: Any, scheduler_infos: Sequence[dict[str, Any]]) -> None
     installed = {entry.cls for entry in app.user_middleware}
     problems += [
         f"{middleware.__name__} is not installed"
-        for middleware in (ServiceTierMiddleware, RequestGateMiddleware)
+        for middleware in (ServiceTierMiddleware, RequestGateMiddleware, UnreadBodyMiddleware)
         if middleware not in installed
     ]
     if STATUS_PATH not in {getattr(route, "path", None) for route in app.routes}:
