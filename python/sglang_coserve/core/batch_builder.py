@@ -9,7 +9,7 @@ from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Row
-from sglang_coserve.core.step import Eviction, Expected, PrefillChunk, StepPlan
+from sglang_coserve.core.step import Eviction, Expected, Lane, PrefillChunk, StepPlan
 from sglang_coserve.metrics import SloTargets
 
 __all__ = ["BatchBuilder", "VictimOrder"]
@@ -20,6 +20,7 @@ VictimOrder = Callable[["BatchBuilder"], Sequence[Row]]
 _DECODING = RequestState.DECODING
 _PAUSED = RequestState.PAUSED
 _PREFILLING = RequestState.PREFILLING
+_WAITING = RequestState.WAITING
 _ONLINE = RequestClass.ONLINE
 
 
@@ -41,9 +42,23 @@ class BatchBuilder:
         model: LatencyModel,
         targets: SloTargets,
         victim_order: VictimOrder,
+        lane: Lane = Lane.SHARED,
+        *,
+        rides: bool = True,
     ) -> None:
-        """Sort the rows by what they may do next. O(rows)."""
+        """Sort the rows by what they may do next. O(rows).
+
+        Args:
+            snapshot: Without online requests in the offline lane.
+            model: Predicts the batch.
+            targets: Of online requests without their own.
+            victim_order: Who gives up KV.
+            lane: Of the step.
+            rides: Paused offline decodes may join a step of the shared lane.
+        """
         self.snapshot = snapshot
+        self.lane = lane
+        self._rides = rides or lane is Lane.OFFLINE
         self.model = model
         self.targets = targets
 
@@ -57,6 +72,8 @@ class BatchBuilder:
         self.skips_decodes = False
         """The prompts have this step to themselves."""
 
+        self.lacks_kv = False
+        """Online work found no room, with all offline rows evicted."""
         self.admits_offline = True
         """False when an online request waits for KV that new offline requests must not take."""
         self.free_tokens = snapshot.max_batch_tokens
@@ -70,6 +87,8 @@ class BatchBuilder:
         self.offline_decodes: list[Row] = []
         """Offline rows that decode or are paused, in order of admission; those that cannot pause
         before the others."""
+        self.staying_decodes: list[Row] = []
+        """Paused offline decodes that do not join this step."""
         self.offline_prefills: list[Row] = []
         """Offline rows whose prefill is unfinished, the running one first."""
         self.tpot_slack_s = math.inf
@@ -110,6 +129,11 @@ class BatchBuilder:
     def has_online(self) -> bool:
         """True when an online request runs or waits."""
         return bool(self.online_decodes or self.online_prefills or self.snapshot.waiting)
+
+    @property
+    def offline_rows(self) -> list[Row]:
+        """All offline rows."""
+        return self.offline_decodes + self.staying_decodes + self.offline_prefills
 
     def leave_over_online(self, *, by_deadline: bool) -> None:
         """Note that an online prompt gets less than it could use: nothing is left for others.
@@ -232,6 +256,7 @@ class BatchBuilder:
             kv_short -= self._own_kv(row)
             slots_short -= 1
         if kv_short > 0 or slots_short > 0:
+            self.lacks_kv = True
             return False
         for row in victims:
             self.evict(row, kv_tokens)
@@ -274,33 +299,44 @@ class BatchBuilder:
         """The requests that decode so far."""
         return frozenset(self._decoding)
 
-    def build(self, step: int, waiting_users: frozenset[str | None] | None = None) -> StepPlan:
+    def build(
+        self,
+        step: int,
+        waiting_users: frozenset[str | None] | None = None,
+        until_s: float = math.inf,
+    ) -> StepPlan:
         """Return the plan: decodes not added pause, prefills not added are parked. O(rows).
 
         A decode that cannot pause is evicted instead; but for the last page its KV stays in the
         prefix cache as long as there is room, so that little is computed again.
         """
         assert self.free_kv_tokens >= 0, f"KV over capacity by {-self.free_kv_tokens} tokens"
+        if self.lane is Lane.OFFLINE and not self._decoding:
+            self.skips_decodes = True
         pause: list[str] = []
         resume: list[str] = []
         park: list[str] = []
-        decoding, evictions = self._decoding, self._evictions
+        evictions = self._evictions
         for row in self.snapshot.rows:
             rid, state = row.info.rid, row.state
-            if state is _DECODING:
-                if rid in decoding or rid in evictions or self.skips_decodes:
+            if rid in evictions:
+                continue
+            if state is _DECODING or state is _PAUSED:
+                if self.skips_decodes:
                     continue
-                if row.info.can_pause:
+                move = self._move(row)
+                if move is _PAUSED:
                     pause.append(rid)
-                else:
-                    self.evict(row, 0)
-            elif state is _PAUSED:
-                if rid in decoding:
+                elif move is _DECODING:
                     resume.append(rid)
-            elif state is _PREFILLING and rid not in self._chunks and rid not in evictions:
+                elif move is _WAITING:
+                    self.evict(row, 0)
+            elif state is _PREFILLING and rid not in self._chunks:
                 park.append(rid)
         return StepPlan(
             step=step,
+            lane=self.lane,
+            until_s=until_s,
             shed=tuple(self._shed),
             evict=tuple(evictions.values()),
             pause=tuple(pause),
@@ -317,10 +353,24 @@ class BatchBuilder:
 
     # --- inside ---
 
+    def _move(self, row: Row) -> RequestState | None:
+        """Return the state that a row with all its prompt computed enters; None: it stays."""
+        is_added, is_paused = row.info.rid in self._decoding, row.state is _PAUSED
+        if self.lane is Lane.OFFLINE:
+            if is_added:
+                return None if is_paused else _PAUSED
+            return _WAITING if is_paused else None
+        if is_paused:
+            return _DECODING if is_added else None
+        if is_added:
+            return None
+        return _PAUSED if row.info.can_pause else _WAITING
+
     def _sort_rows(self) -> None:
         online_decodes, offline_decodes = self.online_decodes, self.offline_decodes
         default_tpot_s = self.targets.tpot_s
         due_s = self._due_s
+        is_alone = self.lane is Lane.OFFLINE
         num_steady = 0
         for row in self.snapshot.rows:
             info, state = row.info, row.state
@@ -336,6 +386,9 @@ class BatchBuilder:
                 if tpot_s is not None:
                     last_s = row.last_token_s
                     due_s.append((info.arrival_s if last_s is None else last_s) + tpot_s)
+            elif state is _PAUSED and not (self._rides and (info.can_pause or is_alone)):
+                # One that cannot pause would have to be evicted where it does not fit.
+                self.staying_decodes.append(row)
             elif info.can_pause:
                 offline_decodes.append(row)
             else:

@@ -14,6 +14,7 @@ from sglang_coserve.core.bottleneck import fixed_s
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.scheduler_config import Overload
 from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.step import Lane
 
 __all__ = ["decode_online", "prefill_online", "serve_online", "slack_s"]
 
@@ -43,6 +44,8 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
     else:
         _prefill_before_decodes(batch, context, prompts_s)
     batch.online_part_s = batch.predicted_s
+    if batch.lane is Lane.OFFLINE:
+        return  # Nobody waits for its end.
     share = _wait_share(batch)
     batch.arrival_wait_s = context.arrival_wait_s(share)
     # What iterations take longer, the wait has learned already.

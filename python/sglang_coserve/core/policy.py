@@ -26,6 +26,12 @@ class Policy(ABC):
 
     name: ClassVar[str]
 
+    is_preemptive: ClassVar[bool] = True
+    """Steps with offline work alone are suspended for online work, where the engine can."""
+
+    slices: ClassVar[bool] = False
+    """Offline work may have steps of its own between those of online decodes."""
+
     @abstractmethod
     def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
         """Add the work of the next step to the empty batch."""

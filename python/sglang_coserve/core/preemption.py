@@ -34,7 +34,7 @@ def last_admitted_first(batch: BatchBuilder) -> Sequence[Row]:
     Of equals the last admitted goes first: the oldest are closest to their end.
     O(rows log rows), and only called when KV is short.
     """
-    rows = batch.offline_decodes + batch.offline_prefills
+    rows = batch.offline_rows
     admitted = {row.info.rid: place for place, row in enumerate(batch.snapshot.rows)}
     return sorted(rows, key=lambda row: (yields_first(row), -admitted[row.info.rid]))
 

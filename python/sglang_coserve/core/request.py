@@ -54,7 +54,8 @@ class RequestState(Enum):
     """Produces one token an iteration."""
 
     PAUSED = "paused"
-    """A decode that skips iterations; its KV is kept."""
+    """A decode that skips the steps of the shared lane; its KV is kept. An offline one runs in
+    those of the offline lane."""
 
     FINISHED = "finished"
     ABORTED = "aborted"
@@ -82,7 +83,10 @@ LEGAL_TRANSITIONS: Final = MappingProxyType(
         # A prompt that fits one iteration goes straight to DECODING.
         _S.WAITING: frozenset({_S.PREFILLING, _S.DECODING, _S.FINISHED, _S.ABORTED}),
         # PREFILLING -> WAITING is a hard park or an abort at a safepoint.
-        _S.PREFILLING: frozenset({_S.DECODING, _S.PARKED, _S.WAITING, _S.FINISHED, _S.ABORTED}),
+        # PREFILLING -> PAUSED ends in the offline lane.
+        _S.PREFILLING: frozenset(
+            {_S.DECODING, _S.PAUSED, _S.PARKED, _S.WAITING, _S.FINISHED, _S.ABORTED}
+        ),
         _S.PARKED: frozenset({_S.PREFILLING, _S.WAITING, _S.ABORTED}),
         # DECODING -> WAITING is a retraction.
         _S.DECODING: frozenset({_S.PAUSED, _S.WAITING, _S.FINISHED, _S.ABORTED}),

@@ -11,6 +11,13 @@ from sglang_coserve.core.arrival_wait import ArrivalWait
 from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.bottleneck import fixed_s
 from sglang_coserve.core.fairness import ArrivalOrder, VirtualTokenCounter, WaitingOrder
+from sglang_coserve.core.lanes import (
+    gets_anywhere,
+    is_sliced_better,
+    longest_s,
+    offline_until_s,
+    seen_alone,
+)
 from sglang_coserve.core.late_gaps import LateGaps
 from sglang_coserve.core.latency_model import LatencyModel, Refiner, Sample
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
@@ -19,7 +26,7 @@ from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.prediction_error import PredictionError
 from sglang_coserve.core.scheduler_config import OnlineOrder, SchedulerConfig
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache
-from sglang_coserve.core.step import PrefillChunk, Served, StepPlan, StepResult
+from sglang_coserve.core.step import Lane, PrefillChunk, Served, StepPlan, StepResult
 from sglang_coserve.metrics import SloTargets
 
 __all__ = ["Scheduler"]
@@ -107,20 +114,20 @@ class Scheduler:
 
         O(rows + waiting online requests), whatever waits in the offline queue.
         """
-        batch = BatchBuilder(snapshot, self._model, self._targets, self._policy.victims)
-        context = PlanContext(
-            config=self._config,
-            queue=self._queue,
-            cache=cache,
-            waiting=self._waiting_order.ordered(snapshot.waiting),
-            step=self._next_step,
-            margin=self._margin(),
-            arrival_wait_s=self._arrival_wait_s,
-            arrivals_per_s=self._arrival_rate.per_s(snapshot.now_s),
-            late_gaps=self._late_gaps.left,
-        )
-        self._policy.compose(batch, context)
-        return batch.build(self._next_step, self._waiting_order.users(snapshot.waiting))
+        if snapshot.stop_share == 1.0 or not self._policy.is_preemptive:
+            return self._build(self._compose(self._builder(snapshot), cache))
+        shared = self._builder(snapshot, rides=not self._policy.slices)
+        until_s = offline_until_s(shared, self._margin())
+        if until_s is not None:
+            plan = self._plan_before(until_s, snapshot, cache)
+            if plan is not None:
+                return plan
+        if self._policy.slices and not (shared.online_prefills or snapshot.waiting):
+            shared.offline_budget_s = 0.0  # The decodes are due: not even a small one beside them.
+        self._compose(shared, cache)
+        if snapshot.suspended is not None and shared.lacks_kv:
+            return StepPlan(step=self._next_step, drops=True)
+        return self._build(shared)
 
     def start(self, plan: StepPlan, chunks: Sequence[PrefillChunk]) -> None:
         """Note that a plan is carried out, with these of its prefills and no other.
@@ -149,7 +156,8 @@ class Scheduler:
         assert plan is not None, f"step {result.step} is not in flight"
         if result.batch.is_empty and not result.given_up:
             return
-        self._learn_from_tokens(plan, result)
+        if plan.lane is Lane.SHARED:
+            self._learn_from_tokens(plan, result)
         if not result.batch.is_empty:
             self._policy.update(plan, result)
             self._waiting_order.served(result)
@@ -172,6 +180,65 @@ class Scheduler:
             self._queue.remove(rid)
         elif rid in self._queue:
             self._queue.remove(rid)
+
+    def _plan_before(
+        self, until_s: float, snapshot: EngineSnapshot, cache: PrefixCache
+    ) -> StepPlan | None:
+        """Return what runs before the online decodes are due; None: they are next."""
+        left_s = until_s - snapshot.now_s
+        suspended = snapshot.suspended
+        if suspended is not None:
+            whole_s = self._model.predict(suspended.batch)
+            if not gets_anywhere(suspended.batch, whole_s, snapshot, left_s):
+                return None
+            return StepPlan(
+                step=suspended.step,
+                lane=Lane.OFFLINE,
+                resumes=True,
+                until_s=until_s,
+                batch=suspended.batch,
+                predicted_s=(1 - suspended.done_share) * whole_s,
+            )
+        if math.isfinite(until_s) and not self._policy.slices:
+            return None
+        seen = seen_alone(snapshot, self._config.headroom_tokens)
+        alone = self._builder(seen, Lane.OFFLINE)
+        alone.offline_budget_s = longest_s(self._model, self._targets, snapshot)
+        self._compose(alone, cache)
+        if math.isfinite(until_s):
+            mixed = self._compose(self._builder(snapshot), cache)
+            if not gets_anywhere(alone.stats, alone.predicted_s, snapshot, left_s) or (
+                not is_sliced_better(mixed, alone)
+            ):
+                return self._build(mixed)
+        return self._build(alone, until_s)
+
+    def _builder(
+        self, snapshot: EngineSnapshot, lane: Lane = Lane.SHARED, *, rides: bool = True
+    ) -> BatchBuilder:
+        victims = self._policy.victims
+        return BatchBuilder(snapshot, self._model, self._targets, victims, lane, rides=rides)
+
+    def _compose(self, batch: BatchBuilder, cache: PrefixCache) -> BatchBuilder:
+        """Let the policy add the work of the next step to ``batch``; return it."""
+        snapshot = batch.snapshot
+        context = PlanContext(
+            config=self._config,
+            queue=self._queue,
+            cache=cache,
+            waiting=self._waiting_order.ordered(snapshot.waiting),
+            step=self._next_step,
+            margin=self._margin(),
+            arrival_wait_s=self._arrival_wait_s,
+            arrivals_per_s=self._arrival_rate.per_s(snapshot.now_s),
+            late_gaps=self._late_gaps.left,
+        )
+        self._policy.compose(batch, context)
+        return batch
+
+    def _build(self, batch: BatchBuilder, until_s: float = math.inf) -> StepPlan:
+        users = self._waiting_order.users(batch.snapshot.waiting)
+        return batch.build(self._next_step, users, until_s)
 
     def _learn_from_tokens(self, plan: StepPlan, result: StepResult) -> None:
         """Learn from when online requests got their tokens, and what offline work had to do

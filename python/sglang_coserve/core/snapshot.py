@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.request import RequestClass, RequestState
 
-__all__ = ["EngineSnapshot", "PrefixCache", "RequestInfo", "Row"]
+__all__ = ["EngineSnapshot", "PrefixCache", "RequestInfo", "Row", "SuspendedStep"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,21 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class SuspendedStep:
+    """A step of the offline lane that stopped at a safepoint and can go on from there.
+
+    Its rows are not among those of the snapshot, and the KV that they hold is not free.
+    """
+
+    step: int
+    """The number of its plan."""
+
+    batch: BatchStats
+    done_share: float
+    """Part of its layers that has been computed, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSnapshot:
     """The engine between two iterations."""
 
@@ -111,6 +127,16 @@ class EngineSnapshot:
     arrival_wait_share: float = 1.0
     """Part of an iteration without online rows that a request which arrives in it has to wait at
     most; below 1 where the iteration can be aborted at a safepoint."""
+
+    suspended: SuspendedStep | None = None
+    """At most one step is suspended."""
+
+    stop_share: float = 1.0
+    """Part of a step of the offline lane that passes at most until it can be suspended; 1 where
+    steps cannot be suspended: then there is no offline lane."""
+
+    resume_s: float = 0.0
+    """What it costs to suspend a step and go on with it."""
 
     mixed_arrival_wait_share: float = 1.0
     """The same of an iteration with online decodes; below 1 where they go on when the offline

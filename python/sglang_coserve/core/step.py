@@ -7,12 +7,24 @@ out as far as the engine goes along, and hands a ``StepResult`` back: what reall
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.snapshot import RequestInfo
 
-__all__ = ["Eviction", "Expected", "PrefillChunk", "Served", "StepPlan", "StepResult"]
+__all__ = ["Eviction", "Expected", "Lane", "PrefillChunk", "Served", "StepPlan", "StepResult"]
+
+
+class Lane(Enum):
+    """Which rows a step has, and whether it can be suspended."""
+
+    SHARED = "shared"
+    """Online rows, and offline ones that ride along. Runs to its end."""
+
+    OFFLINE = "offline"
+    """Offline rows alone. Stops at a safepoint for what online requests need, and goes on from
+    there later."""
 
 
 class PrefillChunk(NamedTuple):
@@ -52,13 +64,23 @@ class StepPlan:
     """What the next step does.
 
     Carried out in the order of the fields: first memory is freed, then rows
-    change state, then the batch runs: every row in state ``DECODING`` (after
-    ``pause`` and ``resume``) decodes one token, unless ``skips_decodes``, and the
-    chunks are prefilled.
+    change state, then the batch runs: every row in state ``DECODING`` (in the
+    offline lane every offline row in state ``PAUSED``), after ``pause`` and ``resume``,
+    decodes one token, unless ``skips_decodes``, and the chunks are prefilled.
+
+    Two plans are different. One that ``resumes`` has the suspended step go on: it has the
+    number of that step, is not started again, and changes no row. One that ``drops`` gives
+    the suspended step up, and is followed by another plan at once.
     """
 
     step: int = 0
     """Its number, which its result refers to. A plan that is not started gives it back."""
+
+    lane: Lane = Lane.SHARED
+    resumes: bool = False
+    drops: bool = False
+    until_s: float = float("inf")
+    """When a step of the offline lane must have been suspended, or have ended, at the latest."""
 
     shed: tuple[str, ...] = ()
     """Online requests to refuse: they can no longer meet their target (overload only)."""

@@ -59,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         page_tokens=st.sampled_from([1, 16]),
         slots=st.sampled_from([2, 16]),
         max_batch_tokens=st.sampled_from([48, 512]),
+        stop_share=st.sampled_from([1.0, 0.25]),
     )
     def start(
         self,
@@ -67,6 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         page_tokens: int,
         slots: int,
         max_batch_tokens: int,
+        stop_share: float,
     ) -> None:
         policy = make_policy(self.policy)
         self.scheduler = Scheduler(policy, MODEL, slo, OfflineQueue(policy.queue_config()), config)
@@ -77,6 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             page_tokens=page_tokens,
             slots=slots,
             max_batch_tokens=max_batch_tokens,
+            stop_share=stop_share,
         )
 
     @rule(
@@ -113,6 +116,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The engine admits fewer prefills than were planned."""
         self._step(admits=admits)
 
+    @rule(stops_at=st.floats(0.0, 1.0))
+    def run_until_something_arrives(self, stops_at: float) -> None:
+        """A step of the offline lane is suspended."""
+        self._step(stops_at=stops_at)
+
+    @precondition(lambda self: self.engine.stop_share == 1)
     @rule()
     def give_up(self) -> None:
         """A step is aborted as a whole."""

@@ -9,8 +9,8 @@ from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import RequestState, check_transition
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row
-from sglang_coserve.core.step import PrefillChunk, Served, StepPlan, StepResult
+from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row, SuspendedStep
+from sglang_coserve.core.step import Lane, PrefillChunk, Served, StepPlan, StepResult
 
 _S = RequestState
 
@@ -26,6 +26,23 @@ class _Live:
     @property
     def length(self) -> int:
         return self.info.prompt_tokens + self.generated
+
+
+@dataclass
+class _Suspended:
+    plan: StepPlan
+    started_s: float
+    batch: BatchStats
+    prefills: tuple[PrefillChunk, ...]
+    decodes: list[str]
+    admitted: list[str]
+    done_share: float = 0.0
+    spent_s: float = 0.0
+
+    @property
+    def work(self) -> dict[str, int]:
+        """Tokens to compute by rid."""
+        return {**dict.fromkeys(self.decodes, 1), **dict(self.prefills)}
 
 
 class TinyEngine:
@@ -44,6 +61,7 @@ class TinyEngine:
         page_tokens: int,
         slots: int,
         max_batch_tokens: int,
+        stop_share: float = 1.0,
     ) -> None:
         assert kv_tokens % page_tokens == 0
         self.scheduler = scheduler
@@ -52,6 +70,12 @@ class TinyEngine:
         self.page_tokens = page_tokens
         self.slots = slots
         self.max_batch_tokens = max_batch_tokens
+        self.stop_share = stop_share
+        self.suspended: _Suspended | None = None
+        self.num_suspensions = self.num_drops = 0
+        self._aborted: set[str] = set()
+        """Of the suspended step: they end with it."""
+
         self.now_s = 0.0
         self.slowness = 1.0
         """How much longer steps take than predicted."""
@@ -73,12 +97,15 @@ class TinyEngine:
             self.waiting.append(info.rid)
 
     def abort(self, rid: str) -> None:
-        self._end(rid, _S.ABORTED)
+        if self.suspended is not None and rid in self.suspended.work:
+            self._aborted.add(rid)
+        else:
+            self._end(rid, _S.ABORTED)
 
     def snapshot(self) -> EngineSnapshot:
         return EngineSnapshot(
             now_s=self.now_s,
-            rows=[self._row(rid) for rid in self.rows],
+            rows=[self._row(rid) for rid in self.rows if rid not in self._suspended_work],
             waiting=[
                 self._row(rid)._replace(cached_tokens=self.cached_tokens(rid))
                 for rid in self.waiting
@@ -88,32 +115,69 @@ class TinyEngine:
             free_slots=self.slots - len(self.rows),
             max_batch_tokens=self.max_batch_tokens,
             page_tokens=self.page_tokens,
+            stop_share=self.stop_share,
+            suspended=(
+                None
+                if (held := self.suspended) is None
+                else SuspendedStep(held.plan.step, held.batch, held.done_share)
+            ),
         )
 
     @property
+    def _suspended_work(self) -> dict[str, int]:
+        return {} if self.suspended is None else self.suspended.work
+
+    @property
     def free_kv(self) -> int:
-        held = sum(self._paged(self.requests[rid].computed) for rid in self.rows)
+        # A step has taken the KV of what it is to compute when it is suspended.
+        work = self._suspended_work
+        held = sum(
+            self._paged(self.requests[rid].computed + work.get(rid, 0)) for rid in self.rows
+        )
         return self.kv_tokens - held - sum(self.cache.values())
 
-    def step(self, *, admits: int | None = None, gives_up: bool = False) -> StepPlan:
-        """Run one step; every rule of the contract is asserted.
+    def step(
+        self, *, admits: int | None = None, gives_up: bool = False, stops_at: float = 1.0
+    ) -> StepPlan:
+        """Run one step, or a part of it; every rule of the contract is asserted.
 
         Args:
             admits: How many of the planned prefills run; None: all.
             gives_up: Nothing of it is computed in the end.
+            stops_at: A step of the offline lane is suspended when this share of it is done.
         """
         snapshot = self.snapshot()
         plan = self.scheduler.plan(snapshot, self)
         assert plan == self.scheduler.plan(snapshot, self), "plan changed something"
+        if plan.drops:
+            self._drop()
+            snapshot = self.snapshot()
+            plan = self.scheduler.plan(snapshot, self)
+            assert not plan.drops
+        if plan.resumes:
+            assert self.suspended is not None
+            assert plan.step == self.suspended.plan.step
+            assert plan.batch == self.suspended.batch
+            self.log.append(plan)
+            self._run_alone(plan, stops_at)
+            return plan
         prefills = plan.prefills[:admits]
         if not plan.is_idle:
             self.scheduler.start(plan, prefills)
         self.log.append(plan)
         self._change_rows(plan)
 
-        decodes = [rid for rid in self.rows if self.requests[rid].state is _S.DECODING]
+        alone = plan.lane is Lane.OFFLINE
+        state = _S.PAUSED if alone else _S.DECODING
+        decodes = [
+            rid
+            for rid in self.rows
+            if self.requests[rid].state is state
+            and not (alone and self.requests[rid].info.is_online)
+            and rid not in self._suspended_work
+        ]
         if plan.skips_decodes:
-            assert plan.prefills, "an iteration for nobody"
+            assert plan.prefills or plan.is_idle, "an iteration for nobody"
             decodes = []
         contexts = [self.requests[rid].computed for rid in decodes]
         chunks, admitted = self._begin_chunks(prefills)
@@ -123,6 +187,15 @@ class TinyEngine:
             assert plan.predicted_s == self.model.predict(plan.batch)
         assert batch.prefill_tokens + len(decodes) <= max(self.max_batch_tokens, len(decodes))
 
+        if alone and not batch.is_empty:
+            assert self.stop_share < 1
+            assert self.suspended is None, "two steps are suspended"
+            assert not gives_up, "a step that can be suspended is never given up as it runs"
+            self.suspended = _Suspended(plan, self.now_s, batch, prefills, decodes, admitted)
+            assert self.free_kv + sum(self.cache.values()) >= 0
+            assert not any(self.requests[rid].info.is_online for rid in self._suspended_work)
+            self._run_alone(plan, stops_at)
+            return plan
         started_s = self.now_s
         seconds = 0.0 if batch.is_empty else self.model.predict(batch) * self.slowness
         self.now_s += seconds
@@ -141,8 +214,57 @@ class TinyEngine:
             self.scheduler.update(result)
         return plan
 
+    def _run_alone(self, plan: StepPlan, stops_at: float) -> None:
+        """Run the step of the offline lane on, up to a safepoint or its end."""
+        step = self.suspended
+        assert step is not None
+        whole_s = self.model.predict(step.batch) * self.slowness
+        until_share = 1.0
+        if plan.until_s < self.now_s + (1 - step.done_share) * whole_s:
+            until_share = step.done_share + (plan.until_s - self.now_s) / whole_s
+        # The next safepoint.
+        share = -(-min(stops_at, until_share) // self.stop_share) * self.stop_share
+        share = min(max(share, step.done_share), 1.0)
+        self.now_s += (share - step.done_share) * whole_s
+        step.spent_s += (share - step.done_share) * whole_s
+        step.done_share = share
+        if share < 1.0:
+            self.num_suspensions += 1
+            return
+        self.suspended = None
+        served = self._compute_all(step.decodes, step.prefills, _S.PAUSED)
+        self.scheduler.update(
+            StepResult(
+                step.plan.step, step.started_s, step.spent_s, step.batch, step.prefills, served
+            )
+        )
+        self._end_aborted()
+
+    def _drop(self) -> None:
+        """Give the suspended step up: its rows are as before it."""
+        step, self.suspended = self.suspended, None
+        assert step is not None
+        self.num_drops += 1
+        for rid in step.admitted:
+            self._put_back(rid)
+        for rid, _ in step.prefills:
+            if rid not in step.admitted:
+                self._enter(rid, _S.PARKED)
+        rids = tuple(step.work)
+        self.scheduler.update(StepResult(step.plan.step, step.started_s, given_up=rids))
+        self._end_aborted()
+
+    def _end_aborted(self) -> None:
+        for rid in sorted(self._aborted - self.ended.keys()):
+            self._end(rid, _S.ABORTED)
+        self._aborted.clear()
+
     def _unfinished(self) -> list[str]:
-        return [rid for rid in self.rows if self.requests[rid].state is _S.PREFILLING]
+        return [
+            rid
+            for rid in self.rows
+            if self.requests[rid].state is _S.PREFILLING and rid not in self._suspended_work
+        ]
 
     def _change_rows(self, plan: StepPlan) -> None:
         for rid in plan.shed:
@@ -150,8 +272,14 @@ class TinyEngine:
             self._end(rid, _S.ABORTED)
         for rid, tokens in plan.evict:
             self._evict(rid, tokens)
+        pausing: list[str] = []
         for rid in plan.pause:
-            assert self.requests[rid].info.can_pause
+            # Of a batch without online rows all are moved at once.
+            decoding = [r for r in self.requests.values() if r.state is _S.DECODING]
+            is_whole = plan.lane is Lane.OFFLINE and not any(r.info.is_online for r in decoding)
+            assert self.requests[rid].info.can_pause or is_whole
+            pausing.append(rid)
+        for rid in pausing:
             self._enter(rid, _S.PAUSED)
         for rid in plan.resume:
             self._enter(rid, _S.DECODING)
@@ -162,8 +290,8 @@ class TinyEngine:
         self, prefills: Sequence[PrefillChunk]
     ) -> tuple[list[tuple[int, int]], list[str]]:
         """Return the tokens and context of each chunk, and who is new."""
-        for rid in self.rows:
-            if self.requests[rid].state is _S.PREFILLING and rid not in dict(prefills):
+        for rid in self._unfinished():
+            if rid not in dict(prefills):
                 self._enter(rid, _S.PARKED)
         chunks, admitted = [], []
         for rid, tokens in prefills:
@@ -180,13 +308,17 @@ class TinyEngine:
         return chunks, admitted
 
     def _compute_all(
-        self, decodes: Sequence[str], prefills: Sequence[PrefillChunk]
+        self,
+        decodes: Sequence[str],
+        prefills: Sequence[PrefillChunk],
+        decoding: RequestState = _S.DECODING,
     ) -> tuple[Served, ...]:
+        """Compute; a prefill that is complete enters the state ``decoding``."""
         work = [*((rid, 1) for rid in decodes), *prefills]
         rows = [self.requests[rid] for rid, _ in work]
         before = [(live.last_token_s, live.generated) for live in rows]
         for rid, tokens in work:
-            self._compute(rid, tokens)
+            self._compute(rid, tokens, decoding)
         return tuple(
             Served(live.info, last_s, self.now_s if live.generated > generated else None)
             for live, (last_s, generated) in zip(rows, before, strict=True)
@@ -241,7 +373,7 @@ class TinyEngine:
         else:
             self.scheduler.restore(rid, live.generated)
 
-    def _compute(self, rid: str, tokens: int) -> None:
+    def _compute(self, rid: str, tokens: int, decoding: RequestState) -> None:
         live = self.requests[rid]
         live.computed += tokens
         while self.free_kv < 0:
@@ -250,7 +382,7 @@ class TinyEngine:
         if live.computed < live.length:
             return
         if live.state is _S.PREFILLING:
-            self._enter(rid, _S.DECODING)
+            self._enter(rid, decoding)
         live.generated += 1
         live.last_token_s = self.now_s
         if live.generated >= live.info.max_new_tokens:

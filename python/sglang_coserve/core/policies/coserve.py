@@ -39,6 +39,7 @@ class CoservePolicy(Policy):
     """
 
     name: ClassVar[str] = "coserve"
+    slices: ClassVar[bool] = True
 
     def queue_config(self, seed: int = 0) -> OfflineQueueConfig:
         """See ``Policy.queue_config``: prefixes, freshness and deadlines."""

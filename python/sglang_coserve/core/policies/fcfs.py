@@ -33,6 +33,7 @@ class FcfsPolicy(Policy):
     """
 
     name: ClassVar[str] = "fcfs"
+    is_preemptive: ClassVar[bool] = False
 
     chunk_tokens: int = 8192
     """Most tokens of an iteration, prefill and decode together."""

@@ -24,6 +24,7 @@ class NonPreemptivePolicy(Policy):
     """
 
     name: ClassVar[str] = "non_preemptive"
+    is_preemptive: ClassVar[bool] = False
 
     chunk_tokens: int = 2048
     """Tokens of an iteration, prefill and decode together."""

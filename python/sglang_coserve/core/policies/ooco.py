@@ -69,7 +69,7 @@ class OocoPolicy(Policy):
 
     def victims(self, batch: BatchBuilder) -> Sequence[Row]:
         """See ``Policy.victims``: by bottleneck (§3.4.1); of those, parked and paused first."""
-        rows = batch.offline_decodes + batch.offline_prefills
+        rows = batch.offline_rows
         decodes = len(batch.online_decodes) + len(batch.offline_decodes)
         sign = -1 if is_compute_saturated(batch.model, decodes) else 1
         return sorted(rows, key=lambda row: (yields_first(row), sign * row.computed_tokens))

@@ -30,6 +30,7 @@ class PriorityPolicy(Policy):
     """
 
     name: ClassVar[str] = "priority"
+    is_preemptive: ClassVar[bool] = False
 
     chunk_tokens: int = 8192
     """Prefill tokens of an iteration (``--chunked-prefill-size``)."""

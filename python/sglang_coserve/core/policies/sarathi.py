@@ -25,6 +25,7 @@ class SarathiPolicy(Policy):
     """
 
     name: ClassVar[str] = "sarathi"
+    is_preemptive: ClassVar[bool] = False
 
     chunk_tokens: int = 2048
     """Tokens of an iteration, prefill and decode together."""

@@ -1,0 +1,106 @@
+"""Which lane runs next, and until when (``Lane``)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from sglang_coserve.core.batch_builder import BatchBuilder
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.bottleneck import fixed_s
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.snapshot import EngineSnapshot
+from sglang_coserve.metrics import SloTargets
+
+__all__ = ["gets_anywhere", "is_sliced_better", "longest_s", "offline_until_s", "seen_alone"]
+
+
+def offline_until_s(batch: BatchBuilder, margin: float) -> float | None:
+    """Return until when a step of the offline lane may run now; None: online work is next.
+
+    An online prompt is computed at once. A decode can wait until its token is due, less
+    the time of its step. Where nothing is promised it would wait for ever, for one offline
+    step would follow the other; so there it is next.
+
+    Args:
+        batch: Of the shared lane, with nothing in it.
+        margin: Part of the time that is left free for prediction error.
+    """
+    seen = batch.snapshot
+    if batch.online_prefills or seen.waiting:
+        return None
+    if not batch.online_decodes:
+        return math.inf
+    left_s = (batch.tpot_slack_s - _online_decodes_s(batch)) * (1 - margin)
+    return seen.now_s + left_s if 0 < left_s < math.inf else None
+
+
+def gets_anywhere(batch: BatchStats, predicted_s: float, seen: EngineSnapshot, left_s: float) -> bool:
+    """Tell whether a step of the offline lane reaches a safepoint within ``left_s``.
+
+    Args:
+        batch: Of the step.
+        predicted_s: Of the whole step.
+        seen: The engine; the step may be the one that is suspended.
+        left_s: Time that it may run.
+    """
+    done_share = 0.0 if seen.suspended is None else seen.suspended.done_share
+    share = min(seen.stop_share, 1 - done_share)
+    return not batch.is_empty and seen.resume_s + share * predicted_s <= left_s
+
+
+def longest_s(model: LatencyModel, targets: SloTargets, seen: EngineSnapshot) -> float:
+    """Return the longest step of the offline lane of which a part fits between two decodes.
+
+    One that is begun while nobody decodes could not go on beside those who come.
+    """
+    if targets.tpot_s is None:
+        return math.inf
+    return max(targets.tpot_s - fixed_s(model) - seen.resume_s, 0.0) / seen.stop_share
+
+
+def seen_alone(seen: EngineSnapshot, headroom_tokens: int) -> EngineSnapshot:
+    """Return the engine as a step of the offline lane sees it. O(rows).
+
+    Online rows keep ``headroom_tokens`` of KV each, to go on while the step is suspended.
+    Where they decode, an offline row that decodes with them leaves them only if it can pause.
+    """
+    num_online = sum([row.info.is_online for row in seen.rows])
+    rows = [
+        row
+        for row in seen.rows
+        if not row.info.is_online
+        and (not num_online or row.info.can_pause or row.state is not RequestState.DECODING)
+    ]
+    kept_tokens = headroom_tokens * num_online
+    from_free = min(kept_tokens, seen.free_kv_tokens)
+    return replace(
+        seen,
+        rows=rows,
+        waiting=(),
+        free_kv_tokens=seen.free_kv_tokens - from_free,
+        evictable_kv_tokens=max(seen.evictable_kv_tokens - (kept_tokens - from_free), 0),
+    )
+
+
+def is_sliced_better(mixed: BatchBuilder, alone: BatchBuilder) -> bool:
+    """Tell whether offline work gets more done in a lane of its own than beside online decodes.
+
+    Beside them it shares the fixed cost of a step, but the whole step has to end in time.
+    Alone a step may take any time, for it is suspended for each step of the decodes; those
+    and the resumptions are then what it pays. Both are compared by the tokens a second that
+    they are predicted to compute until the decodes are due.
+    """
+    slack_s = mixed.tpot_slack_s
+    lost_s = _online_decodes_s(mixed) + mixed.snapshot.resume_s
+    alone_rate = (1 - lost_s / slack_s) * alone.stats.compute_tokens / alone.predicted_s
+    tokens = mixed.stats.compute_tokens - len(mixed.online_decodes)
+    return alone_rate * mixed.predicted_s > tokens
+
+
+def _online_decodes_s(batch: BatchBuilder) -> float:
+    """Return the time of a step with the online decodes alone."""
+    rows = batch.online_decodes
+    keys = len(rows) + sum([row.computed_tokens for row in rows])
+    return batch.model.predict(BatchStats(decode_requests=len(rows), decode_context_tokens=keys))
