@@ -79,7 +79,7 @@ def offline_per_s(result: SimulationResult) -> float:
     return result.offline_throughput.total_tokens_per_s
 
 
-FIGURES = ("P99 TTFT ms", "P99 TBT ms", "offline tok/s", "recomputed %", "evictions", "aborts")
+FIGURES = ("P99 TTFT ms", "P99 TBT ms", "offline tok/s", "recomputed %", "evictions", "suspensions")
 
 
 def figures(result: SimulationResult) -> tuple[object, ...]:
@@ -92,5 +92,5 @@ def figures(result: SimulationResult) -> tuple[object, ...]:
         offline_per_s(result),
         100 * result.recomputed_tokens / computed,
         counters.evictions,
-        counters.aborts,
+        counters.suspensions,
     )

@@ -39,7 +39,6 @@ from sglang_coserve.simulator.assemble import Machine
 from sglang_coserve.simulator.engine import Engine
 from sglang_coserve.simulator.executor import Executor
 from sglang_coserve.simulator.models import kv_bytes_per_token
-from sglang_coserve.simulator.monitor import Monitor
 from sglang_coserve.simulator.pools import Pools, Pull, length_preference
 from sglang_coserve.simulator.source import Source
 
@@ -88,9 +87,8 @@ def engine_of(
     executor = Executor(setup.executor, setup.true_model or setup.model)
     queue = OfflineQueue(policy.queue_config(0))
     scheduler = Scheduler(policy, setup.model, setup.targets, queue, setup.scheduler)
-    monitor = Monitor(setup.model, setup.targets) if setup.executor.safepoint else None
     take_back = None if strict_of is None else strict_of.accept
-    return Engine(scheduler, executor, source, (), monitor, take_back), executor
+    return Engine(scheduler, executor, source, (), take_back), executor
 
 
 def serve(

@@ -16,7 +16,6 @@ from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.engine import Engine
 from sglang_coserve.simulator.executor import Executor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
-from sglang_coserve.simulator.monitor import Monitor
 from sglang_coserve.simulator.observer import Observer
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.source import Source
@@ -70,9 +69,8 @@ def engine_of(
     scheduler = Scheduler(
         chosen, model, targets, OfflineQueue(chosen.queue_config(0)), scheduler_config
     )
-    monitor = Monitor(model, targets) if config.safepoint else None
     ordered = sorted(requests, key=lambda request: request.info.arrival_s)
-    return Engine(scheduler, executor, Source([ordered]), observers, monitor), executor
+    return Engine(scheduler, executor, Source([ordered]), observers), executor
 
 
 def run_out(engine: Engine, executor: Executor) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import repeat, takewhile
+from dataclasses import replace
+from itertools import pairwise, repeat, takewhile
 
 import pytest
 
@@ -141,39 +142,65 @@ def test_reloading_at_a_low_bandwidth_lengthens_the_iteration() -> None:
     assert slow_end_s - fast_end_s == pytest.approx((copied - 1) * 1e-3, abs=1e-6)
 
 
-def test_a_safepoint_ends_offline_work_for_an_arrival() -> None:
-    # 10 layers of 8 ms each; the arrival at 20 ms is seen at the check after layer 4.
+def safepoints(**config: float) -> ExecutorConfig:
+    """10 layers, two of which are between safepoints."""
+    settings: dict[str, float] = {"check_s": 0.0, "resume_s": 0.001, **config}
+    safepoint = SafepointConfig(num_layers=10, interval_layers=2, **settings)  # type: ignore[arg-type]
+    return ExecutorConfig(kv_capacity_tokens=1000, page_tokens=1, safepoint=safepoint)
+
+
+def test_an_arrival_suspends_offline_work_and_loses_none_of_it() -> None:
+    # 80 ms; the arrival at 20 ms is served from the safepoint after layer 4 on, at 32 ms.
     background, request = offline("f", 80, 1), online("n", 10, 1, arrival_s=0.020)
-    config = ExecutorConfig(
-        kv_capacity_tokens=1000,
-        page_tokens=1,
-        safepoint=SafepointConfig(num_layers=10, interval_layers=2, check_s=0.0),
-    )
+    engine, executor = engine_of(background, request, config=safepoints())
+    run_out(engine, executor)
+    assert engine.counters.suspensions == 1
+    assert ms(request.token_times_s) == [42]
+    # 48 ms were left, and the resumption takes one.
+    assert ms(background.token_times_s) == [91]
+    assert background.dropped_tokens == background.recomputed_tokens == 0
+
+
+def test_a_step_that_is_nearly_done_is_not_suspended() -> None:
+    background, request = offline("f", 80, 1), online("n", 10, 1, arrival_s=0.062)
+    engine, executor = engine_of(background, request, config=safepoints(resume_s=0.017))
+    run_out(engine, executor)
+    assert engine.counters.suspensions == 0
+    assert ms(request.token_times_s) == [90]
+
+
+def test_an_offline_step_goes_on_between_the_tokens_of_a_decode() -> None:
+    # A decode a millisecond long is due every 20 ms, and the 160 ms of the prompt go on between.
+    background, request = offline("f", 160, 1), online("n", 1, 12)
+    targets = SloTargets(ttft_s=0.030, tpot_s=0.020)
     engine, executor = engine_of(
         background,
         request,
-        config=config,
-        targets=SloTargets(ttft_s=0.030, tpot_s=0.010),
+        policy="coserve",
+        config=safepoints(),
+        targets=targets,
         scheduler_config=SchedulerConfig(margin=0.0),
     )
     run_out(engine, executor)
-    assert engine.counters.aborts == 1
-    assert ms(request.token_times_s) == [42]
-    assert background.aborted_tokens == 80
-    assert background.state is RequestState.FINISHED
-
-
-def test_a_batch_that_is_nearly_done_is_not_aborted() -> None:
-    background, request = offline("f", 80, 1), online("n", 10, 1, arrival_s=0.075)
-    config = ExecutorConfig(
-        kv_capacity_tokens=1000,
-        page_tokens=1,
-        safepoint=SafepointConfig(num_layers=10, interval_layers=2, check_s=0.0),
+    gaps_s = [b - a for a, b in pairwise(request.token_times_s)]
+    assert max(gaps_s) <= 0.020 + 1e-9
+    assert background.dropped_tokens == background.recomputed_tokens == 0
+    # Nothing but the decodes and the resumptions is lost beside the offline work.
+    assert engine.counters.busy_s == pytest.approx(
+        0.160 + 0.012 + 0.001 * engine.counters.suspensions
     )
-    engine, _ = engine_of(background, request, config=config, targets=SloTargets(ttft_s=0.001))
-    while engine.step():
-        pass
-    assert engine.counters.aborts == 0
+
+
+def test_a_suspended_step_is_given_up_for_memory_only() -> None:
+    # 600 tokens of prompt are in flight when 500 tokens of an online one arrive.
+    background, request = offline("f", 600, 1), online("n", 500, 1, arrival_s=0.1)
+    config = replace(safepoints(), max_batch_tokens=600, kv_capacity_tokens=1000)
+    engine, executor = engine_of(background, request, config=config)
+    run_out(engine, executor)
+    assert engine.counters.drops == 1
+    assert background.dropped_tokens == 600
+    assert background.state is RequestState.FINISHED
+    assert request.token_times_s[0] < 0.1 + 0.12 + 0.5 + 0.001
 
 
 def test_what_never_fits_is_refused() -> None:

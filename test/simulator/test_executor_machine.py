@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Row
-from sglang_coserve.core.step import Eviction, PrefillChunk, StepPlan
+from sglang_coserve.core.step import Eviction, Lane, PrefillChunk, StepPlan
 from sglang_coserve.simulator.executor import Executor
 from sglang_coserve.simulator.executor_config import CheckpointConfig, ExecutorConfig
 from sglang_coserve.simulator.request import SimRequest
+from sglang_coserve.simulator.running_batch import RunningBatch
 from simulator.engines import MS_PER_TOKEN, sim_request
 
 PAGE = 4
@@ -56,23 +63,46 @@ class Plans(RuleBasedStateMachine):
         self.requests[rid] = request
         self.executor.submit(request)
 
-    @rule(data=st.data(), abort=st.booleans())
-    def iterate(self, data: st.DataObject, abort: bool) -> None:
-        plan = self.draw_plan(data, self.executor.snapshot(self.now_s))
-        batch = self.executor.begin(plan)
+    @rule(data=st.data(), suspend=st.booleans())
+    def iterate(self, data: st.DataObject, suspend: bool) -> None:
+        executor = self.executor
+        lane = Lane.SHARED
+        if executor.suspended is None:
+            lane = data.draw(st.sampled_from(Lane), "lane")
+        plan = self.draw_plan(data, executor.snapshot(self.now_s), lane)
+        batch = executor.begin(plan)
         assert {request.info.rid for request in batch.evicted} == {rid for rid, _ in plan.evict}
         assert batch.stats == plan.batch
         self.now_s += 0.01
-        if abort:
-            had_row = set(self.executor.rows)
-            lost = self.executor.abort_offline(batch)
-            assert {r.info.rid for r in lost} == had_row - set(self.executor.rows)
-            assert not batch.has_offline
+        if suspend and lane is Lane.OFFLINE and not batch.stats.is_empty:
+            executor.suspended = batch
+            return
+        self.end(batch)
+
+    @precondition(lambda self: self.executor.suspended is not None)
+    @rule()
+    def resume(self) -> None:
+        batch, self.executor.suspended = self.executor.suspended, None
+        assert batch is not None
+        self.end(batch)
+
+    @precondition(lambda self: self.executor.suspended is not None)
+    @rule()
+    def drop(self) -> None:
+        executor = self.executor
+        assert executor.suspended is not None
+        admitted = set(executor.suspended.admitted)
+        assert set(executor.drop()) == admitted
+        assert not admitted & set(executor.rows.values())
+
+    def end(self, batch: RunningBatch) -> None:
         self.computed_tokens += sum(batch.tokens_by_class())
         ended = self.executor.end(batch, self.now_s, 0.01)
         self.ended += [request.info.rid for request in ended]
 
-    def draw_plan(self, data: st.DataObject, snapshot: EngineSnapshot) -> StepPlan:
+    def draw_plan(self, data: st.DataObject, snapshot: EngineSnapshot, lane: Lane) -> StepPlan:
+        is_alone = lane is Lane.OFFLINE
+        here = RequestState.PAUSED if is_alone else RequestState.DECODING
         room = snapshot.free_kv_tokens + snapshot.evictable_kv_tokens
         slots = snapshot.free_slots
         rows = {row.info.rid: row for row in snapshot.rows}
@@ -84,14 +114,23 @@ class Plans(RuleBasedStateMachine):
         switches: dict[str, list[str]] = {"pause": [], "resume": [], "park": []}
         decodes, prefills = [], []
         for row in rows.values():
+            if is_alone and row.info.is_online:
+                continue
             runs = data.draw(st.booleans(), "runs")
             if row.state in (RequestState.DECODING, RequestState.PAUSED):
-                runs = runs and (need := PAGE * (row.computed_tokens % PAGE == 0)) <= room
+                # Offline rows cannot leave their lane in one of its own steps.
+                runs = (runs or (is_alone and row.state is here)) and (
+                    need := PAGE * (row.computed_tokens % PAGE == 0)
+                ) <= room
                 if runs:
                     room -= need
                     decodes.append(row.computed_tokens)
-                if runs == (row.state is RequestState.PAUSED):
-                    switches["resume" if runs else "pause"].append(row.info.rid)
+                elif is_alone and row.state is here:
+                    evict.append(Eviction(row.info.rid, row.computed_tokens))
+                if runs and row.state is not here:
+                    switches["pause" if is_alone else "resume"].append(row.info.rid)
+                elif not runs and not is_alone and row.state is here:
+                    switches["pause"].append(row.info.rid)
             else:
                 chunk = self.draw_chunk(data, row, room) if runs else 0
                 if chunk:
@@ -100,7 +139,7 @@ class Plans(RuleBasedStateMachine):
                 elif row.state is RequestState.PREFILLING:
                     switches["park"].append(row.info.rid)
         offline = list(self.executor.offline_waiting.values())
-        for request in (*self.executor.waiting, *offline):
+        for request in offline if is_alone else (*self.executor.waiting, *offline):
             rid = request.info.rid
             if slots == 0 or not data.draw(st.booleans(), "admit"):
                 continue
@@ -115,6 +154,7 @@ class Plans(RuleBasedStateMachine):
                 slots -= 1
                 prefills.append((rid, chunk, cached))
         return StepPlan(
+            lane=lane,
             evict=tuple(evict),
             pause=tuple(switches["pause"]),
             resume=tuple(switches["resume"]),

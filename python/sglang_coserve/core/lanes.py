@@ -36,7 +36,9 @@ def offline_until_s(batch: BatchBuilder, margin: float) -> float | None:
     return seen.now_s + left_s if 0 < left_s < math.inf else None
 
 
-def gets_anywhere(batch: BatchStats, predicted_s: float, seen: EngineSnapshot, left_s: float) -> bool:
+def gets_anywhere(
+    batch: BatchStats, predicted_s: float, seen: EngineSnapshot, left_s: float
+) -> bool:
     """Tell whether a step of the offline lane reaches a safepoint within ``left_s``.
 
     Args:
@@ -50,14 +52,18 @@ def gets_anywhere(batch: BatchStats, predicted_s: float, seen: EngineSnapshot, l
     return not batch.is_empty and seen.resume_s + share * predicted_s <= left_s
 
 
-def longest_s(model: LatencyModel, targets: SloTargets, seen: EngineSnapshot) -> float:
-    """Return the longest step of the offline lane of which a part fits between two decodes.
+def longest_s(
+    model: LatencyModel, targets: SloTargets, arrival_wait_s: float, seen: EngineSnapshot
+) -> float:
+    """Return the longest step of the offline lane.
 
-    One that is begun while nobody decodes could not go on beside those who come.
+    An arrival waits for the next safepoint, not for its end, and a part of it fits between
+    two decodes: one that is begun while nobody decodes goes on beside those who come.
     """
-    if targets.tpot_s is None:
-        return math.inf
-    return max(targets.tpot_s - fixed_s(model) - seen.resume_s, 0.0) / seen.stop_share
+    gap_s = math.inf
+    if targets.tpot_s is not None:
+        gap_s = max(targets.tpot_s - fixed_s(model) - seen.resume_s, 0.0)
+    return min(gap_s, arrival_wait_s) / seen.stop_share
 
 
 def seen_alone(seen: EngineSnapshot, headroom_tokens: int) -> EngineSnapshot:
@@ -85,18 +91,38 @@ def seen_alone(seen: EngineSnapshot, headroom_tokens: int) -> EngineSnapshot:
 
 
 def is_sliced_better(mixed: BatchBuilder, alone: BatchBuilder) -> bool:
-    """Tell whether offline work gets more done in a lane of its own than beside online decodes.
+    """Tell whether offline work gets on faster in a lane of its own than beside online decodes.
 
-    Beside them it shares the fixed cost of a step, but the whole step has to end in time.
-    Alone a step may take any time, for it is suspended for each step of the decodes; those
-    and the resumptions are then what it pays. Both are compared by the tokens a second that
-    they are predicted to compute until the decodes are due.
+    Beside them it shares what a step costs however small it is, but the whole step has to
+    end before its decodes, or an arrival, have waited too long. Alone a step takes any time,
+    for it is suspended for each step of the decodes: what it pays are those and the
+    resumptions. Compared is the share of time with work that only offline requests need.
     """
-    slack_s = mixed.tpot_slack_s
-    lost_s = _online_decodes_s(mixed) + mixed.snapshot.resume_s
-    alone_rate = (1 - lost_s / slack_s) * alone.stats.compute_tokens / alone.predicted_s
-    tokens = mixed.stats.compute_tokens - len(mixed.online_decodes)
-    return alone_rate * mixed.predicted_s > tokens
+    seen, model = mixed.snapshot, mixed.model
+    decodes_s = _online_decodes_s(mixed)
+    free_share = 1 - (decodes_s + seen.resume_s) / mixed.tpot_slack_s
+    alone_share = free_share * (_work_s(model, alone.stats)) / alone.predicted_s
+    if mixed.stats.is_empty:
+        return alone_share > 0
+    rows = len(mixed.online_decodes)
+    keys = rows + sum([row.computed_tokens for row in mixed.online_decodes])
+    stats = mixed.stats
+    beside = stats._replace(
+        decode_requests=stats.decode_requests - rows,
+        decode_context_tokens=stats.decode_context_tokens - keys,
+    )
+    return alone_share > _work_s(model, beside) / mixed.predicted_s
+
+
+def _work_s(model: LatencyModel, offline: BatchStats) -> float:
+    """Return the time of a batch beyond what every batch takes.
+
+    To read the context of a prompt is no work of its own: with longer chunks it is read
+    less often.
+    """
+    if offline.is_empty:
+        return 0.0
+    return max(model.predict(offline._replace(prefill_context_tokens=0)) - fixed_s(model), 0.0)
 
 
 def _online_decodes_s(batch: BatchBuilder) -> float:

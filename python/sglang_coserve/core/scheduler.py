@@ -203,7 +203,8 @@ class Scheduler:
             return None
         seen = seen_alone(snapshot, self._config.headroom_tokens)
         alone = self._builder(seen, Lane.OFFLINE)
-        alone.offline_budget_s = longest_s(self._model, self._targets, snapshot)
+        wait_s = self._arrival_wait_s(snapshot.stop_share)
+        alone.offline_budget_s = longest_s(self._model, self._targets, wait_s, snapshot)
         self._compose(alone, cache)
         if math.isfinite(until_s):
             mixed = self._compose(self._builder(snapshot), cache)

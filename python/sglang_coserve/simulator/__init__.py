@@ -1,7 +1,7 @@
 """A discrete-event simulator that drives the production scheduler.
 
 - ``run``: one workload under one policy; ``options``: from a user's words to that.
-- ``engine``: the event loop; ``pools``: two of them; ``monitor``: aborts at safepoints.
+- ``engine``: the event loop; ``pools``: two of them.
 - ``executor``: plans carried out on counters; ``request``, ``decode_rows``, ``running_batch``:
   its state; ``prefix_cache``, ``kv_pool``, ``checkpoint``: where KV is.
 - ``binding``, ``source``: requests from workloads; ``models``: shapes and memory.

@@ -57,7 +57,7 @@ class ChromeTrace:
         self._write(
             {
                 "ph": "X",
-                "name": f"aborted {kind}" if record.is_aborted else kind,
+                "name": f"{kind}, suspended" if record.is_suspended else kind,
                 "ts": start,
                 "dur": _us(record.end_s) - start,
                 "args": {

@@ -21,8 +21,11 @@ class Counters:
     offline_tokens: int = 0
     evictions: int = 0
     pauses: int = 0
-    aborts: int = 0
-    """Iterations whose offline part a safepoint ended."""
+    suspensions: int = 0
+    """How often a step stopped at a safepoint, to go on later."""
+
+    drops: int = 0
+    """Suspended steps that were given up, for their memory."""
 
     def to_dict(self) -> dict[str, float | int]:
         """Return the fields by name."""

@@ -18,9 +18,14 @@ class DecodeRows:
     follow in O(1).
     """
 
-    def __init__(self, rows: Iterable[SimRequest], page_tokens: int) -> None:
-        decoding = RequestState.DECODING
-        self.rows = [row for row in rows if row.state is decoding]
+    def __init__(
+        self,
+        rows: Iterable[SimRequest],
+        page_tokens: int,
+        state: RequestState = RequestState.DECODING,
+    ) -> None:
+        """``state`` is that of the rows that decode: it says in which lane."""
+        self.rows = [row for row in rows if row.state is state]
         self.num_online = sum(row.info.is_online for row in self.rows)
         self._context_tokens = sum(row.computed_tokens for row in self.rows)
         self._page_tokens = page_tokens

@@ -1,24 +1,27 @@
-"""The event loop of one engine: arrivals, iterations, safepoints."""
+"""The event loop of one engine: arrivals, steps, safepoints."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache
-from sglang_coserve.core.step import PrefillChunk, StepPlan, StepResult
+from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan, StepResult
 from sglang_coserve.simulator.counters import Counters
 from sglang_coserve.simulator.executor import Executor
-from sglang_coserve.simulator.monitor import Monitor
+from sglang_coserve.simulator.executor_config import SafepointConfig
 from sglang_coserve.simulator.observer import IterationRecord, Observer, RequestEvent
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.running_batch import RunningBatch
 from sglang_coserve.simulator.source import Source
 
 __all__ = ["Engine", "SchedulerDoor"]
+
+_ROUNDING: Final = 1e-9
+"""A share that is a whole number of safepoints may be a little less."""
 
 
 class SchedulerDoor(Protocol):
@@ -52,9 +55,8 @@ class SchedulerDoor(Protocol):
 class Engine:
     """One simulated engine: the scheduler decides, the executor carries out, time passes.
 
-    Events at the same instant happen in this order: the end of an iteration,
-    arrivals (timed ones by time, then the backlog), the next plan. Without a
-    ``monitor`` safepoints only cost time.
+    Events at the same instant happen in this order: the end of a step,
+    arrivals (timed ones by time, then the backlog), the next plan.
     """
 
     def __init__(
@@ -63,7 +65,6 @@ class Engine:
         executor: Executor,
         source: Source,
         observers: Sequence[Observer] = (),
-        monitor: Monitor | None = None,
         take_back: Callable[[SimRequest], None] | None = None,
     ) -> None:
         """``take_back`` gets the requests whose KV a plan evicts; None: they wait here."""
@@ -79,8 +80,6 @@ class Engine:
         self._executor = executor
         self._source = source
         self._observers = observers
-        self._monitor = monitor
-        self._may_abort = False
         self._take_back = take_back
         self._seen_until_s = 0.0
         """Arrivals up to here are known to the next plan."""
@@ -100,32 +99,52 @@ class Engine:
         num_running = len(executor.rows) - executor.num_online_rows
         for request in self._source.refill(len(executor.offline_waiting), num_running, self.now_s):
             self._arrive(request, self.now_s)
-        safepoint, monitor = executor.config.safepoint, self._monitor
-        self._may_abort = monitor is not None and monitor.may_abort(self.now_s)
-        share = safepoint.arrival_wait_share if safepoint and self._may_abort else 1.0
-        plan = self._scheduler.plan(executor.snapshot(self.now_s, share), executor)
+        plan = self._scheduler.plan(executor.snapshot(self.now_s), executor)
+        if plan.drops:
+            self._drop()
+            return True
         if plan.is_idle and not (plan.shed or plan.evict):
             return self._pass_time(end_s)
-        if not plan.is_idle:
-            self._scheduler.start(plan, plan.prefills)
         self.last_plan = plan
-        batch = executor.begin(plan)
-        self._tell_changes(plan, batch)
+        batch = executor.suspended if plan.resumes else self._begin(plan)
         if plan.is_idle:
             return True
+        assert batch is not None
         start_s = self.now_s
-        seconds = self._run(batch)
-        self.now_s = start_s + seconds
+        self._run(plan, batch)
         # With overlap the plan after this one is made while this one runs.
         self._seen_until_s = start_s if executor.config.overlap else self.now_s
-        ended = executor.end(batch, self.now_s, seconds)
-        self._scheduler.update(batch.result(plan.step, start_s, seconds, self.now_s))
-        self._tell_iteration(plan, batch, start_s)
+        if executor.suspended is batch:
+            self.counters.suspensions += 1
+            self._tell_step(plan, batch, start_s)
+            return True
+        ended = executor.end(batch, self.now_s, batch.spent_s)
+        self._scheduler.update(batch.result(self.now_s))
+        self._tell_step(plan, batch, start_s)
         self._tell_tokens(batch)
         for request in ended:
             self._scheduler.finish(request.info.rid)
             self._tell(RequestEvent.FINISHED, request)
         return True
+
+    def _begin(self, plan: StepPlan) -> RunningBatch:
+        if not plan.is_idle:
+            self._scheduler.start(plan, plan.prefills)
+        batch = self._executor.begin(plan, self.now_s)
+        self._tell_changes(plan, batch)
+        return batch
+
+    def _drop(self) -> None:
+        """Give the suspended step up."""
+        executor, counters = self._executor, self.counters
+        assert executor.suspended is not None
+        counters.drops += 1
+        result = executor.suspended.dropped()
+        lost = executor.drop()
+        self._scheduler.update(result)
+        for request in lost:
+            self._scheduler.restore(request.info.rid, request.generated_tokens)
+            self._tell(RequestEvent.EVICTED, request)
 
     def _pass_time(self, end_s: float) -> bool:
         if self._executor.settle():
@@ -175,43 +194,49 @@ class Engine:
         """Let another engine have a request."""
         self._scheduler.finish(request.info.rid)
 
-    def _run(self, batch: RunningBatch) -> float:
-        """Return how long the iteration takes, which a safepoint may end early."""
+    def _run(self, plan: StepPlan, batch: RunningBatch) -> None:
+        """Let time pass until the step ends, or is suspended at a safepoint."""
         executor, safepoint = self._executor, self._executor.config.safepoint
-        if safepoint is None or self._monitor is None or not batch.has_offline:
-            return batch.seconds
-        if not self._may_abort:
-            self._monitor.ran(batch)
-            return batch.seconds
-        start_s, end_s = self.now_s, self.now_s + batch.seconds
-        step_s = batch.seconds * safepoint.interval_layers / safepoint.num_layers
-        while self._source.next_arrival_s < end_s:
+        start_s, resume_s = self.now_s, 0.0
+        if plan.resumes:
+            assert safepoint is not None
+            resume_s = safepoint.resume_s
+        share = 1.0
+        if plan.lane is Lane.OFFLINE and safepoint is not None:
+            share = self._share_done(plan, batch, start_s + resume_s, safepoint)
+        seconds = resume_s + (share - batch.done_share) * batch.seconds
+        batch.done_share = share
+        batch.spent_s += seconds
+        self.now_s = start_s + seconds
+        if plan.lane is Lane.OFFLINE:
+            executor.suspended = batch if share < 1.0 else None
+
+    def _share_done(
+        self, plan: StepPlan, batch: RunningBatch, start_s: float, safepoint: SafepointConfig
+    ) -> float:
+        """Return how much of a step of the offline lane is done when it is suspended or ends.
+
+        It stops at the last safepoint before its time is up, and at the first after an online
+        arrival, but where the rest takes no longer than to suspend it.
+        """
+        whole_s, done_share, step_share = batch.seconds, batch.done_share, safepoint.stop_share
+        end_s = start_s + (1 - done_share) * whole_s
+        share = 1.0
+        if plan.until_s < end_s:
+            until_share = done_share + (plan.until_s - start_s) / whole_s
+            share = math.floor(until_share / step_share + _ROUNDING) * step_share
+            # A step gets on, or it would be resumed for ever.
+            share = max(share, _next(done_share, step_share))
+        while (arrival_s := self._source.next_arrival_s) < start_s + (share - done_share) * whole_s:
             # With overlap it may have come before the start, after the plan was made.
-            now_s = max(self._source.next_arrival_s, start_s)
+            now_s = max(arrival_s, start_s)
             arrived = self._take_arrivals(now_s, now_s)
-            elapsed_s = now_s - start_s
-            next_check = math.floor(elapsed_s / step_s) + 1
-            if next_check > safepoint.checks_per_iteration:
-                break
-            check_s = next_check * step_s
-            if any(request.info.is_online for request in arrived) and self._monitor.wants_abort(
-                batch,
-                executor.waiting,
-                now_s,
-                elapsed_s,
-                check_s - elapsed_s,
-                self.last_plan.arrival_wait_s,
-            ):
-                self.counters.aborts += 1
-                self._monitor.aborts(batch, start_s + check_s, check_s)
-                for request in executor.abort_offline(batch):
-                    self._scheduler.restore(request.info.rid, request.generated_tokens)
-                    self._tell(RequestEvent.EVICTED, request, start_s + check_s)
-                # The online rows go through the layers that are left.
-                layers_left = 1 - check_s / batch.seconds
-                return check_s + layers_left * executor.online_part_s(batch)
-        self._monitor.ran(batch)
-        return batch.seconds
+            now_share = done_share + (now_s - start_s) / whole_s
+            at_share = _next(now_share, step_share)
+            is_worth = (1 - at_share) * whole_s > safepoint.resume_s
+            if is_worth and any(request.info.is_online for request in arrived):
+                share = min(share, at_share)
+        return min(share, 1.0)
 
     def _tell_changes(self, plan: StepPlan, batch: RunningBatch) -> None:
         for request in batch.shed:
@@ -237,8 +262,9 @@ class Engine:
             for rid in rids:
                 self._tell(event, rows[rid])
 
-    def _tell_iteration(self, plan: StepPlan, batch: RunningBatch, start_s: float) -> None:
-        online, offline = batch.tokens_by_class()
+    def _tell_step(self, plan: StepPlan, batch: RunningBatch, start_s: float) -> None:
+        is_suspended = self._executor.suspended is batch
+        online, offline = (0, 0) if is_suspended else batch.tokens_by_class()
         counters = self.counters
         counters.iterations += 1
         counters.busy_s += self.now_s - start_s
@@ -264,8 +290,8 @@ class Engine:
             tuple((request.info.rid, tokens) for request, tokens in batch.chunks),
             batch.online_decodes,
             len(batch.decodes) - batch.online_decodes,
-            batch.reloaded_tokens,
-            batch.is_aborted,
+            0 if plan.resumes else batch.reloaded_tokens,
+            is_suspended,
         )
         for observer in self._observers:
             observer.on_iteration(record)
@@ -279,3 +305,8 @@ class Engine:
     def _tell(self, event: RequestEvent, request: SimRequest, at_s: float | None = None) -> None:
         for observer in self._observers:
             observer.on_request(self.now_s if at_s is None else at_s, event, request)
+
+
+def _next(share: float, step_share: float) -> float:
+    """Return the next safepoint behind ``share``, or the end."""
+    return min((math.floor(share / step_share + _ROUNDING) + 1) * step_share, 1.0)

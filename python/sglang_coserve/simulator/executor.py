@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import random
 from bisect import insort
+from typing import Final
 
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Row
-from sglang_coserve.core.step import StepPlan
+from sglang_coserve.core.step import Lane, StepPlan
 from sglang_coserve.simulator.checkpoint import HostCheckpoint
 from sglang_coserve.simulator.decode_rows import DecodeRows
 from sglang_coserve.simulator.executor_config import ExecutorConfig
@@ -25,6 +26,8 @@ from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.running_batch import RunningBatch
 
 __all__ = ["Executor"]
+
+_DECODES_IN: Final = {Lane.SHARED: RequestState.DECODING, Lane.OFFLINE: RequestState.PAUSED}
 
 
 class Executor:
@@ -58,6 +61,9 @@ class Executor:
         self.offline_waiting: dict[str, SimRequest] = {}
         self._sharing_version = 0
         self._decoding = self._no_decodes = DecodeRows((), config.page_tokens)
+        self.suspended: RunningBatch | None = None
+        """The step that can go on. It holds its KV, and its rows are in no other step."""
+
         self._ended: list[SimRequest] = []
         """With overlap: complete, but in the iteration already planned."""
 
@@ -82,12 +88,8 @@ class Executor:
         """Return the leading tokens of a waiting offline request that need not be computed."""
         return self._cached_tokens(self.offline_waiting[rid])
 
-    def snapshot(self, now_s: float, arrival_wait_share: float = 1.0) -> EngineSnapshot:
-        """Return the engine as it stands between two iterations.
-
-        ``arrival_wait_share`` is of the next one, with online decodes or without: here they go
-        on when it is aborted.
-        """
+    def snapshot(self, now_s: float) -> EngineSnapshot:
+        """Return the engine as it stands between two steps."""
         version = self.cache.version
         for request in self.waiting:
             if request.match_version != version:
@@ -95,22 +97,25 @@ class Executor:
                 request.refresh_row(self._cached_tokens(request))
         if self._sharing_version != self.cache.sharing_version:
             self._note_sharing()
-        pool, config = self.pool, self.config
+        pool, config, suspended = self.pool, self.config, self.suspended
+        away = set(suspended.requests) if suspended else ()
+        safepoint = config.safepoint
         return EngineSnapshot(
             now_s=now_s,
-            rows=[request.row for request in self.rows.values()],
+            rows=[request.row for request in self.rows.values() if request not in away],
             waiting=[request.row for request in self.waiting],
             free_kv_tokens=pool.free_pages * pool.page_tokens,
             evictable_kv_tokens=self.cache.evictable_tokens,
             free_slots=config.max_running_requests - len(self.rows) - len(self._ended),
             max_batch_tokens=config.max_batch_tokens,
             page_tokens=pool.page_tokens,
-            arrival_wait_share=arrival_wait_share,
-            mixed_arrival_wait_share=arrival_wait_share,
+            suspended=suspended.suspended() if suspended else None,
+            stop_share=safepoint.stop_share if safepoint else 1.0,
+            resume_s=safepoint.resume_s if safepoint else 0.0,
         )
 
-    def begin(self, plan: StepPlan) -> RunningBatch:
-        """Change memory and states as planned and start the iteration."""
+    def begin(self, plan: StepPlan, now_s: float = 0.0) -> RunningBatch:
+        """Change memory and states as planned and start the step."""
         shed = [self._shed(rid) for rid in plan.shed]
         evicted = [self._evict(self.rows[rid], tokens) for rid, tokens in plan.evict]
         for rid in plan.pause:
@@ -121,14 +126,25 @@ class Executor:
             self._switch(self.rows[rid], RequestState.PARKED)
         if plan.pause or plan.resume:
             self._list_decoding()
-        decoding = self._no_decodes if plan.skips_decodes else self._decoding
+        decoding = self._decodes_of(plan)
         batch = RunningBatch(
-            [], decoding.rows, decoding.num_online, BatchStats(), 0.0, evicted, shed
+            step=plan.step,
+            lane=plan.lane,
+            started_s=now_s,
+            chunks=[],
+            decodes=decoding.rows,
+            online_decodes=decoding.num_online,
+            stats=BatchStats(),
+            seconds=0.0,
+            evicted=evicted,
+            shed=shed,
         )
         opened = decoding.opened_pages
         for rid, tokens in plan.prefills:
             opened += self._begin_chunk(batch, rid, tokens)
         self.pool.allocate(opened)
+        # What is copied back counts as the requests' own at once.
+        batch.opened_pages = opened - batch.reloaded_tokens // self.pool.page_tokens
         batch.stats = decoding.add_to(
             BatchStats.of((tokens, request.computed_tokens) for request, tokens in batch.chunks)
         )
@@ -137,12 +153,13 @@ class Executor:
         return batch
 
     def end(self, batch: RunningBatch, end_s: float, seconds: float) -> list[SimRequest]:
-        """Finish the iteration, which took ``seconds``, and return the requests that ended."""
+        """Finish the step, which took ``seconds``, and return the requests that ended."""
         self._release_ended()
         ended: list[SimRequest] = []
         page_tokens = self.pool.page_tokens
         checkpoint = self._checkpoint
-        decoding, new_row = RequestState.DECODING, tuple.__new__
+        new_row = tuple.__new__
+        decoding = _DECODES_IN[batch.lane]
         for request in batch.decodes:
             request.computed_tokens = computed = request.computed_tokens + 1
             request.generated_tokens = generated = request.generated_tokens + 1
@@ -156,48 +173,37 @@ class Executor:
             if checkpoint and computed % page_tokens == 0 and not info.is_online:
                 checkpoint.mark(request)
         for request, tokens in batch.chunks:
-            self._end_chunk(request, tokens, end_s)
+            self._end_chunk(request, tokens, end_s, decoding)
             if request.is_complete:
                 ended.append(request)
         for request in ended:
             self._finish(request)
-        if ended or batch.chunks or batch.is_aborted:
+        if ended or batch.chunks:
             self._list_decoding()
-        else:
+        elif batch.lane is Lane.SHARED:
             self._decoding.advance()
         if checkpoint:
             checkpoint.copy(seconds)
         return ended
 
-    def abort_offline(self, batch: RunningBatch) -> list[SimRequest]:
-        """Take the offline rows out of a running batch; return those that lost their row.
+    def drop(self) -> list[SimRequest]:
+        """Give the suspended step up; return the requests that lost their row.
 
-        What the iteration computed for them is thrown away. A request admitted by
-        this iteration waits again, the others stay as they were.
+        Those that it had admitted wait again, the others are as they were before it.
         """
-        pages_of = self.pool.pages_of
+        batch, self.suspended = self.suspended, None
+        assert batch is not None
+        self.pool.release(batch.opened_pages)
+        for request in batch.decodes:
+            request.dropped_tokens += 1
         lost: list[SimRequest] = []
         for request, tokens in batch.chunks:
-            if request.info.is_online:
-                continue
-            request.aborted_tokens += tokens
-            computed = request.computed_tokens
-            self.pool.release(pages_of(computed + tokens) - pages_of(computed))
+            request.dropped_tokens += tokens
             if request in batch.admitted:
                 lost.append(self._evict(request, 0))
-        batch.given_up = tuple(batch.offline_rids())
-        batch.stats = batch.online_stats()
-        for request in batch.decodes:
-            if not request.info.is_online:
-                request.aborted_tokens += 1
-                self.pool.release(request.computed_tokens % self.pool.page_tokens == 0)
-        batch.chunks = [chunk for chunk in batch.chunks if chunk[0].info.is_online]
-        batch.decodes = [request for request in batch.decodes if request.info.is_online]
+            else:
+                self._switch(request, RequestState.PARKED)
         return lost
-
-    def online_part_s(self, batch: RunningBatch) -> float:
-        """Return how long the batch would take with its online rows alone."""
-        return self._model.predict(batch.online_stats())
 
     def withdraw(self, request: SimRequest) -> None:
         """Forget a waiting request."""
@@ -209,7 +215,7 @@ class Executor:
     def hand_over(self, rid: str) -> tuple[SimRequest, int]:
         """Give a decoding row away; return it and its KV tokens, which ``adopt`` takes."""
         request = self.rows[rid]
-        assert request.state is RequestState.DECODING, f"{rid} is {request.state}"
+        assert request.has_prompt, f"{rid} is {request.state}"
         kv_tokens = request.computed_tokens
         request.know_output()
         request.computed_ever_tokens = max(request.computed_ever_tokens, kv_tokens)
@@ -255,13 +261,16 @@ class Executor:
         private = sum(
             pool.pages_of(r.computed_tokens) - r.locked_tokens // pool.page_tokens for r in holders
         )
+        private += self.suspended.opened_pages if self.suspended else 0
         assert pool.private_pages == private, f"{pool.private_pages} private pages, {private} used"
         for request in (*holders, *self.waiting, *self.offline_waiting.values()):
             kept = request.worked_tokens + request.given_tokens + request.reloaded_tokens
             assert request.computed_tokens == kept - request.lost_tokens, request.info.rid
             assert request.locked_tokens <= request.computed_tokens <= request.length_tokens
         assert self.num_online_rows == sum(r.info.is_online for r in self.rows.values())
-        assert all(r.state.holds_kv and r.computed_tokens > 0 for r in self.rows.values())
+        away = self.suspended.requests if self.suspended else []
+        assert all(r.state.holds_kv for r in self.rows.values())
+        assert all(r.computed_tokens > 0 or r in away for r in self.rows.values())
         self._decoding.check_invariants(self.rows.values())
 
     def _cached_tokens(self, request: SimRequest) -> int:
@@ -312,7 +321,9 @@ class Executor:
         assert len(self.rows) + len(self._ended) <= self.config.max_running_requests, "no slot free"
         return request, reloaded // self.pool.page_tokens
 
-    def _end_chunk(self, request: SimRequest, tokens: int, end_s: float) -> None:
+    def _end_chunk(
+        self, request: SimRequest, tokens: int, end_s: float, decoding: RequestState
+    ) -> None:
         start = request.computed_tokens
         request.computed_tokens = computed = start + tokens
         request.prefilled_tokens += tokens
@@ -323,7 +334,7 @@ class Executor:
             request.generated_tokens += 1
             request.num_prefills += 1
             request.token_times_s.append(end_s)
-            request.move(RequestState.DECODING)
+            request.move(decoding)
         request.refresh_row()
         if self._checkpoint and not request.info.is_online:
             self._checkpoint.mark(request)
@@ -394,6 +405,16 @@ class Executor:
             if shared != request.shared_tokens:
                 request.shared_tokens = shared
                 request.refresh_row()
+
+    def _decodes_of(self, plan: StepPlan) -> DecodeRows:
+        """Return the rows that decode in a step."""
+        if plan.skips_decodes:
+            return self._no_decodes
+        if plan.lane is Lane.SHARED:
+            return self._decoding
+        away = set(self.suspended.requests) if self.suspended else ()
+        rows = (r for r in self.rows.values() if not r.info.is_online and r not in away)
+        return DecodeRows(rows, self.pool.page_tokens, RequestState.PAUSED)
 
     def _switch(self, request: SimRequest, state: RequestState) -> None:
         request.move(state)

@@ -27,7 +27,9 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True)
 class SafepointConfig:
-    """Checks between layers at which offline work can be given up (ConServe §4.3).
+    """Checks between layers at which a step of the offline lane can be suspended.
+
+    ConServe (§4.3) gives its work up there; here it goes on later.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -40,10 +42,14 @@ class SafepointConfig:
     check_s: float = 10e-6
     """Cost of one check; ConServe §6.5 states less than 10 µs on one GPU."""
 
+    resume_s: float = 1e-3
+    """Cost of suspending a step and going on with it: what a prototype took on a CPU."""
+
     def __post_init__(self) -> None:
         _check(self.num_layers >= 1, "layers", self.num_layers, ">= 1")
         _check(self.interval_layers >= 1, "safepoint interval", self.interval_layers, ">= 1 layer")
         _check(0 <= self.check_s < math.inf, "safepoint cost", self.check_s, ">= 0 s")
+        _check(0 <= self.resume_s < math.inf, "cost of a resumption", self.resume_s, ">= 0 s")
 
     @property
     def checks_per_iteration(self) -> int:
@@ -51,8 +57,8 @@ class SafepointConfig:
         return (self.num_layers - 1) // self.interval_layers
 
     @property
-    def arrival_wait_share(self) -> float:
-        """Part of an iteration that passes at most until its next safepoint or its end."""
+    def stop_share(self) -> float:
+        """Part of a step that passes at most until its next safepoint or its end."""
         return min(1.0, self.interval_layers / self.num_layers)
 
 

@@ -27,7 +27,7 @@ class RequestEvent(Enum):
 
 
 class IterationRecord(NamedTuple):
-    """One iteration, after it ended."""
+    """One step, after it ended; of one that was suspended, each part."""
 
     number: int
     """From 0."""
@@ -62,8 +62,8 @@ class IterationRecord(NamedTuple):
     reloaded_tokens: int
     """Tokens copied back from host memory meanwhile."""
 
-    is_aborted: bool
-    """A safepoint ended its offline part early."""
+    is_suspended: bool
+    """It stopped at a safepoint; its tokens are those of the record in which it ends."""
 
 
 class Observer(Protocol):

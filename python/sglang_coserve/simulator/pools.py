@@ -115,8 +115,10 @@ def length_preference(model: LatencyModel, tpot_s: float, at_once: int = 4) -> P
         if preference is None:
             return []
         by_length: dict[int, list[str]] = {}
-        for rid, row in pools.relaxed_executor.rows.items():
-            if row.state is RequestState.DECODING and not row.info.is_online:
+        relaxed = pools.relaxed_executor
+        away = relaxed.suspended.requests if relaxed.suspended else ()
+        for rid, row in relaxed.rows.items():
+            if row.has_prompt and not row.info.is_online and row not in away:
                 by_length.setdefault(row.computed_tokens, []).append(rid)
         lengths = [length for length, rids in by_length.items() for _ in rids]
         return [by_length[n].pop() for n in closest_lengths(lengths, preference, at_once)]

@@ -25,7 +25,7 @@ COLUMNS: Final = (
     "online tok/s",
     "offline tok/s",
     "recomputed %",
-    "aborts",
+    "suspensions",
 )
 """Headings of the table, a row for each policy."""
 
@@ -98,7 +98,7 @@ def _row(result: SimulationResult) -> tuple[str, ...]:
         f"{result.online_throughput.total_tokens_per_s:,.0f}",
         f"{result.offline_throughput.total_tokens_per_s:,.0f}",
         f"{100 * result.recomputed_tokens / computed:.1f}" if computed else "-",
-        str(engine.aborts),
+        str(engine.suspensions),
     )
 
 

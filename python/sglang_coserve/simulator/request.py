@@ -27,11 +27,11 @@ class SimRequest:
         "_make_prompt",
         "_serial",
         "_tokens",
-        "aborted_tokens",
         "cached_prompt_tokens",
         "computed_ever_tokens",
         "computed_tokens",
         "deadline_s",
+        "dropped_tokens",
         "generated_tokens",
         "given_tokens",
         "info",
@@ -106,13 +106,13 @@ class SimRequest:
         """Tokens copied back from host memory, over all admissions."""
 
         self.lost_tokens = 0
-        """Computed tokens it held when it lost its row, over all evictions and aborts."""
+        """Computed tokens it held when it lost its row, over all evictions and drops."""
 
         self.recomputed_tokens = 0
         """Of the worked ones, tokens whose KV had been computed before."""
 
-        self.aborted_tokens = 0
-        """Tokens whose computation a safepoint abort threw away."""
+        self.dropped_tokens = 0
+        """Tokens of which a part was computed in steps that were given up."""
 
         self.computed_ever_tokens = 0
         """Most tokens it ever held computed before it lost them."""
@@ -121,6 +121,11 @@ class SimRequest:
         """Version of the prefix cache at which ``row.cached_tokens`` was looked up."""
 
         self.row = Row(info, self.state, 0, 0)
+
+    @property
+    def has_prompt(self) -> bool:
+        """True when its prompt has KV, so that it generates, in whatever lane."""
+        return self.state in (RequestState.DECODING, RequestState.PAUSED)
 
     @property
     def tokens(self) -> PackedTokens:

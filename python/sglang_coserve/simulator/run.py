@@ -16,7 +16,6 @@ from sglang_coserve.simulator.engine import Engine
 from sglang_coserve.simulator.executor import Executor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.load_curve import LoadCurve
-from sglang_coserve.simulator.monitor import Monitor
 from sglang_coserve.simulator.observer import Observer
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.result import SimulationResult
@@ -82,7 +81,7 @@ def simulate(
 
     Args:
         workload: What arrives.
-        setup: The machine; with ``executor.safepoint`` the core decides on aborts.
+        setup: The machine; with ``executor.safepoint`` there is an offline lane.
         policy: A fresh one: policies keep state.
         observers: Told of everything.
         on_progress: Called now and then with the simulated time; True ends the
@@ -99,8 +98,7 @@ def simulate(
         is_closed_loop=workload.is_closed_loop,
     )
     curve = LoadCurve()
-    monitor = Monitor(setup.model, setup.targets) if setup.executor.safepoint else None
-    engine = Engine(scheduler, executor, source, (curve, *observers), monitor)
+    engine = Engine(scheduler, executor, source, (curve, *observers))
     interval_s = workload.interval_s
     is_complete = True
     while engine.step(interval_s):

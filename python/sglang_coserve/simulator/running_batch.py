@@ -1,11 +1,12 @@
-"""One iteration on its way through the executor."""
+"""One step on its way through the executor."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from sglang_coserve.core.batch_stats import BatchStats
-from sglang_coserve.core.step import PrefillChunk, Served, StepResult
+from sglang_coserve.core.snapshot import SuspendedStep
+from sglang_coserve.core.step import Lane, PrefillChunk, Served, StepResult
 from sglang_coserve.simulator.request import SimRequest
 
 __all__ = ["RunningBatch"]
@@ -13,7 +14,13 @@ __all__ = ["RunningBatch"]
 
 @dataclass(slots=True)
 class RunningBatch:
-    """One iteration between ``Executor.begin`` and ``Executor.end``."""
+    """One step between ``Executor.begin`` and ``Executor.end``; it may be suspended meanwhile."""
+
+    step: int
+    """The number of its plan."""
+
+    lane: Lane
+    started_s: float
 
     chunks: list[tuple[SimRequest, int]]
     """Prefill rows and the tokens each computes."""
@@ -26,7 +33,7 @@ class RunningBatch:
     """Sums over the rows in it."""
 
     seconds: float
-    """How long it takes unless aborted."""
+    """How long it takes without being suspended."""
 
     evicted: list[SimRequest]
     """Rows whose KV the plan gave up; they wait again."""
@@ -40,13 +47,14 @@ class RunningBatch:
     reloaded_tokens: int = 0
     """Tokens copied back from host memory while it runs."""
 
-    given_up: tuple[str, ...] = ()
-    """Offline requests that a safepoint took out of it."""
+    opened_pages: int = 0
+    """Pages that it has taken for what it computes."""
 
-    @property
-    def is_aborted(self) -> bool:
-        """True when a safepoint ended its offline part early."""
-        return bool(self.given_up)
+    done_share: float = 0.0
+    """Part of its layers that is computed."""
+
+    spent_s: float = 0.0
+    """How long it has run, with what its resumptions took."""
 
     @property
     def has_offline(self) -> bool:
@@ -55,31 +63,32 @@ class RunningBatch:
             not request.info.is_online for request, _ in self.chunks
         )
 
-    def online_stats(self) -> BatchStats:
-        """Return the sums over its online rows. O(rows)."""
-        return BatchStats.of(
-            ((n, r.computed_tokens) for r, n in self.chunks if r.info.is_online),
-            (r.computed_tokens for r in self.decodes if r.info.is_online),
-        )
+    @property
+    def requests(self) -> list[SimRequest]:
+        """Its rows. O(rows)."""
+        return [*(request for request, _ in self.chunks), *self.decodes]
 
-    def result(self, step: int, start_s: float, seconds: float, end_s: float) -> StepResult:
+    def suspended(self) -> SuspendedStep:
+        """Return what the scheduler sees of it while it is suspended."""
+        return SuspendedStep(self.step, self.stats, self.done_share)
+
+    def result(self, end_s: float) -> StepResult:
         """Return what came of it, once ``Executor.end`` is through with it. O(rows)."""
         served = [_served(request, end_s) for request, _ in self.chunks if request.info.is_online]
         served += [_served(request, end_s) for request in self.decodes if request.info.is_online]
         return StepResult(
-            step=step,
-            started_s=start_s,
-            seconds=seconds,
+            step=self.step,
+            started_s=self.started_s,
+            seconds=self.spent_s,
             batch=self.stats,
             chunks=tuple([PrefillChunk(r.info.rid, tokens) for r, tokens in self.chunks]),
             served=tuple(served),
-            given_up=self.given_up,
         )
 
-    def offline_rids(self) -> list[str]:
-        """Return the offline requests in it. O(rows)."""
-        requests = [*(request for request, _ in self.chunks), *self.decodes]
-        return [request.info.rid for request in requests if not request.info.is_online]
+    def dropped(self) -> StepResult:
+        """Return the result of a step that was given up. O(rows)."""
+        rids = tuple([request.info.rid for request in self.requests])
+        return StepResult(step=self.step, started_s=self.started_s, given_up=rids)
 
     def tokens_by_class(self) -> tuple[int, int]:
         """Return the tokens computed for online and for offline rows. O(chunks)."""

@@ -80,8 +80,9 @@ class RecordedMachine(SchedulerMachine):
         page_tokens=st.sampled_from([1, 16]),
         slots=st.sampled_from([2, 16]),
         max_batch_tokens=st.sampled_from([48, 512]),
+        stop_share=st.sampled_from([1.0, 0.25]),
     )
-    def start(self, config: SchedulerConfig, slo: SloTargets, **machine: int) -> None:
+    def start(self, config: SchedulerConfig, slo: SloTargets, **machine: Any) -> None:
         super().start(config, slo, **machine)
         self.setup_made_of = SchedulerSetup(self.policy, slo, config, PROFILE)
         self.events: list[Event] = []

@@ -131,9 +131,7 @@ class TinyEngine:
     def free_kv(self) -> int:
         # A step has taken the KV of what it is to compute when it is suspended.
         work = self._suspended_work
-        held = sum(
-            self._paged(self.requests[rid].computed + work.get(rid, 0)) for rid in self.rows
-        )
+        held = sum(self._paged(self.requests[rid].computed + work.get(rid, 0)) for rid in self.rows)
         return self.kv_tokens - held - sum(self.cache.values())
 
     def step(

@@ -32,7 +32,7 @@ from sglang_coserve.core.request import RequestState
 __all__ = ["EVENTS", "FORMAT", "STATE_LETTERS", "VERSION"]
 
 FORMAT: Final = "coserve plans"
-VERSION: Final = 2
+VERSION: Final = 3
 
 EVENTS: Final[Mapping[str, Any]] = MappingProxyType(
     {

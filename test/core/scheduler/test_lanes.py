@@ -1,0 +1,183 @@
+"""Which lane runs next: scenarios with a step that is suspended, or could be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from core.scheduler.scenarios import (
+    MODEL,
+    NO_CACHE,
+    TARGETS,
+    offline,
+    online,
+    queued,
+    ran,
+    scheduler,
+    snapshot,
+)
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.latency_model import PolynomialModel
+from sglang_coserve.core.policies import POLICIES
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.snapshot import EngineSnapshot, Row, SuspendedStep
+from sglang_coserve.core.step import Lane, StepPlan, StepResult
+from sglang_coserve.metrics import SloTargets
+
+DECODING, PAUSED = RequestState.DECODING, RequestState.PAUSED
+WORK = BatchStats.of([(1000, 0)])
+"""110 ms of it."""
+
+
+def seen(*rows: Row, done_share: float | None = None, **engine: float) -> EngineSnapshot:
+    """An engine whose steps have four safepoints."""
+    suspended = None if done_share is None else SuspendedStep(7, WORK, done_share)
+    settings = {"stop_share": 0.25, "resume_s": 0.001, **engine}
+    return replace(snapshot(*rows), suspended=suspended, **settings)  # type: ignore[arg-type]
+
+
+def plan_of(core: Scheduler, engine: EngineSnapshot) -> StepPlan:
+    return core.plan(engine, NO_CACHE)
+
+
+def test_without_online_requests_offline_work_has_a_lane_of_its_own_for_any_time() -> None:
+    plan = plan_of(scheduler("coserve", queued(500)), seen())
+    assert plan.lane is Lane.OFFLINE
+    assert plan.until_s == math.inf
+    assert plan.prefills
+
+
+def test_offline_decodes_join_their_lane_when_no_online_request_is_left() -> None:
+    rider, fixed = offline(100, DECODING), offline(100, DECODING, can_pause=False)
+    plan = plan_of(scheduler("coserve"), seen(rider, fixed))
+    assert {*plan.pause} == {rider.info.rid, fixed.info.rid}
+    assert plan.batch.decode_requests == 2
+
+
+@pytest.mark.parametrize("policy", ["coserve", "conserve", "hygen", "bros", "ooco"])
+@pytest.mark.parametrize("state", [RequestState.WAITING, RequestState.PREFILLING])
+def test_an_online_prompt_goes_before_a_suspended_step(policy: str, state: RequestState) -> None:
+    prompt = online(100, state, computed=0 if state is RequestState.WAITING else 10)
+    plan = plan_of(scheduler(policy), seen(prompt, done_share=0.5))
+    assert plan.lane is Lane.SHARED
+    assert [chunk.rid for chunk in plan.prefills] == [prompt.info.rid]
+
+
+@pytest.mark.parametrize("policy", ["coserve", "conserve", "hygen", "bros", "ooco"])
+def test_a_suspended_step_goes_on_until_a_decode_is_due(policy: str) -> None:
+    # Its token is due at 100 ms, and the step that computes it takes 10 ms.
+    plan = plan_of(scheduler(policy), seen(online(100, DECODING), done_share=0.5))
+    assert (plan.resumes, plan.step, plan.batch) == (True, 7, WORK)
+    assert plan.until_s == pytest.approx(0.09, abs=0.001)
+    assert plan.predicted_s == pytest.approx(0.5 * MODEL.predict(WORK))
+
+
+def test_when_it_is_due_a_decode_runs_and_nothing_beside_it() -> None:
+    row, paused = online(100, DECODING), offline(100, PAUSED)
+    core = scheduler("coserve", queued(500))
+    plan = plan_of(core, replace(seen(row, paused, done_share=0.5), now_s=0.085))
+    assert plan.lane is Lane.SHARED
+    assert plan.batch.decode_requests == 1
+    assert not plan.prefills
+    assert not plan.resume
+
+
+def test_a_part_that_reaches_no_safepoint_in_time_is_not_begun() -> None:
+    # A quarter of the step takes 27 ms, but of the last one a tenth is left.
+    row = online(100, DECODING)
+    for done_share, resumes in ((0.5, False), (0.9, True)):
+        engine = replace(seen(row, done_share=done_share), now_s=0.07)
+        assert plan_of(scheduler("coserve"), engine).resumes is resumes
+
+
+def test_without_a_deadline_a_decode_is_always_next() -> None:
+    targets = SloTargets(ttft_s=1.0, tpot_s=None)
+    core = scheduler("coserve", targets=targets)
+    assert not plan_of(core, seen(online(100, DECODING), done_share=0.5)).resumes
+
+
+def test_a_suspended_step_is_given_up_only_if_all_else_is_not_enough() -> None:
+    core = scheduler("coserve")
+    prompt, paused = online(300), offline(200, PAUSED)
+    engine = seen(prompt, paused, done_share=0.5, free_kv_tokens=150)
+    assert not plan_of(core, engine).drops
+    assert [eviction.rid for eviction in plan_of(core, engine).evict] == [paused.info.rid]
+    engine = seen(prompt, paused, done_share=0.5, free_kv_tokens=50)
+    plan = plan_of(core, engine)
+    assert plan.drops
+    assert plan.is_idle
+    assert not plan.evict
+
+
+def test_its_result_comes_after_those_of_steps_that_ran_meanwhile() -> None:
+    core = scheduler("coserve", queued(500, rid="offline"))
+    alone = plan_of(core, seen())
+    core.start(alone, alone.prefills)
+    row = online(100)
+    engine = replace(seen(row), suspended=SuspendedStep(alone.step, alone.batch, 0.5))
+    ran(core, plan_of(core, engine), engine)
+    assert plan_of(core, replace(engine, waiting=())).resumes
+    core.update(StepResult(alone.step, 0.0, 0.07, alone.batch, alone.prefills))
+    with pytest.raises(AssertionError, match="not in flight"):
+        core.update(StepResult(alone.step, 0.0, 0.07, alone.batch, alone.prefills))
+
+
+# --- Beside decodes, or between them ------------------------------------------------------
+
+
+def lane_beside_decodes(model: PolynomialModel, arrival_wait_s: float) -> Lane:
+    core = scheduler("coserve", queued(4000), model=model, arrival_wait_s=arrival_wait_s)
+    return plan_of(core, seen(online(100, DECODING), stop_share=0.02)).lane
+
+
+def test_offline_work_runs_beside_decodes_where_that_takes_little_of_a_step() -> None:
+    """Both have the whole gap; alone it would pay for the decodes' steps and resumptions."""
+    assert lane_beside_decodes(MODEL, arrival_wait_s=math.inf) is Lane.SHARED
+
+
+def test_it_runs_between_them_where_an_arrival_cannot_wait_for_a_step() -> None:
+    """A step of 15 ms beside them would be two thirds fixed cost."""
+    assert lane_beside_decodes(MODEL, arrival_wait_s=0.015) is Lane.OFFLINE
+
+
+def test_a_step_of_its_own_stops_soon_enough_for_an_arrival_and_fits_between_decodes() -> None:
+    model = PolynomialModel(compute_token_s=1e-4, iteration_s=0.010)
+    for wait_s, longest_s in ((0.02, 0.08), (math.inf, 4 * 0.089)):
+        core = scheduler("coserve", queued(8000), model=model, arrival_wait_s=wait_s)
+        plan = plan_of(core, seen())
+        assert plan.predicted_s == pytest.approx(longest_s, rel=0.01)
+
+
+def test_paused_decodes_join_a_step_beside_online_decodes_but_not_one_with_prompts() -> None:
+    paused = offline(100, PAUSED)
+    core = scheduler("coserve")
+    assert plan_of(core, seen(online(100, DECODING), paused)).resume == (paused.info.rid,)
+    assert not plan_of(core, seen(online(100, DECODING), online(50), paused)).resume
+
+
+def test_one_that_cannot_pause_stays_in_the_lane_where_it_is() -> None:
+    fixed = offline(100, PAUSED, can_pause=False)
+    plan = plan_of(scheduler("conserve"), seen(online(100, DECODING), fixed))
+    assert not plan.resume
+    assert not plan.evict
+
+
+# --- Where there is no lane ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_steps_that_cannot_be_suspended_are_as_they_were(policy: str) -> None:
+    rows = (online(100, DECODING), offline(100, DECODING), online(50))
+    core = scheduler(policy, queued(500))
+    plan = plan_of(core, seen(*rows, stop_share=1.0))
+    assert plan == plan_of(core, snapshot(*rows))
+    assert plan.lane is Lane.SHARED
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "sarathi", "priority", "non_preemptive"])
+def test_systems_without_preemption_have_none(policy: str) -> None:
+    core = scheduler(policy, queued(500), targets=TARGETS)
+    assert plan_of(core, seen()).lane is Lane.SHARED
