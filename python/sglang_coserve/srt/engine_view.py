@@ -42,8 +42,8 @@ class EngineView:
         return queue
 
     @property
-    def online_waits(self) -> bool:
-        """Whether more than what was offered waits."""
+    def has_others_waiting(self) -> bool:
+        """Whether requests are in the queue that were not offered: online ones."""
         return len(self.waiting) > len(self._offered)
 
     def offer(self, reqs: Sequence[Req]) -> None:

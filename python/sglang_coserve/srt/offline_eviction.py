@@ -41,7 +41,7 @@ class OfflineEviction:
 
     def _online_is_starved(self, plan: Any) -> bool:
         """True when the pass produced nothing because an online request did not fit."""
-        if plan.batch_to_run is not None or not self._view.online_waits:
+        if plan.batch_to_run is not None or not self._view.has_others_waiting:
             return False
         # With a hierarchical cache SGLang never calls a batch without rows full, but parked
         # and paused rows hold memory too.

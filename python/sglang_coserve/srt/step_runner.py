@@ -52,7 +52,8 @@ class StepTerms:
     """Predicts it."""
 
     gave_up: Callable[[Sequence[str], ScheduleBatch | None], None]
-    """Called with the rows that were taken out, and the batch of the others, which goes on."""
+    """Called with the names of the rows that were taken out, and the batch of the others, which
+    goes on; None if all were."""
 
 
 class StepRunner:
