@@ -49,6 +49,7 @@ class Engine:
     def __init__(self, system: System, model: Path) -> None:
         self.scheduler = start_scheduler(system, model)
         self._is_stock = system.policy is None
+        self._is_planned = system.policy not in (None, "fifo")
         self._clock_s = time.perf_counter if cpu.has_cuda() else time.thread_time
         self._rng = random.Random(0)
         self._prefixes = [self._tokens(32) for _ in range(PREFIXES)]
@@ -106,8 +107,8 @@ class Engine:
 
         for kind, name in ((Scheduler, "get_new_batch_prefill"), (ScheduleBatch, "filter_batch")):
             setattr(kind, name, self._timed("stock", getattr(kind, name)))
-        core = getattr(self.scheduler, "_core", None)
-        if core is not None:
+        if self._is_planned:
+            core = self.scheduler.parts.admission.core
             core.plan = self._timed("plan", core.plan)
         whole = self._timed("whole", self.scheduler.get_new_batch_prefill)
 
@@ -142,7 +143,7 @@ class Engine:
     def _num_waiting(self) -> int:
         if self._is_stock:
             return len(self.scheduler.waiting_queue)
-        return int(self.scheduler._num_offline_waiting())
+        return int(self.scheduler.parts.admission.num_waiting())
 
     def _tokens(self, count: int) -> list[int]:
         return self._rng.choices(range(10, self.scheduler.model_config.vocab_size), k=count)
@@ -164,7 +165,7 @@ def start_scheduler(system: System, model: Path) -> Any:
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import PortArgs, ServerArgs
 
-    from sglang_coserve.srt.processes import scheduler_class
+    from sglang_coserve.srt.scheduler import CoserveScheduler
 
     settings = {
         "model_path": str(model),
@@ -179,7 +180,7 @@ def start_scheduler(system: System, model: Path) -> Any:
         cpu.install_replacements()
         settings = {**cpu.FLAG_DEFAULTS, **settings}
     server_args = ServerArgs(**settings)
-    kind = Scheduler
+    kind: type = Scheduler
     if system.policy is not None:
         server_args._coserve = CoserveConfig(
             offline_policy=system.policy,
@@ -188,6 +189,6 @@ def start_scheduler(system: System, model: Path) -> Any:
             slo_tpot_ms=2000.0,
             startup_profile_seconds=0.0,
         )
-        kind = scheduler_class(server_args)
+        kind = CoserveScheduler
     publish(server_args, role="scheduler")
     return kind(server_args, PortArgs.init_new(server_args), 0, 0, 0, 0, 0, 0, None)

@@ -30,7 +30,7 @@ PRELOADED = [
     "sglang.srt.managers.scheduler",
     "sglang.srt.models.llama",
     "sglang_coserve.srt.cpu_attention",
-    "sglang_coserve.srt.preemptive_scheduler",
+    "sglang_coserve.srt.scheduler",
 ]
 """What every engine imports, which takes longer than most of what is tested in it."""
 
@@ -68,7 +68,10 @@ class Iteration:
 class ScriptedEngine:
     """See the module's docstring; lives inside an ``EngineProcess``."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(
+        self, spec: EngineSpec, adapted: Callable[[type], type] = lambda kind: kind
+    ) -> None:
+        """Start what ``spec`` says, with ``adapted`` of the scheduler's class."""
         from sglang_coserve.config import CoserveConfig
         from sglang_coserve.srt import cpu, processes
 
@@ -77,6 +80,8 @@ class ScriptedEngine:
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.runtime_context import publish
         from sglang.srt.server_args import PortArgs, ServerArgs
+
+        from sglang_coserve.srt.scheduler import CoserveScheduler
 
         torch.set_num_threads(1)
         cpu.install_replacements()
@@ -94,7 +99,7 @@ class ScriptedEngine:
         server_args._coserve = CoserveConfig(**dict(spec.coserve))
         port_args = PortArgs.init_new(server_args)
         publish(server_args, role="scheduler")
-        base = Scheduler if spec.stock else processes.scheduler_class(server_args)
+        base = adapted(Scheduler if spec.stock else CoserveScheduler)
         engine = self
 
         class RecordingScheduler(base):  # type: ignore[valid-type,misc]
@@ -227,7 +232,7 @@ class EngineProcess:
     def __init__(self, spec: EngineSpec) -> None:
         context = engine_context()
         self._connection, remote = context.Pipe()
-        self._process = context.Process(target=_serve, args=(remote, spec), daemon=True)
+        self._process = context.Process(target=serve, args=(remote, spec), daemon=True)
         self._process.start()
         remote.close()
         self._receive(f"start of {spec}")
@@ -264,10 +269,13 @@ class EngineProcess:
         self._process.join(10)
 
 
-def _serve(connection: Any, spec: EngineSpec) -> None:
+def serve(
+    connection: Any, spec: EngineSpec, adapted: Callable[[type], type] = lambda kind: kind
+) -> None:
+    """Answer the calls of an ``EngineProcess``."""
     os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] = "1"
     try:
-        engine = ScriptedEngine(spec)
+        engine = ScriptedEngine(spec, adapted)
     except BaseException:
         connection.send((None, traceback.format_exc()))
         return

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_coserve.srt.offline_waiting import OfflineWaiting
+from sglang_coserve.srt.admission.offline_waiting import OfflineWaiting
 
 
 class WaitingMachine(RuleBasedStateMachine):

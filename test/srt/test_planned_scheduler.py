@@ -75,8 +75,8 @@ def run_abort_in_every_state(engine: ScriptedEngine) -> dict[str, set[str]]:
         if iteration % 6 == 0:
             tokens = scenarios.prompt(iteration, 150)
             messages.append(engine.request(f"on{iteration}", tokens, 12))
-        parked = {req.rid for req in scheduler._aside.parked}
-        paused = {req.rid for req in scheduler._aside.paused}
+        parked = {req.rid for req in scheduler.parts.view.aside.parked}
+        paused = {req.rid for req in scheduler.parts.view.aside.paused}
         for state, rids in (("parked", parked), ("paused", paused)):
             if fresh := {rid for rid in rids if rid.startswith("off")} - seen[state]:
                 rid = min(fresh)
@@ -86,8 +86,8 @@ def run_abort_in_every_state(engine: ScriptedEngine) -> dict[str, set[str]]:
 
     engine.run(script)
     engine.assert_nothing_leaked()
-    assert not len(scheduler._ledger)
-    assert not scheduler._offline_reqs
+    assert not len(scheduler.parts.ledger)
+    assert not scheduler.parts.admission.num_waiting()
     return seen
 
 

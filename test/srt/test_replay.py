@@ -106,7 +106,7 @@ def test_a_server_records_plans_that_replay_to_the_same(start_engine: Any, tmp_p
 def run_recorded(
     engine: ScriptedEngine, setup: SchedulerSetup, path: Path, specs: list[Spec]
 ) -> None:
-    engine.scheduler._core = recorded(setup, path)
+    engine.scheduler.parts.admission.core = recorded(setup, path)
     scenarios.run_mixed(engine, specs, 6)
 
 

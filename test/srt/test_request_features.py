@@ -296,7 +296,7 @@ def run_and_evict_once(engine: ScriptedEngine, asks: Sequence[Ask]) -> dict[str,
         scheduler.running_batch.filter_batch()
         rows = scheduler.running_batch.reqs
         due = {req.rid for req in rows if len(req.output_ids) >= 10 and not req.retraction_count}
-        scheduler._evict_rows(scheduler.running_batch, due)
+        scheduler.parts.eviction.evict(due, scheduler.running_batch)
         return []
 
     engine.run(script)

@@ -21,7 +21,7 @@ def first_pass(iterations: Sequence[Iteration], rid: str) -> int:
 
 
 def counts(engine: ScriptedEngine) -> dict[str, int]:
-    return dict(engine.scheduler._offline_counts)
+    return dict(engine.scheduler.parts.events)
 
 
 # --- Online-only traffic ------------------------------------------------------------------
@@ -224,7 +224,7 @@ def run_abort_all(engine: ScriptedEngine) -> int:
 
     engine.run(script)
     engine.assert_nothing_leaked()
-    return int(engine.scheduler._num_offline_waiting())
+    return int(engine.scheduler.parts.admission.num_waiting())
 
 
 def test_abort_all_empties_the_offline_queue(engine: EngineProcess) -> None:

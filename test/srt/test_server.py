@@ -68,9 +68,9 @@ def test_status_shows_settings_and_classes(http: httpx.Client) -> None:
     assert replica["online"].keys() == {"waiting", "running"}
 
 
-def test_server_info_names_the_scheduler(http: httpx.Client) -> None:
+def test_server_info_names_the_policy(http: httpx.Client) -> None:
     info = http.get("/server_info").json()
-    assert info["coserve"]["scheduler"] != "FifoScheduler"
+    assert info["coserve"]["offline_policy"] == "coserve"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from sglang_coserve.srt.kv_checkpoint.settings import (  # noqa: E402
     check_in_place,
     server_settings,
 )
-from sglang_coserve.srt.scheduler import INIT_INFO_KEY  # noqa: E402
+from sglang_coserve.srt.status import INIT_INFO_KEY  # noqa: E402
 
 __all__ = ["CoserveEngine"]
 

@@ -202,7 +202,7 @@ def verify_in_place(app: Any, scheduler_infos: Sequence[dict[str, Any]]) -> None
     Raises:
         StartupError: the scheduler, the middleware or a route is not in place.
     """
-    from sglang_coserve.srt.scheduler import INIT_INFO_KEY
+    from sglang_coserve.srt.status import INIT_INFO_KEY
 
     problems = [
         f"scheduler {rank} is not CoserveScheduler (its start-up info has no {INIT_INFO_KEY!r})"

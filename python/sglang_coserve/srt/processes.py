@@ -7,19 +7,15 @@ them by name.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_coserve.srt import cpu
-
-if TYPE_CHECKING:
-    from sglang_coserve.srt.scheduler import CoserveScheduler
 
 __all__ = [
     "init_tokenizer_manager",
     "install_safeguards",
     "run_detokenizer_process",
     "run_scheduler_process",
-    "scheduler_class",
 ]
 
 
@@ -28,14 +24,14 @@ def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers import scheduler as sglang_scheduler
 
     from sglang_coserve.srt.kv_checkpoint.settings import register_cache
-    from sglang_coserve.srt.scheduler import config_of
+    from sglang_coserve.srt.scheduler import CoserveScheduler, config_of
 
     on_cpu = not cpu.has_cuda()
     if on_cpu:
         cpu.install_replacements()
     install_safeguards()
     register_cache(config_of(server_args), on_cpu=on_cpu)
-    sglang_scheduler.Scheduler = scheduler_class(server_args)
+    sglang_scheduler.Scheduler = CoserveScheduler
     sglang_scheduler.run_scheduler_process(server_args, *args, **kwargs)
 
 
@@ -53,19 +49,6 @@ def install_safeguards() -> None:
     install_eager_sampling()
     install_guarded_sampler()
     install_stop_patterns()
-
-
-def scheduler_class(server_args: Any) -> type[CoserveScheduler]:
-    """Return the scheduler that the settings on ``server_args`` ask for."""
-    from sglang_coserve.srt.fifo_scheduler import FifoScheduler
-    from sglang_coserve.srt.planned_scheduler import PlannedScheduler
-    from sglang_coserve.srt.preemptive_scheduler import PreemptiveScheduler
-    from sglang_coserve.srt.scheduler import config_of
-
-    config = config_of(server_args)
-    if config.offline_policy == "fifo":
-        return FifoScheduler
-    return PlannedScheduler if config.safepoint_interval == 0 else PreemptiveScheduler
 
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:

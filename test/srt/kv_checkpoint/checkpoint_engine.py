@@ -72,11 +72,9 @@ def _assert_saved(cache: Any, row: Any) -> None:
 
 
 def _serve(connection: Any, spec: EngineSpec) -> None:
-    from sglang_coserve.srt import cpu, processes
+    from sglang_coserve.srt import cpu
 
     os.environ["SGLANG_CHECK_KV_PAGE_INVARIANTS"] = "1"
     cpu.set_environment_defaults()
-    scheduler_class = processes.scheduler_class
-    processes.scheduler_class = lambda args: _checking(scheduler_class(args))
     register_cache(CoserveConfig(**dict(spec.coserve)), on_cpu=True)
-    scripted_engine._serve(connection, spec)
+    scripted_engine.serve(connection, spec, _checking)

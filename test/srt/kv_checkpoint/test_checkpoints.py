@@ -46,9 +46,9 @@ def duplicated_specs(seed: int, num_online: int, num_offline: int) -> list[Spec]
 
 
 def run_mixed(engine: ScriptedEngine, specs: list[Spec], seed: int) -> Any:
-    before = engine.scheduler._kv.stats()
+    before = engine.scheduler.parts.checkpointing.stats()
     outputs, aborted, count = scenarios.run_mixed(engine, specs, seed)
-    after = engine.scheduler._kv.stats()
+    after = engine.scheduler.parts.checkpointing.stats()
     return outputs, aborted, count, after.demoted_tokens - before.demoted_tokens
 
 
@@ -91,7 +91,7 @@ HOG: Spec = ("on", scenarios.prompt(50, 700), 40, False)
 
 def run_preemption(engine: ScriptedEngine) -> Any:
     """A large online request arrives when the offline rows have generated many tokens."""
-    before = engine.scheduler._kv.stats()
+    before = engine.scheduler.parts.checkpointing.stats()
     evicted = scenarios.counts(engine).get("evicted", 0)
     has_come: list[bool] = []
 
@@ -106,7 +106,7 @@ def run_preemption(engine: ScriptedEngine) -> Any:
         return [engine.request(*HOG[:3])]
 
     engine.run(script)
-    after = engine.scheduler._kv.stats()
+    after = engine.scheduler.parts.checkpointing.stats()
     outputs = {spec[0]: engine.output(spec[0]) for spec in (HOG, *VICTIMS)}
     engine.assert_nothing_leaked()
     recomputed = [s.classes["offline"].recomputed_tokens for s in (before, after)]
@@ -188,7 +188,7 @@ def run_with_little_host_memory(engine: ScriptedEngine, specs: list[Spec]) -> An
     cache = engine.scheduler.tree_cache
     cache.space._quota = HostQuota(online_tokens=0, offline_tokens=6 * cache.page_size)
     outputs, aborted, _ = scenarios.run_mixed(engine, specs, 4)
-    return outputs, aborted, engine.scheduler._kv.stats().to_dict()
+    return outputs, aborted, engine.scheduler.parts.checkpointing.stats().to_dict()
 
 
 def test_a_full_host_pool_costs_recomputation_only(
@@ -216,11 +216,12 @@ def run_with_stuck_copies(engine: ScriptedEngine, specs: list[Spec]) -> Any:
             gate.set()
         original(batch)
 
-    original, scheduler._kv.processed = scheduler._kv.processed, open_late
+    checkpointing = scheduler.parts.checkpointing
+    original, checkpointing.processed = checkpointing.processed, open_late
     outputs, aborted, _ = scenarios.run_mixed(engine, specs, 4)
     assert gate.is_set(), "the scenario is too short"
-    scheduler._kv.processed = original
-    return outputs, aborted, scheduler._kv.stats().to_dict()
+    checkpointing.processed = original
+    return outputs, aborted, checkpointing.stats().to_dict()
 
 
 @pytest.mark.parametrize(
@@ -251,7 +252,8 @@ def run_with_stuck_loads(engine: ScriptedEngine, specs: list[Spec]) -> Any:
     cache, gate = scheduler.tree_cache, threading.Event()
     loads = cache.prefetches
     loads.timeout_s = 0.05
-    copy, processed = loads._copy, scheduler._kv.processed
+    checkpointing = scheduler.parts.checkpointing
+    copy, processed = loads._copy, checkpointing.processed
     batches_since: list[Any] = []
 
     def copy_late(load: Any, load_id: int) -> None:
@@ -265,10 +267,10 @@ def run_with_stuck_loads(engine: ScriptedEngine, specs: list[Spec]) -> Any:
         if len(batches_since) > 150:
             gate.set()
 
-    loads._copy, scheduler._kv.processed = copy_late, open_at_last
+    loads._copy, checkpointing.processed = copy_late, open_at_last
     outputs, aborted, _ = scenarios.run_mixed(engine, specs, 4)
     assert gate.is_set(), "nothing was to be loaded"
-    return outputs, aborted, scheduler._kv.stats().to_dict()
+    return outputs, aborted, checkpointing.stats().to_dict()
 
 
 def test_loads_that_do_not_come_back_cost_recomputation_only(

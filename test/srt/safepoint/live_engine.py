@@ -26,7 +26,7 @@ class Talker:
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.engine = engine
-        self.safepoints = engine.scheduler._safepoints
+        self.safepoints = engine.scheduler.parts.runner.safepoints
         socket = engine.scheduler.ipc_channels.recv_from_tokenizer
         self._socket = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.bind(socket.getsockopt_string(zmq.LAST_ENDPOINT))
@@ -92,7 +92,7 @@ def slow_down(engine: ScriptedEngine, layer_s: float) -> list[int]:
     """
     from sglang_coserve.srt.safepoint.layers import decoder_layers
 
-    core = engine.scheduler._core
+    core = engine.scheduler.parts.admission.core
     core._refiner = None
     layers = decoder_layers(engine.scheduler.tp_worker.model_runner.model)
     core._model = PolynomialModel(

@@ -19,9 +19,9 @@ class RandomAborts:
         """Stand before every layer of the engine's model."""
         from sglang_coserve.srt.safepoint.layers import decoder_layers
 
-        self._safepoints = engine.scheduler._safepoints
+        self._safepoints = engine.scheduler.parts.runner.safepoints
         assert self._safepoints is not None
-        self._safepoints._guard = PreemptionGuard(UNLIMITED)
+        self._safepoints.guard = PreemptionGuard(UNLIMITED)
         self._rng = random.Random(0)
         self._probability = 0.0
         self._target: int | None = None
@@ -48,7 +48,7 @@ class RandomAborts:
         forward = layer.forward
 
         def abort_or_forward(*args: Any, **kwargs: Any) -> Any:
-            gate = self._safepoints._gate
+            gate = self._safepoints.gate
             if number == 0:
                 aborts = self._rng.random() < self._probability
                 self._target = self._rng.randrange(self._num_layers) if aborts else None

@@ -73,4 +73,5 @@ def test_a_penalty_may_leave_with_the_row_that_asked_for_it() -> None:
     batch.prepare(7)
     counted.put_back(batch)
     assert torch.equal(batch.additive(), once)
-    assert not counted._rows.get("a")
+    counted.forget("b")
+    assert not len(counted)

@@ -202,7 +202,7 @@ def online(engine: ScriptedEngine, rid: str, ttft_ms: float | None) -> Any:
 def run_arrivals_in_a_pass(engine: ScriptedEngine) -> dict[str, Any]:
     """Each kind of request alone; then both, the online one while the first chunk of the
     offline prompt is computed: without a target, and with one."""
-    stats = engine.scheduler._safepoints.stats
+    stats = engine.scheduler.parts.runner.safepoints.stats
     aborts: dict[str, int] = {}
     begun = slow_down(engine, LAYER_S)
 
@@ -226,7 +226,7 @@ def run_arrivals_in_a_pass(engine: ScriptedEngine) -> dict[str, Any]:
         "outputs": {rid: engine.output(rid) for rid in order},
         "order": order,
         "aborts": aborts,
-        "report": engine.scheduler._safepoints.report(),
+        "report": engine.scheduler.parts.runner.safepoints.report(),
     }
 
 

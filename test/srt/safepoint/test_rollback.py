@@ -60,10 +60,10 @@ def run_mixed_with_aborts(
         outputs, aborted, _ = scenarios.run_mixed(engine, specs, seed)
     finally:
         aborts.stop()
-    scheduler = engine.scheduler
-    assert not len(scheduler._ledger)
-    assert not scheduler._counted_penalties._rows
-    assert not scheduler._safepoints._guard._aborts_in_a_row
+    parts = engine.scheduler.parts
+    assert not len(parts.ledger)
+    assert not len(parts.runner.counted_penalties)
+    assert not parts.runner.safepoints.guard._aborts_in_a_row
     counts = {kind: n - before.get(kind, 0) for kind, n in aborts.counts().items()}
     return outputs, aborted, counts, set(aborts.layers)
 
@@ -114,8 +114,8 @@ def run_under_fire(
 ) -> tuple[dict[str, list[int]], list[int], dict[str, int]]:
     """Abort every batch that may be aborted; also return the lengths of the series of aborts."""
     aborts = aborts_of(engine)
-    safepoints = engine.scheduler._safepoints
-    safepoints._guard = PreemptionGuard(config)
+    safepoints = engine.scheduler.parts.runner.safepoints
+    safepoints.guard = PreemptionGuard(config)
     before, kept_before = sum(aborts.counts().values()), dict(safepoints.stats.kept)
     aborts.start(seed=1, probability=1.0)
     series: list[int] = []
@@ -139,7 +139,7 @@ def run_under_fire(
         engine.run(script)
     finally:
         aborts.stop()
-        safepoints._guard = PreemptionGuard(UNLIMITED)
+        safepoints.guard = PreemptionGuard(UNLIMITED)
     outputs = {spec[0]: engine.output(spec[0]) for spec in SPECS}
     engine.assert_nothing_leaked()
     kept = {
@@ -230,14 +230,14 @@ def test_batches_that_cannot_be_rolled_back_are_told_apart() -> None:
 
 def run_without_safepoints(engine: ScriptedEngine) -> tuple[dict[str, list[int]], Any]:
     """Run as an engine does that was told apart at start."""
-    scheduler = engine.scheduler
-    safepoints, scheduler._safepoints = scheduler._safepoints, None
-    scheduler._no_safepoints = "a reason"
+    parts = engine.scheduler.parts
+    safepoints, parts.runner.safepoints = parts.runner.safepoints, None
+    parts.runner.why_no_safepoints = "a reason"
     try:
         outputs, _, _ = scenarios.run_mixed(engine, SPECS, 1)
-        return outputs, scheduler._state()["safepoints"]
+        return outputs, parts.status.state()["safepoints"]
     finally:
-        scheduler._safepoints = safepoints
+        parts.runner.safepoints = safepoints
 
 
 def test_an_engine_without_safepoints_says_why_and_works(

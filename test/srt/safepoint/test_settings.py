@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,15 +28,18 @@ def test_bad_values_are_named(values: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "kind"),
-    [
-        ({"offline_policy": "fifo"}, "FifoScheduler"),
-        ({"offline_policy": "conserve"}, "PreemptiveScheduler"),
-        ({"offline_policy": "conserve", "safepoint_interval": 0}, "PlannedScheduler"),
-    ],
+    "values",
+    [{"offline_policy": "fifo"}, {"offline_policy": "conserve", "safepoint_interval": 0}],
 )
-def test_the_settings_choose_the_scheduler(values: dict[str, Any], kind: str) -> None:
-    from sglang_coserve.srt.processes import scheduler_class
+def test_what_is_not_asked_for_leaves_the_model_alone(values: dict[str, Any]) -> None:
+    from sglang_coserve.srt.safepoint.install import Installed, install_safepoints
 
-    server_args = SimpleNamespace(_coserve=CoserveConfig(**values))
-    assert scheduler_class(server_args).__name__ == kind
+    nothing_to_install_into = object()
+    assert install_safepoints(nothing_to_install_into, CoserveConfig(**values)) == Installed()
+
+
+def test_what_is_asked_for_is_put_into_the_model() -> None:
+    from sglang_coserve.srt.safepoint.install import install_safepoints
+
+    with pytest.raises(AttributeError, match="tp_worker"):
+        install_safepoints(object(), CoserveConfig(offline_policy="conserve"))

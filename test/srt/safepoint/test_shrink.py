@@ -22,7 +22,7 @@ def start_shrinking(start_engine: Any, modes: str) -> EngineProcess:
 def run(
     engine: ScriptedEngine, specs: list[Spec], seed: int
 ) -> tuple[dict[str, list[int]], set[str], dict[str, int], set[int]]:
-    shrunk = engine.scheduler._safepoints.stats.shrunk
+    shrunk = engine.scheduler.parts.runner.safepoints.stats.shrunk
     before = dict(shrunk)
     outputs, aborted, _, layers = run_mixed_with_aborts(engine, specs, seed, 0.4)
     counts = {kind.value: n - before.get(kind, 0) for kind, n in shrunk.items()}
@@ -66,7 +66,7 @@ def test_outputs_are_those_of_stock_in_every_mode(
 
 
 def run_offline(engine: ScriptedEngine) -> tuple[dict[str, list[int]], int, int]:
-    aborts, stats = aborts_of(engine), engine.scheduler._safepoints.stats
+    aborts, stats = aborts_of(engine), engine.scheduler.parts.runner.safepoints.stats
     before = sum(stats.aborts.values()), sum(stats.shrunk.values())
     aborts.start(seed=3, probability=0.5)
     try:

@@ -20,14 +20,15 @@ def run_and_listen(
     """Return what the core was told, and how many tokens each online request got."""
     scheduler, aborts = engine.scheduler, aborts_of(engine)
     events: list[Event] = []
-    core = scheduler._core
-    scheduler._core = RecordingScheduler(core, events.append)
+    admission = scheduler.parts.admission
+    core = admission.core
+    admission.core = RecordingScheduler(core, events.append)
     aborts.start(seed, 0.3)
     try:
         outputs, _, _ = scenarios.run_mixed(engine, specs, seed)
     finally:
         aborts.stop()
-        scheduler._core = core
+        admission.core = core
     online = [spec[0] for spec in specs if not spec[3]]
     return events, {rid: len(outputs[rid]) for rid in online}
 

@@ -24,6 +24,10 @@ class CountedPenalties:
     def __init__(self) -> None:
         self._rows: dict[str, _Rows] = {}
 
+    def __len__(self) -> int:
+        """Count the rows of which something is kept."""
+        return len(self._rows)
+
     def keep(self, batch: ScheduleBatch) -> None:
         """Keep the counts of the decodes in a batch that was rolled back. O(rows) if any count."""
         penalties = batch.sampling_info.penalizer_orchestrator

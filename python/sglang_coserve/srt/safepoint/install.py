@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any, Final
 
 from sglang_coserve.config import CoserveConfig
@@ -19,7 +20,7 @@ from sglang_coserve.srt.safepoint.local_gate import LocalGate
 from sglang_coserve.srt.safepoint.placement import place_on_cpu, place_on_cuda
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
 
-__all__ = ["install_safepoints"]
+__all__ = ["Installed", "install_safepoints"]
 
 _LONGEST_SLEEP_S: Final = {"cpu": 1e-3, "cuda": 2e-4}
 """Of a rank that waits for rank 0; a GPU idles meanwhile, and computes layers faster."""
@@ -30,17 +31,26 @@ _INTERVAL: Final = 4
 logger = logging.getLogger(__name__)
 
 
-def install_safepoints(
-    scheduler: Any, config: CoserveConfig
-) -> tuple[Safepoints | None, Ingress | None, str | None]:
-    """Put safepoints into the model; every rank must call it.
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """What was put in place."""
 
-    Returns the safepoints, what receives requests on the rank that does, and why
-    there are none if there are none.
+    safepoints: Safepoints | None = None
+    ingress: Ingress | None = None
+    """Receives requests, on the rank that does."""
+
+    why_not: str | None = None
+    """Why there are no safepoints; None if there are some, or none were asked for."""
+
+
+def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
+    """Put safepoints into the model, if the settings ask for them; every rank must call it.
 
     Raises:
         UnsupportedError: the settings ask for what this engine cannot do.
     """
+    if config.offline_policy == "fifo" or config.safepoint_interval == 0:
+        return Installed()
     layers = decoder_layers(scheduler.tp_worker.model_runner.model)
     reason = why_no_safepoints(scheduler, layers)
     if reason is None and scheduler.device == "cuda" and config.safepoint_interval is None:
@@ -49,7 +59,7 @@ def install_safepoints(
     if reason is not None:
         if ps.tp_rank == 0:
             logger.warning("no safepoints, offline batches run to their end: %s", reason)
-        return None, None, reason
+        return Installed(why_not=reason)
     flag = PreemptionFlag(pinned=scheduler.device == "cuda")
     gate = _make_gate(scheduler, flag)
     interval = fitting_interval(config.safepoint_interval or _INTERVAL, len(layers))
@@ -65,7 +75,7 @@ def install_safepoints(
         ingress = Ingress(channels.recv_from_tokenizer, channels.recv_from_rpc, inbox, watch)
     guard = GuardConfig(wasted_share=config.safepoint_wasted_share)
     safepoints = Safepoints(placement, watch, guard, num_layers=len(layers), interval=interval)
-    return safepoints, ingress, None
+    return Installed(safepoints, ingress)
 
 
 def _make_gate(scheduler: Any, flag: PreemptionFlag) -> Gate:

@@ -66,8 +66,8 @@ class Safepoints:
     ) -> None:
         """``watch`` is None on the ranks that do not receive requests."""
         self.stats = SafepointStats()
-        self._guard = PreemptionGuard(guard)
-        self._gate = placement.gate
+        self.guard = PreemptionGuard(guard)
+        self.gate = placement.gate
         self._kept = placement.kept
         self.resumption = placement.resumption
         self._watch = watch
@@ -83,7 +83,7 @@ class Safepoints:
         """Return the part of the next step that an arrival waits at most; 1 if that step may not
         be aborted. One that cannot prefill will be a decode step."""
         kinds = (BatchKind.EXTEND, BatchKind.MIXED) if may_prefill else (BatchKind.DECODE,)
-        can_abort = self._guard.may_abort(now_s) and not any(kind in self._kept for kind in kinds)
+        can_abort = self.guard.may_abort(now_s) and not any(kind in self._kept for kind in kinds)
         return self._abort_share if can_abort else 1.0
 
     def why_not(self, batch: ScheduleBatch, now_s: float) -> str | None:
@@ -97,9 +97,9 @@ class Safepoints:
             return "neither a prefill nor a decode"
         if kind in self._kept:
             return self._kept[kind]
-        if not self._guard.can_afford(now_s):
+        if not self.guard.can_afford(now_s):
             return "aborts have cost their share of the time"
-        if self._guard.protects(req.rid for req in batch.reqs):
+        if self.guard.protects(req.rid for req in batch.reqs):
             return "a request of it was aborted too often in a row"
         return why_batch_must_end(batch, len(batch.reqs) - num_decodes(batch, kind))
 
@@ -127,7 +127,7 @@ class Safepoints:
             and can_shrink(batch, len(batch.reqs) - num_decodes(batch, kind)),
         )
         name, started_s = batch_id(forward_count), time.perf_counter()
-        self._gate.arm(name, started_s)
+        self.gate.arm(name, started_s)
         if self._watch is not None:
             in_flight = InFlight(
                 batch=name,
@@ -145,7 +145,7 @@ class Safepoints:
             yield armed
         finally:
             ended_s = time.perf_counter()
-            self._gate.disarm()
+            self.gate.disarm()
             if self._watch is not None:
                 self._request = self._watch.close()
             arming_s = ready_s - begun_s + time.perf_counter() - ended_s
@@ -155,7 +155,7 @@ class Safepoints:
 
     def completed(self, armed: ArmedBatch) -> None:
         """Note that a batch ran to its end."""
-        self._guard.completed(armed.offline_rids)
+        self.guard.completed(armed.offline_rids)
 
     def aborted(
         self,
@@ -175,13 +175,13 @@ class Safepoints:
         if shrunk:
             lost_s = wasted_s(armed.whole, armed.online, lost_s)
             self.stats.shrunk[armed.kind] += 1
-        self._guard.aborted(armed.offline_rids, now_s, lost_s)
+        self.guard.aborted(armed.offline_rids, now_s, lost_s)
         self.stats.wasted(lost_s, armed.offline, preempted.layer / self._num_layers)
         self.stats.aborted(armed.kind, self._request, aborted_s, time.perf_counter())
 
     def forget(self, rid: str) -> None:
         """Drop what is known of a request that has ended."""
-        self._guard.forget(rid)
+        self.guard.forget(rid)
         self.stats.forget(rid)
 
     def report(self) -> dict[str, Any]:

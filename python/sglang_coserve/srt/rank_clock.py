@@ -13,7 +13,9 @@ from typing import Any
 
 from sglang_coserve.srt.arrival_time import arrival_s
 
-__all__ = ["Tick", "TickSource"]
+__all__ = ["RankClock", "Tick"]
+
+Req = Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,38 @@ class Tick:
     """When the requests that come with it arrived, by rid."""
 
 
-class TickSource:
+class RankClock:
+    """The time by which a rank decides, and when requests arrived: in seconds, of
+    ``time.perf_counter`` on rank 0 where the clock is shared, else on this rank."""
+
+    def __init__(self, *, is_shared: bool, is_source: bool) -> None:
+        """``is_shared`` says whether ranks go by rank 0's time; ``is_source`` is for rank 0."""
+        self._is_shared = is_shared
+        self._is_source = is_source
+        self._tick: Tick | None = None
+
+    def carried_by(self, input_blocker: Any) -> Any:
+        """Return what stands where SGLang blocks input, so that ticks come with the broadcast."""
+        if not self._is_shared:
+            return input_blocker
+        return _TickSource(input_blocker, is_source=self._is_source)
+
+    def take(self, tick: Tick) -> None:
+        """Go by a tick from now on."""
+        self._tick = tick
+
+    def now_s(self) -> float:
+        """Return the time: between two ticks, that of the first of them."""
+        return time.perf_counter() if self._tick is None else self._tick.now_s
+
+    def arrival_s(self, req: Req, now_s: float) -> float:
+        """Return when a request that is new now arrived at the server."""
+        if self._tick is None:
+            return arrival_s(req, now_s)
+        return self._tick.arrivals_s.get(req.rid, now_s)
+
+
+class _TickSource:
     """Sits where SGLang blocks input: adds a ``Tick`` to what rank 0 receives."""
 
     def __init__(self, inner: Any, *, is_source: bool) -> None:

@@ -1,0 +1,168 @@
+"""Offline requests first come, first served, whenever no online request waits.
+
+A scheduling pass offers some of them to SGLang only when no online request is
+waiting or being prefilled, behind everything else, and takes back what was not
+admitted.  Without offline requests a pass is SGLang's after a constant-time test.
+Decisions depend on neither clock nor chance, so tensor-parallel ranks stay in step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.errors import CoserveError
+from sglang_coserve.srt.admission.offline_waiting import OfflineWaiting
+from sglang_coserve.srt.admission.protocol import OFFLINE_EVENTS
+from sglang_coserve.srt.engine_view import EngineView
+from sglang_coserve.srt.latency_source import known_latency_model
+from sglang_coserve.srt.offline_eviction import OfflineEviction, Prefill
+from sglang_coserve.srt.request_marks import is_offline
+
+__all__ = ["FifoAdmission"]
+
+_MAX_OFFERED: Final = 128
+"""Offline requests offered to SGLang in one pass: its admission loop is linear in them."""
+
+Req = Any
+ScheduleBatch = Any
+
+
+class FifoAdmission:
+    """See the module's docstring; an ``Admission``."""
+
+    event_names: tuple[str, ...] = OFFLINE_EVENTS
+    terms = None
+
+    def __init__(
+        self,
+        scheduler: Any,
+        config: CoserveConfig,
+        *,
+        view: EngineView,
+        eviction: OfflineEviction,
+        events: Counter[str],
+        forget: Callable[[str], None],
+    ) -> None:
+        """``forget`` is called with the name of each request that has ended."""
+        self._scheduler = scheduler
+        self._config = config
+        self._view = view
+        self._eviction = eviction
+        self._events = events
+        self._forget = forget
+        self._waiting = OfflineWaiting()
+        self._offline_filled_batch = False
+
+    # --- Who waits -----------------------------------------------------------------------
+
+    def enqueue(self, req: Req) -> None:
+        """See ``Admission``. One that ran goes first."""
+        if req.retraction_count:
+            self._waiting.put_back(req)
+        else:
+            self._waiting.append(req)
+
+    def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
+        """See ``Admission``."""
+        return self._waiting.remove_if(matches)
+
+    def num_waiting(self) -> int:
+        """See ``Admission``."""
+        return len(self._waiting)
+
+    def forget(self, rid: str) -> None:
+        """See ``Admission``: nothing is kept beside the queue."""
+
+    # --- One pass ------------------------------------------------------------------------
+
+    def admit(self, running_batch: ScheduleBatch, prefill: Prefill) -> Any:
+        """Admit online requests as SGLang does; offline ones only when none of them waits."""
+        self._waiting.start_pass()
+        is_offered = False
+        if self._online_waits():
+            self._release_offline_chunk()
+            self._make_room_for_online_chunk(running_batch)
+            if in_the_way := self._eviction.rids_in_the_way(running_batch.reqs):
+                running_batch.filter_batch()  # A finished request has nothing left to release.
+                self._eviction.evict(in_the_way, running_batch)
+        elif self._waiting.has_ready:
+            is_offered = self._offer(running_batch)
+        if self._offline_filled_batch:
+            running_batch.batch_is_full = False
+            self._offline_filled_batch = False
+
+        plan = self._eviction.admit(running_batch, prefill)
+        if is_offered:
+            left, num_admitted = self._view.withdraw()
+            self._waiting.untake(left)
+            self._events["admitted"] += num_admitted
+            # Full for an offline request is not full for an online one, which may be smaller
+            # and has offline requests to displace.
+            self._offline_filled_batch = plan.running_batch.batch_is_full
+        return plan
+
+    def launched(self, batch: ScheduleBatch | None) -> None:
+        """See ``Admission``: nothing is learned from it."""
+
+    def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
+        """Forget who ended."""
+        del has_token
+        for req in reqs:
+            if req.finished():
+                self._forget(req.rid)
+
+    def _online_waits(self) -> bool:
+        """True when an online request has no first token yet; between passes SGLang's
+        queue holds only online requests."""
+        if self._view.waiting:
+            return True
+        return self._view.chunk is not None and not is_offline(self._view.chunk)
+
+    def _offer(self, running_batch: ScheduleBatch) -> bool:
+        """Offer as many offline requests as may run; False if none may."""
+        scheduler, view = self._scheduler, self._view
+        count = min(_MAX_OFFERED, scheduler.get_num_allocatable_reqs(len(running_batch.reqs)))
+        limit = self._config.offline_max_running
+        if limit is not None:
+            running = sum(is_offline(req) for req in running_batch.reqs)
+            count = min(count, limit - running - (view.chunk is not None))
+        if count <= 0:
+            return False
+        view.offer(self._waiting.take(count))
+        return True
+
+    def _release_offline_chunk(self) -> None:
+        """Release a half-prefilled offline prompt: SGLang keeps one such prompt at a time,
+        and would finish it before it looks at the waiting queue."""
+        if self._view.can_take_chunk and is_offline(self._view.chunk):
+            self._eviction.release(self._view.take_chunk())
+            self._events["parked"] += 1
+
+    def _make_room_for_online_chunk(self, running_batch: ScheduleBatch) -> None:
+        """Free the memory of an online prompt's next chunk, for which SGLang does not wait."""
+        req = self._view.chunk
+        if req is None or is_offline(req):
+            return
+        remaining = len(req.origin_input_ids) + len(req.output_ids) - len(req.prefix_indices)
+        chunk = min(remaining, self._scheduler.chunked_prefill_size or remaining)
+        while self._eviction.headroom_tokens() < chunk + self._scheduler.page_size:
+            if not self._eviction.evict_one(running_batch):
+                return
+
+    # --- What others ask about -----------------------------------------------------------
+
+    def latency_model(self) -> LatencyModel | None:
+        """See ``Admission``. Nothing here depends on it, and the start must not: it is for
+        expected rates alone."""
+        with suppress(CoserveError):
+            return known_latency_model(self._scheduler, self._config)
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """See ``Admission``."""
+        return {}

@@ -1,0 +1,85 @@
+"""What a scheduler asks of the part that admits requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.srt.offline_eviction import Prefill
+from sglang_coserve.srt.step_runner import StepTerms
+
+__all__ = ["OFFLINE_EVENTS", "Admission"]
+
+Req = Any
+ScheduleBatch = Any
+
+OFFLINE_EVENTS: Final = ("received", "admitted", "parked", "evicted", "put_back", "aborted_waiting")
+"""What becomes of offline requests, whoever admits them."""
+
+
+class Admission(Protocol):
+    """Keeps the waiting offline requests, and decides what each scheduling pass admits."""
+
+    event_names: tuple[str, ...]
+    """Of what becomes of offline requests: what is counted, and told."""
+
+    # --- Who waits -----------------------------------------------------------------------
+
+    def enqueue(self, req: Req) -> None:
+        """Let an offline request wait; ``retraction_count`` tells whether it ran before.
+
+        One that ran must not be admitted again in the same pass: under overlap
+        scheduling it would take the result of its last step, still queued, for its own.
+        """
+        ...
+
+    def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
+        """Take out and return the offline requests that match and are in no batch of SGLang's.
+
+        O(waiting).
+        """
+        ...
+
+    def num_waiting(self) -> int:
+        """Count the offline requests that are in no batch of SGLang's."""
+        ...
+
+    def forget(self, rid: str) -> None:
+        """Drop what is kept of a request that has ended, if anything is."""
+        ...
+
+    # --- One pass ------------------------------------------------------------------------
+
+    def admit(self, running_batch: ScheduleBatch, prefill: Prefill) -> Any:
+        """Return SGLang's plan of what to prefill beside ``running_batch``.
+
+        ``prefill`` is SGLang's own admission of what is in its queue.
+        """
+        ...
+
+    def launched(self, batch: ScheduleBatch | None) -> None:
+        """Note the batch with which a pass ends; None if nothing is to run."""
+        ...
+
+    @property
+    def terms(self) -> StepTerms | None:
+        """By what the batch of this pass may end early; None: it runs to its end."""
+        ...
+
+    def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
+        """Note the results of the batch that was launched first: rows, and who got a token.
+
+        Of a batch that was given up there are no rows.
+        """
+        ...
+
+    # --- What others ask about -----------------------------------------------------------
+
+    def latency_model(self) -> LatencyModel | None:
+        """Return what predicts steps now; None if nothing does."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return what the status says of this kind of admission, in plain values."""
+        ...

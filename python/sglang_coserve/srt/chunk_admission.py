@@ -1,0 +1,136 @@
+"""Prefill chunks that were chosen beforehand, admitted by SGLang: these and nothing else.
+
+What SGLang cannot do is left out of a batch, never imitated: it continues one
+unfinished prefill at a time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from sglang_coserve.core.step import PrefillChunk
+from sglang_coserve.srt.chunk_limit import install_chunk_limits, limit_next_chunk
+from sglang_coserve.srt.engine_view import EngineView
+from sglang_coserve.srt.offline_eviction import OfflineEviction, Prefill
+
+__all__ = ["ChunkAdmission"]
+
+Req = Any
+ScheduleBatch = Any
+
+
+class ChunkAdmission:
+    """Offers SGLang's own admission what the next batch is to have."""
+
+    def __init__(
+        self, view: EngineView, eviction: OfflineEviction, events: Counter[str], page_tokens: int
+    ) -> None:
+        """From now on chunks of this process may end where they are told."""
+        install_chunk_limits()
+        self._view = view
+        self._eviction = eviction
+        self._events = events
+        self._page_tokens = page_tokens
+
+    def executable(self, chunks: Iterable[PrefillChunk]) -> list[PrefillChunk]:
+        """Return the leading chunks that SGLang can run in one pass, in its order: one that
+        continues a prefill goes first, and there can be no second one."""
+        begun = {req.rid for req in self._view.aside.parked}
+        if self._view.chunk is not None:
+            begun.add(self._view.chunk.rid)
+        continued: list[PrefillChunk] = []
+        started: list[PrefillChunk] = []
+        for chunk in chunks:
+            if chunk.rid not in begun:
+                started.append(chunk)
+            elif continued:
+                break
+            else:
+                continued.append(chunk)
+        return [*continued, *started]
+
+    def run(
+        self,
+        chunks: Sequence[PrefillChunk],
+        offline_reqs: Mapping[str, Req],
+        running_batch: ScheduleBatch,
+        prefill: Prefill,
+        *,
+        mixes_decodes: bool,
+    ) -> tuple[Any, tuple[PrefillChunk, ...]]:
+        """Offer exactly these chunks to SGLang.
+
+        Args:
+            chunks: As of ``executable``.
+            offline_reqs: The waiting offline requests by rid.
+            running_batch: SGLang's decodes.
+            prefill: SGLang's admission.
+            mixes_decodes: Whether they run in the same batch.
+
+        Returns:
+            SGLang's own plan, and the chunks that it admitted.
+        """
+        view = self._view
+        self._choose_chunk(chunks)
+        online = {req.rid: req for req in view.waiting}
+        chosen = [online.get(c.rid) or offline_reqs.get(c.rid) for c in chunks]
+        shown = [req for req in chosen if req is not None]
+        hidden = view.offer_only(shown, [req for req in shown if req.rid not in online])
+        result = self._admit(chunks, running_batch, prefill, mixes_decodes)
+        offered, num_admitted = view.withdraw()
+        self._events["admitted"] += num_admitted
+        left = {req.rid for req in (*offered, *view.waiting)}
+        # What the pass left over, what it was not shown, and what arrived meanwhile.
+        view.show_again(hidden)
+        if result.batch_to_run is None:
+            return result, ()
+        _correct_mixed_prefix_lens(result.batch_to_run)
+        return result, tuple(chunk for chunk in chunks if chunk.rid not in left)
+
+    def _choose_chunk(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Let the unfinished prefill be the one that these chunks continue, if one does."""
+        view = self._view
+        unfinished = view.chunk
+        if unfinished is not None and unfinished.rid not in {chunk.rid for chunk in chunks}:
+            self._park_chunk()
+        if chunks and view.aside.is_parked(chunks[0].rid):
+            assert view.chunk is None
+            view.put_chunk(view.aside.unpark(chunks[0].rid))
+        if view.chunk is not None:
+            limit_next_chunk(view.chunk, chunks[0].tokens)
+
+    def _park_chunk(self) -> None:
+        if self._view.can_take_chunk:
+            self._view.aside.park(self._view.take_chunk())
+            self._events["parked"] += 1
+
+    def _admit(
+        self,
+        chunks: Sequence[PrefillChunk],
+        running_batch: ScheduleBatch,
+        prefill: Prefill,
+        mixes_decodes: bool,
+    ) -> Any:
+        """Let SGLang build a batch of these chunks, with all decodes or without."""
+        # SGLang compares and counts whole pages, a plan those of a prompt's end not.
+        page = self._page_tokens
+        tokens = sum(-(-chunk.tokens // page) * page for chunk in chunks)
+        # SGLang takes the decodes of a mixed batch off the size of the chunk.
+        num_decodes = len(running_batch.reqs) if mixes_decodes else 0
+        running_batch.batch_is_full = False
+        with self._view.chunk_size(max(tokens, page) + num_decodes, mixes_decodes=mixes_decodes):
+            # It may evict: SGLang also reserves room for a request's output, a plan does not.
+            return self._eviction.admit(running_batch, prefill)
+
+
+def _correct_mixed_prefix_lens(batch: ScheduleBatch) -> None:
+    """SGLang takes for granted that every decode of a mixed batch has a token in flight under
+    overlap scheduling; one that sat out an iteration has none. Its context is its length - 1."""
+    if not batch.forward_mode.is_mixed():
+        return
+    count = len(batch.decoding_reqs)
+    if count:
+        lens = (batch.seq_lens_cpu[-count:] - 1).tolist()
+        batch.prefix_lens = [*batch.prefix_lens[:-count], *lens]

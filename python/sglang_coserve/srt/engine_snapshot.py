@@ -1,0 +1,59 @@
+"""The engine between two steps, as the core sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.snapshot import EngineSnapshot, Row
+from sglang_coserve.srt.engine_view import EngineView
+from sglang_coserve.srt.request_ledger import RequestLedger
+
+__all__ = ["snapshot_of"]
+
+ScheduleBatch = Any
+
+
+def snapshot_of(
+    scheduler: Any,
+    view: EngineView,
+    ledger: RequestLedger,
+    running_batch: ScheduleBatch,
+    now_s: float,
+    arrival_wait_shares: tuple[float, float],
+) -> EngineSnapshot:
+    """Return the state of SGLang's ``scheduler``; O(rows + waiting online requests).
+
+    Args:
+        scheduler: SGLang's.
+        view: Where it keeps its requests, and the rows beside them.
+        ledger: What is known of them.
+        running_batch: Its decodes.
+        now_s: The time by which all ranks decide.
+        arrival_wait_shares: As of ``StepRunner.arrival_wait_shares``.
+    """
+    rows = _rows(view, ledger, running_batch)
+    num_decodes = len(running_batch.reqs) + len(view.aside.paused)
+    share, mixed_share = arrival_wait_shares
+    return EngineSnapshot(
+        now_s=now_s,
+        rows=rows,
+        waiting=ledger.waiting_rows(view.waiting),
+        free_kv_tokens=scheduler.token_to_kv_pool_allocator.available_size(),
+        evictable_kv_tokens=scheduler.tree_cache.evictable_size(),
+        free_slots=max(0, scheduler.get_num_allocatable_reqs(len(rows))),
+        max_batch_tokens=num_decodes
+        + (scheduler.chunked_prefill_size or scheduler.max_prefill_tokens),
+        page_tokens=scheduler.page_size,
+        arrival_wait_share=share,
+        mixed_arrival_wait_share=mixed_share,
+    )
+
+
+def _rows(view: EngineView, ledger: RequestLedger, running_batch: ScheduleBatch) -> list[Row]:
+    rows = ledger.decode_rows(running_batch.reqs, RequestState.DECODING)
+    rows += ledger.decode_rows(view.aside.paused, RequestState.PAUSED)
+    rows += [ledger.prefill_row(req, RequestState.PARKED) for req in view.aside.parked]
+    if view.chunk is not None:
+        rows.append(ledger.prefill_row(view.chunk, RequestState.PREFILLING))
+    return rows

@@ -1,0 +1,151 @@
+"""Offline rows give their memory up: their KV goes to the radix cache and they wait again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from sglang_coserve.srt.compat import release_for_requeue
+from sglang_coserve.srt.engine_view import EngineView
+from sglang_coserve.srt.penalties import restore_penalties
+from sglang_coserve.srt.request_marks import is_offline
+
+__all__ = ["OfflineEviction", "Prefill"]
+
+Req = Any
+ScheduleBatch = Any
+
+Prefill = Callable[[ScheduleBatch], Any]
+"""SGLang's admission: from the running batch to a plan with a prefill batch, or none."""
+
+
+class OfflineEviction:
+    """Evicts offline rows for online ones, before SGLang would let those wait or retract them."""
+
+    def __init__(self, scheduler: Any, view: EngineView, events: Counter[str]) -> None:
+        self._scheduler = scheduler
+        self._view = view
+        self._events = events
+
+    # --- For others ----------------------------------------------------------------------
+
+    def admit(self, running_batch: ScheduleBatch, prefill: Prefill) -> Any:
+        """Let SGLang admit; evict offline rows while an online request does not fit."""
+        plan = prefill(running_batch)
+        while self._online_is_starved(plan) and self.evict_one(plan.running_batch):
+            plan = prefill(plan.running_batch)
+        if plan.batch_to_run is not None:
+            restore_penalties(plan.batch_to_run)
+        return plan
+
+    def _online_is_starved(self, plan: Any) -> bool:
+        """True when the pass produced nothing because an online request did not fit."""
+        if plan.batch_to_run is not None or not self._view.has_others_waiting:
+            return False
+        # With a hierarchical cache SGLang never calls a batch without rows full, but parked
+        # and paused rows hold memory too.
+        is_full = plan.running_batch.batch_is_full
+        has_hierarchy = self._scheduler.enable_hierarchical_cache
+        return bool(is_full or (has_hierarchy and plan.running_batch.is_empty()))
+
+    def make_room_for_decodes(self, batch: ScheduleBatch) -> None:
+        """Before a decode step, evict offline rows rather than let SGLang pick victims."""
+        if self.headroom_tokens() >= batch.batch_size() * self._scheduler.page_size:
+            return
+        batch.filter_batch()
+        evicted = False
+        while batch.batch_size() > 1 and not batch.check_decode_mem():
+            if not self.evict_one(batch):
+                break
+            evicted = True
+        if evicted:
+            # As after any retraction: expect longer outputs, or the evicted
+            # requests come straight back and are evicted again.
+            tracker = self._scheduler.new_token_ratio_tracker
+            tracker.current = tracker.estimate_new_token_ratio_after_retract(batch.reqs)
+
+    def rids_in_the_way(self, rows: Iterable[Req]) -> set[str]:
+        """Return those of ``rows`` to evict for the LoRA adapter of the next online request.
+
+        A batch has places for a few adapters, the bare model counting as one, and
+        SGLang passes over a request that needs one more. Of the offline rows those
+        stay whose adapters fit beside the online ones. O(rows) if LoRA is enabled.
+        """
+        if not self._scheduler.enable_lora:
+            return set()
+        first = next((req for req in self._view.waiting if not is_offline(req)), None)
+        if first is None:
+            return set()
+        fits = self._scheduler.tp_worker.model_runner.lora_manager.validate_lora_batch
+        kept = {first.lora_id}
+        offline: dict[str | None, list[str]] = {}
+        for req in rows:
+            if is_offline(req):
+                offline.setdefault(req.lora_id, []).append(req.rid)
+            else:
+                kept.add(req.lora_id)
+        if not fits(kept):
+            return set()  # It is for other online requests that it has to wait.
+        in_the_way: set[str] = set()
+        for lora_id, rids in offline.items():
+            if fits(kept | {lora_id}):
+                kept.add(lora_id)
+            else:
+                in_the_way.update(rids)
+        return in_the_way
+
+    def headroom_tokens(self) -> int:
+        """Return how many tokens of KV are free or can be had from the radix cache."""
+        scheduler = self._scheduler
+        free_tokens = scheduler.token_to_kv_pool_allocator.available_size()
+        return int(free_tokens + scheduler.tree_cache.evictable_size())
+
+    # --- Rows go -------------------------------------------------------------------------
+
+    def evict_one(self, running_batch: ScheduleBatch) -> bool:
+        """Release the parked, else the paused, else the running offline row that came last.
+
+        False when there is none.
+        """
+        aside = self._view.aside
+        if victims := aside.parked or aside.paused:
+            self.evict({victims[-1].rid}, running_batch)
+            running_batch.batch_is_full = False
+            return True
+        if not any(is_offline(req) for req in running_batch.reqs):
+            return False
+        running_batch.filter_batch()  # A finished request has nothing left to release.
+        victim = next((req for req in reversed(running_batch.reqs) if is_offline(req)), None)
+        if victim is None:
+            return False
+        self._evict_decodes(running_batch, {victim.rid})
+        return True
+
+    def evict(self, rids: Collection[str], running_batch: ScheduleBatch) -> None:
+        """Release the rows named in ``rids``, wherever they are; others may be named too."""
+        if not rids:
+            return
+        unfinished = self._view.aside.unpark_all(lambda req: req.rid in rids)
+        if self._view.chunk is not None and self._view.chunk.rid in rids:
+            unfinished.append(self._view.take_chunk())
+        for req in unfinished:
+            self.release(req)
+        self._events["evicted"] += len(unfinished)
+        self._evict_decodes(running_batch, rids)
+        self._view.aside.take_paused(self._evict_decodes, rids)
+
+    def _evict_decodes(self, batch: ScheduleBatch, rids: Collection[str]) -> None:
+        keep = [i for i, req in enumerate(batch.reqs) if req.rid not in rids]
+        gone = [req for req in batch.reqs if req.rid in rids]
+        for req in gone:
+            self.release(req)
+        if gone:
+            batch.filter_batch(keep_indices=keep)
+            batch.batch_is_full = False
+        self._events["evicted"] += len(gone)
+
+    def release(self, req: Req) -> None:
+        """Release a row that is in no batch, or about to leave it, and let it wait again."""
+        release_for_requeue(req, self._scheduler.tree_cache)
+        self._view.requeue(req)

@@ -1,0 +1,120 @@
+"""The parts that co-serve beside SGLang's scheduler, and what each of them is given."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.baseline import Baseline
+from sglang_coserve.srt.admission.fifo import FifoAdmission
+from sglang_coserve.srt.admission.planned import PlannedAdmission
+from sglang_coserve.srt.admission.protocol import Admission
+from sglang_coserve.srt.core_setup import make_core_scheduler
+from sglang_coserve.srt.engine_view import EngineView
+from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
+from sglang_coserve.srt.latency_source import latency_profile
+from sglang_coserve.srt.offline_eviction import OfflineEviction
+from sglang_coserve.srt.rank_clock import RankClock
+from sglang_coserve.srt.request_intake import RequestIntake
+from sglang_coserve.srt.request_ledger import RequestLedger
+from sglang_coserve.srt.safepoint.install import Installed
+from sglang_coserve.srt.slo_watch import SloWatch
+from sglang_coserve.srt.status import SchedulerStatus
+from sglang_coserve.srt.step_runner import StepRunner
+
+__all__ = ["CoserveParts"]
+
+
+class CoserveParts:
+    """What one scheduler is composed of beside SGLang's own."""
+
+    def __init__(
+        self, scheduler: Any, config: CoserveConfig, clock: RankClock, installed: Installed
+    ) -> None:
+        """Make the parts of a scheduler that is started, with its model, and has no requests.
+
+        Raises:
+            CoserveError: the latency profile cannot be used, or the recording not be written.
+        """
+        is_rank_0 = scheduler.ps.tp_rank == 0
+        self.events: Counter[str] = Counter()
+        """What became of offline requests so far."""
+
+        self.ledger = RequestLedger(scheduler.tree_cache)
+        self.checkpointing = KvCheckpointing(scheduler.tree_cache)
+        self.slo_watch = SloWatch(config, _baseline(scheduler, config), warns=is_rank_0)
+        self.view = EngineView(scheduler)
+        self.eviction = OfflineEviction(scheduler, self.view, self.events)
+        self.runner = StepRunner(scheduler, self.view, clock, self.events, installed)
+        self.admission = self._make_admission(scheduler, config, clock)
+        self.intake = RequestIntake(
+            scheduler,
+            admission=self.admission,
+            view=self.view,
+            clock=clock,
+            ledger=self.ledger,
+            slo_watch=self.slo_watch,
+            events=self.events,
+            forget=self.forget,
+        )
+        self.status = SchedulerStatus(
+            scheduler,
+            config,
+            admission=self.admission,
+            runner=self.runner,
+            slo_watch=self.slo_watch,
+            checkpointing=self.checkpointing,
+            events=self.events,
+        )
+
+    def _make_admission(self, scheduler: Any, config: CoserveConfig, clock: RankClock) -> Admission:
+        if config.offline_policy == "fifo":
+            return FifoAdmission(
+                scheduler,
+                config,
+                view=self.view,
+                eviction=self.eviction,
+                events=self.events,
+                forget=self.forget,
+            )
+        profile = latency_profile(scheduler, config)
+        return PlannedAdmission(
+            scheduler,
+            make_core_scheduler(config, profile, records=scheduler.ps.tp_rank == 0),
+            view=self.view,
+            eviction=self.eviction,
+            runner=self.runner,
+            clock=clock,
+            ledger=self.ledger,
+            checkpointing=self.checkpointing,
+            slo_watch=self.slo_watch,
+            events=self.events,
+            forget=self.forget,
+        )
+
+    def forget(self, rid: str) -> None:
+        """Drop what is kept of a request that has ended."""
+        # The admission asks the ledger whether there was one.
+        self.admission.forget(rid)
+        self.ledger.forget(rid)
+        self.slo_watch.forget(rid)
+        self.checkpointing.forget(rid)
+        self.runner.forget(rid)
+
+    def forget_all(self) -> None:
+        """Drop what is kept of all requests."""
+        for rid in self.ledger.rids():
+            self.forget(rid)
+
+
+def _baseline(scheduler: Any, config: CoserveConfig) -> Baseline | None:
+    """Return an online-only engine to compare with; None without a model of its steps."""
+    if config.offline_policy == "fifo":
+        return None
+    return Baseline(
+        chunk_tokens=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
+        max_rows=scheduler.max_running_requests,
+        kv_tokens=scheduler.max_total_num_tokens,
+        mixes_decodes=scheduler.is_mixed_chunk,
+    )

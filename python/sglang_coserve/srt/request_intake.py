@@ -1,0 +1,107 @@
+"""How requests of both classes come to the scheduler, and are aborted."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.managers.io_struct import AbortReq
+
+from sglang_coserve.srt.admission.protocol import Admission
+from sglang_coserve.srt.compat import check_logit_processor, lowest_priority, refused_request
+from sglang_coserve.srt.engine_view import EngineView
+from sglang_coserve.srt.offline_marks import restore_generated
+from sglang_coserve.srt.rank_clock import RankClock
+from sglang_coserve.srt.request_ledger import RequestLedger
+from sglang_coserve.srt.request_marks import is_offline
+from sglang_coserve.srt.slo_watch import SloWatch
+
+__all__ = ["RequestIntake"]
+
+Req = Any
+
+logger = logging.getLogger(__name__)
+
+
+class RequestIntake:
+    """Lets online requests join SGLang's queue, and offline ones that of the admission."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        *,
+        admission: Admission,
+        view: EngineView,
+        clock: RankClock,
+        ledger: RequestLedger,
+        slo_watch: SloWatch,
+        events: Counter[str],
+        forget: Callable[[str], None],
+    ) -> None:
+        """``forget`` is called with the name of each request that is aborted while it waits."""
+        self._scheduler = scheduler
+        self._admission = admission
+        self._view = view
+        self._clock = clock
+        self._ledger = ledger
+        self._slo_watch = slo_watch
+        self._events = events
+        self._forget = forget
+
+    def take_in(self, recv_req: Any, handle: Callable[[Any], None]) -> None:
+        """Let SGLang ``handle`` a request; one that it fails on is refused, and harms no other."""
+        try:
+            check_logit_processor(recv_req)
+            handle(recv_req)
+        except Exception as error:
+            logger.exception("request %s could not be taken in", recv_req.rid)
+            self._refuse(recv_req, f"the engine cannot take this request: {error}")
+
+    def _refuse(self, recv_req: Any, message: str) -> None:
+        """Answer a request that never became one of SGLang's."""
+        scheduler = self._scheduler
+        vocab_size = scheduler.model_config.vocab_size
+        req = refused_request(recv_req, scheduler.tokenizer, vocab_size, message)
+        scheduler.init_req_max_new_tokens(req)
+        scheduler._add_request_to_queue(req)
+
+    def enqueue(self, req: Req, is_retracted: bool, enqueue: Callable[[Req, bool], None]) -> None:
+        """Let a request wait, one that may have run before; ``enqueue`` is SGLang's way."""
+        now_s = self._clock.now_s()
+        info = self._ledger.add(req, self._clock.arrival_s(req, now_s), now_s)
+        if info.is_online and not is_retracted:
+            is_matched = self._slo_watch.has_baseline and req.to_finish is None
+            self._slo_watch.arrived(info, self._ledger.match_prefix(req) if is_matched else 0)
+        # A request that failed validation takes SGLang's way out whatever its class.
+        if is_offline(req) and req.to_finish is None:
+            self._enqueue_offline(req)
+        else:
+            enqueue(req, is_retracted)
+            self._view.move_before_offered(req)
+
+    def _enqueue_offline(self, req: Req) -> None:
+        scheduler = self._scheduler
+        if scheduler.enable_priority_scheduling:
+            req.priority = lowest_priority(scheduler.schedule_low_priority_values_first)
+        if not scheduler._set_or_validate_priority(req):
+            return
+        req.time_stats.set_wait_queue_entry_time()
+        restore_generated(req, scheduler.model_config.think_end_ids)
+        self._admission.enqueue(req)
+        self._events["put_back" if req.retraction_count else "received"] += 1
+
+    def abort(self, recv_req: AbortReq, abort: Callable[[AbortReq], None]) -> None:
+        """Abort requests in every state: SGLang's by ``abort``, the waiting offline ones here."""
+        waiting = {req.rid for req in self._view.waiting}
+        abort(recv_req)
+        for rid in waiting.difference(req.rid for req in self._view.waiting):
+            self._forget(rid)
+        aborted = self._admission.remove(
+            lambda req: recv_req.abort_all or req.rid.startswith(recv_req.rid)
+        )
+        for req in aborted:
+            self._forget(req.rid)
+            self._scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), req)
+        self._events["aborted_waiting"] += len(aborted)

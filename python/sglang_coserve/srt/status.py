@@ -1,0 +1,107 @@
+"""What a scheduler tells of itself: at its start, to ``/coserve/status`` and to Prometheus."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.offline_rate import expected_tokens_per_s
+from sglang_coserve.srt.admission.protocol import Admission
+from sglang_coserve.srt.exporter import Exporter
+from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
+from sglang_coserve.srt.request_marks import is_offline
+from sglang_coserve.srt.slo_watch import SloWatch
+from sglang_coserve.srt.step_runner import StepRunner
+
+__all__ = ["EXPECTED_RATE_KEY", "INIT_INFO_KEY", "SchedulerStatus"]
+
+INIT_INFO_KEY = "coserve"
+"""Where the scheduler's start-up handshake says that co-serving is in place."""
+
+EXPECTED_RATE_KEY = "expected_offline_tokens_per_s"
+"""And there, what offline requests alone would get of the engine."""
+
+
+class SchedulerStatus:
+    """Gathers the state of both classes, in plain values."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        config: CoserveConfig,
+        *,
+        admission: Admission,
+        runner: StepRunner,
+        slo_watch: SloWatch,
+        checkpointing: KvCheckpointing,
+        events: Counter[str],
+    ) -> None:
+        self._scheduler = scheduler
+        self._config = config
+        self._admission = admission
+        self._runner = runner
+        self._slo_watch = slo_watch
+        self._checkpointing = checkpointing
+        self._events = events
+        args = scheduler.server_args
+        wants_metrics = args.enable_metrics and scheduler.ps.tp_rank == 0
+        self._exporter = Exporter(args.served_model_name) if wants_metrics else None
+
+    def init_info(self) -> dict[str, Any]:
+        """Return what the launcher is told, which sees by it that this scheduler is in place."""
+        return {
+            "offline_policy": self._config.offline_policy,
+            EXPECTED_RATE_KEY: self._expected_offline_rate(),
+        }
+
+    def internal_state(self) -> dict[str, Any]:
+        """Return what ``/coserve/status`` shows."""
+        return {"config": self._config.to_dict(), **self.state()}
+
+    def state(self) -> dict[str, Any]:
+        """Return how both classes stand now."""
+        scheduler = self._scheduler
+        # The batch sheds finished requests only when it runs next.
+        running = [req for req in scheduler.running_batch.reqs if not req.finished()]
+        num_offline = sum(is_offline(req) for req in running)
+        prefilling = scheduler.chunked_req
+        return {
+            "slo": self._slo_watch.report(time.perf_counter()),
+            "online": {
+                "waiting": len(scheduler.waiting_queue),
+                "running": len(running) - num_offline,
+            },
+            "offline": {
+                "waiting": self._admission.num_waiting(),
+                "running": num_offline,
+                "prefilling": int(prefilling is not None and is_offline(prefilling)),
+                **self._counted_events(),
+            },
+            "kv_checkpoint": self._checkpointing.stats().to_dict(),
+            **self._admission.state(),
+            **self._runner.state(),
+        }
+
+    def publish(self) -> None:
+        """Renew the Prometheus metrics, where they are wanted and due."""
+        if self._exporter is not None and self._exporter.is_due(now_s := time.perf_counter()):
+            self._exporter.publish(self.state(), self._counted_events(), now_s)
+
+    def _counted_events(self) -> dict[str, int]:
+        return {name: self._events[name] for name in self._admission.event_names}
+
+    def _expected_offline_rate(self) -> float | None:
+        """Return the tokens a second that offline requests would get now; None if unknown."""
+        model = self._admission.latency_model()
+        if model is None:
+            return None
+        scheduler = self._scheduler
+        limit = self._config.offline_max_running or scheduler.max_running_requests
+        return expected_tokens_per_s(
+            model,
+            kv_tokens=scheduler.max_total_num_tokens,
+            max_rows=min(limit, scheduler.max_running_requests),
+            chunk_tokens=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
+        )

@@ -1,0 +1,124 @@
+"""The queue and the unfinished prefill of SGLang's scheduler, as they are moved about."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_coserve.srt.engine_view import EngineView
+from sglang_coserve.srt.request_marks import CLASS_KEY
+
+
+def req(rid: str, *, offline: bool = False, fails: bool = False, queued_s: float = 0.0) -> Any:
+    params = {CLASS_KEY: "offline"} if offline else None
+    return SimpleNamespace(
+        rid=rid,
+        sampling_params=SimpleNamespace(custom_params=params),
+        to_finish="an error" if fails else None,
+        time_stats=SimpleNamespace(wait_queue_entry_time=queued_s),
+    )
+
+
+class Engine:
+    """As much of SGLang's scheduler as the view writes to."""
+
+    def __init__(self, *waiting: Any) -> None:
+        self.waiting_queue = list(waiting)
+        self.running_batch: Any = SimpleNamespace(reqs=[], batch_is_full=True)
+        self.last_batch: Any = None
+        self.chunked_req: Any = None
+        self._pending_chunked_abort_req: Any = None
+        self.chunked_prefill_size = 512
+        self.is_mixed_chunk = True
+        self.retracted: list[str] = []
+        self.view = EngineView(self)
+
+    def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
+        assert is_retracted
+        self.retracted.append(req.rid)
+
+    @property
+    def queue(self) -> list[str]:
+        return [req.rid for req in self.waiting_queue]
+
+
+def test_what_was_offered_and_not_admitted_is_taken_back() -> None:
+    # An offline request that failed validation waits in SGLang's queue, and stays there.
+    engine = Engine(req("on"), req("bad", offline=True, fails=True))
+    offered = [req(f"off{i}", offline=True) for i in range(3)]
+    engine.view.offer(offered)
+    assert engine.queue == ["on", "bad", "off0", "off1", "off2"]
+    engine.waiting_queue.remove(offered[1])  # Admitted.
+    assert engine.view.withdraw() == ([offered[0], offered[2]], 1)
+    assert engine.queue == ["on", "bad"]
+    assert engine.view.withdraw() == ([], 0)
+
+
+def test_others_wait_only_if_not_all_in_the_queue_were_offered() -> None:
+    engine = Engine()
+    engine.view.offer([req("off", offline=True)])
+    assert not engine.view.has_others_waiting
+    engine.waiting_queue.insert(0, req("on"))
+    assert engine.view.has_others_waiting
+
+
+def test_a_request_that_comes_during_a_pass_goes_before_the_offered_ones() -> None:
+    engine, late = Engine(req("on")), req("late")
+    engine.view.offer([req("off0", offline=True), req("off1", offline=True)])
+    engine.waiting_queue.append(late)
+    engine.view.move_before_offered(late)
+    assert engine.queue == ["on", "late", "off0", "off1"]
+
+
+def test_a_hidden_request_comes_back_in_order_of_arrival() -> None:
+    first, second, third = (req(f"on{i}", queued_s=i) for i in range(3))
+    engine = Engine(first, second, third)
+    offline = req("off", offline=True)
+    hidden = engine.view.offer_only([third, offline], [offline])
+    assert hidden == [first, second]
+    assert engine.queue == ["on2", "off"]
+    assert engine.view.withdraw() == ([offline], 0)
+    engine.view.show_again(hidden)
+    assert engine.queue == ["on0", "on1", "on2"]
+
+
+def test_prefills_that_were_given_up_wait_first_or_as_offline_ones_do() -> None:
+    engine = Engine(req("waits"))
+    given_up = [req("on"), req("off", offline=True), req("bad", offline=True, fails=True)]
+    engine.view.wait_again(given_up)
+    assert engine.queue == ["on", "bad", "waits"]
+    assert engine.retracted == ["off"]
+    assert not engine.running_batch.batch_is_full
+
+
+def test_a_prefill_that_sglang_is_about_to_abort_is_not_taken() -> None:
+    engine = Engine()
+    assert not engine.view.can_take_chunk
+    engine.chunked_req = req("off", offline=True)
+    assert engine.view.can_take_chunk
+    engine._pending_chunked_abort_req = engine.chunked_req
+    assert not engine.view.can_take_chunk
+
+
+def test_the_size_of_a_prefill_is_sglangs_again_also_after_an_error() -> None:
+    engine = Engine()
+    with pytest.raises(ZeroDivisionError), engine.view.chunk_size(17, mixes_decodes=False):
+        assert (engine.chunked_prefill_size, engine.is_mixed_chunk) == (17, False)
+        _ = 1 // 0
+    assert (engine.chunked_prefill_size, engine.is_mixed_chunk) == (512, True)
+
+
+def test_each_row_with_kv_is_held_once() -> None:
+    engine = Engine()
+    decode, parked, chunk = (req(rid, offline=True) for rid in ("decode", "parked", "chunk"))
+    engine.running_batch.reqs = [decode]
+    engine.view.aside.park(parked)
+    engine.chunked_req = chunk
+    # Of the last batch SGLang knows itself.
+    engine.last_batch = SimpleNamespace(reqs=[chunk])
+    assert engine.view.held_rows().reqs == [decode, parked]
+    engine.view.give_back_aside()
+    assert engine.running_batch.reqs == [decode, parked]
+    assert not len(engine.view.aside)

@@ -1,0 +1,61 @@
+"""Ranks that share a clock go by rank 0's, those that do not by their own."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_coserve.srt.rank_clock import RankClock, Tick
+
+
+def request(rid: str, created_s: float | None = None) -> Any:
+    """A message, as far as the clock looks at it."""
+    return SimpleNamespace(rid=rid, time_stats=SimpleNamespace(created_time=created_s or 0.0))
+
+
+class Blocker:
+    """SGLang's, which holds back every request named ``held``."""
+
+    def handle(self, received: list[Any] | None) -> list[Any] | None:
+        return received and [one for one in received if one.rid != "held"]
+
+
+def test_without_ticks_each_rank_goes_by_its_own_clock() -> None:
+    clock, blocker = RankClock(is_shared=False, is_source=True), Blocker()
+    assert clock.carried_by(blocker) is blocker
+    before_s = time.perf_counter()
+    now_s = clock.now_s()
+    assert before_s <= now_s <= time.perf_counter()
+    assert clock.arrival_s(request("a", created_s=3.0), now_s=5.0) == 3.0
+    assert clock.arrival_s(request("a"), now_s=5.0) == 5.0
+
+
+def test_a_tick_sets_the_time_until_the_next_one() -> None:
+    clock = RankClock(is_shared=True, is_source=False)
+    clock.take(Tick(10.0, {"a": 8.0}))
+    assert clock.now_s() == clock.now_s() == 10.0
+    # What this rank knows itself of an arrival does not count.
+    assert clock.arrival_s(request("a", created_s=3.0), now_s=10.0) == 8.0
+    assert clock.arrival_s(request("b", created_s=3.0), now_s=10.0) == 10.0
+    clock.take(Tick(11.0, {}))
+    assert clock.now_s() == 11.0
+
+
+def test_rank_0_puts_a_tick_before_what_it_received() -> None:
+    carried = RankClock(is_shared=True, is_source=True).carried_by(Blocker())
+    of_a_batch = SimpleNamespace(batch=[request("b", created_s=2.0)], rid=None)
+    tick, *rest = carried.handle([request("a", created_s=1.0), request("held"), of_a_batch])
+    assert isinstance(tick, Tick)
+    assert tick.arrivals_s == {"a": 1.0, "b": 2.0}
+    assert [one.rid for one in rest] == ["a", None]
+
+
+@pytest.mark.parametrize("inner", [None, Blocker()], ids=["alone", "behind SGLang's"])
+def test_other_ranks_add_nothing(inner: Any) -> None:
+    carried = RankClock(is_shared=True, is_source=False).carried_by(inner)
+    messages = [request("a")]
+    assert carried.handle(messages) == messages
+    assert carried.handle(None) is None
