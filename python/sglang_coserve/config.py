@@ -21,7 +21,7 @@ OFFLINE_POLICIES = ("fifo", "coserve", "conserve", "hygen", "bros", "ooco", "non
 
 MEDIA_SOURCES = ("inline", "public", "any")
 
-SAFEPOINT_MODES = ("auto", "abort", "shrink")
+SAFEPOINT_MODES = ("auto", "abort", "shrink", "suspend")
 
 _AUTO = "auto"
 
@@ -121,8 +121,9 @@ class CoserveConfig:
         SAFEPOINT_MODES[0],
         "What becomes of the online rows in an aborted batch. abort: they start over, together "
         "with the request that arrived. shrink: they go on at once, without the offline rows, so "
-        "that iterations with online decodes may be longer; not with CUDA graphs. auto: shrink on "
-        "a CPU, abort on a GPU.",
+        "that iterations with online decodes may be longer; not with CUDA graphs. suspend: batches "
+        "without online rows are kept and go on later, the others run to their end; on a CPU. "
+        "auto: shrink on a CPU, abort on a GPU.",
         choices=SAFEPOINT_MODES,
     )
     safepoint_decode_graphs: bool = _setting(

@@ -201,11 +201,7 @@ class Scheduler:
             )
         if math.isfinite(until_s) and not self._policy.slices:
             return None
-        seen = seen_alone(snapshot, self._config.headroom_tokens)
-        alone = self._builder(seen, Lane.OFFLINE)
-        wait_s = self._arrival_wait_s(snapshot.stop_share)
-        alone.offline_budget_s = longest_s(self._model, self._targets, wait_s, snapshot)
-        self._compose(alone, cache)
+        alone = self._compose_alone(snapshot, cache)
         if math.isfinite(until_s):
             mixed = self._compose(self._builder(snapshot), cache)
             if not gets_anywhere(alone.stats, alone.predicted_s, snapshot, left_s) or (
@@ -213,6 +209,18 @@ class Scheduler:
             ):
                 return self._build(mixed)
         return self._build(alone, until_s)
+
+    def _compose_alone(self, snapshot: EngineSnapshot, cache: PrefixCache) -> BatchBuilder:
+        """Compose a step of the offline lane."""
+        seen = seen_alone(snapshot, self._config.headroom_tokens)
+        alone = self._builder(seen, Lane.OFFLINE)
+        wait_s = self._arrival_wait_s(snapshot.stop_share)
+        alone.offline_budget_s = longest_s(self._model, self._targets, wait_s, snapshot)
+        self._compose(alone, cache)
+        if alone.stats.is_empty and (seen.rows or len(self._queue)):
+            # Not even a small one is as short as that, and one has to be.
+            alone = self._compose(self._builder(seen, Lane.OFFLINE), cache)
+        return alone
 
     def _builder(
         self, snapshot: EngineSnapshot, lane: Lane = Lane.SHARED, *, rides: bool = True

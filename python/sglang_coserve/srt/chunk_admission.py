@@ -94,14 +94,15 @@ class ChunkAdmission:
         view = self._view
         unfinished = view.chunk
         if unfinished is not None and unfinished.rid not in {chunk.rid for chunk in chunks}:
-            self._park_chunk()
+            self.park_chunk()
         if chunks and view.aside.is_parked(chunks[0].rid):
             assert view.chunk is None
             view.put_chunk(view.aside.unpark(chunks[0].rid))
         if view.chunk is not None:
             limit_next_chunk(view.chunk, chunks[0].tokens)
 
-    def _park_chunk(self) -> None:
+    def park_chunk(self) -> None:
+        """Set the unfinished prefill aside, if there is one that SGLang does not abort."""
         if self._view.can_take_chunk:
             self._view.aside.park(self._view.take_chunk())
             self._events["parked"] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.snapshot import EngineSnapshot, Row
+from sglang_coserve.core.snapshot import EngineSnapshot, Row, SuspendedStep
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.request_ledger import RequestLedger
 
@@ -21,6 +21,9 @@ def snapshot_of(
     running_batch: ScheduleBatch,
     now_s: float,
     arrival_wait_shares: tuple[float, float],
+    suspended: SuspendedStep | None,
+    stop_share: float,
+    resume_s: float,
 ) -> EngineSnapshot:
     """Return the state of SGLang's ``scheduler``; O(rows + waiting online requests).
 
@@ -31,6 +34,9 @@ def snapshot_of(
         running_batch: Its decodes.
         now_s: The time by which all ranks decide.
         arrival_wait_shares: As of ``StepRunner.arrival_wait_shares``.
+        suspended: The step that can go on.
+        stop_share: As of ``EngineSnapshot``.
+        resume_s: As of ``EngineSnapshot``.
     """
     rows = _rows(view, ledger, running_batch)
     num_decodes = len(running_batch.reqs) + len(view.aside.paused)
@@ -41,12 +47,15 @@ def snapshot_of(
         waiting=ledger.waiting_rows(view.waiting),
         free_kv_tokens=scheduler.token_to_kv_pool_allocator.available_size(),
         evictable_kv_tokens=scheduler.tree_cache.evictable_size(),
-        free_slots=max(0, scheduler.get_num_allocatable_reqs(len(rows))),
+        free_slots=max(0, scheduler.get_num_allocatable_reqs(len(rows) + len(view.suspended))),
         max_batch_tokens=num_decodes
         + (scheduler.chunked_prefill_size or scheduler.max_prefill_tokens),
         page_tokens=scheduler.page_size,
         arrival_wait_share=share,
         mixed_arrival_wait_share=mixed_share,
+        suspended=suspended,
+        stop_share=stop_share,
+        resume_s=resume_s,
     )
 
 

@@ -33,6 +33,9 @@ class EngineView:
         self.aside = SetAside()
         """Offline rows with KV that are in no batch of SGLang's."""
 
+        self.suspended: tuple[Req, ...] = ()
+        """Those of the suspended step."""
+
     # --- Who waits -----------------------------------------------------------------------
 
     @property
@@ -149,6 +152,7 @@ class EngineView:
         """Yield the decodes of ``running_batch``, the rows set aside and the unfinished prefill."""
         yield from running_batch.reqs
         yield from self.aside.reqs
+        yield from self.suspended
         if self.chunk is not None:
             yield self.chunk
 

@@ -117,6 +117,7 @@ class CoserveScheduler(Scheduler):
 
     def get_next_batch_to_run(self, running_batch: ScheduleBatch, last_batch: Any) -> Any:
         """Note the batch that a pass ends with."""
+        last_batch = self.parts.admission.settle(last_batch)
         plan = super().get_next_batch_to_run(running_batch=running_batch, last_batch=last_batch)
         self.parts.admission.launched(plan.batch_to_run)
         return plan
@@ -127,7 +128,8 @@ class CoserveScheduler(Scheduler):
 
     def _can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
         """Keep the places of the adapters whose rows are to come back into the batch."""
-        kept = {row.lora_id for row in self.parts.view.aside.reqs}
+        view = self.parts.view
+        kept = {row.lora_id for row in (*view.aside.reqs, *view.suspended)}
         return bool(super()._can_schedule_lora_req(req, running_loras | kept))
 
     def update_running_batch(self, batch: ScheduleBatch) -> Any:
@@ -151,7 +153,7 @@ class CoserveScheduler(Scheduler):
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         """Let SGLang send out what a batch came to, and tell the parts."""
         if result is PREEMPTED:
-            self.parts.admission.processed((), ())
+            self.parts.admission.stopped()
             return
         reqs = list(batch.reqs)
         before = [len(req.output_ids) for req in reqs]
@@ -168,6 +170,7 @@ class CoserveScheduler(Scheduler):
 
     def pause_generation(self, recv_req: Any) -> None:
         """Let SGLang retract the rows beside its batches with the running ones."""
+        self.parts.admission.give_up()
         if recv_req.mode != "in_place":
             self.parts.view.give_back_aside()
         super().pause_generation(recv_req)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
 
-from sglang_coserve.srt.row_groups import join, split
+from sglang_coserve.srt.row_groups import has_plain_state, join, split
 
 __all__ = ["HeldRows", "SetAside"]
 
 Req = Any
-ScheduleBatch = Any
 
 
 class SetAside:
@@ -72,6 +71,11 @@ class SetAside:
         """Keep a batch of rows that decode and have plain state."""
         self._paused = join(self._paused, decodes)
 
+    def take_paused_batch(self) -> ScheduleBatch:
+        """Take out the batch of the paused rows; empty if there are none."""
+        batch, self._paused = self._paused, None
+        return ScheduleBatch(reqs=[], batch_is_full=False) if batch is None else batch
+
     def resume(self, running: ScheduleBatch, rids: Collection[str]) -> ScheduleBatch:
         """Return the running batch with those of ``rids`` that were paused."""
         if self._paused is None or not rids:
@@ -84,12 +88,17 @@ class SetAside:
         """Return the running batch with the paused rows that were aborted: they end in it.
 
         To be called before each pass: under overlap scheduling the result of the
-        last step may also end a row that is paused by then.
+        last step may also end a row that is paused by then. Rows that cannot be split off
+        end in the next step of the offline lane.
         """
         if self._paused is None:
             return running
         self._paused.filter_batch()
-        aborted = {req.rid for req in self._paused.reqs if req.to_finish is not None}
+        aborted = {
+            req.rid
+            for req in self._paused.reqs
+            if req.to_finish is not None and has_plain_state(req)
+        }
         running = self.resume(running, aborted)
         self._drop_empty_batch()
         return running

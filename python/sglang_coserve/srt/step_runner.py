@@ -18,6 +18,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.srt.engine_view import EngineView
+from sglang_coserve.srt.offline_lane import OfflineLane
 from sglang_coserve.srt.rank_clock import RankClock
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.safepoint.counted_penalties import CountedPenalties
@@ -35,7 +36,9 @@ Req = Any
 ScheduleBatch = Any
 
 PREEMPTED: Final = GenerationBatchResult()
-"""The result of a batch that was aborted and rolled back as a whole: nothing."""
+"""The result of a batch that has none: it was suspended, or rolled back as a whole."""
+
+Forward = Callable[[ScheduleBatch], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +54,15 @@ class StepTerms:
     model: LatencyModel
     """Predicts it."""
 
+    until_s: float | None
+    """When a step of the offline lane must have stopped, on the same clock; None: of the other."""
+
     gave_up: Callable[[Sequence[str], ScheduleBatch | None], None]
     """Called with the names of the rows that were taken out, and the batch of the others, which
     goes on; None if all were."""
+
+    suspended: Callable[[], None]
+    """Called when a step of the offline lane has stopped."""
 
 
 class StepRunner:
@@ -69,18 +78,29 @@ class StepRunner:
     ) -> None:
         self.safepoints = installed.safepoints
         self.why_no_safepoints = installed.why_not
+        self.suspends = installed.suspends
+        self.lane: OfflineLane | None = None
+        """To be set where steps are suspended."""
+
         self.counted_penalties = CountedPenalties()
+        self._counts: Counter[str] = Counter()
         self._scheduler = scheduler
         self._view = view
         self._clock = clock
         self._events = events
+
+    @property
+    def stop_share(self) -> float:
+        """Part of a step of the offline lane that passes at most until it is suspended; 1 where
+        there is no such lane."""
+        return self.safepoints.stop_share if self.suspends and self.safepoints else 1.0
 
     # --- Before a step -------------------------------------------------------------------
 
     def arrival_wait_shares(self, now_s: float, *, may_prefill: bool) -> tuple[float, float]:
         """Return the part of the next step that an arrival waits at most, of a step without
         online rows and of one with online decodes; 1 where it waits for the whole."""
-        if self.safepoints is None:
+        if self.safepoints is None or self.suspends:
             return 1.0, 1.0
         share = self.safepoints.arrival_wait_share(now_s, may_prefill=may_prefill)
         return share, share if self.safepoints.resumption is not None else 1.0
@@ -94,14 +114,13 @@ class StepRunner:
             and bool(self._scheduler.result_queue)
             and self.safepoints is not None
             and _has_offline(batch)
+            and (terms.until_s is not None or not self.suspends)
             and self.safepoints.why_not(batch, terms.began_s) is None
         )
 
     # --- A step --------------------------------------------------------------------------
 
-    def run(
-        self, batch: ScheduleBatch, terms: StepTerms | None, forward: Callable[[Any], Any]
-    ) -> Any:
+    def run(self, batch: ScheduleBatch, terms: StepTerms | None, forward: Forward) -> Any:
         """Run a batch with ``forward``; without ``terms`` it runs to its end.
 
         Returns its result. If it ends early, that is ``PREEMPTED``, or what its online rows
@@ -111,6 +130,10 @@ class StepRunner:
         safepoints = self.safepoints
         if safepoints is None or terms is None or not _has_offline(batch):
             return forward(batch)
+        if self.suspends:
+            if terms.until_s is None:
+                return forward(batch)
+            return self._run_alone(safepoints, batch, terms, forward)
         why_not = safepoints.why_not(batch, terms.began_s)
         if why_not is not None:
             safepoints.stats.kept[why_not] += 1
@@ -124,6 +147,33 @@ class StepRunner:
         safepoints.completed(armed)
         return result
 
+    def _run_alone(
+        self, safepoints: Safepoints, batch: ScheduleBatch, terms: StepTerms, forward: Forward
+    ) -> Any:
+        """Run a step of the offline lane, or what is left of it; it may be suspended."""
+        resumption, lane, until_s = safepoints.resumption, self.lane, terms.until_s
+        assert resumption is not None
+        assert lane is not None
+        assert until_s is not None
+        layer, outputs = lane.start(batch)
+        if layer == 0 and (why_not := safepoints.why_it_must_end(batch)) is not None:
+            safepoints.stats.kept[why_not] += 1
+            return forward(batch)
+        self._counts["resumed"] += layer > 0
+        try:
+            with (
+                resumption.resuming(layer, outputs),
+                safepoints.stoppable(self._scheduler.forward_ct, until_s),
+            ):
+                return forward(batch)
+        except ForwardPreempted as stop:
+            if stop.layer > layer:
+                layer, outputs = stop.layer, resumption.outputs
+            lane.stopped(batch, layer, outputs)
+            terms.suspended()
+            self._counts["suspended"] += 1
+            return PREEMPTED
+
     def _end_early(
         self,
         safepoints: Safepoints,
@@ -131,7 +181,7 @@ class StepRunner:
         armed: ArmedBatch,
         preempted: ForwardPreempted,
         terms: StepTerms,
-        forward: Callable[[Any], Any],
+        forward: Forward,
     ) -> Any:
         """Roll an aborted batch back, or its offline rows alone: then the others go on now."""
         aborted_s = time.perf_counter()
@@ -195,7 +245,8 @@ class StepRunner:
     def state(self) -> dict[str, Any]:
         """Return the state of the safepoints in plain values, if some were asked for."""
         if self.safepoints is not None:
-            return {"safepoints": self.safepoints.report()}
+            counts = {name: self._counts[name] for name in ("suspended", "resumed")}
+            return {"safepoints": {**self.safepoints.report(), **counts}}
         if self.why_no_safepoints is not None:
             return {"safepoints": {"enabled": False, "reason": self.why_no_safepoints}}
         return {}

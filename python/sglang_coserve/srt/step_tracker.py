@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ class _Step:
     given_up: tuple[str, ...] = ()
     seconds: float | None = None
     served: tuple[Served, ...] = ()
+    spent_s: float = 0.0
+    """How long it ran before it was suspended."""
+
+    is_suspended: bool = False
     is_timed: bool = False
     is_told: bool = False
     """Who got a token is known."""
@@ -63,6 +68,8 @@ class StepTracker:
         self._lag = int(is_overlapped)
         self._pass_s: float | None = None
         self._planned: int | None = None
+        self._suspended: _Step | None = None
+        self._resumed: _Step | None = None
         self._last: deque[_Step | None] = deque(maxlen=self._lag + 1)
         """Of the last passes; None for what the core did not plan."""
 
@@ -96,8 +103,11 @@ class StepTracker:
     def launched(self, batch: ScheduleBatch | None) -> None:
         """Note the batch with which the pass ends; None if nothing is to run. O(rows)."""
         number, self._planned = self._planned, None
-        step = None
-        if number is not None:
+        step, self._resumed = self._resumed, None
+        if step is not None:
+            step.is_suspended = False
+            self._open.append(step)
+        elif number is not None:
             assert self._pass_s is not None
             step = _Step(number, self._pass_s, *_content(batch), is_told=not batch)
             self._open.append(step)
@@ -112,6 +122,25 @@ class StepTracker:
             step.given_up = tuple(rids)
             step.batch, step.chunks = _content(rest)
 
+    def suspended(self) -> None:
+        """Note that the batch that was launched last has stopped, to go on later."""
+        step = self._last[-1]
+        assert step is not None
+        step.is_suspended = True
+        self._suspended = self._open.pop()
+        assert self._suspended is step
+
+    def resumed(self) -> None:
+        """Note that this pass lets the suspended step go on."""
+        self._resumed, self._suspended = self._suspended, None
+        assert self._resumed is not None
+
+    def dropped(self, rids: Sequence[str]) -> StepResult:
+        """Return the result of the suspended step, which is given up."""
+        step, self._suspended = self._suspended, None
+        assert step is not None
+        return StepResult(step.number, step.started_s, given_up=tuple(rids))
+
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
         """Note the results of the batch that was launched first: rows, and who got a token."""
         self._told.append((self._running.popleft(), reqs, has_token))
@@ -124,11 +153,17 @@ class StepTracker:
         step, newest = self._last[0], self._last[-1]
         if step is None or step.is_timed:
             return
+        if step.is_suspended:
+            # Of a part the time is not known where the batch before it may have taken some.
+            ran_s = math.nan if self._lag or self._pass_s is None else now_s - self._pass_s
+            step.spent_s += ran_s
+            return
         step.is_timed = True
         is_alone = newest is not None and not (self._lag and (step.given_up or newest.given_up))
         ran = not step.batch.is_empty or step.given_up
         if is_alone and ran and self._pass_s is not None and now_s > self._pass_s:
-            step.seconds = now_s - self._pass_s
+            seconds = step.spent_s + now_s - self._pass_s
+            step.seconds = None if math.isnan(seconds) else seconds
 
     def _note_tokens(
         self, reqs: Sequence[Req], has_token: Sequence[bool], now_s: float

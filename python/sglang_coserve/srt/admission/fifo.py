@@ -106,6 +106,16 @@ class FifoAdmission:
             self._offline_filled_batch = plan.running_batch.batch_is_full
         return plan
 
+    def settle(self, last_batch: Any) -> Any:
+        """See ``Admission``: nothing has a lane of its own."""
+        return last_batch
+
+    def stopped(self) -> None:
+        """See ``Admission``: nothing stops."""
+
+    def give_up(self) -> None:
+        """See ``Admission``: nothing is suspended."""
+
     def launched(self, batch: ScheduleBatch | None) -> None:
         """See ``Admission``: nothing is learned from it."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from sglang.srt.managers.io_struct import AbortReq
 
@@ -19,7 +19,7 @@ from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.recording import RecordingScheduler
 from sglang_coserve.core.scheduler import Scheduler as CoreScheduler
 from sglang_coserve.core.snapshot import EngineSnapshot
-from sglang_coserve.core.step import PrefillChunk, StepPlan
+from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan
 from sglang_coserve.srt.admission.protocol import OFFLINE_EVENTS
 from sglang_coserve.srt.chunk_admission import ChunkAdmission
 from sglang_coserve.srt.compat import release_aborted
@@ -28,6 +28,7 @@ from sglang_coserve.srt.engine_snapshot import snapshot_of
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.offline_eviction import OfflineEviction, Prefill
+from sglang_coserve.srt.offline_lane import OfflineLane
 from sglang_coserve.srt.offline_marks import deadline_of, user_of
 from sglang_coserve.srt.rank_clock import RankClock
 from sglang_coserve.srt.request_ledger import RequestLedger
@@ -41,11 +42,14 @@ __all__ = ["PlannedAdmission"]
 Req = Any
 ScheduleBatch = Any
 
+_RESUME_S: Final = 1e-3
+"""What it takes to suspend a step and go on with it: 1 ms on a CPU, of a prototype."""
+
 
 class PlannedAdmission:
     """See the module's docstring; an ``Admission``, and the core's ``PrefixCache``."""
 
-    event_names: tuple[str, ...] = (*OFFLINE_EVENTS, "paused", "resumed")
+    event_names: tuple[str, ...] = (*OFFLINE_EVENTS, "paused", "resumed", "dropped")
 
     def __init__(
         self,
@@ -78,6 +82,9 @@ class PlannedAdmission:
         self._steps = StepTracker(
             ledger, is_overlapped=scheduler.enable_overlap and scheduler.device != "cpu"
         )
+        self._lane = self._make_lane()
+        runner.lane = self._lane
+        self._until_s: float | None = None
         self._drift_warning = DriftWarning() if scheduler.ps.tp_rank == 0 else None
         self._waiting: dict[str, Req] = {}
         self._cooling: list[Req] = []
@@ -120,13 +127,17 @@ class PlannedAdmission:
             release_aborted(req, self._scheduler.tree_cache)
             gone.append(req)
         self._view.aside.abort_paused(matches)
+        if self._lane is not None:
+            self._lane.abort(matches)
         for req in gone:
             self._waiting.pop(req.rid, None)
         return gone
 
     def num_waiting(self) -> int:
         """See ``Admission``."""
-        return len(self._waiting) + len(self._cooling) + len(self._view.aside)
+        view = self._view
+        away = len(view.aside) + len(view.suspended)
+        return len(self._waiting) + len(self._cooling) + away
 
     def forget(self, rid: str) -> None:
         """See ``Admission``; to be called before the ledger forgets."""
@@ -147,7 +158,13 @@ class PlannedAdmission:
         running_batch = self._view.aside.resume_ended(running_batch)
         rows = self._view.rows_with_kv(running_batch)
         self._eviction.evict(self._eviction.rids_in_the_way(rows), running_batch)
+        self._until_s = None
         plan = self.core.plan(self._snapshot(running_batch, now_s), self)
+        if plan.drops:
+            self._drop()
+            plan = self.core.plan(self._snapshot(running_batch, now_s), self)
+        if plan.lane is Lane.OFFLINE and not plan.is_idle:
+            return self._run_alone(plan, running_batch, prefill)
         running_batch = self._make_room(plan, running_batch)
         result, admitted = self._chunks.run(
             self._executable(plan),
@@ -171,6 +188,54 @@ class PlannedAdmission:
         self._arrival_wait_s = plan.arrival_wait_s
         return result
 
+    def _make_lane(self) -> OfflineLane | None:
+        safepoints = self._runner.safepoints
+        if safepoints is None or not self._runner.suspends:
+            return None
+        return OfflineLane(
+            self._scheduler,
+            self._view,
+            self._chunks,
+            self._runner.counted_penalties,
+            safepoints.num_layers,
+            self._events,
+        )
+
+    def _run_alone(self, plan: StepPlan, running_batch: ScheduleBatch, prefill: Prefill) -> Any:
+        """Let a step of the offline lane begin, or go on."""
+        lane = self._lane
+        assert lane is not None
+        self._until_s = plan.until_s
+        if plan.resumes:
+            self._steps.resumed()
+            return lane.resume(running_batch)
+        self._eviction.evict({eviction.rid for eviction in plan.evict}, running_batch)
+        chunks = self._executable(plan)
+        result, admitted = lane.prepare(plan, chunks, self._waiting, running_batch, prefill)
+        if result.batch_to_run is None:
+            self._until_s = None
+            return result
+        for chunk in admitted:
+            self._waiting.pop(chunk.rid, None)
+        self.core.start(plan, admitted)
+        self._steps.started(plan.step)
+        return result
+
+    def _drop(self) -> None:
+        lane = self._lane
+        assert lane is not None
+        self.core.update(self._steps.dropped(lane.drop()))
+        self._events["dropped"] += 1
+
+    def settle(self, last_batch: Any) -> Any:
+        """See ``Admission``."""
+        return last_batch if self._lane is None else self._lane.settle(last_batch)
+
+    def give_up(self) -> None:
+        """See ``Admission``."""
+        if self._lane is not None and self._lane.suspended is not None:
+            self._drop()
+
     def launched(self, batch: ScheduleBatch | None) -> None:
         """See ``Admission``: planned or not."""
         self._steps.launched(batch)
@@ -178,13 +243,24 @@ class PlannedAdmission:
     @property
     def terms(self) -> StepTerms:
         """See ``Admission``."""
-        return StepTerms(self._pass_s, self._arrival_wait_s, self.core.model, self._gave_up)
+        return StepTerms(
+            self._pass_s,
+            self._arrival_wait_s,
+            self.core.model,
+            self._until_s,
+            self._gave_up,
+            self._steps.suspended,
+        )
 
     def _gave_up(self, rids: Sequence[str], rest: ScheduleBatch | None) -> None:
         self._steps.gave_up(rids, rest)
         if rest is None:
             # The prefills' turn is not over.
             self._has_left_decodes = False
+
+    def stopped(self) -> None:
+        """See ``Admission``: it was suspended, or given up."""
+        self._steps.processed((), ())
 
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
         """See ``Admission``. Who ended is forgotten when the next pass begins."""
@@ -218,7 +294,17 @@ class PlannedAdmission:
         view = self._view
         may_prefill = bool(self._waiting or view.waiting or view.aside.parked or view.chunk)
         shares = self._runner.arrival_wait_shares(now_s, may_prefill=may_prefill)
-        return snapshot_of(self._scheduler, view, self._ledger, running_batch, now_s, shares)
+        return snapshot_of(
+            self._scheduler,
+            view,
+            self._ledger,
+            running_batch,
+            now_s,
+            shares,
+            suspended=None if self._lane is None else self._lane.seen(),
+            stop_share=self._runner.stop_share,
+            resume_s=_RESUME_S,
+        )
 
     def cached_tokens(self, rid: str) -> int:
         """Return what the radix cache holds of a waiting offline request (``PrefixCache``)."""

@@ -58,6 +58,19 @@ class Admission(Protocol):
         """
         ...
 
+    def settle(self, last_batch: Any) -> Any:
+        """Return what SGLang is to merge into its running batch when a pass begins: its last batch,
+        or None if that was one of the offline lane."""
+        ...
+
+    def stopped(self) -> None:
+        """Note that the batch that was launched first has no result."""
+        ...
+
+    def give_up(self) -> None:
+        """Give a suspended step up."""
+        ...
+
     def launched(self, batch: ScheduleBatch | None) -> None:
         """Note the batch with which a pass ends; None if nothing is to run."""
         ...
@@ -68,10 +81,7 @@ class Admission(Protocol):
         ...
 
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
-        """Note the results of the batch that was launched first: rows, and who got a token.
-
-        Of a batch that was given up there are no rows.
-        """
+        """Note the results of the batch that was launched first: rows, and who got a token."""
         ...
 
     # --- What others ask about -----------------------------------------------------------

@@ -45,6 +45,7 @@ class ArrivalWatch:
         # could overwrite the next one's.
         self._lock = threading.Lock()
         self._in_flight: InFlight | None = None
+        self._stoppable = 0
         self._request: AbortRequest | None = None
 
     def open(self, in_flight: InFlight) -> None:
@@ -55,10 +56,19 @@ class ArrivalWatch:
             self._in_flight = in_flight
         self.consider()
 
+    def open_stoppable(self, batch: int) -> None:
+        """Let this batch stop for any arrival from now on, since it will go on."""
+        with self._lock:
+            self._flag.lower()
+            self._request = None
+            self._stoppable = batch
+        self.consider()
+
     def close(self) -> AbortRequest | None:
         """Note that the batch has ended; return the request to abort it, if there was one."""
         with self._lock:
             self._in_flight = None
+            self._stoppable = 0
             self._flag.lower()
             return self._request
 
@@ -66,10 +76,15 @@ class ArrivalWatch:
         """Raise the flag if an arrival that waits for the open batch would be late."""
         with self._lock:
             in_flight = self._in_flight
-            if in_flight is None or self._request is not None:
+            if self._request is not None or (in_flight is None and not self._stoppable):
                 return
             arrivals = self._inbox.arrivals()
             now_s = time.perf_counter()
+            if in_flight is None:
+                if arrivals:
+                    self._request = AbortRequest(self._stoppable, tuple(arrivals), now_s)
+                    self._flag.raise_for(self._stoppable)
+                return
             if arrivals and self._is_worth_an_abort(in_flight, arrivals, now_s):
                 self._request = AbortRequest(in_flight.batch, tuple(arrivals), now_s)
                 self._flag.raise_for(in_flight.batch)

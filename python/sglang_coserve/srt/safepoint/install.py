@@ -8,8 +8,10 @@ from typing import Any, Final
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.preemption_guard import GuardConfig
+from sglang_coserve.errors import UnsupportedError
 from sglang_coserve.srt.safepoint.arrival_watch import ArrivalWatch
 from sglang_coserve.srt.safepoint.consensus import FollowerGate, LeaderGate, share_words
+from sglang_coserve.srt.safepoint.due_gate import DueGate
 from sglang_coserve.srt.safepoint.eligibility import why_no_safepoints
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
 from sglang_coserve.srt.safepoint.inbox import Inbox
@@ -42,6 +44,9 @@ class Installed:
     why_not: str | None = None
     """Why there are no safepoints; None if there are some, or none were asked for."""
 
+    suspends: bool = False
+    """Batches that stop at a safepoint are kept, to go on later."""
+
 
 def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
     """Put safepoints into the model, if the settings ask for them; every rank must call it.
@@ -51,6 +56,10 @@ def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
     """
     if config.offline_policy == "fifo" or config.safepoint_interval == 0:
         return Installed()
+    if config.safepoint_mode == "suspend" and scheduler.device != "cpu":
+        raise UnsupportedError(
+            "--safepoint-mode suspend works on a CPU only so far: use abort or shrink"
+        )
     layers = decoder_layers(scheduler.tp_worker.model_runner.model)
     reason = why_no_safepoints(scheduler, layers)
     if reason is None and scheduler.device == "cuda" and config.safepoint_interval is None:
@@ -62,6 +71,9 @@ def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
         return Installed(why_not=reason)
     flag = PreemptionFlag(pinned=scheduler.device == "cuda")
     gate = _make_gate(scheduler, flag)
+    due_gate = None
+    if config.safepoint_mode == "suspend" and ps.tp_rank == 0:
+        gate = due_gate = DueGate(gate, flag)
     interval = fitting_interval(config.safepoint_interval or _INTERVAL, len(layers))
     if scheduler.device == "cuda":
         placement = place_on_cuda(scheduler, config, layers, interval, gate, flag)
@@ -74,8 +86,10 @@ def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
         channels = scheduler.ipc_channels
         ingress = Ingress(channels.recv_from_tokenizer, channels.recv_from_rpc, inbox, watch)
     guard = GuardConfig(wasted_share=config.safepoint_wasted_share)
-    safepoints = Safepoints(placement, watch, guard, num_layers=len(layers), interval=interval)
-    return Installed(safepoints, ingress)
+    safepoints = Safepoints(
+        placement, watch, guard, num_layers=len(layers), interval=interval, due_gate=due_gate
+    )
+    return Installed(safepoints, ingress, suspends=config.safepoint_mode == "suspend")
 
 
 def _make_gate(scheduler: Any, flag: PreemptionFlag) -> Gate:

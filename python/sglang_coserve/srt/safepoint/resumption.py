@@ -47,6 +47,20 @@ class Resumption:
         finally:
             self._first, self._resumed = 0, None
 
+    @contextmanager
+    def resuming(self, layer: int, outputs: Any) -> Iterator[None]:
+        """Within it a pass begins before ``layer``, with these outputs of the layer before it."""
+        self._first, self._resumed = layer, outputs
+        try:
+            yield
+        finally:
+            self._first, self._resumed = 0, None
+
+    @property
+    def outputs(self) -> Any:
+        """What the last layer that ran has returned."""
+        return self._computed
+
     # What follows is the layers' part.
 
     def is_skipped(self, number: int) -> bool:

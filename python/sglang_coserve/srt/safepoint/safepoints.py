@@ -14,6 +14,7 @@ from sglang_coserve.core.preemption import wasted_s
 from sglang_coserve.core.preemption_guard import GuardConfig, PreemptionGuard
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.safepoint.arrival_watch import AbortRequest, ArrivalWatch
+from sglang_coserve.srt.safepoint.due_gate import DueGate
 from sglang_coserve.srt.safepoint.eligibility import can_shrink, why_batch_must_end
 from sglang_coserve.srt.safepoint.flag import batch_id
 from sglang_coserve.srt.safepoint.in_flight import (
@@ -63,6 +64,7 @@ class Safepoints:
         *,
         num_layers: int,
         interval: int,
+        due_gate: DueGate | None = None,
     ) -> None:
         """``watch`` is None on the ranks that do not receive requests."""
         self.stats = SafepointStats()
@@ -71,11 +73,17 @@ class Safepoints:
         self._kept = placement.kept
         self.resumption = placement.resumption
         self._watch = watch
-        self._num_layers = num_layers
+        self.num_layers = num_layers
+        self._due_gate = due_gate
         self._interval = interval
         self._abort_share = min(1.0, placement.outstanding_groups * interval / num_layers)
         self._cost_s = safepoint_cost_s(placement.gate)
         self._request: AbortRequest | None = None
+
+    @property
+    def stop_share(self) -> float:
+        """Part of a batch that passes at most from a request to stop it until it does."""
+        return self._abort_share
 
     # --- Before a batch ------------------------------------------------------------------
 
@@ -92,15 +100,19 @@ class Safepoints:
         ``now_s`` is when the pass began, on the clock that all ranks share: in one pass the
         answer does not change.
         """
+        if not self.guard.can_afford(now_s):
+            return "aborts have cost their share of the time"
+        if self.guard.protects(req.rid for req in batch.reqs):
+            return "a request of it was aborted too often in a row"
+        return self.why_it_must_end(batch)
+
+    def why_it_must_end(self, batch: ScheduleBatch) -> str | None:
+        """Return why a batch cannot stop at a safepoint; None if it can."""
         kind = kind_of(batch)
         if kind is None:
             return "neither a prefill nor a decode"
         if kind in self._kept:
             return self._kept[kind]
-        if not self.guard.can_afford(now_s):
-            return "aborts have cost their share of the time"
-        if self.guard.protects(req.rid for req in batch.reqs):
-            return "a request of it was aborted too often in a row"
         return why_batch_must_end(batch, len(batch.reqs) - num_decodes(batch, kind))
 
     # --- During a batch ------------------------------------------------------------------
@@ -151,6 +163,25 @@ class Safepoints:
             arming_s = ready_s - begun_s + time.perf_counter() - ended_s
             self.stats.ran(arming_s, ended_s - ready_s)
 
+    @contextmanager
+    def stoppable(self, forward_count: int, until_s: float) -> Iterator[None]:
+        """Within it ``ForwardPreempted`` may be raised, for an arrival or when time is up.
+
+        ``until_s`` is on the clock that all ranks share.
+        """
+        name = batch_id(forward_count)
+        if self._due_gate is not None:
+            self._due_gate.until_s = until_s
+        self.gate.arm(name, time.perf_counter())
+        if self._watch is not None:
+            self._watch.open_stoppable(name)
+        try:
+            yield
+        finally:
+            self.gate.disarm()
+            if self._watch is not None:
+                self._request = self._watch.close()
+
     # --- After a batch -------------------------------------------------------------------
 
     def completed(self, armed: ArmedBatch) -> None:
@@ -176,7 +207,7 @@ class Safepoints:
             lost_s = wasted_s(armed.whole, armed.online, lost_s)
             self.stats.shrunk[armed.kind] += 1
         self.guard.aborted(armed.offline_rids, now_s, lost_s)
-        self.stats.wasted(lost_s, armed.offline, preempted.layer / self._num_layers)
+        self.stats.wasted(lost_s, armed.offline, preempted.layer / self.num_layers)
         self.stats.aborted(armed.kind, self._request, aborted_s, time.perf_counter())
 
     def forget(self, rid: str) -> None:
@@ -189,7 +220,7 @@ class Safepoints:
         return {
             "enabled": True,
             "interval_layers": self._interval,
-            "layers": self._num_layers,
+            "layers": self.num_layers,
             "cost_us": self._cost_s * 1e6,
             **self.stats.report(),
         }

@@ -1,0 +1,241 @@
+"""The offline lane: steps of offline rows alone, one of which may be suspended.
+
+Its decodes are the paused rows that are set aside; SGLang's running batch is the shared lane.
+A step that stops at a safepoint keeps its prepared batch, its KV and what its last layer
+returned. SGLang makes everything else anew from the batch when it runs again: attention
+metadata, sampling, the relay of last tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
+from sglang.srt.managers.scheduler import NextBatchPlan
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.snapshot import SuspendedStep
+from sglang_coserve.core.step import PrefillChunk, StepPlan
+from sglang_coserve.srt.chunk_admission import ChunkAdmission
+from sglang_coserve.srt.engine_view import EngineView
+from sglang_coserve.srt.offline_eviction import Prefill
+from sglang_coserve.srt.request_marks import is_offline
+from sglang_coserve.srt.safepoint.counted_penalties import CountedPenalties
+from sglang_coserve.srt.safepoint.in_flight import BatchKind, kind_of, stats_of
+from sglang_coserve.srt.safepoint.rollback import roll_back
+from sglang_coserve.srt.safepoint.run_ahead import order_behind_pass
+
+__all__ = ["OfflineLane", "SuspendedBatch"]
+
+Req = Any
+
+
+@dataclass(frozen=True, slots=True)
+class SuspendedBatch:
+    """A batch that has run up to a layer, ready to run on."""
+
+    step: int
+    """The number of its plan."""
+
+    batch: Any
+    kind: BatchKind
+    stats: BatchStats
+    layer: int
+    """The first layer that has not run."""
+
+    outputs: Any
+    """What the layer before it returned; None before the first."""
+
+
+class OfflineLane:
+    """Prepares the lane's steps, and keeps the one that is suspended."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        view: EngineView,
+        chunks: ChunkAdmission,
+        penalties: CountedPenalties,
+        num_layers: int,
+        events: Counter[str],
+    ) -> None:
+        self._scheduler = scheduler
+        self._view = view
+        self._chunks = chunks
+        self._penalties = penalties
+        self._num_layers = num_layers
+        self._events = events
+        self._suspended: SuspendedBatch | None = None
+        self._step = 0
+        self._launched: Any = None
+        """The lane's batch of the last pass."""
+
+        self._has_left_decodes = False
+        """The last batch had prefills alone, for a reason of SGLang's."""
+
+    @property
+    def suspended(self) -> SuspendedBatch | None:
+        """The step that can go on."""
+        return self._suspended
+
+    def seen(self) -> SuspendedStep | None:
+        """Return what the core sees of the suspended step."""
+        held = self._suspended
+        if held is None:
+            return None
+        return SuspendedStep(held.step, held.stats, held.layer / self._num_layers)
+
+    # --- A pass --------------------------------------------------------------------------
+
+    def settle(self, last_batch: Any) -> Any:
+        """Return SGLang's last batch; of this lane's the rows join its decodes, and it is None.
+
+        To be called before SGLang's own pass, which would let them join the running batch.
+        """
+        batch, self._launched = self._launched, None
+        if batch is None:
+            return last_batch
+        if self._suspended is not None:
+            return None  # What SGLang took for the last batch has no rows any more.
+        scheduler, aside = self._scheduler, self._view.aside
+        away = [] if batch.chunked_req is None else [batch.chunked_req]
+        chunk = self._view.chunk
+        if chunk is not None:
+            away.append(chunk)
+            if chunk.extend_range.end > len(chunk.prefix_indices):
+                scheduler.stash_chunked_request(chunk)
+            if chunk.to_finish is not None:
+                scheduler._pending_chunked_abort_req = chunk
+        if batch.forward_mode.is_extend():
+            batch.filter_batch(chunked_req_to_exclude=away)
+        else:
+            batch.filter_batch()
+        aside.hold(batch if batch.reqs else None)
+        return None
+
+    def prepare(
+        self,
+        plan: StepPlan,
+        chunks: Sequence[PrefillChunk],
+        waiting: Mapping[str, Req],
+        running_batch: Any,
+        prefill: Prefill,
+    ) -> tuple[Any, tuple[PrefillChunk, ...]]:
+        """Prepare a step of the lane.
+
+        Args:
+            plan: What it is to do.
+            chunks: Those of its prefills that SGLang can run now.
+            waiting: The waiting offline requests by rid.
+            running_batch: SGLang's decodes, which do not run.
+            prefill: SGLang's admission.
+
+        Returns:
+            SGLang's own plan, and the chunks that are in; without a batch if nothing is.
+        """
+        running_batch = self._move(plan, running_batch)
+        decodes = self._view.aside.take_paused_batch()
+        if decodes.reqs:
+            decodes.filter_batch()
+        batch: Any = None
+        admitted: tuple[PrefillChunk, ...] = ()
+        if chunks and not (self._has_left_decodes and decodes.reqs):
+            result, admitted = self._chunks.run(
+                chunks, waiting, decodes, prefill, mixes_decodes=not plan.skips_decodes
+            )
+            batch, decodes = result.batch_to_run, result.running_batch
+        self._has_left_decodes = batch is not None and bool(decodes.reqs)
+        if batch is None and decodes.reqs and not plan.skips_decodes:
+            batch = decodes = self._scheduler.update_running_batch(decodes)
+            batch = batch if batch.reqs else None
+        if decodes is not batch and decodes.reqs:
+            self._view.aside.hold(decodes)
+        self._launched = batch
+        self._step = plan.step
+        return NextBatchPlan(batch_to_run=batch, running_batch=running_batch), admitted
+
+    def resume(self, running_batch: Any) -> Any:
+        """Return SGLang's plan for the suspended step to go on."""
+        held = self._suspended
+        assert held is not None
+        chunk = held.batch.chunked_req
+        if self._view.chunk is not chunk:
+            self._chunks.park_chunk()
+            assert self._view.chunk is None
+            self._view.put_chunk(chunk)
+        self._launched = held.batch
+        return NextBatchPlan(batch_to_run=held.batch, running_batch=running_batch)
+
+    def _move(self, plan: StepPlan, running_batch: Any) -> Any:
+        """Take the rows that a plan pauses out of the running batch; return it."""
+        if not plan.pause:
+            return running_batch
+        self._events["paused"] += len(plan.pause)
+        aside = self._view.aside
+        if all(is_offline(req) for req in running_batch.reqs):
+            # As a whole, whatever state the rows have beside their KV.
+            aside.hold(running_batch)
+            return ScheduleBatch(reqs=[], batch_is_full=False)
+        aside.pause(running_batch, set(plan.pause))
+        return running_batch
+
+    # --- Suspended, dropped --------------------------------------------------------------
+
+    def start(self, batch: Any) -> tuple[int, Any]:
+        """Return the first layer of the lane's batch that is to run, and the outputs before it."""
+        held, self._suspended = self._suspended, None
+        self._view.suspended = ()
+        if held is None:
+            return 0, None
+        assert held.batch is batch
+        return held.layer, held.outputs
+
+    def stopped(self, batch: Any, layer: int, outputs: Any) -> None:
+        """Keep the lane's batch, which has stopped before ``layer``."""
+        kind = kind_of(batch)
+        assert kind is not None
+        held = copy.copy(batch)
+        held.sampling_info.penalizer_orchestrator.batch = held
+        stats = stats_of(held, kind, [True] * len(held.reqs))
+        self._suspended = SuspendedBatch(self._step, held, kind, stats, layer, outputs)
+        self._view.suspended = tuple(held.reqs)
+        if self._view.chunk is not None and self._view.chunk is held.chunked_req:
+            # SGLang would put KV into the radix cache that is not computed yet.
+            self._view.put_chunk(None)
+        # The event loop goes on with this one as its last batch.
+        batch.reqs, batch.forward_mode = [], ForwardMode.DECODE
+        batch.chunked_req = batch.decoding_reqs = None
+
+    def drop(self) -> tuple[str, ...]:
+        """Give the suspended step up; return its rows, which are as they were before it."""
+        held, self._suspended = self._suspended, None
+        assert held is not None
+        self._view.suspended = ()
+        batch, view = held.batch, self._view
+        rids = tuple(req.rid for req in batch.reqs)
+        order_behind_pass(self._scheduler)
+        rows = roll_back(batch, held.kind, batch.chunked_req, self._scheduler.future_map)
+        self._penalties.keep(batch)
+        batch.filter_batch()  # Rows may have ended meanwhile.
+        view.aside.hold(batch if batch.reqs else None)
+        if rows.unfinished is not None:
+            if view.chunk is None:
+                view.put_chunk(rows.unfinished)
+            else:
+                view.aside.park(rows.unfinished)
+        view.wait_again(rows.released)
+        self._has_left_decodes = False
+        return rids
+
+    def abort(self, matches: Callable[[Req], bool]) -> None:
+        """Let the rows of the suspended step that match end with it."""
+        if self._suspended is None:
+            return
+        for req in self._suspended.batch.reqs:
+            if matches(req) and not req.finished():
+                req.to_finish = FINISH_ABORT()

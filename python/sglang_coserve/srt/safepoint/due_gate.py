@@ -1,0 +1,51 @@
+"""A gate that also stops the armed batch when its time is up."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+
+from sglang_coserve.srt.safepoint.flag import PreemptionFlag
+from sglang_coserve.srt.safepoint.instrument import Gate
+
+__all__ = ["DueGate"]
+
+
+class DueGate:
+    """See ``instrument.Gate``: raises the flag by which another gate decides.
+
+    For the rank that decides. A group of layers that would end too late is not begun, if it
+    takes as long as the one before it.
+    """
+
+    def __init__(self, gate: Gate, flag: PreemptionFlag) -> None:
+        # Asked at every safepoint of an armed batch.
+        self.attention = memoryview(torch.zeros(1, dtype=torch.int32).numpy())
+        self.until_s = math.inf
+        """When the next batch to be armed must have stopped, on ``time.perf_counter``."""
+
+        self._gate = gate
+        self._flag = flag
+        self._batch = 0
+        self._last_s: float | None = None
+
+    def arm(self, batch: int, started_s: float) -> None:
+        """See ``Gate.arm``."""
+        self._gate.arm(batch, started_s)
+        self._batch, self._last_s = batch, None
+        self.attention[0] = batch
+
+    def disarm(self) -> None:
+        """See ``Gate.disarm``."""
+        self.attention[0] = 0
+        self._gate.disarm()
+
+    def reached(self, layer: int) -> None:
+        """See ``Gate.reached``. The first group of a pass always runs."""
+        now_s = time.perf_counter()
+        if self._last_s is not None and now_s + (now_s - self._last_s) > self.until_s:
+            self._flag.raise_for(self._batch)
+        self._last_s = now_s
+        self._gate.reached(layer)

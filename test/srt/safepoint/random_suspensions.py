@@ -1,0 +1,84 @@
+"""Stops steps of the offline lane before random layers, in a process with a ``ScriptedEngine``."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+from srt.scripted_engine import ScriptedEngine
+
+
+class RandomSuspensions:
+    """Raises the flag in the middle of passes, as an arrival would, and counts layers."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        """Stand before every layer of the engine's model."""
+        from sglang_coserve.srt.safepoint.layers import decoder_layers
+
+        parts = engine.scheduler.parts
+        self.lane = parts.runner.lane
+        assert self.lane is not None
+        self._due_gate = parts.runner.safepoints.gate
+        self._flag = self._due_gate._flag
+        self._rng = random.Random(0)
+        self._probability = 0.0
+        self._target: int | None = None
+        self.layers: Counter[int] = Counter()
+        """Layers before which steps were stopped."""
+
+        self.tokens: Counter[int] = Counter()
+        """Tokens that each layer has computed."""
+
+        layers = decoder_layers(engine.scheduler.tp_worker.model_runner.model)
+        self.num_layers = len(layers)
+        for number, layer in enumerate(layers):
+            self._stand_before(number, layer)
+            self._count(number, layer.mlp)
+        start = self.lane.start
+
+        def start_and_choose(batch: Any) -> Any:
+            stops = self._rng.random() < self._probability
+            self._target = self._rng.randrange(self.num_layers) if stops else None
+            return start(batch)
+
+        self.lane.start = start_and_choose
+
+    def start(self, seed: int, probability: float) -> None:
+        """Stop this part of the lane's passes from now on."""
+        self._rng.seed(seed)
+        self._probability = probability
+
+    def stop(self) -> None:
+        """Stop no more."""
+        self._probability = 0.0
+
+    def _stand_before(self, number: int, layer: Any) -> None:
+        forward = layer.forward
+
+        def stop_or_forward(*args: Any, **kwargs: Any) -> Any:
+            # The safepoint stands behind this, and sees the flag.
+            if number == self._target and self._due_gate.attention[0]:
+                self.layers[number] += 1
+                self._flag.raise_for(self._due_gate.attention[0])
+            return forward(*args, **kwargs)
+
+        layer.forward = stop_or_forward
+
+    def _count(self, number: int, mlp: Any) -> None:
+        forward = mlp.forward
+
+        def count_and_forward(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+            self.tokens[number] += len(hidden_states)
+            return forward(hidden_states, *args, **kwargs)
+
+        mlp.forward = count_and_forward
+
+
+def suspensions_of(engine: ScriptedEngine) -> RandomSuspensions:
+    """The engine's, made when first asked for."""
+    found = getattr(engine, "random_suspensions", None)
+    if found is None:
+        found = engine.random_suspensions = RandomSuspensions(engine)  # type: ignore[attr-defined]
+    assert isinstance(found, RandomSuspensions)
+    return found
