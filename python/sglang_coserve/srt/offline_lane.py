@@ -103,7 +103,7 @@ class OfflineLane:
         if self._suspended is not None:
             return None  # What SGLang took for the last batch has no rows any more.
         scheduler, aside = self._scheduler, self._view.aside
-        away = [] if batch.chunked_req is None else [batch.chunked_req]
+        away = [req for req in (_chunk_of(batch),) if req is not None]
         chunk = self._view.chunk
         if chunk is not None:
             away.append(chunk)
@@ -163,7 +163,7 @@ class OfflineLane:
         """Return SGLang's plan for the suspended step to go on."""
         held = self._suspended
         assert held is not None
-        chunk = held.batch.chunked_req
+        chunk = _chunk_of(held.batch)
         if self._view.chunk is not chunk:
             self._chunks.park_chunk()
             assert self._view.chunk is None
@@ -204,7 +204,7 @@ class OfflineLane:
         stats = stats_of(held, kind, [True] * len(held.reqs))
         self._suspended = SuspendedBatch(self._step, held, kind, stats, layer, outputs)
         self._view.suspended = tuple(held.reqs)
-        if self._view.chunk is not None and self._view.chunk is held.chunked_req:
+        if self._view.chunk is not None and self._view.chunk is _chunk_of(held):
             # SGLang would put KV into the radix cache that is not computed yet.
             self._view.put_chunk(None)
         # The event loop goes on with this one as its last batch.
@@ -219,7 +219,7 @@ class OfflineLane:
         batch, view = held.batch, self._view
         rids = tuple(req.rid for req in batch.reqs)
         order_behind_pass(self._scheduler)
-        rows = roll_back(batch, held.kind, batch.chunked_req, self._scheduler.future_map)
+        rows = roll_back(batch, held.kind, _chunk_of(batch), self._scheduler.future_map)
         self._penalties.keep(batch)
         batch.filter_batch()  # Rows may have ended meanwhile.
         view.aside.hold(batch if batch.reqs else None)
@@ -239,3 +239,11 @@ class OfflineLane:
         for req in self._suspended.batch.reqs:
             if matches(req) and not req.finished():
                 req.to_finish = FINISH_ABORT()
+
+
+def _chunk_of(batch: Any) -> Req | None:
+    """Return the prefill of a batch that it does not finish.
+
+    A batch of decodes still names that of the prefill batch that it once was.
+    """
+    return batch.chunked_req if batch.forward_mode.is_extend() else None

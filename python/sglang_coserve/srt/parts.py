@@ -95,21 +95,6 @@ class CoserveParts:
 
     def forget(self, rid: str) -> None:
         """Drop what is kept of a request that has ended."""
-        if self.view.chunk is not None and self.view.chunk.rid == rid:
-            import traceback
-
-            traceback.print_stack()
-            c = self.view.chunk
-            print(
-                "FORGET CHUNK",
-                rid,
-                c.finished(),
-                c.to_finish,
-                c.finished_reason,
-                len(c.output_ids),
-                c.inflight_middle_chunks,
-                flush=True,
-            )
         # The admission asks the ledger whether there was one.
         self.admission.forget(rid)
         self.ledger.forget(rid)

@@ -48,6 +48,7 @@ class RandomSuspensions:
         """Stop this part of the lane's passes from now on."""
         self._rng.seed(seed)
         self._probability = probability
+        self.tokens.clear()
 
     def stop(self) -> None:
         """Stop no more."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from srt.safepoint.random_aborts import aborts_of
+from srt.safepoint.random_suspensions import suspensions_of
 from srt.scripted_engine import ScriptedEngine
 from srt.test_planned_scheduler import TIGHT
 from srt.test_request_features import (  # noqa: F401
@@ -36,7 +37,25 @@ def run_script_with_aborts(
     return results, aborts.counts()
 
 
-@pytest.mark.parametrize("mode", ["abort", pytest.param("shrink", marks=pytest.mark.heavy)])
+def run_script_with_suspensions(
+    engine: ScriptedEngine, asks: Sequence[Ask], arrivals: Sequence[int]
+) -> tuple[dict[str, Any], dict[str, int]]:
+    stops = suspensions_of(engine)
+    stops.start(seed=4, probability=0.5)
+    try:
+        results, _, _ = run_script(engine, asks, arrivals)
+    finally:
+        stops.stop()
+    state = engine.scheduler.parts.runner.state()["safepoints"]
+    return results, {name: state[name] for name in ("suspended", "resumed")}
+
+
+RUNS = {"suspend": run_script_with_suspensions}
+
+
+@pytest.mark.parametrize(
+    "mode", ["abort", pytest.param("shrink", marks=pytest.mark.heavy), "suspend"]
+)
 @pytest.mark.parametrize(
     "overlap", [False, pytest.param(True, marks=pytest.mark.heavy)], ids=["normal", "overlap"]
 )
@@ -53,7 +72,7 @@ def test_everything_comes_out_as_from_stock(
         page_size=16 if overlap else 1,
         coserve={**PREEMPTIVE, "safepoint_mode": mode},
     )
-    results, counts = engine.call(run_script_with_aborts, asks, arrivals)
+    results, counts = engine.call(RUNS.get(mode, run_script_with_aborts), asks, arrivals)
     if overlap:
         # How late SGLang counts a token for penalties then depends on the passes between.
         for rid in [rid for rid in results if rid.startswith("penalties")]:
