@@ -142,13 +142,13 @@ class OfflineLane:
         decodes = self._view.aside.take_paused_batch()
         if decodes.reqs:
             decodes.filter_batch()
-        batch: Any = None
-        admitted: tuple[PrefillChunk, ...] = ()
-        if chunks and not (self._has_left_decodes and decodes.reqs):
-            result, admitted = self._chunks.run(
-                chunks, waiting, decodes, prefill, mixes_decodes=not plan.skips_decodes
-            )
-            batch, decodes = result.batch_to_run, result.running_batch
+        if self._has_left_decodes and decodes.reqs:
+            chunks = ()
+        # Without chunks, too: SGLang then looks which copies from the host have ended.
+        result, admitted = self._chunks.run(
+            chunks, waiting, decodes, prefill, mixes_decodes=not plan.skips_decodes
+        )
+        batch, decodes = result.batch_to_run, result.running_batch
         self._has_left_decodes = batch is not None and bool(decodes.reqs)
         if batch is None and decodes.reqs and not plan.skips_decodes:
             batch = decodes = self._scheduler.update_running_batch(decodes)

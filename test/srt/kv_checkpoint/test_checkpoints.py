@@ -13,6 +13,7 @@ from srt import test_scheduler as scenarios
 from srt.conftest import Reference
 from srt.kv_checkpoint.checkpoint_engine import CheckpointEngine
 from srt.safepoint.random_aborts import aborts_of
+from srt.safepoint.random_suspensions import suspensions_of
 from srt.scripted_engine import ScriptedEngine, Spec
 
 KINDS = [
@@ -179,6 +180,39 @@ def test_of_an_aborted_batch_nothing_is_saved(
     assert evicted > 0
     assert prefetched > 0
     assert recomputed <= most_recomputed("eager", page_size, evicted)
+
+
+def run_preemption_with_suspensions(engine: ScriptedEngine) -> Any:
+    stops = suspensions_of(engine)
+    stops.start(seed=1, probability=0.5)
+    try:
+        result = run_preemption(engine)
+    finally:
+        stops.stop()
+    return *result, engine.scheduler.parts.runner.state()["safepoints"]["resumed"]
+
+
+@pytest.mark.parametrize(
+    ("overlap", "page_size"),
+    [
+        pytest.param(False, 1, id="normal-page1"),
+        pytest.param(True, 16, id="overlap-page16", marks=pytest.mark.heavy),
+    ],
+)
+def test_of_a_suspended_step_nothing_is_saved_before_it_has_ended(
+    start_checkpointing: Any, reference_outputs: Reference, overlap: bool, page_size: int
+) -> None:
+    engine = start_checkpointing(
+        "eager",
+        overlap=overlap,
+        page_size=page_size,
+        coserve={"safepoint_interval": 1, "safepoint_mode": "suspend"},
+    )
+    outputs, evicted, _, prefetched, resumed = engine.call(run_preemption_with_suspensions)
+    assert outputs == reference_outputs([HOG, *VICTIMS])
+    assert resumed > 20
+    assert evicted > 0
+    assert prefetched > 0
 
 
 # --- What can fail ------------------------------------------------------------------------

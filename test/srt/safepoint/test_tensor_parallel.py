@@ -1,4 +1,4 @@
-"""Two ranks abort together: same layers, same outputs, no rank waits for ever."""
+"""Two ranks abort, or suspend, together: same layers, same outputs, no rank waits for ever."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ NUM_OFFLINE, NUM_ONLINE = 24, 24
 ABORTS, MOST_ROUNDS = 5, 20
 
 
-@pytest.fixture(scope="module", params=["abort", pytest.param("shrink", marks=pytest.mark.heavy)])
+@pytest.fixture(
+    scope="module", params=["abort", pytest.param("shrink", marks=pytest.mark.heavy), "suspend"]
+)
 def mode(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -59,6 +61,8 @@ def aborts(engine: Any, mode: str) -> int:
     states = engine.loop.run_until_complete(engine.tokenizer_manager.get_internal_state())
     safepoints = states[0]["coserve"]["safepoints"]
     assert safepoints["enabled"], safepoints
+    if mode == "suspend":
+        return int(safepoints["resumed"])
     return sum(safepoints["aborts" if mode == "abort" else "shrunk"].values())
 
 
