@@ -176,6 +176,7 @@ def _write(
         "outages": [asdict(outage) for outage in server.outages],
         "figures": [figure.to_dict() for figure in found.figures],
         "examples": found.examples,
+        "stalls": found.stalls,
     }
     (out / "results.json").write_text(json.dumps(record, indent=2) + "\n")
     table = markdown(found.figures)

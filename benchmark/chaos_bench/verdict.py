@@ -19,6 +19,8 @@ _SETTLE_S: Final = 1.0
 """After an outage, before answers are judged: connections that broke are opened again."""
 
 _MOST_EXAMPLES: Final = 20
+_MOST_STALLS: Final = 20
+_MOST_NAMES: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class Verdict:
 
     figures: list[Figure]
     examples: list[str]
+    stalls: list[str]
+    """The longest answers of a route without work, and what the server had to do meanwhile."""
 
     @property
     def is_met(self) -> bool:
@@ -78,11 +82,32 @@ def verdict(
             figures.append(Figure(f"longest {kind}", "ms", (times_ms[-1],), at_most=target))
     told = Counter(f"{each.kind}: {each.status} {each.detail[:200]}" for each in [*errors, *broken])
     examples = [f"{count} × {text}" for text, count in told.most_common(_MOST_EXAMPLES)]
-    return Verdict(figures, [*examples, *lines.examples[:_MOST_EXAMPLES]])
+    return Verdict(
+        figures, [*examples, *lines.examples[:_MOST_EXAMPLES]], _stalls(judged, seen, outages)
+    )
 
 
 _PROBES: Final = frozenset({"ping", "health", "stream"})
 _OURS: Final = _PROBES | {"gap", "batch"}
+
+
+def _stalls(
+    judged: Sequence[Observation], seen: Sequence[Observation], outages: Sequence[Interval]
+) -> list[str]:
+    pings = [each for each in judged if each.kind == "ping"]
+    told = []
+    for ping in sorted(pings, key=lambda each: each.start_s - each.end_s)[:_MOST_STALLS]:
+        ends_s = [outage.end_s for outage in outages if outage.end_s <= ping.start_s]
+        since = f"{ping.start_s - max(ends_s):.0f} s after a start" if ends_s else "no start yet"
+        span = Interval(ping.start_s, ping.end_s)
+        beside = Counter(
+            each.kind
+            for each in seen
+            if each.kind not in _PROBES | {"gap"} and span.overlaps(each.start_s, each.end_s)
+        )
+        names = ", ".join(f"{count} × {kind}" for kind, count in beside.most_common(_MOST_NAMES))
+        told.append(f"{(ping.end_s - ping.start_s) * 1e3:.0f} ms, {since}: {names}")
+    return told
 
 
 def _is_full(each: Observation, full_disk: Sequence[Interval]) -> bool:
