@@ -150,6 +150,7 @@ class PlannedAdmission:
     def admit(self, running_batch: ScheduleBatch, prefill: Prefill) -> Any:
         """Let the core decide, and SGLang admit what it decided."""
         self._pass_s = now_s = self._clock.now_s()
+        self._until_s = None
         self._checkpointing.prefetch(now_s)
         self._account(now_s)
         if not self._has_offline(running_batch):
@@ -158,7 +159,6 @@ class PlannedAdmission:
         running_batch = self._view.aside.resume_ended(running_batch)
         rows = self._view.rows_with_kv(running_batch)
         self._eviction.evict(self._eviction.rids_in_the_way(rows), running_batch)
-        self._until_s = None
         plan = self.core.plan(self._snapshot(running_batch, now_s), self)
         if plan.drops:
             self._drop()
@@ -186,6 +186,10 @@ class PlannedAdmission:
             self.core.start(plan, admitted)
             self._steps.started(plan.step)
         self._arrival_wait_s = plan.arrival_wait_s
+        if batch is None and plan.prefills and self._view.waiting:
+            # SGLang reserves more memory than a plan, and places for adapters: a suspended step
+            # must not hold what an online request waits for, while it waits for that request.
+            self.give_up()
         return result
 
     def _make_lane(self) -> OfflineLane | None:
