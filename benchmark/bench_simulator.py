@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace, observers: list[Observer]) -> tuple[float
         Scheduler(
             make_policy(arguments.policy),
             model,
-            SloTargets(ttft_s=None, tpot_s=None),
+            (),
             OfflineQueue(OfflineQueueConfig()),
         )
     )

@@ -86,8 +86,7 @@ def engine_of(
 ) -> tuple[Engine, Executor]:
     """Return one instance."""
     executor = Executor(setup.executor, setup.true_model or setup.model)
-    queue = OfflineQueue(policy.queue_config(0))
-    scheduler = Scheduler(policy, setup.model, setup.targets, queue, setup.scheduler)
+    scheduler = setup.make_scheduler(policy)
     monitor = Monitor(setup.model, setup.targets) if setup.executor.safepoint else None
     take_back = None if strict_of is None else strict_of.accept
     return Engine(scheduler, executor, source, (), monitor, take_back), executor

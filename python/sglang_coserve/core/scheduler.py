@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Final
 
 from sglang_coserve.core.arrival_rate import ArrivalRate
-from sglang_coserve.core.arrival_wait import ArrivalWait
+from sglang_coserve.core.baseline import EngineSize
 from sglang_coserve.core.batch_builder import BatchBuilder
-from sglang_coserve.core.bottleneck import fixed_s
+from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.fairness import ArrivalOrder, VirtualTokenCounter, WaitingOrder
-from sglang_coserve.core.late_gaps import LateGaps
+from sglang_coserve.core.interference import Interference
 from sglang_coserve.core.latency_model import LatencyModel, Refiner, Sample
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.prediction_error import PredictionError
 from sglang_coserve.core.scheduler_config import OnlineOrder, SchedulerConfig
-from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache
-from sglang_coserve.core.step import PrefillChunk, Served, StepPlan, StepResult
-from sglang_coserve.metrics import SloTargets
+from sglang_coserve.core.slo import Slo
+from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
+from sglang_coserve.core.step import PrefillChunk, StepPlan, StepResult
 
 __all__ = ["Scheduler"]
-
-_MOST_MARGIN: Final = 0.2
 
 # Refining costs more than planning, but for many iterations little more than for one.
 _REFINED_AT_ONCE: Final = 16
@@ -36,8 +33,8 @@ class Scheduler:
     The caller asks for a plan and carries it out. It reports ``start`` once it knows
     which of the planned prefills are in, and ``update`` when the step has ended, also
     where it was given up: one result for each step that was started. Besides,
-    ``restore`` for each offline request that lost its KV, and ``finish`` for each request
-    that ended. ``plan`` only looks, so a plan may be dropped and asked for again, and
+    ``arrived`` for each online request, ``restore`` for each offline one that lost its KV, and
+    ``finish`` for each request that ended, once the result with its last token is known. ``plan`` only looks, so a plan may be dropped and asked for again, and
     nothing is learned from one. Between ``start`` and ``update`` a step is in flight: more
     plans may be made meanwhile, and started. The same events give the same plans.
     """
@@ -46,10 +43,11 @@ class Scheduler:
         self,
         policy: Policy,
         model: LatencyModel,
-        targets: SloTargets,
+        slos: Sequence[Slo],
         queue: OfflineQueue,
         config: SchedulerConfig | None = None,
         *,
+        engine: EngineSize | None = None,
         profile_mape: float | None = None,
     ) -> None:
         """Start without requests.
@@ -57,14 +55,16 @@ class Scheduler:
         Args:
             policy: A fresh one: policies keep state.
             model: Predicts steps; ``update`` may correct it.
-            targets: Of online requests without their own.
+            slos: What online requests are promised.
             queue: The waiting offline requests; the scheduler's alone from now on.
             config: What all policies share.
+            engine: What the engine holds, for the no-interference baseline.
             profile_mape: The error of ``model`` when it was fitted, a fraction.
         """
         self._policy = policy
         self._model = model
-        self._targets = targets
+        self._interference = Interference.of(slos, model, engine)
+        self._allowance = self._interference.allowance
         self._queue = queue
         self._config = config or SchedulerConfig()
         self._refiner = Refiner(model) if self._config.refine else None
@@ -75,9 +75,6 @@ class Scheduler:
         self._in_flight: dict[int, StepPlan] = {}
         self._prediction_error = PredictionError(profile_mape)
         self._arrival_rate = ArrivalRate()
-        self._late_gaps = LateGaps()
-        ttft_s = targets.ttft_s
-        self._arrival_wait = None if ttft_s is None else ArrivalWait(ttft_s)
 
     @property
     def model(self) -> LatencyModel:
@@ -94,6 +91,19 @@ class Scheduler:
         """The offline requests that wait."""
         return self._queue
 
+    @property
+    def interference(self) -> Interference:
+        """What online requests got, beside what they would have got alone."""
+        return self._interference
+
+    def arrived(self, info: RequestInfo, cached_tokens: int = 0) -> None:
+        """Note that an online request has arrived, in order of arrival. O(1).
+
+        Of one that is not told, nothing is learned. ``cached_tokens`` of its prompt need not
+        be computed.
+        """
+        self._interference.arrived(info, cached_tokens)
+
     def add_offline(self, request: QueuedRequest) -> None:
         """Let an offline request wait.
 
@@ -107,17 +117,17 @@ class Scheduler:
 
         O(rows + waiting online requests), whatever waits in the offline queue.
         """
-        batch = BatchBuilder(snapshot, self._model, self._targets, self._policy.victims)
+        batch = BatchBuilder(snapshot, self._model, self._allowance.targets, self._policy.victims)
         context = PlanContext(
             config=self._config,
             queue=self._queue,
             cache=cache,
             waiting=self._waiting_order.ordered(snapshot.waiting),
             step=self._next_step,
-            margin=self._margin(),
-            arrival_wait_s=self._arrival_wait_s,
+            arrival_s=self._config.arrival_wait_s or self._allowance.arrival_s,
+            gap_share=self._allowance.gap_share,
+            gaps_per_request=self._interference.gaps_per_request,
             arrivals_per_s=self._arrival_rate.per_s(snapshot.now_s),
-            late_gaps=self._late_gaps.left,
         )
         self._policy.compose(batch, context)
         return batch.build(self._next_step, self._waiting_order.users(snapshot.waiting))
@@ -140,16 +150,20 @@ class Scheduler:
     def update(self, result: StepResult) -> None:
         """Take the result of a step in flight into account. O(online rows of it).
 
-        Of a step of which nothing ran there is nothing to learn.
+        Of a step of which nothing ran there is nothing to learn; of one that was not planned,
+        when online requests got their tokens.
 
         Raises:
             InputFileError: its time is not positive.
         """
+        if result.step is None:
+            self._learn_from_tokens(result)
+            return
         plan = self._in_flight.pop(result.step, None)
         assert plan is not None, f"step {result.step} is not in flight"
         if result.batch.is_empty and not result.given_up:
             return
-        self._learn_from_tokens(plan, result)
+        self._learn_from_tokens(result)
         if not result.batch.is_empty:
             self._policy.update(plan, result)
             self._waiting_order.served(result)
@@ -167,42 +181,29 @@ class Scheduler:
 
     def finish(self, rid: str) -> None:
         """Forget a request of either class that has ended, for whatever reason."""
+        self._interference.finished(rid)
         if self._queue.is_running(rid):
             self._policy.finished()
             self._queue.remove(rid)
         elif rid in self._queue:
             self._queue.remove(rid)
 
-    def _learn_from_tokens(self, plan: StepPlan, result: StepResult) -> None:
-        """Learn from when online requests got their tokens, and what offline work had to do
-        with it."""
-        first_tokens: list[Served] = []
-        num_gaps = num_late = 0
-        default_s = self._targets.tpot_s
-        for served in result.served:
-            info, last_s, token_s = served
+    def _learn_from_tokens(self, result: StepResult) -> None:
+        """Learn from when online requests got their tokens."""
+        interference = self._interference
+        arrivals_s = []
+        for info, last_s, token_s in result.served:
             if token_s is None:
                 continue
             if last_s is None:
-                first_tokens.append(served)
-                continue
-            target_s = info.tpot_target_s or default_s
-            if target_s is not None:
-                num_gaps += 1
-                num_late += last_s + target_s < token_s
-        self._arrival_rate.observe([served.info.arrival_s for served in first_tokens])
-        self._late_gaps.observe(num_gaps, num_late)
-        if self._arrival_wait is not None:
-            is_whole = result.batch == plan.batch
-            took_s = plan.predicted_s if is_whole else self._model.predict(result.batch)
-            online_part_s = plan.expected.online_part_s
-            if not is_whole:
-                online_part_s = min(online_part_s, took_s)
-            if result.given_up and result.seconds is not None:
-                took_s = result.seconds
-            self._arrival_wait.observe(
-                result.started_s, took_s, online_part_s, first_tokens, fixed_s=fixed_s(self._model)
-            )
+                arrivals_s.append(info.arrival_s)
+            interference.produced(info.rid, token_s)
+        self._arrival_rate.observe(arrivals_s)
+        interference.advance(self._predict_alone, result.started_s)
+
+    def _predict_alone(self, batch: BatchStats) -> float:
+        """Return how long a step of the baseline takes, on the machine as it is now."""
+        return self._model.predict(batch) * self._prediction_error.slowness
 
     def _learn_time(self, sample: Sample) -> None:
         self._prediction_error.observe(self._model.predict(sample.batch), sample.seconds)
@@ -212,16 +213,3 @@ class Scheduler:
         if len(self._observed) == _REFINED_AT_ONCE:
             self._model = self._refiner.refine(*self._observed)
             self._observed.clear()
-
-    def _margin(self) -> float:
-        overrun = self._prediction_error.overrun
-        return max(self._config.margin, min(overrun / (1 + overrun), _MOST_MARGIN))
-
-    def _arrival_wait_s(self, share: float) -> float:
-        if self._config.arrival_wait_s is not None:
-            return self._config.arrival_wait_s
-        if self._arrival_wait is None:
-            return math.inf
-        if share < 1:
-            return self._arrival_wait.wait_until_safepoint_s(share)
-        return self._arrival_wait.wait_s

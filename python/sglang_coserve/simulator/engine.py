@@ -8,7 +8,7 @@ from typing import Protocol
 
 from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache
+from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
 from sglang_coserve.core.step import PrefillChunk, StepPlan, StepResult
 from sglang_coserve.simulator.counters import Counters
 from sglang_coserve.simulator.executor import Executor
@@ -23,6 +23,10 @@ __all__ = ["Engine", "SchedulerDoor"]
 
 class SchedulerDoor(Protocol):
     """What the event loop calls of ``core.scheduler.Scheduler``."""
+
+    def arrived(self, info: RequestInfo) -> None:
+        """Know of an online request."""
+        ...
 
     def add_offline(self, request: QueuedRequest) -> None:
         """Let an offline request wait."""
@@ -158,7 +162,9 @@ class Engine:
         """Let a request wait here that another engine, or none, had until now."""
         self._executor.submit(request)
         info = request.info
-        if not info.is_online:
+        if info.is_online:
+            self._scheduler.arrived(info)
+        else:
             self._scheduler.add_offline(
                 QueuedRequest(
                     info.rid,

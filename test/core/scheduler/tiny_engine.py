@@ -62,6 +62,7 @@ class TinyEngine:
         self.cache: dict[str, int] = {}
         self.ended: dict[str, RequestState] = {}
         self.log: list[StepPlan] = []
+        self._finished: list[str] = []
 
     def cached_tokens(self, rid: str) -> int:
         cached = min(self.cache.get(rid, 0), self.requests[rid].length - 1)
@@ -71,6 +72,7 @@ class TinyEngine:
         self.requests[info.rid] = _Live(info)
         if info.is_online:
             self.waiting.append(info.rid)
+            self.scheduler.arrived(info)
 
     def abort(self, rid: str) -> None:
         self._end(rid, _S.ABORTED)
@@ -139,6 +141,9 @@ class TinyEngine:
         assert len(self._unfinished()) <= 1, "two unfinished prefills run"
         if not plan.is_idle:
             self.scheduler.update(result)
+        for rid in self._finished:
+            self.scheduler.finish(rid)
+        self._finished.clear()
         return plan
 
     def _unfinished(self) -> list[str]:
@@ -264,4 +269,7 @@ class TinyEngine:
             if rid in place:
                 place.remove(rid)
         self.cache.pop(rid, None)
-        self.scheduler.finish(rid)
+        if state is _S.FINISHED:
+            self._finished.append(rid)  # The scheduler has yet to hear of its last token.
+        else:
+            self.scheduler.finish(rid)

@@ -1,0 +1,41 @@
+"""A factor that holds a measured share at what is allowed: a clipped integrator."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+__all__ = ["Integrator"]
+
+_GAIN: Final = 0.2
+_GAIN_UNHARMED: Final = 10.0
+_LEAST: Final = math.log(1 / 64)
+
+
+class Integrator:
+    """A factor that falls with every harmed observation and rises with every other one.
+
+    After Robbins and Monro: the logarithm moves by gain · (allowed share − harmed), so in
+    the long run as much is harmed as is allowed, whatever makes it so. Until something is
+    harmed for the first time it rises faster, as nothing is known yet.
+    """
+
+    def __init__(self, allowed: float, *, first: float, most: float = 1.0) -> None:
+        """Start at ``first``; ``most`` is the largest factor, 1/64 the least."""
+        self._allowed = allowed
+        self._most = math.log(most)
+        self._log = math.log(first)
+        self._gain_up = _GAIN * _GAIN_UNHARMED
+
+    @property
+    def factor(self) -> float:
+        """The factor."""
+        return math.exp(self._log)
+
+    def observe(self, harmed: float, weight: float = 1.0) -> None:
+        """Take an observation into account, or ``weight`` of which this part was harmed. O(1)."""
+        error = self._allowed - harmed
+        if error < 0:
+            self._gain_up = _GAIN
+        gain = self._gain_up if error > 0 else _GAIN
+        self._log = min(max(self._log + gain * weight * error, _LEAST), self._most)
