@@ -28,7 +28,9 @@ def main() -> None:
     arguments = parser.parse_args()
     seeds = range(arguments.seeds)
     held = 0
-    print("simulated; of each seed: P99 TTFT / alone's, late %, harmed %, offline share of the time")
+    print(
+        "simulated; of each seed: P99 TTFT / alone's, late %, harmed %, offline share of the time"
+    )
     for load, scale, (noise, has_spells) in product(
         (0.2, 0.5, 0.8), (1.0, 1.2, 1.5), ((0.05, False), (0.1, True))
     ):

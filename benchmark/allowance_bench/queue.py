@@ -59,8 +59,8 @@ class Outcome:
     """Share beyond the target."""
 
     harmed: float
-    """Share beyond the target that was not in a run of the same requests on the same machine without
-    offline work."""
+    """Share beyond the target that was within it in a run of the same requests on the same
+    machine without offline work."""
 
     offline: float
     """Share of the time that offline work got."""
@@ -94,7 +94,7 @@ def arrivals(setting: QueueSetting) -> list[tuple[float, int]]:
     now_s, found = 0.0, []
     for _ in range(setting.requests):
         now_s += rng.expovariate(setting.load / mean_s)
-        tokens = _MEAN_PROMPT_TOKENS * rng.lognormvariate(-_SIGMA**2 / 2, _SIGMA)
+        tokens = _MEAN_PROMPT_TOKENS * rng.lognormvariate(-(_SIGMA**2) / 2, _SIGMA)
         found.append((now_s, max(1, int(tokens))))
     return found
 
@@ -134,7 +134,7 @@ def run(setting: QueueSetting) -> Outcome:
         error.observe(planned_s, seconds)
         offline_s += seconds - max(online_s, MODEL.iteration_s) * took
         now_s += seconds
-        for rid, arrival_s, tokens in served:
+        for rid, arrival_s, _ in served:
             interference.produced(rid, now_s)
             interference.finished(rid)
             ttfts_s.append(now_s - arrival_s)

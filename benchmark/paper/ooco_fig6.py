@@ -26,13 +26,11 @@ from harness import (
     print_table,
 )
 
-from sglang_coserve.core.offline_queue import OfflineQueue
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policies.hygen import HygenPolicy
 from sglang_coserve.core.policies.ooco import OocoPolicy, Role
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass, RequestState
-from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.metrics import SloTargets, throughput, violation_rate
 from sglang_coserve.simulator import Setup
 from sglang_coserve.simulator.assemble import Machine

@@ -28,7 +28,9 @@ def test_without_slos_nothing_is_bounded() -> None:
 
 
 def test_the_least_of_several_targets_counts() -> None:
-    several = allowance("ttft p99 <= 1s", "ttft p50 <= 400ms", "tbt p99 <= 60ms", "tpot p99 <= 50ms")
+    several = allowance(
+        "ttft p99 <= 1s", "ttft p50 <= 400ms", "tbt p99 <= 60ms", "tpot p99 <= 50ms"
+    )
     assert several.targets == SloTargets(0.4, 0.05)
     assert several.arrival_s == pytest.approx(0.4 / 8)
 

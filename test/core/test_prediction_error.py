@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from sglang_coserve.core.prediction_error import PredictionError

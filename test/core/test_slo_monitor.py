@@ -14,7 +14,6 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.slo import Latency, Slo, SloCheck, Statistic, parse_slo
 from sglang_coserve.core.slo_monitor import SloMonitor, TokenTimes
 from sglang_coserve.core.snapshot import RequestInfo
-from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import (
     Outcome,
     RequestTimeline,

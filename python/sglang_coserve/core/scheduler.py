@@ -32,11 +32,12 @@ class Scheduler:
 
     The caller asks for a plan and carries it out. It reports ``start`` once it knows
     which of the planned prefills are in, and ``update`` when the step has ended, also
-    where it was given up: one result for each step that was started. Besides,
-    ``arrived`` for each online request, ``restore`` for each offline one that lost its KV, and
-    ``finish`` for each request that ended, once the result with its last token is known. ``plan`` only looks, so a plan may be dropped and asked for again, and
-    nothing is learned from one. Between ``start`` and ``update`` a step is in flight: more
-    plans may be made meanwhile, and started. The same events give the same plans.
+    where it was given up: one result for each step that was started. Besides, ``arrived``
+    for each online request, ``restore`` for each offline one that lost its KV, and
+    ``finish`` for each request that ended, after the result with its last token. ``plan``
+    only looks, so a plan may be dropped and asked for again, and nothing is learned from
+    one. Between ``start`` and ``update`` a step is in flight: more plans may be made
+    meanwhile, and started. The same events give the same plans.
     """
 
     def __init__(

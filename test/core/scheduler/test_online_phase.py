@@ -12,7 +12,6 @@ from core.scheduler.scenarios import (
     offline,
     online,
     queued,
-    ran,
     rids,
     scheduler,
     snapshot,
@@ -20,6 +19,7 @@ from core.scheduler.scenarios import (
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import Overload
 from sglang_coserve.core.snapshot import Row
 from sglang_coserve.metrics import SloTargets
@@ -146,7 +146,8 @@ def with_gaps(core: Scheduler, gaps: int) -> Scheduler:
 def test_decodes_wait_where_their_late_gaps_are_a_smaller_part_of_all_than_a_first_token(
     num_due: int, waits: bool
 ) -> None:
-    """The prompt takes 20 ms alone, 40 after the decodes, and has 35; some decodes are due in 39."""
+    """The prompt has 35 ms; it takes 20 ms alone, and as long as the decodes, some of which are
+    due in 39 ms, twice that beside them."""
     prompt = online(100, arrival_s=0.035 - 1.0)
     due = many_decodes(num_due, last_token_s=-0.061)
     rows = [*due, *many_decodes(100 - num_due), prompt]

@@ -10,7 +10,16 @@ from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo
 from sglang_coserve.core.step import PrefillChunk, StepPlan, StepResult
 
-__all__ = ["Arrived", "Event", "Finished", "OfflineAdded", "Planned", "Restored", "Started", "Updated"]
+__all__ = [
+    "Arrived",
+    "Event",
+    "Finished",
+    "OfflineAdded",
+    "Planned",
+    "Restored",
+    "Started",
+    "Updated",
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The names in a recording's lines: what the encoder and the decoder agree on.
 
 Line 1 is an object with ``format``, ``version``, ``policy``, ``slos``, ``engine``
-(the size of the baseline's), ``config`` and ``profile`` (a latency profile). Every other line is an event under its name:
+(the size of the baseline's), ``config`` and ``profile`` (a latency profile). Every other
+line is an event under its name:
 
 - ``arrived``, ``added``, ``started``, ``restored``, ``finished``: the fields of the event.
 - ``planned``: ``engine``, the snapshot without its rows; ``rows`` and ``waiting``, by
