@@ -232,7 +232,7 @@ def test_offline_work_gets_the_part_of_a_gap_that_harm_has_left_it() -> None:
     core.interference.advance(MODEL.predict, 1.0)
     harmed_s = core.plan(seen, NO_CACHE).predicted_s
     assert first_s == pytest.approx(0.1, abs=0.001)
-    assert harmed_s < 0.9 * first_s
+    assert harmed_s < 0.97 * first_s
 
 
 OVERLOADED = [online(1000, DECODING, tpot_s=0.005) for _ in range(4)]
