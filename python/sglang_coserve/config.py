@@ -61,7 +61,7 @@ class CoserveConfig:
         (),
         "Bounds on statistics over the online requests, all to be met at once: 'ttft p99 <= 300ms' "
         "'tpot mean <= 50ms'. Latencies are ttft, tpot (mean of a request) and tbt (every gap "
-        "between tokens), statistics mean, p50, p90 and p99; '<= +10%' is relative to what the same "
+        "between tokens), statistics mean, p50, p90 and p99; '<= +10%' is over what the same "
         "requests would get without offline work. Each request is scheduled by the "
         "least of them and of the two targets above; /coserve/status shows what is reached.",
         nargs="+",
