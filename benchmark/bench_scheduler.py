@@ -29,6 +29,7 @@ from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import OnlineOrder, SchedulerConfig
+from sglang_coserve.core.slo import deadlines
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row
 from sglang_coserve.metrics import SloTargets
 
@@ -142,7 +143,7 @@ def waiting_behind(arguments: argparse.Namespace, name: str, num_offline: int) -
     policy = make_policy(name)
     config = SchedulerConfig(online_order=OnlineOrder(arguments.order))
     queue = OfflineQueue(policy.queue_config())
-    scheduler = Scheduler(policy, MODEL, TARGETS, queue, config)
+    scheduler = Scheduler(policy, MODEL, deadlines(TARGETS), queue, config)
     rng = np.random.default_rng(arguments.seed)
     prompts = rng.integers(0, 128_000, (num_offline, 64))
     for number, prompt in enumerate(prompts):

@@ -21,7 +21,6 @@ from sglang_coserve.core.offline_queue import OfflineQueue, OfflineQueueConfig
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.engine import Engine
 from sglang_coserve.simulator.event_log import EventLog
@@ -84,7 +83,7 @@ def run(arguments: argparse.Namespace, observers: list[Observer]) -> tuple[float
         Scheduler(
             make_policy(arguments.policy),
             model,
-            SloTargets(ttft_s=None, tpot_s=None),
+            (),
             OfflineQueue(OfflineQueueConfig()),
         )
     )

@@ -26,13 +26,11 @@ from harness import (
     print_table,
 )
 
-from sglang_coserve.core.offline_queue import OfflineQueue
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policies.hygen import HygenPolicy
 from sglang_coserve.core.policies.ooco import OocoPolicy, Role
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass, RequestState
-from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.metrics import SloTargets, throughput, violation_rate
 from sglang_coserve.simulator import Setup
 from sglang_coserve.simulator.assemble import Machine
@@ -85,8 +83,7 @@ def engine_of(
 ) -> tuple[Engine, Executor]:
     """Return one instance."""
     executor = Executor(setup.executor, setup.true_model or setup.model)
-    queue = OfflineQueue(policy.queue_config(0))
-    scheduler = Scheduler(policy, setup.model, setup.targets, queue, setup.scheduler)
+    scheduler = setup.make_scheduler(policy)
     take_back = None if strict_of is None else strict_of.accept
     return Engine(scheduler, executor, source, (), take_back), executor
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ MEDIA_SOURCES = ("inline", "public", "any")
 SAFEPOINT_MODES = ("auto", "abort", "shrink", "suspend")
 
 _AUTO = "auto"
+
+_DEFAULT_SLOWDOWN = "10%"
 
 
 def _setting(default: Any, doc: str, **cli: Any) -> Any:
@@ -58,17 +61,26 @@ class CoserveConfig:
         (),
         "Bounds on statistics over the online requests, all to be met at once: 'ttft p99 <= 300ms' "
         "'tpot mean <= 50ms'. Latencies are ttft, tpot (mean of a request) and tbt (every gap "
-        "between tokens), statistics mean, p50, p90 and p99. Each request is scheduled by the "
+        "between tokens), statistics mean, p50, p90 and p99; '<= +10%' is over what the same "
+        "requests would get without offline work. Each request is scheduled by the "
         "least of them and of the two targets above; /coserve/status shows what is reached.",
         nargs="+",
         action="extend",
         metavar="SLO",
     )
+    online_slowdown: str | None = _setting(
+        None,
+        "How much longer than without offline work online requests may take, such as 10%: bounds "
+        "P99 TTFT and the P99 of the gaps between tokens, relative to what the server predicts "
+        "that the same requests would get alone. By default 10% for --offline-policy coserve where "
+        "no other target is given, so that none need be chosen.",
+        metavar="PERCENT",
+    )
     offline_policy: str = _setting(
         _AUTO,
         "When offline requests run. fifo: first come, first served, whenever no online request "
-        "waits. The others plan every iteration with a latency model, against --slo-ttft-ms, "
-        "--slo-tpot-ms and --slo. auto: coserve where one of these is given, else fifo.",
+        "waits. The others plan every iteration with a latency model, against --online-slowdown, "
+        "--slo-ttft-ms, --slo-tpot-ms and --slo. auto: coserve.",
         choices=(_AUTO, *OFFLINE_POLICIES),
     )
     offline_max_running: int | None = _setting(
@@ -231,20 +243,23 @@ class CoserveConfig:
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{_flag(name)} must be a positive number of ms, got {value}")
         for text in self.slo:
-            _absolute_slo(text)
+            _slo(text)
+        if self.online_slowdown is not None:
+            _slowdown(self.online_slowdown)
         if not 0 <= self.startup_profile_seconds < math.inf:
             raise ConfigError(
                 f"{_flag('startup_profile_seconds')} must be a number of seconds, 0 for none, got "
                 f"{self.startup_profile_seconds}"
             )
         if self.offline_policy == _AUTO:
-            policy = "coserve" if self.slos() else "fifo"
-            object.__setattr__(self, "offline_policy", policy)
+            object.__setattr__(self, "offline_policy", "coserve")
         if self.offline_policy not in OFFLINE_POLICIES:
             raise ConfigError(
                 f"{_flag('offline_policy')} must be one of {', '.join(OFFLINE_POLICIES)}, "
                 f"got {self.offline_policy!r}"
             )
+        if self.offline_policy == "coserve" and not self.slos():
+            object.__setattr__(self, "online_slowdown", _DEFAULT_SLOWDOWN)
         if self.safepoint_interval is not None and self.safepoint_interval < 0:
             raise ConfigError(
                 f"{_flag('safepoint_interval')} must be a number of layers, 0 for no safepoints, "
@@ -305,11 +320,18 @@ class CoserveConfig:
             )
             if limit_ms is not None
         )
-        return (*targets, *map(_absolute_slo, self.slo))
+        relative: tuple[Slo, ...] = ()
+        if self.online_slowdown is not None:
+            tolerance = _slowdown(self.online_slowdown)
+            relative = (
+                Slo(Latency.TTFT, Statistic.P99, tolerance=tolerance),
+                Slo(Latency.TBT, Statistic.P99, tolerance=tolerance),
+            )
+        return (*targets, *map(_slo, self.slo), *relative)
 
     def slo_targets(self) -> SloTargets:
-        """Return the deadlines to schedule by, those of a request that has none of its own."""
-        return request_targets(self.slos())
+        """Return the deadlines of a request that has none of its own, as far as they are fixed."""
+        return request_targets([slo for slo in self.slos() if slo.limit_s is not None])
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -370,15 +392,18 @@ def _flag(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def _absolute_slo(text: str) -> Slo:
+def _slo(text: str) -> Slo:
     try:
-        slo = parse_slo(text)
+        return parse_slo(text)
     except ConfigError as error:
         raise ConfigError(f"{_flag('slo')}: {error}") from error
-    if slo.limit_s is None:
+
+
+def _slowdown(text: str) -> float:
+    """Return a percentage as a fraction."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*%", text.strip(), re.ASCII)
+    if match is None:
         raise ConfigError(
-            f"{_flag('slo')}: {text!r} is relative to online requests alone, which a server that "
-            "runs both does not measure: give a limit in ms; coserve profile slo measures and "
-            "prints it"
+            f"{_flag('online_slowdown')} must be a percentage such as 10%, got {text!r}"
         )
-    return slo
+    return float(match[1]) / 100

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+
+from sglang_coserve.core.allowance import Allowance
 from sglang_coserve.core.baseline import Baseline
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.interference import Interference
@@ -23,7 +27,8 @@ def predict(_: BatchStats) -> float:
 def followed(*, has_baseline: bool = True) -> Interference:
     monitor = SloMonitor(SloTargets(0.3, 0.2), [parse_slo(text) for text in SLOS])
     baseline = Baseline(chunk_tokens=100, max_rows=8, kv_tokens=1000) if has_baseline else None
-    return Interference(monitor, baseline)
+    allowance = Allowance(monitor.slos, ttft_prior_s=1.0, gap_prior_s=1.0)
+    return Interference(monitor, baseline, allowance)
 
 
 def info(rid: str = "a", request_class: RequestClass = RequestClass.ONLINE) -> RequestInfo:
@@ -94,3 +99,38 @@ def test_offline_requests_are_not_followed() -> None:
     found.produced("b", 1.0)
     found.finished("b")
     assert len(found) == 0
+
+
+def late_and_alone(*token_times_s: float, has_baseline: bool = True) -> Allowance:
+    """Of a request whose tokens come every 125 ms alone; TTFT 300 ms, gaps of 200 ms."""
+    found = followed(has_baseline=has_baseline)
+    serve(found, *token_times_s)
+    found.advance(predict, 9.0)
+    return found.allowance
+
+
+def test_the_allowance_learns_of_first_tokens_and_gaps_once_they_are_known_in_both() -> None:
+    kept = late_and_alone(0.25, 0.375)
+    assert late_and_alone(0.5).arrival_s < kept.arrival_s
+    assert late_and_alone(0.25, 0.75).gap_share < kept.gap_share
+    found = followed()
+    found.arrived(info())
+    found.produced("a", 0.5)
+    unknown_s = found.allowance.arrival_s
+    found.advance(predict, 9.0)
+    assert found.allowance.arrival_s < unknown_s
+
+
+def test_without_a_baseline_what_is_late_counts_as_harmed() -> None:
+    kept = late_and_alone(0.25, 0.375, has_baseline=False)
+    assert late_and_alone(0.5, has_baseline=False).arrival_s < kept.arrival_s
+    assert late_and_alone(0.25, 0.75, has_baseline=False).gap_share < kept.gap_share
+
+
+@pytest.mark.parametrize("numbers", [[1], [1, 9], [3] * 100 + [5] * 400])
+def test_gaps_per_request_are_those_of_the_requests_that_ended_lately(numbers: list[int]) -> None:
+    found = followed()
+    for number, gaps in enumerate(numbers):
+        serve(found, *range(1, gaps + 2), rid=str(number))
+        found.advance(predict, 1e9)
+    assert found.gaps_per_request == pytest.approx(np.mean(numbers[-400:]), rel=0.01)

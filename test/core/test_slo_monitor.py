@@ -14,7 +14,6 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.slo import Latency, Slo, SloCheck, Statistic, parse_slo
 from sglang_coserve.core.slo_monitor import SloMonitor, TokenTimes
 from sglang_coserve.core.snapshot import RequestInfo
-from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import (
     Outcome,
     RequestTimeline,
@@ -247,9 +246,14 @@ def test_a_request_that_failed_has_missed() -> None:
     assert (report.requests, report.attainment) == (4, 0.75)
 
 
-def test_a_tolerance_has_nothing_to_be_relative_to() -> None:
-    with pytest.raises(ConfigError, match="measure them first"):
-        SloMonitor(TARGETS, (parse_slo("tbt mean <= +10%"),))
+def test_a_tolerance_is_over_what_requests_get_alone() -> None:
+    monitor = SloMonitor(TARGETS, (parse_slo("ttft mean <= +10%"),))
+    assert monitor.report(0.0).standings[0].measured.is_met
+    tell_all(monitor, served(0.12, alone=(0.1, 0.01)))
+    (standing,) = monitor.report(1.0).standings
+    assert standing.measured.limit_s == pytest.approx(0.11)
+    assert not standing.measured.is_met
+    assert standing.is_feasible
 
 
 @pytest.mark.parametrize("requests", [[], [served(0.45, alone=(0.45, 0.01))] * 10])

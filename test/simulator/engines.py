@@ -11,6 +11,7 @@ from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.core.slo import deadlines
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.engine import Engine
@@ -67,7 +68,7 @@ def engine_of(
     executor = Executor(config, model)
     chosen = make_policy(policy)
     scheduler = Scheduler(
-        chosen, model, targets, OfflineQueue(chosen.queue_config(0)), scheduler_config
+        chosen, model, deadlines(targets), OfflineQueue(chosen.queue_config(0)), scheduler_config
     )
     ordered = sorted(requests, key=lambda request: request.info.arrival_s)
     return Engine(scheduler, executor, Source([ordered]), observers), executor

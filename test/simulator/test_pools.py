@@ -12,6 +12,7 @@ from sglang_coserve.core.offline_queue import OfflineQueue
 from sglang_coserve.core.policies.ooco import OocoPolicy, Role
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.slo import deadlines
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.engine import Engine
 from sglang_coserve.simulator.executor import Executor
@@ -35,7 +36,10 @@ def pools_of(requests: list[SimRequest], strict_kv_tokens: int, pull: Pull) -> P
         executor = Executor(ExecutorConfig(kv_tokens, page_tokens=4, max_batch_tokens=64), MODEL)
         policy = OocoPolicy(role)
         scheduler = Scheduler(
-            policy, MODEL, SloTargets(tpot_s=TPOT_S), OfflineQueue(policy.queue_config(0))
+            policy,
+            MODEL,
+            deadlines(SloTargets(tpot_s=TPOT_S)),
+            OfflineQueue(policy.queue_config(0)),
         )
         source = Source([sorted(arriving, key=lambda request: request.info.arrival_s)])
         return Engine(scheduler, executor, source, take_back=take_back), executor

@@ -33,6 +33,7 @@ from sglang_coserve.core.recording import (
 )
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.core.slo import deadlines
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.errors import ConfigError, InputFileError
 from sglang_coserve.metrics import SloTargets
@@ -42,7 +43,7 @@ from srt.scripted_engine import ScriptedEngine, Spec
 
 SETUP = SchedulerSetup(
     "coserve",
-    SloTargets(ttft_s=0.3, tpot_s=0.03),
+    deadlines(SloTargets(ttft_s=0.3, tpot_s=0.03)),
     SchedulerConfig(),
     LatencyProfile(MODEL, None, "cpu", "small", 1, "0.5.17"),
 )
@@ -67,7 +68,7 @@ def mixed_load() -> list[Spec]:
 def assert_replays(path: Path, policy: str) -> None:
     setup, events = read(path)
     assert setup.policy == policy
-    assert setup.targets == SETUP.targets
+    assert setup.slos == SETUP.slos
     kinds = {type(event) for event in events}
     assert kinds >= {OfflineAdded, Planned, Started, Updated, Finished}
     assert_each_step_has_a_result(events)
@@ -213,7 +214,7 @@ def test_the_same_policy_decides_the_same(tmp_path: Path) -> None:
     num_plans = sum(isinstance(event, Planned) for event in busy_recording(path))
     result = run(path)
     first, last = result.output.splitlines()
-    assert first == "recorded: coserve, TTFT 300 ms, TPOT 30 ms; small on cpu"
+    assert first == "recorded: coserve, ttft p99 <= 300ms, tpot p99 <= 30ms; small on cpu"
     assert last.startswith(f"{num_plans} plans, 0 differ; planning took ")
     assert result.exit_code == 0
     assert len(run(path, "--plans").output.splitlines()) == num_plans + 2

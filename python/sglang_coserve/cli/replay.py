@@ -79,11 +79,9 @@ class _Stopwatch:
 
 
 def _setup_text(setup: SchedulerSetup) -> str:
-    targets = setup.targets
-    told = [setup.policy]
-    for name, target_s in (("TTFT", targets.ttft_s), ("TPOT", targets.tpot_s)):
-        if target_s is not None:
-            told.append(f"{name} {target_s * 1e3:g} ms")
+    from sglang_coserve.core.slo import format_slo
+
+    told = [setup.policy, *map(format_slo, setup.slos)]
     return f"recorded: {', '.join(told)}; {setup.profile.model} on {setup.profile.hardware}"
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sglang_coserve.core.batch_stats import BatchStats
 
-__all__ = ["Baseline", "BaselineToken"]
+__all__ = ["Baseline", "BaselineToken", "EngineSize"]
 
 
 class BaselineToken(NamedTuple):
@@ -210,3 +210,29 @@ def _may_have_ended(row: _Request) -> bool:
 
 def _is_complete(row: _Request) -> bool:
     return row.has_ended and row.generated_tokens >= row.known_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSize:
+    """The limits of an engine: SGLang's usual chunk, and memory for all, unless told."""
+
+    chunk_tokens: int = 8192
+    """Most prompt tokens of a step."""
+
+    max_rows: int = 1 << 20
+    """Most requests with KV."""
+
+    kv_tokens: int = 1 << 40
+    """Most tokens with KV."""
+
+    mixes_decodes: bool = False
+    """Decodes run beside prompts, not after them."""
+
+    def baseline(self) -> Baseline:
+        """Return an engine of this size with online requests only; it has none yet."""
+        return Baseline(
+            chunk_tokens=self.chunk_tokens,
+            max_rows=self.max_rows,
+            kv_tokens=self.kv_tokens,
+            mixes_decodes=self.mixes_decodes,
+        )

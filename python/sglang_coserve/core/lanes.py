@@ -16,7 +16,7 @@ from sglang_coserve.metrics import SloTargets
 __all__ = ["gets_anywhere", "is_sliced_better", "longest_s", "offline_until_s", "seen_alone"]
 
 
-def offline_until_s(batch: BatchBuilder, margin: float) -> float | None:
+def offline_until_s(batch: BatchBuilder, gap_share: float, margin: float) -> float | None:
     """Return until when a step of the offline lane may run now; None: online work is next.
 
     An online prompt is computed at once. A decode can wait until its token is due, less
@@ -25,6 +25,7 @@ def offline_until_s(batch: BatchBuilder, margin: float) -> float | None:
 
     Args:
         batch: Of the shared lane, with nothing in it.
+        gap_share: Part of the time until a token is late that offline work may take.
         margin: Part of the time that is left free for prediction error.
     """
     seen = batch.snapshot
@@ -32,7 +33,7 @@ def offline_until_s(batch: BatchBuilder, margin: float) -> float | None:
         return None
     if not batch.online_decodes:
         return math.inf
-    left_s = (batch.tpot_slack_s - _online_decodes_s(batch)) * (1 - margin)
+    left_s = (gap_share * batch.tpot_slack_s - _online_decodes_s(batch)) * (1 - margin)
     return seen.now_s + left_s if 0 < left_s < math.inf else None
 
 

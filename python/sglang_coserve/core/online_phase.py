@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from itertools import chain
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain
 from typing import Final
 
 from sglang_coserve.core.arrival_rate import best_iteration_s
@@ -36,22 +37,23 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
     request that arrives meanwhile counts, too: ``SchedulerConfig.arrival_wait_s``.
     """
     margin = context.config.margin
-    left_s = min(budget_s, batch.tpot_slack_s)
     prompts_s = _time_before_decodes_s(batch, context, budget_s)
     if prompts_s is None:
         decode_online(batch)
-        prefill_online(batch, context, left_s * (1 - margin), spared_cut=_SPARED_CUT)
+        left_s = min(budget_s, batch.tpot_slack_s) * (1 - margin)
+        prefill_online(batch, context, left_s, spared_cut=_SPARED_CUT)
     else:
         _prefill_before_decodes(batch, context, prompts_s)
     batch.online_part_s = batch.predicted_s
     if batch.lane is Lane.OFFLINE:
         return  # Nobody waits for its end.
-    share = _wait_share(batch)
-    batch.arrival_wait_s = context.arrival_wait_s(share)
-    # What iterations take longer, the wait has learned already.
-    arrival_s = _arrival_budget_s(batch, context, share) * (1 - margin)
-    offline_s = left_s * (1 - context.margin)
-    batch.offline_budget_s = min(batch.offline_budget_s, offline_s, arrival_s)
+    batch.arrival_wait_s = context.arrival_s
+    batch.offline_budget_s = min(
+        batch.offline_budget_s,
+        budget_s * (1 - margin),
+        batch.tpot_slack_s * context.gap_share * (1 - margin),
+        _arrival_budget_s(batch, context),
+    )
 
 
 def _prefill_before_decodes(batch: BatchBuilder, context: PlanContext, budget_s: float) -> None:
@@ -72,37 +74,65 @@ def _time_before_decodes_s(
 ) -> float | None:
     """Return how long the prompts may have an iteration to themselves; None if they do not.
 
-    SGLang lets the decodes stall for every prompt. Here they run beside the prompts,
-    which costs less in all; but where that makes a first token late, or would make one
-    late that arrives meanwhile and then takes as long again, the prompts go first as
-    long as the next token of every decode can wait. For one that is late they do so even
-    longer: a target for the 99th percentile allows some late gaps between tokens, and one
-    long gap of a request costs it no more of them than one that is just too long. No gap
-    is longer than both targets together. O(waiting + rows).
+    SGLang lets the decodes stall for every prompt. Here they run beside the prompts, which
+    costs less in all, unless more would be late so: prompts that wait for a part of several
+    iterations, each as long as the next token of a decode can wait. A late gap counts as
+    the part of a late first token that it is of all gaps of a request. Where both are
+    equal, a request counts that arrives meanwhile and then takes as long again. No gap is
+    made longer than both targets together. O(waiting + rows).
     """
-    if not batch.online_decodes or math.isinf(batch.tpot_slack_s):
+    ttft_s = batch.targets.ttft_s
+    prompts = _prompts_that_fit(batch)
+    if not batch.online_decodes or not prompts or ttft_s is None:
         return None
-    prompts = [*batch.online_prefills, *batch.snapshot.waiting]
-    if not prompts or not batch.has_room(batch.kv_to_decode(batch.online_decodes)):
+    if math.isinf(batch.tpot_slack_s) or not batch.has_room(
+        batch.kv_to_decode(batch.online_decodes)
+    ):
         return None
     contexts = sum([row.computed_tokens for row in batch.online_decodes])
     decodes_s = batch.predict_with_decodes(len(batch.online_decodes), contexts)
-    alone_s = batch.predict_with_whole(prompts)
-    least_slack_s = min(slack_s(batch, row) for row in prompts)
     share = 1 - context.config.margin
-    beside_s = (alone_s + decodes_s) / share
-    makes_late = beside_s > least_slack_s
-    if not makes_late and 2 * beside_s <= (batch.targets.ttft_s or math.inf):
+    limit_s = min(budget_s, batch.tpot_slack_s + ttft_s) * share - decodes_s
+    alone_s = batch.predict_with_whole(prompts)
+    if alone_s > limit_s and batch.predict_with_whole(prompts[:1]) > limit_s:
         return None
-    first_s = batch.predict_with_whole(prompts[:1])
-    limit_s = min(budget_s, batch.tpot_slack_s) * share - decodes_s
-    if alone_s > limit_s:
-        if not makes_late:
-            return None
-        if batch.late_decodes(alone_s + decodes_s) < context.late_gaps:
-            longest_s = batch.tpot_slack_s + (batch.targets.ttft_s or 0.0)
-            limit_s = min(budget_s, longest_s) * share - decodes_s
-    return limit_s if first_s <= limit_s else None
+    first_s = min(alone_s, limit_s)
+    chunk_s = min(budget_s, batch.tpot_slack_s) * share - decodes_s
+    beside_s = alone_s + decodes_s * _chunks_beside(prompts, alone_s, chunk_s, context)
+    slacks_s = [slack_s(batch, row) * share for row in prompts]
+    done = list(accumulate([row.tokens_to_compute for row in prompts]))
+
+    def misses(prompts_end_s: float, decodes_end_s: float) -> tuple[float, bool]:
+        token_s = prompts_end_s / done[-1]
+        ends_s = [tokens * token_s for tokens in done]
+        late = sum([left_s < end_s for left_s, end_s in zip(slacks_s, ends_s, strict=True)])
+        late_gaps = batch.late_decodes(decodes_end_s) / context.gaps_per_request
+        return late + late_gaps, 2 * prompts_end_s > ttft_s * share
+
+    kept_s = min(alone_s, max(chunk_s, 0.0)) + decodes_s
+    is_better = misses(alone_s, first_s + decodes_s) < misses(beside_s, kept_s)
+    return limit_s if is_better else None
+
+
+def _prompts_that_fit(batch: BatchBuilder) -> list[Row]:
+    """Return the first prompts, as many as one iteration may compute."""
+    rows = [*batch.online_prefills, *batch.snapshot.waiting]
+    tokens = accumulate([row.tokens_to_compute for row in rows])
+    return rows[: bisect_right(list(tokens), batch.free_tokens)]
+
+
+def _chunks_beside(
+    prompts: Sequence[Row], alone_s: float, chunk_s: float, context: PlanContext
+) -> int:
+    """Return in how many parts prompts are computed that get ``chunk_s`` beside decodes."""
+    floor_tokens = context.config.min_online_chunk_tokens
+    if chunk_s > 0:
+        return math.ceil(alone_s / chunk_s)
+    return math.ceil(_tokens(prompts) / floor_tokens) if floor_tokens else 1
+
+
+def _tokens(prompts: Sequence[Row]) -> int:
+    return sum([row.tokens_to_compute for row in prompts])
 
 
 def _wait_share(batch: BatchBuilder) -> float:
@@ -114,13 +144,13 @@ def _wait_share(batch: BatchBuilder) -> float:
     return seen.mixed_arrival_wait_share if batch.has_online else seen.arrival_wait_share
 
 
-def _arrival_budget_s(batch: BatchBuilder, context: PlanContext, share: float) -> float:
+def _arrival_budget_s(batch: BatchBuilder, context: PlanContext) -> float:
     """Return how long an iteration offline work may fill because of requests yet to arrive.
 
     One that they can abort may be longer than their wait, but no longer than pays
     with so many of them.
     """
-    wait_s = batch.arrival_wait_s
+    wait_s, share = batch.arrival_wait_s, _wait_share(batch)
     if share == 1.0:
         return wait_s
     # What online decodes add to that is not lost: fewer iterations decode more of them in each.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sglang_coserve.core.offline_queue import OfflineQueue
@@ -25,16 +25,14 @@ class PlanContext:
     step: int
     """Number of the step; with the seed it makes draws reproducible."""
 
-    margin: float
-    """Part of a latency budget that offline work leaves free (``SchedulerConfig.margin``)."""
+    arrival_s: float
+    """Longest time that a request which arrives during the step may wait for its end."""
 
-    arrival_wait_s: Callable[[float], float]
-    """Longest wait of a request that arrives during the step (``SchedulerConfig.arrival_wait_s``),
-    given the part of the step that it has to wait at most: below 1 where a safepoint ends the
-    wait, and not the step."""
+    gap_share: float
+    """Part of the time until a decode's deadline that offline work may take."""
+
+    gaps_per_request: float
+    """Between the tokens of an online request, on average."""
 
     arrivals_per_s: float
     """Online requests that arrive a second."""
-
-    late_gaps: float
-    """How many tokens of online decodes may still come late (``LateGaps``)."""

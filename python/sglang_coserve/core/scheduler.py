@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from sglang_coserve.core.arrival_rate import ArrivalRate
-from sglang_coserve.core.arrival_wait import ArrivalWait
+from sglang_coserve.core.baseline import EngineSize
 from sglang_coserve.core.batch_builder import BatchBuilder
-from sglang_coserve.core.bottleneck import fixed_s
+from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.fairness import ArrivalOrder, VirtualTokenCounter, WaitingOrder
+from sglang_coserve.core.interference import Interference
 from sglang_coserve.core.lanes import (
     gets_anywhere,
     is_sliced_better,
@@ -18,20 +19,17 @@ from sglang_coserve.core.lanes import (
     offline_until_s,
     seen_alone,
 )
-from sglang_coserve.core.late_gaps import LateGaps
 from sglang_coserve.core.latency_model import LatencyModel, Refiner, Sample
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.prediction_error import PredictionError
 from sglang_coserve.core.scheduler_config import OnlineOrder, SchedulerConfig
-from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache
-from sglang_coserve.core.step import Lane, PrefillChunk, Served, StepPlan, StepResult
-from sglang_coserve.metrics import SloTargets
+from sglang_coserve.core.slo import Slo
+from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
+from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan, StepResult
 
 __all__ = ["Scheduler"]
-
-_MOST_MARGIN: Final = 0.2
 
 # Refining costs more than planning, but for many iterations little more than for one.
 _REFINED_AT_ONCE: Final = 16
@@ -42,21 +40,23 @@ class Scheduler:
 
     The caller asks for a plan and carries it out. It reports ``start`` once it knows
     which of the planned prefills are in, and ``update`` when the step has ended, also
-    where it was given up: one result for each step that was started. Besides,
-    ``restore`` for each offline request that lost its KV, and ``finish`` for each request
-    that ended. ``plan`` only looks, so a plan may be dropped and asked for again, and
-    nothing is learned from one. Between ``start`` and ``update`` a step is in flight: more
-    plans may be made meanwhile, and started. The same events give the same plans.
+    where it was given up: one result for each step that was started. Besides, ``arrived``
+    for each online request, ``restore`` for each offline one that lost its KV, and
+    ``finish`` for each request that ended, after the result with its last token. ``plan``
+    only looks, so a plan may be dropped and asked for again, and nothing is learned from
+    one. Between ``start`` and ``update`` a step is in flight: more plans may be made
+    meanwhile, and started. The same events give the same plans.
     """
 
     def __init__(
         self,
         policy: Policy,
         model: LatencyModel,
-        targets: SloTargets,
+        slos: Sequence[Slo],
         queue: OfflineQueue,
         config: SchedulerConfig | None = None,
         *,
+        engine: EngineSize | None = None,
         profile_mape: float | None = None,
     ) -> None:
         """Start without requests.
@@ -64,14 +64,16 @@ class Scheduler:
         Args:
             policy: A fresh one: policies keep state.
             model: Predicts steps; ``update`` may correct it.
-            targets: Of online requests without their own.
+            slos: What online requests are promised.
             queue: The waiting offline requests; the scheduler's alone from now on.
             config: What all policies share.
+            engine: What the engine holds, for the no-interference baseline.
             profile_mape: The error of ``model`` when it was fitted, a fraction.
         """
         self._policy = policy
         self._model = model
-        self._targets = targets
+        self._interference = Interference.of(slos, model, engine)
+        self._allowance = self._interference.allowance
         self._queue = queue
         self._config = config or SchedulerConfig()
         self._refiner = Refiner(model) if self._config.refine else None
@@ -82,9 +84,6 @@ class Scheduler:
         self._in_flight: dict[int, StepPlan] = {}
         self._prediction_error = PredictionError(profile_mape)
         self._arrival_rate = ArrivalRate()
-        self._late_gaps = LateGaps()
-        ttft_s = targets.ttft_s
-        self._arrival_wait = None if ttft_s is None else ArrivalWait(ttft_s)
 
     @property
     def model(self) -> LatencyModel:
@@ -100,6 +99,19 @@ class Scheduler:
     def queue(self) -> OfflineQueue:
         """The offline requests that wait."""
         return self._queue
+
+    @property
+    def interference(self) -> Interference:
+        """What online requests got, beside what they would have got alone."""
+        return self._interference
+
+    def arrived(self, info: RequestInfo, cached_tokens: int = 0) -> None:
+        """Note that an online request has arrived, in order of arrival. O(1).
+
+        Of one that is not told, nothing is learned. ``cached_tokens`` of its prompt need not
+        be computed.
+        """
+        self._interference.arrived(info, cached_tokens)
 
     def add_offline(self, request: QueuedRequest) -> None:
         """Let an offline request wait.
@@ -117,7 +129,7 @@ class Scheduler:
         if snapshot.stop_share == 1.0 or not self._policy.is_preemptive:
             return self._build(self._compose(self._builder(snapshot), cache))
         shared = self._builder(snapshot, rides=not self._policy.slices)
-        until_s = offline_until_s(shared, self._margin())
+        until_s = offline_until_s(shared, self._allowance.gap_share, self._config.margin)
         if until_s is not None:
             plan = self._plan_before(until_s, snapshot, cache)
             if plan is not None:
@@ -147,17 +159,20 @@ class Scheduler:
     def update(self, result: StepResult) -> None:
         """Take the result of a step in flight into account. O(online rows of it).
 
-        Of a step of which nothing ran there is nothing to learn.
+        Of a step of which nothing ran there is nothing to learn; of one that was not planned,
+        when online requests got their tokens.
 
         Raises:
             InputFileError: its time is not positive.
         """
+        if result.step is None:
+            self._learn_from_tokens(result)
+            return
         plan = self._in_flight.pop(result.step, None)
         assert plan is not None, f"step {result.step} is not in flight"
         if result.batch.is_empty and not result.given_up:
             return
-        if plan.lane is Lane.SHARED:
-            self._learn_from_tokens(plan, result)
+        self._learn_from_tokens(result)
         if not result.batch.is_empty:
             self._policy.update(plan, result)
             self._waiting_order.served(result)
@@ -175,6 +190,7 @@ class Scheduler:
 
     def finish(self, rid: str) -> None:
         """Forget a request of either class that has ended, for whatever reason."""
+        self._interference.finished(rid)
         if self._queue.is_running(rid):
             self._policy.finished()
             self._queue.remove(rid)
@@ -214,8 +230,8 @@ class Scheduler:
         """Compose a step of the offline lane."""
         seen = seen_alone(snapshot, self._config.headroom_tokens)
         alone = self._builder(seen, Lane.OFFLINE)
-        wait_s = self._arrival_wait_s(snapshot.stop_share)
-        alone.offline_budget_s = longest_s(self._model, self._targets, wait_s, snapshot)
+        targets = self._allowance.targets
+        alone.offline_budget_s = longest_s(self._model, targets, self._arrival_s, snapshot)
         self._compose(alone, cache)
         if alone.stats.is_empty and (seen.rows or len(self._queue)):
             # Not even a small one is as short as that, and one has to be.
@@ -225,8 +241,8 @@ class Scheduler:
     def _builder(
         self, snapshot: EngineSnapshot, lane: Lane = Lane.SHARED, *, rides: bool = True
     ) -> BatchBuilder:
-        victims = self._policy.victims
-        return BatchBuilder(snapshot, self._model, self._targets, victims, lane, rides=rides)
+        targets, victims = self._allowance.targets, self._policy.victims
+        return BatchBuilder(snapshot, self._model, targets, victims, lane, rides=rides)
 
     def _compose(self, batch: BatchBuilder, cache: PrefixCache) -> BatchBuilder:
         """Let the policy add the work of the next step to ``batch``; return it."""
@@ -237,10 +253,10 @@ class Scheduler:
             cache=cache,
             waiting=self._waiting_order.ordered(snapshot.waiting),
             step=self._next_step,
-            margin=self._margin(),
-            arrival_wait_s=self._arrival_wait_s,
+            arrival_s=self._arrival_s,
+            gap_share=self._allowance.gap_share,
+            gaps_per_request=self._interference.gaps_per_request,
             arrivals_per_s=self._arrival_rate.per_s(snapshot.now_s),
-            late_gaps=self._late_gaps.left,
         )
         self._policy.compose(batch, context)
         return batch
@@ -249,36 +265,27 @@ class Scheduler:
         users = self._waiting_order.users(batch.snapshot.waiting)
         return batch.build(self._next_step, users, until_s)
 
-    def _learn_from_tokens(self, plan: StepPlan, result: StepResult) -> None:
-        """Learn from when online requests got their tokens, and what offline work had to do
-        with it."""
-        first_tokens: list[Served] = []
-        num_gaps = num_late = 0
-        default_s = self._targets.tpot_s
-        for served in result.served:
-            info, last_s, token_s = served
+    @property
+    def _arrival_s(self) -> float:
+        """How long an arrival may wait for a step that cannot be suspended for it."""
+        return self._config.arrival_wait_s or self._allowance.arrival_s
+
+    def _learn_from_tokens(self, result: StepResult) -> None:
+        """Learn from when online requests got their tokens."""
+        interference = self._interference
+        arrivals_s = []
+        for info, last_s, token_s in result.served:
             if token_s is None:
                 continue
             if last_s is None:
-                first_tokens.append(served)
-                continue
-            target_s = info.tpot_target_s or default_s
-            if target_s is not None:
-                num_gaps += 1
-                num_late += last_s + target_s < token_s
-        self._arrival_rate.observe([served.info.arrival_s for served in first_tokens])
-        self._late_gaps.observe(num_gaps, num_late)
-        if self._arrival_wait is not None:
-            is_whole = result.batch == plan.batch
-            took_s = plan.predicted_s if is_whole else self._model.predict(result.batch)
-            online_part_s = plan.expected.online_part_s
-            if not is_whole:
-                online_part_s = min(online_part_s, took_s)
-            if result.given_up and result.seconds is not None:
-                took_s = result.seconds
-            self._arrival_wait.observe(
-                result.started_s, took_s, online_part_s, first_tokens, fixed_s=fixed_s(self._model)
-            )
+                arrivals_s.append(info.arrival_s)
+            interference.produced(info.rid, token_s)
+        self._arrival_rate.observe(arrivals_s)
+        interference.advance(self._predict_alone, result.started_s)
+
+    def _predict_alone(self, batch: BatchStats) -> float:
+        """Return how long a step of the baseline takes, on the machine as it is now."""
+        return self._model.predict(batch) * self._prediction_error.slowness
 
     def _learn_time(self, sample: Sample) -> None:
         self._prediction_error.observe(self._model.predict(sample.batch), sample.seconds)
@@ -288,16 +295,3 @@ class Scheduler:
         if len(self._observed) == _REFINED_AT_ONCE:
             self._model = self._refiner.refine(*self._observed)
             self._observed.clear()
-
-    def _margin(self) -> float:
-        overrun = self._prediction_error.overrun
-        return max(self._config.margin, min(overrun / (1 + overrun), _MOST_MARGIN))
-
-    def _arrival_wait_s(self, share: float) -> float:
-        if self._config.arrival_wait_s is not None:
-            return self._config.arrival_wait_s
-        if self._arrival_wait is None:
-            return math.inf
-        if share < 1:
-            return self._arrival_wait.wait_until_safepoint_s(share)
-        return self._arrival_wait.wait_s

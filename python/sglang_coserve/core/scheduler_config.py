@@ -46,12 +46,10 @@ class SchedulerConfig:
     arrival_wait_s: float | None = None
     """Longest iteration that offline work may fill, since an online request that arrives
     meanwhile waits for its end. ``None``: learned, so that the TTFT target holds for all but a
-    hundredth of the requests (``ArrivalWait``); infinite without a target."""
+    hundredth of the requests (``Allowance``); infinite without a target."""
 
     margin: float = 0.05
-    """Part of every latency budget that is left free for prediction error. Offline work leaves
-    more, up to a fifth, where one in twenty iterations takes longer than predicted by more than
-    that; of online prompts it would only make more chunks."""
+    """Part of every latency budget that is left free for prediction error."""
 
     online_order: OnlineOrder = OnlineOrder.FCFS
     overload: Overload = Overload.BEST_EFFORT

@@ -77,7 +77,6 @@ class Slo:
         """
         if self.limit_s is not None:
             return self.limit_s
-        assert self.tolerance is not None
         summary = None if online_only is None else self.latency.summary(online_only)
         alone_s = None if summary is None else self.statistic.of(summary)
         if alone_s is None:
@@ -85,7 +84,17 @@ class Slo:
                 f"SLO {format_slo(self)!r} is relative to online requests alone, of which no "
                 f"{self.latency.value} was measured: measure them first, or give an absolute limit"
             )
-        return alone_s * (1 + self.tolerance)
+        return self.limit_over_value(alone_s)
+
+    def limit_over_value(self, alone_s: float | None) -> float:
+        """Return the limit in seconds, given the statistic of online requests alone.
+
+        Infinite if it is relative to that, and that is not known.
+        """
+        if self.limit_s is not None:
+            return self.limit_s
+        assert self.tolerance is not None
+        return math.inf if alone_s is None else alone_s * (1 + self.tolerance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +194,16 @@ def format_slo(slo: Slo) -> str:
         assert slo.limit_s is not None
         limit = f"{slo.limit_s * 1000:.10g}ms"
     return f"{slo.latency.value} {slo.statistic.value} <= {limit}"
+
+
+def deadlines(targets: SloTargets) -> tuple[Slo, ...]:
+    """Return targets of every request as SLOs: of all but one in a hundred."""
+    limits_s = ((Latency.TTFT, targets.ttft_s), (Latency.TPOT, targets.tpot_s))
+    return tuple(
+        Slo(latency, Statistic.P99, limit_s=limit_s)
+        for latency, limit_s in limits_s
+        if limit_s is not None
+    )
 
 
 def request_targets(slos: Sequence[Slo], online_only: LatencyReport | None = None) -> SloTargets:

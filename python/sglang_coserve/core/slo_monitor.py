@@ -32,6 +32,11 @@ class TokenTimes(NamedTuple):
     last_s: float
     tokens: int
 
+    @property
+    def tpot_s(self) -> float:
+        """Mean gap; there must be one."""
+        return (self.last_s - self.first_s) / (self.tokens - 1)
+
 
 class SloMonitor:
     """Judges the online requests that ended lately against their targets.
@@ -57,16 +62,13 @@ class SloMonitor:
 
         Args:
             targets: those of a request that has none of its own.
-            slos: bounds on statistics of such requests; no tolerances.
+            slos: bounds on statistics of such requests.
             max_requests: how many of the last requests are judged.
             max_gaps: how many of the last gaps between tokens are, for SLOs on TBT.
             span_s: nothing older is judged.
-
-        Raises:
-            ConfigError: an SLO is a tolerance.
         """
         self._targets = targets
-        self._limits_s = [(slo, slo.limit_over(None)) for slo in slos]
+        self.slos: Final = tuple(slos)
         self._span_s = span_s
         self._requests = _Window(max_requests, width=6)
         self._gaps = _Window(max_gaps, width=1)
@@ -114,8 +116,10 @@ class SloMonitor:
         measured = {Latency.TTFT: ttft, Latency.TPOT: tpot, Latency.TBT: gaps}
         alone = {Latency.TTFT: ttft_alone, Latency.TPOT: tpot_alone, Latency.TBT: gaps_alone}
         standings = []
-        for slo, limit_s in self._limits_s:
-            alone_result = SloResult(slo, limit_s, _statistic(slo, alone[slo.latency]))
+        for slo in self.slos:
+            alone_s = _statistic(slo, alone[slo.latency])
+            limit_s = slo.limit_over_value(alone_s)
+            alone_result = SloResult(slo, limit_s, alone_s)
             misses = int(np.count_nonzero(alone[slo.latency] > limit_s))
             standings.append(
                 SloStanding(
@@ -162,8 +166,7 @@ def _latencies_s(info: RequestInfo, times: TokenTimes | None) -> tuple[float, fl
     """Return TTFT and TPOT; NaN where they are not defined."""
     if times is None or times.tokens < 1:
         return math.nan, math.nan
-    gaps = times.tokens - 1
-    tpot_s = (times.last_s - times.first_s) / gaps if gaps else math.nan
+    tpot_s = times.tpot_s if times.tokens > 1 else math.nan
     return times.first_s - info.arrival_s, tpot_s
 
 

@@ -136,8 +136,8 @@ class Served(NamedTuple):
 class StepResult:
     """What came of a step that was started."""
 
-    step: int
-    """The number of its plan."""
+    step: int | None
+    """The number of its plan; None of a step that the engine took without one."""
 
     started_s: float
     """When it began: the time of its snapshot."""

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache
+from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
 from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan, StepResult
 from sglang_coserve.simulator.counters import Counters
 from sglang_coserve.simulator.executor import Executor
@@ -26,6 +26,10 @@ _ROUNDING: Final = 1e-9
 
 class SchedulerDoor(Protocol):
     """What the event loop calls of ``core.scheduler.Scheduler``."""
+
+    def arrived(self, info: RequestInfo) -> None:
+        """Know of an online request."""
+        ...
 
     def add_offline(self, request: QueuedRequest) -> None:
         """Let an offline request wait."""
@@ -177,7 +181,9 @@ class Engine:
         """Let a request wait here that another engine, or none, had until now."""
         self._executor.submit(request)
         info = request.info
-        if not info.is_online:
+        if info.is_online:
+            self._scheduler.arrived(info)
+        else:
             self._scheduler.add_offline(
                 QueuedRequest(
                     info.rid,

@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from sglang_coserve.core.baseline import EngineSize
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_queue import OfflineQueue, OfflineQueueConfig
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.core.slo import Slo, deadlines
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.engine import Engine
 from sglang_coserve.simulator.executor import Executor
@@ -57,6 +59,9 @@ class Setup:
 
     executor: ExecutorConfig
     targets: SloTargets = field(default_factory=SloTargets)
+    slos: tuple[Slo, ...] = ()
+    """What the scheduler holds offline work to; empty: ``targets``, as ``deadlines``."""
+
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     queue: OfflineQueueConfig | None = None
     """None: the one that goes with the policy."""
@@ -67,6 +72,18 @@ class Setup:
     drain_s: float = 300.0
     """Longest time after the interval in which online requests that came within it may end.
     Offline work goes on meanwhile but counts no more."""
+
+    def make_scheduler(self, policy: Policy) -> Scheduler:
+        """Return a fresh scheduler; its baseline is SGLang on this machine."""
+        executor = self.executor
+        engine = EngineSize(
+            chunk_tokens=executor.max_batch_tokens,
+            max_rows=executor.max_running_requests,
+            kv_tokens=executor.kv_capacity_tokens,
+        )
+        slos = self.slos or deadlines(self.targets)
+        queue = OfflineQueue(self.queue or policy.queue_config(self.scheduler.seed))
+        return Scheduler(policy, self.model, slos, queue, self.scheduler, engine=engine)
 
 
 def simulate(
@@ -88,8 +105,7 @@ def simulate(
             run, and the result is that of the time so far.
     """
     executor = Executor(setup.executor, setup.true_model or setup.model)
-    queue = OfflineQueue(setup.queue or policy.queue_config(setup.scheduler.seed))
-    scheduler = Scheduler(policy, setup.model, setup.targets, queue, setup.scheduler)
+    scheduler = setup.make_scheduler(policy)
     is_backlog = workload.backlog_depth > 0
     source = Source(
         timed=[workload.online()] if is_backlog else [workload.online(), workload.offline()],

@@ -24,7 +24,7 @@ def make_core_scheduler(
     """
     setup = SchedulerSetup(
         policy=config.offline_policy,
-        targets=config.slo_targets(),
+        slos=config.slos(),
         config=SchedulerConfig(
             iteration_budget_s=_seconds(config.iteration_budget_ms),
             max_offline_rows=config.offline_max_running,

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.allowance import Allowance
 from sglang_coserve.core.baseline import Baseline
 from sglang_coserve.core.interference import Interference
 from sglang_coserve.core.latency_model import LatencyModel
@@ -28,7 +29,9 @@ class SloWatch:
         self.has_baseline = baseline is not None
         self._warns = warns
         self._monitor = SloMonitor(config.slo_targets(), config.slos())
-        self._interference = Interference(self._monitor, baseline)
+        # What steers the scheduler is in the core, which is told of its own steps.
+        steers_nothing = Allowance((), ttft_prior_s=1.0, gap_prior_s=1.0)
+        self._interference = Interference(self._monitor, baseline, steers_nothing)
 
     def arrived(self, info: RequestInfo, cached_tokens: int) -> None:
         """Watch an online request from now on; ``cached_tokens`` of it need no computing."""

@@ -13,6 +13,7 @@ from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.core.slo import deadlines, parse_slo
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row
 from sglang_coserve.core.step import PrefillChunk, Served, StepPlan, StepResult
 from sglang_coserve.metrics import SloTargets
@@ -122,14 +123,20 @@ def scheduler(
     policy: str | Policy = "conserve",
     *waiting: QueuedRequest,
     targets: SloTargets = TARGETS,
+    slos: Sequence[str] = (),
     model: PolynomialModel = MODEL,
     **config: object,
 ) -> Scheduler:
-    """A scheduler with a margin of 0, so that budgets are the numbers of the scenario."""
+    """A scheduler with a margin of 0, so that budgets are the numbers of the scenario.
+
+    ``slos`` stand in the place of ``targets``.
+    """
     if isinstance(policy, str):
         policy = make_policy(policy)
     settings = SchedulerConfig(**{"margin": 0.0, **config})  # type: ignore[arg-type]
-    made = Scheduler(policy, model, targets, OfflineQueue(policy.queue_config()), settings)
+    queue = OfflineQueue(policy.queue_config())
+    promised = tuple(map(parse_slo, slos)) or deadlines(targets)
+    made = Scheduler(policy, model, promised, queue, settings)
     for request in waiting:
         made.add_offline(request)
     return made

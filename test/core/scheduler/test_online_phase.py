@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from core.scheduler.scenarios import (
@@ -10,7 +12,6 @@ from core.scheduler.scenarios import (
     offline,
     online,
     queued,
-    ran,
     rids,
     scheduler,
     snapshot,
@@ -18,6 +19,7 @@ from core.scheduler.scenarios import (
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import Overload
 from sglang_coserve.core.snapshot import Row
 from sglang_coserve.metrics import SloTargets
@@ -129,36 +131,46 @@ def test_decodes_that_cannot_wait_do_so_for_no_one_yet_to_arrive() -> None:
     assert plan.predicted_s <= 0.1
 
 
-def test_decodes_wait_for_a_late_prompt_while_few_gaps_are_late() -> None:
-    """The prompt and then the decodes take 40 ms; some of the decodes are due in 39."""
-    late = online(100, arrival_s=-3.0)
-    for num_due, waits in ((0, True), (31, True), (32, False)):
-        due = many_decodes(num_due, last_token_s=-0.061)
-        rows = [*due, *many_decodes(100 - num_due), late]
-        plan = scheduler("coserve").plan(snapshot(*rows), NO_CACHE)
-        assert plan.skips_decodes == waits
-        assert [chunk.rid for chunk in plan.prefills] == [late.info.rid]
+def with_gaps(core: Scheduler, gaps: int) -> Scheduler:
+    """One request has ended that had so many gaps between its tokens."""
+    row = online(10)
+    core.arrived(row.info)
+    for number in range(gaps + 1):
+        core.interference.produced(row.info.rid, 0.01 * number)
+    core.finish(row.info.rid)
+    core.interference.advance(MODEL.predict, math.inf)
+    return core
 
 
-def test_gaps_that_were_late_leave_none_for_prompts() -> None:
-    """A decode is due in 39 ms; the prompt and then the decodes take 40."""
-    rows = [online(10, DECODING, last_token_s=-0.061), *many_decodes(99)]
-    core = scheduler("coserve")
-    seen = snapshot(*(row._replace(last_token_s=-0.2) for row in rows))
-    ran(core, core.plan(seen, NO_CACHE), seen)
-    assert not core.plan(snapshot(*rows, online(100, arrival_s=-3.0)), NO_CACHE).skips_decodes
+@pytest.mark.parametrize(("num_due", "waits"), [(0, True), (49, True), (50, False)])
+def test_decodes_wait_where_their_late_gaps_are_a_smaller_part_of_all_than_a_first_token(
+    num_due: int, waits: bool
+) -> None:
+    """The prompt has 35 ms; it takes 20 ms alone, and as long as the decodes, some of which are
+    due in 39 ms, twice that beside them."""
+    prompt = online(100, arrival_s=0.035 - 1.0)
+    due = many_decodes(num_due, last_token_s=-0.061)
+    rows = [*due, *many_decodes(100 - num_due), prompt]
+    plan = with_gaps(scheduler("coserve"), 50).plan(snapshot(*rows), NO_CACHE)
+    assert plan.skips_decodes == waits
+    assert [chunk.rid for chunk in plan.prefills] == [prompt.info.rid]
 
 
 def test_no_gap_is_longer_than_both_targets_together() -> None:
     """Eleven prompts of 110 ms each; a gap may last 1.1 s and has lasted 0.4 s. Not to cut a
     prompt, a batch may take a tenth more than it should."""
-    prompts = [online(1000, arrival_s=-3.0) for _ in range(11)]
+    prompts = [online(1000) for _ in range(11)]
     decode = online(10, DECODING, last_token_s=-0.4)
     plan = scheduler("coserve").plan(snapshot(decode, *prompts), NO_CACHE)
     assert plan.skips_decodes
     assert 0.5 < plan.predicted_s <= 0.7 * 1.1
     overdue = decode._replace(last_token_s=-1.1)
     assert not scheduler("coserve").plan(snapshot(overdue, *prompts), NO_CACHE).skips_decodes
+
+
+def test_prompts_that_are_late_either_way_do_not_go_first() -> None:
+    rows = [*many_decodes(), online(100, arrival_s=-3.0)]
+    assert not scheduler("coserve").plan(snapshot(*rows), NO_CACHE).skips_decodes
 
 
 def test_decodes_run_where_a_late_prompt_finds_no_memory() -> None:
@@ -208,18 +220,19 @@ def test_a_margin_is_left_free() -> None:
     assert 0.04 < plan.predicted_s <= 0.05
 
 
-@pytest.mark.parametrize(("overrun", "left_free"), [(0.02, 0.05), (0.1, 0.09), (1.0, 0.2)])
-def test_the_margin_grows_with_what_iterations_take_longer_than_predicted(
-    overrun: float, left_free: float
-) -> None:
-    """The decode is due in 100 ms."""
-    core = scheduler("coserve", queued(5000), margin=0.05)
+def test_offline_work_gets_the_part_of_a_gap_that_harm_has_left_it() -> None:
+    """The decode is due in 100 ms; late gaps that were not late alone take from that."""
+    core = scheduler("coserve", queued(5000), slos=("tbt p99 <= 100ms",))
     seen = snapshot(online(state=DECODING))
-    for _ in range(2000):
-        plan = core.plan(seen, NO_CACHE)
-        ran(core, plan, seen, admitted=(), seconds=MODEL.predict(STEP) * (1 + overrun))
-    plan = core.plan(snapshot(online(state=DECODING)), NO_CACHE)
-    assert plan.predicted_s == pytest.approx(0.1 * (1 - left_free), abs=0.002)
+    first_s = core.plan(seen, NO_CACHE).predicted_s
+    row = online(10)
+    core.arrived(row.info)
+    for number in range(3):
+        core.interference.produced(row.info.rid, 0.2 * number)
+    core.interference.advance(MODEL.predict, 1.0)
+    harmed_s = core.plan(seen, NO_CACHE).predicted_s
+    assert first_s == pytest.approx(0.1, abs=0.001)
+    assert harmed_s < 0.97 * first_s
 
 
 OVERLOADED = [online(1000, DECODING, tpot_s=0.005) for _ in range(4)]

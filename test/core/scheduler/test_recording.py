@@ -20,6 +20,7 @@ from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from core.scheduler.scenarios import MODEL, NO_CACHE, Cache, offline, online, queued, ran, snapshot
 from core.scheduler.test_scheduler_machine import SchedulerMachine, configs, slo_targets
+from sglang_coserve.core.baseline import EngineSize
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyProfile, LinearModel
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
@@ -42,6 +43,7 @@ from sglang_coserve.core.recording import (
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.core.slo import Slo, deadlines, parse_slo
 from sglang_coserve.core.step import Eviction, Expected, PrefillChunk, Served, StepPlan, StepResult
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.metrics import SloTargets
@@ -54,7 +56,7 @@ def setup(
     policy: str = "coserve", targets: SloTargets | None = None, **config: Any
 ) -> SchedulerSetup:
     return SchedulerSetup(
-        policy, targets or SloTargets(1.0, 0.1), SchedulerConfig(**config), PROFILE
+        policy, deadlines(targets or SloTargets(1.0, 0.1)), SchedulerConfig(**config), PROFILE
     )
 
 
@@ -84,7 +86,7 @@ class RecordedMachine(SchedulerMachine):
     )
     def start(self, config: SchedulerConfig, slo: SloTargets, **machine: Any) -> None:
         super().start(config, slo, **machine)
-        self.setup_made_of = SchedulerSetup(self.policy, slo, config, PROFILE)
+        self.setup_made_of = SchedulerSetup(self.policy, deadlines(slo), config, PROFILE)
         self.events: list[Event] = []
         self.scheduler = RecordingScheduler(self.setup_made_of.make(), self.events.append)
         self.engine.scheduler = self.scheduler
@@ -165,6 +167,8 @@ def anything(kind: Any) -> st.SearchStrategy[Any]:
             return few if origin is abc.Sequence else few.map(origin)
 
 
+SLOS = [parse_slo(text) for text in ("ttft p99 <= 300ms", "tbt p99 <= +10%", "tpot mean <= +0%")]
+
 events_of_every_kind = anything(Event)
 
 
@@ -185,13 +189,14 @@ def test_every_event_survives_the_way_through_a_file(events: list[Event]) -> Non
         refine=st.booleans(),
         seed=st.integers(),
     ),
-    st.builds(SloTargets, st.none() | times, st.none() | times),
+    st.lists(st.sampled_from(SLOS)).map(tuple),
+    anything(EngineSize),
 )
 def test_the_setup_survives_the_way_through_a_file(
-    config: SchedulerConfig, targets: SloTargets
+    config: SchedulerConfig, slos: tuple[Slo, ...], engine: EngineSize
 ) -> None:
     profile = replace(PROFILE, latency_model=LinearModel(prefill_token_s=0.1, iteration_s=1 / 3))
-    made_of = SchedulerSetup("hygen", targets, config, profile)
+    made_of = SchedulerSetup("hygen", slos, config, profile, engine)
     assert read([encode_setup(made_of)]) == (made_of, [])
 
 
@@ -295,7 +300,7 @@ def test_the_answers_of_the_prefix_cache_are_part_of_the_recording() -> None:
 
 def test_a_plan_that_differs_is_named_with_its_fields() -> None:
     made_of, events = recorded_evening()
-    slower = replace(made_of, targets=SloTargets(ttft_s=1.0, tpot_s=0.03))
+    slower = replace(made_of, slos=deadlines(SloTargets(ttft_s=1.0, tpot_s=0.03)))
     replays = list(replay(events, slower.make()))
     assert [replayed.index for replayed in replays] == [0, 1]
     assert "prefills" in replays[0].differences
@@ -373,8 +378,8 @@ def test_every_wrong_value_is_refused_with_its_line() -> None:
         ('{"event":"restored","rid":"a","generated_tokens":NaN}', "NaN is not JSON"),
         ("[]", "expected a JSON object"),
         ("{}", "event: this field is missing"),
-        ('{"event":"vanished"}', "event: expected one of added, planned"),
-        ('{"event":["added"]}', "event: expected one of added, planned"),
+        ('{"event":"vanished"}', "event: expected one of arrived, added, planned"),
+        ('{"event":["added"]}', "event: expected one of arrived, added, planned"),
         ('{"event":"finished"}', "rid: this field is missing"),
         ('{"event":"finished","rid":"a","why":"b"}', "why: there is no such field"),
         ('{"event":"restored","rid":"a","generated_tokens":true}', "expected int, found True"),
@@ -432,10 +437,10 @@ def test_columns_that_do_not_fit_together_are_refused(changes: dict[str, object]
     ("changes", "message"),
     [
         ({"format": "csv"}, "format: expected 'coserve plans'"),
-        ({"version": 1}, "version: 1 is not 2, .* record again"),
+        ({"version": 1}, "version: 1 is not 3, .* record again"),
         ({"config": {"margin": 3.0}}, "config: scheduler: margin is 3.0"),
         ({"config": {"online_order": "lifo"}}, "config.online_order: expected 'fcfs' or 'vtc'"),
-        ({"targets": {"ttft_s": "soon"}}, "targets.ttft_s: expected a number, found 'soon'"),
+        ({"engine": {"max_rows": "many"}}, "engine.*expected int, found 'many'"),
         ({"profile": {}}, "profile: schema_version: this field is missing"),
     ],
 )

@@ -22,6 +22,7 @@ from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import OnlineOrder, Overload, SchedulerConfig
+from sglang_coserve.core.slo import deadlines
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo
 from sglang_coserve.core.step import StepPlan
 from sglang_coserve.metrics import SloTargets
@@ -71,7 +72,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop_share: float,
     ) -> None:
         policy = make_policy(self.policy)
-        self.scheduler = Scheduler(policy, MODEL, slo, OfflineQueue(policy.queue_config()), config)
+        queue = OfflineQueue(policy.queue_config())
+        self.scheduler = Scheduler(policy, MODEL, deadlines(slo), queue, config)
         self.engine = TinyEngine(
             self.scheduler,
             MODEL,

@@ -18,6 +18,7 @@ from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import OnlineOrder, SchedulerConfig
+from sglang_coserve.core.slo import deadlines
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.core.step import StepPlan
 from sglang_coserve.metrics import SloTargets
@@ -30,7 +31,8 @@ def engine_of(
 ) -> TinyEngine:
     made = make_policy(policy)
     config = SchedulerConfig(**settings)  # type: ignore[arg-type]
-    brain = Scheduler(made, MODEL, TARGETS, OfflineQueue(queue or made.queue_config()), config)
+    waiting = OfflineQueue(queue or made.queue_config())
+    brain = Scheduler(made, MODEL, deadlines(TARGETS), waiting, config)
     return TinyEngine(brain, MODEL, kv_tokens=2000, page_tokens=16, slots=16, max_batch_tokens=512)
 
 

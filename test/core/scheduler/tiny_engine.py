@@ -86,6 +86,7 @@ class TinyEngine:
         self.cache: dict[str, int] = {}
         self.ended: dict[str, RequestState] = {}
         self.log: list[StepPlan] = []
+        self._finished: list[str] = []
 
     def cached_tokens(self, rid: str) -> int:
         cached = min(self.cache.get(rid, 0), self.requests[rid].length - 1)
@@ -95,6 +96,7 @@ class TinyEngine:
         self.requests[info.rid] = _Live(info)
         if info.is_online:
             self.waiting.append(info.rid)
+            self.scheduler.arrived(info)
 
     def abort(self, rid: str) -> None:
         if self.suspended is not None and rid in self.suspended.work:
@@ -210,6 +212,9 @@ class TinyEngine:
         assert len(self._unfinished()) <= 1, "two unfinished prefills run"
         if not plan.is_idle:
             self.scheduler.update(result)
+        for rid in self._finished:
+            self.scheduler.finish(rid)
+        self._finished.clear()
         return plan
 
     def _run_alone(self, plan: StepPlan, stops_at: float) -> None:
@@ -394,4 +399,7 @@ class TinyEngine:
             if rid in place:
                 place.remove(rid)
         self.cache.pop(rid, None)
-        self.scheduler.finish(rid)
+        if state is _S.FINISHED:
+            self._finished.append(rid)  # The scheduler has yet to hear of its last token.
+        else:
+            self.scheduler.finish(rid)

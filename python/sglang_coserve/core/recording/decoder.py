@@ -9,6 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
+from sglang_coserve.core.baseline import EngineSize
 from sglang_coserve.core.latency_model import LatencyProfile
 from sglang_coserve.core.latency_model.json_object import JsonObject
 from sglang_coserve.core.recording.events import Event, Finished, Planned, Updated
@@ -16,10 +17,10 @@ from sglang_coserve.core.recording.line_format import EVENTS, FORMAT, STATE_LETT
 from sglang_coserve.core.recording.plain import from_plain, read_dataclass
 from sglang_coserve.core.recording.setup import SchedulerSetup
 from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.core.slo import Slo
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row
 from sglang_coserve.core.step import Served, StepPlan, StepResult
 from sglang_coserve.errors import InputFileError
-from sglang_coserve.metrics import SloTargets
 
 __all__ = ["read_recording"]
 
@@ -60,16 +61,18 @@ def _read_setup(header: JsonObject) -> SchedulerSetup:
             "of sglang_coserve that recorded it, or record again",
         )
     try:
-        targets = _field(header.fields, "targets", partial(from_plain, SloTargets))
+        slos = _field(header.fields, "slos", partial(from_plain, tuple[Slo, ...]))
+        engine = _field(header.fields, "engine", partial(from_plain, EngineSize))
         config = _field(header.fields, "config", partial(from_plain, SchedulerConfig))
     except ValueError as error:
         raise _at_line(header, error) from error
     profile = json.dumps(header.child("profile").fields)
     return SchedulerSetup(
         header.text("policy"),
-        targets,
+        slos,
         config,
         LatencyProfile.from_json(profile, f"{header.source}: profile"),
+        engine,
     )
 
 

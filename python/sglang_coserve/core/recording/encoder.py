@@ -31,7 +31,8 @@ def encode_setup(setup: SchedulerSetup) -> str:
             "format": FORMAT,
             "version": VERSION,
             "policy": setup.policy,
-            "targets": to_plain(setup.targets),
+            "slos": to_plain(setup.slos),
+            "engine": to_plain(setup.engine),
             "config": to_plain(setup.config),
             "profile": json.loads(setup.profile.to_json()),
         }

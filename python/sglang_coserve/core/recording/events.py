@@ -7,10 +7,27 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from sglang_coserve.core.offline_queue import QueuedRequest
-from sglang_coserve.core.snapshot import EngineSnapshot
+from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo
 from sglang_coserve.core.step import PrefillChunk, StepPlan, StepResult
 
-__all__ = ["Event", "Finished", "OfflineAdded", "Planned", "Restored", "Started", "Updated"]
+__all__ = [
+    "Arrived",
+    "Event",
+    "Finished",
+    "OfflineAdded",
+    "Planned",
+    "Restored",
+    "Started",
+    "Updated",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """``Scheduler.arrived`` was called."""
+
+    info: RequestInfo
+    cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,4 +77,4 @@ class Finished:
     rid: str
 
 
-Event: TypeAlias = OfflineAdded | Planned | Started | Updated | Restored | Finished
+Event: TypeAlias = Arrived | OfflineAdded | Planned | Started | Updated | Restored | Finished

@@ -1,9 +1,10 @@
 """The names in a recording's lines: what the encoder and the decoder agree on.
 
-Line 1 is an object with ``format``, ``version``, ``policy``, ``targets``, ``config`` and
-``profile`` (a latency profile). Every other line is an event under its name:
+Line 1 is an object with ``format``, ``version``, ``policy``, ``slos``, ``engine``
+(the size of the baseline's), ``config`` and ``profile`` (a latency profile). Every other
+line is an event under its name:
 
-- ``added``, ``started``, ``restored``, ``finished``: the fields of the event.
+- ``arrived``, ``added``, ``started``, ``restored``, ``finished``: the fields of the event.
 - ``planned``: ``engine``, the snapshot without its rows; ``rows`` and ``waiting``, by
   column, null when there are none; ``new``, what does not change of the requests seen for
   the first time, which columns refer to by number, counted from 0 over the whole
@@ -20,6 +21,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from sglang_coserve.core.recording.events import (
+    Arrived,
     Finished,
     OfflineAdded,
     Planned,
@@ -36,6 +38,7 @@ VERSION: Final = 3
 
 EVENTS: Final[Mapping[str, Any]] = MappingProxyType(
     {
+        "arrived": Arrived,
         "added": OfflineAdded,
         "planned": Planned,
         "started": Started,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Final, assert_never
 
 from sglang_coserve.core.recording.events import (
+    Arrived,
     Event,
     Finished,
     OfflineAdded,
@@ -63,10 +64,12 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[ReplayedPl
     recorded = StepPlan()
     for event in events:
         match event:
+            case Arrived(info, cached_tokens):
+                scheduler.arrived(info, cached_tokens)
             case OfflineAdded(request):
                 scheduler.add_offline(request)
-            case Planned(snapshot, cached_tokens, recorded):
-                cache.known |= cached_tokens
+            case Planned(snapshot, answers, recorded):
+                cache.known |= answers
                 yield ReplayedPlan(index, snapshot, recorded, scheduler.plan(snapshot, cache))
                 index += 1
             case Started(chunks):

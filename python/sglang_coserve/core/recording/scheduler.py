@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from sglang_coserve.core.interference import Interference
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
 from sglang_coserve.core.prediction_error import PredictionError
 from sglang_coserve.core.recording.events import (
+    Arrived,
     Event,
     Finished,
     OfflineAdded,
@@ -17,7 +19,7 @@ from sglang_coserve.core.recording.events import (
     Updated,
 )
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache
+from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
 from sglang_coserve.core.step import PrefillChunk, StepPlan, StepResult
 
 __all__ = ["RecordingScheduler"]
@@ -48,6 +50,16 @@ class RecordingScheduler:
     def queue(self) -> OfflineQueue:
         """See ``Scheduler.queue``."""
         return self._scheduler.queue
+
+    @property
+    def interference(self) -> Interference:
+        """See ``Scheduler.interference``."""
+        return self._scheduler.interference
+
+    def arrived(self, info: RequestInfo, cached_tokens: int = 0) -> None:
+        """See ``Scheduler.arrived``."""
+        self._scheduler.arrived(info, cached_tokens)
+        self._sink(Arrived(info, cached_tokens))
 
     def add_offline(self, request: QueuedRequest) -> None:
         """See ``Scheduler.add_offline``."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from sglang_coserve.core.baseline import EngineSize
 from sglang_coserve.core.latency_model import LatencyProfile
 from sglang_coserve.core.offline_queue import OfflineQueue
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.metrics import SloTargets
+from sglang_coserve.core.slo import Slo
 
 __all__ = ["SchedulerSetup"]
 
@@ -21,10 +22,13 @@ class SchedulerSetup:
     policy: str
     """Its name; it has its default settings, and the offline queue that goes with it."""
 
-    targets: SloTargets
+    slos: tuple[Slo, ...]
     config: SchedulerConfig
     profile: LatencyProfile
     """Holds the latency model that planning starts with."""
+
+    engine: EngineSize = field(default_factory=EngineSize)
+    """Of the no-interference baseline."""
 
     def make(self, policy: str | None = None) -> Scheduler:
         """Return a new scheduler, under another policy if one is named.
@@ -38,8 +42,9 @@ class SchedulerSetup:
         return Scheduler(
             made,
             self.profile.latency_model,
-            self.targets,
+            self.slos,
             queue,
             self.config,
+            engine=self.engine,
             profile_mape=None if report is None else report.mape,
         )

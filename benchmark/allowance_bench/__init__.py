@@ -1,0 +1,1 @@
+"""The allowance on a queue with one server."""
