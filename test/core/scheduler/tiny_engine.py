@@ -212,10 +212,13 @@ class TinyEngine:
         assert len(self._unfinished()) <= 1, "two unfinished prefills run"
         if not plan.is_idle:
             self.scheduler.update(result)
+        self._finish()
+        return plan
+
+    def _finish(self) -> None:
         for rid in self._finished:
             self.scheduler.finish(rid)
         self._finished.clear()
-        return plan
 
     def _run_alone(self, plan: StepPlan, stops_at: float) -> None:
         """Run the step of the offline lane on, up to a safepoint or its end."""
@@ -241,6 +244,7 @@ class TinyEngine:
                 step.plan.step, step.started_s, step.spent_s, step.batch, step.prefills, served
             )
         )
+        self._finish()
         self._end_aborted()
 
     def _drop(self) -> None:
