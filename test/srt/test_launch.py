@@ -194,7 +194,7 @@ def test_a_complete_server_passes() -> None:
         (app_without("/v1/batches"), {"coserve": {}}, "batch route /v1/batches"),
         (shadowed_app(), {"coserve": {}}, "batch route /v1/files"),
     ],
-    ids=["scheduler", "marks", "gate", "route", "batches", "another's route"],
+    ids=["scheduler", "marks", "gate", "unread", "route", "batches", "another's route"],
 )
 def test_a_missing_part_stops_the_start(app: Any, info: dict[str, Any], says: str) -> None:
     with pytest.raises(StartupError, match=says):
