@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -54,7 +55,9 @@ def server(kind: str, model: Path, work: Path) -> Iterator[LocalServer]:
         yield running
 
 
-def measure(running: LocalServer, model: Path, options: argparse.Namespace, out: Path) -> dict:
+def measure(
+    running: LocalServer, model: Path, options: argparse.Namespace, out: Path
+) -> dict[str, Any]:
     """Run bench_serving once after a warm-up run; return its metrics."""
     for num_prompts, path in ((8, out.with_suffix(".warmup")), (options.num_prompts, out)):
         command = [
@@ -68,7 +71,8 @@ def measure(running: LocalServer, model: Path, options: argparse.Namespace, out:
         done = subprocess.run(command, timeout=RUN_TIMEOUT_S, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"bench_serving failed:\n{done.stderr[-2000:]}")
-    return json.loads(out.read_text().splitlines()[-1])
+    metrics: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
+    return metrics
 
 
 def main() -> None:
@@ -80,7 +84,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the runs as JSON")
     options = parser.parse_args()
 
-    runs: dict[str, list[dict]] = {"coserve": [], "stock": []}
+    runs: dict[str, list[dict[str, Any]]] = {"coserve": [], "stock": []}
     with tempfile.TemporaryDirectory() as directory, terminate_as_interrupt():
         work = Path(directory)
         model = make_small_model(work / "model", SmallModelSpec())

@@ -13,14 +13,16 @@ from __future__ import annotations
 import argparse
 import io
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from sglang_coserve.core.latency_model import RooflineModel, find_hardware
-from sglang_coserve.core.offline_queue import OfflineQueue, OfflineQueueConfig
+from sglang_coserve.core.offline_queue import OfflineQueue, OfflineQueueConfig, QueuedRequest
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
+from sglang_coserve.core.step import PrefillChunk, StepPlan, StepResult
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.engine import Engine
 from sglang_coserve.simulator.event_log import EventLog
@@ -34,22 +36,51 @@ from sglang_coserve.workload import TraceRequest
 PROMPT_TOKENS = 512
 
 
-class TimedScheduler:
-    """The scheduler, with a watch on every call."""
+class TimedScheduler(Scheduler):
+    """A scheduler that knows how long its calls took."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.seconds = 0.0
-        for name in ("add_offline", "plan", "commit", "observe", "restore", "finish"):
-            setattr(self, name, self._timed(getattr(scheduler, name)))
+    seconds = 0.0
 
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            start_s = time.process_time()
-            answer = call(*arguments)
-            self.seconds += time.process_time() - start_s
-            return answer
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start_s = time.process_time()
+        yield
+        self.seconds += time.process_time() - start_s
 
-        return timed
+    def arrived(self, info: RequestInfo, cached_tokens: int = 0) -> None:
+        """See ``Scheduler``."""
+        with self._timed():
+            super().arrived(info, cached_tokens)
+
+    def add_offline(self, request: QueuedRequest) -> None:
+        """See ``Scheduler``."""
+        with self._timed():
+            super().add_offline(request)
+
+    def plan(self, snapshot: EngineSnapshot, cache: PrefixCache) -> StepPlan:
+        """See ``Scheduler``."""
+        with self._timed():
+            return super().plan(snapshot, cache)
+
+    def start(self, plan: StepPlan, chunks: Sequence[PrefillChunk]) -> None:
+        """See ``Scheduler``."""
+        with self._timed():
+            super().start(plan, chunks)
+
+    def update(self, result: StepResult) -> None:
+        """See ``Scheduler``."""
+        with self._timed():
+            super().update(result)
+
+    def restore(self, rid: str, generated_tokens: int) -> None:
+        """See ``Scheduler``."""
+        with self._timed():
+            super().restore(rid, generated_tokens)
+
+    def finish(self, rid: str) -> None:
+        """See ``Scheduler``."""
+        with self._timed():
+            super().finish(rid)
 
 
 def main() -> None:
@@ -72,7 +103,7 @@ def main() -> None:
         )
 
 
-def run(arguments: argparse.Namespace, observers: list[Observer]) -> tuple[float, float]:
+def run(arguments: argparse.Namespace, observers: Sequence[Observer]) -> tuple[float, float]:
     """Return the seconds of the iterations with all rows decoding, and the scheduler's part."""
     model = RooflineModel.from_datasheet(find_model("llama-3.1-8b"), find_hardware("h100"))
     length = PROMPT_TOKENS + 2 * arguments.iterations
@@ -80,12 +111,7 @@ def run(arguments: argparse.Namespace, observers: list[Observer]) -> tuple[float
         kv_capacity_tokens=length * (arguments.rows + 1), max_running_requests=arguments.rows
     )
     scheduler = TimedScheduler(
-        Scheduler(
-            make_policy(arguments.policy),
-            model,
-            (),
-            OfflineQueue(OfflineQueueConfig()),
-        )
+        make_policy(arguments.policy), model, (), OfflineQueue(OfflineQueueConfig())
     )
     offline = arguments.rows // 2
     streams = [

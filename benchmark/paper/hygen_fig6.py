@@ -60,7 +60,7 @@ def experiment(seconds: float, trace: str | None) -> None:
     rows: list[tuple[object, ...]] = []
     gains = []
     for qps in QPS:
-        load = Workload(azure_online(trace, qps, seconds), mmlu_like(), 5_000, seconds)
+        load = Workload(azure_online(trace, qps, seconds), mmlu_like(), 5_000, interval_s=seconds)
         alone = run(load, testbed.setup(SloTargets()), "online_only")
         setup = testbed.setup(SloTargets(tpot_s=1.5 * p99_itl_ms(alone) / 1e3))
         results = {

@@ -56,7 +56,7 @@ class Bench:
         online = azure_online(trace, qps, seconds)
         testbed = Testbed(MACHINE, kv_tokens=KV_TOKENS)
         setup = testbed.setup(SloTargets(), believed)
-        workload = Workload(online, offline_backlog(lambda: ARXIV.draws(2)), 64, seconds)
+        workload = Workload(online, offline_backlog(lambda: ARXIV.draws(2)), 64, interval_s=seconds)
         return cls(workload, run(workload, setup, OnlineOnlyPolicy(CHUNK_TOKENS)), setup)
 
     def check(self, slo: Slo) -> SloCheck:

@@ -31,7 +31,7 @@ from sglang_coserve.core.policies.hygen import HygenPolicy
 from sglang_coserve.core.policies.ooco import OocoPolicy, Role
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass, RequestState
-from sglang_coserve.metrics import SloTargets, throughput, violation_rate
+from sglang_coserve.metrics import RequestTimeline, SloTargets, throughput, violation_rate
 from sglang_coserve.simulator import Setup
 from sglang_coserve.simulator.assemble import Machine
 from sglang_coserve.simulator.engine import Engine
@@ -109,7 +109,7 @@ def serve(
     while not all(r.state.is_final for r in requests if r.info.is_online):
         if not pools.step(seconds + 120.0):
             break
-    timelines = {True: [], False: []}
+    timelines: dict[bool, list[RequestTimeline]] = {True: [], False: []}
     for request in requests:
         timelines[request.info.is_online].append(request.timeline())
     violations = violation_rate(timelines[True], TARGETS)

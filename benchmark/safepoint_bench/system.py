@@ -84,7 +84,7 @@ class Measured:
 
     def prefill_s(self, tokens: int) -> float:
         """Return how long an offline prompt of this length takes alone."""
-        return self._run(self._first_token_s(self._tokens(tokens), offline=True))
+        return float(self._run(self._first_token_s(self._tokens(tokens), offline=True)))
 
     def idle_ttft_ms(self, count: int) -> list[float]:
         """Return the TTFT of online requests that come one by one, at random times."""

@@ -21,6 +21,7 @@ cpu.set_environment_defaults()  # Before SGLang is imported.
 from sglang_coserve.srt import compat, launch  # noqa: E402
 from sglang_coserve.srt.request_gate import RequestGateMiddleware  # noqa: E402
 from sglang_coserve.srt.service_tier import ServiceTierMiddleware  # noqa: E402
+from sglang_coserve.srt.unread_body import UnreadBodyMiddleware  # noqa: E402
 
 
 def launch_server(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -158,6 +159,7 @@ def complete_app() -> FastAPI:
     app = FastAPI()
     app.add_middleware(ServiceTierMiddleware)
     app.add_middleware(RequestGateMiddleware)
+    app.add_middleware(UnreadBodyMiddleware)
     app.add_api_route(launch.STATUS_PATH, answer)
     add_batch_routes(app)
     return app
@@ -187,11 +189,12 @@ def test_a_complete_server_passes() -> None:
         (complete_app(), {"status": "ready"}, "scheduler 0 is not CoserveScheduler"),
         (app_without("ServiceTierMiddleware"), {"coserve": {}}, "ServiceTierMiddleware"),
         (app_without("RequestGateMiddleware"), {"coserve": {}}, "RequestGateMiddleware"),
+        (app_without("UnreadBodyMiddleware"), {"coserve": {}}, "UnreadBodyMiddleware"),
         (app_without(launch.STATUS_PATH), {"coserve": {}}, launch.STATUS_PATH),
         (app_without("/v1/batches"), {"coserve": {}}, "batch route /v1/batches"),
         (shadowed_app(), {"coserve": {}}, "batch route /v1/files"),
     ],
-    ids=["scheduler", "marks", "gate", "route", "batches", "another's route"],
+    ids=["scheduler", "marks", "gate", "unread", "route", "batches", "another's route"],
 )
 def test_a_missing_part_stops_the_start(app: Any, info: dict[str, Any], says: str) -> None:
     with pytest.raises(StartupError, match=says):

@@ -27,6 +27,7 @@ from sglang_coserve.srt.batch_api import (
     open_routes_warning,
 )
 from sglang_coserve.srt.fail_fast import install_fail_fast
+from sglang_coserve.srt.gc_pauses import freeze_imports, freeze_start_up_objects
 from sglang_coserve.srt.kv_checkpoint.settings import check_combination, server_settings
 from sglang_coserve.srt.listen_address import check_listen_address
 from sglang_coserve.srt.malformed_bodies import install_body_errors
@@ -67,7 +68,6 @@ def launch_server(argv: Sequence[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     from sglang_coserve.srt import processes
-    from sglang_coserve.srt.gc_pauses import freeze_start_up_objects
 
     def on_ready() -> None:
         freeze_start_up_objects(http_server._global_state.tokenizer_manager)
@@ -183,6 +183,7 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
         set_body_limits(app, body_limits(tokenizer_manager))
         # Again: loading a model takes long enough for another to have come.
         check_listen_address(server_args.host, server_args.port)
+        freeze_imports()
         serve(
             server_args,
             tokenizer_manager,

@@ -185,7 +185,7 @@ def test_which_devices_have_safepoints(device: str, unified: bool, is_refused: b
 def test_to_ask_how_long_an_arrival_waits_changes_nothing() -> None:
     """Also at another time, when aborts have cost more than they may, or no longer have."""
     safepoints = safepoints_with(place(scheduler_of()))
-    safepoints._guard.aborted(["a"], 10.0, wasted_s=5.0)
+    safepoints.guard.aborted(["a"], 10.0, wasted_s=5.0)
     batch = batch_of(ForwardMode.EXTEND)
     for asked_s in (10.0, 1e6, 10.0):
         share = safepoints.arrival_wait_share(asked_s, may_prefill=True)

@@ -186,7 +186,8 @@ class PlannedAdmission:
             self.core.start(plan, admitted)
             self._steps.started(plan.step)
         self._arrival_wait_s = plan.arrival_wait_s
-        if batch is None and plan.prefills and self._view.waiting:
+        is_left_out = bool(plan.prefills and self._view.waiting)
+        if batch is None and (is_left_out or not result.running_batch.reqs):
             # SGLang reserves more memory than a plan, and places for adapters: a suspended step
             # must not hold what an online request waits for, while it waits for that request.
             self.give_up()
