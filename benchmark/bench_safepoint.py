@@ -7,12 +7,11 @@ them compute an offline prompt of about a second in one iteration (1 to 3); the 
 default policy, which keeps iterations short for those who may arrive (4 to 6).
 
 1. overhead: arming a batch and passing its safepoints, as a part of the iteration;
-2. the way from an arrival to the abort, step by step;
+2. the way from an arrival to the suspension, step by step;
 3. TTFT of online requests that come somewhere in an offline prefill, and on the idle engine;
 4. offline tokens per second beside one online arrival a second;
 5. the idle engine: CPU time of the scheduler, and TTFT. Without safepoints its loop is SGLang's;
-6. the load of 4 beside online requests that decode all the time: what an aborted batch's online
-   rows lose by starting over (abort), and do not lose by going on without the others (shrink).
+6. the load of 4 beside online requests that decode all the time.
 
 Figures are medians, with ranges over the rounds.
 """
@@ -38,7 +37,7 @@ from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.progress_bar import progress_bar
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 
-WITH, WITHOUT, ABORT = "with", "without", "abort"
+WITH, WITHOUT = "with", "without"
 DECODING: Final = 2
 PREFILL_S: Final = 1.0
 CALIBRATION_TOKENS: Final = 1024
@@ -52,14 +51,12 @@ class Figures:
     idle_ms: dict[str, list[float]] = field(default_factory=lambda: {WITH: [], WITHOUT: []})
     idle_cpu: dict[str, list[float]] = field(default_factory=lambda: {WITH: [], WITHOUT: []})
     loads: dict[str, list[Load]] = field(default_factory=lambda: {WITH: [], WITHOUT: []})
-    mixed_loads: dict[str, list[Load]] = field(
-        default_factory=lambda: {ABORT: [], WITH: [], WITHOUT: []}
-    )
+    mixed_loads: dict[str, list[Load]] = field(default_factory=lambda: {WITH: [], WITHOUT: []})
     """Beside online requests that decode all the time."""
     prefill_s: float = 0.0
     prefill_tokens: int = 0
-    aborts: Mapping[str, Any] = field(default_factory=dict)
-    """The status after the prefills that were interrupted."""
+    interrupted: Mapping[str, Any] = field(default_factory=dict)
+    """The status after the prefills that were suspended."""
 
     under_load: Mapping[str, Any] = field(default_factory=dict)
     """The status of the default engine after the loads of offline prompts alone."""
@@ -82,7 +79,7 @@ def main() -> None:
             "options": {name: str(value) for name, value in vars(options).items()},
             "machine": describe_machine(),
             "summary": summary,
-            "aborts": figures.aborts,
+            "interrupted": figures.interrupted,
             "under_load": figures.under_load,
             "in_prefill_ms": figures.in_prefill_ms,
             "idle_ms": figures.idle_ms,
@@ -97,12 +94,12 @@ def measure(model: Path, options: argparse.Namespace) -> Figures:
     """Run everything, the systems in turn."""
     figures = Figures()
     with ExitStack() as stack, progress_bar() as bar:
-        steps = bar.add_task("starting", total=5 + options.rounds * (2 * options.requests + 9))
+        steps = bar.add_task("starting", total=4 + options.rounds * (2 * options.requests + 8))
 
-        def start(interval: int, *, is_long: bool, mode: str = "auto") -> OwnProcess:
+        def start(interval: int, *, is_long: bool) -> OwnProcess:
             ttft_ms = options.slo_ttft_ms if is_long else options.load_slo_ttft_ms
             bar.advance(steps)
-            spec = SystemSpec(model, options.context, interval, ttft_ms, is_long, mode)
+            spec = SystemSpec(model, options.context, interval, ttft_ms, is_long)
             return stack.enter_context(OwnProcess(Measured, spec, stands_still=True))
 
         def measure_in_turn(
@@ -119,8 +116,7 @@ def measure(model: Path, options: argparse.Namespace) -> Figures:
             {WITH: start(options.interval, is_long=kind), WITHOUT: start(0, is_long=kind)}
             for kind in (True, False)
         )
-        mixed = {ABORT: start(options.interval, is_long=False, mode="abort"), **default}
-        for system in (*long.values(), *mixed.values()):
+        for system in (*long.values(), *default.values()):
             system.call("prefill_s", CALIBRATION_TOKENS)
         figures.prefill_tokens, figures.prefill_s = calibrate(long[WITHOUT], options.context)
         prefill = figures.prefill_tokens, figures.prefill_s
@@ -141,10 +137,10 @@ def measure(model: Path, options: argparse.Namespace) -> Figures:
         figures.under_load = default[WITH].call("status")
         for _ in range(options.rounds):
             for name, load in measure_in_turn(
-                "load beside decodes", mixed, "load", *load_arguments, DECODING
+                "load beside decodes", default, "load", *load_arguments, DECODING
             ).items():
                 figures.mixed_loads[name].append(load)
-        figures.aborts = long[WITH].call("status")
+        figures.interrupted = long[WITH].call("status")
     return figures
 
 
@@ -160,7 +156,7 @@ def calibrate(system: OwnProcess, context: int) -> tuple[int, float]:
 
 def summarize(figures: Figures, options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures that the targets are about, each with its target."""
-    status = figures.aborts
+    status = figures.interrupted
     num_safepoints = -(-status["layers"] // status["interval_layers"])
     interval_ms = figures.prefill_s * 1e3 * status["interval_layers"] / status["layers"]
     ttft, idle = figures.in_prefill_ms, figures.idle_ms
@@ -171,18 +167,16 @@ def summarize(figures: Figures, options: argparse.Namespace) -> dict[str, Any]:
         name: [load.offline_tokens / load.seconds for load in loads]
         for name, loads in figures.loads.items()
     }
-    load_ms = 1e3 * sum(load.seconds for load in figures.loads[WITH])
-    wasted_percent = 100 * figures.under_load["wasted_ms"] / load_ms
     loss = 1 - np.median(rates[WITH]) / np.median(rates[WITHOUT])
     mixed = [
         row(f"6. {figure}, {text}", value)
-        for name, text in ((WITH, "shrink"), (ABORT, "abort"), (WITHOUT, "without"))
+        for name, text in ((WITH, "with"), (WITHOUT, "without"))
         for figure, value in mixed_figures(figures.mixed_loads[name]).items()
     ]
     return {
         "prefill": {"tokens": figures.prefill_tokens, "seconds": figures.prefill_s},
         "interval_ms": interval_ms,
-        "aborts": status["aborts"],
+        "suspended": status["suspended"],
         "rows": [
             row("1. a safepoint", f"{status['cost_us']:.2f} µs", "≤ 2 µs"),
             row(
@@ -192,13 +186,12 @@ def summarize(figures: Figures, options: argparse.Namespace) -> dict[str, Any]:
                 "≤ 0.5%",
             ),
             row("2. arrival → flag", spread(delays["arrival_to_flag"])),
-            row("2. flag → abort", spread(delays["flag_to_abort"])),
+            row("2. flag → stop", spread(delays["flag_to_stop"])),
             row(
-                "2. arrival → abort",
-                spread(delays["arrival_to_abort"]),
+                "2. arrival → stop",
+                spread(delays["arrival_to_stop"]),
                 f"P99 ≤ {interval_ms + 2:.0f} ms",
             ),
-            row("2. rollback", spread(delays["rollback"])),
             row("3. TTFT in a prefill, with", spread(percentiles(ttft[WITH]))),
             row("3. TTFT in a prefill, without", spread(percentiles(ttft[WITHOUT]))),
             row("3. TTFT on the idle engine, with", spread(percentiles(idle[WITH]))),
@@ -218,10 +211,7 @@ def summarize(figures: Figures, options: argparse.Namespace) -> dict[str, Any]:
             ),
             row("4. the same, without", over_rounds(rates[WITHOUT])),
             row("4. loss", f"{100 * loss:.1f}%", "≤ 10%"),
-            row(
-                "4. aborts, part of the time they wasted",
-                f"{sum(figures.under_load['aborts'].values())}, {wasted_percent:.1f}%",
-            ),
+            row("4. suspensions", str(sum(figures.under_load["suspended"].values()))),
             row("4. online TTFT, with", spread(percentiles(all_ttft(figures.loads[WITH])))),
             row("4. online TTFT, without", spread(percentiles(all_ttft(figures.loads[WITHOUT])))),
             row("5. idle CPU, with", over_rounds(figures.idle_cpu[WITH], "{:.3f} cores")),
@@ -296,7 +286,7 @@ def table(summary: Mapping[str, Any]) -> str:
     prefill = summary["prefill"]
     lines = [
         f"Offline prefill: {prefill['tokens']} tokens, {prefill['seconds']:.2f} s; one interval: "
-        f"{summary['interval_ms']:.0f} ms; aborts: {summary['aborts']}",
+        f"{summary['interval_ms']:.0f} ms; suspended: {summary['suspended']}",
         "",
         "| figure | measured | target |",
         "|---|---|---|",

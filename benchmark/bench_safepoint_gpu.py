@@ -10,8 +10,8 @@ stream: the matrix products of the model's layers, nothing of SGLang, under the 
     CUDA events. How long a safepoint keeps the host; how much longer a pass takes with
     safepoints every k layers and a run-ahead of d groups (the device idles if the host comes
     late); how long from the flag until the device is free.
-engine: the real engine, for each way to run prefills (eager, breakable graphs, piecewise
-    graphs), with and without safepoints. Offline prefills alone: the time per prompt token.
+engine: the real engine, for each way to run prefills that has safepoints (eager, breakable
+    graphs), with and without them. Offline prefills alone: the time per prompt token.
     Beside online arrivals: TTFT, and the delays that the server reports.
 
 Without a GPU the part "stream" is left out, and "engine" runs on the CPU: a rehearsal.
@@ -51,7 +51,6 @@ TARGETS: Final = {
 GRAPHS: Final[Mapping[str, Mapping[str, Any]]] = {
     "eager": {"cuda_graph_backend_prefill": "disabled"},
     "breakable": {"cuda_graph_backend_prefill": "breakable"},
-    "piecewise": {"cuda_graph_backend_prefill": "tc_piecewise"},
 }
 ANSWER_TIMEOUT_S: Final = 300
 
@@ -128,7 +127,7 @@ class Stack:
     def run(self, x: torch.Tensor, batch: int) -> None:
         """Launch an armed pass."""
         if self.gate is not None:
-            self.gate.arm(batch, time.perf_counter())
+            self.gate.arm(batch)
         try:
             for layer in self.layers:
                 x = layer(x)
@@ -187,7 +186,7 @@ def safepoint_us(calls: int = 5000) -> float:
     """Return how long the host is kept at a safepoint of an armed batch that need not wait."""
     flag = PreemptionFlag(pinned=True)
     gate = RunAheadGate(LocalGate(flag), flag, cuda_events(1))
-    gate.arm(1, 0.0)
+    gate.arm(1)
     times = []
     for number in range(calls):
         start_s = time.perf_counter()
@@ -246,7 +245,6 @@ def start_engine(args: argparse.Namespace, graphs: str, interval: int) -> Any:
             offline_policy="coserve",
             slo_ttft_ms=args.slo_ttft_ms,
             safepoint_interval=interval,
-            safepoint_wasted_share=1.0,
         ),
         **settings,
     )

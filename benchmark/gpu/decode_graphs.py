@@ -27,7 +27,7 @@ __all__ = ["measure_decode_graphs"]
 _ROWS: Final = 64
 _INTERVAL: Final = 4
 _REPLAYS: Final = 100
-_ABORTS: Final = 100
+_STOPS: Final = 100
 
 
 class Variants:
@@ -35,17 +35,20 @@ class Variants:
 
     def __init__(self, model_path: Path) -> None:
         from bench_safepoint_gpu import decoder_layers
+        from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
         from sglang_coserve.srt.safepoint.grouped_decode_graph import GroupedDecodeBackend
+        from sglang_coserve.srt.safepoint.resumption import Resumption
 
         self.layers = decoder_layers(model_path)
         self.flag = PreemptionFlag(pinned=True)
         self.gate = RunAheadGate(LocalGate(self.flag), self.flag, cuda_events(1))
         self.x = torch.randn(_ROWS, self.layers[0].hidden, device="cuda", dtype=torch.bfloat16)
+        cuts = GraphCuts(self.layers, _INTERVAL, self.gate, Resumption(self.layers))
         group = SimpleNamespace(barrier=lambda: None)
         runner = SimpleNamespace(
             device_module=torch.cuda, model_runner=SimpleNamespace(tp_group=group)
         )
-        self.backend = GroupedDecodeBackend(runner, self.layers, _INTERVAL, self.gate)
+        self.backend = GroupedDecodeBackend(runner, cuts, self.gate)
         # What SGLang's runner does before it captures.
         self.backend._pool = torch.cuda.graph_pool_handle()
         self.backend._capture_stream = torch.cuda.Stream()
@@ -71,7 +74,7 @@ class Variants:
 
     def armed(self, batch: int) -> torch.Tensor:
         """Replay the groups."""
-        self.gate.arm(batch, time.perf_counter())
+        self.gate.arm(batch)
         try:
             return self.replay()
         finally:
@@ -93,7 +96,7 @@ def measure_decode_graphs(model_path: Path) -> dict[str, Any]:
         raise RuntimeError("the grouped graphs compute something else than the whole one")
     whole_ms = step_ms(variants.replay)
     grouped_ms = step_ms(lambda: variants.armed(2))
-    delays_ms = abort_delays_ms(variants, grouped_ms)
+    delays_ms = stop_delays_ms(variants, grouped_ms)
     after = variants.armed(10_000)
     torch.cuda.synchronize()
     return {
@@ -102,10 +105,10 @@ def measure_decode_graphs(model_path: Path) -> dict[str, Any]:
         "whole_ms": whole_ms,
         "grouped_ms": grouped_ms,
         "overhead_share": grouped_ms / whole_ms - 1.0,
-        "aborts": len(delays_ms),
+        "stops": len(delays_ms),
         "flag_to_free_p50_ms": delays_ms[len(delays_ms) // 2] if delays_ms else None,
         "flag_to_free_max_ms": delays_ms[-1] if delays_ms else None,
-        "is_equal_after_aborts": bool(torch.equal(after, expected)),
+        "is_equal_after_stops": bool(torch.equal(after, expected)),
         "captured_mib": variants.memory_mib,
     }
 
@@ -121,10 +124,10 @@ def step_ms(run: Callable[[], object]) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def abort_delays_ms(variants: Variants, step_ms: float) -> list[float]:
+def stop_delays_ms(variants: Variants, step_ms: float) -> list[float]:
     """Return, ascending, times from a flag raised at random until the device is free."""
     rng, delays = random.Random(0), []
-    for batch in range(100, 100 + _ABORTS):
+    for batch in range(100, 100 + _STOPS):
         variants.flag.lower()
         raised_s: list[float] = []
 

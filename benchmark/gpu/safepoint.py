@@ -2,7 +2,7 @@
 
 Four parts, the cheap ones first: ``bench_safepoint_gpu.py`` without SGLang (cost of a
 safepoint, run-ahead depth), conditional nodes, decode graphs in groups, then the engine
-with breakable, eager and piecewise prefills. What is measured is not measured again.
+with breakable and eager prefills. What is measured is not measured again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NO_DEVICE: Final = 77
 _PROGRAM_TIMEOUT_S: Final = 120.0
 _LEAST_ENGINE_S: Final = 60.0
 
-TARGETS: Final = {"safepoint_us": 10.0, "overhead_share": 0.01, "arrival_to_abort_p99_ms": 8.0}
+TARGETS: Final = {"safepoint_us": 10.0, "overhead_share": 0.01, "arrival_to_stop_p99_ms": 8.0}
 
 
 def measure(task: Task) -> bool:
@@ -46,7 +46,7 @@ def measure(task: Task) -> bool:
         if "failed" in figures.get(name, {"failed": "not measured yet"}):
             figures[name] = tried(name, partial(part, task))
             task.report(figures, *tables(figures))
-    graphs = ["eager"] if task.dry_run else ["breakable", "eager", "piecewise"]
+    graphs = ["eager"] if task.dry_run else ["breakable", "eager"]
     for kind in graphs:
         if task.remaining_s < _LEAST_ENGINE_S:
             return False
@@ -171,15 +171,15 @@ def stream_table(part: Mapping[str, Any]) -> str:
 
 
 def engine_table(part: Mapping[str, Any]) -> str:
-    """Return the engine's passes and aborts."""
+    """Return the engine's passes and suspensions."""
     columns = (
         *("prefills", "safepoints", "offline µs/token", "TTFT idle P50 (ms)"),
-        *("beside offline P50", "P99", "arrival → abort P50", "P99", "aborts"),
+        *("beside offline P50", "P99", "arrival → stop P50", "P99", "suspended"),
     )
     cells = []
     for row in part.values():
         state = row["safepoints"]
-        delay = state.get("delays_ms", {}).get("arrival_to_abort", {})
+        delay = state.get("delays_ms", {}).get("arrival_to_stop", {})
         interval = f"every {row['interval']}" if row["interval"] else "none"
         reason = "" if state.get("enabled", True) else f" (off: {state.get('reason')})"
         cells.append(
@@ -190,7 +190,7 @@ def engine_table(part: Mapping[str, Any]) -> str:
                 f"{row['idle_ttft_ms']['p50']:.1f}",
                 *(f"{row['ttft_ms'][p]:.1f}" for p in ("p50", "p99")),
                 *(f"{delay[p]:.1f}" if delay.get("n") else "–" for p in ("p50", "p99")),
-                str(sum(state.get("aborts", {}).values())),
+                str(sum(state.get("suspended", {}).values())),
             ]
         )
     return markdown_table(columns, cells)

@@ -28,10 +28,7 @@ class SystemSpec:
     interval: int
     ttft_ms: float
     is_long: bool
-    """Offline iterations as long as prompts, each of which may be aborted; else the defaults."""
-
-    mode: str = "auto"
-    """What becomes of the online rows of an aborted batch; see ``--safepoint-mode``."""
+    """Offline iterations as long as prompts; else the defaults."""
 
 
 @dataclass
@@ -69,8 +66,6 @@ class Measured:
                 slo_ttft_ms=spec.ttft_ms,
                 slo_tpot_ms=spec.ttft_ms,
                 safepoint_interval=spec.interval,
-                safepoint_mode=spec.mode,
-                safepoint_wasted_share=1.0 if spec.is_long else 0.1,
                 startup_profile_seconds=5.0,
             ),
         )

@@ -22,8 +22,6 @@ OFFLINE_POLICIES = ("fifo", "coserve", "conserve", "hygen", "bros", "ooco", "non
 
 MEDIA_SOURCES = ("inline", "public", "any")
 
-SAFEPOINT_MODES = ("auto", "abort", "shrink", "suspend")
-
 _AUTO = "auto"
 
 _DEFAULT_SLOWDOWN = "10%"
@@ -115,33 +113,17 @@ class CoserveConfig:
     )
     safepoint_interval: int | None = _setting(
         None,
-        "Let an online request that would wait for too long otherwise abort an offline batch in "
-        "the middle of a forward pass, before every N-th layer of the model; at most a quarter of "
-        "the layers. By default 4 on a CPU, and 0 on a GPU, where they have not run yet. 0: "
-        "batches always run to their end. Not with --offline-policy fifo.",
+        "Suspend a batch of offline requests for online ones in the middle of a forward pass, "
+        "before every N-th layer of the model; at most a quarter of the layers. It goes on later, "
+        "and nothing is computed twice. By default 4 on a CPU, and 0 on a GPU, where it has not "
+        "run yet. 0: batches always run to their end, as with --offline-policy fifo.",
         type=int,
         metavar="N",
-    )
-    safepoint_wasted_share: float = _setting(
-        0.2,
-        "Part of all time that aborted batches may have taken in the long run; while it is used up "
-        "batches run to their end, and offline work fills shorter ones.",
-        type=float,
-        metavar="SHARE",
-    )
-    safepoint_mode: str = _setting(
-        SAFEPOINT_MODES[0],
-        "What becomes of the online rows in an aborted batch. abort: they start over, together "
-        "with the request that arrived. shrink: they go on at once, without the offline rows, so "
-        "that iterations with online decodes may be longer; not with CUDA graphs. suspend: batches "
-        "without online rows are kept and go on later, the others run to their end; on a CPU. "
-        "auto: shrink on a CPU, abort on a GPU.",
-        choices=SAFEPOINT_MODES,
     )
     safepoint_decode_graphs: bool = _setting(
         False,
         "On a GPU, also capture decode steps as one CUDA graph per group of layers, so that those "
-        "with offline rows can be aborted too. Start-up takes longer, and graphs more memory; "
+        "of offline requests can be suspended too. Start-up takes longer, and graphs more memory; "
         "without it a decode step is one graph and runs to its end.",
         action="store_true",
     )
@@ -265,25 +247,10 @@ class CoserveConfig:
                 f"{_flag('safepoint_interval')} must be a number of layers, 0 for no safepoints, "
                 f"got {self.safepoint_interval}"
             )
-        if not 0 < self.safepoint_wasted_share <= 1:
-            raise ConfigError(
-                f"{_flag('safepoint_wasted_share')} must be a number above 0, at most 1, got "
-                f"{self.safepoint_wasted_share}"
-            )
         if self.media_sources not in MEDIA_SOURCES:
             raise ConfigError(
                 f"{_flag('media_sources')} must be one of {', '.join(MEDIA_SOURCES)}, got "
                 f"{self.media_sources!r}"
-            )
-        if self.safepoint_mode not in SAFEPOINT_MODES:
-            raise ConfigError(
-                f"{_flag('safepoint_mode')} must be one of {', '.join(SAFEPOINT_MODES)}, got "
-                f"{self.safepoint_mode!r}"
-            )
-        if self.safepoint_mode == "shrink" and self.safepoint_decode_graphs:
-            raise ConfigError(
-                f"{_flag('safepoint_mode')} shrink and {_flag('safepoint_decode_graphs')} exclude "
-                "each other: rows cannot be taken out of a step that runs on CUDA graphs"
             )
         _check_kv_checkpoint(self)
         for name in (

@@ -103,25 +103,40 @@ def test_a_step_of_which_nothing_ran_has_an_empty_result() -> None:
     assert tracker.next_pass(2.0) == [StepResult(0, 1.0)]
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_a_step_that_was_given_up_says_so(goes_on: bool) -> None:
+def suspended_step() -> StepTracker:
+    """A tracker of which the first pass was suspended after 0.5 s."""
     engine = Engine(is_overlapped=False)
-    tracker = engine.tracker
+    tracker, row = engine.tracker, request("a")
+    engine.ledger.add(row, 1.0, 1.0)
     tracker.next_pass(1.0)
-    rows = [request("a"), request("b", 7)]
-    for row in rows:
-        engine.ledger.add(row, 1.0, 1.0)
     tracker.started(0)
-    tracker.launched(prefill(*rows))
-    rest = prefill(rows[1]) if goes_on else None
-    tracker.gave_up(["a"] if goes_on else ["a", "b"], rest)
-    tracker.processed(rows[1:] if goes_on else (), [True] if goes_on else ())
-    (result,) = tracker.next_pass(3.0)
-    assert result.seconds == 2.0
-    assert result.batch == (BatchStats.of([(7, 0)]) if goes_on else BatchStats())
-    assert [chunk.rid for chunk in result.chunks] == (["b"] if goes_on else [])
-    assert [served.info.rid for served in result.served] == (["b"] if goes_on else [])
-    assert result.given_up == (("a",) if goes_on else ("a", "b"))
+    tracker.launched(prefill(row))
+    tracker.suspended()
+    tracker.processed((), ())
+    assert tracker.next_pass(1.5) == []
+    return tracker
+
+
+def test_a_suspended_step_has_the_time_of_its_parts() -> None:
+    tracker = suspended_step()
+    row = request("a")
+    tracker.launched(prefill(request("other")))  # Of nobody's plan.
+    tracker.processed((), ())
+    assert tracker.next_pass(5.0) == []
+    tracker.resumed()
+    tracker.launched(prefill(row))
+    tracker.processed([row], [True])
+    (result,) = tracker.next_pass(5.25)
+    assert (result.step, result.started_s, result.seconds) == (0, 1.0, 0.75)
+    assert result.chunks == (PrefillChunk("a", 5),)
+    assert [served.info.rid for served in result.served] == ["a"]
+
+
+def test_of_a_suspended_step_that_is_dropped_nothing_ran() -> None:
+    tracker = suspended_step()
+    assert tracker.dropped(["a"]) == StepResult(0, 1.0, given_up=("a",))
+    tracker.launched(None)
+    assert tracker.next_pass(2.0) == []
 
 
 def test_a_row_that_was_aborted_meanwhile_is_not_told_of() -> None:

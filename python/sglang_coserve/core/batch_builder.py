@@ -68,7 +68,6 @@ class BatchBuilder:
 
         self.is_deadline_bound = False
         self.online_part_s = 0.0
-        self.arrival_wait_s = math.inf
         self.skips_decodes = False
         """The prompts have this step to themselves."""
 
@@ -347,7 +346,6 @@ class BatchBuilder:
             batch=self.stats,
             predicted_s=self.predicted_s,
             budget_s=self.offline_budget_s,
-            arrival_wait_s=self.arrival_wait_s,
             expected=Expected(self.online_part_s, self.is_deadline_bound, waiting_users),
         )
 

@@ -148,7 +148,7 @@ class RowToSave(NamedTuple):
     rid: str
     dirty_tokens: int
     yields_first: int = 0
-    """Rank as a victim: less yields earlier (``core.preemption.yields_first``)."""
+    """Rank as a victim: less yields earlier (``core.victims.yields_first``)."""
 
 
 @dataclass(frozen=True, slots=True)

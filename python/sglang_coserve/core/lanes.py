@@ -13,7 +13,14 @@ from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot
 from sglang_coserve.metrics import SloTargets
 
-__all__ = ["gets_anywhere", "is_sliced_better", "longest_s", "offline_until_s", "seen_alone"]
+__all__ = [
+    "gets_anywhere",
+    "is_sliced_better",
+    "longest_s",
+    "offline_until_s",
+    "seen_alone",
+    "stop_share",
+]
 
 
 def offline_until_s(batch: BatchBuilder, gap_share: float, margin: float) -> float | None:
@@ -37,6 +44,11 @@ def offline_until_s(batch: BatchBuilder, gap_share: float, margin: float) -> flo
     return seen.now_s + left_s if 0 < left_s < math.inf else None
 
 
+def stop_share(batch: BatchStats, seen: EngineSnapshot) -> float:
+    """Return the part of such a step of the offline lane that passes at most until it stops."""
+    return seen.stop_share if batch.prefill_requests or seen.decodes_stop else 1.0
+
+
 def gets_anywhere(
     batch: BatchStats, predicted_s: float, seen: EngineSnapshot, left_s: float
 ) -> bool:
@@ -49,22 +61,22 @@ def gets_anywhere(
         left_s: Time that it may run.
     """
     done_share = 0.0 if seen.suspended is None else seen.suspended.done_share
-    share = min(seen.stop_share, 1 - done_share)
+    share = min(stop_share(batch, seen), 1 - done_share)
     return not batch.is_empty and seen.resume_s + share * predicted_s <= left_s
 
 
 def longest_s(
     model: LatencyModel, targets: SloTargets, arrival_wait_s: float, seen: EngineSnapshot
 ) -> float:
-    """Return the longest step of the offline lane.
+    """Return the longest time that a step of the offline lane may take from one stop to the next.
 
-    An arrival waits for the next safepoint, not for its end, and a part of it fits between
-    two decodes: one that is begun while nobody decodes goes on beside those who come.
+    An arrival waits for it, not for the step's end, and it fits between two decodes: a step
+    that is begun while nobody decodes goes on beside those who come.
     """
     gap_s = math.inf
     if targets.tpot_s is not None:
         gap_s = max(targets.tpot_s - fixed_s(model) - seen.resume_s, 0.0)
-    return min(gap_s, arrival_wait_s) / seen.stop_share
+    return min(gap_s, arrival_wait_s)
 
 
 def seen_alone(seen: EngineSnapshot, headroom_tokens: int) -> EngineSnapshot:

@@ -8,10 +8,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 from typing import Final
 
-from sglang_coserve.core.arrival_rate import best_iteration_s
 from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.batch_stats import BatchStats
-from sglang_coserve.core.bottleneck import fixed_s
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.scheduler_config import Overload
 from sglang_coserve.core.snapshot import Row
@@ -47,12 +45,11 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
     batch.online_part_s = batch.predicted_s
     if batch.lane is Lane.OFFLINE:
         return  # Nobody waits for its end.
-    batch.arrival_wait_s = context.arrival_s
     batch.offline_budget_s = min(
         batch.offline_budget_s,
         budget_s * (1 - margin),
         batch.tpot_slack_s * context.gap_share * (1 - margin),
-        _arrival_budget_s(batch, context),
+        context.arrival_s,
     )
 
 
@@ -133,29 +130,6 @@ def _chunks_beside(
 
 def _tokens(prompts: Sequence[Row]) -> int:
     return sum([row.tokens_to_compute for row in prompts])
-
-
-def _wait_share(batch: BatchBuilder) -> float:
-    """Return the part of the step that a request which arrives in it waits at most."""
-    if batch.has_online and batch.stats.prefill_requests:
-        # Whoever is prefilled in it waits for its end, though offline work be given up.
-        return 1.0
-    seen = batch.snapshot
-    return seen.mixed_arrival_wait_share if batch.has_online else seen.arrival_wait_share
-
-
-def _arrival_budget_s(batch: BatchBuilder, context: PlanContext) -> float:
-    """Return how long an iteration offline work may fill because of requests yet to arrive.
-
-    One that they can abort may be longer than their wait, but no longer than pays
-    with so many of them.
-    """
-    wait_s, share = batch.arrival_wait_s, _wait_share(batch)
-    if share == 1.0:
-        return wait_s
-    # What online decodes add to that is not lost: fewer iterations decode more of them in each.
-    best_s = best_iteration_s(fixed_s(batch.model), context.arrivals_per_s)
-    return max(wait_s, min(wait_s / share, best_s))
 
 
 def decode_online(batch: BatchBuilder) -> None:

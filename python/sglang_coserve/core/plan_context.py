@@ -33,6 +33,3 @@ class PlanContext:
 
     gaps_per_request: float
     """Between the tokens of an online request, on average."""
-
-    arrivals_per_s: float
-    """Online requests that arrive a second."""

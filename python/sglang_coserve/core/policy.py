@@ -10,9 +10,9 @@ from typing import ClassVar
 from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.offline_queue import OfflineQueueConfig
 from sglang_coserve.core.plan_context import PlanContext
-from sglang_coserve.core.preemption import last_admitted_first
 from sglang_coserve.core.snapshot import Row
 from sglang_coserve.core.step import StepPlan, StepResult
+from sglang_coserve.core.victims import last_admitted_first
 
 __all__ = ["Policy"]
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from sglang_coserve.core.arrival_rate import ArrivalRate
 from sglang_coserve.core.baseline import EngineSize
 from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.batch_stats import BatchStats
@@ -18,6 +17,7 @@ from sglang_coserve.core.lanes import (
     longest_s,
     offline_until_s,
     seen_alone,
+    stop_share,
 )
 from sglang_coserve.core.latency_model import LatencyModel, Refiner, Sample
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
@@ -40,7 +40,7 @@ class Scheduler:
 
     The caller asks for a plan and carries it out. It reports ``start`` once it knows
     which of the planned prefills are in, and ``update`` when the step has ended, also
-    where it was given up: one result for each step that was started. Besides, ``arrived``
+    where it was dropped: one result for each step that was started. Besides, ``arrived``
     for each online request, ``restore`` for each offline one that lost its KV, and
     ``finish`` for each request that ended, after the result with its last token. ``plan``
     only looks, so a plan may be dropped and asked for again, and nothing is learned from
@@ -83,7 +83,6 @@ class Scheduler:
         self._next_step = 0
         self._in_flight: dict[int, StepPlan] = {}
         self._prediction_error = PredictionError(profile_mape)
-        self._arrival_rate = ArrivalRate()
 
     @property
     def model(self) -> LatencyModel:
@@ -159,8 +158,8 @@ class Scheduler:
     def update(self, result: StepResult) -> None:
         """Take the result of a step in flight into account. O(online rows of it).
 
-        Of a step of which nothing ran there is nothing to learn; of one that was not planned,
-        when online requests got their tokens.
+        Of a step of which nothing ran, or that was dropped, nothing is learned; of one that was
+        not planned, when online requests got their tokens.
 
         Raises:
             InputFileError: its time is not positive.
@@ -170,14 +169,13 @@ class Scheduler:
             return
         plan = self._in_flight.pop(result.step, None)
         assert plan is not None, f"step {result.step} is not in flight"
-        if result.batch.is_empty and not result.given_up:
+        if result.batch.is_empty:
             return
         self._learn_from_tokens(result)
-        if not result.batch.is_empty:
-            self._policy.update(plan, result)
-            self._waiting_order.served(result)
-            if result.seconds is not None and not result.given_up:
-                self._learn_time(Sample(result.batch, result.seconds))
+        self._policy.update(plan, result)
+        self._waiting_order.served(result)
+        if result.seconds is not None:
+            self._learn_time(Sample(result.batch, result.seconds))
 
     def restore(self, rid: str, generated_tokens: int) -> None:
         """Let an evicted offline request wait again, with its progress.
@@ -229,10 +227,15 @@ class Scheduler:
     def _compose_alone(self, snapshot: EngineSnapshot, cache: PrefixCache) -> BatchBuilder:
         """Compose a step of the offline lane."""
         seen = seen_alone(snapshot, self._config.headroom_tokens)
+        most_s = longest_s(self._model, self._allowance.targets, self._arrival_s, snapshot)
         alone = self._builder(seen, Lane.OFFLINE)
-        targets = self._allowance.targets
-        alone.offline_budget_s = longest_s(self._model, targets, self._arrival_s, snapshot)
+        alone.offline_budget_s = most_s / snapshot.stop_share
         self._compose(alone, cache)
+        if alone.predicted_s > most_s and stop_share(alone.stats, snapshot) == 1:
+            # It prefills nothing, and would run to its end.
+            alone = self._builder(seen, Lane.OFFLINE)
+            alone.offline_budget_s = most_s
+            self._compose(alone, cache)
         if alone.stats.is_empty and (seen.rows or len(self._queue)):
             # Not even a small one is as short as that, and one has to be.
             alone = self._compose(self._builder(seen, Lane.OFFLINE), cache)
@@ -256,7 +259,6 @@ class Scheduler:
             arrival_s=self._arrival_s,
             gap_share=self._allowance.gap_share,
             gaps_per_request=self._interference.gaps_per_request,
-            arrivals_per_s=self._arrival_rate.per_s(snapshot.now_s),
         )
         self._policy.compose(batch, context)
         return batch
@@ -273,14 +275,9 @@ class Scheduler:
     def _learn_from_tokens(self, result: StepResult) -> None:
         """Learn from when online requests got their tokens."""
         interference = self._interference
-        arrivals_s = []
-        for info, last_s, token_s in result.served:
-            if token_s is None:
-                continue
-            if last_s is None:
-                arrivals_s.append(info.arrival_s)
-            interference.produced(info.rid, token_s)
-        self._arrival_rate.observe(arrivals_s)
+        for info, _, token_s in result.served:
+            if token_s is not None:
+                interference.produced(info.rid, token_s)
         interference.advance(self._predict_alone, result.started_s)
 
     def _predict_alone(self, batch: BatchStats) -> float:

@@ -124,10 +124,6 @@ class EngineSnapshot:
     page_tokens: int = 1
     """KV is allocated in pages of this many tokens."""
 
-    arrival_wait_share: float = 1.0
-    """Part of an iteration without online rows that a request which arrives in it has to wait at
-    most; below 1 where the iteration can be aborted at a safepoint."""
-
     suspended: SuspendedStep | None = None
     """At most one step is suspended."""
 
@@ -135,12 +131,12 @@ class EngineSnapshot:
     """Part of a step of the offline lane that passes at most until it can be suspended; 1 where
     steps cannot be suspended: then there is no offline lane."""
 
+    decodes_stop: bool = True
+    """False where a step of the offline lane that prefills nothing runs to its end: on a GPU it may
+    be a single CUDA graph."""
+
     resume_s: float = 0.0
     """What it costs to suspend a step and go on with it."""
-
-    mixed_arrival_wait_share: float = 1.0
-    """The same of an iteration with online decodes; below 1 where they go on when the offline
-    rows are given up."""
 
 
 class PrefixCache(Protocol):

@@ -109,10 +109,6 @@ class StepPlan:
     """Latency budget that offline work was packed under; infinite when nothing bounds it,
     0 when online work was left over, so that offline work got nothing."""
 
-    arrival_wait_s: float = float("inf")
-    """Longest time that an online request which arrives while this runs may wait for its end;
-    where it would take longer, the offline part is to be aborted."""
-
     expected: Expected = field(default_factory=Expected)
 
     @property
@@ -146,8 +142,7 @@ class StepResult:
     """How long it took, as measured; None when that is not known."""
 
     batch: BatchStats = field(default_factory=BatchStats)
-    """Sums over the rows that were computed to the end; empty when nothing ran, or all was
-    given up."""
+    """Sums over the rows that were computed; empty when nothing ran, or the step was dropped."""
 
     chunks: tuple[PrefillChunk, ...] = ()
     """The prefills among them."""
@@ -156,4 +151,4 @@ class StepResult:
     """The online requests among them."""
 
     given_up: tuple[str, ...] = ()
-    """Rows whose work was thrown away half-way. ``seconds`` then tells of no batch."""
+    """The rows of a suspended step that was dropped; its work is lost."""

@@ -20,9 +20,9 @@ def snapshot_of(
     ledger: RequestLedger,
     running_batch: ScheduleBatch,
     now_s: float,
-    arrival_wait_shares: tuple[float, float],
     suspended: SuspendedStep | None,
     stop_share: float,
+    decodes_stop: bool,
     resume_s: float,
 ) -> EngineSnapshot:
     """Return the state of SGLang's ``scheduler``; O(rows + waiting online requests).
@@ -33,14 +33,13 @@ def snapshot_of(
         ledger: What is known of them.
         running_batch: Its decodes.
         now_s: The time by which all ranks decide.
-        arrival_wait_shares: As of ``StepRunner.arrival_wait_shares``.
         suspended: The step that can go on.
         stop_share: As of ``EngineSnapshot``.
+        decodes_stop: As of ``EngineSnapshot``.
         resume_s: As of ``EngineSnapshot``.
     """
     rows = _rows(view, ledger, running_batch)
     num_decodes = len(running_batch.reqs) + len(view.aside.paused)
-    share, mixed_share = arrival_wait_shares
     return EngineSnapshot(
         now_s=now_s,
         rows=rows,
@@ -51,10 +50,9 @@ def snapshot_of(
         max_batch_tokens=num_decodes
         + (scheduler.chunked_prefill_size or scheduler.max_prefill_tokens),
         page_tokens=scheduler.page_size,
-        arrival_wait_share=share,
-        mixed_arrival_wait_share=mixed_share,
         suspended=suspended,
         stop_share=stop_share,
+        decodes_stop=decodes_stop,
         resume_s=resume_s,
     )
 

@@ -40,25 +40,15 @@ class Exporter:
             "What became of offline requests.",
             ("model_name", "event"),
         )
-        self._aborts = Counter(
-            "coserve_safepoint_aborts", "Batches aborted at a safepoint.", ("model_name", "kind")
+        self._suspended = Counter(
+            "coserve_safepoint_suspended", "Steps suspended at a safepoint.", ("model_name", "kind")
         )
-        self._shrunk = Counter(
-            "coserve_safepoint_shrunk",
-            "Aborted batches whose online rows went on.",
-            ("model_name", "kind"),
-        )
-        self._wasted_s = Counter(
-            "coserve_safepoint_wasted_seconds", "Time that aborts threw away.", ("model_name",)
-        )
-        self._wasted_tokens = Counter(
-            "coserve_safepoint_wasted_tokens",
-            "Offline tokens that aborts threw away.",
-            ("model_name",),
+        self._resumed = Counter(
+            "coserve_safepoint_resumed", "Suspended steps that went on.", ("model_name",)
         )
         self._delay = gauge(
             "safepoint_delay_seconds",
-            "The way from an online arrival to its first token through an abort, step by step.",
+            "The way from an online arrival to its first token through a suspension, step by step.",
             *("step", "quantile"),
         )
         self._host_tokens = gauge(
@@ -119,12 +109,9 @@ class Exporter:
             self._count(self._checkpoint_events, checkpoints[event], event)
 
     def _publish_safepoints(self, safepoints: Mapping[str, Any]) -> None:
-        for kind, count in safepoints["aborts"].items():
-            self._count(self._aborts, count, kind)
-        for kind, count in safepoints["shrunk"].items():
-            self._count(self._shrunk, count, kind)
-        self._count(self._wasted_s, safepoints["wasted_ms"] / 1e3)
-        self._count(self._wasted_tokens, safepoints["wasted_tokens"])
+        for kind, count in safepoints["suspended"].items():
+            self._count(self._suspended, count, kind)
+        self._count(self._resumed, safepoints["resumed"])
         for step, delays_ms in safepoints["delays_ms"].items():
             for quantile in ("p50", "p99"):
                 if delays_ms[quantile] is not None:

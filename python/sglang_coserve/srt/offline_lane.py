@@ -25,8 +25,8 @@ from sglang_coserve.srt.chunk_admission import ChunkAdmission
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.offline_eviction import Prefill
 from sglang_coserve.srt.request_marks import is_offline
+from sglang_coserve.srt.safepoint.batch_kind import BatchKind, kind_of, stats_of
 from sglang_coserve.srt.safepoint.counted_penalties import CountedPenalties
-from sglang_coserve.srt.safepoint.in_flight import BatchKind, kind_of, stats_of
 from sglang_coserve.srt.safepoint.rollback import roll_back
 from sglang_coserve.srt.safepoint.run_ahead import order_behind_pass
 
@@ -195,8 +195,8 @@ class OfflineLane:
         assert held.batch is batch
         return held.layer, held.outputs
 
-    def stopped(self, batch: Any, layer: int, outputs: Any) -> None:
-        """Keep the lane's batch, which has stopped before ``layer``."""
+    def stopped(self, batch: Any, layer: int, outputs: Any) -> BatchKind:
+        """Keep the lane's batch, which has stopped before ``layer``; return its kind."""
         kind = kind_of(batch)
         assert kind is not None
         held = copy.copy(batch)
@@ -210,6 +210,7 @@ class OfflineLane:
         # The event loop goes on with this one as its last batch.
         batch.reqs, batch.forward_mode = [], ForwardMode.DECODE
         batch.chunked_req = batch.decoding_reqs = None
+        return kind
 
     def drop(self) -> tuple[str, ...]:
         """Give the suspended step up; return its rows, which are as they were before it."""

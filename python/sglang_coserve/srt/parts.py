@@ -46,7 +46,7 @@ class CoserveParts:
         self.slo_watch = SloWatch(config, _baseline(scheduler, config), warns=is_rank_0)
         self.view = EngineView(scheduler)
         self.eviction = OfflineEviction(scheduler, self.view, self.events)
-        self.runner = StepRunner(scheduler, self.view, clock, self.events, installed)
+        self.runner = StepRunner(scheduler, installed)
         self.admission = self._make_admission(scheduler, config, clock)
         self.intake = RequestIntake(
             scheduler,

@@ -22,7 +22,7 @@ from sglang_coserve.srt.parts import CoserveParts
 from sglang_coserve.srt.rank_clock import RankClock, Tick
 from sglang_coserve.srt.safepoint.install import install_safepoints
 from sglang_coserve.srt.status import INIT_INFO_KEY
-from sglang_coserve.srt.step_runner import PREEMPTED
+from sglang_coserve.srt.step_runner import SUSPENDED
 from sglang_coserve.srt.usable_logits import end_unusable
 
 __all__ = ["CoserveScheduler", "config_of"]
@@ -140,19 +140,19 @@ class CoserveScheduler(Scheduler):
     def is_disable_overlap_for_batch(
         self, batch: ScheduleBatch | None, last_batch: ScheduleBatch | None
     ) -> bool:
-        """Take the last batch's results before one that may end early runs."""
+        """Take the last batch's results before one that may be suspended runs."""
         if self.parts.runner.needs_results(batch, self.parts.admission.terms):
             return True
         return bool(super().is_disable_overlap_for_batch(batch, last_batch))
 
     def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:
-        """Run a batch, which may end early."""
+        """Run a batch, which may be suspended."""
         forward = partial(super().run_batch, pp_proxy_tensors=pp_proxy_tensors)
         return self.parts.runner.run(batch, self.parts.admission.terms, forward)
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         """Let SGLang send out what a batch came to, and tell the parts."""
-        if result is PREEMPTED:
+        if result is SUSPENDED:
             self.parts.admission.stopped()
             return
         reqs = list(batch.reqs)

@@ -11,7 +11,7 @@ from typing import Any
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.step import PrefillChunk, Served, StepResult
 from sglang_coserve.srt.request_ledger import RequestLedger
-from sglang_coserve.srt.safepoint.in_flight import kind_of, num_decodes, stats_of
+from sglang_coserve.srt.safepoint.batch_kind import kind_of, num_decodes, stats_of
 
 __all__ = ["StepTracker"]
 
@@ -27,7 +27,6 @@ class _Step:
     started_s: float
     batch: BatchStats
     chunks: tuple[PrefillChunk, ...]
-    given_up: tuple[str, ...] = ()
     seconds: float | None = None
     served: tuple[Served, ...] = ()
     spent_s: float = 0.0
@@ -46,7 +45,6 @@ class _Step:
             self.batch,
             self.chunks,
             self.served,
-            self.given_up,
         )
 
 
@@ -54,8 +52,9 @@ class StepTracker:
     """Follows every batch of the engine in order, those that the core planned and the others.
 
     A pass of the scheduler begins (``next_pass``), may be a step of the core (``started``),
-    and ends with its batch (``launched``), which may be given up while it runs (``gave_up``).
-    Its results come then or during the next pass (``processed``).
+    and ends with its batch (``launched``), which may be suspended while it runs
+    (``suspended``), and then go on (``resumed``) or be dropped in a later pass. Its results
+    come then or during the next pass (``processed``).
 
     Times are those of passes. Without overlap, and on a CPU in any case, a pass's batch runs
     until the next pass. Where the batch runs beside the scheduler, a pass ends when the
@@ -115,13 +114,6 @@ class StepTracker:
         if batch:
             self._running.append(step)
 
-    def gave_up(self, rids: Sequence[str], rest: ScheduleBatch | None) -> None:
-        """Note that these rows were taken out of the batch that runs; ``rest`` goes on."""
-        step = self._last[-1]
-        if step is not None:
-            step.given_up = tuple(rids)
-            step.batch, step.chunks = _content(rest)
-
     def suspended(self) -> None:
         """Note that the batch that was launched last has stopped, to go on later."""
         step = self._last[-1]
@@ -136,7 +128,7 @@ class StepTracker:
         assert self._resumed is not None
 
     def dropped(self, rids: Sequence[str]) -> StepResult:
-        """Return the result of the suspended step, which is given up."""
+        """Return the result of the suspended step, which is dropped."""
         step, self._suspended = self._suspended, None
         assert step is not None
         return StepResult(step.number, step.started_s, given_up=tuple(rids))
@@ -159,9 +151,8 @@ class StepTracker:
             step.spent_s += ran_s
             return
         step.is_timed = True
-        is_alone = newest is not None and not (self._lag and (step.given_up or newest.given_up))
-        ran = not step.batch.is_empty or step.given_up
-        if is_alone and ran and self._pass_s is not None and now_s > self._pass_s:
+        ran_alone = newest is not None and not step.batch.is_empty
+        if ran_alone and self._pass_s is not None and now_s > self._pass_s:
             seconds = step.spent_s + now_s - self._pass_s
             step.seconds = None if math.isnan(seconds) else seconds
 

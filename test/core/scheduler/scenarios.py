@@ -149,12 +149,11 @@ def ran(
     *,
     seconds: float | None = None,
     admitted: Sequence[PrefillChunk] | None = None,
-    given_up: tuple[str, ...] = (),
 ) -> StepResult:
     """Carry a plan out, as a whole unless told otherwise, in the time that was predicted."""
     chunks = tuple(plan.prefills if admitted is None else admitted)
     brain.start(plan, chunks)
-    result = result_of(plan, seen, chunks=chunks, seconds=seconds, given_up=given_up)
+    result = result_of(plan, seen, chunks=chunks, seconds=seconds)
     brain.update(result)
     return result
 
@@ -165,12 +164,11 @@ def result_of(
     *,
     chunks: Sequence[PrefillChunk],
     seconds: float | None = None,
-    given_up: tuple[str, ...] = (),
 ) -> StepResult:
-    """What an engine would say of a step with these chunks and without the rows given up."""
+    """What an engine would say of a step with these chunks."""
     seconds = plan.predicted_s if seconds is None else seconds
-    left = {chunk.rid: chunk.tokens for chunk in chunks if chunk.rid not in given_up}
-    out = {eviction.rid for eviction in plan.evict} | {*plan.pause, *given_up}
+    left = {chunk.rid: chunk.tokens for chunk in chunks}
+    out = {eviction.rid for eviction in plan.evict} | {*plan.pause}
     decodes = [
         row
         for row in seen.rows
@@ -199,7 +197,6 @@ def result_of(
         ),
         chunks=tuple(chunk for chunk in chunks if chunk.rid in left),
         served=tuple(each for each in served if each.info.is_online),
-        given_up=given_up,
     )
 
 

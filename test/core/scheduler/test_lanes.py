@@ -112,6 +112,17 @@ def test_a_suspended_step_is_given_up_only_if_all_else_is_not_enough() -> None:
     assert not plan.evict
 
 
+def test_nothing_of_the_lane_begins_while_an_online_request_waits_for_memory() -> None:
+    """So a step that was dropped for it is not begun, and dropped, again and again."""
+    core = scheduler("coserve", queued(50))
+    for state in (DECODING, RequestState.PREFILLING):
+        holding = online(100, state, computed=50)
+        engine = seen(online(300), holding, free_kv_tokens=80)
+        plan = plan_of(core, engine)
+        assert plan.lane is Lane.SHARED
+        assert {chunk.rid for chunk in plan.prefills} <= {holding.info.rid}
+
+
 def test_its_result_comes_after_those_of_steps_that_ran_meanwhile() -> None:
     core = scheduler("coserve", queued(500, rid="offline"))
     alone = plan_of(core, seen())
@@ -149,6 +160,30 @@ def test_a_step_of_its_own_stops_soon_enough_for_an_arrival_and_fits_between_dec
         core = scheduler("coserve", queued(8000), model=model, arrival_wait_s=wait_s)
         plan = plan_of(core, seen())
         assert plan.predicted_s == pytest.approx(longest_s, rel=0.01)
+
+
+def test_decodes_that_run_to_their_end_are_as_short_as_what_an_arrival_may_wait() -> None:
+    """On a GPU they are one graph, but a step with prefills stops."""
+    rows = [offline(2000, PAUSED) for _ in range(40)]
+    model = PolynomialModel(context_token_s=1e-6, iteration_s=0.001)
+    core = scheduler("coserve", model=model, arrival_wait_s=0.04)
+    stops = plan_of(core, seen(*rows))
+    assert stops.batch.decode_requests == 40
+    ends = plan_of(core, seen(*rows, decodes_stop=False))
+    assert ends.lane is Lane.OFFLINE
+    assert 0 < ends.batch.decode_requests < 40
+    assert ends.predicted_s <= 0.04
+    prompt = scheduler("coserve", queued(8000), arrival_wait_s=0.04)
+    assert plan_of(prompt, seen(decodes_stop=False)).predicted_s == pytest.approx(0.16, rel=0.01)
+
+
+def test_decodes_that_run_to_their_end_are_not_begun_before_a_decode_that_is_due() -> None:
+    work = BatchStats(decode_requests=8, decode_context_tokens=8000)
+    engine = replace(seen(online(100, DECODING)), now_s=0.08, suspended=SuspendedStep(7, work, 0.0))
+    model = PolynomialModel(context_token_s=3e-6)
+    core = scheduler("coserve", model=model)
+    assert plan_of(core, engine).resumes
+    assert not plan_of(core, replace(engine, decodes_stop=False)).resumes
 
 
 def test_paused_decodes_join_a_step_beside_online_decodes_but_not_one_with_prompts() -> None:

@@ -23,12 +23,12 @@ from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.policies.bros import BrosPolicy
 from sglang_coserve.core.policies.coserve import CoservePolicy
-from sglang_coserve.core.preemption import last_admitted_first
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import OnlineOrder
 from sglang_coserve.core.snapshot import Row
 from sglang_coserve.core.step import Served, StepResult
+from sglang_coserve.core.victims import last_admitted_first
 from sglang_coserve.metrics import SloTargets
 
 DECODING = RequestState.DECODING
@@ -123,48 +123,18 @@ def test_the_time_of_a_part_teaches_the_model_of_that_part() -> None:
     assert brain.prediction_error.mape == 0.0
 
 
-def test_requests_count_as_arrived_when_they_have_a_token_and_not_when_one_is_planned() -> None:
-    probe = Probe()
-    brain = scheduler(probe)
-    rows = [online(100, arrival_s=90.0 + i) for i in range(4)]
-    seen = snapshot(*rows, now_s=95.0)
-    plan = brain.plan(seen, NO_CACHE)
-    assert len(plan.prefills) == 4
-    ran(brain, plan, seen, admitted=plan.prefills[:2])
-    assert shown(brain, probe).arrivals_per_s == pytest.approx(2 / 10)
+# --- A step of which nothing came ---------------------------------------------------------
 
 
-# --- A step that is given up --------------------------------------------------------------
-
-
-def test_a_request_that_starts_over_after_an_abort_counts_once() -> None:
-    probe = Probe()
-    brain = scheduler(probe, online_order=OnlineOrder.VTC)
-    early = online(10, arrival_s=80.0, rid="early")
-    seen = snapshot(early, now_s=80.0)
-    ran(brain, brain.plan(seen, NO_CACHE), seen)
-    row = online(100, arrival_s=90.0, rid="late")
-    for given_up in (("late",), ("late",), ()):
-        seen = snapshot(row, now_s=90.0)
-        ran(brain, brain.plan(seen, NO_CACHE), seen, given_up=given_up, seconds=0.5)
-    assert shown(brain, probe).arrivals_per_s == pytest.approx(2 / 20)
-
-
-def test_nobody_pays_for_a_step_that_was_given_up() -> None:
-    brain = scheduler("coserve", targets=SloTargets(), online_order=OnlineOrder.VTC)
-    rows = [online(100, rid="a0", user="a"), online(90, rid="b0", user="b")]
-    for given_up in (("a0",), ()):
-        seen = snapshot(*rows, max_batch_tokens=100)
-        plan = brain.plan(seen, NO_CACHE)
-        assert [chunk.rid for chunk in plan.prefills] == ["a0"]
-        ran(brain, plan, seen, given_up=given_up)
-
-
-def test_the_time_of_a_step_that_was_given_up_teaches_the_model_nothing() -> None:
+def test_a_step_that_was_dropped_teaches_nothing() -> None:
     brain = scheduler("coserve", queued(500, rid="q"))
-    seen = snapshot(online(10, DECODING))
-    ran(brain, brain.plan(seen, NO_CACHE), seen, given_up=("q",), seconds=9.0)
+    seen = snapshot()
+    plan = brain.plan(seen, NO_CACHE)
+    brain.start(plan, plan.prefills)
+    brain.update(StepResult(plan.step, seen.now_s, 9.0, given_up=("q",)))
     assert brain.prediction_error.mape is None
+    brain.restore("q", 0)
+    assert [chunk.rid for chunk in brain.plan(seen, NO_CACHE).prefills] == ["q"]
 
 
 def test_a_step_that_did_not_run_teaches_nothing() -> None:
@@ -217,7 +187,7 @@ def test_what_a_step_without_a_plan_served_is_learned_from_as_well() -> None:
 
 
 def test_steps_with_equal_batches_are_not_taken_for_each_other() -> None:
-    """The first is given up, so it has no first token; the second, which began when the first
+    """The first is dropped, so it has no first token; the second, which began when the first
     was late already, is in time for the request that it serves."""
     probe = Probe()
     brain = scheduler(probe)
@@ -234,9 +204,7 @@ def test_steps_with_equal_batches_are_not_taken_for_each_other() -> None:
     (first, first_seen), (second, second_seen) = plans
     assert first.batch == second.batch
     everyone = tuple(chunk.rid for chunk in first.prefills)
-    brain.update(
-        result_of(first, first_seen, chunks=first.prefills, given_up=everyone, seconds=4.0)
-    )
+    brain.update(StepResult(first.step, first_seen.now_s, given_up=everyone))
     brain.update(result_of(second, second_seen, chunks=second.prefills, seconds=0.2))
     assert arrival_s(brain, probe) >= before_s
 

@@ -123,12 +123,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A step of the offline lane is suspended."""
         self._step(stops_at=stops_at)
 
-    @precondition(lambda self: self.engine.stop_share == 1)
-    @rule()
-    def give_up(self) -> None:
-        """A step is aborted as a whole."""
-        self._step(gives_up=True)
-
     @precondition(lambda self: len(self.engine.ended) < len(self.engine.requests))
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:

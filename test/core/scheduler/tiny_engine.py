@@ -136,14 +136,11 @@ class TinyEngine:
         held = sum(self._paged(self.requests[rid].computed + work.get(rid, 0)) for rid in self.rows)
         return self.kv_tokens - held - sum(self.cache.values())
 
-    def step(
-        self, *, admits: int | None = None, gives_up: bool = False, stops_at: float = 1.0
-    ) -> StepPlan:
+    def step(self, *, admits: int | None = None, stops_at: float = 1.0) -> StepPlan:
         """Run one step, or a part of it; every rule of the contract is asserted.
 
         Args:
             admits: How many of the planned prefills run; None: all.
-            gives_up: Nothing of it is computed in the end.
             stops_at: A step of the offline lane is suspended when this share of it is done.
         """
         snapshot = self.snapshot()
@@ -190,7 +187,6 @@ class TinyEngine:
         if alone and not batch.is_empty:
             assert self.stop_share < 1
             assert self.suspended is None, "two steps are suspended"
-            assert not gives_up, "a step that can be suspended is never given up as it runs"
             self.suspended = _Suspended(plan, self.now_s, batch, prefills, decodes, admitted)
             assert self.free_kv + sum(self.cache.values()) >= 0
             assert not any(self.requests[rid].info.is_online for rid in self._suspended_work)
@@ -199,16 +195,8 @@ class TinyEngine:
         started_s = self.now_s
         seconds = 0.0 if batch.is_empty else self.model.predict(batch) * self.slowness
         self.now_s += seconds
-        if gives_up:
-            rids = (*decodes, *dict(prefills))
-            for rid in admitted:
-                self._put_back(rid)
-            for rid in self._unfinished()[1:]:  # As the engine, which knows only one.
-                self._enter(rid, _S.PARKED)
-            result = StepResult(plan.step, started_s, seconds or None, given_up=rids)
-        else:
-            served = self._compute_all(decodes, prefills)
-            result = StepResult(plan.step, started_s, seconds or None, batch, prefills, served)
+        served = self._compute_all(decodes, prefills)
+        result = StepResult(plan.step, started_s, seconds or None, batch, prefills, served)
         assert len(self._unfinished()) <= 1, "two unfinished prefills run"
         if not plan.is_idle:
             self.scheduler.update(result)

@@ -12,7 +12,6 @@ from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy, 
 from srt import test_scheduler as scenarios
 from srt.conftest import Reference
 from srt.kv_checkpoint.checkpoint_engine import CheckpointEngine
-from srt.safepoint.random_aborts import aborts_of
 from srt.safepoint.random_suspensions import suspensions_of
 from srt.scripted_engine import ScriptedEngine, Spec
 
@@ -150,38 +149,6 @@ def test_a_preempted_row_recomputes_only_what_was_not_worth_a_copy(
 # --- Batches that are aborted between layers ----------------------------------------------
 
 
-def run_preemption_with_aborts(engine: ScriptedEngine) -> Any:
-    aborts = aborts_of(engine)
-    aborts.start(seed=5, probability=0.4)
-    try:
-        result = run_preemption(engine)
-    finally:
-        aborts.stop()
-    return *result, sum(aborts.counts().values())
-
-
-@pytest.mark.parametrize(
-    ("overlap", "page_size"),
-    [
-        pytest.param(False, 1, id="normal-page1"),
-        pytest.param(True, 16, id="overlap-page16", marks=pytest.mark.heavy),
-    ],
-)
-def test_of_an_aborted_batch_nothing_is_saved(
-    start_checkpointing: Any, reference_outputs: Reference, overlap: bool, page_size: int
-) -> None:
-    """The engine compares what is saved with what the device has after every batch."""
-    engine = start_checkpointing(
-        "eager", overlap=overlap, page_size=page_size, coserve={"safepoint_interval": 1}
-    )
-    outputs, evicted, recomputed, prefetched, aborts = engine.call(run_preemption_with_aborts)
-    assert outputs == reference_outputs([HOG, *VICTIMS])
-    assert aborts > 20
-    assert evicted > 0
-    assert prefetched > 0
-    assert recomputed <= most_recomputed("eager", page_size, evicted)
-
-
 def run_preemption_with_suspensions(engine: ScriptedEngine) -> Any:
     stops = suspensions_of(engine)
     stops.start(seed=1, probability=0.5)
@@ -206,7 +173,7 @@ def test_of_a_suspended_step_nothing_is_saved_before_it_has_ended(
         "eager",
         overlap=overlap,
         page_size=page_size,
-        coserve={"safepoint_interval": 1, "safepoint_mode": "suspend"},
+        coserve={"safepoint_interval": 1},
     )
     outputs, evicted, _, prefetched, resumed = engine.call(run_preemption_with_suspensions)
     assert outputs == reference_outputs([HOG, *VICTIMS])

@@ -103,17 +103,18 @@ def slow_down(engine: ScriptedEngine, layer_s: float) -> list[int]:
     )
     begun: list[int] = []
     for number, layer in enumerate(layers):
-        _slow_down(number, layer, layer_s, begun)
+        # Within the layer: one that is left out takes no time.
+        _slow_down(number, layer.mlp, layer_s, begun)
     return begun
 
 
-def _slow_down(number: int, layer: Any, layer_s: float, begun: list[int]) -> None:
-    forward = layer.forward
+def _slow_down(number: int, mlp: Any, layer_s: float, begun: list[int]) -> None:
+    forward = mlp.forward
 
-    def slow_forward(positions: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(positions) > 100:
+    def slow_forward(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(hidden_states) > 100:
             begun.append(number)
             time.sleep(layer_s)
-        return forward(positions, *args, **kwargs)
+        return forward(hidden_states, *args, **kwargs)
 
-    layer.forward = slow_forward
+    mlp.forward = slow_forward

@@ -28,10 +28,10 @@ def run_batches(path: str, rank: int, barrier: Any, results: Any) -> None:
     words = shared_words(path)
     flag, rng = PreemptionFlag(), random.Random(rank)
     gate = LeaderGate(words, flag) if rank == 0 else FollowerGate(words, timeout_s=TIMEOUT_S)
-    stops: list[tuple[int, int, float]] = []
+    stops: list[tuple[int, int]] = []
     for batch in range(1, BATCHES + 1):
         flag.lower()
-        gate.arm(batch, time.perf_counter())
+        gate.arm(batch)
         try:
             for layer in range(LAYERS):
                 if rank == 0 and rng.random() < 0.05:
@@ -41,7 +41,7 @@ def run_batches(path: str, rank: int, barrier: Any, results: Any) -> None:
                 gate.reached(layer)
                 barrier.wait(TIMEOUT_S)
         except ForwardPreempted as preempted:
-            stops.append((batch, preempted.layer, preempted.elapsed_s))
+            stops.append((batch, preempted.layer))
         finally:
             gate.disarm()
         barrier.wait(TIMEOUT_S)
@@ -71,12 +71,12 @@ def test_ranks_stop_at_the_same_layers(words_path: str) -> None:
             rank.kill()
     assert stops[0] == stops[1]
     assert len(stops[0]) > 50
-    assert {layer for _, layer, _ in stops[0]} == set(range(LAYERS))
+    assert {layer for _, layer in stops[0]} == set(range(LAYERS))
 
 
 def test_a_leader_that_does_not_come_ends_the_follower(words_path: str) -> None:
     gate = FollowerGate(shared_words(words_path), timeout_s=0.05)
-    gate.arm(3, 0.0)
+    gate.arm(3)
     with pytest.raises(RuntimeError, match="layer 5 of batch 3"):
         gate.reached(5)
 
@@ -85,12 +85,12 @@ def test_the_stop_of_an_earlier_batch_stops_no_later_one(words_path: str) -> Non
     words, flag = shared_words(words_path), PreemptionFlag()
     leader, follower = LeaderGate(words, flag), FollowerGate(words, timeout_s=0.05)
     for gate in (leader, follower):
-        gate.arm(3, 0.0)
+        gate.arm(3)
     flag.raise_for(3)
     for gate in (leader, follower):
         with pytest.raises(ForwardPreempted):
             gate.reached(2)
     for gate in (leader, follower):
-        gate.arm(4, 0.0)
+        gate.arm(4)
         gate.reached(0)
         gate.reached(2)

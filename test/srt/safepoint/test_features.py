@@ -1,4 +1,4 @@
-"""What a request can ask for beside tokens survives aborts: penalties, log-probabilities,
+"""What a request can ask for beside tokens survives suspensions: penalties, log-probabilities,
 grammars, LoRA adapters and logit processors, in both classes and all in one engine."""
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from srt.safepoint.random_aborts import aborts_of
 from srt.safepoint.random_suspensions import suspensions_of
 from srt.scripted_engine import ScriptedEngine
 from srt.test_planned_scheduler import TIGHT
@@ -22,19 +21,7 @@ from srt.test_request_features import (  # noqa: F401
     start,
 )
 
-PREEMPTIVE: dict[str, Any] = {**TIGHT, "safepoint_interval": 1}
-
-
-def run_script_with_aborts(
-    engine: ScriptedEngine, asks: Sequence[Ask], arrivals: Sequence[int]
-) -> tuple[dict[str, Any], dict[str, int]]:
-    aborts = aborts_of(engine)
-    aborts.start(seed=4, probability=0.4)
-    try:
-        results, _, _ = run_script(engine, asks, arrivals)
-    finally:
-        aborts.stop()
-    return results, aborts.counts()
+SUSPENDING: dict[str, Any] = {**TIGHT, "safepoint_interval": 1}
 
 
 def run_script_with_suspensions(
@@ -47,15 +34,9 @@ def run_script_with_suspensions(
     finally:
         stops.stop()
     state = engine.scheduler.parts.runner.state()["safepoints"]
-    return results, {name: state[name] for name in ("suspended", "resumed")}
+    return results, {"suspended": sum(state["suspended"].values()), "resumed": state["resumed"]}
 
 
-RUNS = {"suspend": run_script_with_suspensions}
-
-
-@pytest.mark.parametrize(
-    "mode", ["abort", pytest.param("shrink", marks=pytest.mark.heavy), "suspend"]
-)
 @pytest.mark.parametrize(
     "overlap", [False, pytest.param(True, marks=pytest.mark.heavy)], ids=["normal", "overlap"]
 )
@@ -63,16 +44,15 @@ def test_everything_comes_out_as_from_stock(
     start: Start,  # noqa: F811
     from_stock: Callable[[Sequence[Ask]], dict[str, Any]],  # noqa: F811
     overlap: bool,
-    mode: str,
 ) -> None:
     asks, arrivals = mixed_asks()
     expected = from_stock(asks)
     engine = start(
         overlap=overlap,
         page_size=16 if overlap else 1,
-        coserve={**PREEMPTIVE, "safepoint_mode": mode},
+        coserve=SUSPENDING,
     )
-    results, counts = engine.call(RUNS.get(mode, run_script_with_aborts), asks, arrivals)
+    results, counts = engine.call(run_script_with_suspensions, asks, arrivals)
     if overlap:
         # How late SGLang counts a token for penalties then depends on the passes between.
         for rid in [rid for rid in results if rid.startswith("penalties")]:

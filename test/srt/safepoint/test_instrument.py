@@ -124,7 +124,7 @@ def test_a_pass_ends_at_the_next_safepoint_once_the_flag_names_its_batch() -> No
     layers = some_layers(6)
     assert add_safepoints(layers, 2, gate) == 3
     run(layers)
-    gate.arm(7, started_s=0.0)
+    gate.arm(7)
     flag.raise_for(6)  # Left over from another batch.
     run(layers)
     plain = layers[1].forward
@@ -137,7 +137,6 @@ def test_a_pass_ends_at_the_next_safepoint_once_the_flag_names_its_batch() -> No
     with pytest.raises(ForwardPreempted) as preempted:
         run(layers)
     assert preempted.value.layer == 2
-    assert preempted.value.elapsed_s > 0
     assert [layer.calls for layer in layers] == [3, 3, 2, 2, 2, 2]
 
 
@@ -146,7 +145,7 @@ def test_a_batch_that_is_not_armed_ignores_the_flag() -> None:
     gate = LocalGate(flag)
     layers = some_layers(2)
     add_safepoints(layers, 1, gate)
-    gate.arm(7, started_s=0.0)
+    gate.arm(7)
     gate.disarm()
     flag.raise_for(7)
     run(layers)

@@ -1,8 +1,7 @@
-"""An arrival while a pass runs: the thread that sees it, the decision, and the abort."""
+"""An arrival while a pass runs: the thread that sees it, and the suspension."""
 
 from __future__ import annotations
 
-import math
 import pickle
 import select
 import threading
@@ -12,21 +11,14 @@ from typing import Any
 import pytest
 import zmq
 
-from sglang_coserve.core.batch_stats import BatchStats
-from sglang_coserve.core.latency_model import PolynomialModel
 from sglang_coserve.srt.safepoint.arrival_watch import ArrivalWatch
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
-from sglang_coserve.srt.safepoint.in_flight import InFlight
 from sglang_coserve.srt.safepoint.inbox import Arrival, Inbox
 from srt import test_scheduler as scenarios
 from srt.safepoint.live_engine import Talker, run_live, slow_down
 from srt.scripted_engine import EngineProcess, ScriptedEngine
 
 # --- The watch ----------------------------------------------------------------------------
-
-MODEL = PolynomialModel(
-    compute_token_s=1e-3, attention_pair_s=0.0, context_token_s=0.0, iteration_s=0.0
-)
 
 
 @pytest.fixture
@@ -36,75 +28,34 @@ def inbox() -> Any:
     box.close()
 
 
-def in_flight(batch: int, *, prefill_tokens: int = 1000) -> InFlight:
-    """A batch with an offline prefill that takes a millisecond a token."""
-    whole = BatchStats.of(prefills=[(prefill_tokens, 0)])
-    return InFlight(
-        batch=batch,
-        started_s=time.perf_counter(),
-        whole=whole,
-        online=BatchStats(),
-        restarts_online=True,
-        model=MODEL,
-        arrival_wait_s=math.inf,
-        abort_share=0.1,
-    )
-
-
-def arrival(rid: str = "on", *, ttft_target_s: float | None = None) -> Arrival:
-    now_s = time.perf_counter()
-    return Arrival(rid, 10, now_s, now_s, ttft_target_s)
+def arrival(rid: str = "on") -> Arrival:
+    return Arrival(rid, time.perf_counter())
 
 
 def test_an_arrival_before_and_one_after_the_batch_opens_raise_the_flag(inbox: Inbox) -> None:
     flag = PreemptionFlag()
-    watch = ArrivalWatch(inbox, flag, ttft_target_s=0.1)
+    watch = ArrivalWatch(inbox, flag)
     inbox.put("message", (arrival(),))
     watch.consider()
     assert flag.words[0] == 0
-    watch.open(in_flight(5))
+    watch.open(5)
     assert flag.words[0] == 5
     request = watch.close()
     assert request is not None
     assert [one.rid for one in request.arrivals] == ["on"]
     assert flag.words[0] == 0
     assert inbox.recv_pyobj(zmq.NOBLOCK) == "message"
-    watch.open(in_flight(6))
+    watch.open(6)
     assert flag.words[0] == 0
     inbox.put("message", (arrival(),))
     watch.consider()
     assert flag.words[0] == 6
 
 
-@pytest.mark.parametrize(
-    ("server_target_s", "own_target_s", "prefill_tokens", "aborts"),
-    [
-        (None, None, 1000, False),
-        (None, 0.1, 1000, True),
-        (0.1, None, 1000, True),
-        (0.1, 9.0, 1000, False),
-        (0.1, None, 50, False),
-    ],
-    ids=["no target", "its own", "the server's", "its own is longer", "in time"],
-)
-def test_the_target_decides(
-    inbox: Inbox,
-    server_target_s: float | None,
-    own_target_s: float | None,
-    prefill_tokens: int,
-    aborts: bool,
-) -> None:
-    flag = PreemptionFlag()
-    watch = ArrivalWatch(inbox, flag, server_target_s)
-    inbox.put("message", (arrival(ttft_target_s=own_target_s),))
-    watch.open(in_flight(5, prefill_tokens=prefill_tokens))
-    assert (flag.words[0] == 5) == aborts
-
-
 def test_no_wake_up_is_lost_whichever_comes_first(inbox: Inbox) -> None:
     """A batch opens and a request arrives at the same moment, many times."""
     flag = PreemptionFlag()
-    watch = ArrivalWatch(inbox, flag, ttft_target_s=0.1)
+    watch = ArrivalWatch(inbox, flag)
     rounds, start, done = 2000, threading.Barrier(2), threading.Barrier(2)
 
     def receive() -> None:
@@ -118,7 +69,7 @@ def test_no_wake_up_is_lost_whichever_comes_first(inbox: Inbox) -> None:
     thread.start()
     for batch in range(1, rounds + 1):
         start.wait(10)
-        watch.open(in_flight(batch))
+        watch.open(batch)
         done.wait(10)
         assert flag.words[0] == batch
         inbox.recv_pyobj(zmq.NOBLOCK)
@@ -175,10 +126,7 @@ LIVE = {
     "offline_policy": "conserve",
     "startup_profile_seconds": 0.0,
     "safepoint_interval": 2,
-    "safepoint_mode": "abort",
 }
-"""Requests bring their targets."""
-
 LAYER_S = 0.05
 
 
@@ -192,61 +140,50 @@ def long_offline(engine: ScriptedEngine, rid: str) -> Any:
     return engine.request(rid, scenarios.prompt(1, 300), 6, offline=True)
 
 
-def online(engine: ScriptedEngine, rid: str, ttft_ms: float | None) -> Any:
-    message = engine.request(rid, scenarios.prompt(2, 40), 6)
-    if ttft_ms is not None:
-        message.sampling_params.custom_params = {"coserve_slo_ttft_ms": ttft_ms}
-    return message
+def online(engine: ScriptedEngine, rid: str) -> Any:
+    return engine.request(rid, scenarios.prompt(2, 40), 6)
 
 
-def run_arrivals_in_a_pass(engine: ScriptedEngine) -> dict[str, Any]:
+def run_arrival_in_a_pass(engine: ScriptedEngine) -> dict[str, Any]:
     """Each kind of request alone; then both, the online one while the first chunk of the
-    offline prompt is computed: without a target, and with one."""
-    stats = engine.scheduler.parts.runner.safepoints.stats
-    aborts: dict[str, int] = {}
+    offline prompt is computed."""
     begun = slow_down(engine, LAYER_S)
 
     def talk(talker: Talker) -> None:
-        for message in (long_offline(engine, "off alone"), online(engine, "on alone", None)):
+        for message in (long_offline(engine, "off alone"), online(engine, "on alone")):
             talker.send(message)
             talker.wait_for_end(message.rid)
-        for name, ttft_ms in (("waits", None), ("aborts", 100.0)):
-            begun.clear()
-            talker.send(long_offline(engine, f"off {name}"))
-            talker.wait(lambda: 1 in begun, "a long pass")
-            talker.send(online(engine, f"on {name}", ttft_ms))
-            for rid in (f"on {name}", f"off {name}"):
-                talker.wait_for_end(rid)
-            aborts[name] = sum(stats.aborts.values())
+        begun.clear()
+        talker.send(long_offline(engine, "off"))
+        talker.wait(lambda: 1 in begun, "a long pass")
+        talker.send(online(engine, "on"))
+        for rid in ("on", "off"):
+            talker.wait_for_end(rid)
 
-    iterations = run_live(engine, talk)
+    run_live(engine, talk)
     engine.assert_nothing_leaked()
-    order = list(dict.fromkeys(rid for iteration in iterations for rid in iteration.rids))
     return {
-        "outputs": {rid: engine.output(rid) for rid in order},
-        "order": order,
-        "aborts": aborts,
+        "outputs": {rid: engine.output(rid) for rid in ("off alone", "on alone", "off", "on")},
+        "begun": begun,
         "report": engine.scheduler.parts.runner.safepoints.report(),
     }
 
 
-def test_an_arrival_that_would_be_late_aborts_a_long_prefill_and_gets_its_token_first(
+def test_a_long_prefill_is_suspended_for_an_arrival_and_goes_on_after_it(
     start_engine: Any,
 ) -> None:
     # Without the radix cache, so that the same prompt takes as long each time.
-    run = start_live(start_engine, disable_radix_cache=True).call(run_arrivals_in_a_pass)
-    assert run["aborts"] == {"waits": 0, "aborts": 1}
-    assert run["order"][2:] == ["off waits", "on waits", "on aborts", "off aborts"]
-    outputs = run["outputs"]
-    assert outputs["off waits"] == outputs["off aborts"] == outputs["off alone"]
-    assert outputs["on waits"] == outputs["on aborts"] == outputs["on alone"]
-    report = run["report"]
-    assert report["wasted_ms"] > 0
-    assert report["wasted_tokens"] > 0
+    run = start_live(start_engine, disable_radix_cache=True).call(run_arrival_in_a_pass)
+    outputs, report = run["outputs"], run["report"]
+    assert outputs["off"] == outputs["off alone"]
+    assert outputs["on"] == outputs["on alone"]
+    assert sum(report["suspended"].values()) == report["resumed"] == 1
+    # No layer of the long prefill ran twice.
+    assert run["begun"][: report["layers"]] == list(range(report["layers"]))
     delays = report["delays_ms"]
     assert {name: summary["n"] for name, summary in delays.items()} == dict.fromkeys(delays, 1)
-    parts = sum(delays[name]["p50"] for name in ("arrival_to_flag", "flag_to_abort"))
-    assert delays["arrival_to_abort"]["p50"] == pytest.approx(parts)
+    parts = sum(delays[name]["p50"] for name in ("arrival_to_flag", "flag_to_stop"))
+    assert delays["arrival_to_stop"]["p50"] == pytest.approx(parts)
 
 
 def run_idle(engine: ScriptedEngine, seconds: float) -> int:

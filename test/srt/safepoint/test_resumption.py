@@ -1,4 +1,4 @@
-"""A pass that is ended goes on with some of its tokens, in plain layers without an engine."""
+"""A pass that was stopped goes on where it stopped, in plain layers without an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from sglang_coserve.srt.safepoint.local_gate import LocalGate
 from sglang_coserve.srt.safepoint.resumption import Resumption
 
 LAYERS, TOKENS, WIDTH = 6, 7, 4
-KEPT = torch.tensor([1, 2, 6])
 
 
 class Layer(nn.Module):
@@ -50,10 +49,10 @@ class Model:
         return x + residual
 
     def run_until(self, x: torch.Tensor, last: int) -> int:
-        """Ask for the end of the pass while this layer runs; return the first that did not."""
+        """Stop the pass while this layer runs; return the first that did not."""
         layer = self.layers[last]
         product = layer.product.register_forward_hook(lambda *_: self.flag.raise_for(1))
-        self.gate.arm(1, 0.0)
+        self.gate.arm(1)
         try:
             with pytest.raises(ForwardPreempted) as preempted:
                 self.run(x)
@@ -65,40 +64,40 @@ class Model:
 
 
 @pytest.mark.parametrize("last", range(LAYERS - 1))
-def test_the_tokens_that_stay_come_out_as_if_nothing_had_happened(last: int) -> None:
+def test_it_comes_out_as_if_nothing_had_happened(last: int) -> None:
     model, x = Model(), torch.randn(TOKENS, WIDTH)
     whole = model.run(x)
     first = model.run_until(x, last)
     assert first == last + 1
-    assert model.resumption.can_resume(TOKENS)
-    with model.resumption.skipping(first, KEPT):
-        resumed = model.run(x[KEPT])
-    torch.testing.assert_close(resumed, whole[KEPT])
-    assert [layer.calls for layer in model.layers] == [2] * LAYERS
+    kept = model.resumption.outputs
+    assert not torch.allclose(model.run(2 * x), whole)  # Of other batches, meanwhile.
+    with model.resumption.resuming(first, kept):
+        torch.testing.assert_close(model.run(x), whole)
+    assert [layer.calls for layer in model.layers] == [3] * LAYERS
     torch.testing.assert_close(model.run(x), whole)
 
 
-def test_a_pass_that_had_not_begun_is_run_from_its_start() -> None:
+def test_it_may_stop_again_at_once_or_later() -> None:
     model, x = Model(), torch.randn(TOKENS, WIDTH)
     whole = model.run(x)
-    assert model.resumption.can_resume(TOKENS)
-    with model.resumption.skipping(0, KEPT):
-        torch.testing.assert_close(model.run(x[KEPT]), whole[KEPT])
+    first = model.run_until(x, 1)
+    kept = model.resumption.outputs
+    model.gate.arm(2)
+    model.flag.raise_for(2)
+    with model.resumption.resuming(first, kept), pytest.raises(ForwardPreempted) as stop:
+        model.run(x)
+    model.gate.disarm()
+    model.flag.lower()
+    assert stop.value.layer == first
+    with model.resumption.resuming(first, kept):
+        second = model.run_until(x, 3)
+        kept = model.resumption.outputs
+    with model.resumption.resuming(second, kept):
+        torch.testing.assert_close(model.run(x), whole)
+    assert [layer.calls for layer in model.layers] == [2] * LAYERS
 
 
-def test_outputs_that_are_not_by_token_are_told_apart() -> None:
+def test_nothing_is_kept_of_a_pass_that_has_ended() -> None:
     model = Model()
-    model.run_until(torch.randn(TOKENS, WIDTH), 2)
-    assert not model.resumption.can_resume(TOKENS + 1)
-
-
-def test_marks_on_a_tensor_stay_on_its_rows() -> None:
-    model = Model()
-    marked = torch.zeros(TOKENS, WIDTH)
-    marked.is_to_be_summed = True  # type: ignore[attr-defined]
-    model.resumption.keep((marked, None))
-    with model.resumption.skipping(1, KEPT):
-        x, rest = model.layers[0](torch.zeros(len(KEPT), WIDTH), None)
-    assert x.is_to_be_summed
-    assert len(x) == len(KEPT)
-    assert rest is None
+    model.run(torch.randn(TOKENS, WIDTH))
+    assert model.resumption.outputs is None

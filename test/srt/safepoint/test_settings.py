@@ -14,12 +14,6 @@ from sglang_coserve.errors import ConfigError
     ("values", "message"),
     [
         ({"safepoint_interval": -1}, "--safepoint-interval must be a number of layers"),
-        (
-            {"safepoint_mode": "shrink", "safepoint_decode_graphs": True},
-            "--safepoint-mode shrink and --safepoint-decode-graphs exclude each other",
-        ),
-        ({"safepoint_mode": "halt"}, "--safepoint-mode must be one of auto, abort, shrink"),
-        ({"safepoint_wasted_share": 0.0}, "--safepoint-wasted-share must be a number above 0"),
     ],
 )
 def test_bad_values_are_named(values: dict[str, Any], message: str) -> None:

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from srt import test_scheduler as scenarios
 from srt.conftest import Reference
+from srt.safepoint.modes import MODES, QUICK, start
 from srt.safepoint.random_suspensions import suspensions_of
-from srt.safepoint.test_rollback import MODES, QUICK, start
 from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
-
-
-def start_suspending(start_engine: Any, modes: str) -> EngineProcess:
-    return start(start_engine, MODES[modes], safepoint_mode="suspend")
 
 
 def counts_of(engine: ScriptedEngine) -> dict[str, int]:
     parts = engine.scheduler.parts
     state = parts.runner.state()["safepoints"]
     return {
-        "suspended": state["suspended"],
+        "suspended": sum(state["suspended"].values()),
         "resumed": state["resumed"],
         "dropped": parts.events["dropped"],
     }
@@ -64,7 +61,7 @@ def check_outputs(
 def test_outputs_are_those_of_stock_wherever_steps_stop(
     start_engine: Any, reference_outputs: Reference, modes: str
 ) -> None:
-    process = start_suspending(start_engine, modes)
+    process = start(start_engine, modes)
     check_outputs(process, reference_outputs, seed=1, size=30)
 
 
@@ -74,7 +71,7 @@ def test_outputs_are_those_of_stock_wherever_steps_stop(
 def test_outputs_are_those_of_stock_in_every_mode(
     start_engine: Any, reference_outputs: Reference, modes: str, seed: int
 ) -> None:
-    process = start_suspending(start_engine, modes)
+    process = start(start_engine, modes)
     check_outputs(process, reference_outputs, seed=seed, size=60)
 
 
@@ -141,10 +138,146 @@ def run_while_suspended(
 def test_online_requests_take_the_memory_of_a_suspended_step_and_clients_take_its_rows_back(
     start_engine: Any, reference_outputs: Reference, modes: str, aborts: bool
 ) -> None:
-    process = start_suspending(start_engine, modes)
+    process = start(start_engine, modes)
     seen = 0
     for seed in (1, 2):
         specs, outputs, aborted, counts = process.call(run_while_suspended, seed, aborts)
         scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
         seen += len(aborted) if aborts else counts["dropped"]
     assert seen > 3 if aborts else seen > 0
+
+
+# --- What an operator does meanwhile ------------------------------------------------------
+
+WORK: list[Spec] = [(f"work{i}", scenarios.prompt(i, 300), 12, True) for i in range(6)]
+
+
+def run_with(
+    engine: ScriptedEngine, meanwhile: Callable[[ScriptedEngine, int], list[Any]]
+) -> tuple[dict[str, list[int]], int, dict[str, int]]:
+    """Do something while a step is suspended, a few times; its messages come one a pass."""
+    scheduler, stops = engine.scheduler, suspensions_of(engine)
+    before, times = counts_of(engine), 0
+    to_send: list[Any] = []
+
+    def script(iteration: int) -> list[Any]:
+        nonlocal times
+        if iteration == 0:
+            return [engine.request(*spec[:3], offline=True) for spec in WORK]
+        if not to_send and stops.lane.suspended is not None and times < 5:
+            times += 1
+            to_send.extend(meanwhile(engine, times))
+        if to_send:
+            return [to_send.pop(0)]
+        if scheduler.is_fully_idle():
+            raise StopIteration
+        return []
+
+    stops.start(7, 0.7)
+    try:
+        engine.run(script)
+    finally:
+        stops.stop()
+    engine.assert_nothing_leaked()
+    assert stops.lane.suspended is None
+    counts = {name: n - before[name] for name, n in counts_of(engine).items()}
+    return {spec[0]: engine.output(spec[0]) for spec in WORK}, times, counts
+
+
+def flush(engine: ScriptedEngine, _: int) -> list[Any]:
+    assert not engine.scheduler.is_fully_idle()
+    assert not engine.scheduler.flush_cache()
+    return []
+
+
+def pause(engine: ScriptedEngine, times: int) -> list[Any]:
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    # To be aborted would be another scenario.
+    mode = ("in_place", "retract")[times % 2]
+    return [PauseGenerationReqInput(mode=mode), ContinueGenerationReqInput()]
+
+
+@pytest.mark.parametrize("modes", QUICK)
+@pytest.mark.parametrize(("meanwhile", "drops"), [(flush, False), (pause, True)])
+def test_a_suspended_step_is_work_and_is_dropped_for_a_pause(
+    start_engine: Any,
+    reference_outputs: Reference,
+    modes: str,
+    meanwhile: Callable[[ScriptedEngine, int], list[Any]],
+    drops: bool,
+) -> None:
+    """Weights may change in a pause: no layer of the old ones may be followed by one of the new."""
+    outputs, times, counts = start(start_engine, modes).call(run_with, meanwhile)
+    assert outputs == reference_outputs(WORK)
+    assert times == 5
+    assert counts["dropped"] == (times if drops else 0)
+    assert counts["resumed"] > 5
+
+
+def run_abort_all(engine: ScriptedEngine) -> int:
+    """Abort everything while a step is suspended; return how many requests went on."""
+    stops = suspensions_of(engine)
+    seen = 0
+
+    def script(iteration: int) -> list[Any]:
+        nonlocal seen
+        if iteration == 0:
+            return [engine.request(*spec[:3], offline=True) for spec in WORK]
+        if stops.lane.suspended is not None and not seen:
+            seen = iteration
+            return [engine.abort(abort_all=True)]
+        if engine.scheduler.is_fully_idle():
+            raise StopIteration
+        return []
+
+    stops.start(8, 0.7)
+    try:
+        engine.run(script)
+    finally:
+        stops.stop()
+    assert seen
+    engine.assert_nothing_leaked()
+    assert stops.lane.suspended is None
+    return sum(len(engine.output(spec[0])) == spec[2] for spec in WORK)
+
+
+@pytest.mark.parametrize("modes", QUICK)
+def test_abort_all_ends_a_suspended_step(start_engine: Any, modes: str) -> None:
+    assert start(start_engine, modes).call(run_abort_all) == 0
+
+
+ONLINE: list[Spec] = [(f"on{i}", scenarios.prompt(90 + i, 60), 6, False) for i in range(6)]
+
+
+def run_with_decodes_that_end(engine: ScriptedEngine) -> Any:
+    """As on a GPU, where a decode step is a single graph."""
+    from sglang_coserve.srt.safepoint.batch_kind import BatchKind
+
+    safepoints, stops = engine.scheduler.parts.runner.safepoints, suspensions_of(engine)
+    before = dict(safepoints.stats.suspensions)
+    safepoints._kept = {BatchKind.DECODE: "one piece"}
+    stops.start(9, 0.7)
+    try:
+        outputs, aborted, _ = scenarios.run_mixed(engine, [*WORK, *ONLINE], 1)
+    finally:
+        stops.stop()
+        safepoints._kept = {}
+    engine.assert_nothing_leaked()
+    after = safepoints.stats.suspensions
+    suspended = {kind.value: after[kind] - before.get(kind, 0) for kind in BatchKind}
+    return outputs, aborted, suspended, safepoints.stats.kept["one piece"]
+
+
+@pytest.mark.parametrize("modes", QUICK)
+def test_decodes_of_the_lane_that_run_to_their_end(
+    start_engine: Any, reference_outputs: Reference, modes: str
+) -> None:
+    """With overlap the next one is prepared before the results of the last are there."""
+    process = start(start_engine, modes)
+    outputs, aborted, suspended, kept = process.call(run_with_decodes_that_end)
+    specs = [*WORK, *ONLINE]
+    scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
+    assert suspended["decode"] == 0
+    assert suspended["extend"] + suspended["mixed"] > 5
+    assert kept > 5

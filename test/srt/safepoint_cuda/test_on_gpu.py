@@ -16,15 +16,16 @@ import torch
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
     BreakableCUDAGraph,
     BreakableCUDAGraphCapture,
-    eager_on_graph,
 )
 from torch import nn
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
+from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
 from sglang_coserve.srt.safepoint.grouped_decode_graph import GroupedDecodeBackend
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, add_safepoints
 from sglang_coserve.srt.safepoint.local_gate import LocalGate
+from sglang_coserve.srt.safepoint.resumption import Resumption
 from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, cuda_events, order_behind_pass
 from srt.flushed import is_flushed
 
@@ -58,13 +59,13 @@ class Layers:
         return x
 
     def run_armed(self, batch: int, run: Callable[[], Any]) -> Any:
-        self.gate.arm(batch, time.perf_counter())
+        self.gate.arm(batch)
         try:
             return run()
         finally:
             self.gate.disarm()
 
-    def abort_at_random(self, batch: int, run: Callable[[], Any], rng: random.Random) -> int | None:
+    def stop_at_random(self, batch: int, run: Callable[[], Any], rng: random.Random) -> int | None:
         """Run an armed batch while a thread raises the flag some time; return where it stopped."""
         self.flag.lower()
         delay_s = rng.uniform(0.0, 0.006)
@@ -93,13 +94,13 @@ def test_eager_passes_stop_and_the_next_one_is_whole(depth: int) -> None:
     expected = subject.run().clone()
     add_safepoints(subject.layers, INTERVAL, subject.gate)
     rng = random.Random(depth)
-    stops = [subject.abort_at_random(batch, subject.run, rng) for batch in range(1, 200)]
+    stops = [subject.stop_at_random(batch, subject.run, rng) for batch in range(1, 200)]
     assert len({stop for stop in stops if stop is not None}) > 2
     subject.flag.lower()
     torch.testing.assert_close(subject.run_armed(1000, subject.run), expected, rtol=0, atol=0)
 
 
-def test_what_follows_an_abort_on_the_other_stream_comes_after_the_pass() -> None:
+def test_what_follows_a_drop_on_the_other_stream_comes_after_the_pass() -> None:
     forward, schedule = torch.cuda.Stream(), torch.cuda.Stream()
     x = torch.zeros(1, device="cuda")
     torch.cuda.synchronize()
@@ -116,68 +117,81 @@ def test_what_follows_an_abort_on_the_other_stream_comes_after_the_pass() -> Non
     assert x.item() == 2.0
 
 
-def captured(subject: Layers) -> tuple[BreakableCUDAGraph, torch.Tensor]:
-    """A breakable graph with a break, as attention makes one, in every layer."""
+class Graphed:
+    """The layers' pass, captured in groups by ``GraphCuts``, and stopped at random."""
 
-    def attend(number: int, x: torch.Tensor) -> torch.Tensor:
-        if subject.gate.attention[0] and number % INTERVAL == 0:
-            subject.gate.reached(number)
-        return x * 1.0
-
-    attend_eagerly = eager_on_graph(True)(attend)
+    def __init__(self, subject: Layers) -> None:
+        self.subject = subject
+        self.resumption = Resumption(subject.layers)
+        self.cuts = GraphCuts(subject.layers, INTERVAL, subject.gate, self.resumption)
+        self.x = torch.empty_like(subject.x)
+        stream, self.graph = torch.cuda.Stream(), BreakableCUDAGraph()
+        with torch.cuda.stream(stream):
+            self.forward()
+        torch.cuda.synchronize()
+        pool = torch.cuda.graph_pool_handle()
+        capture = BreakableCUDAGraphCapture(self.graph, pool=pool, stream=stream)
+        with self.cuts.placed(), capture:
+            self.output = self.forward()
+        torch.cuda.synchronize()
 
     @torch.no_grad()
-    def forward() -> torch.Tensor:
-        x = subject.x
-        for number, layer in enumerate(subject.layers):
-            x = attend_eagerly(number, layer(x))
+    def forward(self) -> torch.Tensor:
+        x = self.x
+        for layer in self.subject.layers:
+            x = layer(x)
         return x
 
-    stream, graph = torch.cuda.Stream(), BreakableCUDAGraph()
-    with torch.cuda.stream(stream):
-        forward()
-    torch.cuda.synchronize()
-    with BreakableCUDAGraphCapture(graph, pool=torch.cuda.graph_pool_handle(), stream=stream):
-        output = forward()
-    torch.cuda.synchronize()
-    return graph, output
+    def run(self, seed: int) -> torch.Tensor:
+        """Replay the whole of a batch."""
+        self.load(seed)
+        self.cuts.replay(self.graph)
+        return self.output.clone()
+
+    def load(self, seed: int) -> None:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        self.x.normal_(generator=generator)
 
 
-def test_breakable_graphs_stop_and_the_next_replay_is_whole() -> None:
+def test_graphs_go_on_from_where_they_stopped_after_other_batches() -> None:
     subject = Layers()
-    graph, output = captured(subject)
-    graph.replay()
-    expected = output.clone()
+    graphed = Graphed(subject)
+    expected, other = graphed.run(1), graphed.run(2)
     rng = random.Random(2)
-    stops = [subject.abort_at_random(batch, graph.replay, rng) for batch in range(1, 200)]
-    assert len({stop for stop in stops if stop is not None}) > 2
-    subject.flag.lower()
-    output.zero_()
-    subject.run_armed(1000, graph.replay)
-    torch.testing.assert_close(output, expected, rtol=0, atol=0)
+    stops = []
+    for batch in range(1, 100):
+        graphed.load(1)
+        layer, kept = 0, None
+        while True:
+            with graphed.resumption.resuming(layer, kept):
+                stop = subject.stop_at_random(
+                    batch, lambda: graphed.cuts.replay(graphed.graph), rng
+                )
+            if stop is None:
+                break
+            stops.append(stop)
+            if stop > layer:
+                layer, kept = stop, graphed.resumption.outputs
+            subject.flag.lower()
+            torch.testing.assert_close(graphed.run(2), other, rtol=0, atol=0)
+            graphed.load(1)
+        torch.testing.assert_close(graphed.output, expected, rtol=0, atol=0)
+    assert len(set(stops)) > 2
 
 
-def test_grouped_graphs_compute_what_the_plain_one_does() -> None:
+def test_grouped_decode_graphs_compute_what_the_plain_one_does() -> None:
     subject = Layers()
     group = SimpleNamespace(barrier=lambda: None)
     runner = SimpleNamespace(device_module=torch.cuda, model_runner=SimpleNamespace(tp_group=group))
-    backend = GroupedDecodeBackend(runner, subject.layers, INTERVAL, subject.gate)
+    cuts = GraphCuts(subject.layers, INTERVAL, subject.gate, Resumption(subject.layers))
+    backend = GroupedDecodeBackend(runner, cuts, subject.gate)
     backend._pool, backend._capture_stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
     with torch.cuda.stream(backend._capture_stream):
         backend.capture_one("shape", subject.run)
     torch.cuda.synchronize()
     expected = backend.replay("shape", None).clone()
     assert len(backend._grouped["shape"][0]._segments) == LAYERS // INTERVAL
-
-    def replay() -> torch.Tensor:
-        output: torch.Tensor = backend.replay("shape", None)
-        return output
-
-    rng = random.Random(3)
-    stops = [subject.abort_at_random(batch, replay, rng) for batch in range(1, 200)]
-    assert len({stop for stop in stops if stop is not None}) > 2
-    subject.flag.lower()
-    grouped = subject.run_armed(1000, replay)
+    grouped = subject.run_armed(1000, lambda: backend.replay("shape", None))
     torch.testing.assert_close(grouped, expected, rtol=0, atol=0)
     torch.testing.assert_close(backend.replay("shape", None), expected, rtol=0, atol=0)
 
@@ -187,7 +201,6 @@ def test_grouped_graphs_compute_what_the_plain_one_does() -> None:
 GRAPHS: dict[str, dict[str, Any]] = {
     "eager": {"cuda_graph_backend_prefill": "disabled", "cuda_graph_backend_decode": "disabled"},
     "breakable": {"cuda_graph_backend_prefill": "breakable"},
-    "piecewise": {"cuda_graph_backend_prefill": "tc_piecewise"},
 }
 
 
@@ -213,7 +226,6 @@ def start(wide_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
             offline_policy="coserve",
             slo_ttft_ms=1,
             safepoint_interval=2,
-            safepoint_wasted_share=1.0,
             **(coserve or {}),
         )
         engine = CoserveEngine(
@@ -276,20 +288,20 @@ def run_both_classes(engine: Any, *, output_tokens: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
 @pytest.mark.parametrize("graphs", GRAPHS)
-def test_outputs_are_equal_whatever_is_aborted(start: Any, graphs: str, overlap: bool) -> None:
+def test_outputs_are_equal_wherever_steps_stop(start: Any, graphs: str, overlap: bool) -> None:
     engine = start(disable_overlap_schedule=not overlap, **GRAPHS[graphs])
     state = run_both_classes(engine, output_tokens=4)
     assert state["enabled"], state
-    assert sum(state["aborts"].values()) > 3, state
+    assert state["resumed"] > 3, state
 
 
-def test_decode_steps_in_groups_are_aborted(start: Any) -> None:
+def test_decode_steps_in_groups_are_suspended(start: Any) -> None:
     engine = start({"safepoint_decode_graphs": True})
     state = run_both_classes(engine, output_tokens=600)
-    assert state["aborts"]["decode"] > 0, state
+    assert state["suspended"]["decode"] > 0, state
 
 
 def test_decode_steps_in_one_graph_are_not(start: Any) -> None:
     state = run_both_classes(start(), output_tokens=300)
-    assert state["aborts"]["decode"] == 0, state
+    assert state["suspended"]["decode"] == 0, state
     assert any("single CUDA graph" in reason for reason in state["kept"]), state

@@ -48,7 +48,7 @@ class Engine:
 
     def run(self, batch: int) -> ForwardPreempted | None:
         """Run an armed batch; return how it was stopped, if it was."""
-        self.gate.arm(batch, time.perf_counter())
+        self.gate.arm(batch)
         try:
             self.model.run()
         except ForwardPreempted as preempted:
@@ -101,7 +101,7 @@ def test_the_device_has_work_for_as_long_as_it_may(
 def test_a_batch_that_is_not_armed_records_and_waits_for_nothing(device: DeviceThread) -> None:
     engine = Engine(device, depth=1, interval=1)
     released = device.launch_stall()
-    engine.gate.arm(1, 0.0)
+    engine.gate.arm(1)
     engine.gate.disarm()
     engine.model.run()
     assert engine.model.launched == LAYERS
@@ -112,7 +112,7 @@ def test_a_batch_that_is_not_armed_records_and_waits_for_nothing(device: DeviceT
 # --- How it stops -------------------------------------------------------------------------
 
 
-def test_an_abort_does_not_wait_for_what_is_in_flight(device: DeviceThread) -> None:
+def test_a_stop_does_not_wait_for_what_is_in_flight(device: DeviceThread) -> None:
     """And what is in flight runs to its end."""
     engine = Engine(device, depth=1, interval=2)
     stalls: dict[int, threading.Event] = {}
@@ -139,7 +139,7 @@ def test_an_abort_does_not_wait_for_what_is_in_flight(device: DeviceThread) -> N
     wait_for(lambda: engine.model.done == 6, "the end of what was launched")
 
 
-def test_an_abort_waits_for_what_was_launched_before_the_pass(device: DeviceThread) -> None:
+def test_a_stop_waits_for_what_was_launched_before_the_pass(device: DeviceThread) -> None:
     """Copies from host memory are there, which the next batch overwrites."""
     engine = Engine(device, depth=1, interval=2)
     released = device.launch_stall()
@@ -184,7 +184,7 @@ def test_batches_stop_at_whatever_layer_the_flag_is_raised(device: DeviceThread)
         preempted = engine.run(batch)
         assert preempted is not None
         assert preempted.layer == target // 2 * 2 + 2
-    assert engine.model.most_outstanding <= 4 + 4  # The aborted batch's and the next one's.
+    assert engine.model.most_outstanding <= 4 + 4  # The stopped batch's and the next one's.
 
 
 # --- Ranks --------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_ranks_that_follow_stop_where_the_first_one_does(device: DeviceThread) -
         for batch in range(1, batches + 1):
             if rank == 0:
                 flag.lower()
-            gate.arm(batch, time.perf_counter())
+            gate.arm(batch)
             try:
                 for layer in range(num_safepoints):
                     if rank == 0 and rng.random() < 0.1:

@@ -28,7 +28,7 @@ class ConservePolicy(Policy):
     Without online traffic (§4.2, last paragraph) the batch is the one with the
     highest predicted throughput: every decode, and as many prefill tokens as
     give the most tokens per second. What then happens to a request that
-    arrives is the business of layer-wise preemption (§4.3; ``core.preemption``).
+    arrives is the business of layer-wise preemption (§4.3), here of ``core.lanes``.
 
     Where we differ: decodes go before prefills in both phases, since a decode
     that waits misses its target for one token's work; unfinished prefills go

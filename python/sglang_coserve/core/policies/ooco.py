@@ -16,8 +16,8 @@ from sglang_coserve.core.offline_phase import decode_offline, longest_prefix, pr
 from sglang_coserve.core.online_phase import decode_online, prefill_online
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.policy import Policy
-from sglang_coserve.core.preemption import yields_first
 from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.victims import yields_first
 
 __all__ = ["OocoPolicy", "Role"]
 

@@ -7,7 +7,6 @@ has the planned chunks admitted. Passes without offline requests are SGLang's al
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -94,9 +93,6 @@ class PlannedAdmission:
         self._has_left_decodes = False
         """The last batch had prefills alone, for a reason of SGLang's."""
 
-        self._pass_s = 0.0
-        self._arrival_wait_s = math.inf
-
     # --- Who waits -----------------------------------------------------------------------
 
     def enqueue(self, req: Req) -> None:
@@ -149,7 +145,7 @@ class PlannedAdmission:
 
     def admit(self, running_batch: ScheduleBatch, prefill: Prefill) -> Any:
         """Let the core decide, and SGLang admit what it decided."""
-        self._pass_s = now_s = self._clock.now_s()
+        now_s = self._clock.now_s()
         self._until_s = None
         self._checkpointing.prefetch(now_s)
         self._account(now_s)
@@ -185,7 +181,6 @@ class PlannedAdmission:
         if batch is not None or running_batch.reqs:
             self.core.start(plan, admitted)
             self._steps.started(plan.step)
-        self._arrival_wait_s = plan.arrival_wait_s
         is_left_out = bool(plan.prefills and self._view.waiting)
         if batch is None and (is_left_out or not result.running_batch.reqs):
             # SGLang reserves more memory than a plan, and places for adapters: a suspended step
@@ -195,7 +190,7 @@ class PlannedAdmission:
 
     def _make_lane(self) -> OfflineLane | None:
         safepoints = self._runner.safepoints
-        if safepoints is None or not self._runner.suspends:
+        if safepoints is None:
             return None
         return OfflineLane(
             self._scheduler,
@@ -246,25 +241,12 @@ class PlannedAdmission:
         self._steps.launched(batch)
 
     @property
-    def terms(self) -> StepTerms:
+    def terms(self) -> StepTerms | None:
         """See ``Admission``."""
-        return StepTerms(
-            self._pass_s,
-            self._arrival_wait_s,
-            self.core.model,
-            self._until_s,
-            self._gave_up,
-            self._steps.suspended,
-        )
-
-    def _gave_up(self, rids: Sequence[str], rest: ScheduleBatch | None) -> None:
-        self._steps.gave_up(rids, rest)
-        if rest is None:
-            # The prefills' turn is not over.
-            self._has_left_decodes = False
+        return None if self._until_s is None else StepTerms(self._until_s, self._steps.suspended)
 
     def stopped(self) -> None:
-        """See ``Admission``: it was suspended, or given up."""
+        """See ``Admission``: it was suspended."""
         self._steps.processed((), ())
 
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
@@ -296,18 +278,15 @@ class PlannedAdmission:
     # --- Engine state to plan ------------------------------------------------------------
 
     def _snapshot(self, running_batch: ScheduleBatch, now_s: float) -> EngineSnapshot:
-        view = self._view
-        may_prefill = bool(self._waiting or view.waiting or view.aside.parked or view.chunk)
-        shares = self._runner.arrival_wait_shares(now_s, may_prefill=may_prefill)
         return snapshot_of(
             self._scheduler,
-            view,
+            self._view,
             self._ledger,
             running_batch,
             now_s,
-            shares,
             suspended=None if self._lane is None else self._lane.seen(),
             stop_share=self._runner.stop_share,
+            decodes_stop=self._runner.decodes_stop,
             resume_s=_RESUME_S,
         )
 

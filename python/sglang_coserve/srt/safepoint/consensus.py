@@ -27,7 +27,7 @@ from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
 
 __all__ = ["FollowerGate", "LeaderGate", "SharedWords", "has_ordered_stores", "share_words"]
 
-_PROGRESS, _STOP, _ELAPSED_NS = 0, 8, 16
+_PROGRESS, _STOP = 0, 8
 """Each of the words has a cache line of its own."""
 
 _SIZE_BYTES: Final = 4096
@@ -86,12 +86,10 @@ class _SharedGate:
         self.attention = memoryview(torch.zeros(1, dtype=torch.int32).numpy())
         self._words = shared.words
         self._step = 0
-        self._started_s = 0.0
 
-    def arm(self, batch: int, started_s: float) -> None:
+    def arm(self, batch: int) -> None:
         """See ``Gate.arm``; all ranks arm the same batches."""
         self._step = batch * _STEPS
-        self._started_s = started_s
         self.attention[0] = batch
 
     def disarm(self) -> None:
@@ -113,11 +111,9 @@ class LeaderGate(_SharedGate):
         if self._flag[0] != self.attention[0]:
             words[_PROGRESS] = step
             return
-        elapsed_ns = int((time.perf_counter() - self._started_s) * 1e9)
-        words[_ELAPSED_NS] = elapsed_ns
         words[_STOP] = step
         words[_PROGRESS] = step
-        raise ForwardPreempted(layer, elapsed_ns * 1e-9)
+        raise ForwardPreempted(layer)
 
 
 class FollowerGate(_SharedGate):
@@ -142,7 +138,7 @@ class FollowerGate(_SharedGate):
         if not self._has_come(step):
             self._wait_for(step)
         if self._words[_STOP] == step:
-            raise ForwardPreempted(layer, self._words[_ELAPSED_NS] * 1e-9)
+            raise ForwardPreempted(layer)
 
     def _wait_for(self, step: int) -> None:
         """Spin for a moment, since ranks are rarely apart; then sleep, ever longer."""

@@ -14,7 +14,7 @@ _Rows = dict[tuple[type, str], torch.Tensor]
 
 
 class CountedPenalties:
-    """What penalizers had counted for the decodes of aborted batches.
+    """What penalizers had counted for the decodes of dropped steps.
 
     SGLang counts a row's last token when it prepares the step, and the step is
     prepared twice. So what the first preparation counted is kept, and put back

@@ -20,20 +20,22 @@ class DueGate:
     takes as long as the one before it.
     """
 
-    def __init__(self, gate: Gate, flag: PreemptionFlag) -> None:
+    def __init__(self, gate: Gate, flag: PreemptionFlag, outstanding_groups: int) -> None:
+        """``outstanding_groups`` still have to be computed, that one included, once it is begun."""
         # Asked at every safepoint of an armed batch.
         self.attention = memoryview(torch.zeros(1, dtype=torch.int32).numpy())
         self.until_s = math.inf
         """When the next batch to be armed must have stopped, on ``time.perf_counter``."""
 
         self._gate = gate
+        self._outstanding_groups = outstanding_groups
         self._flag = flag
         self._batch = 0
         self._last_s: float | None = None
 
-    def arm(self, batch: int, started_s: float) -> None:
+    def arm(self, batch: int) -> None:
         """See ``Gate.arm``."""
-        self._gate.arm(batch, started_s)
+        self._gate.arm(batch)
         self._batch, self._last_s = batch, None
         self.attention[0] = batch
 
@@ -45,7 +47,9 @@ class DueGate:
     def reached(self, layer: int) -> None:
         """See ``Gate.reached``. The first group of a pass always runs."""
         now_s = time.perf_counter()
-        if self._last_s is not None and now_s + (now_s - self._last_s) > self.until_s:
-            self._flag.raise_for(self._batch)
+        if self._last_s is not None:
+            group_s = now_s - self._last_s
+            if now_s + self._outstanding_groups * group_s > self.until_s:
+                self._flag.raise_for(self._batch)
         self._last_s = now_s
         self._gate.reached(layer)

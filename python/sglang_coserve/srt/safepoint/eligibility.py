@@ -1,4 +1,4 @@
-"""Which engines and which batches can be rolled back; all others always run to their end."""
+"""Which engines and which batches can be suspended and dropped; others run to their end."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from typing import Any
 
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
-from sglang_coserve.srt.request_marks import is_offline
-from sglang_coserve.srt.row_groups import has_plain_state
 from sglang_coserve.srt.safepoint.consensus import has_ordered_stores
 
-__all__ = ["can_shrink", "why_batch_must_end", "why_no_safepoints"]
+__all__ = ["why_batch_must_end", "why_no_safepoints"]
 
 ScheduleBatch = Any
 Scheduler = Any
 
 
 def why_no_safepoints(scheduler: Scheduler, layers: Sequence[Any]) -> str | None:
-    """Return why this engine's batches cannot be aborted; None if they can.
+    """Return why this engine's batches cannot be suspended; None if they can.
 
     ``layers`` are those of the model, as far as they were found.
     """
@@ -48,7 +46,7 @@ def why_no_safepoints(scheduler: Scheduler, layers: Sequence[Any]) -> str | None
         ),
         "--enable-two-batch-overlap runs layers in its own order": args.enable_two_batch_overlap,
         "--enable-pdmux runs layers in its own order": args.enable_pdmux,
-        "the statistics of experts would count an aborted pass": (
+        "the statistics of experts would count a pass for each of its parts": (
             args.enable_eplb or args.expert_distribution_recorder_mode is not None
         ),
     }
@@ -56,7 +54,7 @@ def why_no_safepoints(scheduler: Scheduler, layers: Sequence[Any]) -> str | None
 
 
 def why_batch_must_end(batch: ScheduleBatch, num_prefills: int) -> str | None:
-    """Return why this batch cannot be aborted; None if it can. O(rows)."""
+    """Return why this batch cannot be suspended; None if it can. O(rows)."""
     if batch.hicache_consumer_index != -1:
         return "KV is being loaded from the host layer by layer"
     for row, req in enumerate(batch.reqs):
@@ -67,14 +65,3 @@ def why_batch_must_end(batch: ScheduleBatch, num_prefills: int) -> str | None:
         if row < num_prefills and req.input_embeds is not None:
             return "embeddings are given instead of tokens"
     return None
-
-
-def can_shrink(batch: ScheduleBatch, num_prefills: int) -> bool:
-    """Return whether the online rows of this batch can go on without the others. O(rows)."""
-    if batch.replace_embeds is not None or batch.ne_token_table is not None:
-        return False  # These name tokens of the batch by their places.
-    online = [not is_offline(req) for req in batch.reqs]
-    return any(online) and all(
-        stays or has_plain_state(req)
-        for req, stays in zip(batch.reqs[num_prefills:], online[num_prefills:], strict=True)
-    )

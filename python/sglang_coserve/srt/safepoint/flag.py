@@ -1,4 +1,4 @@
-"""The flag that asks a forward pass to end at its next safepoint."""
+"""The flag that asks a forward pass to stop at its next safepoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def batch_id(forward_count: int) -> int:
 
 
 class PreemptionFlag:
-    """Names the batch to abort; 0 names none.
+    """Names the batch to stop; 0 names none.
 
     It holds a name rather than a bit, so that a request that comes too late for its
     batch says nothing about the next one. One int32 in memory that the device can
@@ -29,7 +29,7 @@ class PreemptionFlag:
         """The flag is the first word. Of the ways to read it this is the fastest: 20 ns."""
 
     def raise_for(self, batch: int) -> None:
-        """Ask for the end of this batch."""
+        """Ask this batch to stop."""
         self.words[0] = batch
 
     def lower(self) -> None:

@@ -1,4 +1,4 @@
-"""Decode graphs that can be aborted: cut into groups of layers, beside SGLang's own.
+"""Decode graphs that can be suspended: cut into groups of layers, beside SGLang's own.
 
 A decode step is one CUDA graph, and a graph that was launched runs to its end. Here every
 shape is captured twice: as SGLang does, for batches that are not armed, and as one graph
@@ -11,19 +11,17 @@ buffers per shape that a second preparation would replace under the first graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.model_executor.runner_backend import FullCudaGraphBackend
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
     BreakableCUDAGraph,
     BreakableCUDAGraphCapture,
-    eager_on_graph,
 )
 from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
-from torch import nn
 
+from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
 from sglang_coserve.srt.safepoint.instrument import Gate
 
 __all__ = ["GroupedDecodeBackend", "add_grouped_decode_graphs", "why_no_grouped_decode_graphs"]
@@ -46,10 +44,8 @@ def why_no_grouped_decode_graphs(model_runner: ModelRunner) -> str | None:
     return None
 
 
-def add_grouped_decode_graphs(
-    model_runner: ModelRunner, layers: Sequence[nn.Module], interval: int, gate: Gate
-) -> None:
-    """Capture all decode graphs again, each also in groups of ``interval`` layers.
+def add_grouped_decode_graphs(model_runner: ModelRunner, cuts: GraphCuts, gate: Gate) -> None:
+    """Capture all decode graphs again, each also with cuts.
 
     Takes about twice as long as SGLang's own capture; every rank must call it, before the
     first batch.
@@ -59,7 +55,7 @@ def add_grouped_decode_graphs(
     """
     runner = model_runner.decode_cuda_graph_runner
     runner.backend.cleanup()
-    runner.backend = GroupedDecodeBackend(runner, layers, interval, gate)
+    runner.backend = GroupedDecodeBackend(runner, cuts, gate)
     with model_capture_mode():
         runner.capture()
 
@@ -67,17 +63,9 @@ def add_grouped_decode_graphs(
 class GroupedDecodeBackend(FullCudaGraphBackend):
     """SGLang's backend of decode graphs; in an armed batch it replays the grouped ones."""
 
-    def __init__(
-        self,
-        runner: DecodeCudaGraphRunner,
-        layers: Sequence[nn.Module],
-        interval: int,
-        gate: Gate,
-    ) -> None:
+    def __init__(self, runner: DecodeCudaGraphRunner, cuts: GraphCuts, gate: Gate) -> None:
         super().__init__(runner)
-        self._cut_layers = {
-            number: layers[number] for number in range(interval, len(layers), interval)
-        }
+        self._cuts = cuts
         self._gate = gate
         self._grouped: dict[Any, tuple[BreakableCUDAGraph, Any]] = {}
 
@@ -100,50 +88,20 @@ class GroupedDecodeBackend(FullCudaGraphBackend):
             stream=self._capture_stream,
             barrier_fn=self._tp_group.barrier,
         )
-        with self._cut(), capture:
+        with self._cuts.placed(), capture:
             output = forward_fn()
         self._grouped[shape_key] = graph, output
 
-    @contextmanager
-    def _cut(self) -> Iterator[None]:
-        """Within it, a graph that is captured is cut before each group of layers but the first."""
-        with ExitStack() as restored:
-            for number, layer in self._cut_layers.items():
-                own = vars(layer).get("forward")
-                layer.forward = self._cut_before(number, layer.forward)
-                restored.callback(_restore, layer, own)
-            yield
-
-    def _cut_before(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        safepoint = eager_on_graph(True)(self._safepoint)
-
-        def cut_and_forward(*args: Any, **kwargs: Any) -> Any:
-            safepoint(number)
-            return forward(*args, **kwargs)
-
-        return cut_and_forward
-
-    def _safepoint(self, number: int) -> None:
-        if self._gate.attention[0]:
-            self._gate.reached(number)
-
     def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
-        """Replay a step, in groups if it may be aborted."""
-        if not self._gate.attention[0]:
+        """Replay a step; in groups, or what is left of them, if it may stop."""
+        if not (self._gate.attention[0] or self._cuts.goes_on):
             return super().replay(shape_key, static_forward_batch, **kwargs)
         graph, output = self._grouped[shape_key]
-        self._safepoint(0)
-        graph.replay()
+        self._cuts.replay(graph)
         return output
 
     def cleanup(self) -> None:
         """Release all graphs."""
         super().cleanup()
         self._grouped.clear()
-
-
-def _restore(layer: nn.Module, own_forward: Callable[..., Any] | None) -> None:
-    """Undo the replacement of ``layer.forward``, which may have been the instance's own before."""
-    del layer.forward
-    if own_forward is not None:
-        layer.forward = own_forward
+        self._cuts.forget()

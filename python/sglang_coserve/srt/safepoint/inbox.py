@@ -19,15 +19,8 @@ class Arrival:
     """An online request, as it came in."""
 
     rid: str
-    prompt_tokens: int
     arrival_s: float
     """When the server got it, on this process's ``time.perf_counter``."""
-
-    received_s: float
-    """When the monitor thread had read it."""
-
-    ttft_target_s: float | None
-    """Its own TTFT target; None: the server's."""
 
 
 class Inbox:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.preemption_guard import GuardConfig
-from sglang_coserve.errors import UnsupportedError
 from sglang_coserve.srt.safepoint.arrival_watch import ArrivalWatch
 from sglang_coserve.srt.safepoint.consensus import FollowerGate, LeaderGate, share_words
 from sglang_coserve.srt.safepoint.due_gate import DueGate
@@ -19,7 +17,9 @@ from sglang_coserve.srt.safepoint.ingress import Ingress
 from sglang_coserve.srt.safepoint.instrument import Gate, fitting_interval
 from sglang_coserve.srt.safepoint.layers import decoder_layers
 from sglang_coserve.srt.safepoint.local_gate import LocalGate
-from sglang_coserve.srt.safepoint.placement import place_on_cpu, place_on_cuda
+from sglang_coserve.srt.safepoint.placement import RUN_AHEAD, place_on_cpu, place_on_cuda
+from sglang_coserve.srt.safepoint.prefill_graphs import why_prefills_cannot_stop
+from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, cuda_events
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
 
 __all__ = ["Installed", "install_safepoints"]
@@ -44,52 +44,50 @@ class Installed:
     why_not: str | None = None
     """Why there are no safepoints; None if there are some, or none were asked for."""
 
-    suspends: bool = False
-    """Batches that stop at a safepoint are kept, to go on later."""
-
 
 def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
     """Put safepoints into the model, if the settings ask for them; every rank must call it.
 
     Raises:
-        UnsupportedError: the settings ask for what this engine cannot do.
+        RuntimeError: the graphs of a GPU could not be captured again.
     """
     if config.offline_policy == "fifo" or config.safepoint_interval == 0:
         return Installed()
-    if config.safepoint_mode == "suspend" and scheduler.device != "cpu":
-        raise UnsupportedError(
-            "--safepoint-mode suspend works on a CPU only so far: use abort or shrink"
-        )
     layers = decoder_layers(scheduler.tp_worker.model_runner.model)
     reason = why_no_safepoints(scheduler, layers)
-    if reason is None and scheduler.device == "cuda" and config.safepoint_interval is None:
-        reason = "on a GPU, where they have not run yet, only with --safepoint-interval"
+    is_cuda = scheduler.device == "cuda"
+    if reason is None and is_cuda:
+        if config.safepoint_interval is None:
+            reason = "on a GPU, where they have not run yet, only with --safepoint-interval"
+        else:
+            reason = why_prefills_cannot_stop(scheduler.tp_worker.model_runner)
     ps = scheduler.ps
     if reason is not None:
         if ps.tp_rank == 0:
             logger.warning("no safepoints, offline batches run to their end: %s", reason)
         return Installed(why_not=reason)
-    flag = PreemptionFlag(pinned=scheduler.device == "cuda")
+    flag = PreemptionFlag(pinned=is_cuda)
     gate = _make_gate(scheduler, flag)
     due_gate = None
-    if config.safepoint_mode == "suspend" and ps.tp_rank == 0:
-        gate = due_gate = DueGate(gate, flag)
+    if ps.tp_rank == 0:
+        gate = due_gate = DueGate(gate, flag, 1 + RUN_AHEAD if is_cuda else 1)
+        if is_cuda:
+            # The other ranks wait for this one, and so for its GPU.
+            gate = RunAheadGate(gate, flag, cuda_events(RUN_AHEAD))
     interval = fitting_interval(config.safepoint_interval or _INTERVAL, len(layers))
-    if scheduler.device == "cuda":
-        placement = place_on_cuda(scheduler, config, layers, interval, gate, flag)
+    if is_cuda:
+        groups_decodes = config.safepoint_decode_graphs
+        placement = place_on_cuda(scheduler, layers, interval, gate, groups_decodes=groups_decodes)
     else:
-        placement = place_on_cpu(config, layers, interval, gate)
+        placement = place_on_cpu(layers, interval, gate)
     watch = ingress = None
     if scheduler.recv_from_tokenizer is not None:
         inbox = Inbox()
-        watch = ArrivalWatch(inbox, flag, config.slo_targets().ttft_s)
+        watch = ArrivalWatch(inbox, flag)
         channels = scheduler.ipc_channels
         ingress = Ingress(channels.recv_from_tokenizer, channels.recv_from_rpc, inbox, watch)
-    guard = GuardConfig(wasted_share=config.safepoint_wasted_share)
-    safepoints = Safepoints(
-        placement, watch, guard, num_layers=len(layers), interval=interval, due_gate=due_gate
-    )
-    return Installed(safepoints, ingress, suspends=config.safepoint_mode == "suspend")
+    safepoints = Safepoints(placement, watch, due_gate, num_layers=len(layers), interval=interval)
+    return Installed(safepoints, ingress)
 
 
 def _make_gate(scheduler: Any, flag: PreemptionFlag) -> Gate:

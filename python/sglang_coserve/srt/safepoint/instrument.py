@@ -17,17 +17,15 @@ _LEAST_SAFEPOINTS: Final = 4
 
 
 class ForwardPreempted(BaseException):
-    """Ends a forward pass at a safepoint.
+    """Stops a forward pass at a safepoint.
 
     No ``Exception``: what runs a forward pass may catch those and take them for failures.
     """
 
-    def __init__(self, layer: int, elapsed_s: float) -> None:
-        """``layer`` is the first that did not run; ``elapsed_s`` is since the batch was armed,
-        the same on all ranks."""
+    def __init__(self, layer: int) -> None:
+        """``layer`` is the first that did not run, the same on all ranks."""
         super().__init__(f"preempted before layer {layer}")
         self.layer = layer
-        self.elapsed_s = elapsed_s
 
 
 class Gate(Protocol):
@@ -36,7 +34,7 @@ class Gate(Protocol):
     attention: memoryview
     """While its first word is 0, safepoints do not ask."""
 
-    def arm(self, batch: int, started_s: float) -> None:
+    def arm(self, batch: int) -> None:
         """Let this batch be stopped."""
         ...
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
 
@@ -16,11 +14,10 @@ class LocalGate:
     def __init__(self, flag: PreemptionFlag) -> None:
         self.attention = flag.words
         self._armed = 0
-        self._started_s = 0.0
 
-    def arm(self, batch: int, started_s: float) -> None:
+    def arm(self, batch: int) -> None:
         """See ``Gate.arm``."""
-        self._armed, self._started_s = batch, started_s
+        self._armed = batch
 
     def disarm(self) -> None:
         """See ``Gate.disarm``."""
@@ -29,4 +26,4 @@ class LocalGate:
     def reached(self, layer: int) -> None:
         """See ``Gate.reached``. A flag that is left over from another batch stops nothing."""
         if self._armed and self.attention[0] == self._armed:
-            raise ForwardPreempted(layer, time.perf_counter() - self._started_s)
+            raise ForwardPreempted(layer)

@@ -16,7 +16,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.utils import is_health_check_generate_req
 
 from sglang_coserve.srt.arrival_time import arrival_s
-from sglang_coserve.srt.request_marks import is_offline, targets_of
+from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.safepoint.inbox import Arrival, Inbox
 
 __all__ = ["Monitor", "online_arrivals"]
@@ -30,13 +30,7 @@ def online_arrivals(message: Any, now_s: float) -> tuple[Arrival, ...]:
     """Return the online requests in a message from SGLang's tokenizer, received just now."""
     requests = getattr(message, "batch", None) or (message,)
     return tuple(
-        Arrival(
-            rid=request.rid,
-            prompt_tokens=len(request.input_ids),
-            arrival_s=arrival_s(request, now_s),
-            received_s=now_s,
-            ttft_target_s=targets_of(request)[0],
-        )
+        Arrival(request.rid, arrival_s(request, now_s))
         for request in requests
         if isinstance(request, TokenizedGenerateReqInput)
         and not is_offline(request)

@@ -1,4 +1,4 @@
-"""Where in a pass the safepoints are: between layers on a CPU, before attention on a GPU."""
+"""Where in a pass the safepoints are: between layers, of a GPU's graphs as well."""
 
 from __future__ import annotations
 
@@ -9,28 +9,20 @@ from typing import Any, Final
 
 from torch import nn
 
-from sglang_coserve.config import CoserveConfig
-from sglang_coserve.errors import UnsupportedError
-from sglang_coserve.srt.safepoint.flag import PreemptionFlag
-from sglang_coserve.srt.safepoint.graph_seams import (
-    add_attention_safepoints,
-    has_prefill_graphs,
-    kinds_without_safepoints,
-)
+from sglang_coserve.srt.safepoint.batch_kind import BatchKind
+from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
 from sglang_coserve.srt.safepoint.grouped_decode_graph import (
     add_grouped_decode_graphs,
     why_no_grouped_decode_graphs,
 )
-from sglang_coserve.srt.safepoint.in_flight import BatchKind
 from sglang_coserve.srt.safepoint.instrument import Gate, add_safepoints
+from sglang_coserve.srt.safepoint.prefill_graphs import cut_prefill_graphs
 from sglang_coserve.srt.safepoint.resumption import Resumption
-from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, cuda_events
 
-__all__ = ["Placement", "place_on_cpu", "place_on_cuda"]
+__all__ = ["RUN_AHEAD", "Placement", "place_on_cpu", "place_on_cuda"]
 
-_RUN_AHEAD: Final = 1
-"""Groups of layers that the host may launch ahead of the one that the GPU computes."""
-
+RUN_AHEAD: Final = 1
+"""Groups of layers that the host may launch ahead of the one that a GPU computes."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,61 +34,44 @@ class Placement:
     gate: Gate
     """The one that they ask; to be armed."""
 
+    resumption: Resumption
     outstanding_groups: int = 1
-    """Most groups of layers that still run after an abort was asked for."""
+    """Most groups of layers that still run after a stop was asked for."""
 
     kept: Mapping[BatchKind, str] = field(default_factory=dict)
     """The kinds of batches that never meet a safepoint, and why."""
 
-    resumption: Resumption | None = None
-    """With ``--safepoint-mode shrink``: lets the online rows of an aborted batch go on."""
 
-
-def place_on_cpu(
-    config: CoserveConfig, layers: Sequence[nn.Module], interval: int, gate: Gate
-) -> Placement:
+def place_on_cpu(layers: Sequence[nn.Module], interval: int, gate: Gate) -> Placement:
     """Put safepoints between the layers of a model that computes while Python waits."""
     add_safepoints(layers, interval, gate)
-    shrinks = config.safepoint_mode != "abort"
-    return Placement(gate, resumption=Resumption(layers) if shrinks else None)
+    return Placement(gate, Resumption(layers))
 
 
 def place_on_cuda(
-    scheduler: Any,
-    config: CoserveConfig,
-    layers: Sequence[nn.Module],
-    interval: int,
-    gate: Gate,
-    flag: PreemptionFlag,
+    scheduler: Any, layers: Sequence[nn.Module], interval: int, gate: Gate, *, groups_decodes: bool
 ) -> Placement:
-    """Put safepoints before the attention of layers, and between decode graphs if asked for.
+    """Put safepoints between layers, and between the pieces of prefill graphs.
 
-    To be called after SGLang has captured its graphs, by all ranks. Rank 0 keeps its host
-    close to its GPU; the others, which wait for rank 0, are close by that.
+    With ``groups_decodes`` decode graphs get some, too. To be called after SGLang has
+    captured its graphs, by all ranks, and where ``why_prefills_cannot_stop`` knows no reason.
 
     Raises:
-        UnsupportedError: passes run on graphs, so that their online rows cannot go on alone.
-        RuntimeError: decode graphs could not be captured in groups.
+        RuntimeError: graphs could not be captured again.
     """
     runner = scheduler.tp_worker.model_runner
-    shrinks = config.safepoint_mode == "shrink"
-    if shrinks and has_prefill_graphs(runner):
-        raise UnsupportedError(
-            "--safepoint-mode shrink takes rows out of a pass between two layers, which a CUDA "
-            "graph cannot: add --cuda-graph-backend-prefill disabled, or use --safepoint-mode abort"
-        )
-    if scheduler.ps.tp_rank == 0:
-        gate = RunAheadGate(gate, flag, cuda_events(_RUN_AHEAD))
-    if config.safepoint_decode_graphs:
+    # For passes without graphs: a prefill may be longer than those that were captured.
+    add_safepoints(layers, interval, gate)
+    resumption = Resumption(layers)
+    cut_prefill_graphs(runner, GraphCuts(layers, interval, gate, resumption))
+    kept: dict[BatchKind, str] = {}
+    if getattr(runner.decode_cuda_graph_runner, "backend", None) is not None:
+        kept[BatchKind.DECODE] = "a decode step is a single CUDA graph, and short"
+    if groups_decodes:
         why_not = why_no_grouped_decode_graphs(runner)
         if why_not is None:
-            add_grouped_decode_graphs(runner, layers, interval, gate)
+            add_grouped_decode_graphs(runner, GraphCuts(layers, interval, gate, resumption), gate)
+            kept.clear()
         else:
             logger.warning("--safepoint-decode-graphs changes nothing: %s", why_not)
-    if shrinks:
-        # Attention is too late: what the layer did before, in place, would be done again.
-        add_safepoints(layers, interval, gate)
-    else:
-        add_attention_safepoints(runner.attn_backend, layers, interval, gate)
-    kept = kinds_without_safepoints(runner)
-    return Placement(gate, 1 + _RUN_AHEAD, kept, Resumption(layers) if shrinks else None)
+    return Placement(gate, resumption, 1 + RUN_AHEAD, kept)

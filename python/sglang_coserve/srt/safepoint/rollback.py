@@ -1,7 +1,7 @@
-"""Gives back what a batch took for a forward pass that was aborted.
+"""Gives back what a batch took for a step that is dropped.
 
 Preparing a batch allocates KV, moves lengths on and hands requests over from one
-place to another, all before the pass. An aborted pass has computed nothing that
+place to another, all before the pass. A step that is dropped has computed nothing that
 counts, so each of these steps is undone, in the terms in which SGLang took it.
 """
 
@@ -16,7 +16,7 @@ from sglang.srt.managers.overlap_utils import RelayPayload
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_coserve.srt.compat import release_uncomputed
-from sglang_coserve.srt.safepoint.in_flight import BatchKind, num_decodes
+from sglang_coserve.srt.safepoint.batch_kind import BatchKind, num_decodes
 
 __all__ = ["RolledBack", "roll_back"]
 
@@ -26,7 +26,7 @@ ScheduleBatch = Any
 
 @dataclass(frozen=True)
 class RolledBack:
-    """Where the rows of an aborted batch are to go; its decodes are left in the batch."""
+    """Where the rows of a dropped batch are to go; its decodes are left in the batch."""
 
     released: tuple[Req, ...]
     """Prefills that had computed nothing before: without KV and slot, they wait again."""
@@ -41,14 +41,13 @@ def roll_back(
     """Undo the preparation of ``batch``, and leave in it the rows that decode.
 
     Args:
-        batch: as the forward pass left it.
+        batch: as it was prepared.
         kind: of the batch.
         chunked_req: the scheduler's prefill that this batch would not have finished.
         relay: SGLang's ``FutureMap``, which hands each row's last token to its next step.
 
     A batch left with decodes is as it was before their step, a decode batch; one
-    without is empty.  Rows that have ended meanwhile (under overlap scheduling the
-    result of the step before comes in between) gave their KV back by themselves.
+    without is empty.  Rows that have ended meanwhile gave their KV back by themselves.
     """
     count = num_decodes(batch, kind)
     num_prefills = len(batch.reqs) - count

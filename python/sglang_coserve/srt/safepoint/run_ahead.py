@@ -1,15 +1,14 @@
-"""Keeps the host from running ahead of the GPU in a batch that may be aborted.
+"""Keeps the host from running ahead of the GPU in a batch that may be suspended.
 
 The host launches a pass faster than the GPU computes it. When an online request arrives,
 the layers that are left would be in the stream already, and nothing comes back out of a
 stream: a check on the host alone would stop nothing. So at every safepoint of an armed
 batch the host records an event, and waits until the GPU has come close.
 
-What was launched runs to its end, also after an abort, and reads and writes the memory of
-a batch that is rolled back meanwhile. On one stream that needs no wait: KV, slots and
-buffers are given to others by the host, and all that the others do with them is launched
-later on the same stream, so the GPU does it later. Under overlap scheduling there are two
-streams; see ``order_behind_pass``.
+What was launched runs to its end, also after the pass has stopped. Where it stops is known on
+the host: what its last layer returns is kept, whether it is computed yet or not, and the
+steps that run meanwhile are launched later on the same stream. Only a batch that is dropped
+gives memory to others; see ``order_behind_pass``.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class RunAheadGate:
     """A gate at which the host waits for the device, before it asks another gate.
 
     Before what follows the i-th safepoint is launched, the device has passed the
-    (i - depth)-th. So at most ``depth`` + 1 groups of layers are outstanding, and an abort
-    takes effect when these have run. With depth 0 the device idles at every safepoint while
+    (i - depth)-th. So at most ``depth`` + 1 groups of layers are outstanding, and the pass
+    has stopped when these have run. With depth 0 the device idles at every safepoint while
     the host launches the next group; with depth 1 it has a group to compute meanwhile.
     """
 
@@ -62,9 +61,9 @@ class RunAheadGate:
         self._events = tuple(events)
         self._passed = 0
 
-    def arm(self, batch: int, started_s: float) -> None:
+    def arm(self, batch: int) -> None:
         """See ``Gate.arm``."""
-        self._gate.arm(batch, started_s)
+        self._gate.arm(batch)
         self._passed = 0
         self.attention[0] = batch
 
@@ -83,7 +82,7 @@ class RunAheadGate:
 
     def _wait_for(self, safepoint: int) -> None:
         event = self._events[safepoint % len(self._events)]
-        # What is in flight is waited for by whoever needs it, so an abort need not wait. But
+        # What is in flight is waited for by whoever needs it, so a stop need not wait. But
         # before the first event there are copies from host memory that preparing the next batch
         # overwrites (attention plans): these must be done.
         may_cut_short = safepoint > 0
@@ -99,7 +98,7 @@ def cuda_events(depth: int) -> list[Event]:
 
 
 def order_behind_pass(scheduler: Any) -> None:
-    """Let all that is done to an aborted batch from now on follow what was launched of it.
+    """Let all that is done to a dropped batch from now on follow what was launched of it.
 
     Call it before the batch is rolled back. Under overlap scheduling the pass runs on a stream
     of its own, and the scheduler prepares batches on another: there it would hand out again,

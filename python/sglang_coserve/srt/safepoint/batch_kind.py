@@ -1,17 +1,15 @@
-"""What the monitor thread may know of the batch that runs."""
+"""What the rows of a batch that is ready to run do, and how much that is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 from itertools import compress
 from typing import Any
 
 from sglang_coserve.core.batch_stats import BatchStats
-from sglang_coserve.core.latency_model import LatencyModel
 
-__all__ = ["BatchKind", "InFlight", "kind_of", "num_decodes", "stats_of"]
+__all__ = ["BatchKind", "kind_of", "num_decodes", "stats_of"]
 
 ScheduleBatch = Any
 
@@ -22,29 +20,6 @@ class BatchKind(Enum):
     EXTEND = "extend"
     DECODE = "decode"
     MIXED = "mixed"
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A batch that runs and may be aborted; a value, since another thread reads it."""
-
-    batch: int
-    """Its name in the flag."""
-
-    started_s: float
-    whole: BatchStats
-    online: BatchStats
-    """Its online rows alone."""
-
-    restarts_online: bool
-    """After an abort these start over, instead of going on."""
-
-    model: LatencyModel
-    arrival_wait_s: float
-    """Longest time that an arrival may wait for it."""
-
-    abort_share: float
-    """Longest time from a request to abort it until it ends, as a part of the whole."""
 
 
 def kind_of(batch: ScheduleBatch) -> BatchKind | None:

@@ -1,0 +1,34 @@
+"""In which order offline rows give up their KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sglang_coserve.core.batch_builder import BatchBuilder
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.snapshot import Row
+
+__all__ = ["last_admitted_first", "yields_first"]
+
+_RANK = {
+    RequestState.PARKED: 0,
+    RequestState.PAUSED: 1,
+    RequestState.PREFILLING: 2,
+    RequestState.DECODING: 2,
+}
+
+
+def yields_first(row: Row) -> int:
+    """Return how readily a row is evicted: parked (0), then paused (1), then running (2)."""
+    return _RANK[row.state]
+
+
+def last_admitted_first(batch: BatchBuilder) -> Sequence[Row]:
+    """Return the offline rows in the order of eviction: parked, paused, running.
+
+    Of equals the last admitted goes first: the oldest are closest to their end.
+    O(rows log rows), and only called when KV is short.
+    """
+    rows = batch.offline_rows
+    admitted = {row.info.rid: place for place, row in enumerate(batch.snapshot.rows)}
+    return sorted(rows, key=lambda row: (yields_first(row), -admitted[row.info.rid]))

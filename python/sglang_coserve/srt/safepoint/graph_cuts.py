@@ -1,0 +1,134 @@
+"""Cuts CUDA graphs before groups of layers, so that a replay can stop there and go on later.
+
+SGLang's breakable graphs are pieces with calls of Python between them. A cut is one more such
+call, with what the next layer is given. A replay that stops at a cut keeps a copy of that,
+since other replays use the same memory; one that goes on puts it back, and replays the pieces
+behind the cut. What a model hands from layer to layer in any other way would be lost, and so
+would it be in a pass without graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
+    BreakableCUDAGraph,
+    eager_on_graph,
+)
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
+    breakable_cuda_graph as breakable,
+)
+from torch import nn
+
+from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate
+from sglang_coserve.srt.safepoint.resumption import Resumption
+
+__all__ = ["GraphCuts"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """Copies of the tensors that a layer is given."""
+
+    tensors: tuple[torch.Tensor, ...]
+
+
+class GraphCuts:
+    """The cuts of all graphs of one kind, each a safepoint before every ``interval``-th layer."""
+
+    def __init__(
+        self, layers: Sequence[nn.Module], interval: int, gate: Gate, resumption: Resumption
+    ) -> None:
+        self._layers = {number: layers[number] for number in range(interval, len(layers), interval)}
+        self._gate = gate
+        self._resumption = resumption
+        self._places: dict[BreakableCUDAGraph, dict[int, int]] = {}
+        """For each graph and layer, which of the graph's breaks is the cut before it."""
+
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """Within it, a breakable graph that is captured is cut before each group but the first."""
+        with ExitStack() as restored:
+            for number, layer in self._layers.items():
+                own = vars(layer).get("forward")
+                layer.forward = self._cut_before(number, layer.forward)
+                restored.callback(_restore, layer, own)
+            yield
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the batch that runs stopped before, and goes on now."""
+        return self._resumption.first > 0
+
+    def replay(self, graph: BreakableCUDAGraph) -> None:
+        """Replay a graph, or what is left of it.
+
+        Raises:
+            ForwardPreempted: it stops at a safepoint.
+        """
+        if not self.goes_on:
+            if self._gate.attention[0]:
+                self._gate.reached(0)
+            graph.replay()
+            return
+        place = self._places[graph][self._resumption.first]
+        graph._break_fns[place]()
+        rest = BreakableCUDAGraph()
+        rest._segments = graph._segments[place + 1 :]
+        rest._break_fns = graph._break_fns[place + 1 :]
+        rest.replay()
+
+    def forget(self) -> None:
+        """Drop what is known of the graphs, which are released."""
+        self._places.clear()
+
+    def _cut_before(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        reach = eager_on_graph(True)(self._reach)
+
+        def cut_and_forward(*args: Any, **kwargs: Any) -> Any:
+            reach(number, *_tensors((*args, *kwargs.values())))
+            capture = breakable._current_capture_var.get()
+            if capture is not None:
+                graph = capture.cuda_graph
+                self._places.setdefault(graph, {})[number] = len(graph._break_fns) - 1
+            return forward(*args, **kwargs)
+
+        return cut_and_forward
+
+    def _reach(self, number: int, *tensors: torch.Tensor) -> None:
+        """Stop here or go on, with ``tensors`` as the memory that the next piece reads."""
+        goes_on_here = number == self._resumption.first
+        if self._gate.attention[0]:
+            try:
+                self._gate.reached(number)
+            except ForwardPreempted:
+                if not goes_on_here:  # Otherwise what was kept is still to be used.
+                    self._resumption.outputs = _Inputs(tuple(each.clone() for each in tensors))
+                raise
+        if goes_on_here:
+            kept = self._resumption.resumed
+            assert isinstance(kept, _Inputs), "the batch did not stop in a graph"
+            for each, value in zip(tensors, kept.tensors, strict=True):
+                each.copy_(value)
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors in arguments, as deep as lists and tuples go."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += _tensors(value)
+    return found
+
+
+def _restore(layer: nn.Module, own_forward: Callable[..., Any] | None) -> None:
+    """Undo the replacement of ``layer.forward``, which may have been the instance's own before."""
+    del layer.forward
+    if own_forward is not None:
+        layer.forward = own_forward

@@ -1,0 +1,39 @@
+"""Engines with safepoints, in every mode of SGLang that matters to a suspended step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from srt.scripted_engine import EngineProcess
+
+SUSPENDING = {
+    "offline_policy": "coserve",
+    "startup_profile_seconds": 0.0,
+    "slo_ttft_ms": 300.0,
+    "slo_tpot_ms": 40.0,
+    "safepoint_interval": 1,
+}
+
+Modes = tuple[bool, int, bool]
+"""Overlap, page size, radix cache."""
+
+MODES: dict[str, Modes] = {
+    f"{loop}-page{page_size}-{cache}": (loop == "overlap", page_size, cache == "radix")
+    for loop in ("normal", "overlap")
+    for page_size in (1, 16)
+    for cache in ("radix", "chunk")
+}
+QUICK = ("normal-page1-chunk", "overlap-page16-radix")
+"""Each value of each mode once."""
+
+
+def start(start_engine: Any, modes: str, **coserve: Any) -> EngineProcess:
+    overlap, page_size, radix = MODES[modes]
+    process = start_engine(
+        overlap=overlap,
+        page_size=page_size,
+        disable_radix_cache=not radix,
+        coserve={**SUSPENDING, **coserve},
+    )
+    assert isinstance(process, EngineProcess)
+    return process

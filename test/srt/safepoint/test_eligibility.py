@@ -1,0 +1,95 @@
+"""Which engines and batches are told apart, and why: those that cannot be suspended."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from srt import test_scheduler as scenarios
+from srt.conftest import Reference
+from srt.safepoint.modes import QUICK, start
+from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
+
+SPECS: list[Spec] = [(f"off{i}", scenarios.prompt(i, 100 + 50 * i), 8, True) for i in range(4)]
+
+
+def start_quick(start_engine: Any) -> EngineProcess:
+    return start(start_engine, QUICK[0])
+
+
+def reasons_against(engine: ScriptedEngine) -> list[str]:
+    """Return the reasons for engines like this one, but for one thing each."""
+    from sglang_coserve.srt.safepoint.eligibility import why_no_safepoints
+    from sglang_coserve.srt.safepoint.layers import decoder_layers
+
+    scheduler = engine.scheduler
+    layers = decoder_layers(scheduler.tp_worker.model_runner.model)
+    assert why_no_safepoints(scheduler, layers) is None
+    found = [why_no_safepoints(scheduler, [])]
+    for owner, name, value in (
+        (scheduler, "device", "npu"),
+        (scheduler.server_args, "enable_torch_compile", True),
+        (scheduler, "is_hybrid_swa", True),
+        (scheduler, "is_generation", False),
+        (scheduler.model_config, "is_encoder_decoder", True),
+        (scheduler.ps, "pp_size", 2),
+    ):
+        kept = getattr(owner, name)
+        object.__setattr__(owner, name, value)
+        found.append(why_no_safepoints(scheduler, layers))
+        object.__setattr__(owner, name, kept)
+    assert None not in found
+    return [str(reason) for reason in found]
+
+
+def test_engines_that_cannot_be_suspended_are_told_apart(start_engine: Any) -> None:
+    reasons = start_quick(start_engine).call(reasons_against)
+    assert len(set(reasons)) == len(reasons)
+    assert "no list of decoder layers was found in the model" in reasons
+
+
+def batch_of(hicache_consumer_index: int = -1, **row: Any) -> Any:
+    """As much of a batch as the question is about: a plain decode, and one more row."""
+    plain = {"session": None, "multimodal_inputs": None, "input_embeds": None}
+    reqs = [SimpleNamespace(**{**plain, **row}), SimpleNamespace(**plain)]
+    return SimpleNamespace(hicache_consumer_index=hicache_consumer_index, reqs=reqs)
+
+
+def test_batches_that_cannot_be_suspended_are_told_apart() -> None:
+    from sglang_coserve.srt.safepoint.eligibility import why_batch_must_end
+
+    something = object()
+    assert why_batch_must_end(batch_of(), 1) is None
+    # The images and embeddings of a row that decodes have done their part.
+    assert why_batch_must_end(batch_of(multimodal_inputs=something), 0) is None
+    reasons = {
+        why_batch_must_end(batch_of(**values), 1)
+        for values in (
+            {"hicache_consumer_index": 3},
+            {"session": something},
+            {"multimodal_inputs": something},
+            {"input_embeds": something},
+        )
+    }
+    assert len(reasons) == 4
+    assert None not in reasons
+
+
+def run_without_safepoints(engine: ScriptedEngine) -> tuple[dict[str, list[int]], Any]:
+    """Run as an engine does that was told apart at start."""
+    parts = engine.scheduler.parts
+    safepoints, parts.runner.safepoints = parts.runner.safepoints, None
+    parts.runner.why_no_safepoints = "a reason"
+    try:
+        outputs, _, _ = scenarios.run_mixed(engine, SPECS, 1)
+        return outputs, parts.status.state()["safepoints"]
+    finally:
+        parts.runner.safepoints = safepoints
+
+
+def test_an_engine_without_safepoints_says_why_and_works(
+    start_engine: Any, reference_outputs: Reference
+) -> None:
+    outputs, state = start_quick(start_engine).call(run_without_safepoints)
+    assert outputs == reference_outputs(SPECS)
+    assert state == {"enabled": False, "reason": "a reason"}

@@ -1,0 +1,176 @@
+"""A replay that stops between groups of layers, and goes on after others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_executor.runner_backend import (
+    BreakableCudaGraphBackend,
+    FullCudaGraphBackend,
+    TcPiecewiseCudaGraphBackend,
+)
+
+from sglang_coserve.srt.safepoint.prefill_graphs import (
+    CutPrefillBackend,
+    cut_prefill_graphs,
+    why_prefills_cannot_stop,
+)
+from srt.safepoint_cuda.call_graphs import (  # noqa: F401
+    INTERVAL,
+    LAYERS,
+    GraphedModel,
+    weak_references,
+)
+
+
+def whole(model: GraphedModel, graph: Any, seed: int) -> torch.Tensor:
+    model.load(seed)
+    model.cuts.replay(graph)
+    return model.x.clone()
+
+
+def test_a_graph_is_cut_before_each_group_but_the_first() -> None:
+    model = GraphedModel()
+    graph = model.capture()
+    assert [len(segment.calls) for segment in graph._segments] == [3, 3, 2]
+    model.load(1)
+    model.ran.clear()
+    eager = model.forward().clone()
+    model.ran.clear()
+    torch.testing.assert_close(whole(model, graph, 1), eager)
+    assert model.ran == list(range(LAYERS))
+    assert not any("cut_and_forward" in str(layer.forward) for layer in model.layers)
+
+
+@pytest.mark.parametrize(("arrival", "layer"), [(0, 3), (2, 3), (3, 6), (5, 6)])
+def test_it_goes_on_from_the_cut_with_what_was_there(arrival: int, layer: int) -> None:
+    model = GraphedModel()
+    graph = model.capture()
+    expected, other = whole(model, graph, 1), whole(model, graph, 2)
+    model.ran.clear()
+    model.load(1)
+    assert model.run_until(graph, arrival, lambda: model.cuts.replay(graph)) == layer
+    kept = model.resumption.outputs
+    torch.testing.assert_close(whole(model, graph, 2), other)
+    # Attention, positions and the like are prepared again; the layers' inputs are not.
+    model.load(1)
+    with model.resumption.resuming(layer, kept):
+        assert model.run_until(graph, None, lambda: model.cuts.replay(graph)) is None
+    torch.testing.assert_close(model.x, expected)
+    assert model.ran == [*range(layer), *range(LAYERS), *range(layer, LAYERS)]
+
+
+def test_it_may_stop_twice_and_at_once() -> None:
+    model = GraphedModel()
+    graph = model.capture()
+    expected = whole(model, graph, 1)
+    model.ran.clear()
+    model.load(1)
+
+    def replay() -> None:
+        model.cuts.replay(graph)
+
+    assert model.run_until(graph, 0, replay) == INTERVAL
+    kept = model.resumption.outputs
+    model.resumption.outputs = None
+    whole(model, graph, 2)
+    with model.resumption.resuming(INTERVAL, kept):
+        model.flag.raise_for(1)
+        assert model.run_until(graph, None, replay) == INTERVAL
+        assert model.resumption.outputs is None  # What was kept is still to be used.
+    with model.resumption.resuming(INTERVAL, kept):
+        assert model.run_until(graph, 4, replay) == 2 * INTERVAL
+        kept = model.resumption.outputs
+    whole(model, graph, 3)
+    with model.resumption.resuming(2 * INTERVAL, kept):
+        assert model.run_until(graph, None, replay) is None
+    torch.testing.assert_close(model.x, expected)
+
+
+def test_before_the_first_layer_nothing_is_kept() -> None:
+    model = GraphedModel()
+    graph = model.capture()
+    model.ran.clear()
+    model.flag.raise_for(1)
+    assert model.run_until(graph, None, lambda: model.cuts.replay(graph)) == 0
+    assert model.ran == []
+    assert model.resumption.outputs is None
+
+
+def test_a_batch_that_is_not_armed_ignores_the_flag() -> None:
+    model = GraphedModel()
+    graph = model.capture()
+    model.flag.raise_for(1)
+    model.ran.clear()
+    whole(model, graph, 1)
+    assert model.ran == list(range(LAYERS))
+
+
+def test_what_stopped_without_a_graph_does_not_go_on_in_one() -> None:
+    model = GraphedModel()
+    graph = model.capture()
+    with (
+        model.resumption.resuming(INTERVAL, (model.x, model.residual)),
+        pytest.raises(AssertionError, match="did not stop in a graph"),
+    ):
+        model.run_until(graph, None, lambda: model.cuts.replay(graph))
+
+
+# --- Prefills -----------------------------------------------------------------------------
+
+
+def runner_with(backend: Any, **runner: Any) -> Any:
+    args = SimpleNamespace(debug_cuda_graph=False, enable_memory_saver=False)
+    model_runner = SimpleNamespace(server_args=args, tp_group=None)
+    model_runner.prefill_cuda_graph_runner = (
+        None
+        if backend is None
+        else SimpleNamespace(
+            backend=backend, model_runner=model_runner, device_module=torch.cpu, **runner
+        )
+    )
+    return model_runner
+
+
+def test_prefill_graphs_are_captured_again() -> None:
+    events: list[str] = []
+    model = GraphedModel()
+    backend = BreakableCudaGraphBackend.__new__(BreakableCudaGraphBackend)
+    backend.cleanup = lambda: events.append("cleanup")  # type: ignore[method-assign]
+    model_runner = runner_with(backend, capture=lambda: events.append("capture"))
+    cut_prefill_graphs(model_runner, model.cuts)
+    assert events == ["cleanup", "capture"]
+    cut = model_runner.prefill_cuda_graph_runner.backend
+    assert isinstance(cut, CutPrefillBackend)
+    cut._graphs["shape"], cut._outputs["shape"] = model.capture(), "output"
+    model.load(1)
+    model.ran.clear()
+    assert cut.replay("shape", None) == "output"
+    assert model.ran == list(range(LAYERS))
+    cut.cleanup()
+    assert not model.cuts._places
+
+
+def test_prefills_without_graphs_are_left_alone() -> None:
+    model_runner = runner_with(None)
+    cut_prefill_graphs(model_runner, GraphedModel().cuts)
+    assert model_runner.prefill_cuda_graph_runner is None
+    model_runner.prefill_cuda_graph_runner = SimpleNamespace()  # SGLang's eager runner.
+    cut_prefill_graphs(model_runner, GraphedModel().cuts)
+
+
+@pytest.mark.parametrize(
+    ("backend", "stops"),
+    [
+        (None, True),
+        (BreakableCudaGraphBackend, True),
+        (TcPiecewiseCudaGraphBackend, False),
+        (FullCudaGraphBackend, False),
+    ],
+)
+def test_prefills_that_run_as_one_piece_are_told_apart(backend: Any, stops: bool) -> None:
+    made = None if backend is None else backend.__new__(backend)
+    assert (why_prefills_cannot_stop(runner_with(made)) is None) == stops
