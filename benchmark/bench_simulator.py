@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from sglang_coserve.core.latency_model import RooflineModel, find_hardware
 from sglang_coserve.core.offline_queue import OfflineQueue, OfflineQueueConfig, QueuedRequest
 from sglang_coserve.core.policies import make_policy
-from sglang_coserve.core.request import RequestClass
+from sglang_coserve.core.request import Ending, RequestClass
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
 from sglang_coserve.core.step import PrefillChunk, StepPlan, StepResult
@@ -77,10 +77,10 @@ class TimedScheduler(Scheduler):
         with self._timed():
             super().restore(rid, generated_tokens)
 
-    def finish(self, rid: str) -> None:
+    def finish(self, rid: str, ending: Ending = Ending.COMPLETE) -> None:
         """See ``Scheduler``."""
         with self._timed():
-            super().finish(rid)
+            super().finish(rid, ending)
 
 
 def main() -> None:

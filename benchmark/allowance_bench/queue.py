@@ -14,7 +14,7 @@ from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.interference import Interference
 from sglang_coserve.core.latency_model import PolynomialModel
 from sglang_coserve.core.prediction_error import PredictionError
-from sglang_coserve.core.request import RequestClass
+from sglang_coserve.core.request import Ending, RequestClass
 from sglang_coserve.core.slo import Latency, Slo, Statistic
 from sglang_coserve.core.slo_monitor import SloMonitor
 from sglang_coserve.core.snapshot import RequestInfo
@@ -136,7 +136,7 @@ def run(setting: QueueSetting) -> Outcome:
         now_s += seconds
         for rid, arrival_s, _ in served:
             interference.produced(rid, now_s)
-            interference.finished(rid)
+            interference.ended(rid, Ending.COMPLETE)
             ttfts_s.append(now_s - arrival_s)
         slowness = error.slowness
         interference.advance(partial(_predict, slowness), now_s)

@@ -9,7 +9,7 @@ from sglang_coserve.core.allowance import Allowance
 from sglang_coserve.core.baseline import Baseline
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.interference import Interference
-from sglang_coserve.core.request import RequestClass
+from sglang_coserve.core.request import Ending, RequestClass
 from sglang_coserve.core.slo import parse_slo
 from sglang_coserve.core.slo_monitor import SloMonitor
 from sglang_coserve.core.slo_report import SloReport
@@ -39,7 +39,7 @@ def serve(found: Interference, *token_times_s: float, rid: str = "a") -> None:
     found.arrived(info(rid))
     for now_s in token_times_s:
         found.produced(rid, now_s)
-    found.finished(rid)
+    found.ended(rid, Ending.COMPLETE)
 
 
 def measured_and_alone(report: SloReport) -> list[tuple[float | None, float | None]]:
@@ -70,7 +70,7 @@ def test_what_a_client_takes_back_says_nothing() -> None:
     found = followed()
     found.arrived(info())
     found.produced("a", 9.0)
-    found.forget("a")
+    found.ended("a", Ending.ABORTED)
     found.advance(predict, 10.0)
     assert found.monitor.report(10.0).requests == 0
     assert len(found) == 0
@@ -79,7 +79,7 @@ def test_what_a_client_takes_back_says_nothing() -> None:
 def test_what_has_finished_is_not_forgotten_before_it_is_judged() -> None:
     found = followed()
     serve(found, 0.5)
-    found.forget("a")
+    found.ended("a", Ending.ABORTED)
     found.advance(predict, 1.0)
     assert found.monitor.report(1.0).requests == 1
 
@@ -87,7 +87,7 @@ def test_what_has_finished_is_not_forgotten_before_it_is_judged() -> None:
 def test_a_refused_request_has_missed() -> None:
     found = followed()
     found.arrived(info())
-    found.refused("a", 1.0)
+    found.ended("a", Ending.REFUSED)
     found.advance(predict, 2.0)
     assert found.monitor.report(2.0).attainment == 0.0
     assert len(found) == 0
@@ -97,7 +97,7 @@ def test_offline_requests_are_not_followed() -> None:
     found = followed()
     found.arrived(info("b", RequestClass.OFFLINE))
     found.produced("b", 1.0)
-    found.finished("b")
+    found.ended("b", Ending.COMPLETE)
     assert len(found) == 0
 
 

@@ -19,6 +19,7 @@ from sglang_coserve.config import OFFLINE_POLICIES
 from sglang_coserve.core.latency_model import LatencyProfile
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.recording import (
+    Arrived,
     Event,
     EventEncoder,
     Finished,
@@ -35,6 +36,7 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.slo import deadlines
 from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.core.step import StepResult
 from sglang_coserve.errors import ConfigError, InputFileError
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.srt.plan_log import recorded
@@ -70,7 +72,7 @@ def assert_replays(path: Path, policy: str) -> None:
     assert setup.policy == policy
     assert setup.slos == SETUP.slos
     kinds = {type(event) for event in events}
-    assert kinds >= {OfflineAdded, Planned, Started, Updated, Finished}
+    assert kinds >= {Arrived, OfflineAdded, Planned, Started, Updated, Finished}
     assert_each_step_has_a_result(events)
     replays = list(replay(events, setup.make()))
     assert len(replays) > 200
@@ -88,6 +90,9 @@ def assert_each_step_has_a_result(events: list[Event]) -> None:
             admitted[step] = event
         elif isinstance(event, Updated):
             result = event.result
+            if result.step is None:
+                assert result == StepResult(None, result.started_s, served=result.served)
+                continue
             done.append(result.step)
             assert set(result.chunks) <= set(admitted[result.step].chunks)
             assert result.given_up or result.batch.prefill_requests == len(result.chunks)

@@ -64,7 +64,7 @@ def test_without_overlap_a_pass_shows_the_time_of_its_own_step() -> None:
     engine = Engine(is_overlapped=False)
     assert engine.run(10.0, 0) == []
     assert times(engine.run(10.5, None)) == [(0, 0.5)]
-    assert times(engine.run(11.0, 1)) == []
+    assert times(engine.run(11.0, 1)) == [(None, None)]
     (result,) = engine.run(11.25, 2)
     info = engine.ledger["r2"]
     stats = BatchStats.of([(3, 0)])
@@ -81,7 +81,7 @@ def test_with_overlap_it_shows_the_time_of_the_step_before() -> None:
     assert times(engine.run(10.6, 2)) == [(0, 0.5)]
     assert times(engine.run(11.0, None)) == [(1, pytest.approx(0.4))]
     # The time of the third is mixed with that of a batch that nobody planned.
-    assert times(engine.run(11.3, None)) == [(2, None)]
+    assert times(engine.run(11.3, None)) == [(2, None), (None, None)]
 
 
 def test_a_result_waits_for_its_tokens() -> None:
@@ -93,6 +93,17 @@ def test_a_result_waits_for_its_tokens() -> None:
     (result,) = engine.run(11.0, 2, results=False)
     assert times([result]) == [(0, 0.5)]
     assert result.served[0].token_s == 11.0
+
+
+def test_of_a_pass_that_nobody_planned_the_tokens_are_told() -> None:
+    engine = Engine(is_overlapped=False)
+    engine.run(10.0, None)
+    info = engine.ledger["r0"]
+    assert engine.run(10.5, None, results=False) == [
+        StepResult(None, 10.0, served=(Served(info, None, 10.5),))
+    ]
+    engine.tracker.processed([], [])
+    assert engine.run(11.0, None, results=False) == []
 
 
 def test_a_step_of_which_nothing_ran_has_an_empty_result() -> None:

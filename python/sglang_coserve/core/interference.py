@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +13,10 @@ from sglang_coserve.core.baseline import Baseline, EngineSize
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.bottleneck import fixed_s
 from sglang_coserve.core.latency_model import LatencyModel
-from sglang_coserve.core.slo import Slo
+from sglang_coserve.core.request import Ending
+from sglang_coserve.core.slo import Slo, request_targets
 from sglang_coserve.core.slo_monitor import SloMonitor, TokenTimes
 from sglang_coserve.core.snapshot import RequestInfo
-from sglang_coserve.metrics import SloTargets
 
 __all__ = ["Interference"]
 
@@ -57,7 +58,8 @@ class Interference:
         self._baseline = baseline
         self._allowance = allowance
         self._watched: dict[str, _Watched] = {}
-        self._ended = 0
+        self._num_judged = 0
+        self._now_s = -math.inf
         self._gaps_per_request = 0.0
 
     @classmethod
@@ -75,7 +77,13 @@ class Interference:
             ttft_prior_s=model.predict(BatchStats.of([(engine.chunk_tokens, 0)])),
             gap_prior_s=fixed_s(model),
         )
-        return cls(SloMonitor(SloTargets(), slos), engine.baseline(), allowance)
+        return cls(_monitor(slos), engine.baseline(), allowance)
+
+    @classmethod
+    def measured(cls, slos: Sequence[Slo]) -> Interference:
+        """Judge by what is measured alone, and steer nothing: there is no latency model."""
+        steers_nothing = Allowance((), ttft_prior_s=1.0, gap_prior_s=1.0)
+        return cls(_monitor(slos), None, steers_nothing)
 
     @property
     def allowance(self) -> Allowance:
@@ -102,12 +110,14 @@ class Interference:
         """
         if not info.is_online or info.rid in self._watched:
             return
+        self._now_s = max(self._now_s, info.arrival_s)
         self._watched[info.rid] = _Watched(info)
         if self._baseline is not None:
             self._baseline.arrived(info.rid, info.arrival_s, info.prompt_tokens, cached_tokens)
 
     def produced(self, rid: str, now_s: float) -> None:
         """Note that a token came out; of a request that is not followed it says nothing. O(1)."""
+        self._now_s = now_s
         watched = self._watched.get(rid)
         if watched is None:
             return
@@ -121,29 +131,19 @@ class Interference:
         if self._baseline is not None:
             self._baseline.produced(rid)
 
-    def finished(self, rid: str) -> None:
-        """Note that a request has all its tokens. O(1)."""
+    def ended(self, rid: str, ending: Ending) -> None:
+        """Note that a request has ended; of one that is not followed it says nothing. O(1)."""
         watched = self._watched.get(rid)
-        if watched is None:
+        if watched is None or watched.is_finished:
             return
-        watched.is_finished = True
-        if self._baseline is None:
-            self._judge(watched)
-        else:
+        if ending is Ending.COMPLETE:
+            self._finished(watched)
+            return
+        if self._baseline is not None:
             self._baseline.ended(rid)
-            self._judge_if_complete(watched)
-
-    def refused(self, rid: str, now_s: float) -> None:
-        """Note that the server gave a request up. O(1)."""
-        watched = self._forget(rid)
-        if watched is not None:
-            self._monitor.failed(watched.info, now_s, _times(watched))
-
-    def forget(self, rid: str) -> None:
-        """Follow a request no longer that has not finished: its client took it back. O(1)."""
-        watched = self._watched.get(rid)
-        if watched is not None and not watched.is_finished:
-            self._forget(rid)
+        del self._watched[rid]
+        if ending is Ending.REFUSED:
+            self._monitor.failed(watched.info, self._now_s, _times(watched))
 
     def advance(self, predict: Callable[[BatchStats], float], now_s: float) -> None:
         """Run the baseline on as far as it is known; O(online rows) a step of the engine.
@@ -152,6 +152,7 @@ class Interference:
             predict: Seconds of a step.
             now_s: Every request that arrived by now is followed.
         """
+        self._now_s = max(self._now_s, now_s)
         if self._baseline is None:
             return
         monitor, allowance = self._monitor, self._allowance
@@ -176,6 +177,14 @@ class Interference:
                 self._judge_if_complete(watched)
         if gaps:
             allowance.gaps(gaps)
+
+    def _finished(self, watched: _Watched) -> None:
+        watched.is_finished = True
+        if self._baseline is None:
+            self._judge(watched)
+        else:
+            self._baseline.ended(watched.info.rid)
+            self._judge_if_complete(watched)
 
     def _learn_first_token(self, watched: _Watched) -> None:
         """Tell of a first token once it is known in both."""
@@ -211,19 +220,18 @@ class Interference:
         measured = _times(watched)
         if measured is None:
             return
-        self._ended += 1
+        self._num_judged += 1
         gaps = measured.tokens - 1
-        weight = 1 / min(self._ended, _FEW_REQUESTS)
+        weight = 1 / min(self._num_judged, _FEW_REQUESTS)
         self._gaps_per_request += weight * (gaps - self._gaps_per_request)
         self._monitor.finished(watched.info, measured, alone)
         if measured.tokens > 1:
             tpot_alone_s = None if alone is None else alone.tpot_s
             self._allowance.finished(watched.info, measured.tpot_s, tpot_alone_s)
 
-    def _forget(self, rid: str) -> _Watched | None:
-        if self._baseline is not None:
-            self._baseline.ended(rid)
-        return self._watched.pop(rid, None)
+
+def _monitor(slos: Sequence[Slo]) -> SloMonitor:
+    return SloMonitor(request_targets([slo for slo in slos if slo.limit_s is not None]), slos)
 
 
 def _times(watched: _Watched) -> TokenTimes | None:

@@ -8,7 +8,7 @@ from typing import Final
 
 from sglang_coserve.errors import UnknownClassError
 
-__all__ = ["LEGAL_TRANSITIONS", "RequestClass", "RequestState", "check_transition"]
+__all__ = ["LEGAL_TRANSITIONS", "Ending", "RequestClass", "RequestState", "check_transition"]
 
 
 class RequestClass(Enum):
@@ -77,6 +77,20 @@ class RequestState(Enum):
 
 
 _S = RequestState
+
+
+class Ending(Enum):
+    """How a request ended."""
+
+    COMPLETE = "complete"
+    """It has all its tokens."""
+
+    REFUSED = "refused"
+    """The server gave it up."""
+
+    ABORTED = "aborted"
+    """Its client took it back, which says nothing about the server."""
+
 
 LEGAL_TRANSITIONS: Final = MappingProxyType(
     {

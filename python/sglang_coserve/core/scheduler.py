@@ -24,6 +24,7 @@ from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.prediction_error import PredictionError
+from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler_config import OnlineOrder, SchedulerConfig
 from sglang_coserve.core.slo import Slo
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
@@ -186,9 +187,9 @@ class Scheduler:
         self._queue.restore(rid, generated_tokens)
         self._policy.evicted()
 
-    def finish(self, rid: str) -> None:
-        """Forget a request of either class that has ended, for whatever reason."""
-        self._interference.finished(rid)
+    def finish(self, rid: str, ending: Ending = Ending.COMPLETE) -> None:
+        """Forget a request of either class that has ended."""
+        self._interference.ended(rid, ending)
         if self._queue.is_running(rid):
             self._policy.finished()
             self._queue.remove(rid)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from sglang_coserve.core.offline_queue import QueuedRequest
-from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.request import Ending, RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
 from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan, StepResult
 from sglang_coserve.simulator.counters import Counters
@@ -51,7 +51,7 @@ class SchedulerDoor(Protocol):
         """Let an offline request that lost its KV wait again."""
         ...
 
-    def finish(self, rid: str) -> None:
+    def finish(self, rid: str, ending: Ending = Ending.COMPLETE) -> None:
         """Forget a request that ended."""
         ...
 
@@ -198,7 +198,7 @@ class Engine:
 
     def forget(self, request: SimRequest) -> None:
         """Let another engine have a request."""
-        self._scheduler.finish(request.info.rid)
+        self._scheduler.finish(request.info.rid, Ending.ABORTED)
 
     def _run(self, plan: StepPlan, batch: RunningBatch) -> None:
         """Let time pass until the step ends, or is suspended at a safepoint."""
@@ -246,7 +246,7 @@ class Engine:
 
     def _tell_changes(self, plan: StepPlan, batch: RunningBatch) -> None:
         for request in batch.shed:
-            self._scheduler.finish(request.info.rid)
+            self._scheduler.finish(request.info.rid, Ending.REFUSED)
             self._tell(RequestEvent.SHED, request)
         for request in batch.evicted:
             self.counters.evictions += 1

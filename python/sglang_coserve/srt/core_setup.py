@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.baseline import EngineSize
 from sglang_coserve.core.latency_model import LatencyProfile
 from sglang_coserve.core.recording import RecordingScheduler, SchedulerSetup
 from sglang_coserve.core.scheduler import Scheduler
@@ -13,11 +14,12 @@ __all__ = ["make_core_scheduler"]
 
 
 def make_core_scheduler(
-    config: CoserveConfig, profile: LatencyProfile, *, records: bool
+    config: CoserveConfig, profile: LatencyProfile, engine: EngineSize, *, records: bool
 ) -> Scheduler | RecordingScheduler:
     """Return a scheduler with the policy, the targets and the limits of ``config``.
 
-    ``records`` says whether this rank writes the recording, if there is to be one.
+    ``engine`` is that of the no-interference baseline. ``records`` says whether this rank writes
+    the recording, if there is to be one.
 
     Raises:
         ConfigError: the recording cannot be written.
@@ -31,6 +33,7 @@ def make_core_scheduler(
             refine=True,
         ),
         profile=profile,
+        engine=engine,
     )
     if records and config.record_plans is not None:
         return recorded(setup, config.record_plans)

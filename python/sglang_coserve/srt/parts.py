@@ -6,7 +6,8 @@ from collections import Counter
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.baseline import Baseline
+from sglang_coserve.core.baseline import EngineSize
+from sglang_coserve.core.request import Ending
 from sglang_coserve.srt.admission.fifo import FifoAdmission
 from sglang_coserve.srt.admission.planned import PlannedAdmission
 from sglang_coserve.srt.admission.protocol import Admission
@@ -19,7 +20,6 @@ from sglang_coserve.srt.rank_clock import RankClock
 from sglang_coserve.srt.request_intake import RequestIntake
 from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.safepoint.install import Installed
-from sglang_coserve.srt.slo_watch import SloWatch
 from sglang_coserve.srt.status import SchedulerStatus
 from sglang_coserve.srt.step_runner import StepRunner
 
@@ -37,13 +37,11 @@ class CoserveParts:
         Raises:
             CoserveError: the latency profile cannot be used, or the recording not be written.
         """
-        is_rank_0 = scheduler.ps.tp_rank == 0
         self.events: Counter[str] = Counter()
         """What became of offline requests so far."""
 
         self.ledger = RequestLedger(scheduler.tree_cache)
         self.checkpointing = KvCheckpointing(scheduler.tree_cache)
-        self.slo_watch = SloWatch(config, _baseline(scheduler, config), warns=is_rank_0)
         self.view = EngineView(scheduler)
         self.eviction = OfflineEviction(scheduler, self.view, self.events)
         self.runner = StepRunner(scheduler, installed)
@@ -54,7 +52,6 @@ class CoserveParts:
             view=self.view,
             clock=clock,
             ledger=self.ledger,
-            slo_watch=self.slo_watch,
             events=self.events,
             forget=self.forget,
         )
@@ -63,7 +60,6 @@ class CoserveParts:
             config,
             admission=self.admission,
             runner=self.runner,
-            slo_watch=self.slo_watch,
             checkpointing=self.checkpointing,
             events=self.events,
         )
@@ -75,30 +71,31 @@ class CoserveParts:
                 config,
                 view=self.view,
                 eviction=self.eviction,
+                clock=clock,
                 events=self.events,
                 forget=self.forget,
             )
         profile = latency_profile(scheduler, config)
         return PlannedAdmission(
             scheduler,
-            make_core_scheduler(config, profile, records=scheduler.ps.tp_rank == 0),
+            make_core_scheduler(
+                config, profile, _engine_size(scheduler), records=scheduler.ps.tp_rank == 0
+            ),
             view=self.view,
             eviction=self.eviction,
             runner=self.runner,
             clock=clock,
             ledger=self.ledger,
             checkpointing=self.checkpointing,
-            slo_watch=self.slo_watch,
             events=self.events,
             forget=self.forget,
         )
 
-    def forget(self, rid: str) -> None:
+    def forget(self, rid: str, ending: Ending = Ending.ABORTED) -> None:
         """Drop what is kept of a request that has ended."""
         # The admission asks the ledger whether there was one.
-        self.admission.forget(rid)
+        self.admission.forget(rid, ending)
         self.ledger.forget(rid)
-        self.slo_watch.forget(rid)
         self.checkpointing.forget(rid)
         self.runner.forget(rid)
 
@@ -108,11 +105,9 @@ class CoserveParts:
             self.forget(rid)
 
 
-def _baseline(scheduler: Any, config: CoserveConfig) -> Baseline | None:
-    """Return an online-only engine to compare with; None without a model of its steps."""
-    if config.offline_policy == "fifo":
-        return None
-    return Baseline(
+def _engine_size(scheduler: Any) -> EngineSize:
+    """Return the limits by which SGLang composes its steps."""
+    return EngineSize(
         chunk_tokens=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
         max_rows=scheduler.max_running_requests,
         kv_tokens=scheduler.max_total_num_tokens,

@@ -16,7 +16,6 @@ from sglang_coserve.srt.offline_marks import restore_generated
 from sglang_coserve.srt.rank_clock import RankClock
 from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.request_marks import is_offline
-from sglang_coserve.srt.slo_watch import SloWatch
 
 __all__ = ["RequestIntake"]
 
@@ -36,7 +35,6 @@ class RequestIntake:
         view: EngineView,
         clock: RankClock,
         ledger: RequestLedger,
-        slo_watch: SloWatch,
         events: Counter[str],
         forget: Callable[[str], None],
     ) -> None:
@@ -46,7 +44,6 @@ class RequestIntake:
         self._view = view
         self._clock = clock
         self._ledger = ledger
-        self._slo_watch = slo_watch
         self._events = events
         self._forget = forget
 
@@ -72,8 +69,7 @@ class RequestIntake:
         now_s = self._clock.now_s()
         info = self._ledger.add(req, self._clock.arrival_s(req, now_s), now_s)
         if info.is_online and not is_retracted:
-            is_matched = self._slo_watch.has_baseline and req.to_finish is None
-            self._slo_watch.arrived(info, self._ledger.match_prefix(req) if is_matched else 0)
+            self._admission.arrived(req, info)
         # A request that failed validation takes SGLang's way out whatever its class.
         if is_offline(req) and req.to_finish is None:
             self._enqueue_offline(req)

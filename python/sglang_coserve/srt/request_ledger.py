@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from sglang_coserve.core.request import RequestClass, RequestState
+from sglang_coserve.core.request import Ending, RequestClass, RequestState
 from sglang_coserve.core.snapshot import RequestInfo, Row
 from sglang_coserve.srt.request_marks import is_offline, targets_of
 from sglang_coserve.srt.row_groups import has_plain_state
 
-__all__ = ["RequestLedger"]
+__all__ = ["RequestLedger", "ending_of"]
 
 Req = Any
 
@@ -109,3 +109,9 @@ class RequestLedger:
         """Return how many leading tokens of a waiting request the radix cache holds."""
         req.init_next_round_input(self._tree_cache)
         return len(req.prefix_indices)
+
+
+def ending_of(req: Req) -> Ending:
+    """Return how a request ended that has finished."""
+    is_aborted = req.finished_reason.to_json()["type"] == "abort"
+    return Ending.ABORTED if is_aborted else Ending.COMPLETE

@@ -6,7 +6,6 @@ with SGLang's own method where that is needed.
 
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -162,7 +161,6 @@ class CoserveScheduler(Scheduler):
         end_unusable(batch, result)
         super().process_batch_result(batch, result)
         self.parts.checkpointing.processed(batch)
-        self.parts.slo_watch.results(batch.reqs, time.perf_counter())
         self.parts.status.publish()
         has_token = [len(req.output_ids) > count for req, count in zip(reqs, before, strict=True)]
         self.parts.admission.processed(reqs, has_token)

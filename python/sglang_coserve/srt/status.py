@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from typing import Any
@@ -12,10 +13,11 @@ from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.exporter import Exporter
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.request_marks import is_offline
-from sglang_coserve.srt.slo_watch import SloWatch
 from sglang_coserve.srt.step_runner import StepRunner
 
 __all__ = ["EXPECTED_RATE_KEY", "INIT_INFO_KEY", "SchedulerStatus"]
+
+logger = logging.getLogger(__name__)
 
 INIT_INFO_KEY = "coserve"
 """Where the scheduler's start-up handshake says that co-serving is in place."""
@@ -34,7 +36,6 @@ class SchedulerStatus:
         *,
         admission: Admission,
         runner: StepRunner,
-        slo_watch: SloWatch,
         checkpointing: KvCheckpointing,
         events: Counter[str],
     ) -> None:
@@ -42,11 +43,11 @@ class SchedulerStatus:
         self._config = config
         self._admission = admission
         self._runner = runner
-        self._slo_watch = slo_watch
         self._checkpointing = checkpointing
         self._events = events
         args = scheduler.server_args
-        wants_metrics = args.enable_metrics and scheduler.ps.tp_rank == 0
+        self._is_rank_0 = scheduler.ps.tp_rank == 0
+        wants_metrics = args.enable_metrics and self._is_rank_0
         self._exporter = Exporter(args.served_model_name) if wants_metrics else None
 
     def init_info(self) -> dict[str, Any]:
@@ -68,7 +69,7 @@ class SchedulerStatus:
         num_offline = sum(is_offline(req) for req in running)
         prefilling = scheduler.chunked_req
         return {
-            "slo": self._slo_watch.report(time.perf_counter()),
+            "slo": self._admission.interference.monitor.report(time.perf_counter()).to_dict(),
             "online": {
                 "waiting": len(scheduler.waiting_queue),
                 "running": len(running) - num_offline,
@@ -85,9 +86,15 @@ class SchedulerStatus:
         }
 
     def publish(self) -> None:
-        """Renew the Prometheus metrics, where they are wanted and due."""
-        if self._exporter is not None and self._exporter.is_due(now_s := time.perf_counter()):
+        """Renew the Prometheus metrics, where they are wanted and due; warn of missed targets."""
+        if not self._is_rank_0:
+            return  # All ranks see the same.
+        now_s = time.perf_counter()
+        if self._exporter is not None and self._exporter.is_due(now_s):
             self._exporter.publish(self.state(), self._counted_events(), now_s)
+        warning = self._admission.interference.monitor.warning(now_s)
+        if warning is not None:
+            logger.warning("%s", warning)
 
     def _counted_events(self) -> dict[str, int]:
         return {name: self._events[name] for name in self._admission.event_names}

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.step import PrefillChunk, Served, StepResult
@@ -23,7 +23,9 @@ ScheduleBatch = Any
 class _Step:
     """A step whose result is not complete yet."""
 
-    number: int
+    number: int | None
+    """None of one that the core did not plan."""
+
     started_s: float
     batch: BatchStats
     chunks: tuple[PrefillChunk, ...]
@@ -54,7 +56,8 @@ class StepTracker:
     A pass of the scheduler begins (``next_pass``), may be a step of the core (``started``),
     and ends with its batch (``launched``), which may be suspended while it runs
     (``suspended``), and then go on (``resumed``) or be dropped in a later pass. Its results
-    come then or during the next pass (``processed``).
+    come then or during the next pass (``processed``). Of a batch that the core did not plan,
+    it is told who got a token, and nothing else.
 
     Times are those of passes. Without overlap, and on a CPU in any case, a pass's batch runs
     until the next pass. Where the batch runs beside the scheduler, a pass ends when the
@@ -70,12 +73,12 @@ class StepTracker:
         self._suspended: _Step | None = None
         self._resumed: _Step | None = None
         self._last: deque[_Step | None] = deque(maxlen=self._lag + 1)
-        """Of the last passes; None for what the core did not plan."""
+        """Of the last passes; None of one in which nothing ran."""
 
-        self._running: deque[_Step | None] = deque()
+        self._running: deque[_Step] = deque()
         """Launched batches without results, in order."""
 
-        self._told: list[tuple[_Step | None, Sequence[Req], Sequence[bool]]] = []
+        self._told: list[tuple[_Step, Sequence[Req], Sequence[bool]]] = []
         """Results since the last pass: rows, and whether each got a token."""
 
         self._open: deque[_Step] = deque()
@@ -84,15 +87,15 @@ class StepTracker:
         """Return the steps that are complete now, in order. O(rows of them)."""
         self._note_time(now_s)
         for step, reqs, has_token in self._told:
-            served = self._note_tokens(reqs, has_token, now_s)
-            if step is not None:
-                step.served = served
-                step.is_told = True
+            step.served = self._note_tokens(reqs, has_token, now_s)
+            step.is_told = True
         self._told.clear()
         self._pass_s = now_s
         results = []
         while self._open and self._open[0].is_timed and self._open[0].is_told:
-            results.append(self._open.popleft().result())
+            step = self._open.popleft()
+            if step.number is not None or step.served:
+                results.append(step.result())
         return results
 
     def started(self, step: int) -> None:
@@ -106,12 +109,16 @@ class StepTracker:
         if step is not None:
             step.is_suspended = False
             self._open.append(step)
-        elif number is not None:
+        elif number is not None or batch:
             assert self._pass_s is not None
-            step = _Step(number, self._pass_s, *_content(batch), is_told=not batch)
+            is_planned = number is not None
+            content = _content(batch if is_planned else None)
+            step = _Step(number, self._pass_s, *content, is_timed=not is_planned)
+            step.is_told = not batch
             self._open.append(step)
         self._last.append(step)
         if batch:
+            assert step is not None
             self._running.append(step)
 
     def suspended(self) -> None:
@@ -143,7 +150,7 @@ class StepTracker:
         if len(self._last) <= self._lag:
             return
         step, newest = self._last[0], self._last[-1]
-        if step is None or step.is_timed:
+        if not _is_planned(step) or step.is_timed:
             return
         if step.is_suspended:
             # Of a part the time is not known where the batch before it may have taken some.
@@ -151,7 +158,7 @@ class StepTracker:
             step.spent_s += ran_s
             return
         step.is_timed = True
-        ran_alone = newest is not None and not step.batch.is_empty
+        ran_alone = _is_planned(newest) and not step.batch.is_empty
         if ran_alone and self._pass_s is not None and now_s > self._pass_s:
             seconds = step.spent_s + now_s - self._pass_s
             step.seconds = None if math.isnan(seconds) else seconds
@@ -170,6 +177,10 @@ class StepTracker:
             if has:
                 ledger.produced(req.rid, now_s)
         return tuple(served)
+
+
+def _is_planned(step: _Step | None) -> TypeGuard[_Step]:
+    return step is not None and step.number is not None
 
 
 def _content(batch: ScheduleBatch | None) -> tuple[BatchStats, tuple[PrefillChunk, ...]]:

@@ -9,6 +9,7 @@ calls as events; ``replay`` makes them again on a fresh scheduler from the same
 from sglang_coserve.core.recording.decoder import read_recording
 from sglang_coserve.core.recording.encoder import EventEncoder, encode_setup
 from sglang_coserve.core.recording.events import (
+    Arrived,
     Event,
     Finished,
     OfflineAdded,
@@ -23,6 +24,7 @@ from sglang_coserve.core.recording.scheduler import RecordingScheduler
 from sglang_coserve.core.recording.setup import SchedulerSetup
 
 __all__ = [
+    "Arrived",
     "Event",
     "EventEncoder",
     "Finished",

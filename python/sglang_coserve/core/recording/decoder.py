@@ -12,7 +12,7 @@ from typing import Any, Final
 from sglang_coserve.core.baseline import EngineSize
 from sglang_coserve.core.latency_model import LatencyProfile
 from sglang_coserve.core.latency_model.json_object import JsonObject
-from sglang_coserve.core.recording.events import Event, Finished, Planned, Updated
+from sglang_coserve.core.recording.events import Arrived, Event, Finished, Planned, Updated
 from sglang_coserve.core.recording.line_format import EVENTS, FORMAT, STATE_LETTERS, VERSION
 from sglang_coserve.core.recording.plain import from_plain, read_dataclass
 from sglang_coserve.core.recording.setup import SchedulerSetup
@@ -104,6 +104,8 @@ class _EventDecoder:
             return self._planned_event(line)
         if kind is Updated:
             return self._updated_event(line)
+        if kind is Arrived:
+            return self._arrived_event(line)
         event: Event = read_dataclass(
             kind, {name: value for name, value in line.items() if name != "event"}
         )
@@ -111,9 +113,15 @@ class _EventDecoder:
             del self._infos[self._numbers.pop(event.rid)]
         return event
 
+    def _arrived_event(self, line: _Line) -> Arrived:
+        self._new(line, is_kept=True)
+        number = _field(line, "request", partial(from_plain, int))
+        if number not in self._infos:
+            raise ValueError(f"request: no request has the number {number}")
+        return Arrived(self._infos[number], _field(line, "cached_tokens", partial(from_plain, int)))
+
     def _planned_event(self, line: _Line) -> Planned:
-        for number, info in self._new(line).items():
-            self._numbers[info.rid] = number
+        self._new(line, is_kept=True)
         rows, waiting = (_field(line, name, self._rows) for name in ("rows", "waiting"))
         engine = partial(read_dataclass, EngineSnapshot, rows=rows, waiting=waiting)
         return Planned(
@@ -123,18 +131,20 @@ class _EventDecoder:
         )
 
     def _updated_event(self, line: _Line) -> Updated:
-        new = self._new(line)
+        new = self._new(line, is_kept=False)
         event = Updated(_field(line, "result", self._result))
         for number in new:
             del self._infos[number]
         return event
 
-    def _new(self, line: _Line) -> dict[int, RequestInfo]:
+    def _new(self, line: _Line, *, is_kept: bool) -> dict[int, RequestInfo]:
         """Return the requests that this line describes, by number."""
         infos = _field(line, "new", partial(from_plain, tuple[RequestInfo, ...]))
         new = dict(enumerate(infos, start=self._num_known))
         self._infos |= new
         self._num_known += len(new)
+        if is_kept:
+            self._numbers |= {info.rid: number for number, info in new.items()}
         return new
 
     def _result(self, value: object) -> StepResult:

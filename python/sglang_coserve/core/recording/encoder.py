@@ -8,7 +8,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Final
 
-from sglang_coserve.core.recording.events import Event, Finished, Planned, Updated
+from sglang_coserve.core.recording.events import Arrived, Event, Finished, Planned, Updated
 from sglang_coserve.core.recording.line_format import EVENTS, FORMAT, STATE_LETTERS, VERSION
 from sglang_coserve.core.recording.plain import to_plain
 from sglang_coserve.core.recording.setup import SchedulerSetup
@@ -52,6 +52,10 @@ class EventEncoder:
             values = self._planned_values(event)
         elif isinstance(event, Updated):
             values = self._updated_values(event.result)
+        elif isinstance(event, Arrived):
+            new: list[RequestInfo] = []
+            number = self._number(event.info, new)
+            values = {"new": to_plain(new), "request": number, "cached_tokens": event.cached_tokens}
         else:
             values = to_plain(event)
         if isinstance(event, Finished):

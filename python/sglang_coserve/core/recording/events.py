@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from sglang_coserve.core.offline_queue import QueuedRequest
+from sglang_coserve.core.request import Ending
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo
 from sglang_coserve.core.step import PrefillChunk, StepPlan, StepResult
 
@@ -75,6 +76,7 @@ class Finished:
     """``Scheduler.finish`` was called."""
 
     rid: str
+    ending: Ending = Ending.COMPLETE
 
 
 Event: TypeAlias = Arrived | OfflineAdded | Planned | Started | Updated | Restored | Finished

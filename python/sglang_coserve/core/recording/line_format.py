@@ -4,12 +4,13 @@ Line 1 is an object with ``format``, ``version``, ``policy``, ``slos``, ``engine
 (the size of the baseline's), ``config`` and ``profile`` (a latency profile). Every other
 line is an event under its name:
 
-- ``arrived``, ``added``, ``started``, ``restored``, ``finished``: the fields of the event.
+- ``added``, ``started``, ``restored``, ``finished``: the fields of the event.
+- ``arrived``: ``request``, by number; ``cached_tokens``; and ``new``, what does not change
+  of the requests seen for the first time. Lines refer to them by number, counted from 0
+  over the whole recording until they finish.
 - ``planned``: ``engine``, the snapshot without its rows; ``rows`` and ``waiting``, by
-  column, null when there are none; ``new``, what does not change of the requests seen for
-  the first time, which columns refer to by number, counted from 0 over the whole
-  recording until they finish; ``cached_tokens``; and ``plan``, its fields that are not
-  those of an empty plan.
+  column, null when there are none; ``new``; ``cached_tokens``; and ``plan``, its fields
+  that are not those of an empty plan.
 - ``updated``: ``result``, its fields that are not those of an empty result, but for
   ``served``, which is by column; and ``new``.
 """

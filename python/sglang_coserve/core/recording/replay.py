@@ -78,8 +78,8 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[ReplayedPl
                 scheduler.update(result)
             case Restored(rid, generated_tokens):
                 scheduler.restore(rid, generated_tokens)
-            case Finished(rid):
-                scheduler.finish(rid)
+            case Finished(rid, ending):
+                scheduler.finish(rid, ending)
                 cache.known.pop(rid, None)
             case _:
                 assert_never(event)

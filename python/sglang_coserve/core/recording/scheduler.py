@@ -18,6 +18,7 @@ from sglang_coserve.core.recording.events import (
     Started,
     Updated,
 )
+from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
 from sglang_coserve.core.step import PrefillChunk, StepPlan, StepResult
@@ -88,10 +89,10 @@ class RecordingScheduler:
         self._scheduler.restore(rid, generated_tokens)
         self._sink(Restored(rid, generated_tokens))
 
-    def finish(self, rid: str) -> None:
+    def finish(self, rid: str, ending: Ending = Ending.COMPLETE) -> None:
         """See ``Scheduler.finish``."""
-        self._scheduler.finish(rid)
-        self._sink(Finished(rid))
+        self._scheduler.finish(rid, ending)
+        self._sink(Finished(rid, ending))
 
 
 class _NotedAnswers:

@@ -14,13 +14,18 @@ from contextlib import suppress
 from typing import Any, Final
 
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.interference import Interference
 from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.request import Ending
+from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.srt.admission.offline_waiting import OfflineWaiting
 from sglang_coserve.srt.admission.protocol import OFFLINE_EVENTS
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.latency_source import known_latency_model
 from sglang_coserve.srt.offline_eviction import OfflineEviction, Prefill
+from sglang_coserve.srt.rank_clock import RankClock
+from sglang_coserve.srt.request_ledger import ending_of
 from sglang_coserve.srt.request_marks import is_offline
 
 __all__ = ["FifoAdmission"]
@@ -45,14 +50,17 @@ class FifoAdmission:
         *,
         view: EngineView,
         eviction: OfflineEviction,
+        clock: RankClock,
         events: Counter[str],
-        forget: Callable[[str], None],
+        forget: Callable[[str, Ending], None],
     ) -> None:
-        """``forget`` is called with the name of each request that has ended."""
+        """``forget`` is called with the name of each request that has ended, and how."""
+        self.interference = Interference.measured(config.slos())
         self._scheduler = scheduler
         self._config = config
         self._view = view
         self._eviction = eviction
+        self._clock = clock
         self._events = events
         self._forget = forget
         self._waiting = OfflineWaiting()
@@ -67,6 +75,11 @@ class FifoAdmission:
         else:
             self._waiting.append(req)
 
+    def arrived(self, req: Req, info: RequestInfo) -> None:
+        """See ``Admission``."""
+        del req
+        self.interference.arrived(info)
+
     def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
         """See ``Admission``."""
         return self._waiting.remove_if(matches)
@@ -75,8 +88,9 @@ class FifoAdmission:
         """See ``Admission``."""
         return len(self._waiting)
 
-    def forget(self, rid: str) -> None:
-        """See ``Admission``: nothing is kept beside the queue."""
+    def forget(self, rid: str, ending: Ending) -> None:
+        """See ``Admission``."""
+        self.interference.ended(rid, ending)
 
     # --- One pass ------------------------------------------------------------------------
 
@@ -120,11 +134,13 @@ class FifoAdmission:
         """See ``Admission``: nothing is learned from it."""
 
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
-        """Forget who ended."""
-        del has_token
-        for req in reqs:
+        """Note who got a token, and forget who ended."""
+        now_s = self._clock.now_s()
+        for req, has in zip(reqs, has_token, strict=True):
+            if has:
+                self.interference.produced(req.rid, now_s)
             if req.finished():
-                self._forget(req.rid)
+                self._forget(req.rid, ending_of(req))
 
     def _online_waits(self) -> bool:
         """True when an online request has no first token yet; between passes SGLang's

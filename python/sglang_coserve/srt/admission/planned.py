@@ -13,12 +13,14 @@ from typing import Any, Final
 
 from sglang.srt.managers.io_struct import AbortReq
 
+from sglang_coserve.core.interference import Interference
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.recording import RecordingScheduler
+from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler import Scheduler as CoreScheduler
-from sglang_coserve.core.snapshot import EngineSnapshot
-from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan
+from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo
+from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan, StepResult
 from sglang_coserve.srt.admission.protocol import OFFLINE_EVENTS
 from sglang_coserve.srt.chunk_admission import ChunkAdmission
 from sglang_coserve.srt.compat import release_aborted
@@ -30,9 +32,8 @@ from sglang_coserve.srt.offline_eviction import OfflineEviction, Prefill
 from sglang_coserve.srt.offline_lane import OfflineLane
 from sglang_coserve.srt.offline_marks import deadline_of, user_of
 from sglang_coserve.srt.rank_clock import RankClock
-from sglang_coserve.srt.request_ledger import RequestLedger
+from sglang_coserve.srt.request_ledger import RequestLedger, ending_of
 from sglang_coserve.srt.request_marks import is_offline
-from sglang_coserve.srt.slo_watch import SloWatch
 from sglang_coserve.srt.step_runner import StepRunner, StepTerms
 from sglang_coserve.srt.step_tracker import StepTracker
 
@@ -61,11 +62,10 @@ class PlannedAdmission:
         clock: RankClock,
         ledger: RequestLedger,
         checkpointing: KvCheckpointing,
-        slo_watch: SloWatch,
         events: Counter[str],
-        forget: Callable[[str], None],
+        forget: Callable[[str, Ending], None],
     ) -> None:
-        """``forget`` is called with the name of each request that has ended."""
+        """``forget`` is called with the name of each request that has ended, and how."""
         self.core = core
         self._scheduler = scheduler
         self._view = view
@@ -75,7 +75,6 @@ class PlannedAdmission:
         self._clock = clock
         self._ledger = ledger
         self._checkpointing = checkpointing
-        self._slo_watch = slo_watch
         self._events = events
         self._forget = forget
         self._steps = StepTracker(
@@ -114,6 +113,10 @@ class PlannedAdmission:
             )
         )
 
+    def arrived(self, req: Req, info: RequestInfo) -> None:
+        """See ``Admission``. One that failed validation is not computed."""
+        self.core.arrived(info, self._ledger.match_prefix(req) if req.to_finish is None else 0)
+
     def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
         """See ``Admission``. Paused rows that match stay, and end when they run next."""
         gone = [req for req in self._cooling if matches(req)]
@@ -135,10 +138,10 @@ class PlannedAdmission:
         away = len(view.aside) + len(view.suspended)
         return len(self._waiting) + len(self._cooling) + away
 
-    def forget(self, rid: str) -> None:
+    def forget(self, rid: str, ending: Ending) -> None:
         """See ``Admission``; to be called before the ledger forgets."""
         if rid in self._ledger:
-            self.core.finish(rid)
+            self.core.finish(rid, ending)
             self._waiting.pop(rid, None)
 
     # --- One pass ------------------------------------------------------------------------
@@ -257,14 +260,16 @@ class PlannedAdmission:
     def _account(self, now_s: float) -> None:
         """Close the books on the last pass: its results, ends, and cool-downs."""
         results = self._steps.next_pass(now_s)
+        if not results and len(self.core.interference):
+            # Nothing ran, but the baseline goes on: it may be behind.
+            results = [StepResult(None, now_s)]
         for result in results:
             self.core.update(result)
         if results and self._drift_warning is not None:
             self._drift_warning.check(self.core.prediction_error, now_s)
         for req in self._ended:
-            self._forget(req.rid)
+            self._forget(req.rid, ending_of(req))
         self._ended = []
-        self._slo_watch.advance(self.core.model, now_s)
         for req in self._cooling:
             self.core.restore(req.rid, len(req.output_ids))
             self._waiting[req.rid] = req
@@ -329,10 +334,14 @@ class PlannedAdmission:
             self._scheduler.ipc_channels.send_to_tokenizer.send_output(
                 AbortReq(rid=rid, finished_reason=reason), req
             )
-            self._slo_watch.refused(rid, self._clock.now_s())
-            self._forget(rid)
+            self._forget(rid, Ending.REFUSED)
 
     # --- What others ask about -----------------------------------------------------------
+
+    @property
+    def interference(self) -> Interference:
+        """See ``Admission``."""
+        return self.core.interference
 
     def latency_model(self) -> LatencyModel:
         """See ``Admission``."""

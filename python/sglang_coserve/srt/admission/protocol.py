@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
+from sglang_coserve.core.interference import Interference
 from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.request import Ending
+from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.srt.offline_eviction import Prefill
 from sglang_coserve.srt.step_runner import StepTerms
 
@@ -34,6 +37,10 @@ class Admission(Protocol):
         """
         ...
 
+    def arrived(self, req: Req, info: RequestInfo) -> None:
+        """Know of an online request that SGLang lets wait."""
+        ...
+
     def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
         """Take out and return the offline requests that match and are in no batch of SGLang's.
 
@@ -45,7 +52,7 @@ class Admission(Protocol):
         """Count the offline requests that are in no batch of SGLang's."""
         ...
 
-    def forget(self, rid: str) -> None:
+    def forget(self, rid: str, ending: Ending) -> None:
         """Drop what is kept of a request that has ended, if anything is."""
         ...
 
@@ -85,6 +92,11 @@ class Admission(Protocol):
         ...
 
     # --- What others ask about -----------------------------------------------------------
+
+    @property
+    def interference(self) -> Interference:
+        """What online requests got, beside what they would have got alone if that is known."""
+        ...
 
     def latency_model(self) -> LatencyModel | None:
         """Return what predicts steps now; None if nothing does."""
