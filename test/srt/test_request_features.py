@@ -320,7 +320,7 @@ def test_decodes_and_prefills_take_turns_where_sglang_cannot_mix_them(start: Sta
     assert max(after - before for before, after in pairwise(passes["on"])) <= 2
 
 
-@pytest.mark.parametrize("coserve", [LOOSE, {}], ids=["planned", "fifo"])
+@pytest.mark.parametrize("coserve", [LOOSE, {"offline_policy": "fifo"}], ids=["planned", "fifo"])
 def test_an_online_request_does_not_wait_for_the_adapters_of_offline_rows(
     start: Start, from_stock: Any, coserve: dict[str, Any]
 ) -> None:

@@ -126,9 +126,10 @@ class CoserveScheduler(Scheduler):
         return self.parts.admission.admit(running_batch, super().get_new_batch_prefill)
 
     def _can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
-        """Keep the places of the adapters whose rows are to come back into the batch."""
-        view = self.parts.view
-        kept = {row.lora_id for row in (*view.aside.reqs, *view.suspended)}
+        """Keep the places of the adapters of all rows: those of both lanes may come together."""
+        last = self.last_batch.reqs if self.last_batch else ()
+        rows = (*self.parts.view.rows_with_kv(self.running_batch), *last)
+        kept = {row.lora_id for row in rows if not row.finished()}
         return bool(super()._can_schedule_lora_req(req, running_loras | kept))
 
     def update_running_batch(self, batch: ScheduleBatch) -> Any:

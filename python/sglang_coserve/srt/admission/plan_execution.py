@@ -1,0 +1,128 @@
+"""Carries a plan out on SGLang's scheduler, as far as it goes along.
+
+Rows are freed, paused and resumed, and the planned chunks are admitted by SGLang: in a batch
+of SGLang's, or in one of the offline lane.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan
+from sglang_coserve.srt.chunk_admission import ChunkAdmission
+from sglang_coserve.srt.engine_view import EngineView
+from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
+from sglang_coserve.srt.offline_eviction import OfflineEviction, Prefill
+from sglang_coserve.srt.offline_lane import OfflineLane
+from sglang_coserve.srt.step_runner import StepRunner
+
+__all__ = ["Executed", "PlanExecution"]
+
+Req = Any
+ScheduleBatch = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Executed:
+    """What came of a plan before its batch runs."""
+
+    result: Any
+    """SGLang's own plan."""
+
+    admitted: tuple[PrefillChunk, ...]
+    """The prefills that are in its batch."""
+
+    is_started: bool
+    """The plan counts as carried out: a batch runs, or SGLang will make one of the decodes."""
+
+
+class PlanExecution:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        *,
+        view: EngineView,
+        eviction: OfflineEviction,
+        runner: StepRunner,
+        checkpointing: KvCheckpointing,
+        events: Counter[str],
+        waiting: Mapping[str, Req],
+        refuse: Callable[[str], None],
+    ) -> None:
+        """``waiting`` are the offline requests that wait, by rid; ``refuse`` takes an online one
+        out of SGLang's queue."""
+        self._view = view
+        self._eviction = eviction
+        self._chunks = ChunkAdmission(view, eviction, events, scheduler.page_size)
+        self._checkpointing = checkpointing
+        self._events = events
+        self._waiting = waiting
+        self._refuse = refuse
+        self._has_left_decodes = False
+        """The last batch of SGLang's had prefills alone, for a reason of its own."""
+
+        self.lane: OfflineLane | None = None
+        """Where steps can be suspended."""
+
+        if runner.safepoints is not None:
+            num_layers = runner.safepoints.num_layers
+            self.lane = runner.lane = OfflineLane(
+                scheduler, view, self._chunks, runner.counted_penalties, num_layers, events
+            )
+
+    def carry_out(self, plan: StepPlan, running_batch: ScheduleBatch, prefill: Prefill) -> Executed:
+        """Prepare the batch of a plan beside SGLang's decodes, with SGLang's admission."""
+        if plan.lane is Lane.OFFLINE and not plan.is_idle:
+            return self._alone(plan, running_batch, prefill)
+        running_batch = self._make_room(plan, running_batch)
+        chunks = self._executable(plan)
+        if self._has_left_decodes:
+            # SGLang runs decodes and prefills apart when one of them returns log-probabilities,
+            # and prefills first: so that they take turns, the next prefills wait for a pass.
+            chunks = []
+        result, admitted = self._chunks.run(
+            chunks, self._waiting, running_batch, prefill, mixes_decodes=not plan.skips_decodes
+        )
+        batch = result.batch_to_run
+        self._has_left_decodes = (
+            batch is not None
+            and batch.decoding_reqs is None
+            and bool(running_batch.reqs)
+            and not plan.skips_decodes
+        )
+        return Executed(result, admitted, batch is not None or bool(running_batch.reqs))
+
+    def _alone(self, plan: StepPlan, running_batch: ScheduleBatch, prefill: Prefill) -> Executed:
+        """Let a step of the offline lane begin, or go on."""
+        lane = self.lane
+        assert lane is not None
+        if plan.resumes:
+            return Executed(lane.resume(running_batch), (), is_started=False)
+        self._eviction.evict({eviction.rid for eviction in plan.evict}, running_batch)
+        chunks = self._executable(plan)
+        result, admitted = lane.prepare(plan, chunks, self._waiting, running_batch, prefill)
+        return Executed(result, admitted, result.batch_to_run is not None)
+
+    def _make_room(self, plan: StepPlan, running_batch: ScheduleBatch) -> ScheduleBatch:
+        """Carry out a plan but for its prefills; a chunk that gets none is parked with those."""
+        for rid in plan.shed:
+            self._refuse(rid)
+        self._eviction.evict({eviction.rid for eviction in plan.evict}, running_batch)
+        if plan.pause:
+            self._view.aside.pause(running_batch, set(plan.pause))
+            self._events["paused"] += len(plan.pause)
+        self._events["resumed"] += len(plan.resume)
+        return self._view.aside.resume(running_batch, set(plan.resume))
+
+    def _executable(self, plan: StepPlan) -> list[PrefillChunk]:
+        """Return the planned chunks that SGLang can run now."""
+        chunks = self._chunks.executable(plan.prefills)
+        # The KV of some is to come back from the host first.
+        waiting = self._waiting
+        held = self._checkpointing.hold_back([waiting[c.rid] for c in chunks if c.rid in waiting])
+        return [chunk for chunk in chunks if chunk.rid not in held]
