@@ -129,6 +129,30 @@ def test_every_policy_replays_to_the_same_plans(
     assert_replays(path, policy)
 
 
+def run_with_a_shrinking_cache(
+    engine: ScriptedEngine, setup: SchedulerSetup, path: Path, specs: list[Spec]
+) -> None:
+    """The cache holds a page less of every prompt than when the step was planned."""
+    admission = engine.scheduler.parts.admission
+    match = admission.cached_tokens
+    admission.cached_tokens = lambda rid: match(rid) + engine.scheduler.page_size
+    run_recorded(engine, setup, path, specs)
+
+
+def test_a_prefill_that_the_cache_made_longer_is_told_as_long_as_it_is(
+    start_engine: Any, tmp_path: Path
+) -> None:
+    coserve = {**PLANNED, "offline_policy": "coserve"}
+    process = start_engine(overlap=True, page_size=16, coserve=coserve)
+    path = tmp_path / "plans.jsonl"
+    process.call(run_with_a_shrinking_cache, SETUP, path, mixed_load())
+    assert_replays(path, "coserve")
+    _, events = read(path)
+    started = {chunk for event in events if isinstance(event, Started) for chunk in event.chunks}
+    planned = {c for event in events if isinstance(event, Planned) for c in event.plan.prefills}
+    assert started - planned
+
+
 # --- The file -----------------------------------------------------------------------------
 
 

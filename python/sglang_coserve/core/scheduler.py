@@ -144,11 +144,13 @@ class Scheduler:
     def start(self, plan: StepPlan, chunks: Sequence[PrefillChunk]) -> None:
         """Note that a plan is carried out, with these of its prefills and no other.
 
+        Their chunks may have other lengths than planned, where the cache changed meanwhile.
         The offline requests among them wait no longer. A plan can be started once, and only
         before another one is. O(chunks).
         """
         assert plan.step == self._next_step, f"step {plan.step} is not {self._next_step}, the next"
-        assert {*chunks} <= {*plan.prefills}, f"step {plan.step} has chunks that were not planned"
+        planned = {chunk.rid for chunk in plan.prefills}
+        assert {chunk.rid for chunk in chunks} <= planned, f"step {plan.step} has other prefills"
         self._next_step += 1
         self._in_flight[plan.step] = plan
         for chunk in chunks:

@@ -70,7 +70,8 @@ class ChunkAdmission:
             mixes_decodes: Whether they run in the same batch.
 
         Returns:
-            SGLang's own plan, and the chunks that it admitted.
+            SGLang's own plan, and the chunks that it admitted, as long as they are: where the
+            cache lost a prefix since the plan was made, longer than planned.
         """
         view = self._view
         self._choose_chunk(chunks)
@@ -86,8 +87,11 @@ class ChunkAdmission:
         view.show_again(hidden)
         if result.batch_to_run is None:
             return result, ()
-        _correct_mixed_prefix_lens(result.batch_to_run)
-        return result, tuple(chunk for chunk in chunks if chunk.rid not in left)
+        batch = result.batch_to_run
+        _correct_mixed_prefix_lens(batch)
+        tokens = dict(zip((req.rid for req in batch.reqs), batch.extend_lens, strict=False))
+        admitted = (chunk for chunk in chunks if chunk.rid not in left)
+        return result, tuple(chunk._replace(tokens=tokens[chunk.rid]) for chunk in admitted)
 
     def _choose_chunk(self, chunks: Sequence[PrefillChunk]) -> None:
         """Let the unfinished prefill be the one that these chunks continue, if one does."""

@@ -130,6 +130,8 @@ def missing_seams() -> list[str]:
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
     from sglang.srt.entrypoints import http_server
+    from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
+    from sglang.srt.entrypoints.ollama.serving import OllamaServing
     from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
     from sglang.srt.layers import sampler
     from sglang.srt.layers.attention import attention_registry
@@ -162,7 +164,7 @@ def missing_seams() -> list[str]:
         TokenizerManager: (
             *("_batch_tokenize_and_process", "_create_tokenized_object", "_handle_batch_output"),
             *("_should_use_batch_tokenization", "_tokenize_one_request", "_tokenize_texts"),
-            *("_validate_mm_limits", "generate_request", "serving_chat_class"),
+            *("_validate_mm_limits", "generate_request", "score_request", "serving_chat_class"),
             *("dump_requests_before_crash", "config_value", "flush_cache"),
             *("_wait_for_model_update_from_disk", *_WEIGHT_UPDATES),
         ),
@@ -176,6 +178,11 @@ def missing_seams() -> list[str]:
         OpenAIServingBase: (
             *("_compute_extra_key", "_convert_to_internal_request", "handle_request"),
         ),
+        AnthropicServing: (
+            *("_error_response", "_handle_non_streaming", "_handle_streaming"),
+            "handle_count_tokens",
+        ),
+        OllamaServing: ("handle_chat", "handle_generate"),
         GenerateReqInput: ("contains_mm_input", "rid", "stream", *STATEFUL_FIELDS),
         EmbeddingReqInput: ("contains_mm_input", "rid", "sampling_params"),
         SamplingParams: ("is_normalized", "stream_interval", *STATEFUL_PARAMS),

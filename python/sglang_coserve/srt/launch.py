@@ -68,11 +68,13 @@ def launch_server(argv: Sequence[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     from sglang_coserve.srt import processes
+    from sglang_coserve.srt.threaded_handlers import install_threaded_handlers
 
     def on_ready() -> None:
         freeze_start_up_objects(http_server._global_state.tokenizer_manager)
 
     sys.setswitchinterval(_SWITCH_S)
+    install_threaded_handlers(http_server.app)
     _install_routes(http_server, server_args)
     cores = cpu.divided_cores(server_args.tp_size) if on_cpu else nullcontext()
     try:

@@ -83,6 +83,7 @@ class _BoundedTokenizer:
     def __init__(self, inner: Any, limit: PromptLimit) -> None:
         self._inner = inner
         self._limit = limit
+        self.refusal: ValueError | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -90,7 +91,11 @@ class _BoundedTokenizer:
     def encode(self, text: Any, *args: Any, **kwargs: Any) -> Any:
         """As the tokenizer does, but raises ValueError for a text that is too long."""
         if isinstance(text, str):
-            text = self._limit.fit(text)
+            try:
+                text = self._limit.fit(text)
+            except ValueError as error:
+                self.refusal = error
+                raise
         return self._inner.encode(text, *args, **kwargs)
 
 

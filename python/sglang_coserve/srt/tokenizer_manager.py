@@ -8,6 +8,7 @@ read; so each is read here once, as the scheduler would.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from array import array
 from collections.abc import AsyncIterator
@@ -37,6 +38,9 @@ _MALFORMED: Final = (
 
 _PICKLED: Final = ("mm_inputs", "mm_data_mooncake", "time_stats")
 _HEALTH_PATHS: Final = ("/health", "/health_generate")
+
+_PROMPTS_AT_ONCE: Final = 64
+"""Take 3 ms on the event loop, on one core of an AMD EPYC."""
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +100,14 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
         return tokenized
 
     async def _batch_tokenize_and_process(self, batch_size: int, obj: Any) -> Any:
-        tokenized = await super()._batch_tokenize_and_process(batch_size, obj)
-        for one in tokenized:
-            await self._try_grammar(one)
+        tokenized: list[Any] = []
+        for first in range(0, batch_size, _PROMPTS_AT_ONCE):
+            count = min(_PROMPTS_AT_ONCE, batch_size - first)
+            part = await super()._batch_tokenize_and_process(count, _From(obj, first))
+            for one in part:
+                await self._try_grammar(one)
+            tokenized += part
+            await asyncio.sleep(0)  # Others have their turn.
         return tokenized
 
     async def _try_grammar(self, tokenized: Any) -> None:
@@ -117,6 +126,17 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
         )
         attach_marks(tokenized.sampling_params)
         return tokenized
+
+
+class _From:
+    """The prompts of a request from one of them on."""
+
+    def __init__(self, request: Any, first: int) -> None:
+        self._request = request
+        self._first = first
+
+    def __getitem__(self, index: int) -> Any:
+        return self._request[self._first + index]
 
 
 def _as_the_scheduler_reads(tokenized: Any) -> Any:
