@@ -23,14 +23,16 @@ def prompt_token_ids(
     """
     assert 0 <= first_token_id < vocab_size, f"no token ids in [{first_token_id}, {vocab_size})"
     position = np.arange(request.prompt_tokens, dtype=np.uint64)
-    # Even streams are blocks, odd ones requests: the two can never meet.
-    stream = np.full(request.prompt_tokens, 2 * request.index + 1, dtype=np.uint64)
-    blocks = np.repeat(np.array(request.hash_ids, dtype=np.uint64) * 2, BLOCK_TOKENS)
-    shared = min(blocks.size, request.prompt_tokens)
-    stream[:shared] = blocks[:shared]
+    blocks = request.hash_ids[: -(-request.prompt_tokens // BLOCK_TOKENS)]
+    shared = min(len(blocks) * BLOCK_TOKENS, request.prompt_tokens)
     position[:shared] %= BLOCK_TOKENS
+    # Even streams are blocks, odd ones requests: the two can never meet.
+    stream = np.array([*(2 * block for block in blocks), 2 * request.index + 1], dtype=np.uint64)
     key = _mix(np.array([seed % 2**64], dtype=np.uint64))
-    bits = _mix(_mix(key + stream * _GOLDEN_RATIO) + position * _GOLDEN_RATIO)
+    tokens_of = np.full(len(stream), BLOCK_TOKENS)
+    tokens_of[-1] = request.prompt_tokens - shared
+    start = np.repeat(_mix(key + stream * _GOLDEN_RATIO), tokens_of)[: request.prompt_tokens]
+    bits = _mix(start + position * _GOLDEN_RATIO)
     span = np.uint64(vocab_size - first_token_id)
     return (bits % span).astype(np.int64) + first_token_id
 

@@ -86,6 +86,11 @@ class RooflineModel:
     _operators: Operators = field(init=False, repr=False, compare=False)
     _layer_gemm_lines: tuple[_GemmLine, ...] = field(init=False, repr=False, compare=False)
     _lm_head_line: _GemmLine = field(init=False, repr=False, compare=False)
+    _per_token_s: float = field(init=False, repr=False, compare=False)
+    """Of communication."""
+
+    _prefill_pair_s: float = field(init=False, repr=False, compare=False)
+    _decode_pair_s: float = field(init=False, repr=False, compare=False)
 
     kind: ClassVar[str] = "roofline"
     coefficient_names: ClassVar[tuple[str, ...]] = (
@@ -108,6 +113,12 @@ class RooflineModel:
         lines = tuple(self._line(gemm) for gemm in operators.layer_gemms)
         object.__setattr__(self, "_layer_gemm_lines", lines)
         object.__setattr__(self, "_lm_head_line", self._line(operators.lm_head))
+        per_token_s = self.communication_byte_s * operators.communication_bytes
+        object.__setattr__(self, "_per_token_s", per_token_s)
+        pair_flops = operators.attention.pair_flops
+        prefill_pair_s = self.prefill_attention_flop_s * pair_flops
+        object.__setattr__(self, "_prefill_pair_s", prefill_pair_s)
+        object.__setattr__(self, "_decode_pair_s", self.decode_attention_flop_s * pair_flops)
 
     @classmethod
     def from_datasheet(
@@ -149,39 +160,67 @@ class RooflineModel:
 
     def predict(self, batch: BatchStats) -> float:
         """See ``LatencyModel.predict``."""
-        prefills, decodes = batch.prefill_requests, batch.decode_requests
-        tokens = batch.prefill_tokens + decodes
+        # Called tens of times an iteration: conditions, as a call of ``max`` costs twice as much.
+        prefills, prefill_tokens, prefill_context, pairs, decodes, decode_keys = batch
+        rows = prefills + decodes
+        if not rows:
+            return 0.0
+        tokens = prefill_tokens + decodes
         seconds = (
-            self.communication_byte_s * self._operators.communication_bytes * tokens
+            self._per_token_s * tokens
             + self.prefill_request_s * prefills
             + self.decode_request_s * decodes
         )
         for row_compute_s, row_memory_s, weight_s in self._layer_gemm_lines:
-            seconds += max(row_compute_s * tokens, weight_s + row_memory_s * tokens)
+            compute_s, memory_s = row_compute_s * tokens, weight_s + row_memory_s * tokens
+            seconds += compute_s if compute_s > memory_s else memory_s
         row_compute_s, row_memory_s, weight_s = self._lm_head_line
-        rows = prefills + decodes
-        seconds += max(row_compute_s * rows, weight_s + row_memory_s * rows)
+        compute_s, memory_s = row_compute_s * rows, weight_s + row_memory_s * rows
+        seconds += compute_s if compute_s > memory_s else memory_s
         attention = self._operators.attention
         step_s = 0.0
         if prefills:
-            keys = batch.prefill_tokens + batch.prefill_context_tokens
-            pair_s = self.prefill_attention_flop_s * attention.pair_flops
-            moved = attention.query_bytes * batch.prefill_tokens + attention.key_bytes * keys
-            seconds += max(pair_s * batch.prefill_attention_pairs, self.attention_byte_s * moved)
+            keys = prefill_tokens + prefill_context
+            compute_s = self._prefill_pair_s * pairs
+            moved = attention.query_bytes * prefill_tokens + attention.key_bytes * keys
+            memory_s = self.attention_byte_s * moved
+            seconds += compute_s if compute_s > memory_s else memory_s
             step_s = self.prefill_step_s
         if decodes:
-            keys = batch.decode_context_tokens
-            pair_s = self.decode_attention_flop_s * attention.pair_flops
-            moved = attention.query_bytes * decodes + attention.key_bytes * keys
-            seconds += max(pair_s * keys, self.attention_byte_s * moved)
-            step_s = max(step_s, self.decode_step_s)
-        return seconds + step_s if rows else 0.0
+            compute_s = self._decode_pair_s * decode_keys
+            moved = attention.query_bytes * decodes + attention.key_bytes * decode_keys
+            memory_s = self.attention_byte_s * moved
+            seconds += compute_s if compute_s > memory_s else memory_s
+            if step_s < self.decode_step_s:
+                step_s = self.decode_step_s
+        return seconds + step_s
 
     def max_prefill_tokens(
         self, batch: BatchStats, context_tokens: int, limit_tokens: int, budget_s: float
     ) -> int:
-        """See ``LatencyModel.max_prefill_tokens``; bisection."""
-        return longest_prefill(self, batch, context_tokens, limit_tokens, budget_s)
+        """See ``LatencyModel.max_prefill_tokens``; a search from two secants.
+
+        The time is convex in the tokens: a maximum of lines, and a square of few tokens.
+        """
+        if limit_tokens <= 0:
+            return 0
+        most_s = self.predict(batch.with_prefill(limit_tokens, context_tokens))
+        if most_s <= budget_s:
+            return limit_tokens
+        low, low_s = 1, self.predict(batch.with_prefill(1, context_tokens))
+        if low_s > budget_s or limit_tokens == 1:
+            return int(low_s <= budget_s)
+        for _ in range(2):
+            # Below a chord of a convex function: each is closer, and none is too long.
+            chord_s = (most_s - low_s) / (limit_tokens - low)
+            guess = low + int((budget_s - low_s) / chord_s)
+            if guess == low:
+                break
+            guess_s = self.predict(batch.with_prefill(guess, context_tokens))
+            if guess_s > budget_s:
+                break
+            low, low_s = guess, guess_s
+        return longest_prefill(self, batch, context_tokens, limit_tokens, budget_s, low)
 
     def contributions(self, table: SampleTable) -> Floats:
         """See ``LatencyModel.contributions``: of each maximum, the larger side counts."""
