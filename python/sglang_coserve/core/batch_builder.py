@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
-from sglang_coserve.core.request import RequestClass, RequestState
+from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Row
 from sglang_coserve.core.step import Eviction, Expected, Lane, PrefillChunk, StepPlan
 from sglang_coserve.metrics import SloTargets
@@ -21,7 +21,6 @@ _DECODING = RequestState.DECODING
 _PAUSED = RequestState.PAUSED
 _PREFILLING = RequestState.PREFILLING
 _WAITING = RequestState.WAITING
-_ONLINE = RequestClass.ONLINE
 
 
 class BatchBuilder:
@@ -316,13 +315,14 @@ class BatchBuilder:
         pause: list[str] = []
         resume: list[str] = []
         park: list[str] = []
-        evictions = self._evictions
+        evictions, decoding, skips_decodes = self._evictions, self._decoding, self.skips_decodes
+        stays_as = _PAUSED if self.lane is Lane.OFFLINE else _DECODING
         for row in self.snapshot.rows:
             rid, state = row.info.rid, row.state
             if rid in evictions:
                 continue
             if state is _DECODING or state is _PAUSED:
-                if self.skips_decodes:
+                if skips_decodes or (state is stays_as and rid in decoding):
                     continue
                 move = self._move(row)
                 if move is _PAUSED:
@@ -373,18 +373,15 @@ class BatchBuilder:
         is_alone = self.lane is Lane.OFFLINE
         num_steady = 0
         for row in self.snapshot.rows:
-            info, state = row.info, row.state
+            info, state, _, _, _, last_s = row
             if state is not _DECODING and state is not _PAUSED:
-                prefills = (
-                    self.online_prefills if info.request_class is _ONLINE else self.offline_prefills
-                )
+                prefills = self.online_prefills if info.is_online else self.offline_prefills
                 # Only one prefill may run: that one goes on first.
                 prefills.insert(0 if state is _PREFILLING else len(prefills), row)
-            elif info.request_class is _ONLINE:
+            elif info.is_online:
                 online_decodes.append(row)
                 tpot_s = info.tpot_target_s or default_tpot_s
                 if tpot_s is not None:
-                    last_s = row.last_token_s
                     due_s.append((info.arrival_s if last_s is None else last_s) + tpot_s)
             elif state is _PAUSED and not (self._rides and (info.can_pause or is_alone)):
                 # One that cannot pause would have to be evicted where it does not fit.

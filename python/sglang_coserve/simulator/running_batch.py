@@ -75,7 +75,13 @@ class RunningBatch:
     def result(self, end_s: float) -> StepResult:
         """Return what came of it, once ``Executor.end`` is through with it. O(rows)."""
         served = [_served(request, end_s) for request, _ in self.chunks if request.info.is_online]
-        served += [_served(request, end_s) for request in self.decodes if request.info.is_online]
+        # Each has its token now, and one from its prefill. What Served() does, at half its cost.
+        new = tuple.__new__
+        served += [
+            new(Served, (request.info, request.token_times_s[-2], end_s))
+            for request in self.decodes
+            if request.info.is_online
+        ]
         return StepResult(
             step=self.step,
             started_s=self.started_s,
