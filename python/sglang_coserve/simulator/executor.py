@@ -61,7 +61,8 @@ class Executor:
 
         self.offline_waiting: dict[str, SimRequest] = {}
         self._sharing_version = 0
-        self._decoding = self._no_decodes = DecodeRows((), config.page_tokens)
+        self._decoding = DecodeRows((), config.page_tokens)
+        self._no_decodes = DecodeRows((), config.page_tokens)
         self.suspended: RunningBatch | None = None
         """The step that can go on. It holds its KV, and its rows are in no other step."""
 
