@@ -14,7 +14,7 @@ from sglang_coserve.core.latency_model.hardware import Hardware
 from sglang_coserve.core.latency_model.json_object import JsonObject
 from sglang_coserve.core.latency_model.model_shape import ModelShape
 from sglang_coserve.core.latency_model.operators import Gemm, Operators
-from sglang_coserve.core.latency_model.prefill_search import longest_prefill
+from sglang_coserve.core.latency_model.prefill_search import longest_prefill, solve_chunk
 from sglang_coserve.core.latency_model.protocol import assert_coefficients
 from sglang_coserve.core.latency_model.rescaling import fit_rescaled
 from sglang_coserve.core.latency_model.samples import Floats, Ints, Sample, SampleTable
@@ -31,6 +31,9 @@ _MEMORY: Final = 0.8
 _LINK: Final = 0.7
 _STEP_S: Final = 1e-3
 _REQUEST_S: Final = 1e-6
+
+_CLOSED_FORMS: Final = 2
+"""The first starts at one token, perhaps bound by memory; the second mostly is exact."""
 
 
 _GemmLine = tuple[float, float, float]
@@ -89,6 +92,9 @@ class RooflineModel:
     _per_token_s: float = field(init=False, repr=False, compare=False)
     """Of communication."""
 
+    _token_s: float = field(init=False, repr=False, compare=False)
+    """Of each token in the layers, where there are many."""
+
     _prefill_pair_s: float = field(init=False, repr=False, compare=False)
     _decode_pair_s: float = field(init=False, repr=False, compare=False)
 
@@ -115,6 +121,8 @@ class RooflineModel:
         object.__setattr__(self, "_lm_head_line", self._line(operators.lm_head))
         per_token_s = self.communication_byte_s * operators.communication_bytes
         object.__setattr__(self, "_per_token_s", per_token_s)
+        token_s = per_token_s + sum(max(line[:2]) for line in lines)
+        object.__setattr__(self, "_token_s", token_s)
         pair_flops = operators.attention.pair_flops
         prefill_pair_s = self.prefill_attention_flop_s * pair_flops
         object.__setattr__(self, "_prefill_pair_s", prefill_pair_s)
@@ -198,29 +206,19 @@ class RooflineModel:
     def max_prefill_tokens(
         self, batch: BatchStats, context_tokens: int, limit_tokens: int, budget_s: float
     ) -> int:
-        """See ``LatencyModel.max_prefill_tokens``; a search from two secants.
-
-        The time is convex in the tokens: a maximum of lines, and a square of few tokens.
-        """
+        """See ``LatencyModel.max_prefill_tokens``; closed forms until one is between two kinks."""
         if limit_tokens <= 0:
             return 0
-        most_s = self.predict(batch.with_prefill(limit_tokens, context_tokens))
-        if most_s <= budget_s:
+        if self.predict(batch.with_prefill(limit_tokens, context_tokens)) <= budget_s:
             return limit_tokens
-        low, low_s = 1, self.predict(batch.with_prefill(1, context_tokens))
-        if low_s > budget_s or limit_tokens == 1:
-            return int(low_s <= budget_s)
-        for _ in range(2):
-            # Below a chord of a convex function: each is closer, and none is too long.
-            chord_s = (most_s - low_s) / (limit_tokens - low)
-            guess = low + int((budget_s - low_s) / chord_s)
-            if guess == low:
-                break
-            guess_s = self.predict(batch.with_prefill(guess, context_tokens))
-            if guess_s > budget_s:
-                break
-            low, low_s = guess, guess_s
-        return longest_prefill(self, batch, context_tokens, limit_tokens, budget_s, low)
+        tokens = 1
+        for _ in range(_CLOSED_FORMS):
+            seconds = self.predict(batch.with_prefill(tokens, context_tokens))
+            # As if compute bound: m tokens more add m·(2n + C) + m² to ΣP·(P + C).
+            slope_s = self._token_s + self._prefill_pair_s * (context_tokens + 2 * tokens)
+            more = solve_chunk(budget_s - seconds, slope_s, self._prefill_pair_s)
+            tokens += int(min(more, limit_tokens - tokens))
+        return longest_prefill(self, batch, context_tokens, limit_tokens, budget_s, tokens)
 
     def contributions(self, table: SampleTable) -> Floats:
         """See ``LatencyModel.contributions``: of each maximum, the larger side counts."""
