@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
-from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Row
 from sglang_coserve.core.step import Eviction, Expected, Lane, PrefillChunk, StepPlan
 from sglang_coserve.metrics import SloTargets
@@ -21,6 +21,7 @@ _DECODING = RequestState.DECODING
 _PAUSED = RequestState.PAUSED
 _PREFILLING = RequestState.PREFILLING
 _WAITING = RequestState.WAITING
+_ONLINE = RequestClass.ONLINE
 
 
 class BatchBuilder:
@@ -104,6 +105,8 @@ class BatchBuilder:
         self._predicted_s: float | None = 0.0
         self._pending: list[tuple[int, int]] = []
         self._probe: tuple[int, int, BatchStats, float] | None = None
+        self._asked_kv: tuple[Sequence[Row], int, int] = ((), 0, 0)
+        """Rows of which ``kv_to_decode`` was asked, their number, and the answer."""
         self._shed: list[str] = []
         self._chunks: dict[str, PrefillChunk] = {}
         self._decoding: set[str] = set()
@@ -143,6 +146,11 @@ class BatchBuilder:
         self.offline_budget_s = 0.0
         self.is_deadline_bound |= by_deadline
 
+    def without_evicted(self, rows: Iterable[Row]) -> list[Row]:
+        """Return the rows that this plan does not evict. O(rows)."""
+        evictions = self._evictions
+        return [row for row in rows if row.info.rid not in evictions] if evictions else list(rows)
+
     def is_evicted(self, row: Row) -> bool:
         """True when this plan evicts the row."""
         return row.info.rid in self._evictions
@@ -168,13 +176,18 @@ class BatchBuilder:
         return self.model.predict(self._with_decodes(count, context_tokens))
 
     def kv_to_decode(self, rows: Sequence[Row]) -> int:
-        """Return the KV slots that one more token of each row opens."""
+        """Return the KV slots that one more token of each row opens.
+
+        O(rows); O(1) when asked again of the same list before another.
+        """
         page = self._page_tokens
-        return (
-            len(rows)
-            if page == 1
-            else page * sum([row.computed_tokens % page == 0 for row in rows])
-        )
+        if page == 1:
+            return len(rows)
+        asked, count, kv_tokens = self._asked_kv
+        if asked is not rows or count != len(rows):
+            kv_tokens = page * sum([row.computed_tokens % page == 0 for row in rows])
+            self._asked_kv = rows, len(rows), kv_tokens
+        return kv_tokens
 
     # --- prefills ---
 
@@ -375,10 +388,12 @@ class BatchBuilder:
         for row in self.snapshot.rows:
             info, state, _, _, _, last_s = row
             if state is not _DECODING and state is not _PAUSED:
-                prefills = self.online_prefills if info.is_online else self.offline_prefills
+                prefills = (
+                    self.online_prefills if info.request_class is _ONLINE else self.offline_prefills
+                )
                 # Only one prefill may run: that one goes on first.
                 prefills.insert(0 if state is _PREFILLING else len(prefills), row)
-            elif info.is_online:
+            elif info.request_class is _ONLINE:
                 online_decodes.append(row)
                 tpot_s = info.tpot_target_s or default_tpot_s
                 if tpot_s is not None:

@@ -14,7 +14,7 @@ its generated tokens behind the prompt).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from sglang_coserve.core.batch_stats import BatchStats
@@ -48,11 +48,10 @@ class RequestInfo:
     can_pause: bool = True
     """False when the engine cannot skip steps of it: where a decode would pause, it is evicted."""
 
-    is_online: bool = field(init=False, repr=False, compare=False)
-    """True for the latency-critical class. Asked for each row several times a step."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "is_online", self.request_class is RequestClass.ONLINE)
+    @property
+    def is_online(self) -> bool:
+        """True for the latency-critical class."""
+        return self.request_class is RequestClass.ONLINE
 
 
 class Row(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.snapshot import SuspendedStep
 from sglang_coserve.core.step import Lane, PrefillChunk, Served, StepResult
 from sglang_coserve.simulator.request import SimRequest
@@ -80,7 +81,7 @@ class RunningBatch:
         served += [
             new(Served, (request.info, request.token_times_s[-2], end_s))
             for request in self.decodes
-            if request.info.is_online
+            if request.info.request_class is RequestClass.ONLINE
         ]
         return StepResult(
             step=self.step,
