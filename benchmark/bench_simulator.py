@@ -6,6 +6,11 @@
 an event log. The scheduler's share is the time inside ``core``; it is the code
 that serves in production, so only the rest is the simulator's. Times are CPU
 times: what else runs on the machine does not count.
+
+    python benchmark/bench_simulator.py --trace azure.csv --requests 100000 --policy sarathi coserve
+
+runs as many requests of a trace, one time after the other as often as it takes, as
+``coserve simulate`` does, beside an endless offline load.
 """
 
 from __future__ import annotations
@@ -13,8 +18,12 @@ from __future__ import annotations
 import argparse
 import io
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import count, islice
+from pathlib import Path
 
 from sglang_coserve.core.latency_model import RooflineModel, find_hardware
 from sglang_coserve.core.offline_queue import OfflineQueue, OfflineQueueConfig, QueuedRequest
@@ -23,6 +32,7 @@ from sglang_coserve.core.request import Ending, RequestClass
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
 from sglang_coserve.core.step import PrefillChunk, StepPlan, StepResult
+from sglang_coserve.simulator import SimulationOptions, simulate
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.engine import Engine
 from sglang_coserve.simulator.event_log import EventLog
@@ -31,7 +41,7 @@ from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.models import find_model
 from sglang_coserve.simulator.observer import Observer
 from sglang_coserve.simulator.source import Source
-from sglang_coserve.workload import TraceRequest
+from sglang_coserve.workload import TraceRequest, fit_to_context, read_trace, scale_rate
 
 PROMPT_TOKENS = 512
 
@@ -88,11 +98,60 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Speed of the simulator.")
     parser.add_argument("--rows", type=int, default=64, help="requests that decode")
     parser.add_argument("--iterations", type=int, default=20_000)
-    parser.add_argument("--policy", default="conserve")
+    parser.add_argument("--policy", nargs="+", default=["conserve"])
+    parser.add_argument("--trace", type=Path, help="time a whole run of this trace instead")
+    parser.add_argument("--requests", type=int, default=100_000, help="of the trace")
+    parser.add_argument("--rate", type=float, default=1.0, help="factor of the trace's rate")
+    parser.add_argument("--offline", default="6916x394", help="offline lengths beside the trace")
     arguments = parser.parse_args()
-    print(f"{arguments.rows} rows, {arguments.iterations} iterations, {arguments.policy}")
+    for policy in arguments.policy:
+        if arguments.trace:
+            run_trace(arguments, policy)
+        else:
+            run_rows(arguments, policy)
+
+
+def run_trace(arguments: argparse.Namespace, policy: str) -> None:
+    """Print the CPU time of a run of the trace."""
+    options = SimulationOptions(
+        offline=arguments.offline, policy=policy, slo_ttft_ms=500.0, slo_tpot_ms=50.0
+    )
+    fitting, _ = fit_to_context(read_trace(arguments.trace), options.max_context_tokens)
+    trace = list(scale_rate(islice(repeated(fitting), arguments.requests), arguments.rate))
+    workload = replace(
+        options.workload(),
+        online=partial(from_trace, trace, RequestClass.ONLINE),
+        interval_s=trace[-1].arrival_s,
+    )
+    setup, fresh = options.setup(policy), make_policy(policy)
+    start_s = time.process_time()
+    result = simulate(workload, setup, fresh)
+    seconds = time.process_time() - start_s
+    iterations = result.counters.iterations
+    print(
+        f"{policy:15} {len(trace):,} requests, {result.end_s:,.0f} simulated s:"
+        f" {seconds:6.1f} s of CPU time, {iterations:,} iterations of"
+        f" {seconds / iterations * 1e6:5.1f} us",
+        flush=True,
+    )
+
+
+def repeated(trace: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
+    """Yield the requests of a trace, and again from its end on, for ever."""
+    once = list(trace)
+    span_s = once[-1].arrival_s
+    index = count()
+    for number in count():
+        for request in once:
+            arrival_s = number * span_s + request.arrival_s
+            yield replace(request, index=next(index), arrival_s=arrival_s)
+
+
+def run_rows(arguments: argparse.Namespace, policy: str) -> None:
+    """Print the iterations a second with all rows decoding."""
+    print(f"{arguments.rows} rows, {arguments.iterations} iterations, {policy}")
     for name, observers in (("alone", []), ("with event log", [EventLog(io.StringIO(), {})])):
-        total_s, scheduler_s = run(arguments, observers)
+        total_s, scheduler_s = run(arguments, policy, observers)
         own_s = total_s - scheduler_s
         print(
             f"{name:15}"
@@ -103,16 +162,16 @@ def main() -> None:
         )
 
 
-def run(arguments: argparse.Namespace, observers: Sequence[Observer]) -> tuple[float, float]:
+def run(
+    arguments: argparse.Namespace, policy: str, observers: Sequence[Observer]
+) -> tuple[float, float]:
     """Return the seconds of the iterations with all rows decoding, and the scheduler's part."""
     model = RooflineModel.from_datasheet(find_model("llama-3.1-8b"), find_hardware("h100"))
     length = PROMPT_TOKENS + 2 * arguments.iterations
     config = ExecutorConfig(
         kv_capacity_tokens=length * (arguments.rows + 1), max_running_requests=arguments.rows
     )
-    scheduler = TimedScheduler(
-        make_policy(arguments.policy), model, (), OfflineQueue(OfflineQueueConfig())
-    )
+    scheduler = TimedScheduler(make_policy(policy), model, (), OfflineQueue(OfflineQueueConfig()))
     offline = arguments.rows // 2
     streams = [
         from_trace(

@@ -34,7 +34,8 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 def test_a_report_of_two_policies(tmp_path: Path) -> None:
-    arguments = ("--policy", "online_only, conserve", "--slo-tpot-p99-ms", "50", "--chrome-trace")
+    arguments = ("--policy", "online_only, conserve", "--slo-tpot-p99-ms", "50")
+    arguments += ("--event-log", "--chrome-trace")
     output = run(*arguments, output=tmp_path / "report")
     made = files(tmp_path / "report")
     assert set(made) == {
@@ -67,11 +68,36 @@ def test_a_report_of_two_policies(tmp_path: Path) -> None:
 
 
 def test_the_same_seed_gives_the_same_files(tmp_path: Path) -> None:
+    arguments = ("--policy", "conserve", "--noise", "0.1", "--event-log")
     for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
-        run("--policy", "conserve", "--noise", "0.1", "--seed", seed, output=tmp_path / name)
+        run(*arguments, "--seed", seed, output=tmp_path / name)
     first, second, other = (files(tmp_path / name) for name in "abc")
     assert first == second
     assert first["events-conserve.jsonl"] != other["events-conserve.jsonl"]
+
+
+def test_events_are_written_only_when_asked_for(tmp_path: Path) -> None:
+    run("--policy", "conserve", output=tmp_path / "report")
+    assert set(files(tmp_path / "report")) == {
+        *("report.json", "table.txt", "index.html", "latency.svg", "load-conserve.svg")
+    }
+
+
+def test_progress_shows_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    from sglang_coserve.simulator.run_control import RunControl
+
+    times_s = iter([0.0] * 2 + [4.0] * 2 + [11.0] * 3 + [19.0] * 2 + [22.0] * 3)
+    with RunControl(show=True, clock=lambda: next(times_s)) as control:
+        control.begin("coserve", 3600.0)
+        for simulated_s in (900.0, 1800.0, 2500.0, 2700.0):
+            assert not control.tick(simulated_s)
+    assert capfd.readouterr().err.splitlines() == [
+        "simulating coserve: 1,800 of 3,600 (50%) simulated s",
+        "simulating coserve: 2,700 of 3,600 (75%) simulated s",
+    ]
+    with RunControl(show=False, clock=iter([0.0, 0.0, 20.0, 20.0]).__next__) as control:
+        control.tick(1.0)
+    assert not capfd.readouterr().err
 
 
 def test_without_time_nothing_is_reported(tmp_path: Path) -> None:

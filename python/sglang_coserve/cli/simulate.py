@@ -93,12 +93,14 @@ def simulate(
         float, typer.Option(min=0, help="Coefficient of variation of iteration times.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Same seed, same event log.")] = 0,
-    event_log: Annotated[bool, typer.Option(help="Write events-POLICY.jsonl.")] = True,
+    event_log: Annotated[
+        bool, typer.Option(help="Write events-POLICY.jsonl: some 50 MB for 1,000 s.")
+    ] = False,
     chrome_trace: Annotated[bool, typer.Option(help="Write trace-POLICY.json.")] = False,
     time_limit: Annotated[
         float, typer.Option(metavar="S", help="Real seconds after which to report what there is.")
     ] = math.inf,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Compare policies on a modelled machine. Every result is simulated.
 

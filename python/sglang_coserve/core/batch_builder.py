@@ -104,6 +104,8 @@ class BatchBuilder:
         self._predicted_s: float | None = 0.0
         self._pending: list[tuple[int, int]] = []
         self._probe: tuple[int, int, BatchStats, float] | None = None
+        self._asked_kv: tuple[Sequence[Row], int, int] = ((), 0, 0)
+        """Rows of which ``kv_to_decode`` was asked, their number, and the answer."""
         self._shed: list[str] = []
         self._chunks: dict[str, PrefillChunk] = {}
         self._decoding: set[str] = set()
@@ -143,6 +145,11 @@ class BatchBuilder:
         self.offline_budget_s = 0.0
         self.is_deadline_bound |= by_deadline
 
+    def without_evicted(self, rows: Iterable[Row]) -> list[Row]:
+        """Return the rows that this plan does not evict. O(rows)."""
+        evictions = self._evictions
+        return [row for row in rows if row.info.rid not in evictions] if evictions else list(rows)
+
     def is_evicted(self, row: Row) -> bool:
         """True when this plan evicts the row."""
         return row.info.rid in self._evictions
@@ -168,13 +175,18 @@ class BatchBuilder:
         return self.model.predict(self._with_decodes(count, context_tokens))
 
     def kv_to_decode(self, rows: Sequence[Row]) -> int:
-        """Return the KV slots that one more token of each row opens."""
+        """Return the KV slots that one more token of each row opens.
+
+        O(rows); O(1) when asked again of the same list before another.
+        """
         page = self._page_tokens
-        return (
-            len(rows)
-            if page == 1
-            else page * sum([row.computed_tokens % page == 0 for row in rows])
-        )
+        if page == 1:
+            return len(rows)
+        asked, count, kv_tokens = self._asked_kv
+        if asked is not rows or count != len(rows):
+            kv_tokens = page * sum([row.computed_tokens % page == 0 for row in rows])
+            self._asked_kv = rows, len(rows), kv_tokens
+        return kv_tokens
 
     # --- prefills ---
 
@@ -315,13 +327,14 @@ class BatchBuilder:
         pause: list[str] = []
         resume: list[str] = []
         park: list[str] = []
-        evictions = self._evictions
+        evictions, decoding, skips_decodes = self._evictions, self._decoding, self.skips_decodes
+        stays_as = _PAUSED if self.lane is Lane.OFFLINE else _DECODING
         for row in self.snapshot.rows:
             rid, state = row.info.rid, row.state
             if rid in evictions:
                 continue
             if state is _DECODING or state is _PAUSED:
-                if self.skips_decodes:
+                if skips_decodes or (state is stays_as and rid in decoding):
                     continue
                 move = self._move(row)
                 if move is _PAUSED:
@@ -371,7 +384,7 @@ class BatchBuilder:
         is_alone = self.lane is Lane.OFFLINE
         num_steady = 0
         for row in self.snapshot.rows:
-            info, state = row.info, row.state
+            info, state, _, _, _, last_s = row
             if state is not _DECODING and state is not _PAUSED:
                 prefills = (
                     self.online_prefills if info.request_class is _ONLINE else self.offline_prefills
@@ -382,7 +395,6 @@ class BatchBuilder:
                 online_decodes.append(row)
                 tpot_s = info.tpot_target_s or default_tpot_s
                 if tpot_s is not None:
-                    last_s = row.last_token_s
                     due_s.append((info.arrival_s if last_s is None else last_s) + tpot_s)
             elif state is _PAUSED and not (self._rides and (info.can_pause or is_alone)):
                 # One that cannot pause would have to be evicted where it does not fit.

@@ -157,8 +157,9 @@ class Interference:
             return
         monitor, allowance = self._monitor, self._allowance
         gaps: list[tuple[RequestInfo, float, float | None]] = []
+        get = self._watched.get
         for rid, number, at_s in self._baseline.advance(predict, now_s):
-            watched = self._watched.get(rid)
+            watched = get(rid)
             if watched is None:
                 continue
             if number == 1:

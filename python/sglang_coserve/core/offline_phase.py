@@ -56,7 +56,7 @@ def decode_offline(batch: BatchBuilder, rows: Iterable[Row]) -> None:
     the policy's order of victims, but never the last: it pauses until
     something else has ended. O(rows + log rows predictions).
     """
-    rows = [row for row in rows if not batch.is_evicted(row)]
+    rows = batch.without_evicted(rows)
     while True:
         fitting = rows[: longest_prefix(batch, rows)]
         needed = batch.kv_to_decode(fitting)
@@ -75,9 +75,10 @@ def decode_offline(batch: BatchBuilder, rows: Iterable[Row]) -> None:
 def longest_prefix(batch: BatchBuilder, rows: Sequence[Row]) -> int:
     """Return how many of the first rows fit the latency and token budgets. Bisection."""
     limit = min(len(rows), batch.free_tokens)
-    contexts = list(accumulate([row.computed_tokens for row in rows[:limit]], initial=0))
-    if limit == 0 or batch.predict_with_decodes(limit, contexts[limit]) <= batch.offline_budget_s:
+    tokens = [row.computed_tokens for row in rows[:limit]]
+    if limit == 0 or batch.predict_with_decodes(limit, sum(tokens)) <= batch.offline_budget_s:
         return limit
+    contexts = list(accumulate(tokens, initial=0))
     return bisect_right(
         range(1, limit),
         batch.offline_budget_s,

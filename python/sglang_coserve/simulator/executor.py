@@ -55,12 +55,14 @@ class Executor:
         """Requests that hold KV, in order of admission."""
 
         self.num_online_rows = 0
+        self._next_place = 0
         self.waiting: list[SimRequest] = []
         """Online requests without KV, in order of arrival."""
 
         self.offline_waiting: dict[str, SimRequest] = {}
         self._sharing_version = 0
-        self._decoding = self._no_decodes = DecodeRows((), config.page_tokens)
+        self._decoding = DecodeRows((), config.page_tokens)
+        self._no_decodes = DecodeRows((), config.page_tokens)
         self.suspended: RunningBatch | None = None
         """The step that can go on. It holds its KV, and its rows are in no other step."""
 
@@ -172,16 +174,19 @@ class Executor:
             request.row = new_row(Row, (info, decoding, generated, computed, shared, end_s))
             if checkpoint and computed % page_tokens == 0 and not info.is_online:
                 checkpoint.mark(request)
+        if batch.decodes is self._decoding.rows:
+            self._decoding.advance()
+        begun: list[SimRequest] = []
         for request, tokens in batch.chunks:
             self._end_chunk(request, tokens, end_s, decoding)
             if request.is_complete:
                 ended.append(request)
+            elif request.state is RequestState.DECODING:
+                begun.append(request)
+        if begun or ended:
+            self._decoding.change(begun, ended)
         for request in ended:
             self._finish(request)
-        if ended or batch.chunks:
-            self._list_decoding()
-        elif batch.lane is Lane.SHARED:
-            self._decoding.advance()
         if checkpoint:
             checkpoint.copy(seconds)
         return ended
@@ -240,8 +245,7 @@ class Executor:
         request.reloaded_tokens += kv_tokens
         request.lock = self.cache.root
         request.saved_tokens = 0
-        self.rows[request.info.rid] = request
-        self.num_online_rows += request.info.is_online
+        self._add_row(request)
         request.move(RequestState.DECODING)
         request.refresh_row()
         self._list_decoding()
@@ -316,8 +320,7 @@ class Executor:
         batch.reloaded_tokens += reloaded
         batch.admitted.add(request)
         request.move(RequestState.PREFILLING)
-        self.rows[rid] = request
-        self.num_online_rows += request.info.is_online
+        self._add_row(request)
         assert len(self.rows) + len(self._ended) <= self.config.max_running_requests, "no slot free"
         return request, reloaded // self.pool.page_tokens
 
@@ -378,6 +381,12 @@ class Executor:
             self._ended.append(request)
         else:
             self._release(request)
+
+    def _add_row(self, request: SimRequest) -> None:
+        request.place = self._next_place
+        self._next_place += 1
+        self.rows[request.info.rid] = request
+        self.num_online_rows += request.info.is_online
 
     def _drop_row(self, request: SimRequest) -> None:
         del self.rows[request.info.rid]

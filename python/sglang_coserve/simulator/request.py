@@ -41,6 +41,7 @@ class SimRequest:
         "num_admissions",
         "num_prefills",
         "output_tokens",
+        "place",
         "prefilled_tokens",
         "recomputed_tokens",
         "reloaded_tokens",
@@ -86,6 +87,9 @@ class SimRequest:
 
         self.saved_tokens = 0
         """Leading tokens with a copy in host memory, whole pages."""
+
+        self.place = -1
+        """Where its row is among the others, by admission."""
 
         self.token_times_s: list[float] = []
         self.cached_prompt_tokens = 0

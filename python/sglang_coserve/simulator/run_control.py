@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from sglang_coserve.interrupts import StopOnInterrupt
 from sglang_coserve.progress_bar import progress_bar
 
 __all__ = ["RunControl"]
+
+_LINE_INTERVAL_S: Final = 10.0
+"""As ``coserve submit``."""
 
 
 class RunControl:
@@ -20,12 +25,29 @@ class RunControl:
     the main thread may enter it.
     """
 
-    def __init__(self, time_limit_s: float = math.inf, *, show: bool = True) -> None:
-        """``show`` draws a bar on standard error if that is a terminal."""
+    def __init__(
+        self,
+        time_limit_s: float = math.inf,
+        *,
+        show: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin to count the time.
+
+        Args:
+            time_limit_s: Real seconds after which ``tick`` says to stop.
+            show: Show progress on standard error: a bar on a terminal, elsewhere a line
+                now and then.
+            clock: Real time in seconds.
+        """
         self._stop = StopOnInterrupt()
-        self._end_s = time.monotonic() + time_limit_s
+        self._clock = clock
+        self._end_s = clock() + time_limit_s
         self._bar = progress_bar(show=show)
         self._task = self._bar.add_task("")
+        self._writes_lines = show and self._bar.disable
+        self._line_s = clock()
+        self._name = ""
         self._interval_s = math.inf
 
     def __enter__(self) -> Self:
@@ -50,14 +72,22 @@ class RunControl:
     @property
     def should_stop(self) -> bool:
         """True after SIGINT or when the time is up."""
-        return self.is_interrupted or time.monotonic() >= self._end_s
+        return self.is_interrupted or self._clock() >= self._end_s
 
     def begin(self, name: str, interval_s: float) -> None:
         """Show a new run, which measures until ``interval_s`` (infinite: not known)."""
+        self._name, self._interval_s = name, interval_s
         total = interval_s if math.isfinite(interval_s) else None
         self._bar.reset(self._task, total=total, description=f"simulating {name}")
 
     def tick(self, simulated_s: float) -> bool:
         """Show how far the run is; True when it should stop."""
         self._bar.update(self._task, completed=simulated_s)
+        if self._writes_lines and self._clock() >= self._line_s + _LINE_INTERVAL_S:
+            self._line_s = self._clock()
+            of = ""
+            if math.isfinite(self._interval_s):
+                of = f" of {self._interval_s:,.0f} ({simulated_s / self._interval_s:.0%})"
+            sys.stderr.write(f"simulating {self._name}: {simulated_s:,.0f}{of} simulated s\n")
+            sys.stderr.flush()
         return self.should_stop

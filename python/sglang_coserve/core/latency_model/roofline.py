@@ -14,7 +14,7 @@ from sglang_coserve.core.latency_model.hardware import Hardware
 from sglang_coserve.core.latency_model.json_object import JsonObject
 from sglang_coserve.core.latency_model.model_shape import ModelShape
 from sglang_coserve.core.latency_model.operators import Gemm, Operators
-from sglang_coserve.core.latency_model.prefill_search import longest_prefill
+from sglang_coserve.core.latency_model.prefill_search import longest_prefill, solve_chunk
 from sglang_coserve.core.latency_model.protocol import assert_coefficients
 from sglang_coserve.core.latency_model.rescaling import fit_rescaled
 from sglang_coserve.core.latency_model.samples import Floats, Ints, Sample, SampleTable
@@ -31,6 +31,9 @@ _MEMORY: Final = 0.8
 _LINK: Final = 0.7
 _STEP_S: Final = 1e-3
 _REQUEST_S: Final = 1e-6
+
+_CLOSED_FORMS: Final = 2
+"""The first starts at one token, perhaps bound by memory; the second mostly is exact."""
 
 
 _GemmLine = tuple[float, float, float]
@@ -86,6 +89,14 @@ class RooflineModel:
     _operators: Operators = field(init=False, repr=False, compare=False)
     _layer_gemm_lines: tuple[_GemmLine, ...] = field(init=False, repr=False, compare=False)
     _lm_head_line: _GemmLine = field(init=False, repr=False, compare=False)
+    _per_token_s: float = field(init=False, repr=False, compare=False)
+    """Of communication."""
+
+    _token_s: float = field(init=False, repr=False, compare=False)
+    """Of each token in the layers, where there are many."""
+
+    _prefill_pair_s: float = field(init=False, repr=False, compare=False)
+    _decode_pair_s: float = field(init=False, repr=False, compare=False)
 
     kind: ClassVar[str] = "roofline"
     coefficient_names: ClassVar[tuple[str, ...]] = (
@@ -108,6 +119,14 @@ class RooflineModel:
         lines = tuple(self._line(gemm) for gemm in operators.layer_gemms)
         object.__setattr__(self, "_layer_gemm_lines", lines)
         object.__setattr__(self, "_lm_head_line", self._line(operators.lm_head))
+        per_token_s = self.communication_byte_s * operators.communication_bytes
+        object.__setattr__(self, "_per_token_s", per_token_s)
+        token_s = per_token_s + sum(max(line[:2]) for line in lines)
+        object.__setattr__(self, "_token_s", token_s)
+        pair_flops = operators.attention.pair_flops
+        prefill_pair_s = self.prefill_attention_flop_s * pair_flops
+        object.__setattr__(self, "_prefill_pair_s", prefill_pair_s)
+        object.__setattr__(self, "_decode_pair_s", self.decode_attention_flop_s * pair_flops)
 
     @classmethod
     def from_datasheet(
@@ -149,39 +168,57 @@ class RooflineModel:
 
     def predict(self, batch: BatchStats) -> float:
         """See ``LatencyModel.predict``."""
-        prefills, decodes = batch.prefill_requests, batch.decode_requests
-        tokens = batch.prefill_tokens + decodes
+        # Called tens of times an iteration: conditions, as a call of ``max`` costs twice as much.
+        prefills, prefill_tokens, prefill_context, pairs, decodes, decode_keys = batch
+        rows = prefills + decodes
+        if not rows:
+            return 0.0
+        tokens = prefill_tokens + decodes
         seconds = (
-            self.communication_byte_s * self._operators.communication_bytes * tokens
+            self._per_token_s * tokens
             + self.prefill_request_s * prefills
             + self.decode_request_s * decodes
         )
         for row_compute_s, row_memory_s, weight_s in self._layer_gemm_lines:
-            seconds += max(row_compute_s * tokens, weight_s + row_memory_s * tokens)
+            compute_s, memory_s = row_compute_s * tokens, weight_s + row_memory_s * tokens
+            seconds += compute_s if compute_s > memory_s else memory_s
         row_compute_s, row_memory_s, weight_s = self._lm_head_line
-        rows = prefills + decodes
-        seconds += max(row_compute_s * rows, weight_s + row_memory_s * rows)
+        compute_s, memory_s = row_compute_s * rows, weight_s + row_memory_s * rows
+        seconds += compute_s if compute_s > memory_s else memory_s
         attention = self._operators.attention
         step_s = 0.0
         if prefills:
-            keys = batch.prefill_tokens + batch.prefill_context_tokens
-            pair_s = self.prefill_attention_flop_s * attention.pair_flops
-            moved = attention.query_bytes * batch.prefill_tokens + attention.key_bytes * keys
-            seconds += max(pair_s * batch.prefill_attention_pairs, self.attention_byte_s * moved)
+            keys = prefill_tokens + prefill_context
+            compute_s = self._prefill_pair_s * pairs
+            moved = attention.query_bytes * prefill_tokens + attention.key_bytes * keys
+            memory_s = self.attention_byte_s * moved
+            seconds += compute_s if compute_s > memory_s else memory_s
             step_s = self.prefill_step_s
         if decodes:
-            keys = batch.decode_context_tokens
-            pair_s = self.decode_attention_flop_s * attention.pair_flops
-            moved = attention.query_bytes * decodes + attention.key_bytes * keys
-            seconds += max(pair_s * keys, self.attention_byte_s * moved)
-            step_s = max(step_s, self.decode_step_s)
-        return seconds + step_s if rows else 0.0
+            compute_s = self._decode_pair_s * decode_keys
+            moved = attention.query_bytes * decodes + attention.key_bytes * decode_keys
+            memory_s = self.attention_byte_s * moved
+            seconds += compute_s if compute_s > memory_s else memory_s
+            if step_s < self.decode_step_s:
+                step_s = self.decode_step_s
+        return seconds + step_s
 
     def max_prefill_tokens(
         self, batch: BatchStats, context_tokens: int, limit_tokens: int, budget_s: float
     ) -> int:
-        """See ``LatencyModel.max_prefill_tokens``; bisection."""
-        return longest_prefill(self, batch, context_tokens, limit_tokens, budget_s)
+        """See ``LatencyModel.max_prefill_tokens``; closed forms until one is between two kinks."""
+        if limit_tokens <= 0:
+            return 0
+        if self.predict(batch.with_prefill(limit_tokens, context_tokens)) <= budget_s:
+            return limit_tokens
+        tokens = 1
+        for _ in range(_CLOSED_FORMS):
+            seconds = self.predict(batch.with_prefill(tokens, context_tokens))
+            # As if compute bound: m tokens more add m·(2n + C) + m² to ΣP·(P + C).
+            slope_s = self._token_s + self._prefill_pair_s * (context_tokens + 2 * tokens)
+            more = solve_chunk(budget_s - seconds, slope_s, self._prefill_pair_s)
+            tokens += int(min(more, limit_tokens - tokens))
+        return longest_prefill(self, batch, context_tokens, limit_tokens, budget_s, tokens)
 
     def contributions(self, table: SampleTable) -> Floats:
         """See ``LatencyModel.contributions``: of each maximum, the larger side counts."""

@@ -1,0 +1,239 @@
+"""The most offline work beside online requests that is possible, and what ``coserve`` does.
+
+    python benchmark/bound.py
+    python benchmark/bound.py --trace azure.csv --rate 2 --offline 6916x394
+
+The bound is computed (docs/benchmarks.md says how, and why it is one); what stands beside it is
+simulated with the same latency model: a roofline from the datasheet, or ``--profile``. Without a
+trace there are two, of lognormal lengths and Poisson arrivals: one with long prompts, one with
+long outputs. A load of 1 is the rate at which the no-interference baseline serves requests that
+all come at once.
+
+Targets are multiples of what the baseline gives: ``--scale`` of its P99 TTFT and its P99 gap
+between tokens, told to the scheduler in milliseconds; or ``--slowdown``, told as that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Final
+
+from bound_bench.upper_bound import Capacity, OfflineShape, offline_bound, required
+from sglang_coserve.core.baseline import EngineSize
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.policies import make_policy
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.core.slo import parse_slo
+from sglang_coserve.metrics import SloTargets, latency_report, percentile
+from sglang_coserve.simulator import (
+    ExecutorConfig,
+    SafepointConfig,
+    Setup,
+    SimulationResult,
+    Workload,
+    simulate,
+)
+from sglang_coserve.simulator.assemble import Machine, offline_requests, read_profile
+from sglang_coserve.simulator.binding import from_trace
+from sglang_coserve.simulator.models import kv_capacity_tokens
+from sglang_coserve.workload import (
+    TraceRequest,
+    fit_to_context,
+    poisson_arrivals,
+    read_trace,
+    scale_rate,
+    synthesize,
+)
+
+SPREAD: Final = 0.6
+"""Sigma of the logarithm of a length."""
+
+BACKLOG: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Machinery:
+    """What stays the same from row to row."""
+
+    model: LatencyModel
+    executor: ExecutorConfig
+    offline: str
+    policy: str
+    late_share: float
+
+    def bound(self, requests: Sequence[TraceRequest], targets: SloTargets) -> float:
+        """Return the upper bound in tokens/s."""
+        executor, window_s = self.executor, requests[-1].arrival_s
+        prompt_tokens, output_tokens = map(int, self.offline.split("x"))
+        capacity = Capacity(
+            executor.max_batch_tokens, executor.max_running_requests, executor.kv_capacity_tokens
+        )
+        online = required(requests, targets, window_s, late_share=self.late_share)
+        shape = OfflineShape(prompt_tokens, output_tokens)
+        return offline_bound(self.model, capacity, shape, online, window_s)
+
+    def run(
+        self, requests: Sequence[TraceRequest], targets: SloTargets, slos: Sequence[str]
+    ) -> SimulationResult:
+        """Simulate the policy."""
+        workload = Workload(
+            online=partial(from_trace, requests, RequestClass.ONLINE),
+            offline=offline_requests(self.offline, max_context_tokens=10**6),
+            backlog_depth=BACKLOG,
+            interval_s=requests[-1].arrival_s,
+        )
+        setup = Setup(self.model, self.executor, targets, slos=tuple(map(parse_slo, slos)))
+        return simulate(workload, setup, make_policy(self.policy))
+
+
+def main() -> None:
+    """Print a row for each trace, load and kind of target."""
+    arguments = parse()
+    machine = Machine.named(arguments.model, arguments.hardware)
+    model = read_profile(arguments.profile) if arguments.profile else machine.roofline()
+    executor = ExecutorConfig(
+        kv_capacity_tokens=arguments.kv_tokens
+        or kv_capacity_tokens(machine.shape, machine.hardware),
+        max_running_requests=arguments.max_running,
+        safepoint=SafepointConfig(machine.shape.num_layers, arguments.safepoint_layers),
+    )
+    machinery = Machinery(
+        model, executor, arguments.offline, arguments.policy, arguments.late_share
+    )
+    print(
+        f"offline {arguments.offline}, {executor.kv_capacity_tokens:,} KV tokens, tokens/s;"
+        f" {arguments.policy} is simulated\n"
+        "trace      load  target   TTFT ms  gap ms |  bound   simulated  share |"
+        " P99 TTFT, gap / target  on time %"
+    )
+    for name, trace in traces(arguments, machinery):
+        for load in [1.0] if arguments.trace else arguments.loads:
+            requests = list(scale_rate(trace, load))
+            ttft_s, gap_s = alone(requests, machinery)
+            for kind, factor in (
+                (f"x{arguments.scale:g}", arguments.scale),
+                (f"+{100 * arguments.slowdown:g}%", 1 + arguments.slowdown),
+            ):
+                latencies = {"ttft": factor * ttft_s, "tbt": factor * gap_s}
+                slos = [
+                    f"{latency} p99 <= "
+                    + (kind if kind.startswith("+") else f"{seconds * 1e3:.6f}ms")
+                    for latency, seconds in latencies.items()
+                ]
+                print_row(f"{name:10} {load:4g}  {kind:6}", machinery, requests, latencies, slos)
+
+
+def print_row(
+    head: str,
+    machinery: Machinery,
+    requests: Sequence[TraceRequest],
+    latencies: Mapping[str, float],
+    slos: Sequence[str],
+) -> None:
+    """Print the bound beside what is simulated."""
+    ttft_s, gap_s = latencies.values()
+    targets = SloTargets(ttft_s, gap_s)
+    bound = machinery.bound(requests, targets)
+    result = machinery.run(requests, targets, slos)
+    offline = result.offline_throughput.computed_tokens_per_s
+    report = latency_report(result.online)
+    on_time = [
+        all(
+            time_s <= timeline.arrival_s + ttft_s + number * gap_s
+            for number, time_s in enumerate(timeline.token_times_s)
+        )
+        for timeline in result.online
+    ]
+    print(
+        f"{head} {ttft_s * 1e3:9,.1f} {gap_s * 1e3:7.1f} | {bound:6,.0f} {offline:11,.0f}"
+        f" {offline / bound:6.2f} | {(report.ttft.p99_s or 0) / ttft_s:14.2f}"
+        f" {(report.itl.p99_s or 0) / gap_s:7.2f} {100 * sum(on_time) / len(on_time):10.1f}",
+        flush=True,
+    )
+
+
+def traces(
+    arguments: argparse.Namespace, machinery: Machinery
+) -> Iterator[tuple[str, list[TraceRequest]]]:
+    """Yield the traces with their names; made ones at a load of 1."""
+    if arguments.trace:
+        whole = scale_rate(read_trace(arguments.trace), arguments.rate)
+        fitting, _ = fit_to_context(whole, machinery.executor.kv_capacity_tokens)
+        yield arguments.trace.stem[:10], list(islice(fitting, arguments.requests))
+        return
+    for lengths in arguments.lengths:
+        made = list(draw(lengths, arguments.requests, rate_per_s=1.0))
+        burst = [TraceRequest(r.index, 0.0, r.prompt_tokens, r.output_tokens) for r in made]
+        end_s = max(times[-1] for times in alone_times(burst, machinery).values())
+        yield lengths, list(scale_rate(made, len(made) / end_s))
+
+
+def draw(lengths: str, count: int, rate_per_s: float) -> Iterator[TraceRequest]:
+    """Yield requests with lognormal lengths around those named, and Poisson arrivals."""
+    medians = [int(part) for part in lengths.split("x")]
+    rng = random.Random(5)
+    pairs = (
+        tuple(max(1, int(rng.lognormvariate(math.log(median), SPREAD))) for median in medians)
+        for _ in range(count)
+    )
+    return synthesize(poisson_arrivals(rate_per_s, seed=5), pairs)  # type: ignore[arg-type]
+
+
+def alone(requests: Sequence[TraceRequest], machinery: Machinery) -> tuple[float, float]:
+    """Return P99 TTFT and P99 gap of the no-interference baseline."""
+    times = alone_times(requests, machinery)
+    ttfts_s = [times[str(request.index)][0] - request.arrival_s for request in requests]
+    gaps_s = [b - a for tokens in times.values() for a, b in pairwise(tokens)]
+    return percentile(ttfts_s, 99), percentile(gaps_s, 99)
+
+
+def alone_times(requests: Sequence[TraceRequest], machinery: Machinery) -> dict[str, list[float]]:
+    """Return when the baseline has each token of each request."""
+    executor = machinery.executor
+    baseline = EngineSize(
+        chunk_tokens=executor.max_batch_tokens,
+        max_rows=executor.max_running_requests,
+        kv_tokens=executor.kv_capacity_tokens,
+    ).baseline()
+    for request in requests:
+        rid = str(request.index)
+        baseline.arrived(rid, request.arrival_s, request.prompt_tokens)
+        baseline.produced(rid, request.output_tokens)
+        baseline.ended(rid)
+    times: dict[str, list[float]] = {str(request.index): [] for request in requests}
+    for token in baseline.advance(machinery.model.predict, math.inf):
+        times[token.rid].append(token.at_s)
+    return times
+
+
+def parse() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--trace", type=Path, help="as it comes; default: two made ones")
+    parser.add_argument("--rate", type=float, default=1.0, help="factor of a trace's rate")
+    parser.add_argument("--lengths", nargs="+", default=["2048x64", "256x512"])
+    parser.add_argument("--loads", nargs="+", type=float, default=[0.2, 0.5, 0.8])
+    parser.add_argument("--requests", type=int, default=800)
+    parser.add_argument("--offline", default="2048x256", help="lengths of an offline request")
+    parser.add_argument("--policy", default="coserve")
+    parser.add_argument("--scale", type=float, default=1.2, help="absolute targets over alone's")
+    parser.add_argument("--slowdown", type=float, default=0.1)
+    parser.add_argument("--late-share", type=float, default=0.01, help="requests that may be late")
+    parser.add_argument("--profile", type=Path, help="latency profile; default: a roofline")
+    parser.add_argument("--hardware", default="h100")
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--kv-tokens", type=int)
+    parser.add_argument("--max-running", type=int, default=256)
+    parser.add_argument("--safepoint-layers", type=int, default=4)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

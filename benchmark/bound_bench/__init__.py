@@ -1,0 +1,1 @@
+"""An upper bound of the offline work beside online requests."""

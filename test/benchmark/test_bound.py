@@ -1,0 +1,156 @@
+"""The upper bound of offline work: where it is known, and above what policies do."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bound_bench.upper_bound import (
+    Capacity,
+    OfflineShape,
+    Required,
+    offline_bound,
+    required,
+)
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.latency_model import LinearModel, RooflineModel
+from sglang_coserve.core.policies import POLICIES, make_policy
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.errors import ConfigError
+from sglang_coserve.metrics import SloTargets
+from sglang_coserve.simulator import (
+    ExecutorConfig,
+    SafepointConfig,
+    Setup,
+    SimulationResult,
+    Workload,
+    simulate,
+)
+from sglang_coserve.simulator.assemble import Machine, offline_requests
+from sglang_coserve.simulator.binding import from_trace
+from sglang_coserve.workload import TraceRequest
+
+MODEL = Machine.named("llama-3.1-8b", "h100").roofline()
+LARGE = Capacity(batch_tokens=8192, rows=256, kv_tokens=400_000)
+
+
+def test_without_online_requests_it_is_the_saturated_throughput() -> None:
+    # One token a prompt, so nothing decodes: full steps, one after the other.
+    model = LinearModel(prefill_token_s=1e-4, iteration_s=2e-3)
+    step_s = model.predict(BatchStats(prefill_requests=1, prefill_tokens=8192))
+    tokens_per_s = 8192 / step_s * 1001 / 1000  # With the token that each prompt gives.
+    found = offline_bound(model, LARGE, OfflineShape(1000, 1), Required(), 50.0)
+    assert found == pytest.approx(tokens_per_s, rel=1e-6)
+
+
+def test_decodes_alone_are_bound_by_the_rows_that_fit() -> None:
+    model = LinearModel(iteration_s=1e-2)
+    # 10 requests of at least 1,000 tokens fit: a step a token, but at the edges of the window.
+    capacity = Capacity(batch_tokens=10**9, rows=256, kv_tokens=10_000)
+    found = offline_bound(model, capacity, OfflineShape(1000, 10**6), Required(), 10.0)
+    assert found < 10_001 + 10 / 1e-2
+
+
+def test_online_work_takes_its_part_of_the_time() -> None:
+    model = LinearModel(prefill_token_s=1e-4, iteration_s=0.0)
+    online = Required(prompts=10, prompt_tokens=50_000)
+    alone = offline_bound(model, LARGE, OfflineShape(1000, 1), Required(), 10.0)
+    beside = offline_bound(model, LARGE, OfflineShape(1000, 1), online, 10.0)
+    assert beside == pytest.approx(alone / 2, rel=1e-6)
+    too_much = online._replace(prompt_tokens=200_000)
+    assert offline_bound(model, LARGE, OfflineShape(1000, 1), too_much, 10.0) == 0.0
+
+
+def test_different_steps_are_those_of_requests_that_never_meet() -> None:
+    targets = SloTargets(ttft_s=1.0, tpot_s=0.1)
+    # Each is there for at most 1.9 s; the second meets both others.
+    trace = [TraceRequest(index, arrival_s, 100, 10) for index, arrival_s in enumerate((0, 1, 2))]
+    online = required(trace, targets, 100.0)
+    assert online.steps == 20
+    assert online[:5] == (3, 300, 3 * 5050, 27, 3 * sum(range(101, 110)))
+    # Until 2.45 the first token of the first two is due, and further ones of them.
+    assert required(trace, targets, 2.45).decodes == 9 + 4
+    assert required(trace, targets, 100.0, late_share=0.34).steps == 10
+    assert required(trace, SloTargets(tpot_s=0.1), 100.0) == Required()
+
+
+def test_a_shared_prefix_is_computed_once() -> None:
+    trace = [TraceRequest(index, 0.0, 1500, 1, hash_ids=(1, 2, 3)) for index in range(2)]
+    online = required(trace, SloTargets(ttft_s=1.0), 10.0)
+    assert online.prompt_tokens == 1500 + 1
+
+
+def test_a_model_that_is_not_convex_is_refused() -> None:
+    class Thrifty(RooflineModel):
+        """Two small steps of it take longer than one that is not in between."""
+
+        def predict(self, batch: BatchStats) -> float:
+            return math.sqrt(batch.compute_tokens) * 1e-3
+
+    model = Thrifty.from_datasheet(MODEL.shape, MODEL.hardware)
+    with pytest.raises(ConfigError, match="convex"):
+        offline_bound(model, LARGE, OfflineShape(100, 10), Required(), 10.0)
+
+
+def simulated(
+    policy: str, trace: list[TraceRequest], shape: OfflineShape, capacity: Capacity, window_s: float
+) -> SimulationResult:
+    config = ExecutorConfig(
+        kv_capacity_tokens=capacity.kv_tokens,
+        max_running_requests=capacity.rows,
+        max_batch_tokens=capacity.batch_tokens,
+        safepoint=SafepointConfig(32, 4),
+    )
+    return simulate(
+        Workload(
+            online=partial(from_trace, trace, RequestClass.ONLINE),
+            offline=offline_requests(
+                f"{shape.prompt_tokens}x{shape.output_tokens}", max_context_tokens=10**6
+            ),
+            backlog_depth=32,
+            interval_s=window_s,
+        ),
+        Setup(MODEL, config, SloTargets(0.3, 0.05)),
+        make_policy(policy),
+    )
+
+
+lengths = st.tuples(st.integers(1, 4000), st.integers(1, 300))
+
+
+@settings(deadline=None, max_examples=5)
+@given(
+    online=st.lists(st.tuples(st.floats(0.0, 3.5), lengths), max_size=20),
+    offline=st.tuples(st.integers(100, 4000), st.integers(1, 300)),
+    kv_tokens=st.sampled_from([40_000, 400_000]),
+    rows=st.sampled_from([16, 256]),
+)
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_no_policy_does_more(
+    policy: str,
+    online: list[tuple[float, tuple[int, int]]],
+    offline: tuple[int, int],
+    kv_tokens: int,
+    rows: int,
+) -> None:
+    """Each beside the targets that it kept itself."""
+    trace = [
+        TraceRequest(index, arrival_s, *length)
+        for index, (arrival_s, length) in enumerate(sorted(online))
+    ]
+    window_s, capacity, shape = 4.0, Capacity(8192, rows, kv_tokens), OfflineShape(*offline)
+    result = simulated(policy, trace, shape, capacity, window_s)
+    ttfts_s = [timeline.ttft_s for timeline in result.online]
+    gaps_s = [b - a for t in result.online for a, b in pairwise(t.token_times_s)]
+    if None in ttfts_s:
+        kept = SloTargets()
+    else:
+        longest_s = max((ttft_s for ttft_s in ttfts_s if ttft_s is not None), default=1.0)
+        kept = SloTargets(longest_s, max(gaps_s, default=1.0))
+    bound = offline_bound(MODEL, capacity, shape, required(trace, kept, window_s), window_s)
+    assert result.offline_throughput.computed_tokens_per_s <= bound * (1 + 1e-9)
