@@ -47,11 +47,12 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
     batch.online_part_s = batch.predicted_s
     if batch.lane is Lane.OFFLINE:
         return  # Nobody waits for its end.
-    batch.arrival_wait_s = context.arrival_s
+    fixed_wait_s = context.config.arrival_wait_s
+    batch.arrival_wait_s = fixed_wait_s or batch.online_part_s + context.arrival_s
     batch.offline_budget_s = min(
         batch.offline_budget_s,
         budget_s * (1 - margin),
-        batch.tpot_slack_s * context.gap_share * (1 - margin),
+        _gap_budget_s(batch, context) * (1 - margin),
         _arrival_budget_s(batch, context),
     )
 
@@ -133,6 +134,13 @@ def _chunks_beside(
 
 def _tokens(prompts: Sequence[Row]) -> int:
     return sum([row.tokens_to_compute for row in prompts])
+
+
+def _gap_budget_s(batch: BatchBuilder, context: PlanContext) -> float:
+    """Return how long an iteration offline work may fill because of the decodes: what their own
+    work leaves of their slack, or a share of it."""
+    spare_s = batch.tpot_slack_s - batch.predicted_s
+    return batch.predicted_s + (context.gap_share * spare_s if spare_s > 0 else spare_s)
 
 
 def _wait_share(batch: BatchBuilder) -> float:

@@ -248,7 +248,7 @@ def test_a_gap_is_harmed_when_its_token_came_late() -> None:
     brain.arrived(row.info)
     brain.interference.produced(row.info.rid, 100.0)
     before = shown(brain, probe).gap_share
-    seen = snapshot(row, now_s=100.0)
+    seen = snapshot(row, offline(10, DECODING), now_s=100.0)
     ran(brain, brain.plan(seen, NO_CACHE), seen, seconds=0.5)  # Planned in time.
     assert shown(brain, probe).gap_share < 0.99 * before
 
