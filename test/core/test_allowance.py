@@ -68,7 +68,32 @@ def test_a_tolerance_follows_the_same_statistic_of_what_requests_get_alone() -> 
     for number in range(1000):
         seen.first_token(INFO, 0.1, 0.1)
         seen.gaps([(INFO, 0.01, 0.04 if number % 20 == 0 else 0.01)])
-    assert seen.targets == SloTargets(pytest.approx(0.11), pytest.approx(0.06))
+    assert seen.targets == SloTargets(pytest.approx(0.11, rel=0.01), pytest.approx(0.06, rel=0.01))
+
+
+def stalled(*, alone: bool) -> Allowance:
+    """One gap in 150 is a stall; alone another one, or none."""
+    seen = allowance("tbt p99 <= +10%")
+    for number in range(6000):
+        measured_s = 0.05 if number % 150 == 0 else 0.01
+        alone_s = 0.05 if alone and number % 150 == 75 else 0.01
+        seen.gaps([(INFO, measured_s, alone_s)] * 2)
+    return seen
+
+
+def test_stalls_count_against_those_alone_whichever_gaps_they_are_in() -> None:
+    assert stalled(alone=True).gap_share == pytest.approx(1.0, abs=0.05)
+    seen = allowance("tbt p99 <= +10%")
+    for number in range(6000):
+        seen.gaps([(INFO, 0.05 if number % 30 == 0 else 0.01, 0.01)] * 2)
+    assert seen.gap_share < 0.5
+
+
+def test_a_relative_target_is_lower_for_what_was_above_it() -> None:
+    seen = allowance("tbt p99 <= +10%")
+    for _ in range(1000):
+        seen.gaps([(INFO, 0.02, 0.01)])
+    assert seen.targets.tpot_s == pytest.approx(0.011**2 / 0.02, rel=0.02)
 
 
 @pytest.mark.parametrize(("ttft_s", "rises"), [(0.15, True), (0.25, False)])

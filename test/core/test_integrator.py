@@ -59,4 +59,7 @@ def test_it_opens_fast_until_something_is_harmed() -> None:
         cold.observe(0.0)
         warm.observe(0.0)
     assert cold.factor > 2 / 8
+    made_up = Integrator(0.01, first=1 / 8)
+    made_up.observe(-1.0)
+    assert made_up.factor < 1.3 / 8
     assert warm.factor < 1.2 * start

@@ -38,6 +38,7 @@ def info(rid: str = "a", request_class: RequestClass = RequestClass.ONLINE) -> R
 def serve(found: Interference, *token_times_s: float, rid: str = "a") -> None:
     found.arrived(info(rid))
     for now_s in token_times_s:
+        found.shared()
         found.produced(rid, now_s)
     found.ended(rid, Ending.COMPLETE)
 
@@ -119,6 +120,16 @@ def test_the_allowance_learns_of_first_tokens_and_gaps_once_they_are_known_in_bo
     unknown_s = found.allowance.arrival_s
     found.advance(predict, 9.0)
     assert found.allowance.arrival_s < unknown_s
+
+
+def test_a_gap_without_offline_work_is_not_held_against_it() -> None:
+    found = followed()
+    found.arrived(info())
+    found.shared()
+    for now_s in (0.25, 0.75):
+        found.produced("a", now_s)
+    found.advance(predict, 9.0)
+    assert found.allowance.gap_share == late_and_alone(0.25, 0.375).gap_share
 
 
 def test_without_a_baseline_what_is_late_counts_as_harmed() -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from sglang_coserve.core.integrator import GAIN, Integrator
+from sglang_coserve.core.relative_target import RelativeTarget
 from sglang_coserve.core.slo import Latency, Slo, Statistic
 from sglang_coserve.core.snapshot import RequestInfo
-from sglang_coserve.metrics import SloTargets, summarize
+from sglang_coserve.metrics import SloTargets
 
 __all__ = ["Allowance"]
 
@@ -30,15 +30,11 @@ _GAPS_GAIN: Final = 0.02
 """A tenth of that for requests, as there are so many more gaps. Simulated as above at 1.1 x:
 15,897 offline tokens/s with it, 14,574 with 0.1 and 11,870 with 0.2; harmed 1.0, 0.9 and 0.9%."""
 
-_WINDOW: Final = 512
-"""Requests of the baseline that a relative target follows, as many as ``SloMonitor`` judges."""
+_SPAN: Final = 1 << 12
+_GAPS_SPAN: Final = 1 << 19
+"""Requests, and gaps, that a relative target goes by. Simulated as below, prompts of 2,048 and
+outputs of 64 tokens: from 8,192 gaps the P99 alone was known to 20%."""
 
-_GAPS_WINDOW: Final = 8192
-_GAPS_SAMPLED: Final = 16
-"""Every so many gaps one counts for a relative target: those of one step are nearly equal, and the
-window must span many prompts also where hundreds of requests decode at once."""
-
-_RECOMPUTED_SHARE: Final = 1 / 128
 _MEAN_OF: Final = 64
 
 
@@ -47,8 +43,8 @@ class Allowance:
 
     A request, or a gap between two tokens, is harmed when it misses its target and would
     not have in the no-interference baseline. An SLO on a percentile allows as many as its
-    tail; for one on a mean, harm is how far it is exceeded. A relative SLO follows the same
-    statistic of what the last requests get in the baseline.
+    tail; for one on a mean, harm is how far it is exceeded. The target of a relative SLO follows
+    the baseline (``RelativeTarget``).
 
     The deadlines of requests bound a step before any of this: see ``online_phase``. What
     they cannot know is who arrives during the step, and what a step takes longer than
@@ -71,12 +67,13 @@ class Allowance:
 
     @property
     def arrival_s(self) -> float:
-        """The longest that who arrives may wait for a step that does not yield."""
+        """How much longer offline work may keep who arrives waiting for the end of a step."""
         return min((loop.target_s * loop.factor for loop in self._ttft), default=math.inf)
 
     @property
     def gap_share(self) -> float:
-        """The part of the time until a decode's deadline that offline work may fill."""
+        """The part of what a decode leaves of the time until its deadline that offline work may
+        fill."""
         return min((loop.factor for loop in self._tpot + self._tbt), default=1.0)
 
     @property
@@ -116,17 +113,18 @@ class _Loop:
         first, most = 1.0, 1.0
         if slo.latency is Latency.TTFT:
             first, most = _FIRST_ARRIVAL, _MOST_ARRIVAL
-        self._slo = slo
+        gain, span = GAIN, _SPAN
+        if slo.latency is Latency.TBT:
+            gain, span = _GAPS_GAIN, _GAPS_SPAN
         self._tail = _TAILS.get(slo.statistic)
-        gain = _GAPS_GAIN if slo.latency is Latency.TBT else GAIN
         self._integrator = Integrator(self._tail or 0.0, first=first, most=most, gain=gain)
-        is_tbt = slo.latency is Latency.TBT
-        self._alone_s: deque[float] = deque(maxlen=_GAPS_WINDOW if is_tbt else _WINDOW)
-        self._sampled = _GAPS_SAMPLED if is_tbt else 1
-        self._skipped = self._sampled - 1
-        self._since_recomputed = 0
+        self._limit_s = slo.limit_s
+        self._relative = RelativeTarget(slo, prior_s, span)
         self._mean_count = 1.0
-        self.target_s = slo.limit_over_value(prior_s)
+
+    @property
+    def target_s(self) -> float:
+        return self._limit_s or self._relative.deadline_s
 
     @property
     def factor(self) -> float:
@@ -139,26 +137,28 @@ class _Loop:
         than usual: a step that is too long makes all its decodes late at once.
         """
         harms = [harm for value in values if (harm := self._harm(value)) is not None]
-        if self._slo.tolerance is not None:
-            self._follow([value.alone_s for value in values if value.alone_s is not None])
+        if self._limit_s is None:
+            known = [value for value in values if value.alone_s is not None]
+            if known:
+                self._relative.observe(
+                    [value.measured_s for value in known], [value.alone_s or 0.0 for value in known]
+                )
         if harms:
             self._mean_count += (len(harms) - self._mean_count) / _MEAN_OF
             self._integrator.observe(sum(harms) / len(harms), len(harms) / self._mean_count)
 
     def _harm(self, value: _Value) -> float | None:
-        """Return how much of a harm it is; None of a value that would be late alone."""
-        target_s = value.own_target_s or self.target_s
+        """Return how much of a harm it is; None of a value that would be late alone.
+
+        A relative target follows what comes of the values alone, so some are late alone. Which
+        ones cannot be told by pairs: both engines delay decodes for a prompt, but other ones.
+        So what is late alone counts against what is late, and may be as often as on average.
+        """
+        target_s = value.own_target_s or self._limit_s or self._relative.limit_s
         alone_s = value.alone_s or 0.0
         if self._tail is None:
             return min(value.measured_s / max(target_s, alone_s) - 1, 1.0)
-        return None if alone_s > target_s else float(value.measured_s > target_s)
-
-    def _follow(self, alone_s: Sequence[float]) -> None:
-        sample = alone_s[self._sampled - 1 - self._skipped :: self._sampled]
-        self._skipped = (self._skipped + len(alone_s)) % self._sampled
-        self._alone_s += sample
-        self._since_recomputed += len(sample)
-        if self._since_recomputed > _RECOMPUTED_SHARE * len(self._alone_s):
-            self._since_recomputed = 0
-            limit_s = self._slo.limit_over_value(self._slo.statistic.of(summarize(self._alone_s)))
-            self.target_s = limit_s
+        is_late, is_late_alone = value.measured_s > target_s, alone_s > target_s
+        if self._limit_s is None and value.own_target_s is None:
+            return is_late - is_late_alone + self._relative.late_alone_share
+        return None if is_late_alone else float(is_late)

@@ -48,5 +48,6 @@ class Integrator:
         error = self._allowed - harmed
         if error < 0:
             self._gain_up = self._gain
-        gain = self._gain_up if error > 0 else self._gain
+        # More than what is allowed is given back only for harm that was taken before.
+        gain = self._gain_up if 0 < error <= self._allowed else self._gain
         self._log = min(max(self._log + gain * weight * error, _LEAST), self._most)

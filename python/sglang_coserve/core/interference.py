@@ -35,9 +35,13 @@ class _Watched:
     alone_first_s: float = 0.0
     alone_last_s: float = 0.0
     alone_tokens: int = 0
+    shared_steps: int = 0
+    """Of the engine, at its last token."""
+
     is_finished: bool = False
     gaps_s: deque[float] = field(default_factory=deque)
-    """Of the engine, those that are not known in the baseline yet."""
+    """Of the engine, those that are not known in the baseline yet; NaN of one in which no offline
+    work ran."""
 
 
 class Interference:
@@ -59,6 +63,7 @@ class Interference:
         self._allowance = allowance
         self._watched: dict[str, _Watched] = {}
         self._num_judged = 0
+        self._shared_steps = 0
         self._now_s = -math.inf
         self._gaps_per_request = 0.0
 
@@ -115,6 +120,10 @@ class Interference:
         if self._baseline is not None:
             self._baseline.arrived(info.rid, info.arrival_s, info.prompt_tokens, cached_tokens)
 
+    def shared(self) -> None:
+        """Note that offline work runs, or ran, in the step whose tokens come next."""
+        self._shared_steps += 1
+
     def produced(self, rid: str, now_s: float) -> None:
         """Note that a token came out; of a request that is not followed it says nothing. O(1)."""
         self._now_s = now_s
@@ -128,6 +137,7 @@ class Interference:
         else:
             self._measure_gap(watched, now_s)
         watched.last_s = now_s
+        watched.shared_steps = self._shared_steps
         if self._baseline is not None:
             self._baseline.produced(rid)
 
@@ -170,8 +180,9 @@ class Interference:
                 if monitor.needs_gaps:
                     monitor.gap_alone(watched.info, watched.alone_last_s, at_s)
                 if watched.gaps_s:
-                    alone_s = at_s - watched.alone_last_s
-                    gaps.append((watched.info, watched.gaps_s.popleft(), alone_s))
+                    gap_s, alone_s = watched.gaps_s.popleft(), at_s - watched.alone_last_s
+                    # Offline work has no part in what is late without it.
+                    gaps.append((watched.info, alone_s if math.isnan(gap_s) else gap_s, alone_s))
             watched.alone_last_s = at_s
             watched.alone_tokens = number
             if watched.is_finished:
@@ -207,7 +218,8 @@ class Interference:
         if self._baseline is None:
             self._allowance.gaps([(watched.info, gap_s, None)])
         else:
-            watched.gaps_s.append(gap_s)
+            is_shared = self._shared_steps > watched.shared_steps
+            watched.gaps_s.append(gap_s if is_shared else math.nan)
 
     def _judge_if_complete(self, watched: _Watched) -> None:
         if watched.alone_tokens >= watched.tokens:

@@ -32,7 +32,7 @@ def offline_until_s(batch: BatchBuilder, gap_share: float, margin: float) -> flo
 
     Args:
         batch: Of the shared lane, with nothing in it.
-        gap_share: Part of the time until a token is late that offline work may take.
+        gap_share: Part of what the decodes leave until a token is late that offline work may take.
         margin: Part of the time that is left free for prediction error.
     """
     seen = batch.snapshot
@@ -40,7 +40,7 @@ def offline_until_s(batch: BatchBuilder, gap_share: float, margin: float) -> flo
         return None
     if not batch.online_decodes:
         return math.inf
-    left_s = (gap_share * batch.tpot_slack_s - _online_decodes_s(batch)) * (1 - margin)
+    left_s = gap_share * (batch.tpot_slack_s - _online_decodes_s(batch)) * (1 - margin)
     return seen.now_s + left_s if 0 < left_s < math.inf else None
 
 

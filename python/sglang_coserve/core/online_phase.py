@@ -48,8 +48,8 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
     batch.offline_budget_s = min(
         batch.offline_budget_s,
         budget_s * (1 - margin),
-        batch.tpot_slack_s * context.gap_share * (1 - margin),
-        context.arrival_s,
+        _gap_budget_s(batch, context) * (1 - margin),
+        batch.online_part_s + context.arrival_s,
     )
 
 
@@ -130,6 +130,13 @@ def _chunks_beside(
 
 def _tokens(prompts: Sequence[Row]) -> int:
     return sum([row.tokens_to_compute for row in prompts])
+
+
+def _gap_budget_s(batch: BatchBuilder, context: PlanContext) -> float:
+    """Return how long an iteration offline work may fill because of the decodes: what their own
+    work leaves of their slack, or a share of it."""
+    spare_s = batch.tpot_slack_s - batch.predicted_s
+    return batch.predicted_s + (context.gap_share * spare_s if spare_s > 0 else spare_s)
 
 
 def decode_online(batch: BatchBuilder) -> None:

@@ -26,10 +26,11 @@ class PlanContext:
     """Number of the step; with the seed it makes draws reproducible."""
 
     arrival_s: float
-    """Longest time that a request which arrives during the step may wait for its end."""
+    """How much longer a request that arrives during the step may wait for its end for offline
+    work; in the offline lane, how long it may wait at all."""
 
     gap_share: float
-    """Part of the time until a decode's deadline that offline work may take."""
+    """Part of what a decode leaves of the time until its deadline that offline work may take."""
 
     gaps_per_request: float
     """Between the tokens of an online request, on average."""

@@ -135,7 +135,11 @@ class Scheduler:
             if plan is not None:
                 return plan
         if self._policy.slices and not (shared.online_prefills or snapshot.waiting):
-            shared.offline_budget_s = 0.0  # The decodes are due: not even a small one beside them.
+            if snapshot.suspended is None:
+                # No slice fits between two of their steps; beside them something may.
+                shared = self._builder(snapshot)
+            else:
+                shared.offline_budget_s = 0.0  # They are due: not even a small one beside them.
         self._compose(shared, cache)
         if snapshot.suspended is not None and shared.lacks_kv:
             return StepPlan(step=self._next_step, drops=True)
@@ -278,6 +282,10 @@ class Scheduler:
     def _learn_from_tokens(self, result: StepResult) -> None:
         """Learn from when online requests got their tokens."""
         interference = self._interference
+        rows = result.batch.decode_requests + result.batch.prefill_requests
+        lanes = [plan.lane for plan in self._in_flight.values()]
+        if rows > len(result.served) or Lane.OFFLINE in lanes:
+            interference.shared()
         for info, _, token_s in result.served:
             if token_s is not None:
                 interference.produced(info.rid, token_s)

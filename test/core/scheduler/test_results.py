@@ -73,8 +73,12 @@ def test_a_step_that_was_not_started_has_no_result() -> None:
 def test_only_what_was_planned_can_be_admitted() -> None:
     brain = scheduler("coserve", queued(50, rid="a"))
     plan = brain.plan(snapshot(), NO_CACHE)
-    with pytest.raises(AssertionError, match="not planned"):
-        brain.start(plan, [plan.prefills[0]._replace(tokens=51)])
+    (chunk,) = plan.prefills
+    with pytest.raises(AssertionError, match="other prefills"):
+        brain.start(plan, [chunk._replace(rid="b")])
+    # As long as it is, where the cache had less of the prompt than when it was planned.
+    brain.start(plan, [chunk._replace(tokens=chunk.tokens + 1)])
+    assert len(brain.queue) == 0
 
 
 def test_what_a_step_in_flight_took_from_the_queue_is_not_planned_again() -> None:
@@ -216,7 +220,7 @@ def test_a_gap_is_harmed_when_its_token_came_late() -> None:
     brain.arrived(row.info)
     brain.interference.produced(row.info.rid, 100.0)
     before = shown(brain, probe).gap_share
-    seen = snapshot(row, now_s=100.0)
+    seen = snapshot(row, offline(10, DECODING), now_s=100.0)
     ran(brain, brain.plan(seen, NO_CACHE), seen, seconds=0.5)  # Planned in time.
     assert shown(brain, probe).gap_share < 0.99 * before
 

@@ -1,0 +1,55 @@
+"""A target that is relative to what online requests would get alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from sglang_coserve.core.recent_values import RecentValues
+from sglang_coserve.core.slo import Slo
+
+__all__ = ["RelativeTarget"]
+
+_RENEWED_SHARE: Final = 1 / 128
+"""Of the values it goes by: when so many are new, it is computed again."""
+
+
+class RelativeTarget:
+    """Follows a statistic of the values alone, and of those measured.
+
+    Where the measured statistic is above the limit, for that was higher before or could not be
+    kept, deadlines are as much below the limit for now.
+    """
+
+    def __init__(self, slo: Slo, prior_s: float, span: int) -> None:
+        """Start without values.
+
+        Args:
+            slo: Its tolerance.
+            prior_s: Taken for the statistic alone until a value is known.
+            span: So many values back it looks.
+        """
+        self._slo = slo
+        self._span = span
+        self._alone = RecentValues(span)
+        self._measured = RecentValues(span)
+        self._count = 0
+        self._renewed_at = 0.0
+        self.limit_s = self.deadline_s = slo.limit_over_value(prior_s)
+        self.late_alone_share = 0.0
+        """Part of the values alone that is above the limit."""
+
+    def observe(self, measured_s: Sequence[float], alone_s: Sequence[float]) -> None:
+        """Take in values that became known together, one at least. O(values), amortized."""
+        self._measured.add(measured_s)
+        self._alone.add(alone_s)
+        self._count += len(alone_s)
+        if self._count < self._renewed_at:
+            return
+        self._renewed_at = self._count + math.ceil(_RENEWED_SHARE * min(self._count, self._span))
+        statistic = self._slo.statistic
+        self.limit_s = self._slo.limit_over_value(self._alone.statistic(statistic))
+        self.late_alone_share = self._alone.share_above(self.limit_s)
+        excess = self._measured.statistic(statistic) / self.limit_s
+        self.deadline_s = self.limit_s / max(excess, 1.0)
