@@ -81,6 +81,13 @@ class CoserveConfig:
         "--slo-ttft-ms, --slo-tpot-ms and --slo. auto: coserve.",
         choices=(_AUTO, *OFFLINE_POLICIES),
     )
+    offline_objectives: tuple[str, ...] = _setting(
+        ("batch", "best-effort", "flex", "offline"),
+        "Requests with one of these in the header x-llm-d-inference-objective, which gateways set, "
+        "are offline; with any other they are online.",
+        nargs="+",
+        metavar="NAME",
+    )
     offline_max_running: int | None = _setting(
         None,
         "Most offline requests that may run at once; by default bounded only by "
@@ -219,7 +226,8 @@ class CoserveConfig:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "slo", tuple(self.slo))  # argparse makes a list.
+        for name in ("slo", "offline_objectives"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # argparse makes a list.
         for name in ("slo_ttft_ms", "slo_tpot_ms", "iteration_budget_ms"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):

@@ -59,8 +59,9 @@ def test_a_line_that_chooses_its_class_keeps_it(body: dict[str, Any]) -> None:
     assert sent_body(valid(body=body)) == body
 
 
-def test_embeddings_have_no_tier() -> None:
-    assert sent_body(valid(url="/v1/embeddings", body={"input": "x"})) == {"input": "x"}
+def test_embeddings_are_marked_too() -> None:
+    body = {"input": "x", "service_tier": "flex"}
+    assert sent_body(valid(url="/v1/embeddings", body={"input": "x"})) == body
 
 
 def test_a_body_is_sent_as_it_was_meant() -> None:

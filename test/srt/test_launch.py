@@ -19,8 +19,8 @@ from sglang_coserve.srt import cpu
 cpu.set_environment_defaults()  # Before SGLang is imported.
 
 from sglang_coserve.srt import compat, launch  # noqa: E402
+from sglang_coserve.srt.marks_middleware import MarksMiddleware  # noqa: E402
 from sglang_coserve.srt.request_gate import RequestGateMiddleware  # noqa: E402
-from sglang_coserve.srt.service_tier import ServiceTierMiddleware  # noqa: E402
 from sglang_coserve.srt.unread_body import UnreadBodyMiddleware  # noqa: E402
 
 
@@ -157,7 +157,7 @@ def answer() -> None:
 
 def complete_app() -> FastAPI:
     app = FastAPI()
-    app.add_middleware(ServiceTierMiddleware)
+    app.add_middleware(MarksMiddleware)
     app.add_middleware(RequestGateMiddleware)
     app.add_middleware(UnreadBodyMiddleware)
     app.add_api_route(launch.STATUS_PATH, answer)
@@ -187,7 +187,7 @@ def test_a_complete_server_passes() -> None:
     ("app", "info", "says"),
     [
         (complete_app(), {"status": "ready"}, "scheduler 0 is not CoserveScheduler"),
-        (app_without("ServiceTierMiddleware"), {"coserve": {}}, "ServiceTierMiddleware"),
+        (app_without("MarksMiddleware"), {"coserve": {}}, "MarksMiddleware"),
         (app_without("RequestGateMiddleware"), {"coserve": {}}, "RequestGateMiddleware"),
         (app_without("UnreadBodyMiddleware"), {"coserve": {}}, "UnreadBodyMiddleware"),
         (app_without(launch.STATUS_PATH), {"coserve": {}}, launch.STATUS_PATH),

@@ -50,6 +50,19 @@ def num_offline_received(http: httpx.Client) -> int:
 
 
 MESSAGES: Any = [{"role": "user", "content": "Who repaired the boat?"}]
+TEXT = "Who repaired the boat?"
+
+DOORS: dict[str, dict[str, Any]] = {
+    "/generate": {"text": TEXT, "sampling_params": {"max_new_tokens": 2}},
+    "/v1/completions": {"model": "m", "prompt": TEXT, "max_tokens": 2, "n": 2},
+    "/v1/chat/completions": {"model": "m", "messages": MESSAGES, "max_tokens": 2},
+    "/v1/responses": {"model": "m", "input": TEXT, "max_output_tokens": 2},
+    "/v1/messages": {"model": "m", "messages": MESSAGES, "max_tokens": 2},
+    "/api/chat": {"model": "m", "messages": MESSAGES, "options": {"num_predict": 2}},
+    "/api/generate": {"model": "m", "prompt": TEXT, "options": {"num_predict": 2}},
+    "/v1/score": {"model": "m", "query": TEXT, "items": ["Anna", "Boris"], "label_token_ids": [7]},
+}
+"""A body for each route that generates or scores."""
 
 
 def test_status_shows_how_long_tokens_take_from_the_scheduler(http: httpx.Client) -> None:
@@ -71,6 +84,51 @@ def test_status_shows_settings_and_classes(http: httpx.Client) -> None:
 def test_server_info_names_the_policy(http: httpx.Client) -> None:
     info = http.get("/server_info").json()
     assert info["coserve"]["offline_policy"] == "coserve"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("path", DOORS)
+def test_a_mark_holds_on_every_route(http: httpx.Client, path: str, streams: bool) -> None:
+    before = num_offline_received(http)
+    body = (
+        DOORS[path]
+        | {"service_tier": "flex"}
+        | ({"stream": streams} if "score" not in path else {})
+    )
+    response = http.post(path, json=body).raise_for_status()
+    assert response.headers["x-coserve-class"] == "offline"
+    # A prompt, and for some each choice or item, is a request of its own.
+    assert num_offline_received(http) > before
+    before = num_offline_received(http)
+    assert "x-coserve-class" not in http.post(path, json=DOORS[path]).raise_for_status().headers
+    assert num_offline_received(http) == before
+
+
+@pytest.mark.parametrize("path", DOORS)
+def test_a_gateways_header_holds_on_every_route(http: httpx.Client, path: str) -> None:
+    before = num_offline_received(http)
+    headers = {"x-llm-d-inference-objective": "batch", "x-llm-d-inference-fairness-id": "team"}
+    response = http.post(path, json=DOORS[path], headers=headers).raise_for_status()
+    assert response.headers["x-coserve-class"] == "offline"
+    assert num_offline_received(http) > before
+
+
+@pytest.mark.parametrize("tier", ["auto", "default", "flex", "scale", "priority", "fast"])
+def test_every_tier_of_the_client_is_taken_and_answered(client: openai.OpenAI, tier: Any) -> None:
+    used = "flex" if tier == "flex" else "default"
+    chat = client.chat.completions.create(
+        model="m", messages=MESSAGES, max_tokens=2, service_tier=tier
+    )
+    assert chat.service_tier == used
+    response = client.responses.create(
+        model="m", input=TEXT, max_output_tokens=16, service_tier=tier
+    )
+    assert response.service_tier == used
+    events = client.responses.create(
+        model="m", input=TEXT, max_output_tokens=16, service_tier=tier, stream=True
+    )
+    told = {event.response.service_tier for event in events if hasattr(event, "response")}
+    assert told == {used}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
+from pathlib import Path
 
 from sglang_coserve.batch.backend import LineRequest, LineResult
 from sglang_coserve.batch.context import BatchContext
@@ -18,6 +19,7 @@ from sglang_coserve.batch.journal import TokenJournal
 from sglang_coserve.batch.line_bitmap import LineBitmap
 from sglang_coserve.batch.line_parser import LineParser
 from sglang_coserve.batch.line_source import InputLine, LineSource
+from sglang_coserve.batch.prefix_order import PrefixOrder
 from sglang_coserve.batch.record import BatchRecord, Progress, Usage
 from sglang_coserve.batch.result_log import ResultLog
 from sglang_coserve.batch.result_record import encode_result, encode_unserved, usage_of
@@ -76,6 +78,12 @@ class BatchRun:
             directory.journal(batch.id), context.backend.model, limits.journal_compact_bytes
         )
 
+        self._order = PrefixOrder(
+            directory.file(batch.input_file_id),
+            directory.order(batch.id),
+            limits.max_in_flight,
+        )
+
     async def serve(self) -> None:
         """Have the engine serve every unfinished line.
 
@@ -118,6 +126,7 @@ class BatchRun:
         async with self._open():
             pass
         await self._context.threads.run(self._journal.delete)
+        await self._context.threads.run(self._order.delete)
 
     @asynccontextmanager
     async def _open(self) -> AsyncGenerator[tuple[LineBitmap, ResultWriter]]:
@@ -139,21 +148,22 @@ class BatchRun:
         finally:
             await writer.close()
 
-    def _lines(self, is_wanted: Callable[[int], bool]) -> LineSource:
+    def _lines(self, is_wanted: Callable[[int], bool], order: Path | None = None) -> LineSource:
         context = self._context
         path = context.directory.file(self._batch.input_file_id)
-        return LineSource(path, context.limits.max_line_bytes, is_wanted, context.threads)
+        return LineSource(path, context.limits.max_line_bytes, is_wanted, context.threads, order)
 
     async def _serve_lines(self, finished: LineBitmap, writer: ResultWriter) -> None:
         suspects = {line for line in self._suspects if line not in finished}
         async with asyncio.TaskGroup() as watchers:
             watching = watchers.create_task(writer.failure())
             journaling = watchers.create_task(self._journal_regularly())
+            ordering = watchers.create_task(self._order.find(self._batch.total_lines))
             async with asyncio.TaskGroup() as lines:
                 if suspects:
                     lines.create_task(self._serve_suspects(suspects, writer))
                 async for line in self._lines(
-                    lambda line: line not in finished and line not in suspects
+                    lambda line: line not in finished and line not in suspects, self._order.path
                 ):
                     await writer.room()
                     try:
@@ -171,6 +181,7 @@ class BatchRun:
                     task.add_done_callback(partial(self._release, size_bytes, estimated_tokens))
             watching.cancel()
             journaling.cancel()
+            ordering.cancel()
 
     async def _serve_suspects(self, suspects: Collection[int], writer: ResultWriter) -> None:
         """Serve lines that the engine may have died of, and give up those of which it surely did.

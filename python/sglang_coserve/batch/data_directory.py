@@ -5,6 +5,7 @@
     coserve.sqlite      what is known of files, batches and events
     files/<file id>     uploads, outputs and error files
     journal/<batch id>  generated tokens of lines that are not finished
+    order/<batch id>    in what order lines are served; it may be deleted at any time
     in_doubt/<file id>  empty; says that the file is being added or deleted
     in_flight           which lines the engine has
     fatal_signal        where the server was when it died of a signal
@@ -54,6 +55,7 @@ class DataDirectory:
         self.fatal_signal = root / "fatal_signal"
         self._files = root / "files"
         self._journals = root / "journal"
+        self._orders = root / "order"
         self._in_doubt = root / "in_doubt"
         self._lock_fd: int | None = None
 
@@ -65,7 +67,8 @@ class DataDirectory:
             InUseError: another server is using it.
         """
         try:
-            for directory in (self.root, self._files, self._journals, self._in_doubt):
+            own = (self._files, self._journals, self._orders, self._in_doubt)
+            for directory in (self.root, *own):
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._check_private(directory)
             self._lock()
@@ -131,6 +134,10 @@ class DataDirectory:
     def journal(self, batch_id: str) -> Path:
         """Return where the tokens of a batch's unfinished lines are."""
         return self._journals / _checked(batch_id)
+
+    def order(self, batch_id: str) -> Path:
+        """Return where the order of a batch's lines is, once there is one."""
+        return self._orders / _checked(batch_id)
 
     @property
     def free_bytes(self) -> int:

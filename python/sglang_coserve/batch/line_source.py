@@ -1,4 +1,4 @@
-"""The unfinished lines of an input file, read a little ahead."""
+"""The unfinished lines of an input file, read a little ahead: in its order, or in a better one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Final
 
 from sglang_coserve.batch.errors import StorageError
+from sglang_coserve.batch.line_bitmap import LineBitmap
 from sglang_coserve.batch.worker_threads import WorkerThreads
-from sglang_coserve.jsonl.lines import is_blank, read_lines
+from sglang_coserve.jsonl.lines import Line, is_blank, read_lines
+from sglang_coserve.jsonl.prefix_order import read_order
 
 __all__ = ["InputLine", "LineSource"]
 
@@ -31,9 +33,11 @@ class InputLine:
 
 
 class LineSource:
-    """Yields the lines of a validated file whose numbers ``is_wanted``, in their order.
+    """Yields the lines of a validated file whose numbers ``is_wanted``.
 
-    Holds at most 256 lines, about 1 MiB, or one line if that is longer.
+    They come in the file's order until there is an order (``prefix_order``), and in that one
+    from then on; each of them once. Holds at most 256 lines, about 1 MiB, or one line if that
+    is longer.
     """
 
     def __init__(
@@ -42,11 +46,19 @@ class LineSource:
         max_line_bytes: int,
         is_wanted: Callable[[int], bool],
         threads: WorkerThreads,
+        order: Path | None = None,
     ) -> None:
+        """``order`` need not be there yet; None: there will be none."""
         self._path = path
         self._max_line_bytes = max_line_bytes
         self._is_wanted = is_wanted
         self._threads = threads
+        self._order = order
+        self._is_ordered = False
+        self._place = 0
+        self._taken = LineBitmap()
+        """Those in the file's order, while there may still be another one."""
+
         self._offset = 0
         self._number = 0
         self._is_at_end = False
@@ -64,25 +76,55 @@ class LineSource:
 
     def _read_ahead(self) -> None:
         """Read some lines. A file that is mostly finished is passed over in several calls."""
-        size_bytes = 0
+        if not self._is_ordered and self._order is not None:
+            self._is_ordered = self._order.exists()
         try:
-            with self._path.open("rb", buffering=_AHEAD_BYTES) as file:
-                file.seek(self._offset)
-                for line in read_lines(file, self._max_line_bytes, after_line=self._number):
-                    offset = self._offset
-                    self._offset += line.size_bytes
-                    self._number = line.number
-                    if self._is_wanted(line.number) and not is_blank(line.content):
-                        if line.content is None:
-                            raise StorageError(f"{self._path} has changed since it was checked")
-                        self._ahead.append(InputLine(line.number, offset, line.content))
-                        size_bytes += line.size_bytes
-                    if (
-                        size_bytes >= _AHEAD_BYTES
-                        or len(self._ahead) >= _AHEAD_LINES
-                        or line.number % _SKIPPED_AT_ONCE == 0
-                    ):
-                        return
+            if self._is_ordered:
+                self._read_in_order()
+            else:
+                self._read_on()
         except OSError as error:
             raise StorageError(f"{self._path} cannot be read: {error.strerror}") from error
+
+    def _read_on(self) -> None:
+        size_bytes = 0
+        with self._path.open("rb", buffering=_AHEAD_BYTES) as file:
+            file.seek(self._offset)
+            for line in read_lines(file, self._max_line_bytes, after_line=self._number):
+                offset = self._offset
+                self._offset += line.size_bytes
+                self._number = line.number
+                if self._is_wanted(line.number) and not is_blank(line.content):
+                    if self._order is not None:
+                        self._taken.add(line.number)
+                    self._take(line, offset)
+                    size_bytes += line.size_bytes
+                if self._is_enough(size_bytes) or line.number % _SKIPPED_AT_ONCE == 0:
+                    return
         self._is_at_end = True
+
+    def _read_in_order(self) -> None:
+        assert self._order is not None
+        entries = read_order(self._order, self._place, _SKIPPED_AT_ONCE)
+        self._is_at_end = not entries
+        size_bytes = 0
+        with self._path.open("rb") as file:
+            for offset, number in entries:
+                if self._is_enough(size_bytes):
+                    return
+                self._place += 1
+                if self._is_wanted(number) and number not in self._taken:
+                    file.seek(offset)
+                    line = next(read_lines(file, self._max_line_bytes, after_line=number - 1), None)
+                    if line is None:
+                        raise StorageError(f"{self._path} has changed since it was checked")
+                    self._take(line, offset)
+                    size_bytes += line.size_bytes
+
+    def _take(self, line: Line, offset: int) -> None:
+        if line.content is None:
+            raise StorageError(f"{self._path} has changed since it was checked")
+        self._ahead.append(InputLine(line.number, offset, line.content))
+
+    def _is_enough(self, size_bytes: int) -> bool:
+        return size_bytes >= _AHEAD_BYTES or len(self._ahead) >= _AHEAD_LINES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
@@ -15,8 +15,6 @@ from sglang_coserve.client.input_lines import InputLine, LineRef
 from sglang_coserve.jsonl.seen_ids import SeenIds
 
 __all__ = ["BatchRequest", "LineChecker"]
-
-_EMBEDDINGS: Final = "/v1/embeddings"
 
 
 class _Line(BaseModel):
@@ -76,7 +74,7 @@ class LineChecker:
             message = "a batch line cannot stream: remove stream from its body"
             return _rejected(line.ref, custom_id, "stream_not_supported", message)
         try:
-            content = _encode_body(valid.url, valid.body)
+            content = _encode_body(valid.body)
         except ValueError as error:
             return _rejected(line.ref, custom_id, "invalid_json", f"body: {error}")
         return BatchRequest(line.ref, valid.custom_id, valid.url, content)
@@ -111,16 +109,14 @@ def _usable_id(fields: Any) -> str | None:
     return custom_id if isinstance(custom_id, str) and custom_id else None
 
 
-def _encode_body(url: str, body: dict[str, Any]) -> bytes:
+def _encode_body(body: dict[str, Any]) -> bytes:
     """Return the body to send, in the offline class unless the line chose one itself.
-
-    ``service_tier`` is not part of the embeddings API, so those bodies pass as they are.
 
     Raises:
         ValueError: a number is too large for JSON.
     """
     chosen = body.get("service_tier") is not None or body.get("coserve_class") is not None
-    if not chosen and url != _EMBEDDINGS:
+    if not chosen:
         body = body | {"service_tier": "flex"}
     return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 

@@ -1,104 +1,56 @@
-"""The marks of an OpenAI body, moved to where SGLang passes them on.
-
-SGLang drops ``service_tier`` and keys it does not know from chat and completion
-bodies, but keeps ``custom_params``.
-"""
+"""What the body of a request says of its class and targets, whatever route it comes by."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from typing import Any
-
-import orjson
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
 
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.errors import RequestError, UnknownClassError
+from sglang_coserve.errors import UnknownClassError
 from sglang_coserve.srt.request_marks import CLASS_KEY, MARK_PREFIX
 
-__all__ = ["SERVICE_TIER", "SERVICE_TIERS", "MarkedBody", "class_of_body", "move_marks"]
+__all__ = ["SERVICE_TIER", "SERVICE_TIERS", "class_of_body", "marks_of_body", "tier_used"]
 
-SERVICE_TIER = "service_tier"
+SERVICE_TIER: Final = "service_tier"
 
-SERVICE_TIERS = {
-    "auto": RequestClass.ONLINE,
-    "default": RequestClass.ONLINE,
-    "priority": RequestClass.ONLINE,
-    "scale": RequestClass.ONLINE,
-    "flex": RequestClass.OFFLINE,
-}
-"""The class behind each value of OpenAI's ``service_tier``."""
-
-_TIER_USED = {RequestClass.ONLINE: "default", RequestClass.OFFLINE: "flex"}
+SERVICE_TIERS: Final[Mapping[str, RequestClass]] = MappingProxyType(
+    {
+        **dict.fromkeys(("auto", "default", "priority", "scale", "fast"), RequestClass.ONLINE),
+        "standard_only": RequestClass.ONLINE,  # Anthropic's.
+        "flex": RequestClass.OFFLINE,
+    }
+)
+"""The class behind each value of ``service_tier``, of the newest ``openai`` client and before."""
 
 
-@dataclass(frozen=True, slots=True)
-class MarkedBody:
-    """A body as SGLang is to see it."""
-
-    content: bytes
-    tier_used: str | None
-    """The ``service_tier`` to report; None when the body names no class."""
+def tier_used(request_class: RequestClass) -> str:
+    """Return the ``service_tier`` that an answer names."""
+    return "flex" if request_class is RequestClass.OFFLINE else "default"
 
 
-def move_marks(content: bytes) -> MarkedBody | None:
-    """Move the marks of a JSON body into its ``custom_params``; None when it has none.
+def marks_of_body(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the marks at the top of a JSON body, its class among them if it names one.
 
-    Only what the body says about the class is checked, since the tier used is
-    reported: the rest is checked where requests from every door pass.
+    Only what they say about the class is checked: the rest is where requests from every
+    door pass.
 
     Raises:
-        RequestError: a mark names no class, or two contradict each other.
+        UnknownClassError: a mark names no class, or two disagree.
     """
-    try:
-        # As the route does: what it takes for malformed, it is to answer in its own words.
-        fields = orjson.loads(content)
-    except ValueError:
-        return None
-    if not isinstance(fields, dict):
-        return None
-    request_class = class_of_body(fields)
     marks = {
         key: value
         for key, value in fields.items()
         if key.startswith(MARK_PREFIX) and value is not None
     }
-    if request_class is None and not marks:
-        return None
-    custom_params = fields.get("custom_params")
-    if custom_params is not None and not isinstance(custom_params, dict):
-        return None  # Malformed as well.
-    moved = dict(custom_params or {})
+    request_class = class_of_body(fields)
     if request_class is not None:
-        moved[CLASS_KEY] = marks[CLASS_KEY] = request_class.value
-    for key, value in marks.items():
-        if moved.get(key) is not None and moved[key] != value:
-            raise RequestError(
-                f"contradicting values of {key}: {value!r}, and {moved[key]!r} in custom_params"
-            )
-        moved[key] = value
-    kept = {
-        key: value
-        for key, value in fields.items()
-        if key != SERVICE_TIER and not key.startswith(MARK_PREFIX)
-    }
-    tier_used = None if request_class is None else _TIER_USED[request_class]
-    return MarkedBody(_dumped({**kept, "custom_params": moved}), tier_used)
+        marks[CLASS_KEY] = request_class.value
+    return marks
 
 
-def _dumped(fields: dict[str, Any]) -> bytes:
-    try:
-        return orjson.dumps(fields)
-    except orjson.JSONEncodeError:
-        # It reads 1,024 levels of nesting, and writes 254.
-        try:
-            return json.dumps(fields).encode()
-        except RecursionError:
-            raise RequestError("the body is too deeply nested") from None
-
-
-def class_of_body(body: dict[str, Any]) -> RequestClass | None:
-    """Return the class an OpenAI body asks for; None when it says nothing.
+def class_of_body(body: Mapping[str, Any]) -> RequestClass | None:
+    """Return the class a body asks for; None when it says nothing.
 
     Raises:
         UnknownClassError: a mark names no class, or two marks disagree.

@@ -31,9 +31,9 @@ from sglang_coserve.srt.gc_pauses import freeze_imports, freeze_start_up_objects
 from sglang_coserve.srt.kv_checkpoint.settings import check_combination, server_settings
 from sglang_coserve.srt.listen_address import check_listen_address
 from sglang_coserve.srt.malformed_bodies import install_body_errors
+from sglang_coserve.srt.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.prompt_limit import body_limits
 from sglang_coserve.srt.request_gate import RequestGateMiddleware, set_body_limits
-from sglang_coserve.srt.service_tier import ServiceTierMiddleware
 from sglang_coserve.srt.unread_body import UnreadBodyMiddleware
 
 __all__ = ["launch_server", "parse_server_args"]
@@ -158,7 +158,8 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
         }
 
     app = http_server.app
-    app.add_middleware(ServiceTierMiddleware)
+    objectives = frozenset(server_args._coserve.offline_objectives)
+    app.add_middleware(MarksMiddleware, offline_objectives=objectives)
     # Added last, they come first.
     app.add_middleware(RequestGateMiddleware)
     app.add_middleware(UnreadBodyMiddleware)
@@ -215,7 +216,7 @@ def verify_in_place(app: Any, scheduler_infos: Sequence[dict[str, Any]]) -> None
     installed = {entry.cls for entry in app.user_middleware}
     problems += [
         f"{middleware.__name__} is not installed"
-        for middleware in (ServiceTierMiddleware, RequestGateMiddleware, UnreadBodyMiddleware)
+        for middleware in (MarksMiddleware, RequestGateMiddleware, UnreadBodyMiddleware)
         if middleware not in installed
     ]
     if STATUS_PATH not in {getattr(route, "path", None) for route in app.routes}:

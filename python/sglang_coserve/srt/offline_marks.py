@@ -26,6 +26,7 @@ __all__ = [
     "offline_marks",
     "restore_generated",
     "sent_with",
+    "tenant_marks",
     "user_of",
 ]
 
@@ -59,6 +60,11 @@ def offline_marks(*, due_in_s: float, user: str, generated: Sequence[int] = ()) 
     return marks
 
 
+def tenant_marks(tenant: str) -> Marks:
+    """Return the marks of a request of either class that belongs to a tenant."""
+    return {_USER_KEY: tenant}
+
+
 @contextmanager
 def sent_with(marks: Marks) -> Iterator[None]:
     """Within it, ``attach_marks`` gives requests of this task ``marks``."""
@@ -83,7 +89,7 @@ def deadline_of(req: Req, arrival_s: float) -> float | None:
 
 
 def user_of(req: Req) -> str | None:
-    """Return whose request it is: the id of its batch; None when it is of no batch."""
+    """Return whom fairness counts it for: its batch, or its tenant; None when it has neither."""
     user: str | None = _mark(req, _USER_KEY)
     return user
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang_coserve.core.request import Ending, RequestClass, RequestState
 from sglang_coserve.core.snapshot import RequestInfo, Row
+from sglang_coserve.srt.offline_marks import user_of
 from sglang_coserve.srt.request_marks import is_offline, targets_of
 from sglang_coserve.srt.row_groups import has_plain_state
 
@@ -56,6 +57,7 @@ class RequestLedger:
             tpot_target_s=tpot_target_s,
             seen_s=now_s,
             can_pause=has_plain_state(req),
+            user=user_of(req),
         )
         return info
 

@@ -1,14 +1,17 @@
 """What a request asks of co-serving, and how that travels through SGLang.
 
 ``sampling_params.custom_params`` is the one field that reaches the scheduler's
-``Req`` unchanged from every door: ``Engine``, ``/generate``, ``/v1/completions``
-and ``/v1/chat/completions``.  Marks are checked once, before the request is sent to
-the scheduler (``tokenizer_manager``); the scheduler then reads them without a check.
+``Req`` unchanged from every door.  What a request over HTTP says elsewhere, in its body
+or in headers, a context variable holds until it is put there.  Marks are checked once,
+before the request is sent to the scheduler (``tokenizer_manager``); the scheduler then
+reads them without a check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Final
 
 from sglang_coserve.core.request import RequestClass
@@ -22,7 +25,9 @@ __all__ = [
     "check_line_marks",
     "check_marks",
     "is_offline",
+    "said_by_client",
     "targets_of",
+    "with_client_marks",
 ]
 
 MARK_PREFIX = "coserve_"
@@ -40,11 +45,43 @@ TTFT_KEY = "coserve_slo_ttft_ms"
 TPOT_KEY = "coserve_slo_tpot_ms"
 """An online request's own TPOT target in milliseconds, instead of the server's."""
 
+_SAID: Final[ContextVar[Mapping[str, Any] | None]] = ContextVar(
+    "marks that the client gave the request being served", default=None
+)
+
 _TARGET_KEYS: Final = (TTFT_KEY, TPOT_KEY)
 _MARKS: Final = (CLASS_KEY, *_TARGET_KEYS)
 
 _MOST_MS: Final = 1e9
 """Longer than any target (11 days), and short enough for an integer to reach the scheduler."""
+
+
+@contextmanager
+def said_by_client(marks: Mapping[str, Any]) -> Iterator[None]:
+    """Within it, ``with_client_marks`` adds ``marks``, of which no check is needed before."""
+    token = _SAID.set(marks)
+    try:
+        yield
+    finally:
+        _SAID.reset(token)
+
+
+def with_client_marks(custom_params: object) -> object:
+    """Return ``custom_params`` with the marks that came beside them; check all.
+
+    Raises:
+        RequestError: a mark is invalid (``check_marks``), or two contradict each other.
+    """
+    said = _SAID.get()
+    if said and isinstance(custom_params, dict | None):
+        within = custom_params or {}
+        for key, value in said.items():
+            if within.get(key) is not None and within[key] != value:
+                values = f"{value!r}, and {within[key]!r} in custom_params"
+                raise RequestError(f"contradicting values of {key}: {values}")
+        custom_params = {**within, **said}
+    check_marks(custom_params)
+    return custom_params
 
 
 def check_marks(custom_params: object) -> None:

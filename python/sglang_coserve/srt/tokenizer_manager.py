@@ -25,7 +25,7 @@ from sglang_coserve.srt.engine_limits import check_request, check_values
 from sglang_coserve.srt.grammar_trial import GrammarSettings, GrammarTrials
 from sglang_coserve.srt.media_sources import MediaSources
 from sglang_coserve.srt.offline_marks import attach_marks
-from sglang_coserve.srt.request_marks import check_marks
+from sglang_coserve.srt.request_marks import with_client_marks
 from sglang_coserve.srt.scheduler import config_of
 from sglang_coserve.srt.updating_manager import UpdatingTokenizerManager
 
@@ -116,7 +116,7 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
 
     def _create_tokenized_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            check_marks(obj.sampling_params.get("custom_params"))
+            custom_params = with_client_marks(obj.sampling_params.get("custom_params"))
         except RequestError as error:
             # SGLang's doors turn a ValueError into a 400.
             raise ValueError(str(error)) from error
@@ -124,6 +124,7 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
         check_values(
             tokenized, self.model_config.vocab_size, is_multimodal=self.mm_processor is not None
         )
+        tokenized.sampling_params.custom_params = custom_params
         attach_marks(tokenized.sampling_params)
         return tokenized
 

@@ -34,10 +34,14 @@ def test_embeddings_are_those_of_the_route(small_model: Path, tmp_path: Path) ->
         with deployment.client() as client:
             found = completed(client, create(client, content.encode(), endpoint=EMBEDDINGS).id)
             alone = client.embeddings.create(model="small", input=texts[0], encoding_format="float")
+            marked = client.embeddings.with_raw_response.create(
+                model="small", input=texts[0], extra_body={"service_tier": "flex"}
+            )
             with pytest.raises(openai.BadRequestError, match=EMBEDDINGS):
                 create(client, lines(1), endpoint=COMPLETIONS)
     finally:
         deployment.stop()
+    assert marked.headers["x-coserve-class"] == "offline"
     (one,) = found["one"]["response"]["body"]["data"]
     assert one["embedding"] == pytest.approx(alone.data[0].embedding, abs=1e-5)
     both = found["both"]["response"]["body"]["data"]

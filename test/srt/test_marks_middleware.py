@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -14,23 +15,30 @@ from hypothesis import strategies as st
 
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError, UnknownClassError
-from sglang_coserve.srt.body_marks import class_of_body, move_marks
-from sglang_coserve.srt.service_tier import ServiceTierMiddleware
+from sglang_coserve.srt.body_marks import SERVICE_TIERS, class_of_body
+from sglang_coserve.srt.marks_middleware import MARKED_PATHS, MarksMiddleware
+from sglang_coserve.srt.offline_marks import attach_marks, user_of
+from sglang_coserve.srt.request_marks import with_client_marks
 
 
 class Inner:
-    """An ASGI app that records the body it got and answers with given pieces."""
+    """An ASGI app that records what it got, and what it would send, and answers with pieces."""
 
     def __init__(self, content_type: str, pieces: Sequence[bytes], status: int = 200) -> None:
         self._content_type = content_type
         self._pieces = pieces
         self._status = status
         self.body: bytes | None = None
-        self.headers: dict[bytes, bytes] = {}
+        self.sent_params: Any = None
+        self.user: str | None = None
+        self.custom_params: dict[str, Any] | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.headers = dict(scope["headers"])
         self.body = (await receive())["body"]
+        params = SimpleNamespace(custom_params=with_client_marks(self.custom_params))
+        self.sent_params = params.custom_params
+        attach_marks(params)
+        self.user = user_of(SimpleNamespace(sampling_params=params))
         headers = [(b"content-type", self._content_type.encode())]
         if self._content_type == "application/json":
             headers.append((b"content-length", str(sum(map(len, self._pieces))).encode()))
@@ -41,7 +49,11 @@ class Inner:
 
 
 def call(
-    app: Inner, body: bytes, path: str = "/v1/chat/completions", chunk_bytes: int = 7
+    app: Any,
+    body: bytes,
+    path: str = "/v1/chat/completions",
+    chunk_bytes: int = 7,
+    headers: Sequence[tuple[bytes, bytes]] = (),
 ) -> tuple[int, bytes, dict[bytes, bytes]]:
     """Run one request through the middleware; return status, body and headers."""
     chunks = [body[i : i + chunk_bytes] for i in range(0, len(body), chunk_bytes)] or [b""]
@@ -57,9 +69,9 @@ def call(
         "type": "http",
         "method": "POST",
         "path": path,
-        "headers": [(b"content-length", str(len(body)).encode())],
+        "headers": [(b"content-length", str(len(body)).encode()), *headers],
     }
-    asyncio.run(ServiceTierMiddleware(app)(scope, receive, send))
+    asyncio.run(MarksMiddleware(app, frozenset({"batch"}))(scope, receive, send))
     received = b"".join(m["body"] for m in sent if m["type"] == "http.response.body")
     return sent[0]["status"], received, dict(sent[0]["headers"])
 
@@ -67,12 +79,17 @@ def call(
 FLEX = json.dumps({"service_tier": "flex", "messages": []}).encode()
 
 
-def test_the_mark_becomes_a_custom_param() -> None:
+@pytest.mark.parametrize("path", sorted(MARKED_PATHS))
+def test_a_mark_in_a_body_goes_with_what_the_route_sends(path: str) -> None:
+    """The body passes as it is."""
     app = Inner("application/json", [b'{"a":1}'])
-    call(app, json.dumps({"service_tier": "flex", "custom_params": {"x": 1}}).encode())
-    assert app.body is not None
-    assert json.loads(app.body) == {"custom_params": {"x": 1, "coserve_class": "offline"}}
-    assert int(app.headers[b"content-length"]) == len(app.body)
+    _, body, headers = call(app, FLEX, path=path)
+    assert app.body == FLEX
+    assert app.sent_params == {"coserve_class": "offline"}
+    assert headers[b"x-coserve-class"] == b"offline"
+    has_tier = path in ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+    assert json.loads(body) == ({"service_tier": "flex", "a": 1} if has_tier else {"a": 1})
+    assert int(headers[b"content-length"]) == len(body)
 
 
 def test_the_response_gets_the_tier_and_its_new_length() -> None:
@@ -87,33 +104,102 @@ def test_an_error_of_the_route_passes_unchanged() -> None:
     assert (status, body) == (503, b'{"error":1}')
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/generate", "/v1/files"])
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/tokenize", "/flush_cache"])
 def test_other_routes_are_not_read(path: str) -> None:
     app = Inner("application/json", [b"{}"])
-    call(app, FLEX, path=path, chunk_bytes=10_000)
-    assert app.body == FLEX
+    _, _, headers = call(app, FLEX, path=path, chunk_bytes=10_000)
+    assert (app.body, app.sent_params) == (FLEX, None)
+    assert b"x-coserve-class" not in headers
 
 
-def test_targets_become_custom_params_and_the_response_is_stock() -> None:
+def test_targets_go_along_and_the_response_is_stock() -> None:
     app = Inner("application/json", [b'{"a":1}'])
+    app.custom_params = {"x": 1}
     fields = {"coserve_slo_ttft_ms": 250, "coserve_slo_tpot_ms": 40.5, "custom_params": {"x": 1}}
-    status, answer, _ = call(app, json.dumps(fields).encode())
-    assert app.body is not None
-    assert json.loads(app.body) == {
-        "custom_params": {"x": 1, "coserve_slo_ttft_ms": 250, "coserve_slo_tpot_ms": 40.5}
-    }
-    assert int(app.headers[b"content-length"]) == len(app.body)
+    status, answer, headers = call(app, json.dumps(fields).encode())
+    assert app.sent_params == {"x": 1, "coserve_slo_ttft_ms": 250, "coserve_slo_tpot_ms": 40.5}
     assert (status, answer) == (200, b'{"a":1}')
+    assert b"x-coserve-class" not in headers
 
 
-def test_class_and_target_travel_together() -> None:
-    fields = {"coserve_slo_ttft_ms": 250, "service_tier": "default"}
-    marked = move_marks(json.dumps(fields).encode())
-    assert marked is not None
-    assert marked.tier_used == "default"
-    assert json.loads(marked.content) == {
-        "custom_params": {"coserve_class": "online", "coserve_slo_ttft_ms": 250}
+@pytest.mark.parametrize("tier", SERVICE_TIERS)
+def test_the_answer_names_the_tier_used(tier: str) -> None:
+    app = Inner("application/json", [b'{"a":1}'])
+    _, answer, _ = call(app, json.dumps({"service_tier": tier}).encode())
+    assert json.loads(answer)["service_tier"] == ("flex" if tier == "flex" else "default")
+
+
+@pytest.mark.parametrize("tier", ["fast", "standard_only"])
+def test_a_tier_that_sglang_refuses_is_not_shown_to_it(tier: str) -> None:
+    app = Inner("application/json", [b'{"a":1}'])
+    call(app, json.dumps({"service_tier": tier, "input": "x"}).encode(), path="/v1/responses")
+    assert app.body is not None
+    assert json.loads(app.body) == {"service_tier": "auto", "input": "x"}
+    assert app.sent_params == {"coserve_class": "online"}
+
+
+# --- Headers ------------------------------------------------------------------------------
+
+
+def test_headers_of_a_gateway_say_class_tenant_and_targets() -> None:
+    app = Inner("application/json", [b'{"a":1}'])
+    headers = [
+        (b"x-llm-d-inference-objective", b"chat"),
+        (b"x-llm-d-inference-fairness-id", b"team-a"),
+        (b"x-slo-ttft-ms", b"1000"),
+        (b"x-llm-d-slo-ttft-ms", b"250"),
+        (b"x-llm-d-slo-tpot-ms", b"40.5"),
+    ]
+    _, answer, _ = call(app, b'{"a": 1}', headers=headers)
+    assert app.sent_params == {
+        "coserve_class": "online",
+        "coserve_slo_ttft_ms": 250,
+        "coserve_slo_tpot_ms": 40.5,
     }
+    assert app.user == "team-a"
+    assert json.loads(answer)["service_tier"] == "default"
+
+
+def test_a_header_wins_over_the_body() -> None:
+    app = Inner("application/json", [b'{"a":1}'])
+    body = json.dumps({"service_tier": "priority"}).encode()
+    _, answer, _ = call(app, body, headers=[(b"x-llm-d-inference-objective", b"batch")])
+    assert app.sent_params == {"coserve_class": "offline"}
+    assert json.loads(answer)["service_tier"] == "flex"
+
+
+def test_a_form_is_not_read_but_its_headers_are() -> None:
+    app = Inner("application/json", [b"{}"])
+    headers = [
+        (b"content-type", b"multipart/form-data; boundary=x"),
+        (b"x-llm-d-inference-objective", b"batch"),
+    ]
+    call(app, FLEX, path="/v1/audio/transcriptions", headers=headers)
+    assert app.body == FLEX[:7]
+    assert app.sent_params == {"coserve_class": "offline"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        (b"x-llm-d-slo-ttft-ms", b"soon", "x-llm-d-slo-ttft-ms is 'soon': use a number"),
+        (b"x-llm-d-inference-fairness-id", b"t" * 300, "has 300 bytes: use at most 256"),
+    ],
+)
+def test_a_header_that_cannot_be_read_is_a_bad_request(
+    name: bytes, value: bytes, told: str
+) -> None:
+    status, answer, _ = call(Inner("application/json", [b"{}"]), b"{}", headers=[(name, value)])
+    assert status == 400
+    assert told in json.loads(answer)["message"]
+
+
+def test_a_header_that_is_a_bad_target_is_refused_where_all_targets_are() -> None:
+    with pytest.raises(RequestError, match="coserve_slo_ttft_ms is -5"):
+        call(Inner("", []), b"{}", headers=[(b"x-llm-d-slo-ttft-ms", b"-5")])
+
+
+# --- Bodies -------------------------------------------------------------------------------
 
 
 unmarked_keys = st.text().filter(
@@ -185,13 +271,29 @@ def test_marks_that_disagree_are_refused() -> None:
 
 
 def test_two_values_of_one_target_are_refused() -> None:
-    fields = {"coserve_slo_ttft_ms": 250, "custom_params": {"coserve_slo_ttft_ms": 300}}
+    app = Inner("application/json", [b"{}"])
+    app.custom_params = {"coserve_slo_ttft_ms": 300}
     with pytest.raises(RequestError, match="contradicting values of coserve_slo_ttft_ms: 250"):
-        move_marks(json.dumps(fields).encode())
-    same = {"coserve_slo_ttft_ms": 300, "custom_params": {"coserve_slo_ttft_ms": 300}}
-    marked = move_marks(json.dumps(same).encode())
-    assert marked is not None
-    assert json.loads(marked.content) == {"custom_params": {"coserve_slo_ttft_ms": 300}}
+        call(app, json.dumps({"coserve_slo_ttft_ms": 250}).encode())
+    call(app, json.dumps({"coserve_slo_ttft_ms": 300}).encode())
+    assert app.sent_params == {"coserve_slo_ttft_ms": 300}
+
+
+def test_an_offline_request_has_no_targets() -> None:
+    fields = {"service_tier": "flex", "coserve_slo_ttft_ms": 250}
+    with pytest.raises(RequestError, match="is for online requests"):
+        call(Inner("", []), json.dumps(fields).encode())
+
+
+@pytest.mark.parametrize("before", [b'"service_tier":null,', b""])
+def test_events_with_a_response_inside_name_the_tier_there(before: bytes) -> None:
+    text = json.dumps('{"response":{"service_tier":null')
+    event = b'{"response":{' + before + b'"id":1,"text":' + text.encode() + b"}}"
+    pieces = [b"event: response.created\ndata: " + event + b"\n\n", b"data: [DONE]\n\n"]
+    _, answer, _ = call(Inner("text/event-stream", pieces), FLEX, path="/v1/responses")
+    (created, _, _) = answer.split(b"\n\n")
+    response = json.loads(created.split(b"data: ")[1])["response"]
+    assert response == {"service_tier": "flex", "id": 1, "text": json.loads(text)}
 
 
 class Stock:
@@ -238,4 +340,4 @@ def test_no_bytes_fare_worse_with_a_mark(mark: bytes, pieces: list[bytes], betwe
         between.join([mark, *pieces]),
         b'{"a":' + b"".join(pieces[:1]) + b"," + mark + b"}",
     ):
-        assert status_of(ServiceTierMiddleware(Stock()), body) == status_of(Stock(), body)
+        assert status_of(MarksMiddleware(Stock()), body) == status_of(Stock(), body)

@@ -1,0 +1,286 @@
+"""A real scheduler and model in one thread, given a load on a clock of CPU time."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import zmq
+
+from interference_bench.cpu_clock import CpuClock
+from interference_bench.load import Load, OnlineRequest
+from interference_bench.systems import System
+from tokenized_request import tokenized_request
+
+__all__ = ["Engine", "Outcome"]
+
+_WARM_UP_S: Final = 3.0
+"""Offline requests run before the first online one, so that none meets an empty engine."""
+
+_PROFILE_S: Final = 6.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run brought, in seconds of CPU time."""
+
+    seconds: float
+    ttft_s: list[float]
+    gaps_s: list[float]
+    offline_tokens: int
+    """Prompt tokens of requests that had their first token, and output tokens."""
+
+    num_unfinished: int
+    counters: dict[str, float] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
+    """The server's own account of what online requests got, and would have got alone."""
+
+    busy_s: float = 0.0
+    """In which a step ran."""
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that was sent."""
+
+    at_s: float
+    prompt_tokens: int
+    is_offline: bool
+    times_s: list[float] = field(default_factory=list)
+    is_finished: bool = False
+
+
+class Engine:
+    """For ``OwnProcess``, since SGLang allows one scheduler a process; on one core."""
+
+    def __init__(
+        self, system: System, model: Path, core: int, targets_ms: Mapping[str, float]
+    ) -> None:
+        os.sched_setaffinity(0, {core})
+        os.environ["OMP_NUM_THREADS"] = "1"
+        self._clock = CpuClock()
+        self._clock.install()  # Before SGLang, which keeps references to the other.
+        self._system = system
+        self._scheduler = _start(system, model, targets_ms)
+        self._vocab_size = int(self._scheduler.model_config.vocab_size)
+        self._live: dict[str, _Live] = {}
+        self._due: deque[tuple[float, str, OnlineRequest]] = deque()
+        self._num_runs = 0
+        self._busy_s = 0.0
+        self._inbox: Any = None
+        self._watch_results()
+        self._arrive_within_steps()
+
+    def close(self) -> None:
+        """Leave everything to the end of the process."""
+
+    def run(self, load: Load) -> Outcome:
+        """Offer a load, wait for its online requests, and abort what is left."""
+        self._num_runs += 1
+        self._live.clear()
+        self._scheduler.flush_cache()
+        begin_s = self._clock() + (_WARM_UP_S if load.offline_in_flight else 0.0)
+        for number, request in enumerate(load.online(self._vocab_size)):
+            rid = f"online-{self._num_runs}-{number}"
+            self._due.append((begin_s + request.at_s, rid, request))
+        num_online = len(self._due)
+        prompts = load.offline_prompts(self._vocab_size)
+        end_s, busy_s = begin_s + load.seconds, 0.0
+
+        def receive() -> list[Any]:
+            nonlocal busy_s
+            now_s = self._clock()
+            self._empty_inbox()
+            messages = self._arrived(now_s)
+            if now_s < begin_s:
+                busy_s = self._busy_s
+            if now_s < end_s:
+                messages += self._offline(load, prompts)
+            if self._scheduler.is_fully_idle() and not messages:
+                self._clock.skip_to(self._due[0][0] if self._due else end_s)
+                messages = self._arrived(self._clock())
+            is_over = self._clock() >= end_s and not self._due and self._num_online_left() == 0
+            if is_over:
+                messages = self._abort_rest()
+                self._scheduler.gracefully_exit = self._scheduler.is_fully_idle()
+            return messages
+
+        self._scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
+        self._scheduler.idle_sleeper = None  # Nothing comes that would wake it.
+        self._scheduler.gracefully_exit = False
+        self._scheduler.run_event_loop()
+        return self._outcome(begin_s, end_s, num_online, self._busy_s - busy_s)
+
+    # --- What comes ----------------------------------------------------------------------
+
+    def _arrived(self, now_s: float) -> list[Any]:
+        messages = []
+        while self._due and self._due[0][0] <= now_s:
+            at_s, rid, request = self._due.popleft()
+            self._live[rid] = _Live(at_s, len(request.prompt), is_offline=False)
+            messages.append(self._message(rid, list(request.prompt), request.output_tokens))
+        return messages
+
+    def _offline(self, load: Load, prompts: Iterator[list[int]]) -> list[Any]:
+        running = sum(live.is_offline and not live.is_finished for live in self._live.values())
+        messages = []
+        for _ in range(load.offline_in_flight - running):
+            rid = f"offline-{self._num_runs}-{len(self._live)}"
+            prompt = next(prompts)
+            self._live[rid] = _Live(self._clock(), len(prompt), is_offline=True)
+            messages.append(self._message(rid, prompt, load.offline_output_tokens, is_offline=True))
+        return messages
+
+    def _message(
+        self, rid: str, prompt: list[int], output_tokens: int, *, is_offline: bool = False
+    ) -> Any:
+        tokenizer, is_ours = self._scheduler.tokenizer, self._system.coserve is not None
+        message = tokenized_request(
+            tokenizer, rid, prompt, output_tokens, offline=is_offline and is_ours
+        )
+        if self._scheduler.enable_priority_scheduling:
+            message.priority = 0 if is_offline else 100
+        return message
+
+    def _abort_rest(self) -> list[Any]:
+        from sglang.srt.managers.io_struct import AbortReq
+
+        return [] if self._scheduler.is_fully_idle() else [AbortReq(rid="", abort_all=True)]
+
+    def _num_online_left(self) -> int:
+        return sum(not live.is_offline and not live.is_finished for live in self._live.values())
+
+    # --- What is seen --------------------------------------------------------------------
+
+    def _watch_results(self) -> None:
+        scheduler = self._scheduler
+        process, run = scheduler.process_batch_result, scheduler.run_batch
+
+        def watched(batch: Any, result: Any) -> None:
+            reqs = list(batch.reqs)
+            process(batch, result)
+            now_s = self._clock()
+            for req in reqs:
+                live = self._live.get(req.rid)
+                if live is not None:
+                    new = len(req.output_ids) - len(live.times_s)
+                    live.times_s += [now_s] * new
+                    live.is_finished = req.finished()
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            started_s = self._clock()
+            try:
+                return run(*arguments, **named)
+            finally:
+                self._busy_s += self._clock() - started_s
+
+        scheduler.process_batch_result = watched
+        scheduler.run_batch = timed
+
+    def _arrive_within_steps(self) -> None:
+        """Tell the safepoints of arrivals at the layer into which they fall, as the thread does
+        that watches the socket of a server."""
+        if self._system.coserve is None:
+            return
+        scheduler = self._scheduler
+        scheduler._rank_clock.arrival_s = self._arrival_s
+        ingress = scheduler._installed.ingress
+        if ingress is None:
+            return
+        from sglang_coserve.srt.safepoint.inbox import Arrival
+        from sglang_coserve.srt.safepoint.layers import decoder_layers
+
+        inbox, watch = ingress.inbox, scheduler.parts.runner.safepoints._watch
+        self._inbox = inbox
+        told: set[str] = set()
+
+        def look() -> None:
+            now_s = self._clock()
+            new = [due for due in self._due if due[0] <= now_s and due[1] not in told]
+            for at_s, rid, request in new:
+                told.add(rid)
+                inbox.put(None, (Arrival(rid, len(request.prompt), at_s, now_s, None),))
+            if new:
+                watch.consider()
+
+        for layer in decoder_layers(scheduler.tp_worker.model_runner.model):
+            layer.register_forward_pre_hook(lambda *_: look())
+
+    def _empty_inbox(self) -> None:
+        """What was told of within steps comes to the scheduler from here."""
+        with suppress(zmq.Again):
+            while self._inbox is not None:
+                self._inbox.recv(zmq.NOBLOCK)
+
+    def _arrival_s(self, req: Any, now_s: float) -> float:
+        live = self._live.get(req.rid)
+        return now_s if live is None else live.at_s
+
+    def _outcome(self, begin_s: float, end_s: float, num_online: int, busy_s: float) -> Outcome:
+        online = [live for live in self._live.values() if not live.is_offline]
+        offline_tokens = 0
+        for live in self._live.values():
+            if live.is_offline:
+                within = [at_s for at_s in live.times_s if begin_s <= at_s < end_s]
+                offline_tokens += len(within)
+                if live.times_s and begin_s <= live.times_s[0] < end_s:
+                    offline_tokens += live.prompt_tokens
+        gaps = [
+            after - before
+            for live in online
+            for before, after in zip(live.times_s, live.times_s[1:], strict=False)
+        ]
+        outcome = Outcome(
+            end_s - begin_s,
+            [live.times_s[0] - live.at_s for live in online if live.times_s],
+            gaps,
+            offline_tokens,
+            num_online - sum(live.is_finished for live in online),
+            busy_s=busy_s,
+        )
+        if self._system.coserve is not None:
+            outcome.report = self._scheduler.parts.slo_watch.report(self._clock())
+        return outcome
+
+
+def _start(system: System, model: Path, targets_ms: Mapping[str, float]) -> Any:
+    """Return a scheduler with its model loaded, in this process."""
+    from sglang_coserve.srt import cpu
+
+    cpu.set_environment_defaults()
+    import torch
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    from sglang_coserve.config import CoserveConfig
+    from sglang_coserve.srt.scheduler import CoserveScheduler
+
+    torch.set_num_threads(1)
+    cpu.install_replacements()
+    server_args = ServerArgs(
+        **{
+            **cpu.FLAG_DEFAULTS,
+            "model_path": str(model),
+            "chunked_prefill_size": 2048,
+            "skip_server_warmup": True,
+            "disable_overlap_schedule": True,
+            "log_level": "warning",
+            **system.flags,
+        }
+    )
+    kind: type = Scheduler
+    if system.coserve is not None:
+        targets = targets_ms if system.takes_slo else {}
+        server_args._coserve = CoserveConfig(
+            **{"startup_profile_seconds": _PROFILE_S, **targets, **system.coserve}
+        )
+        kind = CoserveScheduler
+    publish(server_args, role="scheduler")
+    return kind(server_args, PortArgs.init_new(server_args), 0, 0, 0, 0, 0, 0, None)

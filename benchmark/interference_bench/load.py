@@ -1,0 +1,64 @@
+"""Online requests that arrive by chance, and offline requests that never end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Load", "OnlineRequest", "OnlineTraffic"]
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineTraffic:
+    """What online requests are like; lengths are drawn evenly from the bounds."""
+
+    prompt_tokens: tuple[int, int]
+    output_tokens: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineRequest:
+    """One of them."""
+
+    at_s: float
+    """After the beginning."""
+
+    prompt: Sequence[int]
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one run offers to an engine; the same seed gives the same requests."""
+
+    traffic: OnlineTraffic
+    rate_per_s: float
+    """Online requests, as a Poisson process."""
+
+    seconds: float
+    seed: int
+    offline_prompt_tokens: int = 0
+    """0: no offline requests."""
+
+    offline_output_tokens: int = 0
+    offline_in_flight: int = 0
+
+    def online(self, vocab_size: int) -> list[OnlineRequest]:
+        """Return the online requests in the order of their arrival."""
+        rng = random.Random(self.seed)
+        requests, at_s = [], 0.0
+        while (at_s := at_s + rng.expovariate(self.rate_per_s)) < self.seconds:
+            prompt = _tokens(rng, rng.randint(*self.traffic.prompt_tokens), vocab_size)
+            requests.append(OnlineRequest(at_s, prompt, rng.randint(*self.traffic.output_tokens)))
+        return requests
+
+    def offline_prompts(self, vocab_size: int) -> Iterator[list[int]]:
+        """Yield prompts without end; nothing if there are none."""
+        rng = random.Random(self.seed + 1_000_003)
+        while self.offline_prompt_tokens:
+            yield _tokens(rng, self.offline_prompt_tokens, vocab_size)
+
+
+def _tokens(rng: random.Random, count: int, vocab_size: int) -> list[int]:
+    return rng.choices(range(10, vocab_size), k=count)

@@ -1,0 +1,46 @@
+"""The engines that are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+__all__ = ["ALONE", "SYSTEMS", "System"]
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One of them; stock SGLang where ``coserve`` is None."""
+
+    coserve: Mapping[str, Any] | None = None
+    """Settings of ``CoserveConfig``."""
+
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """Of ``ServerArgs``."""
+
+    has_offline: bool = True
+    takes_slo: bool = False
+
+
+def _stock(chunk_tokens: int) -> System:
+    """Stock SGLang as an expert would run both loads on it.
+
+    Online requests have the higher priority, and decodes ride with prompts.
+    """
+    flags = {"enable_priority_scheduling": True, "enable_mixed_chunk": True}
+    return System(flags={**flags, "chunked_prefill_size": chunk_tokens})
+
+
+ALONE: Final = "online alone"
+
+SYSTEMS: Final[Mapping[str, System]] = {
+    ALONE: System(coserve={"offline_policy": "fifo"}, has_offline=False),
+    "coserve": System(coserve={"offline_policy": "coserve"}, takes_slo=True),
+    "coserve, no targets": System(coserve={}),
+    "non-preemptive": System(
+        coserve={"offline_policy": "non_preemptive", "safepoint_interval": 0}, takes_slo=True
+    ),
+    **{f"stock, chunks of {tokens}": _stock(tokens) for tokens in (128, 256, 512, 2048)},
+}
+"""By name; latencies are divided by those of ``ALONE``."""

@@ -1,0 +1,6 @@
+"""``python -m sglang_coserve``: the command line, as ``coserve``."""
+
+from sglang_coserve.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Lines with a common beginning come together, each once, whenever the order is there."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import random
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batch.scenarios import opened, play
+from batch.scripted_backend import ScriptedBackend
+from sglang_coserve.batch.line_source import LineSource
+from sglang_coserve.batch.prefix_order import PrefixOrder
+from sglang_coserve.batch.worker_threads import WorkerThreads
+from sglang_coserve.jsonl.prefix_key import MOST_KEY_BYTES, prefix_key
+from sglang_coserve.jsonl.prefix_order import read_order, write_order
+
+COMMON = "You are a lighthouse keeper who answers in one sentence. " * 20
+
+
+def chat(system: str, user: Any) -> dict[str, Any]:
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    return {"messages": messages}
+
+
+BODIES = (
+    lambda text: {"prompt": text},
+    lambda text: {"prompt": [text, "another"]},
+    lambda text: {"prompt": [ord(character) for character in text]},
+    lambda text: {"input": text, "instructions": "Be kind."},
+    lambda text: {"input": [{"role": "user", "content": [{"type": "input_text", "text": text}]}]},
+    lambda text: chat(text, "hello"),
+    lambda text: chat("", [{"type": "text", "text": text}]),
+    lambda text: {**chat("short", text), "tools": [{"type": "function", "name": "light"}]},
+)
+
+
+def shared_bytes(first: bytes, second: bytes) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_keys_share_what_prompts_share(body: Any) -> None:
+    common = COMMON[:900]  # As token ids 7,200 bytes of the 8,192 that count.
+    one, other = prefix_key(body(common + "one")), prefix_key(body(common + "other"))
+    assert one != other
+    # All but the last block of what they share; 4 bytes for each of 128.
+    assert shared_bytes(one, other) >= 4 * (len(common) // 128 - 1)
+    assert shared_bytes(one, prefix_key(body("x" + COMMON))) < 8
+    assert len(prefix_key(body(COMMON * 100))) == MOST_KEY_BYTES
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+NAMES = ("messages", "prompt", "input", "instructions", "tools")
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), json_values))
+def test_every_body_has_a_key(body: dict[str, Any]) -> None:
+    key = prefix_key(body)
+    assert len(key) <= MOST_KEY_BYTES
+    assert key == prefix_key(json.loads(json.dumps(body)))
+
+
+def request(number: int, prompt: str) -> bytes:
+    fields = {"custom_id": str(number), "method": "POST", "url": "/v1/completions"}
+    return json.dumps(fields | {"body": {"prompt": prompt}}).encode()
+
+
+def shuffled(groups: int, size: int, seed: int = 1) -> list[bytes]:
+    prompts = [f"{group:05d} {COMMON} question {n}" for group in range(groups) for n in range(size)]
+    random.Random(seed).shuffle(prompts)
+    return [request(number, prompt) for number, prompt in enumerate(prompts, 1)]
+
+
+def group_of(line: bytes) -> str:
+    return str(json.loads(line)["body"]["prompt"])[:5]
+
+
+def changes(lines: list[bytes]) -> int:
+    return sum(one != other for one, other in pairwise(map(group_of, lines)))
+
+
+def test_groups_come_together_in_the_order_of_their_first_lines(tmp_path: Path) -> None:
+    lines = shuffled(groups=200, size=10)
+    content = b"\n".join([*lines, b"", b"no JSON", b"   "]) + b"\n"
+    write_order(io.BytesIO(content), tmp_path / "order")
+    entries = read_order(tmp_path / "order", 0, 10_000)
+    ordered = [content[offset:].split(b"\n", 1)[0] for offset, _ in entries]
+    assert [number for _, number in entries][-1] == 2002  # That without a key has no group.
+    assert sorted(ordered) == sorted([*lines, b"no JSON"])
+    assert changes(ordered[:-1]) == 199
+    assert group_of(ordered[0]) == group_of(lines[0])
+    firsts = list(dict.fromkeys(map(group_of, lines)))
+    assert list(dict.fromkeys(map(group_of, ordered[:-1]))) == firsts
+    assert read_order(tmp_path / "order", 2000, 10) == entries[2000:]
+
+
+def test_lines_that_share_nothing_stay_in_their_order(tmp_path: Path) -> None:
+    content = b"\n".join(request(n, f"{n} {COMMON}") for n in range(1, 1000)) + b"\n"
+    write_order(io.BytesIO(content), tmp_path / "order")
+    numbers = [entry.number for entry in read_order(tmp_path / "order", 0, 2000)]
+    assert numbers == list(range(1, 1000))
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    before=st.integers(0, 700),
+    finished=st.sets(st.integers(1, 600), max_size=300),
+    seed=st.integers(0, 99),
+)
+def test_a_source_yields_each_line_once_whenever_the_order_comes(
+    tmp_path_factory: pytest.TempPathFactory, before: int, finished: set[int], seed: int
+) -> None:
+    directory = tmp_path_factory.mktemp("source")
+    lines = shuffled(groups=60, size=10, seed=seed)
+    (directory / "in").write_bytes(b"\n".join(lines) + b"\n")
+
+    async def scenario() -> list[int]:
+        threads = WorkerThreads("test", 1)
+        source = LineSource(
+            directory / "in",
+            1 << 20,
+            lambda number: number not in finished,
+            threads,
+            directory / "order",
+        )
+        found = []
+        async for line in source:
+            assert line.content == lines[line.number - 1]
+            assert line.offset == sum(len(each) + 1 for each in lines[: line.number - 1])
+            found.append(line.number)
+            if len(found) == before:
+                with (directory / "in").open("rb") as file:
+                    write_order(file, directory / "order")
+        await threads.close()
+        return found
+
+    found = play(scenario())
+    assert sorted(found) == [number for number in range(1, 601) if number not in finished]
+
+
+def test_the_process_writes_the_order_whole_and_private(tmp_path: Path) -> None:
+    lines = shuffled(groups=100, size=6)
+    (tmp_path / "in").write_bytes(b"\n".join(lines))
+    order = PrefixOrder(tmp_path / "in", tmp_path / "order", max_in_flight=512)
+    asyncio.run(order.find(512))
+    assert not order.path.exists()
+    asyncio.run(order.find(600))
+    assert order.path.stat().st_mode & 0o777 == 0o600
+    content = (tmp_path / "in").read_bytes()
+    ordered = [content[at:].split(b"\n", 1)[0] for at, _ in read_order(order.path, 0, 1000)]
+    assert changes(ordered) == 99
+    order.delete()
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_batch_is_served_where_no_order_can_be_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    order = PrefixOrder(tmp_path / "missing", tmp_path / "order", max_in_flight=1)
+    asyncio.run(order.find(600))
+    assert "served in the order of the file" in caplog.text
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    prompts = (f"{n:08d}" + "x" * 8192 for n in range(30_000))
+    with (tmp_path / "in").open("wb") as file:
+        for number, prompt in enumerate(prompts):
+            file.write(request(number, prompt) + b"\n")
+    program = (
+        "import resource, sys; from sglang_coserve.jsonl.prefix_order import main;"
+        "main(sys.argv[1:]); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "in"), str(tmp_path / "order")]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert int(shown.stdout.split()[-1]) < 200_000  # KiB, of a file of 250,000
+    assert len(read_order(tmp_path / "order", 0, 100_000)) == 30_000
+
+
+def test_a_batch_is_served_in_the_order_and_after_a_restart_too(tmp_path: Path) -> None:
+    """The engine has 4 lines at a time, and 256 have been read when the order is there."""
+    lines = shuffled(groups=100, size=10)
+
+    def prompts(backend: ScriptedBackend) -> list[str]:
+        return [request.body["prompt"][:5] for request in backend.started]
+
+    async def half() -> str:
+        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=4)
+        batch = await scene.create(b"\n".join(lines) + b"\n")
+        await scene.in_flight(4)
+        order = tmp_path / "order" / batch.id
+        await scene.clock.until(order.exists, "the order is there")
+        while len(scene.backend.started) < 600:
+            for entry in list(scene.backend.in_flight):
+                entry.finish()
+            await asyncio.sleep(0)
+        served = prompts(scene.backend)[260:600]
+        assert sum(one != other for one, other in pairwise(served)) <= 70
+        await scene.service.close()
+        return str(batch.id)
+
+    async def rest(batch_id: str) -> None:
+        scene = await opened(tmp_path, ScriptedBackend(), max_in_flight=4)
+        batch = await scene.ends(batch_id)
+        assert (batch.status, len(await scene.records(batch))) == ("completed", 1000)
+        served = prompts(scene.backend)
+        assert sum(one != other for one, other in pairwise(served)) <= 100
+        assert list((tmp_path / "order").iterdir()) == []
+        await scene.service.close()
+
+    play(rest(play(half())))
