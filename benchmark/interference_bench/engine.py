@@ -205,7 +205,7 @@ class Engine:
             new = [due for due in self._due if due[0] <= now_s and due[1] not in told]
             for at_s, rid, request in new:
                 told.add(rid)
-                inbox.put(None, (Arrival(rid, len(request.prompt), at_s, now_s, None),))
+                inbox.put(None, (Arrival(rid, at_s),))
             if new:
                 watch.consider()
 
