@@ -245,7 +245,9 @@ class Engine:
             busy_s=busy_s,
         )
         if self._system.coserve is not None:
-            outcome.report = self._scheduler.parts.slo_watch.report(self._clock())
+            outcome.report = self._scheduler.parts.admission.interference.monitor.report(
+                self._clock()
+            ).to_dict()
         return outcome
 
 
