@@ -1,4 +1,5 @@
-"""Stops steps of the offline lane before random layers, in a process with a ``ScriptedEngine``."""
+"""Stops steps of the offline lane before random layers, in a process with a ``ScriptedEngine``,
+and drops some of them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class RandomSuspensions:
         self._due_gate = parts.runner.safepoints.gate
         self._flag = self._due_gate._flag
         self._rng = random.Random(0)
-        self._probability = 0.0
+        self._probability = self._drops = 0.0
         self._target: int | None = None
         self.layers: Counter[int] = Counter()
         """Layers before which steps were stopped."""
@@ -43,16 +44,26 @@ class RandomSuspensions:
             return start(batch)
 
         self.lane.start = start_and_choose
+        admission = parts.admission
+        admit = admission.admit
 
-    def start(self, seed: int, probability: float) -> None:
-        """Stop this part of the lane's passes from now on."""
+        def drop_or_not_and_admit(*args: Any) -> Any:
+            if self._rng.random() < self._drops:
+                admission.give_up()
+            return admit(*args)
+
+        admission.admit = drop_or_not_and_admit
+
+    def start(self, seed: int, probability: float, drops: float = 0.0) -> None:
+        """Stop this part of the lane's passes from now on, and drop a suspended step with
+        probability ``drops`` in each pass."""
         self._rng.seed(seed)
-        self._probability = probability
+        self._probability, self._drops = probability, drops
         self.tokens.clear()
 
     def stop(self) -> None:
         """Stop no more."""
-        self._probability = 0.0
+        self._probability = self._drops = 0.0
 
     def _stand_before(self, number: int, layer: Any) -> None:
         forward = layer.forward
