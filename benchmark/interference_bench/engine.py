@@ -203,7 +203,7 @@ class Engine:
         def look() -> None:
             now_s = self._clock()
             new = [due for due in self._due if due[0] <= now_s and due[1] not in told]
-            for at_s, rid, request in new:
+            for at_s, rid, _ in new:
                 told.add(rid)
                 inbox.put(None, (Arrival(rid, at_s),))
             if new:
