@@ -40,6 +40,7 @@ class Clock:
         self._skipped_s = 0.0
 
     def __call__(self) -> float:
+        """Return the time in seconds."""
         return time.thread_time() + self._skipped_s
 
     def skip_to(self, at_s: float) -> None:
@@ -176,13 +177,16 @@ def main() -> None:
         return tokens
 
     Baseline.advance = noting  # type: ignore[method-assign]
-    coserve = (("offline_policy", "coserve"), ("startup_profile_seconds", 6.0))
-    coserve += (("safepoint_mode", args.mode),)  # type: ignore[assignment]
+    coserve = {
+        "offline_policy": "coserve",
+        "startup_profile_seconds": 6.0,
+        "safepoint_mode": args.mode,
+    }
     engine = ScriptedEngine(
         EngineSpec(
             args.model,
             server_args=(("chunked_prefill_size", 2048), ("skip_server_warmup", True)),
-            coserve=coserve,
+            coserve=tuple(coserve.items()),
         )
     )
     from sglang_coserve.srt.safepoint.layers import decoder_layers
@@ -191,7 +195,7 @@ def main() -> None:
     runs: list[Run] = []
     for layer in decoder_layers(scheduler.tp_worker.model_runner.model):
         layer.forward = _announcing(layer.forward, runs)
-    arrivals = {}
+    arrivals: dict[str, float] = {}
     scheduler._rank_clock.arrival_s = lambda req, now_s: arrivals.get(req.rid, now_s)
     process = scheduler.process_batch_result
     busy_s = [0.0]
@@ -217,10 +221,11 @@ def main() -> None:
             rng = random.Random(number)
             scheduler.flush_cache()
             at_s = start_s = clock()
-            online = []
+            online: list[Online] = []
             while at_s < start_s + args.seconds:
                 at_s += rng.expovariate(rate)
-                prompt = [rng.randrange(5, engine._vocab_size) for _ in range(rng.randint(*prompts))]
+                tokens = range(rng.randint(*prompts))
+                prompt = [rng.randrange(5, engine._vocab_size) for _ in tokens]
                 rid = f"on-{number}-{offline}-{len(online)}"
                 online.append(Online(rid, at_s, prompt, rng.randint(*outputs)))
             arrivals.update({request.rid: request.arrival_s for request in online})

@@ -165,24 +165,25 @@ class Scheduler:
         """Take the result of a step in flight into account. O(online rows of it).
 
         Of a step of which nothing ran there is nothing to learn; of one that was not planned,
-        when online requests got their tokens.
+        when online requests got their tokens, and how long it took.
 
         Raises:
             InputFileError: its time is not positive.
         """
-        if result.step is None:
-            self._learn_from_tokens(result)
-            return
-        plan = self._in_flight.pop(result.step, None)
-        assert plan is not None, f"step {result.step} is not in flight"
-        if result.batch.is_empty and not result.given_up:
-            return
+        plan = None
+        if result.step is not None:
+            plan = self._in_flight.pop(result.step, None)
+            assert plan is not None, f"step {result.step} is not in flight"
+            if result.batch.is_empty and not result.given_up:
+                return
         self._learn_from_tokens(result)
-        if not result.batch.is_empty:
+        if result.batch.is_empty:
+            return
+        if plan is not None:
             self._policy.update(plan, result)
             self._waiting_order.served(result)
-            if result.seconds is not None and not result.given_up:
-                self._learn_time(Sample(result.batch, result.seconds))
+        if result.seconds is not None and not result.given_up:
+            self._learn_time(Sample(result.batch, result.seconds))
 
     def restore(self, rid: str, generated_tokens: int) -> None:
         """Let an evicted offline request wait again, with its progress.
