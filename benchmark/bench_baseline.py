@@ -11,6 +11,7 @@ requests run alone, then beside a backlog of offline ones.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -166,7 +167,8 @@ def main() -> None:
     clock = Clock()
     time.perf_counter = clock
     from sglang_coserve.core.baseline import Baseline, BaselineToken
-    from srt.scripted_engine import EngineSpec, ScriptedEngine
+
+    scripted: Any = importlib.import_module("srt.scripted_engine")
 
     alone: list[BaselineToken] = []
     advance = Baseline.advance
@@ -176,14 +178,14 @@ def main() -> None:
         alone.extend(tokens)
         return tokens
 
-    Baseline.advance = noting  # type: ignore[method-assign]
+    setattr(Baseline, "advance", noting)  # noqa: B010
     coserve = {
-        "offline_policy": "coserve",
+        "online_slowdown": "10%",
         "startup_profile_seconds": 6.0,
         "safepoint_mode": args.mode,
     }
-    engine = ScriptedEngine(
-        EngineSpec(
+    engine = scripted.ScriptedEngine(
+        scripted.EngineSpec(
             args.model,
             server_args=(("chunked_prefill_size", 2048), ("skip_server_warmup", True)),
             coserve=tuple(coserve.items()),

@@ -157,3 +157,9 @@ class StepResult:
 
     given_up: tuple[str, ...] = ()
     """Rows whose work was thrown away half-way. ``seconds`` then tells of no batch."""
+
+    @property
+    def has_offline(self) -> bool:
+        """True when offline rows were computed."""
+        rows = self.batch.decode_requests + self.batch.prefill_requests
+        return rows > len(self.served)
