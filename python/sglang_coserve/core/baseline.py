@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -105,10 +105,17 @@ class Baseline:
             request.known_tokens += tokens
 
     def ended(self, rid: str) -> None:
-        """Note that no more tokens of a request come, for whatever reason. O(1)."""
+        """Note that no more tokens of a request come. O(1)."""
         request = self._requests.get(rid)
         if request is not None:
             request.has_ended = True
+
+    def given_up(self, rid: str) -> None:
+        """Compute no more of a request: nor does the real engine. Its rid may come again. O(1)."""
+        request = self._requests.pop(rid, None)
+        if request is not None:
+            request.has_ended = True
+            request.known_tokens = request.generated_tokens
 
     def advance(self, predict: Callable[[BatchStats], float], now_s: float) -> list[BaselineToken]:
         """Run the steps that began by ``now_s``, as far as their outcome is known.
@@ -166,17 +173,19 @@ class Baseline:
     def _drop_ended(self) -> None:
         """Let go of requests with no token to come."""
         waiting, decoding = self._waiting, self._decoding
-        if any(request.has_ended and not request.known_tokens for request in waiting):
-            # Aborted before its first token: the real engine computes no more of it either.
-            for request in waiting:
-                if request.has_ended and not request.known_tokens:
-                    del self._requests[request.rid]
-            self._waiting = deque(r for r in waiting if r.rid in self._requests)
-        if any(_is_complete(row) for row in decoding):
-            for row in decoding:
-                if _is_complete(row):
-                    del self._requests[row.rid]
-            self._decoding = [row for row in decoding if row.rid in self._requests]
+        if any(map(_is_complete, waiting)):
+            self._waiting = deque(self._left(waiting))
+        if any(map(_is_complete, decoding)):
+            self._decoding = self._left(decoding)
+
+    def _left(self, requests: Iterable[_Request]) -> list[_Request]:
+        left = []
+        for request in requests:
+            if not _is_complete(request):
+                left.append(request)
+            elif self._requests.get(request.rid) is request:
+                del self._requests[request.rid]
+        return left
 
     def _chunks(self, start_s: float) -> list[tuple[_Request, int]] | None:
         """Return the prompts of a step that begins at ``start_s``, with the tokens of each.
