@@ -68,7 +68,7 @@ class Allowance:
 
     @property
     def arrival_s(self) -> float:
-        """How much longer offline work may keep who arrives waiting for the end of a step."""
+        """The longest that who arrives may wait for a step that does not yield."""
         return min((loop.target_s * loop.factor for loop in self._ttft), default=math.inf)
 
     @property

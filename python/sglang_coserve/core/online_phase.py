@@ -47,8 +47,7 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
     batch.online_part_s = batch.predicted_s
     if batch.lane is Lane.OFFLINE:
         return  # Nobody waits for its end.
-    fixed_wait_s = context.config.arrival_wait_s
-    batch.arrival_wait_s = fixed_wait_s or batch.online_part_s + context.arrival_s
+    batch.arrival_wait_s = context.arrival_s
     batch.offline_budget_s = min(
         batch.offline_budget_s,
         budget_s * (1 - margin),
