@@ -89,13 +89,11 @@ def test_a_target_of_every_request_is_an_slo_for_p99() -> None:
     assert [format_slo(slo) for slo in slos] == ["ttft p99 <= 200ms", "ttft mean <= 100ms"]
 
 
-def test_without_any_target_online_requests_take_at_most_a_tenth_longer_than_alone() -> None:
-    config = parse()
-    assert config.online_slowdown == "10%"
+def test_a_slowdown_bounds_first_tokens_and_gaps() -> None:
+    config = parse("--online-slowdown", "10%")
+    assert config.offline_policy == "coserve"
     assert [format_slo(slo) for slo in config.slos()] == ["ttft p99 <= +10%", "tbt p99 <= +10%"]
-    assert CoserveConfig(slo_ttft_ms=300).online_slowdown is None
-    assert CoserveConfig(offline_policy="fifo").slos() == ()
-    assert CoserveConfig(offline_policy="hygen").slos() == ()
+    assert parse().slos() == ()
 
 
 def test_a_slowdown_holds_beside_other_targets() -> None:
@@ -116,8 +114,8 @@ def test_every_policy_but_fifo_is_one_of_the_cores() -> None:
     assert set(OFFLINE_POLICIES) - {"fifo"} <= set(POLICIES)
 
 
-def test_every_policy_but_the_default_has_to_be_named() -> None:
-    assert CoserveConfig().offline_policy == "coserve"
+def test_the_policy_follows_from_the_targets() -> None:
+    assert CoserveConfig().offline_policy == "fifo"
     assert CoserveConfig(slo_tpot_ms=50).offline_policy == "coserve"
     assert CoserveConfig(slo=("ttft p99 <= 300ms",)).offline_policy == "coserve"
     assert CoserveConfig(slo_ttft_ms=300, offline_policy="fifo").offline_policy == "fifo"

@@ -24,8 +24,6 @@ MEDIA_SOURCES = ("inline", "public", "any")
 
 _AUTO = "auto"
 
-_DEFAULT_SLOWDOWN = "10%"
-
 
 def _setting(default: Any, doc: str, **cli: Any) -> Any:
     """A field whose docstring is also the help of its flag."""
@@ -70,15 +68,16 @@ class CoserveConfig:
         None,
         "How much longer than without offline work online requests may take, such as 10%: bounds "
         "P99 TTFT and the P99 of the gaps between tokens, relative to what the server predicts "
-        "that the same requests would get alone. By default 10% for --offline-policy coserve where "
-        "no other target is given, so that none need be chosen.",
+        "that the same requests would get alone. No milliseconds to choose, but not exact: see "
+        "docs/policies.md.",
         metavar="PERCENT",
     )
     offline_policy: str = _setting(
         _AUTO,
         "When offline requests run. fifo: first come, first served, whenever no online request "
         "waits. The others plan every iteration with a latency model, against --online-slowdown, "
-        "--slo-ttft-ms, --slo-tpot-ms and --slo. auto: coserve.",
+        "--slo-ttft-ms, --slo-tpot-ms and --slo. auto: coserve where one of these is given, else "
+        "fifo.",
         choices=(_AUTO, *OFFLINE_POLICIES),
     )
     offline_objectives: tuple[str, ...] = _setting(
@@ -242,14 +241,13 @@ class CoserveConfig:
                 f"{self.startup_profile_seconds}"
             )
         if self.offline_policy == _AUTO:
-            object.__setattr__(self, "offline_policy", "coserve")
+            policy = "coserve" if self.slos() else "fifo"
+            object.__setattr__(self, "offline_policy", policy)
         if self.offline_policy not in OFFLINE_POLICIES:
             raise ConfigError(
                 f"{_flag('offline_policy')} must be one of {', '.join(OFFLINE_POLICIES)}, "
                 f"got {self.offline_policy!r}"
             )
-        if self.offline_policy == "coserve" and not self.slos():
-            object.__setattr__(self, "online_slowdown", _DEFAULT_SLOWDOWN)
         if self.safepoint_interval is not None and self.safepoint_interval < 0:
             raise ConfigError(
                 f"{_flag('safepoint_interval')} must be a number of layers, 0 for no safepoints, "

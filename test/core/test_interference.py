@@ -77,6 +77,19 @@ def test_what_a_client_takes_back_says_nothing() -> None:
     assert len(found) == 0
 
 
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_a_request_may_come_again_after_it_was_taken_back(tokens: int) -> None:
+    found = followed()
+    found.arrived(info())
+    for number in range(tokens):
+        found.produced("a", 0.5 + number)
+    found.ended("a", Ending.ABORTED)
+    serve(found, 0.5, 1.0)
+    found.advance(predict, 9.0)
+    assert found.monitor.report(9.0).requests == 1
+    assert len(found) == 0
+
+
 def test_what_has_finished_is_not_forgotten_before_it_is_judged() -> None:
     found = followed()
     serve(found, 0.5)

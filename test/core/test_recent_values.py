@@ -13,10 +13,16 @@ from sglang_coserve.core.slo import Statistic
 QUANTILES = {Statistic.P50: 50, Statistic.P90: 90, Statistic.P99: 99}
 
 
+def holding(values_s: list[float]) -> RecentValues:
+    recent = RecentValues(1 << 30)
+    for value_s in values_s:
+        recent.add(value_s)
+    return recent
+
+
 @given(st.lists(st.floats(1e-5, 1e3), min_size=1, max_size=300))
 def test_statistics_are_those_of_the_values_to_one_bin(values_s: list[float]) -> None:
-    recent = RecentValues(1 << 30)
-    recent.add(values_s)
+    recent = holding(values_s)
     for statistic, percent in QUANTILES.items():
         # The oldest weighs a little less.
         around = (percent - 1e-3, percent + 1e-3)
@@ -26,8 +32,7 @@ def test_statistics_are_those_of_the_values_to_one_bin(values_s: list[float]) ->
 
 
 def test_the_share_above_a_value_is_that_of_the_bins_above_its_own() -> None:
-    recent = RecentValues(1 << 30)
-    recent.add([0.1, 0.2, 0.3, 0.4])
+    recent = holding([0.1, 0.2, 0.3, 0.4])
     assert [recent.share_above(at_s) for at_s in (0.05, 0.25, 0.5)] == pytest.approx([1, 0.5, 0])
 
 
@@ -35,16 +40,16 @@ def test_the_share_above_a_value_is_that_of_the_bins_above_its_own() -> None:
 def test_what_is_many_spans_old_counts_no_more(span: int) -> None:
     """Also after the weights have grown so large that they are scaled down."""
     recent = RecentValues(span)
-    recent.add([9.0] * 40 * span)
-    recent.add([1.0] * 10 * span)
+    for value_s in [9.0] * 40 * span + [1.0] * 10 * span:
+        recent.add(value_s)
     assert recent.statistic(Statistic.P99) == pytest.approx(1.0, rel=0.01)
     assert recent.statistic(Statistic.MEAN) == pytest.approx(1.0, rel=0.01)
-    recent.add([2.0] * span)
+    recent.add(2.0, span)
     assert recent.statistic(Statistic.P50) == pytest.approx(2.0, rel=0.01)
 
 
 @pytest.mark.parametrize("value_s", [0.0, 1e9])
 def test_values_out_of_range_count_at_its_ends(value_s: float) -> None:
     recent = RecentValues(10)
-    recent.add([value_s])
+    recent.add(value_s)
     assert 0 < recent.statistic(Statistic.P50) < 1e5

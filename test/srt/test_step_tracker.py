@@ -64,7 +64,7 @@ def test_without_overlap_a_pass_shows_the_time_of_its_own_step() -> None:
     engine = Engine(is_overlapped=False)
     assert engine.run(10.0, 0) == []
     assert times(engine.run(10.5, None)) == [(0, 0.5)]
-    assert times(engine.run(11.0, 1)) == [(None, None)]
+    assert times(engine.run(11.0, 1)) == [(None, 0.5)]
     (result,) = engine.run(11.25, 2)
     info = engine.ledger["r2"]
     stats = BatchStats.of([(3, 0)])
@@ -80,8 +80,8 @@ def test_with_overlap_it_shows_the_time_of_the_step_before() -> None:
     assert engine.run(10.1, 1) == []
     assert times(engine.run(10.6, 2)) == [(0, 0.5)]
     assert times(engine.run(11.0, None)) == [(1, pytest.approx(0.4))]
-    # The time of the third is mixed with that of a batch that nobody planned.
-    assert times(engine.run(11.3, None)) == [(2, None), (None, None)]
+    assert times(engine.run(11.3, None)) == [(2, pytest.approx(0.3))]
+    assert times(engine.run(11.5, None)) == [(None, pytest.approx(0.2))]
 
 
 def test_a_result_waits_for_its_tokens() -> None:
@@ -95,15 +95,20 @@ def test_a_result_waits_for_its_tokens() -> None:
     assert result.served[0].token_s == 11.0
 
 
-def test_of_a_pass_that_nobody_planned_the_tokens_are_told() -> None:
+def test_a_pass_that_nobody_planned_is_a_step_without_a_number() -> None:
     engine = Engine(is_overlapped=False)
     engine.run(10.0, None)
     info = engine.ledger["r0"]
     assert engine.run(10.5, None, results=False) == [
-        StepResult(None, 10.0, served=(Served(info, None, 10.5),))
+        StepResult(
+            None,
+            10.0,
+            0.5,
+            BatchStats.of([(1, 0)]),
+            (PrefillChunk("r0", 1),),
+            (Served(info, None, 10.5),),
+        )
     ]
-    engine.tracker.processed([], [])
-    assert engine.run(11.0, None, results=False) == []
 
 
 def test_a_step_of_which_nothing_ran_has_an_empty_result() -> None:

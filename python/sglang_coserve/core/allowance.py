@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final
 
 from sglang_coserve.core.integrator import GAIN, Integrator
-from sglang_coserve.core.relative_target import RelativeTarget
+from sglang_coserve.core.relative_target import Latencies, RelativeTarget
 from sglang_coserve.core.slo import Latency, Slo, Statistic
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.metrics import SloTargets
@@ -67,7 +68,7 @@ class Allowance:
 
     @property
     def arrival_s(self) -> float:
-        """How much longer offline work may keep who arrives waiting for the end of a step."""
+        """The longest that who arrives may wait for a step that does not yield."""
         return min((loop.target_s * loop.factor for loop in self._ttft), default=math.inf)
 
     @property
@@ -86,24 +87,21 @@ class Allowance:
     def first_token(self, info: RequestInfo, ttft_s: float, alone_s: float | None) -> None:
         """Note a TTFT, and what it would have been alone; None if that is not known."""
         for loop in self._ttft:
-            loop.observe([_Value(info.ttft_target_s, ttft_s, alone_s)])
+            loop.observe({Latencies(info.ttft_target_s, ttft_s, alone_s): 1})
 
     def gaps(self, gaps: Iterable[tuple[RequestInfo, float, float | None]]) -> None:
         """Note gaps that became known together, each as measured and alone. O(gaps)."""
-        values = [_Value(info.tpot_target_s, gap_s, alone_s) for info, gap_s, alone_s in gaps]
+        # Those that end with one step are mostly equal.
+        values = Counter(
+            [Latencies(info.tpot_target_s, gap_s, alone_s) for info, gap_s, alone_s in gaps]
+        )
         for loop in self._tbt:
             loop.observe(values)
 
     def finished(self, info: RequestInfo, tpot_s: float, alone_s: float | None) -> None:
         """Note the TPOT of a request that has ended, and what it would have been alone."""
         for loop in self._tpot:
-            loop.observe([_Value(info.tpot_target_s, tpot_s, alone_s)])
-
-
-class _Value(NamedTuple):
-    own_target_s: float | None
-    measured_s: float
-    alone_s: float | None
+            loop.observe({Latencies(info.tpot_target_s, tpot_s, alone_s): 1})
 
 
 class _Loop:
@@ -130,24 +128,24 @@ class _Loop:
     def factor(self) -> float:
         return self._integrator.factor
 
-    def observe(self, values: Sequence[_Value]) -> None:
-        """Take values into account that became known together.
+    def observe(self, values: Mapping[Latencies, int]) -> None:
+        """Take values into account that became known together, each so often.
 
         They count as one observation, or as more or less of one where they are more or fewer
         than usual: a step that is too long makes all its decodes late at once.
         """
-        harms = [harm for value in values if (harm := self._harm(value)) is not None]
+        harmed, judged = 0.0, 0
+        for value, count in values.items():
+            if (harm := self._harm(value)) is not None:
+                harmed += count * harm
+                judged += count
         if self._limit_s is None:
-            known = [value for value in values if value.alone_s is not None]
-            if known:
-                self._relative.observe(
-                    [value.measured_s for value in known], [value.alone_s or 0.0 for value in known]
-                )
-        if harms:
-            self._mean_count += (len(harms) - self._mean_count) / _MEAN_OF
-            self._integrator.observe(sum(harms) / len(harms), len(harms) / self._mean_count)
+            self._relative.observe(values)
+        if judged:
+            self._mean_count += (judged - self._mean_count) / _MEAN_OF
+            self._integrator.observe(harmed / judged, judged / self._mean_count)
 
-    def _harm(self, value: _Value) -> float | None:
+    def _harm(self, value: Latencies) -> float | None:
         """Return how much of a harm it is; None of a value that would be late alone.
 
         A relative target follows what comes of the values alone, so some are late alone. Which

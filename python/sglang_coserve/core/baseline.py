@@ -112,12 +112,18 @@ class Baseline:
             request.known_tokens += tokens
 
     def ended(self, rid: str) -> None:
-        """Note that no more tokens of a request come, for whatever reason. O(1)."""
+        """Note that no more tokens of a request come. O(1)."""
         request = self._requests.get(rid)
         if request is not None and not request.has_ended:
             request.has_ended = True
             if request.has_all:
                 self._gone.append(request)
+
+    def given_up(self, rid: str) -> None:
+        """Compute no more of a request: nor does the real engine. Its rid may come again. O(1)."""
+        request = self._requests.pop(rid, None)
+        if request is not None:
+            self._gone.append(request)
 
     def advance(self, predict: Callable[[BatchStats], float], now_s: float) -> list[BaselineToken]:
         """Run the steps that began by ``now_s``, as far as their outcome is known.
@@ -178,18 +184,16 @@ class Baseline:
         return True
 
     def _drop_ended(self) -> None:
-        """Let go of requests with no token to come. O(1) while there is none.
-
-        Of one that was aborted before its first token the real engine computes no more either.
-        """
+        """Let go of requests with no token to come. O(1) while there is none."""
         if not self._gone:
             return
         requests = self._requests
         for request in self._gone:
-            del requests[request.rid]
+            if requests.get(request.rid) is request:
+                del requests[request.rid]
         self._gone.clear()
-        self._waiting = deque(r for r in self._waiting if r.rid in requests)
-        self._decoding = [row for row in self._decoding if row.rid in requests]
+        self._waiting = deque(r for r in self._waiting if requests.get(r.rid) is r)
+        self._decoding = [row for row in self._decoding if requests.get(row.rid) is row]
 
     def _chunks(self, start_s: float) -> list[tuple[_Request, int]] | None:
         """Return the prompts of a step that begins at ``start_s``, with the tokens of each.

@@ -49,7 +49,7 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
         batch.offline_budget_s,
         budget_s * (1 - margin),
         _gap_budget_s(batch, context) * (1 - margin),
-        batch.online_part_s + context.arrival_s,
+        context.arrival_s,
     )
 
 

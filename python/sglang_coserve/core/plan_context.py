@@ -26,8 +26,7 @@ class PlanContext:
     """Number of the step; with the seed it makes draws reproducible."""
 
     arrival_s: float
-    """How much longer a request that arrives during the step may wait for its end for offline
-    work; in the offline lane, how long it may wait at all."""
+    """Longest time that a request which arrives during the step may wait for its end."""
 
     gap_share: float
     """Part of what a decode leaves of the time until its deadline that offline work may take."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Final
 
@@ -37,24 +36,23 @@ class RecentValues:
     def __init__(self, span: int) -> None:
         """Start empty; ``span`` values later, a value weighs 1/e of what it did."""
         self._weights = array("d", bytes(8 * _NUM_BINS))
-        self._growth = 1 + 1 / span
+        self._growth = math.log1p(1 / span)
         self._weight = 1.0
         self._sum_s = 0.0
         self._total = 0.0
 
-    def add(self, values_s: Iterable[float]) -> None:
-        """Take in values. O(1) each."""
-        weights, weight, growth = self._weights, self._weight, self._growth
-        for value_s in values_s:
-            weights[_bin(value_s)] += weight
-            self._sum_s += weight * value_s
-            self._total += weight
-            weight *= growth
-        self._weight = weight
-        if weight > _LARGEST_WEIGHT:
-            self._seen()[:] /= weight
-            self._sum_s /= weight
-            self._total /= weight
+    def add(self, value_s: float, count: int = 1) -> None:
+        """Take in a value that came so often. O(1), amortized."""
+        weight = count * self._weight
+        self._weights[_bin(value_s)] += weight
+        self._sum_s += weight * value_s
+        self._total += weight
+        self._weight *= math.exp(count * self._growth)
+        if self._weight > _LARGEST_WEIGHT:
+            largest = self._weight
+            self._seen()[:] /= largest
+            self._sum_s /= largest
+            self._total /= largest
             self._weight = 1.0
 
     def statistic(self, statistic: Statistic) -> float:

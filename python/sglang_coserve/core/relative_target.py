@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
 from sglang_coserve.core.recent_values import RecentValues
 from sglang_coserve.core.slo import Slo
 
-__all__ = ["RelativeTarget"]
+__all__ = ["Latencies", "RelativeTarget"]
 
 _RENEWED_SHARE: Final = 1 / 128
 """Of the values it goes by: when so many are new, it is computed again."""
+
+
+class Latencies(NamedTuple):
+    """A TTFT, a TPOT or a gap in both engines."""
+
+    own_target_s: float | None
+    """That the request brought along."""
+
+    measured_s: float
+    alone_s: float | None
+    """In the no-interference baseline; None if that is not known."""
 
 
 class RelativeTarget:
@@ -40,12 +51,14 @@ class RelativeTarget:
         self.late_alone_share = 0.0
         """Part of the values alone that is above the limit."""
 
-    def observe(self, measured_s: Sequence[float], alone_s: Sequence[float]) -> None:
-        """Take in values that became known together, one at least. O(values), amortized."""
-        self._measured.add(measured_s)
-        self._alone.add(alone_s)
-        self._count += len(alone_s)
-        if self._count < self._renewed_at:
+    def observe(self, values: Mapping[Latencies, int]) -> None:
+        """Take in values, each so often. O(values), amortized."""
+        for (_, measured_s, alone_s), count in values.items():
+            if alone_s is not None:
+                self._measured.add(measured_s, count)
+                self._alone.add(alone_s, count)
+                self._count += count
+        if not self._count or self._count < self._renewed_at:
             return
         self._renewed_at = self._count + math.ceil(_RENEWED_SHARE * min(self._count, self._span))
         statistic = self._slo.statistic

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
 
 from sglang_coserve.core.baseline import EngineSize
 from sglang_coserve.core.batch_builder import BatchBuilder
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.fairness import ArrivalOrder, VirtualTokenCounter, WaitingOrder
 from sglang_coserve.core.interference import Interference
 from sglang_coserve.core.lanes import (
@@ -19,7 +17,8 @@ from sglang_coserve.core.lanes import (
     seen_alone,
     stop_share,
 )
-from sglang_coserve.core.latency_model import LatencyModel, Refiner, Sample
+from sglang_coserve.core.latency_model import LatencyModel, Sample
+from sglang_coserve.core.learned_model import LearnedModel
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.policy import Policy
@@ -31,9 +30,6 @@ from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInf
 from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan, StepResult
 
 __all__ = ["Scheduler"]
-
-# Refining costs more than planning, but for many iterations little more than for one.
-_REFINED_AT_ONCE: Final = 16
 
 
 class Scheduler:
@@ -72,28 +68,29 @@ class Scheduler:
             profile_mape: The error of ``model`` when it was fitted, a fraction.
         """
         self._policy = policy
-        self._model = model
         self._interference = Interference.of(slos, model, engine)
         self._allowance = self._interference.allowance
         self._queue = queue
         self._config = config or SchedulerConfig()
-        self._refiner = Refiner(model) if self._config.refine else None
+        refines = self._config.refine
+        self._learned = LearnedModel(model, refines=refines, profile_mape=profile_mape)
+        self._learned_alone = LearnedModel(model, refines=refines)
+        """The same, learned from steps without offline work: those of the baseline."""
+
         fair = self._config.online_order is OnlineOrder.VTC
         self._waiting_order: WaitingOrder = VirtualTokenCounter() if fair else ArrivalOrder()
-        self._observed: list[Sample] = []
         self._next_step = 0
         self._in_flight: dict[int, StepPlan] = {}
-        self._prediction_error = PredictionError(profile_mape)
 
     @property
     def model(self) -> LatencyModel:
         """The latency model, as refined so far."""
-        return self._model
+        return self._learned.model
 
     @property
     def prediction_error(self) -> PredictionError:
         """How well the model predicted the measured steps, before it was corrected."""
-        return self._prediction_error
+        return self._learned.error
 
     @property
     def queue(self) -> OfflineQueue:
@@ -166,23 +163,28 @@ class Scheduler:
         """Take the result of a step in flight into account. O(online rows of it).
 
         Of a step of which nothing ran, or that was dropped, nothing is learned; of one that was
-        not planned, when online requests got their tokens.
+        not planned, when online requests got their tokens, and how long it took.
 
         Raises:
             InputFileError: its time is not positive.
         """
-        if result.step is None:
-            self._learn_from_tokens(result)
-            return
-        plan = self._in_flight.pop(result.step, None)
-        assert plan is not None, f"step {result.step} is not in flight"
+        plan = None
+        if result.step is not None:
+            plan = self._in_flight.pop(result.step, None)
+            assert plan is not None, f"step {result.step} is not in flight"
+            if result.batch.is_empty:
+                return
+        self._learn_from_tokens(result)
         if result.batch.is_empty:
             return
-        self._learn_from_tokens(result)
-        self._policy.update(plan, result)
-        self._waiting_order.served(result)
+        if plan is not None:
+            self._policy.update(plan, result)
+            self._waiting_order.served(result)
         if result.seconds is not None:
-            self._learn_time(Sample(result.batch, result.seconds))
+            sample = Sample(result.batch, result.seconds)
+            self._learned.observe(sample)
+            if not result.has_offline:
+                self._learned_alone.observe(sample)
 
     def restore(self, rid: str, generated_tokens: int) -> None:
         """Let an evicted offline request wait again, with its progress.
@@ -209,7 +211,7 @@ class Scheduler:
         left_s = until_s - snapshot.now_s
         suspended = snapshot.suspended
         if suspended is not None:
-            whole_s = self._model.predict(suspended.batch)
+            whole_s = self.model.predict(suspended.batch)
             if not gets_anywhere(suspended.batch, whole_s, snapshot, left_s):
                 return None
             return StepPlan(
@@ -234,7 +236,7 @@ class Scheduler:
     def _compose_alone(self, snapshot: EngineSnapshot, cache: PrefixCache) -> BatchBuilder:
         """Compose a step of the offline lane."""
         seen = seen_alone(snapshot, self._config.headroom_tokens)
-        most_s = longest_s(self._model, self._allowance.targets, self._arrival_s, snapshot)
+        most_s = longest_s(self.model, self._allowance.targets, self._arrival_s, snapshot)
         alone = self._builder(seen, Lane.OFFLINE)
         alone.offline_budget_s = most_s / snapshot.stop_share
         self._compose(alone, cache)
@@ -252,7 +254,7 @@ class Scheduler:
         self, snapshot: EngineSnapshot, lane: Lane = Lane.SHARED, *, rides: bool = True
     ) -> BatchBuilder:
         targets, victims = self._allowance.targets, self._policy.victims
-        return BatchBuilder(snapshot, self._model, targets, victims, lane, rides=rides)
+        return BatchBuilder(snapshot, self.model, targets, victims, lane, rides=rides)
 
     def _compose(self, batch: BatchBuilder, cache: PrefixCache) -> BatchBuilder:
         """Let the policy add the work of the next step to ``batch``; return it."""
@@ -282,24 +284,10 @@ class Scheduler:
     def _learn_from_tokens(self, result: StepResult) -> None:
         """Learn from when online requests got their tokens."""
         interference = self._interference
-        rows = result.batch.decode_requests + result.batch.prefill_requests
         lanes = [plan.lane for plan in self._in_flight.values()]
-        if rows > len(result.served) or Lane.OFFLINE in lanes:
+        if result.has_offline or Lane.OFFLINE in lanes:
             interference.shared()
         for info, _, token_s in result.served:
             if token_s is not None:
                 interference.produced(info.rid, token_s)
-        interference.advance(self._predict_alone, result.started_s)
-
-    def _predict_alone(self, batch: BatchStats) -> float:
-        """Return how long a step of the baseline takes, on the machine as it is now."""
-        return self._model.predict(batch) * self._prediction_error.slowness
-
-    def _learn_time(self, sample: Sample) -> None:
-        self._prediction_error.observe(self._model.predict(sample.batch), sample.seconds)
-        if self._refiner is None:
-            return
-        self._observed.append(sample)
-        if len(self._observed) == _REFINED_AT_ONCE:
-            self._model = self._refiner.refine(*self._observed)
-            self._observed.clear()
+        interference.advance(self._learned_alone.predict_now, result.started_s)

@@ -152,3 +152,9 @@ class StepResult:
 
     given_up: tuple[str, ...] = ()
     """The rows of a suspended step that was dropped; its work is lost."""
+
+    @property
+    def has_offline(self) -> bool:
+        """True when offline rows were computed."""
+        rows = self.batch.decode_requests + self.batch.prefill_requests
+        return rows > len(self.served)

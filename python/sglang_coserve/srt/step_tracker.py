@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.step import PrefillChunk, Served, StepResult
@@ -56,8 +56,8 @@ class StepTracker:
     A pass of the scheduler begins (``next_pass``), may be a step of the core (``started``),
     and ends with its batch (``launched``), which may be suspended while it runs
     (``suspended``), and then go on (``resumed``) or be dropped in a later pass. Its results
-    come then or during the next pass (``processed``). Of a batch that the core did not plan,
-    it is told who got a token, and nothing else.
+    come then or during the next pass (``processed``). A batch that the core did not plan is a
+    step, too, without a number.
 
     Times are those of passes. Without overlap, and on a CPU in any case, a pass's batch runs
     until the next pass. Where the batch runs beside the scheduler, a pass ends when the
@@ -94,8 +94,7 @@ class StepTracker:
         results = []
         while self._open and self._open[0].is_timed and self._open[0].is_told:
             step = self._open.popleft()
-            if step.number is not None or step.served:
-                results.append(step.result())
+            results.append(step.result())
         return results
 
     def started(self, step: int) -> None:
@@ -111,10 +110,7 @@ class StepTracker:
             self._open.append(step)
         elif number is not None or batch:
             assert self._pass_s is not None
-            is_planned = number is not None
-            content = _content(batch if is_planned else None)
-            step = _Step(number, self._pass_s, *content, is_timed=not is_planned)
-            step.is_told = not batch
+            step = _Step(number, self._pass_s, *_content(batch), is_told=not batch)
             self._open.append(step)
         self._last.append(step)
         if batch:
@@ -150,7 +146,7 @@ class StepTracker:
         if len(self._last) <= self._lag:
             return
         step, newest = self._last[0], self._last[-1]
-        if not _is_planned(step) or step.is_timed:
+        if step is None or step.is_timed:
             return
         if step.is_suspended:
             # Of a part the time is not known where the batch before it may have taken some.
@@ -158,7 +154,7 @@ class StepTracker:
             step.spent_s += ran_s
             return
         step.is_timed = True
-        ran_alone = _is_planned(newest) and not step.batch.is_empty
+        ran_alone = newest is not None and not step.batch.is_empty
         if ran_alone and self._pass_s is not None and now_s > self._pass_s:
             seconds = step.spent_s + now_s - self._pass_s
             step.seconds = None if math.isnan(seconds) else seconds
@@ -177,10 +173,6 @@ class StepTracker:
             if has:
                 ledger.produced(req.rid, now_s)
         return tuple(served)
-
-
-def _is_planned(step: _Step | None) -> TypeGuard[_Step]:
-    return step is not None and step.number is not None
 
 
 def _content(batch: ScheduleBatch | None) -> tuple[BatchStats, tuple[PrefillChunk, ...]]:
