@@ -138,7 +138,8 @@ def test_a_suspended_step_has_the_time_of_its_parts() -> None:
     row = request("a")
     tracker.launched(prefill(request("other")))  # Of nobody's plan.
     tracker.processed((), ())
-    assert tracker.next_pass(5.0) == []
+    (other,) = tracker.next_pass(5.0)
+    assert (other.step, other.seconds) == (None, 3.5)
     tracker.resumed()
     tracker.launched(prefill(row))
     tracker.processed([row], [True])
