@@ -35,7 +35,7 @@ from sglang_coserve.core.request import RequestState
 __all__ = ["EVENTS", "FORMAT", "STATE_LETTERS", "VERSION"]
 
 FORMAT: Final = "coserve plans"
-VERSION: Final = 3
+VERSION: Final = 4
 
 EVENTS: Final[Mapping[str, Any]] = MappingProxyType(
     {
