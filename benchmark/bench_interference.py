@@ -66,8 +66,10 @@ def main() -> None:
             )
         loads = [(kind, share) for kind in options.traffic for share in options.load]
         progress.update(bar, total=options.repeats * len(loads) * len(names) + len(options.traffic))
-        rates = {}
-        for kind in options.traffic:
+        rates: dict[str, float] = {}
+        if options.rates_of:
+            rates = json.loads(options.rates_of.read_text())["requests_per_s_at_full_load"]
+        for kind in [kind for kind in options.traffic if kind not in rates]:
             progress.update(bar, description=f"{kind}: how many make what load")
             rates[kind] = busy_requests_per_s(engines[ALONE], TRAFFIC[kind], options.seconds)
             progress.advance(bar)
@@ -124,7 +126,8 @@ def write(
     options: argparse.Namespace, rates: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
 ) -> None:
     """Write the figures so far."""
-    settings = {**vars(options), "out": str(options.out), "model_path": str(options.model_path)}
+    paths = ("out", "model_path", "rates_of")
+    settings = {**vars(options), **{name: str(vars(options)[name]) for name in paths}}
     document = {
         "machine": describe_machine(),
         "settings": settings,
@@ -150,6 +153,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--core", type=int, default=0, help="all systems run on this one")
     parser.add_argument("--aa", action="store_true", help="run the first system twice")
     parser.add_argument("--model-path", type=Path, help="default: 12 layers of width 128")
+    parser.add_argument(
+        "--rates-of",
+        type=Path,
+        metavar="JSON",
+        help="an earlier --out: what load a request makes is taken from there, so that two versions "
+        "get the same requests",
+    )
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     return parser.parse_args()
 
