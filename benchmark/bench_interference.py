@@ -157,8 +157,8 @@ def parse_options() -> argparse.Namespace:
         "--rates-of",
         type=Path,
         metavar="JSON",
-        help="an earlier --out: what load a request makes is taken from there, so that two versions "
-        "get the same requests",
+        help="an earlier --out: what load a request makes is taken from there, so that two "
+        "versions get the same requests",
     )
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     return parser.parse_args()
