@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import stat
 import subprocess
@@ -79,9 +78,12 @@ class TestDirectory:
                 backend.held("id-3").finish(failure(400))
                 waits = lambda: len(list((root / "journal").iterdir())) == 1  # noqa: E731
                 await scene.clock.until(waits)
-                while (await service.retrieve_batch("owner", batch.id)).error_file_id is None:
-                    await asyncio.sleep(0.001)
-                    scene.clock.advance(0.05)
+
+                async def has_both_files() -> bool | None:
+                    seen = await service.retrieve_batch("owner", batch.id)
+                    return None if None in (seen.output_file_id, seen.error_file_id) else True
+
+                await scene.eventually(has_both_files)
                 modes.update(modes_in(root))
 
         before = os.umask(umask)

@@ -182,8 +182,10 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         for number, prompt in enumerate(prompts):
             file.write(request(number, prompt) + b"\n")
     program = (
-        "import resource, sys; from sglang_coserve.jsonl.prefix_order import main;"
-        "main(sys.argv[1:]); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "import resource, sys; from pathlib import Path;"
+        "from sglang_coserve.jsonl.prefix_order import write_order;"
+        "write_order(open(sys.argv[1], 'rb'), Path(sys.argv[2]));"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "in"), str(tmp_path / "order")]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

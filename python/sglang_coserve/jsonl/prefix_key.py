@@ -31,12 +31,13 @@ def prefix_key(body: Mapping[str, Any]) -> bytes:
     key, checksum, pending = [], 0, b""
     for piece in _pieces(body):
         pending += piece
-        while len(pending) >= _BLOCK_BYTES:
-            checksum = zlib.crc32(pending[:_BLOCK_BYTES], checksum)
-            pending = pending[_BLOCK_BYTES:]
+        num_blocks = min(len(pending) // _BLOCK_BYTES, _MOST_BLOCKS - len(key))
+        for start in range(0, num_blocks * _BLOCK_BYTES, _BLOCK_BYTES):
+            checksum = zlib.crc32(pending[start : start + _BLOCK_BYTES], checksum)
             key.append(checksum)
-            if len(key) == _MOST_BLOCKS:
-                return struct.pack(f">{len(key)}I", *key)
+        if len(key) == _MOST_BLOCKS:
+            return struct.pack(f">{len(key)}I", *key)
+        pending = pending[num_blocks * _BLOCK_BYTES :]
     if pending:
         key.append(zlib.crc32(pending, checksum))
     return struct.pack(f">{len(key)}I", *key)

@@ -50,8 +50,8 @@ def write_order(source: BinaryIO, order: Path) -> None:
     with closing(_sorter()) as database:
         database.executemany("INSERT INTO lines VALUES (?, ?, ?, ?)", _keyed(source))
         found = database.execute(
-            "SELECT offset, number FROM lines NATURAL JOIN"
-            " (SELECT head, MIN(number) AS first FROM lines GROUP BY head)"
+            "SELECT offset, number FROM"
+            " (SELECT *, MIN(number) OVER (PARTITION BY head) AS first FROM lines)"
             " ORDER BY first, key, number"
         )
         unfinished = order.with_name(f"{order.name}.part")
