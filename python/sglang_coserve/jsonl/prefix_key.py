@@ -28,7 +28,8 @@ def prefix_key(body: Mapping[str, Any]) -> bytes:
     the 4 bytes, they stand apart, and nothing else comes of it. What the prompt is made of
     is not checked.
     """
-    key, checksum, pending = [], 0, b""
+    key: list[int] = []
+    checksum, pending = 0, b""
     for piece in _pieces(body):
         pending += piece
         num_blocks = min(len(pending) // _BLOCK_BYTES, _MOST_BLOCKS - len(key))
