@@ -317,7 +317,7 @@ class CoserveConfig:
                 _flag(field.name),
                 # argparse extends a copy of the default, which it can make of a list only.
                 default=list(field.default) if field.default == () else field.default,
-                help=field.metadata["doc"],
+                help=field.metadata["doc"].replace("%", "%%"),
                 **field.metadata["cli"],
             )
 
