@@ -38,7 +38,6 @@ def info(rid: str = "a", request_class: RequestClass = RequestClass.ONLINE) -> R
 def serve(found: Interference, *token_times_s: float, rid: str = "a") -> None:
     found.arrived(info(rid))
     for now_s in token_times_s:
-        found.shared()
         found.produced(rid, now_s)
     found.ended(rid, Ending.COMPLETE)
 
@@ -135,14 +134,20 @@ def test_the_allowance_learns_of_first_tokens_and_gaps_once_they_are_known_in_bo
     assert found.allowance.arrival_s < unknown_s
 
 
-def test_a_gap_without_offline_work_is_not_held_against_it() -> None:
+def test_what_the_engine_did_for_online_requests_is_no_harm() -> None:
+    """Alone the request would have waited for that as well, whatever the baseline says."""
     found = followed()
     found.arrived(info())
-    found.shared()
-    for now_s in (0.25, 0.75):
-        found.produced("a", now_s)
+    found.worked(0.5)
+    found.produced("a", 0.5)
+    assert found.allowance.arrival_s == followed().allowance.arrival_s
+    found.worked(0.5)
+    found.produced("a", 1.0)
     found.advance(predict, 9.0)
-    assert found.allowance.gap_share == late_and_alone(0.25, 0.375).gap_share
+    kept = late_and_alone(0.25, 0.375)
+    assert found.allowance.gap_share == kept.gap_share
+    assert found.allowance.arrival_s >= followed().allowance.arrival_s
+    assert late_and_alone(0.25, 0.75).gap_share < kept.gap_share
 
 
 def test_without_a_baseline_what_is_late_counts_as_harmed() -> None:

@@ -35,17 +35,23 @@ class _Watched:
     alone_first_s: float = 0.0
     alone_last_s: float = 0.0
     alone_tokens: int = 0
-    shared_steps: int = 0
-    """Of the engine, at its last token."""
+    arrived_at_s: float = 0.0
+    first_at_s: float = 0.0
+    last_at_s: float = 0.0
+    """How long the engine had worked for online requests when it arrived, and at its first and
+    last token."""
 
     is_finished: bool = False
-    gaps_s: deque[float] = field(default_factory=deque)
-    """Of the engine, those that are not known in the baseline yet; NaN of one in which no offline
-    work ran."""
+    gaps_s: deque[tuple[float, float]] = field(default_factory=deque)
+    """Of the engine, and its online work in them; those that are not known in the baseline yet."""
 
 
 class Interference:
     """Follows online requests from arrival to end, in the engine and in the baseline.
+
+    Without offline work a request would have waited at least for what the engine did for
+    online requests meanwhile: where the baseline promises less, that counts. So what takes the
+    machine longer than predicted, and queues that only seem to be short, are no harm.
 
     A request is judged once it has ended in both. Without a baseline (a server that has
     no latency model) it is judged by what was measured.
@@ -63,7 +69,9 @@ class Interference:
         self._allowance = allowance
         self._watched: dict[str, _Watched] = {}
         self._num_judged = 0
-        self._shared_steps = 0
+        self._online_s = 0.0
+        """What all steps so far took for online requests."""
+
         self._now_s = -math.inf
         self._gaps_per_request = 0.0
 
@@ -116,13 +124,13 @@ class Interference:
         if not info.is_online or info.rid in self._watched:
             return
         self._now_s = max(self._now_s, info.arrival_s)
-        self._watched[info.rid] = _Watched(info)
+        self._watched[info.rid] = _Watched(info, arrived_at_s=self._online_s)
         if self._baseline is not None:
             self._baseline.arrived(info.rid, info.arrival_s, info.prompt_tokens, cached_tokens)
 
-    def shared(self) -> None:
-        """Note that offline work runs, or ran, in the step whose tokens come next."""
-        self._shared_steps += 1
+    def worked(self, online_s: float) -> None:
+        """Note how long the step whose tokens come next took for online requests. O(1)."""
+        self._online_s += online_s
 
     def produced(self, rid: str, now_s: float) -> None:
         """Note that a token came out; of a request that is not followed it says nothing. O(1)."""
@@ -133,11 +141,12 @@ class Interference:
         watched.tokens += 1
         if watched.tokens == 1:
             watched.first_s = now_s
+            watched.first_at_s = self._online_s
             self._learn_first_token(watched)
         else:
             self._measure_gap(watched, now_s)
         watched.last_s = now_s
-        watched.shared_steps = self._shared_steps
+        watched.last_at_s = self._online_s
         if self._baseline is not None:
             self._baseline.produced(rid)
 
@@ -180,9 +189,9 @@ class Interference:
                 if monitor.needs_gaps:
                     monitor.gap_alone(watched.info, watched.alone_last_s, at_s)
                 if watched.gaps_s:
-                    gap_s, alone_s = watched.gaps_s.popleft(), at_s - watched.alone_last_s
-                    # Offline work has no part in what is late without it.
-                    gaps.append((watched.info, alone_s if math.isnan(gap_s) else gap_s, alone_s))
+                    gap_s, online_s = watched.gaps_s.popleft()
+                    alone_s = max(at_s - watched.alone_last_s, online_s)
+                    gaps.append((watched.info, gap_s, alone_s))
             watched.alone_last_s = at_s
             watched.alone_tokens = number
             if watched.is_finished:
@@ -206,8 +215,9 @@ class Interference:
         if self._baseline is None:
             self._allowance.first_token(watched.info, watched.first_s - arrival_s, None)
         elif watched.alone_tokens:
-            ttft_s, alone_s = watched.first_s - arrival_s, watched.alone_first_s - arrival_s
-            self._allowance.first_token(watched.info, ttft_s, alone_s)
+            online_s = watched.first_at_s - watched.arrived_at_s
+            alone_s = max(watched.alone_first_s - arrival_s, online_s)
+            self._allowance.first_token(watched.info, watched.first_s - arrival_s, alone_s)
 
     def _measure_gap(self, watched: _Watched, now_s: float) -> None:
         if self._monitor.needs_gaps:
@@ -218,8 +228,7 @@ class Interference:
         if self._baseline is None:
             self._allowance.gaps([(watched.info, gap_s, None)])
         else:
-            is_shared = self._shared_steps > watched.shared_steps
-            watched.gaps_s.append(gap_s if is_shared else math.nan)
+            watched.gaps_s.append((gap_s, self._online_s - watched.last_at_s))
 
     def _judge_if_complete(self, watched: _Watched) -> None:
         if watched.alone_tokens >= watched.tokens:
@@ -239,7 +248,10 @@ class Interference:
         self._gaps_per_request += weight * (gaps - self._gaps_per_request)
         self._monitor.finished(watched.info, measured, alone)
         if measured.tokens > 1:
-            tpot_alone_s = None if alone is None else alone.tpot_s
+            tpot_alone_s = None
+            if alone is not None:
+                online_s = (watched.last_at_s - watched.first_at_s) / gaps
+                tpot_alone_s = max(alone.tpot_s, online_s)
             self._allowance.finished(watched.info, measured.tpot_s, tpot_alone_s)
 
 

@@ -174,7 +174,7 @@ class Scheduler:
             assert plan is not None, f"step {result.step} is not in flight"
             if result.batch.is_empty:
                 return
-        self._learn_from_tokens(result)
+        self._learn_from_tokens(plan, result)
         if result.batch.is_empty:
             return
         if plan is not None:
@@ -281,12 +281,21 @@ class Scheduler:
         """How long an arrival may wait for a step that cannot be suspended for it."""
         return self._config.arrival_wait_s or self._allowance.arrival_s
 
-    def _learn_from_tokens(self, result: StepResult) -> None:
+    def _online_s(self, plan: StepPlan | None, result: StepResult) -> float:
+        """Return how long a step took for its online requests."""
+        if result.batch.is_empty or (plan is not None and plan.lane is Lane.OFFLINE):
+            return 0.0
+        seconds = result.seconds
+        if seconds is None:
+            seconds = self._learned.predict_now(result.batch)
+        if plan is None or not result.has_offline:
+            return seconds
+        return min(plan.expected.online_part_s, seconds)
+
+    def _learn_from_tokens(self, plan: StepPlan | None, result: StepResult) -> None:
         """Learn from when online requests got their tokens."""
         interference = self._interference
-        lanes = [plan.lane for plan in self._in_flight.values()]
-        if result.has_offline or Lane.OFFLINE in lanes:
-            interference.shared()
+        interference.worked(self._online_s(plan, result))
         for info, _, token_s in result.served:
             if token_s is not None:
                 interference.produced(info.rid, token_s)

@@ -228,7 +228,6 @@ def test_offline_work_gets_the_part_of_a_gap_that_harm_has_left_it() -> None:
     row = online(10)
     core.arrived(row.info)
     for number in range(3):
-        core.interference.shared()
         core.interference.produced(row.info.rid, 0.2 * number)
     core.interference.advance(MODEL.predict, 1.0)
     harmed_s = core.plan(seen, NO_CACHE).predicted_s
