@@ -83,6 +83,15 @@ class OfflineLane:
         """The step that can go on."""
         return self._suspended
 
+    @property
+    def num_running(self) -> int:
+        """Rows of the last pass that have yet to join the lane's decodes; without the prefill that
+        goes on."""
+        if self._launched is None or self._suspended is not None:
+            return 0
+        chunk = _chunk_of(self._launched)
+        return sum(not req.finished() and req is not chunk for req in self._launched.reqs)
+
     def seen(self) -> SuspendedStep | None:
         """Return what the core sees of the suspended step."""
         held = self._suspended

@@ -76,7 +76,7 @@ class SchedulerStatus:
             },
             "offline": {
                 "waiting": self._admission.num_waiting(),
-                "running": num_offline,
+                "running": num_offline + self._admission.num_running(),
                 "prefilling": int(prefilling is not None and is_offline(prefilling)),
                 **self._counted_events(),
             },

@@ -88,6 +88,10 @@ class FifoAdmission:
         """See ``Admission``."""
         return len(self._waiting)
 
+    def num_running(self) -> int:
+        """See ``Admission``."""
+        return 0  # All are in the running batch.
+
     def forget(self, rid: str, ending: Ending) -> None:
         """See ``Admission``."""
         self.interference.ended(rid, ending)

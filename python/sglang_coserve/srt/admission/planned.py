@@ -123,6 +123,10 @@ class PlannedAdmission:
         view = self._view
         return len(self._waiting) + len(view.aside) + len(view.suspended)
 
+    def num_running(self) -> int:
+        """See ``Admission``."""
+        return 0 if self._lane is None else self._lane.num_running
+
     def forget(self, rid: str, ending: Ending) -> None:
         """See ``Admission``; to be called before the ledger forgets."""
         if rid in self._ledger:

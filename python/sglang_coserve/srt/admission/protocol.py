@@ -52,6 +52,10 @@ class Admission(Protocol):
         """Count the offline requests that are in no batch of SGLang's."""
         ...
 
+    def num_running(self) -> int:
+        """Count the offline requests that run, and are not in SGLang's running batch."""
+        ...
+
     def forget(self, rid: str, ending: Ending) -> None:
         """Drop what is kept of a request that has ended, if anything is."""
         ...
