@@ -119,6 +119,6 @@ def test_each_row_with_kv_is_held_once() -> None:
     # Of the last batch SGLang knows itself.
     engine.last_batch = SimpleNamespace(reqs=[chunk])
     assert engine.view.held_rows().reqs == [decode, parked]
-    engine.view.give_back_aside()
+    engine.view.give_back(())
     assert engine.running_batch.reqs == [decode, parked]
     assert not len(engine.view.aside)

@@ -46,6 +46,15 @@ def test_pause_generation_keeps_both_classes_whole(
     assert outputs == reference_outputs(scenarios.PAUSE_SPECS)
 
 
+def test_a_pause_after_any_step_keeps_both_classes_whole(
+    planned: EngineProcess, reference_outputs: Reference
+) -> None:
+    """Whatever ran last: prefills or decodes, of either lane."""
+    expected = reference_outputs(scenarios.PAUSE_SPECS)
+    for first in range(1, 11):
+        assert planned.call(scenarios.run_pause, "retract", first) == expected
+
+
 def test_offline_requests_can_be_aborted_waiting_and_running(planned: EngineProcess) -> None:
     generated = planned.call(scenarios.run_aborts)
     assert generated["off4"] == 0

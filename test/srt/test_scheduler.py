@@ -266,21 +266,21 @@ PAUSE_SPECS: list[Spec] = [
 ]
 
 
-def run_pause(engine: ScriptedEngine, mode: str) -> dict[str, list[int]]:
+def run_pause(engine: ScriptedEngine, mode: str, first: int = 4) -> dict[str, list[int]]:
     from sglang.srt.managers.io_struct import (
         ContinueGenerationReqInput,
         PauseGenerationReqInput,
     )
 
     def script(iteration: int) -> list[Any]:
-        if iteration > 20:
+        if iteration > first + 16:
             raise StopIteration
         messages: dict[int, list[Any]] = {
             0: [engine.request(*spec[:3], offline=spec[3]) for spec in PAUSE_SPECS],
-            4: [PauseGenerationReqInput(mode=mode)],
-            8: [ContinueGenerationReqInput()],
-            12: [PauseGenerationReqInput(mode=mode)],
-            15: [ContinueGenerationReqInput()],
+            first: [PauseGenerationReqInput(mode=mode)],
+            first + 4: [ContinueGenerationReqInput()],
+            first + 8: [PauseGenerationReqInput(mode=mode)],
+            first + 11: [ContinueGenerationReqInput()],
         }
         return messages.get(iteration, [])
 

@@ -168,7 +168,7 @@ class EngineView:
         """Let ``batch`` be the running batch."""
         self._scheduler.running_batch = batch
 
-    def give_back_aside(self) -> None:
-        """Let SGLang retract the rows set aside with the running ones."""
+    def give_back(self, reqs: Sequence[Req]) -> None:
+        """Let SGLang retract these rows, and those set aside, with the running ones."""
         running = self._scheduler.running_batch
-        running.reqs = running.reqs + self.aside.take_all()
+        running.reqs = [*running.reqs, *self.aside.take_all(), *reqs]

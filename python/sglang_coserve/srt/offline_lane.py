@@ -92,6 +92,16 @@ class OfflineLane:
         chunk = _chunk_of(self._launched)
         return sum(not req.finished() and req is not chunk for req in self._launched.reqs)
 
+    def take_launched(self) -> list[Req]:
+        """Take out the rows that decoded in the last pass and have yet to join the lane's decodes.
+
+        Those of a prefill SGLang retracts itself, as rows of its last batch.
+        """
+        batch, self._launched = self._launched, None
+        if batch is None or batch.forward_mode.is_extend():
+            return []
+        return [req for req in batch.reqs if not req.finished()]
+
     def seen(self) -> SuspendedStep | None:
         """Return what the core sees of the suspended step."""
         held = self._suspended

@@ -171,7 +171,7 @@ class CoserveScheduler(Scheduler):
         """Let SGLang retract the rows beside its batches with the running ones."""
         self.parts.admission.give_up()
         if recv_req.mode != "in_place":
-            self.parts.view.give_back_aside()
+            self.parts.view.give_back(self.parts.admission.take_launched())
         super().pause_generation(recv_req)
 
     # --- What SGLang asks about ----------------------------------------------------------

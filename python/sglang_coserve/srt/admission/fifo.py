@@ -88,6 +88,10 @@ class FifoAdmission:
         """See ``Admission``."""
         return len(self._waiting)
 
+    def take_launched(self) -> list[Req]:
+        """See ``Admission``."""
+        return []
+
     def num_running(self) -> int:
         """See ``Admission``."""
         return 0  # All are in the running batch.

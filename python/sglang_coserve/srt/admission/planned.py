@@ -123,6 +123,10 @@ class PlannedAdmission:
         view = self._view
         return len(self._waiting) + len(view.aside) + len(view.suspended)
 
+    def take_launched(self) -> list[Req]:
+        """See ``Admission``."""
+        return [] if self._lane is None else self._lane.take_launched()
+
     def num_running(self) -> int:
         """See ``Admission``."""
         return 0 if self._lane is None else self._lane.num_running

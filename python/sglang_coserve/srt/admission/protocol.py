@@ -52,6 +52,10 @@ class Admission(Protocol):
         """Count the offline requests that are in no batch of SGLang's."""
         ...
 
+    def take_launched(self) -> list[Req]:
+        """Take out the decodes of the last pass that are not in SGLang's running batch."""
+        ...
+
     def num_running(self) -> int:
         """Count the offline requests that run, and are not in SGLang's running batch."""
         ...
