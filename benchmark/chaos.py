@@ -31,6 +31,7 @@ from rich.markdown import Markdown
 from batch_bench.figures import markdown
 from chaos_bench.answers import COMPLETIONS, known_answers
 from chaos_bench.batch_load import BatchLoad
+from chaos_bench.control import ControlServer
 from chaos_bench.prober import Prober
 from chaos_bench.storm import HostileRequest, Storm
 from chaos_bench.supervised_server import INJURIES, SupervisedServer
@@ -72,9 +73,9 @@ def run(options: argparse.Namespace) -> Verdict:
         server = SupervisedServer(
             flags, work / "data", out / "server.log", options.ready_timeout, options.seed
         )
-        with server:
+        with server, ControlServer() as control:
             known = known_answers(server.base_url, options.known, options.seed)
-            prober = Prober(server.base_url, known, options.streams, options.seed)
+            prober = Prober(server.base_url, control.base_url, known, options.streams, options.seed)
             batches = BatchLoad(
                 server.base_url,
                 known,

@@ -34,11 +34,18 @@ _RETRY_S: Final = 0.1
 class Prober:
     """Probes from ``start`` to ``stop``."""
 
-    def __init__(self, base_url: str, known: Sequence[KnownAnswer], streams: int, seed: int):
+    def __init__(
+        self,
+        base_url: str,
+        control_url: str,
+        known: Sequence[KnownAnswer],
+        streams: int,
+        seed: int,
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._stop = context.Event()
         self._connection, remote = context.Pipe(duplex=False)
-        arguments = (base_url, list(known), streams, seed, self._stop, remote)
+        arguments = (base_url, control_url, list(known), streams, seed, self._stop, remote)
         self._process = context.Process(target=_run, args=arguments, daemon=True)
 
     def start(self) -> None:
@@ -66,6 +73,7 @@ class Prober:
 
 def _run(
     base_url: str,
+    control_url: str,
     known: Sequence[KnownAnswer],
     streams: int,
     seed: int,
@@ -74,12 +82,13 @@ def _run(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Whoever started this process ends it.
     seen: list[Observation] = []
-    asyncio.run(_probe_all(base_url, known, streams, seed, stop, seen))
+    asyncio.run(_probe_all(base_url, control_url, known, streams, seed, stop, seen))
     connection.send(seen)
 
 
 async def _probe_all(
     base_url: str,
+    control_url: str,
     known: Sequence[KnownAnswer],
     streams: int,
     seed: int,
@@ -89,6 +98,7 @@ async def _probe_all(
     async with httpx.AsyncClient(base_url=base_url, timeout=_TIMEOUT_S, trust_env=False) as client:
         tasks = [
             asyncio.create_task(_probe(client, "ping", "/ping", seen)),
+            asyncio.create_task(_probe(client, "control", control_url, seen)),
             asyncio.create_task(_probe(client, "health", "/health", seen)),
             *(
                 asyncio.create_task(_stream(client, known, random.Random(seed + i), seen))

@@ -74,7 +74,12 @@ def verdict(
         Figure("answers of 5xx", "", (len(errors),), at_most=0),
         Figure("probes without an answer", "", (len(broken),), at_most=0),
     ]
-    for kind, target in (("ping", _MOST_STALL_MS), ("health", None), ("gap", None)):
+    for kind, target in (
+        ("ping", _MOST_STALL_MS),
+        ("control", None),
+        ("health", None),
+        ("gap", None),
+    ):
         times_ms = sorted((o.end_s - o.start_s) * 1e3 for o in judged if o.kind == kind)
         if times_ms:
             p99 = times_ms[min(len(times_ms) - 1, int(len(times_ms) * 0.99))]
@@ -88,7 +93,7 @@ def verdict(
 
 
 _PROBES: Final = frozenset({"ping", "health", "stream"})
-_OURS: Final = _PROBES | {"gap", "batch"}
+_OURS: Final = _PROBES | {"gap", "batch", "control"}
 
 
 def _stalls(
@@ -103,7 +108,8 @@ def _stalls(
         beside = Counter(
             each.kind
             for each in seen
-            if each.kind not in _PROBES | {"gap"} and span.overlaps(each.start_s, each.end_s)
+            if each.kind not in _PROBES | {"gap", "control"}
+            and span.overlaps(each.start_s, each.end_s)
         )
         names = ", ".join(f"{count} × {kind}" for kind, count in beside.most_common(_MOST_NAMES))
         told.append(f"{(ping.end_s - ping.start_s) * 1e3:.0f} ms, {since}: {names}")

@@ -32,6 +32,7 @@ from sglang_coserve.srt.kv_checkpoint.settings import check_combination, server_
 from sglang_coserve.srt.listen_address import check_listen_address
 from sglang_coserve.srt.malformed_bodies import install_body_errors
 from sglang_coserve.srt.marks_middleware import MarksMiddleware
+from sglang_coserve.srt.paced_protocol import install_paced_protocol
 from sglang_coserve.srt.prompt_limit import body_limits
 from sglang_coserve.srt.request_gate import RequestGateMiddleware, set_body_limits
 from sglang_coserve.srt.unread_body import UnreadBodyMiddleware
@@ -74,6 +75,7 @@ def launch_server(argv: Sequence[str]) -> None:
         freeze_start_up_objects(http_server._global_state.tokenizer_manager)
 
     sys.setswitchinterval(_SWITCH_S)
+    install_paced_protocol()
     install_threaded_handlers(http_server.app)
     _install_routes(http_server, server_args)
     cores = cpu.divided_cores(server_args.tp_size) if on_cpu else nullcontext()
