@@ -174,6 +174,15 @@ class BatchBuilder:
         """Return the latency with ``count`` decodes more, of so many cached tokens in all."""
         return self.model.predict(self._with_decodes(count, context_tokens))
 
+    def longest_prefill(self, count: int, context_tokens: int, budget_s: float) -> int:
+        """Return the prompt tokens that ``count`` decodes more, of so many cached tokens in all,
+        leave within the latency budget."""
+        tokens = self.free_tokens - count
+        if tokens <= 0:
+            return 0
+        stats = self._with_decodes(count, context_tokens)
+        return self.model.max_prefill_tokens(stats, 0, tokens, budget_s)
+
     def kv_to_decode(self, rows: Sequence[Row]) -> int:
         """Return the KV slots that one more token of each row opens.
 

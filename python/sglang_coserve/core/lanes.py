@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sglang_coserve.core.batch_builder import BatchBuilder
@@ -10,15 +11,16 @@ from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.bottleneck import fixed_s
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.snapshot import EngineSnapshot
+from sglang_coserve.core.snapshot import EngineSnapshot, Row
 from sglang_coserve.metrics import SloTargets
 
 __all__ = [
     "gets_anywhere",
-    "is_sliced_better",
     "longest_s",
     "offline_until_s",
     "seen_alone",
+    "share_beside",
+    "share_in_lane",
     "stop_share",
 ]
 
@@ -40,7 +42,8 @@ def offline_until_s(batch: BatchBuilder, gap_share: float, margin: float) -> flo
         return None
     if not batch.online_decodes:
         return math.inf
-    left_s = gap_share * (batch.tpot_slack_s - _online_decodes_s(batch)) * (1 - margin)
+    decodes_s = batch.model.predict(_decodes(batch.online_decodes))
+    left_s = gap_share * (batch.tpot_slack_s - decodes_s) * (1 - margin)
     return seen.now_s + left_s if 0 < left_s < math.inf else None
 
 
@@ -103,43 +106,64 @@ def seen_alone(seen: EngineSnapshot, headroom_tokens: int) -> EngineSnapshot:
     )
 
 
-def is_sliced_better(mixed: BatchBuilder, alone: BatchBuilder) -> bool:
-    """Tell whether offline work gets on faster in a lane of its own than beside online decodes.
+def share_in_lane(mixed: BatchBuilder, alone: BatchBuilder | None = None) -> float:
+    """Return how much of the time gets offline work done in a lane of its own.
 
-    Beside them it shares what a step costs however small it is, but the whole step has to
-    end before its decodes, or an arrival, have waited too long. Alone a step takes any time,
-    for it is suspended for each step of the decodes: what it pays are those and the
-    resumptions. Compared is the share of time with work that only offline requests need.
+    A step there takes any time, for it is suspended for each step of the online decodes: what
+    it pays are those and the resumptions.
+
+    Args:
+        mixed: The step beside online decodes.
+        alone: The step of the offline lane; None for one that nothing is lost in.
     """
-    seen, model = mixed.snapshot, mixed.model
-    decodes_s = _online_decodes_s(mixed)
-    free_share = 1 - (decodes_s + seen.resume_s) / mixed.tpot_slack_s
-    alone_share = free_share * (_work_s(model, alone.stats)) / alone.predicted_s
-    if mixed.stats.is_empty:
-        return alone_share > 0
-    rows = len(mixed.online_decodes)
-    keys = rows + sum([row.computed_tokens for row in mixed.online_decodes])
-    stats = mixed.stats
-    beside = stats._replace(
-        decode_requests=stats.decode_requests - rows,
-        decode_context_tokens=stats.decode_context_tokens - keys,
-    )
-    return alone_share > _work_s(model, beside) / mixed.predicted_s
+    decodes_s = mixed.model.predict(_decodes(mixed.online_decodes))
+    share = 1 - (decodes_s + mixed.snapshot.resume_s) / mixed.tpot_slack_s
+    if alone is None:
+        return share
+    return share * _work_s(mixed, alone.stats) / alone.predicted_s
 
 
-def _work_s(model: LatencyModel, offline: BatchStats) -> float:
-    """Return the time of a batch beyond what every batch takes.
+def share_beside(mixed: BatchBuilder, least_tokens: int, *, has_prompts: bool) -> float:
+    """Return how much of the time gets offline work done in steps with online decodes.
 
-    To read the context of a prompt is no work of its own: with longer chunks it is read
-    less often.
+    There it shares what a step costs however small it is, but the whole step has to end before
+    its decodes, or an arrival, have waited too long. Judged is the better of two: a step with
+    all offline decodes, as it is planned, and one without them. After steps in the offline lane
+    there are so many that they leave no time for prompts, but that does not stay so.
+
+    Args:
+        mixed: The step as it is planned.
+        least_tokens: Of a chunk.
+        has_prompts: Offline prompts wait.
+    """
+    model, budget_s = mixed.model, mixed.offline_budget_s
+    shares = [0.0]
+    for riders in [mixed.offline_decodes, []] if mixed.offline_decodes else [[]]:
+        offline, stats = _decodes(riders), _decodes([*mixed.online_decodes, *riders])
+        if model.predict(stats) > budget_s:
+            continue
+        if has_prompts:
+            free_tokens = mixed.snapshot.max_batch_tokens - stats.compute_tokens
+            tokens = model.max_prefill_tokens(stats, 0, max(free_tokens, 0), budget_s)
+            if tokens >= least_tokens:
+                offline, stats = offline.with_prefill(tokens, 0), stats.with_prefill(tokens, 0)
+        shares.append(_work_s(mixed, offline) / model.predict(stats))
+    return max(shares)
+
+
+def _work_s(batch: BatchBuilder, offline: BatchStats) -> float:
+    """Return the time that offline work takes in a step full of such work.
+
+    So neither counts what every step takes, nor what decodes read while prompts compute. To
+    read the context of a prompt is no work of its own: with longer chunks it is read less often.
     """
     if offline.is_empty:
         return 0.0
-    return max(model.predict(offline._replace(prefill_context_tokens=0)) - fixed_s(model), 0.0)
+    times = max(batch.snapshot.max_batch_tokens // offline.compute_tokens, 1)
+    full = BatchStats(*(times * part for part in offline._replace(prefill_context_tokens=0)))
+    return batch.model.predict(full) / times
 
 
-def _online_decodes_s(batch: BatchBuilder) -> float:
-    """Return the time of a step with the online decodes alone."""
-    rows = batch.online_decodes
+def _decodes(rows: Sequence[Row]) -> BatchStats:
     keys = len(rows) + sum([row.computed_tokens for row in rows])
-    return batch.model.predict(BatchStats(decode_requests=len(rows), decode_context_tokens=keys))
+    return BatchStats(decode_requests=len(rows), decode_context_tokens=keys)

@@ -11,10 +11,11 @@ from sglang_coserve.core.fairness import ArrivalOrder, VirtualTokenCounter, Wait
 from sglang_coserve.core.interference import Interference
 from sglang_coserve.core.lanes import (
     gets_anywhere,
-    is_sliced_better,
     longest_s,
     offline_until_s,
     seen_alone,
+    share_beside,
+    share_in_lane,
     stop_share,
 )
 from sglang_coserve.core.latency_model import LatencyModel, Sample
@@ -222,16 +223,23 @@ class Scheduler:
                 batch=suspended.batch,
                 predicted_s=(1 - suspended.done_share) * whole_s,
             )
-        if math.isfinite(until_s) and not self._policy.slices:
+        if math.isinf(until_s):
+            return self._build(self._compose_alone(snapshot, cache), until_s)
+        if not self._policy.slices:
             return None
-        alone = self._compose_alone(snapshot, cache)
-        if math.isfinite(until_s):
-            mixed = self._compose(self._builder(snapshot), cache)
-            if not gets_anywhere(alone.stats, alone.predicted_s, snapshot, left_s) or (
-                not is_sliced_better(mixed, alone)
+        mixed = self._compose(self._builder(snapshot), cache)
+        beside = share_beside(
+            mixed,
+            self._config.min_chunk_tokens,
+            has_prompts=bool(mixed.offline_prefills or len(self._queue)),
+        )
+        if beside < share_in_lane(mixed):
+            alone = self._compose_alone(snapshot, cache)
+            if gets_anywhere(alone.stats, alone.predicted_s, snapshot, left_s) and (
+                beside < share_in_lane(mixed, alone)
             ):
-                return self._build(mixed)
-        return self._build(alone, until_s)
+                return self._build(alone, until_s)
+        return self._build(mixed)
 
     def _compose_alone(self, snapshot: EngineSnapshot, cache: PrefixCache) -> BatchBuilder:
         """Compose a step of the offline lane."""
