@@ -37,7 +37,9 @@ ALONE: Final = "online alone"
 SYSTEMS: Final[Mapping[str, System]] = {
     ALONE: System(coserve={"offline_policy": "fifo"}, has_offline=False),
     "coserve": System(coserve={"offline_policy": "coserve"}, takes_slo=True),
-    "coserve, no targets": System(coserve={}),
+    "coserve, slowdown 10%": System(
+        coserve={"offline_policy": "coserve", "online_slowdown": "10%"}
+    ),
     "non-preemptive": System(
         coserve={"offline_policy": "non_preemptive", "safepoint_interval": 0}, takes_slo=True
     ),

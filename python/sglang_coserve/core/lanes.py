@@ -16,6 +16,7 @@ from sglang_coserve.metrics import SloTargets
 
 __all__ = [
     "gets_anywhere",
+    "is_stuck",
     "longest_s",
     "offline_until_s",
     "seen_alone",
@@ -42,9 +43,21 @@ def offline_until_s(batch: BatchBuilder, gap_share: float, margin: float) -> flo
         return None
     if not batch.online_decodes:
         return math.inf
-    decodes_s = batch.model.predict(_decodes(batch.online_decodes))
-    left_s = gap_share * (batch.tpot_slack_s - decodes_s) * (1 - margin)
+    left_s = _left_s(batch, batch.tpot_slack_s, gap_share, margin)
     return seen.now_s + left_s if 0 < left_s < math.inf else None
+
+
+def is_stuck(batch: BatchBuilder, gap_share: float, margin: float) -> bool:
+    """Tell whether the suspended step does not even reach a safepoint between two decodes.
+
+    It began when there were fewer of them, or when more of the time between them was allowed.
+    """
+    seen, target_s = batch.snapshot, batch.targets.tpot_s
+    if seen.suspended is None or target_s is None:
+        return False
+    whole_s = batch.model.predict(seen.suspended.batch)
+    left_s = _left_s(batch, target_s, gap_share, margin)
+    return not gets_anywhere(seen.suspended.batch, whole_s, seen, left_s)
 
 
 def stop_share(batch: BatchStats, seen: EngineSnapshot) -> float:
@@ -106,18 +119,25 @@ def seen_alone(seen: EngineSnapshot, headroom_tokens: int) -> EngineSnapshot:
     )
 
 
-def share_in_lane(mixed: BatchBuilder, alone: BatchBuilder | None = None) -> float:
+def share_in_lane(mixed: BatchBuilder, left_s: float, alone: BatchBuilder | None = None) -> float:
     """Return how much of the time gets offline work done in a lane of its own.
 
     A step there takes any time, for it is suspended for each step of the online decodes: what
-    it pays are those and the resumptions.
+    it pays are those, the resumptions, and the time before the decodes that is too short for
+    another group of layers.
 
     Args:
         mixed: The step beside online decodes.
-        alone: The step of the offline lane; None for one that nothing is lost in.
+        left_s: Time that a step of the offline lane may run before them.
+        alone: That step; None for one that stops whenever it has to, and in which nothing is lost.
     """
+    seen = mixed.snapshot
     decodes_s = mixed.model.predict(_decodes(mixed.online_decodes))
-    share = 1 - (decodes_s + mixed.snapshot.resume_s) / mixed.tpot_slack_s
+    run_s = left_s - seen.resume_s
+    if alone is not None:
+        group_s = stop_share(alone.stats, seen) * alone.predicted_s
+        run_s = run_s // group_s * group_s
+    share = max(run_s, 0.0) / (decodes_s + left_s)
     if alone is None:
         return share
     return share * _work_s(mixed, alone.stats) / alone.predicted_s
@@ -162,6 +182,11 @@ def _work_s(batch: BatchBuilder, offline: BatchStats) -> float:
     times = max(batch.snapshot.max_batch_tokens // offline.compute_tokens, 1)
     full = BatchStats(*(times * part for part in offline._replace(prefill_context_tokens=0)))
     return batch.model.predict(full) / times
+
+
+def _left_s(batch: BatchBuilder, slack_s: float, gap_share: float, margin: float) -> float:
+    decodes_s = batch.model.predict(_decodes(batch.online_decodes))
+    return gap_share * (slack_s - decodes_s) * (1 - margin)
 
 
 def _decodes(rows: Sequence[Row]) -> BatchStats:

@@ -11,6 +11,7 @@ from sglang_coserve.core.fairness import ArrivalOrder, VirtualTokenCounter, Wait
 from sglang_coserve.core.interference import Interference
 from sglang_coserve.core.lanes import (
     gets_anywhere,
+    is_stuck,
     longest_s,
     offline_until_s,
     seen_alone,
@@ -133,7 +134,9 @@ class Scheduler:
             if plan is not None:
                 return plan
         if self._policy.slices and not (shared.online_prefills or snapshot.waiting):
-            if snapshot.suspended is None:
+            if snapshot.suspended is None or is_stuck(
+                shared, self._allowance.gap_share, self._config.margin
+            ):
                 # No slice fits between two of their steps; beside them something may.
                 shared = self._builder(snapshot)
             else:
@@ -233,10 +236,10 @@ class Scheduler:
             self._config.min_chunk_tokens,
             has_prompts=bool(mixed.offline_prefills or len(self._queue)),
         )
-        if beside < share_in_lane(mixed):
+        if beside < share_in_lane(mixed, left_s):
             alone = self._compose_alone(snapshot, cache)
             if gets_anywhere(alone.stats, alone.predicted_s, snapshot, left_s) and (
-                beside < share_in_lane(mixed, alone)
+                beside < share_in_lane(mixed, left_s, alone)
             ):
                 return self._build(alone, until_s)
         return self._build(mixed)
