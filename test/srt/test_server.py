@@ -78,7 +78,7 @@ def test_status_shows_settings_and_classes(http: httpx.Client) -> None:
     assert replica["config"]["slo_ttft_ms"] == 400
     assert replica["config"]["slo"] == ["ttft p99 <= 300ms", "tpot mean <= 1s"]
     assert replica["config"]["offline_policy"] == "coserve"
-    assert replica["online"].keys() == {"waiting", "running"}
+    assert replica["online"].keys() == {"waiting", "running", "shed"}
 
 
 def test_server_info_names_the_policy(http: httpx.Client) -> None:

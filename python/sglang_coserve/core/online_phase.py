@@ -163,8 +163,9 @@ def prefill_online(
     """Add online prefills in order: the unfinished ones, then the waiting ones.
 
     Stops at the first that does not fit: no later request overtakes it. One that
-    fits into ``spared_cut`` of the budget more is not cut. Sets
-    ``offline_budget_s`` as ``serve_online`` says.
+    fits into ``spared_cut`` of the budget more is not cut. Without ``keeps_ttft`` only
+    the TTFT targets that requests bring along are deadlines; under ``Overload.SHED`` all
+    are. Sets ``offline_budget_s`` as ``serve_online`` says.
     """
     config = context.config
     sheds = config.overload is Overload.SHED
@@ -176,7 +177,8 @@ def prefill_online(
     for row, is_new in _prefills(batch, context):
         rest_tokens = row.tokens_to_compute
         cached_tokens = row.computed_tokens or row.cached_tokens
-        row_slack_s = slack_s(batch, row) if keeps_ttft else math.inf
+        has_deadline = keeps_ttft or sheds or row.info.ttft_target_s is not None
+        row_slack_s = slack_s(batch, row) if has_deadline else math.inf
         if all_s <= budget_s and all_s <= row_slack_s:
             whole_s = all_s
         else:
