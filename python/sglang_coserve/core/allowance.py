@@ -64,6 +64,9 @@ class Allowance:
         self._tpot = [_Loop(slo, gap_prior_s) for slo in slos if slo.latency is Latency.TPOT]
         self._tbt = [_Loop(slo, gap_prior_s) for slo in slos if slo.latency is Latency.TBT]
         self._own_ttft = OwnTargets(_SPAN, first=_FIRST_ARRIVAL, most=_MOST_ARRIVAL)
+        self._in_time, self._in_pace = (
+            Integrator(_TAILS[Statistic.P99], first=1.0) for _ in range(2)
+        )
         self.needs_gaps: Final = bool(self._tbt)
         """True when an SLO bounds gaps, so that ``gaps`` must be called."""
 
@@ -72,6 +75,19 @@ class Allowance:
         """The longest that who arrives may wait for a step that does not yield."""
         bounds_s = [loop.target_s * loop.factor for loop in self._ttft]
         return min([*bounds_s, self._own_ttft.arrival_s])
+
+    @property
+    def shed_share(self) -> float:
+        """The part of the time until its deadline that a first token may be predicted to take,
+        or its request is refused (``Overload.SHED``): where every request is served as late as it
+        can be, a hundredth may be late because a step took longer than predicted."""
+        return self._in_time.factor
+
+    @property
+    def shed_pace(self) -> float:
+        """The same of TPOT: the part of the time until a decode misses its target that a step may
+        take for new prompts."""
+        return self._in_pace.factor
 
     @property
     def gap_share(self) -> float:
@@ -90,6 +106,9 @@ class Allowance:
         """Note a TTFT, and what it would have been alone; None if that is not known."""
         value = Latencies(info.ttft_target_s, ttft_s, alone_s)
         self._own_ttft.observe(value)
+        target_s = info.ttft_target_s or self.targets.ttft_s
+        if target_s is not None:
+            self._in_time.observe(float(ttft_s > target_s))
         for loop in self._ttft:
             loop.observe({value: 1})
 
@@ -104,6 +123,9 @@ class Allowance:
 
     def finished(self, info: RequestInfo, tpot_s: float, alone_s: float | None) -> None:
         """Note the TPOT of a request that has ended, and what it would have been alone."""
+        target_s = info.tpot_target_s or self.targets.tpot_s
+        if target_s is not None:
+            self._in_pace.observe(float(tpot_s > target_s))
         for loop in self._tpot:
             loop.observe({Latencies(info.tpot_target_s, tpot_s, alone_s): 1})
 

@@ -90,18 +90,20 @@ class VirtualTokenCounter:
         for row in waiting:
             queues.setdefault(row.info.user, deque()).append(row)
         counters = self._lifted(queues)
-        # Ties go to the user who comes first among the waiting; queues are never compared.
+        # Ties go to who has just come, then to who is first among the waiting; queues are never
+        # compared.
         heap = [
-            (counters[user], place, queue) for place, (user, queue) in enumerate(queues.items())
+            (counters[user], user in self._waiting_users, place, queue)
+            for place, (user, queue) in enumerate(queues.items())
         ]
         heapq.heapify(heap)
         while heap:
-            counter, place, queue = heap[0]
+            counter, stayed, place, queue = heap[0]
             row = queue.popleft()
             yield row
             if queue:
                 counter += _INPUT_WEIGHT * row.tokens_to_compute + _OUTPUT_WEIGHT
-                heapq.heapreplace(heap, (counter, place, queue))
+                heapq.heapreplace(heap, (counter, stayed, place, queue))
             else:
                 heapq.heappop(heap)
 

@@ -1,8 +1,8 @@
 """What depends on the version of SGLang: the one this package is written for, and its seams.
 
-Moving to another version starts here: every private name of SGLang that
-co-serving relies on is either used in this file or looked up by
-``missing_seams``, which tests call.
+Moving to another version starts here: what co-serving overrides or calls of SGLang's classes
+and modules is looked up by ``missing_seams``, which tests call. Attributes that only instances
+have (``waiting_queue``, ``chunked_req``, …) are used where they are needed.
 """
 
 from __future__ import annotations
