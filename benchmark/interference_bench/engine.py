@@ -205,7 +205,7 @@ class Engine:
         send_output = sender.send_output
 
         def noted(output: Any, *arguments: Any) -> None:
-            live = self._live.get(getattr(output, "rid", None))
+            live = self._live.get(str(getattr(output, "rid", "")))
             if live is not None and getattr(output, "finished_reason", None) is not None:
                 live.is_finished = True  # It was refused.
             send_output(output, *arguments)
