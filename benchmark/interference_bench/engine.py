@@ -6,7 +6,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -319,9 +319,10 @@ def _start(system: System, model: Path, targets_ms: Mapping[str, float]) -> Any:
     kind: type = Scheduler
     if system.coserve is not None:
         targets = targets_ms if system.takes_slo else {}
-        server_args._coserve = CoserveConfig(
-            **{"startup_profile_seconds": _PROFILE_S, **targets, **system.coserve}
-        )
+        config = CoserveConfig(**{**targets, **system.coserve})
+        if config.offline_policy != "fifo":
+            config = replace(config, startup_profile_seconds=_PROFILE_S)
+        server_args._coserve = config
         kind = CoserveScheduler
     publish(server_args, role="scheduler")
     return kind(server_args, PortArgs.init_new(server_args), 0, 0, 0, 0, 0, 0, None)
