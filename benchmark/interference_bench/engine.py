@@ -6,7 +6,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -18,7 +18,7 @@ from interference_bench.load import Load, OnlineRequest
 from interference_bench.systems import System
 from tokenized_request import tokenized_request
 
-__all__ = ["Engine", "Outcome"]
+__all__ = ["Engine", "OnlineOutcome", "Outcome"]
 
 _WARM_UP_S: Final = 3.0
 """Offline requests run before the first online one, so that none meets an empty engine."""
@@ -44,6 +44,21 @@ class Outcome:
     busy_s: float = 0.0
     """In which a step ran."""
 
+    requests: list[OnlineOutcome] = field(default_factory=list)
+    """The online requests, in the order of their arrival."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineOutcome:
+    """What became of an online request."""
+
+    tenant: str | None
+    ttft_s: float | None
+    """None: it was refused."""
+
+    tpot_s: float | None
+    """None with fewer than two tokens."""
+
 
 @dataclass(slots=True)
 class _Live:
@@ -54,6 +69,7 @@ class _Live:
     is_offline: bool
     times_s: list[float] = field(default_factory=list)
     is_finished: bool = False
+    tenant: str | None = None
 
 
 class Engine:
@@ -123,8 +139,13 @@ class Engine:
         messages = []
         while self._due and self._due[0][0] <= now_s:
             at_s, rid, request = self._due.popleft()
-            self._live[rid] = _Live(at_s, len(request.prompt), is_offline=False)
-            messages.append(self._message(rid, list(request.prompt), request.output_tokens))
+            tenant = request.tenant
+            self._live[rid] = _Live(at_s, len(request.prompt), is_offline=False, tenant=tenant)
+            message = self._message(rid, list(request.prompt), request.output_tokens)
+            if tenant is not None and self._system.coserve is not None:
+                # As the server's middleware marks it.
+                message.sampling_params.custom_params = {"_coserve_user": tenant}
+            messages.append(message)
         return messages
 
     def _offline(self, load: Load, prompts: Iterator[list[int]]) -> list[Any]:
@@ -180,8 +201,18 @@ class Engine:
             finally:
                 self._busy_s += self._clock() - started_s
 
+        sender = scheduler.ipc_channels.send_to_tokenizer
+        send_output = sender.send_output
+
+        def noted(output: Any, *arguments: Any) -> None:
+            live = self._live.get(str(getattr(output, "rid", "")))
+            if live is not None and getattr(output, "finished_reason", None) is not None:
+                live.is_finished = True  # It was refused.
+            send_output(output, *arguments)
+
         scheduler.process_batch_result = watched
         scheduler.run_batch = timed
+        sender.send_output = noted
 
     def _arrive_within_steps(self) -> None:
         """Tell the safepoints of arrivals at the layer into which they fall, as the thread does
@@ -243,12 +274,20 @@ class Engine:
             offline_tokens,
             num_online - sum(live.is_finished for live in online),
             busy_s=busy_s,
+            requests=[_online_outcome(live) for live in online],
         )
         if self._system.coserve is not None:
             outcome.report = self._scheduler.parts.admission.interference.monitor.report(
                 self._clock()
             ).to_dict()
         return outcome
+
+
+def _online_outcome(live: _Live) -> OnlineOutcome:
+    times_s = live.times_s
+    ttft_s = times_s[0] - live.at_s if times_s else None
+    tpot_s = (times_s[-1] - times_s[0]) / (len(times_s) - 1) if len(times_s) > 1 else None
+    return OnlineOutcome(live.tenant, ttft_s, tpot_s)
 
 
 def _start(system: System, model: Path, targets_ms: Mapping[str, float]) -> Any:
@@ -280,9 +319,10 @@ def _start(system: System, model: Path, targets_ms: Mapping[str, float]) -> Any:
     kind: type = Scheduler
     if system.coserve is not None:
         targets = targets_ms if system.takes_slo else {}
-        server_args._coserve = CoserveConfig(
-            **{"startup_profile_seconds": _PROFILE_S, **targets, **system.coserve}
-        )
+        config = CoserveConfig(**{**targets, **system.coserve})
+        if config.offline_policy != "fifo":
+            config = replace(config, startup_profile_seconds=_PROFILE_S)
+        server_args._coserve = config
         kind = CoserveScheduler
     publish(server_args, role="scheduler")
     return kind(server_args, PortArgs.init_new(server_args), 0, 0, 0, 0, 0, 0, None)

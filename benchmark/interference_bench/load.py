@@ -5,8 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-__all__ = ["Load", "OnlineRequest", "OnlineTraffic"]
+__all__ = ["FLOOD", "MODEST", "Load", "OnlineRequest", "OnlineTraffic"]
+
+MODEST: Final = "modest"
+FLOOD: Final = "flood"
+"""The tenants, where there are two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,7 @@ class OnlineRequest:
 
     prompt: Sequence[int]
     output_tokens: int
+    tenant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +49,26 @@ class Load:
 
     offline_output_tokens: int = 0
     offline_in_flight: int = 0
+    flood_per_s: float = 0.0
+    """Online requests besides, of another tenant."""
 
     def online(self, vocab_size: int) -> list[OnlineRequest]:
         """Return the online requests in the order of their arrival."""
-        rng = random.Random(self.seed)
+        if not self.flood_per_s:
+            return self._of_one(self.rate_per_s, self.seed, vocab_size)
+        modest = self._of_one(self.rate_per_s, self.seed, vocab_size, MODEST)
+        flood = self._of_one(self.flood_per_s, self.seed + 2_000_003, vocab_size, FLOOD)
+        return sorted([*modest, *flood], key=lambda request: request.at_s)
+
+    def _of_one(
+        self, rate_per_s: float, seed: int, vocab_size: int, tenant: str | None = None
+    ) -> list[OnlineRequest]:
+        rng = random.Random(seed)
         requests, at_s = [], 0.0
-        while (at_s := at_s + rng.expovariate(self.rate_per_s)) < self.seconds:
+        while (at_s := at_s + rng.expovariate(rate_per_s)) < self.seconds:
             prompt = _tokens(rng, rng.randint(*self.traffic.prompt_tokens), vocab_size)
-            requests.append(OnlineRequest(at_s, prompt, rng.randint(*self.traffic.output_tokens)))
+            output_tokens = rng.randint(*self.traffic.output_tokens)
+            requests.append(OnlineRequest(at_s, prompt, output_tokens, tenant))
         return requests
 
     def offline_prompts(self, vocab_size: int) -> Iterator[list[int]]:

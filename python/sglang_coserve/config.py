@@ -8,19 +8,73 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from sglang_coserve.core.kv_checkpoint import CheckpointMode
+from sglang_coserve.core.scheduler_config import OnlineOrder, Overload
 from sglang_coserve.core.slo import Latency, Slo, Statistic, parse_slo, request_targets
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
 
-__all__ = ["OFFLINE_POLICIES", "CoserveConfig"]
+__all__ = ["FIELDS_WITHOUT_EFFECT", "OFFLINE_POLICIES", "CoserveConfig"]
 
 OFFLINE_POLICIES = ("fifo", "coserve", "conserve", "hygen", "bros", "ooco", "non_preemptive")
 """Ways to decide when offline requests run."""
 
+_BUDGET, _SHEDDING = "iteration_budget_ms", "overload"
+_UTILITY, _RANDOM = "offline_utility_ratio", "offline_random_picks"
+_SAFEPOINTS = ("safepoint_interval", "safepoint_decode_graphs")
+
+FIELDS_WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "fifo": (
+            *(_BUDGET, "online_order", _SHEDDING, _UTILITY, _RANDOM),
+            *("startup_profile_seconds", "record_plans", "online_slowdown", *_SAFEPOINTS),
+        ),
+        "coserve": (_RANDOM,),
+        "conserve": (_BUDGET, _UTILITY, _RANDOM),
+        "hygen": (_RANDOM,),
+        "bros": (_BUDGET, "offline_max_running", _SHEDDING, _UTILITY, _RANDOM),
+        "ooco": (_BUDGET, _UTILITY),
+        "non_preemptive": (_BUDGET, _UTILITY, _RANDOM, *_SAFEPOINTS),
+    }
+)
+"""By policy: what it would not act on, and is refused with it (``test_settings_act``)."""
+
+_NEEDS: Mapping[str, str] = MappingProxyType(
+    {
+        "safepoint_decode_graphs": "safepoint_interval",
+        "batch_max_upload_mib": "coserve_data_dir",
+        "batch_max_lines": "coserve_data_dir",
+        "batch_max_in_flight": "coserve_data_dir",
+        "batch_max_active": "coserve_data_dir",
+        "batch_max_active_per_key": "coserve_data_dir",
+        "batch_max_stored_gib_per_key": "coserve_data_dir",
+        "batch_webhook_url": "coserve_data_dir",
+        "batch_webhook_allow_private": "batch_webhook_url",
+    }
+)
+"""Flags that do nothing without another one."""
+
+_COPIES = tuple(mode.value for mode in CheckpointMode if mode is not CheckpointMode.OFF)
+_CHECKPOINT_MODES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "kv_checkpoint_host_gb": _COPIES,
+        "kv_checkpoint_offline_share": _COPIES,
+        "kv_checkpoint_online_share": _COPIES,
+        "kv_checkpoint_watermark": (CheckpointMode.PRESSURE.value,),
+    }
+)
+"""By flag: the modes of --kv-checkpoint that it is for."""
+
+_OFF_AT_ZERO = ("startup_profile_seconds", "safepoint_interval")
+"""Flags whose 0 asks for nothing, so that it may always be given."""
+
 MEDIA_SOURCES = ("inline", "public", "any")
+
+ONLINE_ORDERS = tuple(order.value for order in OnlineOrder)
+OVERLOADS = tuple(overload.value for overload in Overload)
 
 _AUTO = "auto"
 
@@ -80,12 +134,43 @@ class CoserveConfig:
         "fifo.",
         choices=(_AUTO, *OFFLINE_POLICIES),
     )
+    online_order: str = _setting(
+        "fcfs",
+        "Which waiting online request is next. fcfs: in order of arrival. vtc: that of the tenant "
+        "that was served least, so that one that floods the server delays no other; a tenant is "
+        "what the header x-llm-d-inference-fairness-id says, else the body's user, else the API "
+        "key. For policies that plan.",
+        choices=ONLINE_ORDERS,
+    )
+    overload: str = _setting(
+        "best_effort",
+        "What to do when online requests alone cannot meet their targets. best_effort: serve them "
+        "all, late. shed: refuse those that can no longer meet their TTFT target, with 503 and "
+        "Retry-After. For policies that plan, but for bros.",
+        choices=OVERLOADS,
+    )
     offline_objectives: tuple[str, ...] = _setting(
         ("batch", "best-effort", "flex", "offline"),
         "Requests with one of these in the header x-llm-d-inference-objective, which gateways set, "
         "are offline; with any other they are online.",
         nargs="+",
         metavar="NAME",
+    )
+    offline_utility_ratio: float | None = _setting(
+        None,
+        "How often the next offline request is one that shares its prompt's head with those before "
+        "it, rather than the one that has waited longest: HyGen's utility ratio, from 0 to 1, 0.95 "
+        "by default. For --offline-policy coserve and hygen.",
+        type=float,
+        metavar="SHARE",
+    )
+    offline_random_picks: int | None = _setting(
+        None,
+        "How many offline decodes are drawn at random for a step that cannot hold all of them, "
+        "before the shortest fill it up: K of OOCO's mix decoding selection, 8 by default. For "
+        "--offline-policy ooco.",
+        type=int,
+        metavar="N",
     )
     offline_max_running: int | None = _setting(
         None,
@@ -194,6 +279,13 @@ class CoserveConfig:
         200, "Largest file that may be uploaded for a batch, in MiB.", type=int, metavar="MIB"
     )
     batch_max_lines: int = _setting(50_000, "Most requests in one batch.", type=int, metavar="N")
+    batch_max_in_flight: int = _setting(
+        512,
+        "Most lines of all batches that the engine has at once: it chooses among them by shared "
+        "prefixes, and runs as many as fit.",
+        type=int,
+        metavar="N",
+    )
     batch_max_active: int = _setting(
         256, "Most unfinished batches, of all API keys together.", type=int, metavar="N"
     )
@@ -248,6 +340,17 @@ class CoserveConfig:
                 f"{_flag('offline_policy')} must be one of {', '.join(OFFLINE_POLICIES)}, "
                 f"got {self.offline_policy!r}"
             )
+        for name, choices in (("online_order", ONLINE_ORDERS), ("overload", OVERLOADS)):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(
+                    f"{_flag(name)} must be one of {', '.join(choices)}, got {value!r}"
+                )
+        ratio, picks = self.offline_utility_ratio, self.offline_random_picks
+        if ratio is not None and not 0 <= ratio <= 1:
+            raise ConfigError(f"{_flag(_UTILITY)} must be from 0 to 1, got {ratio}")
+        if picks is not None and picks < 0:
+            raise ConfigError(f"{_flag(_RANDOM)} must be at least 0, got {picks}")
         if self.safepoint_interval is not None and self.safepoint_interval < 0:
             raise ConfigError(
                 f"{_flag('safepoint_interval')} must be a number of layers, 0 for no safepoints, "
@@ -262,6 +365,7 @@ class CoserveConfig:
         for name in (
             "batch_max_upload_mib",
             "batch_max_lines",
+            "batch_max_in_flight",
             "batch_max_active",
             "batch_max_active_per_key",
         ):
@@ -273,15 +377,47 @@ class CoserveConfig:
             raise ConfigError(
                 f"{_flag('batch_max_stored_gib_per_key')} must be above 0 GiB, got {stored_gib}"
             )
-        if self.batch_webhook_url is not None and self.coserve_data_dir is None:
-            raise ConfigError(
-                f"{_flag('batch_webhook_url')} needs batches to tell of: add "
-                f"{_flag('coserve_data_dir')}"
-            )
         if self.offline_max_running is not None and self.offline_max_running < 1:
             raise ConfigError(
                 f"{_flag('offline_max_running')} must be at least 1, got {self.offline_max_running}"
             )
+        self._refuse_flags_without_effect()
+
+    def _refuse_flags_without_effect(self) -> None:
+        """Refuse what would change nothing."""
+        changed = {
+            field.name
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+            and not (value == 0 and field.name in _OFF_AT_ZERO)
+        }
+        for name in FIELDS_WITHOUT_EFFECT[self.offline_policy]:
+            if name in changed:
+                raise ConfigError(
+                    f"{_flag(name)} has no effect with --offline-policy {self.offline_policy}: "
+                    "leave it out, or choose another policy"
+                )
+        if self.offline_policy == "fifo" and any(slo.limit_s is None for slo in self.slos()):
+            raise ConfigError(
+                f"{_flag('slo')}: a target relative to online requests alone has no effect with "
+                "--offline-policy fifo, which predicts nothing: choose another policy"
+            )
+        for name, other in _NEEDS.items():
+            if name in changed and other not in changed:
+                raise ConfigError(f"{_flag(name)} has no effect alone: add {_flag(other)}")
+
+    @property
+    def ignores_targets(self) -> bool:
+        """True when plans look at no targets, so that requests cannot bring their own.
+
+        Under fifo there are no plans: there a target says by what a request is judged.
+        """
+        return self.offline_policy == "non_preemptive" and self.overload != Overload.SHED.value
+
+    @property
+    def plans_online(self) -> bool:
+        """True when online requests are ordered or refused by plans, also without offline ones."""
+        return self.online_order != OnlineOrder.FCFS.value or self.overload == Overload.SHED.value
 
     def slos(self) -> tuple[Slo, ...]:
         """Return all SLOs; a target for every request counts as one for P99."""
@@ -342,11 +478,6 @@ def _check_kv_checkpoint(config: CoserveConfig) -> None:
     host_gb = config.kv_checkpoint_host_gb
     if host_gb is not None and not (math.isfinite(host_gb) and host_gb > 0):
         raise ConfigError(f"{_flag('kv_checkpoint_host_gb')} must be above 0 GB, got {host_gb}")
-    if host_gb is not None and config.kv_checkpoint == CheckpointMode.OFF.value:
-        raise ConfigError(
-            f"{_flag('kv_checkpoint_host_gb')} is of no use with {_flag('kv_checkpoint')} off: "
-            "choose a mode, or leave it out"
-        )
     for name in (
         "kv_checkpoint_offline_share",
         "kv_checkpoint_online_share",
@@ -359,6 +490,14 @@ def _check_kv_checkpoint(config: CoserveConfig) -> None:
             f"{_flag('kv_checkpoint_offline_share')} and {_flag('kv_checkpoint_online_share')} "
             "are parts of one memory: together they must not exceed 1"
         )
+    for field in dataclasses.fields(config):
+        if field.name in _CHECKPOINT_MODES and getattr(config, field.name) != field.default:
+            useful = _CHECKPOINT_MODES[field.name]
+            if config.kv_checkpoint not in useful:
+                raise ConfigError(
+                    f"{_flag(field.name)} has no effect with {_flag('kv_checkpoint')} "
+                    f"{config.kv_checkpoint}: leave it out, or choose {' or '.join(useful)}"
+                )
 
 
 def _flag(field_name: str) -> str:

@@ -12,7 +12,7 @@ def state(running):
     return {
         "slo": {"attainment": 0.75, "measured": [
             {"slo": "ttft p99 <= 300ms", "measured_ms": 250.0, "online_alone_ms": None}]},
-        "online": {"waiting": 1, "running": running},
+        "online": {"waiting": 1, "running": running, "shed": 3 * running},
         "offline": {"waiting": 100000, "running": 2},
         "prediction": {"mape": 0.04, "bias": 0.0},
     }
@@ -32,6 +32,7 @@ def test_gauges_show_the_last_state_and_counters_add_up() -> None:
         'coserve_requests{model_name="m",request_class="online",state="running"} 4.0',
         'coserve_requests{model_name="m",request_class="offline",state="waiting"} 100000.0',
         'coserve_offline_events_total{event="evicted",model_name="m"} 5.0',
+        'coserve_online_shed_total{model_name="m"} 12.0',
         'coserve_slo_attainment{model_name="m"} 0.75',
         'coserve_slo_measured_seconds{model_name="m",slo="ttft p99 <= 300ms"} 0.25',
         'coserve_prediction_mape{model_name="m"} 0.04',

@@ -13,6 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 from sglang_coserve.batch.routes import add_batch_routes
+from sglang_coserve.config import CoserveConfig
 from sglang_coserve.errors import StartupError, UnsupportedError
 from sglang_coserve.srt import cpu
 
@@ -93,6 +94,8 @@ def server_args(**changes: Any) -> Any:
         "smg_grpc_mode": False,
         "use_ray": False,
         "encoder_only": False,
+        "device": "cpu",
+        "schedule_policy": "fcfs",
     }
     return SimpleNamespace(**(values | changes))
 
@@ -100,12 +103,30 @@ def server_args(**changes: Any) -> Any:
 @pytest.mark.parametrize(("name", "changes"), UNSUPPORTED.items(), ids=UNSUPPORTED)
 def test_an_unsupported_setting_is_refused_by_name(name: str, changes: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match=name):
-        compat.check_server_args(server_args(**changes))
+        compat.check_server_args(server_args(**changes), CoserveConfig())
+
+
+@pytest.mark.parametrize("policy", ["lpm", "dfs-weight", "lof", "random"])
+def test_another_order_of_sglangs_is_for_fifo_alone(policy: str) -> None:
+    """It would sort the chunks of a plan again."""
+    args = server_args(schedule_policy=policy)
+    compat.check_server_args(args, CoserveConfig(offline_policy="fifo"))
+    with pytest.raises(UnsupportedError, match=f"--schedule-policy {policy} with"):
+        compat.check_server_args(args, CoserveConfig(offline_policy="coserve"))
+
+
+def test_decode_graphs_are_refused_on_a_cpu() -> None:
+    config = CoserveConfig(
+        offline_policy="coserve", safepoint_interval=2, safepoint_decode_graphs=True
+    )
+    compat.check_server_args(server_args(device="cuda"), config)
+    with pytest.raises(UnsupportedError, match="--safepoint-decode-graphs on a CPU"):
+        compat.check_server_args(server_args(), config)
 
 
 def test_each_unsupported_setting_gets_a_line() -> None:
     with pytest.raises(UnsupportedError) as refused:
-        compat.check_server_args(server_args(pp_size=2, enable_dp_attention=True))
+        compat.check_server_args(server_args(pp_size=2, enable_dp_attention=True), CoserveConfig())
     assert len(str(refused.value).splitlines()) == 2
 
 

@@ -54,6 +54,7 @@ def call(
     path: str = "/v1/chat/completions",
     chunk_bytes: int = 7,
     headers: Sequence[tuple[bytes, bytes]] = (),
+    finds_tenants: bool = False,
 ) -> tuple[int, bytes, dict[bytes, bytes]]:
     """Run one request through the middleware; return status, body and headers."""
     chunks = [body[i : i + chunk_bytes] for i in range(0, len(body), chunk_bytes)] or [b""]
@@ -71,7 +72,8 @@ def call(
         "path": path,
         "headers": [(b"content-length", str(len(body)).encode()), *headers],
     }
-    asyncio.run(MarksMiddleware(app, frozenset({"batch"}))(scope, receive, send))
+    middleware = MarksMiddleware(app, frozenset({"batch"}), finds_tenants=finds_tenants)
+    asyncio.run(middleware(scope, receive, send))
     received = b"".join(m["body"] for m in sent if m["type"] == "http.response.body")
     return sent[0]["status"], received, dict(sent[0]["headers"])
 
@@ -197,6 +199,44 @@ def test_a_header_that_cannot_be_read_is_a_bad_request(
 def test_a_header_that_is_a_bad_target_is_refused_where_all_targets_are() -> None:
     with pytest.raises(RequestError, match="coserve_slo_ttft_ms is -5"):
         call(Inner("", []), b"{}", headers=[(b"x-llm-d-slo-ttft-ms", b"-5")])
+
+
+# --- Tenants ------------------------------------------------------------------------------
+
+
+KEY = (b"authorization", b"Bearer secret")
+HEADER = (b"x-llm-d-inference-fairness-id", b"team-a")
+USER = {"user": "ann", "messages": []}
+
+
+def tenant(body: Any, *headers: tuple[bytes, bytes]) -> str | None:
+    app = Inner("application/json", [b"{}"])
+    call(app, json.dumps(body).encode(), headers=headers, finds_tenants=True)
+    return app.user
+
+
+def test_a_tenant_is_what_the_header_says_else_the_user_else_the_key() -> None:
+    assert tenant(USER, HEADER, KEY) == "team-a"
+    assert tenant(USER, KEY) == "ann"
+    assert tenant({"metadata": {"user_id": "bob"}}, KEY) == "bob"
+    assert tenant({}) is None
+    named = tenant({}, KEY)
+    assert named is not None
+    assert "secret" not in named, "nobody can learn the key from it"
+    assert named == tenant({"user": ""}, KEY) == tenant({"user": 5, "metadata": []}, KEY)
+    assert named != tenant({}, (b"x-api-key", b"Bearer other"))
+
+
+def test_a_body_that_is_malformed_is_the_keys() -> None:
+    app = Inner("application/json", [b"{}"])
+    call(app, b'{"user": "ann', headers=[KEY], finds_tenants=True)
+    assert app.user == tenant({}, KEY)
+
+
+def test_without_an_order_by_tenant_bodies_and_keys_are_not_looked_at() -> None:
+    app = Inner("application/json", [b"{}"])
+    call(app, json.dumps(USER).encode(), headers=[KEY])
+    assert app.user is None
 
 
 # --- Bodies -------------------------------------------------------------------------------

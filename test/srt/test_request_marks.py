@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_coserve.config import OFFLINE_POLICIES, CoserveConfig
 from sglang_coserve.errors import RequestError, UnknownClassError
 from sglang_coserve.srt.request_marks import (
     check_line_marks,
     check_marks,
+    check_targets_act,
     is_offline,
     targets_of,
 )
@@ -122,3 +124,16 @@ def test_what_passes_the_check_can_be_read(custom_params: Any) -> None:
     targets = targets_of(req(custom_params))
     assert all(target is None or 0 <= target <= 1e6 for target in targets)
     assert targets == (None, None) or not is_offline(req(custom_params))
+
+
+@pytest.mark.parametrize("key", ["coserve_slo_ttft_ms", "coserve_slo_tpot_ms"])
+@pytest.mark.parametrize("policy", OFFLINE_POLICIES)
+def test_a_target_that_no_plan_looks_at_is_refused(policy: str, key: str) -> None:
+    config = CoserveConfig(offline_policy=policy)
+    check_targets_act({"coserve_class": "online"}, config)
+    if policy == "non_preemptive":
+        with pytest.raises(RequestError, match=f"{key} has no effect .* {policy}: leave it out"):
+            check_targets_act({key: 50}, config)
+        check_targets_act({key: 50}, CoserveConfig(offline_policy=policy, overload="shed"))
+    else:
+        check_targets_act({key: 50}, config)

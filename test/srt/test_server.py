@@ -78,7 +78,7 @@ def test_status_shows_settings_and_classes(http: httpx.Client) -> None:
     assert replica["config"]["slo_ttft_ms"] == 400
     assert replica["config"]["slo"] == ["ttft p99 <= 300ms", "tpot mean <= 1s"]
     assert replica["config"]["offline_policy"] == "coserve"
-    assert replica["online"].keys() == {"waiting", "running"}
+    assert replica["online"].keys() == {"waiting", "running", "shed"}
 
 
 def test_server_info_names_the_policy(http: httpx.Client) -> None:
@@ -285,7 +285,7 @@ def test_what_would_end_the_scheduler_process_is_a_400(
     response = http.post(path, json=body if path == "/generate" else {"model": "default", **body})
     assert response.status_code == 400
     assert says in response.text
-    assert status(http)["online"] == {"waiting": 0, "running": 0}
+    assert status(http)["online"] == {"waiting": 0, "running": 0, "shed": 0}
 
 
 FORGED = {"coserve_class": "offline", "_coserve_generated": [5, 6]}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
 from sglang_coserve.core.integrator import GAIN, Integrator
+from sglang_coserve.core.own_targets import OwnTargets
 from sglang_coserve.core.relative_target import Latencies, RelativeTarget
 from sglang_coserve.core.slo import Latency, Slo, Statistic
 from sglang_coserve.core.snapshot import RequestInfo
@@ -63,13 +63,31 @@ class Allowance:
         self._ttft = [_Loop(slo, ttft_prior_s) for slo in slos if slo.latency is Latency.TTFT]
         self._tpot = [_Loop(slo, gap_prior_s) for slo in slos if slo.latency is Latency.TPOT]
         self._tbt = [_Loop(slo, gap_prior_s) for slo in slos if slo.latency is Latency.TBT]
+        self._own_ttft = OwnTargets(_SPAN, first=_FIRST_ARRIVAL, most=_MOST_ARRIVAL)
+        self._in_time, self._in_pace = (
+            Integrator(_TAILS[Statistic.P99], first=1.0) for _ in range(2)
+        )
         self.needs_gaps: Final = bool(self._tbt)
         """True when an SLO bounds gaps, so that ``gaps`` must be called."""
 
     @property
     def arrival_s(self) -> float:
         """The longest that who arrives may wait for a step that does not yield."""
-        return min((loop.target_s * loop.factor for loop in self._ttft), default=math.inf)
+        bounds_s = [loop.target_s * loop.factor for loop in self._ttft]
+        return min([*bounds_s, self._own_ttft.arrival_s])
+
+    @property
+    def shed_share(self) -> float:
+        """The part of the time until its deadline that a first token may be predicted to take,
+        or its request is refused (``Overload.SHED``): where every request is served as late as it
+        can be, a hundredth may be late because a step took longer than predicted."""
+        return self._in_time.factor
+
+    @property
+    def shed_pace(self) -> float:
+        """The same of TPOT: the part of the time until a decode misses its target that a step may
+        take for new prompts."""
+        return self._in_pace.factor
 
     @property
     def gap_share(self) -> float:
@@ -86,8 +104,13 @@ class Allowance:
 
     def first_token(self, info: RequestInfo, ttft_s: float, alone_s: float | None) -> None:
         """Note a TTFT, and what it would have been alone; None if that is not known."""
+        value = Latencies(info.ttft_target_s, ttft_s, alone_s)
+        self._own_ttft.observe(value)
+        target_s = info.ttft_target_s or self.targets.ttft_s
+        if target_s is not None:
+            self._in_time.observe(float(ttft_s > target_s))
         for loop in self._ttft:
-            loop.observe({Latencies(info.ttft_target_s, ttft_s, alone_s): 1})
+            loop.observe({value: 1})
 
     def gaps(self, gaps: Iterable[tuple[RequestInfo, float, float | None]]) -> None:
         """Note gaps that became known together, each as measured and alone. O(gaps)."""
@@ -100,6 +123,9 @@ class Allowance:
 
     def finished(self, info: RequestInfo, tpot_s: float, alone_s: float | None) -> None:
         """Note the TPOT of a request that has ended, and what it would have been alone."""
+        target_s = info.tpot_target_s or self.targets.tpot_s
+        if target_s is not None:
+            self._in_pace.observe(float(tpot_s > target_s))
         for loop in self._tpot:
             loop.observe({Latencies(info.tpot_target_s, tpot_s, alone_s): 1})
 

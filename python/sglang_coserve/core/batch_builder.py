@@ -136,6 +136,12 @@ class BatchBuilder:
         """All offline rows."""
         return self.offline_decodes + self.staying_decodes + self.offline_prefills
 
+    def least_tpot_s(self, default_s: float) -> float:
+        """Return the strictest TPOT target of the online decodes; ``default_s`` is that of those
+        that brought none, and where nobody decodes. O(rows)."""
+        targets_s = [row.info.tpot_target_s or default_s for row in self.online_decodes]
+        return min(targets_s, default=default_s)
+
     def leave_over_online(self, *, by_deadline: bool) -> None:
         """Note that an online prompt gets less than it could use: nothing is left for others.
 

@@ -15,6 +15,9 @@ __all__ = ["ArrivalOrder", "VirtualTokenCounter", "WaitingOrder"]
 _INPUT_WEIGHT: Final = 1.0
 _OUTPUT_WEIGHT: Final = 2.0
 
+_MOST_USERS: Final = 1 << 14
+"""Bounds the memory: users name themselves."""
+
 
 class WaitingOrder(Protocol):
     """In which order waiting online requests are served."""
@@ -62,12 +65,16 @@ class VirtualTokenCounter:
     that nobody saves up service by idling. One user's requests keep their order.
 
     Input counts as it is computed, so what was cached costs its user nothing.
-    Requests without a user count for one common user, ``None``.
+    Requests without a user count for one common user, ``None``. Of very many users those who
+    were served least, and wait for nothing, are forgotten: who is not known counts as one
+    who was served as much as any of them.
     """
 
     def __init__(self) -> None:
         self._counters: dict[str | None, float] = {}
         self._waiting_users: frozenset[str | None] = frozenset()
+        self._unknown = 0.0
+        """The counter of a user who is not known."""
 
     @property
     def counters(self) -> dict[str | None, float]:
@@ -83,18 +90,20 @@ class VirtualTokenCounter:
         for row in waiting:
             queues.setdefault(row.info.user, deque()).append(row)
         counters = self._lifted(queues)
-        # Ties go to the user who comes first among the waiting; queues are never compared.
+        # Ties go to who has just come, then to who is first among the waiting; queues are never
+        # compared.
         heap = [
-            (counters[user], place, queue) for place, (user, queue) in enumerate(queues.items())
+            (counters[user], user in self._waiting_users, place, queue)
+            for place, (user, queue) in enumerate(queues.items())
         ]
         heapq.heapify(heap)
         while heap:
-            counter, place, queue = heap[0]
+            counter, stayed, place, queue = heap[0]
             row = queue.popleft()
             yield row
             if queue:
                 counter += _INPUT_WEIGHT * row.tokens_to_compute + _OUTPUT_WEIGHT
-                heapq.heapreplace(heap, (counter, place, queue))
+                heapq.heapreplace(heap, (counter, stayed, place, queue))
             else:
                 heapq.heappop(heap)
 
@@ -116,11 +125,20 @@ class VirtualTokenCounter:
             service = _INPUT_WEIGHT * chunks.get(info.rid, 0)
             if token_s is not None:
                 service += _OUTPUT_WEIGHT
-            counters[info.user] = counters.get(info.user, 0.0) + service
+            counters[info.user] = counters.get(info.user, self._unknown) + service
+        if len(counters) > _MOST_USERS:
+            self._forget_idle()
+
+    def _forget_idle(self) -> None:
+        """Forget half of those who wait for nothing. O(users), each time that they doubled."""
+        idle = [user for user in self._counters if user not in self._waiting_users]
+        idle.sort(key=self._counters.__getitem__)
+        for user in idle[: _MOST_USERS // 2]:
+            self._unknown = max(self._unknown, self._counters.pop(user))
 
     def _lifted(self, users: Iterable[str | None]) -> dict[str | None, float]:
         """Return the counters of users who wait, with those who have just come lifted."""
-        counters = {user: self._counters.get(user, 0.0) for user in users}
+        counters = {user: self._counters.get(user, self._unknown) for user in users}
         stayed = [counters[user] for user in counters if user in self._waiting_users]
         if stayed:
             least = min(stayed)

@@ -1,6 +1,6 @@
 """Which KV pages of offline rows to copy to host memory, and when (ConServe §4.4, BROS §V).
 
-A row's full pages are saved in order, so three places tell the state of each. Every
+A row's full pages are saved in order, so two counts tell the state of each. Every
 decision is made from a snapshot and is an immutable value; steps are counted, not
 timed, so that all ranks of a tensor-parallel engine decide alike.
 """
@@ -10,21 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from operator import attrgetter
-from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from sglang_coserve.core.request import RequestClass
 
 __all__ = [
-    "LEGAL_PAGE_TRANSITIONS",
     "Backoff",
     "CheckpointMode",
     "CheckpointPolicy",
     "CheckpointSnapshot",
     "HostQuota",
     "PageCopy",
-    "PageState",
     "RowPages",
     "RowToSave",
     "is_stuck",
@@ -48,29 +44,6 @@ class CheckpointMode(Enum):
     """Like eager, but only while the device is nearly full."""
 
 
-class PageState(Enum):
-    """Where a full page of KV is."""
-
-    DIRTY = "dirty"
-    """On the device alone: lost when it is reclaimed."""
-
-    COPYING = "copying"
-    """A copy is under way; it does not count before its event has come."""
-
-    SAVED = "saved"
-    """In host memory as well: reclaiming it costs nothing."""
-
-
-LEGAL_PAGE_TRANSITIONS: Final = MappingProxyType(
-    {
-        PageState.DIRTY: frozenset({PageState.COPYING}),
-        PageState.COPYING: frozenset({PageState.SAVED}),
-        PageState.SAVED: frozenset[PageState](),
-    }
-)
-"""Pages are written once, so a saved page stays saved."""
-
-
 @dataclass(slots=True)
 class RowPages:
     """The full pages of one row: first the saved ones, then those being copied, then the rest.
@@ -90,13 +63,6 @@ class RowPages:
     def dirty(self) -> int:
         """Pages whose copy has not begun."""
         return self.total - self.sent
-
-    def state(self, page: int) -> PageState:
-        """Return the state of the page at this place; O(1)."""
-        assert 0 <= page < self.total
-        if page < self.saved:
-            return PageState.SAVED
-        return PageState.COPYING if page < self.sent else PageState.DIRTY
 
     def grow(self, total: int) -> None:
         """Note that there are ``total`` full pages, at least as many as before."""
@@ -147,8 +113,6 @@ class RowToSave(NamedTuple):
 
     rid: str
     dirty_tokens: int
-    yields_first: int = 0
-    """Rank as a victim: less yields earlier (``core.victims.yields_first``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +140,8 @@ class PageCopy(NamedTuple):
 def plan_copies(
     policy: CheckpointPolicy, snapshot: CheckpointSnapshot, page_tokens: int
 ) -> tuple[PageCopy, ...]:
-    """Return the copies to begin now, likely victims first; O(rows), and a sort of those copied.
-
-    Of rows that yield alike, the one admitted last is evicted first, so it is saved first.
-    """
+    """Return the copies to begin now, those of the rows admitted last first, which are evicted
+    first. O(rows)."""
     if policy.mode in (CheckpointMode.OFF, CheckpointMode.LAZY):
         return ()
     if policy.mode is CheckpointMode.PRESSURE and snapshot.used_share < policy.watermark:
@@ -189,8 +151,9 @@ def plan_copies(
     left = max(min(policy.step_tokens, policy.in_flight_tokens - snapshot.in_flight_tokens), 0)
     copies = []
     least_tokens = policy.least_copy_tokens
-    newest_first = [row for row in reversed(snapshot.rows) if row.dirty_tokens >= least_tokens]
-    for row in sorted(newest_first, key=attrgetter("yields_first")):
+    for row in reversed(snapshot.rows):
+        if row.dirty_tokens < least_tokens:
+            continue
         tokens = min(row.dirty_tokens, left) // page_tokens * page_tokens
         if tokens:
             copies.append(PageCopy(row.rid, tokens))

@@ -11,7 +11,7 @@ from typing import Final
 from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.plan_context import PlanContext
-from sglang_coserve.core.scheduler_config import Overload
+from sglang_coserve.core.scheduler_config import OnlineOrder, Overload
 from sglang_coserve.core.snapshot import Row
 from sglang_coserve.core.step import Lane
 
@@ -38,7 +38,8 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
     prompts_s = _time_before_decodes_s(batch, context, budget_s)
     if prompts_s is None:
         decode_online(batch)
-        left_s = min(budget_s, batch.tpot_slack_s) * (1 - margin)
+        pace = context.shed_pace if context.config.overload is Overload.SHED else 1.0
+        left_s = min(budget_s, batch.tpot_slack_s * pace) * (1 - margin)
         prefill_online(batch, context, left_s, spared_cut=_SPARED_CUT)
     else:
         _prefill_before_decodes(batch, context, prompts_s)
@@ -82,6 +83,8 @@ def _time_before_decodes_s(
     prompts = _prompts_that_fit(batch)
     if not batch.online_decodes or not prompts or ttft_s is None:
         return None
+    if context.config.overload is Overload.SHED:
+        return None  # What is refused makes nobody late.
     if math.isinf(batch.tpot_slack_s) or not batch.has_room(
         batch.kv_to_decode(batch.online_decodes)
     ):
@@ -163,31 +166,44 @@ def prefill_online(
     """Add online prefills in order: the unfinished ones, then the waiting ones.
 
     Stops at the first that does not fit: no later request overtakes it. One that
-    fits into ``spared_cut`` of the budget more is not cut. Sets
-    ``offline_budget_s`` as ``serve_online`` says.
+    fits into ``spared_cut`` of the budget more is not cut. Without ``keeps_ttft`` only
+    the TTFT targets that requests bring along are deadlines; under ``Overload.SHED`` all
+    are. Sets ``offline_budget_s`` as ``serve_online`` says.
     """
     config = context.config
     sheds = config.overload is Overload.SHED
     floor_tokens = 0 if sheds else config.min_online_chunk_tokens
     slack_share = 1 - config.margin
-    ttft_s = math.inf
+    ttft_s = more_s = math.inf
+    if config.online_order is OnlineOrder.VTC and batch.targets.ttft_s is not None:
+        # Another tenant may arrive, who waits for this step and then takes one as long. In one
+        # pair of runs its P99 TTFT was 160 ms with this and 432 without (bench_overload.py).
+        more_s = batch.targets.ttft_s / 2 * slack_share
     # Where all that waits fits at once, one prediction stands for those of every row.
     all_s = batch.predict_with_whole(chain(batch.online_prefills, batch.snapshot.waiting))
     for row, is_new in _prefills(batch, context):
         rest_tokens = row.tokens_to_compute
         cached_tokens = row.computed_tokens or row.cached_tokens
-        row_slack_s = slack_s(batch, row) if keeps_ttft else math.inf
+        has_deadline = keeps_ttft or sheds or row.info.ttft_target_s is not None
+        row_slack_s = slack_s(batch, row) if has_deadline else math.inf
         if all_s <= budget_s and all_s <= row_slack_s:
             whole_s = all_s
         else:
             whole_s = batch.predict_with_prefill(rest_tokens, cached_tokens)
-        if sheds and whole_s > row_slack_s and is_new and row.generated_tokens == 0:
+        is_fresh = is_new and row.generated_tokens == 0
+        if sheds and is_fresh and whole_s > row_slack_s * context.shed_share:
             batch.shed(row)
             continue
         deadline_s = ttft_s
-        if whole_s > ttft_s and _is_late_next(batch, rest_tokens, cached_tokens, row_slack_s):
+        if (
+            whole_s > ttft_s
+            and not sheds
+            and _is_late_next(batch, rest_tokens, cached_tokens, row_slack_s)
+        ):
             deadline_s = math.inf
             batch.is_deadline_bound = True
+        if batch.chunks:
+            budget_s = min(budget_s, more_s)
         whole_limit_s = min(budget_s * (1 + spared_cut), deadline_s)
         if whole_s <= whole_limit_s and rest_tokens <= batch.free_tokens:
             tokens = rest_tokens

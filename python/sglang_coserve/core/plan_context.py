@@ -31,5 +31,12 @@ class PlanContext:
     gap_share: float
     """Part of what a decode leaves of the time until its deadline that offline work may take."""
 
+    shed_share: float
+    """Part of the time until its deadline that a request's first token may be predicted to take,
+    where what takes longer is refused."""
+
+    shed_pace: float
+    """There, part of the time until a decode misses its target that a step may take."""
+
     gaps_per_request: float
     """Between the tokens of an online request, on average."""

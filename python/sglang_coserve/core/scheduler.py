@@ -278,6 +278,8 @@ class Scheduler:
             step=self._next_step,
             arrival_s=self._arrival_s,
             gap_share=self._allowance.gap_share,
+            shed_share=self._allowance.shed_share,
+            shed_pace=self._allowance.shed_pace,
             gaps_per_request=self._interference.gaps_per_request,
         )
         self._policy.compose(batch, context)

@@ -71,6 +71,14 @@ class SchedulerConfig:
     max_picks: int = 64
     """Most offline requests taken from the queue in one iteration; bounds the planning time."""
 
+    utility_ratio: float | None = None
+    """Of the policies whose queue shares prefixes, how often a pick does rather than being the
+    oldest request (HyGen's u); ``None``: as the policy has it."""
+
+    random_picks: int | None = None
+    """Of OOCO, how many offline decodes are drawn at random (K of its Algorithm 2); ``None``: as
+    the policy has it."""
+
     refine: bool = False
     """Let ``Scheduler.update`` correct the latency model."""
 
@@ -85,6 +93,10 @@ class SchedulerConfig:
                 raise ConfigError(f"scheduler: {name} is {value}: use a positive time or None")
         if not 0 <= self.margin < 1:
             raise ConfigError(f"scheduler: margin is {self.margin}: use a number from 0 to below 1")
+        if self.utility_ratio is not None and not 0 <= self.utility_ratio <= 1:
+            raise ConfigError(
+                f"scheduler: utility_ratio is {self.utility_ratio}: use a number from 0 to 1"
+            )
         if self.max_offline_rows is not None and self.max_offline_rows < 1:
             raise ConfigError(
                 f"scheduler: max_offline_rows is {self.max_offline_rows}: use at least 1, or None"
@@ -94,9 +106,10 @@ class SchedulerConfig:
             ("min_chunk_tokens", 1),
             ("headroom_tokens", 0),
             ("max_picks", 1),
+            ("random_picks", 0),
         ):
             value = getattr(self, name)
-            if value < least:
+            if value is not None and value < least:
                 raise ConfigError(
                     f"scheduler: {name} is {value}: use an integer of at least {least}"
                 )

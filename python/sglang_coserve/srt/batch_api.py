@@ -159,6 +159,7 @@ def _limits(config: CoserveConfig) -> BatchLimits:
     return BatchLimits(
         max_upload_bytes=config.batch_max_upload_mib << 20,
         max_lines=config.batch_max_lines,
+        max_in_flight=config.batch_max_in_flight,
         max_active_batches=config.batch_max_active,
         max_active_batches_per_owner=config.batch_max_active_per_key,
         max_stored_bytes_per_owner=None if stored_gib is None else int(stored_gib * (1 << 30)),

@@ -1,8 +1,8 @@
 """What depends on the version of SGLang: the one this package is written for, and its seams.
 
-Moving to another version starts here: every private name of SGLang that
-co-serving relies on is either used in this file or looked up by
-``missing_seams``, which tests call.
+Moving to another version starts here: what co-serving overrides or calls of SGLang's classes
+and modules is looked up by ``missing_seams``, which tests call. Attributes that only instances
+have (``waiting_queue``, ``chunked_req``, …) are used where they are needed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 from typing import Any
 
+from sglang_coserve.config import CoserveConfig
 from sglang_coserve.errors import UnsupportedError
 from sglang_coserve.srt.request_marks import is_offline
 
@@ -91,7 +92,7 @@ def check_version() -> None:
         )
 
 
-def check_server_args(server_args: Any) -> None:
+def check_server_args(server_args: Any, config: CoserveConfig) -> None:
     """Refuse settings of SGLang that co-serving cannot be combined with.
 
     Raises:
@@ -114,6 +115,12 @@ def check_server_args(server_args: Any) -> None:
         "the gRPC server (--grpc-mode)": server_args.grpc_mode or server_args.smg_grpc_mode,
         "Ray (--use-ray)": server_args.use_ray,
         "an encoder-only server (--encoder-only)": server_args.encoder_only,
+        "--safepoint-decode-graphs on a CPU": (
+            config.safepoint_decode_graphs and server_args.device == "cpu"
+        ),
+        f"--schedule-policy {server_args.schedule_policy} with an --offline-policy that plans": (
+            config.offline_policy != "fifo" and server_args.schedule_policy != "fcfs"
+        ),
     }
     lines = [
         f"co-serving does not support {name}: remove the setting, or start sglang.launch_server"

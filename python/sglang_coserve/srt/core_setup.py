@@ -7,7 +7,7 @@ from sglang_coserve.core.baseline import EngineSize
 from sglang_coserve.core.latency_model import LatencyProfile
 from sglang_coserve.core.recording import RecordingScheduler, SchedulerSetup
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.core.scheduler_config import OnlineOrder, Overload, SchedulerConfig
 from sglang_coserve.srt.plan_log import recorded
 
 __all__ = ["make_core_scheduler"]
@@ -30,6 +30,10 @@ def make_core_scheduler(
         config=SchedulerConfig(
             iteration_budget_s=_seconds(config.iteration_budget_ms),
             max_offline_rows=config.offline_max_running,
+            online_order=OnlineOrder(config.online_order),
+            overload=Overload(config.overload),
+            utility_ratio=config.offline_utility_ratio,
+            random_picks=config.offline_random_picks,
             refine=True,
         ),
         profile=profile,

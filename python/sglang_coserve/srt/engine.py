@@ -55,7 +55,7 @@ class CoserveEngine(Engine):
             kwargs.update(server_settings(config, on_cpu=on_cpu))
             kwargs = {"server_args": ServerArgs(**kwargs)}
         server_args = kwargs["server_args"]
-        compat.check_server_args(server_args)
+        compat.check_server_args(server_args, config)
         check_in_place(server_args, config)
         server_args._coserve = config
         with cpu.divided_cores(server_args.tp_size) if on_cpu else nullcontext():

@@ -40,6 +40,11 @@ class Exporter:
             "What became of offline requests.",
             ("model_name", "event"),
         )
+        self._shed = Counter(
+            "coserve_online_shed",
+            "Online requests refused since they could not meet their target any more.",
+            ("model_name",),
+        )
         self._suspended = Counter(
             "coserve_safepoint_suspended", "Steps suspended at a safepoint.", ("model_name", "kind")
         )
@@ -77,6 +82,7 @@ class Exporter:
             for kind in ("waiting", "running"):
                 value = state[request_class][kind]
                 self._requests.labels(name, request_class, kind).set(value)
+        self._count(self._shed, state["online"]["shed"])
         for event, count in events.items():
             self._count(self._events, count, event)
         slo = state["slo"]

@@ -61,7 +61,7 @@ def launch_server(argv: Sequence[str]) -> None:
     if on_cpu:
         cpu.set_environment_defaults()
     server_args = parse_server_args(argv, on_cpu=on_cpu)
-    compat.check_server_args(server_args)
+    compat.check_server_args(server_args, server_args._coserve)
     check_batch_settings(server_args._coserve)
     check_listen_address(server_args.host, server_args.port)
 
@@ -160,8 +160,12 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
         }
 
     app = http_server.app
-    objectives = frozenset(server_args._coserve.offline_objectives)
-    app.add_middleware(MarksMiddleware, offline_objectives=objectives)
+    config: CoserveConfig = server_args._coserve
+    app.add_middleware(
+        MarksMiddleware,
+        offline_objectives=frozenset(config.offline_objectives),
+        finds_tenants=config.online_order == "vtc",
+    )
     # Added last, they come first.
     app.add_middleware(RequestGateMiddleware)
     app.add_middleware(UnreadBodyMiddleware)

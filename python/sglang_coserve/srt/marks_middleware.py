@@ -20,9 +20,11 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
 from sglang_coserve.srt.asgi import App, Message, Receive, Scope, Send, replay, send_error
 from sglang_coserve.srt.body_marks import SERVICE_TIER, marks_of_body, tier_used
-from sglang_coserve.srt.header_marks import HeaderMarks, marks_of_headers
+from sglang_coserve.srt.header_marks import marks_of_headers
 from sglang_coserve.srt.offline_marks import sent_with, tenant_marks
+from sglang_coserve.srt.overload_answer import OverloadAnswer
 from sglang_coserve.srt.request_marks import CLASS_KEY, MARK_PREFIX, said_by_client
+from sglang_coserve.srt.tenants import tenant_of_body, tenant_of_key
 from sglang_coserve.srt.tier_writer import TierWriter
 
 __all__ = ["CLASS_HEADER", "MARKED_PATHS", "MarksMiddleware"]
@@ -53,10 +55,20 @@ _UNKNOWN_TO_SGLANG: Final = ("fast", "standard_only")
 class MarksMiddleware:
     """See the module's docstring."""
 
-    def __init__(self, app: App, offline_objectives: frozenset[str] = frozenset()) -> None:
-        """Requests with one of these objectives, as a gateway's header names them, are offline."""
+    def __init__(
+        self,
+        app: App,
+        offline_objectives: frozenset[str] = frozenset(),
+        *,
+        finds_tenants: bool = False,
+    ) -> None:
+        """Requests with one of these objectives, as a gateway's header names them, are offline.
+
+        ``finds_tenants`` says whether a request that names none has a tenant all the same.
+        """
         self._app = app
         self._offline_objectives = offline_objectives
+        self._finds_tenants = finds_tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -66,12 +78,16 @@ class MarksMiddleware:
             return
         try:
             told = marks_of_headers(scope["headers"], self._offline_objectives)
-            marks = dict(told.marks)
+            marks, tenant = dict(told.marks), told.tenant
+            if self._finds_tenants:
+                tenant = tenant or tenant_of_key(scope["headers"])
             if _is_json(scope["headers"]):
                 body, disconnect = await _read_body(receive)
                 if disconnect is not None:
                     return
-                fields = await _fields(body)
+                fields = await _fields(body, needs_all=self._finds_tenants)
+                if self._finds_tenants and told.tenant is None:
+                    tenant = tenant_of_body(fields) or tenant
                 # The gateway knows better than its clients.
                 marks = {**marks_of_body(fields), **marks}
                 if path == "/v1/responses" and fields.get(SERVICE_TIER) in _UNKNOWN_TO_SGLANG:
@@ -83,16 +99,17 @@ class MarksMiddleware:
             return
         if CLASS_KEY in marks:
             send = _naming(send, path, RequestClass(marks[CLASS_KEY]))
-        with _held(marks, told):
+        send = OverloadAnswer(send)
+        with _held(marks, tenant):
             await self._app(scope, receive, send)
 
 
-def _held(marks: Mapping[str, Any], told: HeaderMarks) -> ExitStack:
+def _held(marks: Mapping[str, Any], tenant: str | None) -> ExitStack:
     stack = ExitStack()
     if marks:
         stack.enter_context(said_by_client(marks))
-    if told.tenant is not None:
-        stack.enter_context(sent_with(tenant_marks(told.tenant)))
+    if tenant is not None:
+        stack.enter_context(sent_with(tenant_marks(tenant)))
     return stack
 
 
@@ -109,10 +126,10 @@ def _naming(send: Send, path: str, request_class: RequestClass) -> Send:
     return naming
 
 
-async def _fields(body: bytes) -> Mapping[str, Any]:
-    """Return the fields of a body that may have marks; none of one that is malformed, which the
-    route is to answer in its own words."""
-    if not any(name in body for name in _NAMES):
+async def _fields(body: bytes, *, needs_all: bool) -> Mapping[str, Any]:
+    """Return the fields of a body that may have marks, or of any; none of one that is malformed,
+    which the route is to answer in its own words."""
+    if not needs_all and not any(name in body for name in _NAMES):
         return {}
     try:
         if len(body) < _LARGE_BYTES:

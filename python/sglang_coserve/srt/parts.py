@@ -89,6 +89,7 @@ class CoserveParts:
             checkpointing=self.checkpointing,
             events=self.events,
             forget=self.forget,
+            plans_online=config.plans_online,
         )
 
     def forget(self, rid: str, ending: Ending = Ending.ABORTED) -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
 
+from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
 
@@ -24,6 +25,7 @@ __all__ = [
     "TTFT_KEY",
     "check_line_marks",
     "check_marks",
+    "check_targets_act",
     "is_offline",
     "said_by_client",
     "targets_of",
@@ -110,6 +112,22 @@ def check_marks(custom_params: object) -> None:
             raise RequestError(
                 f"{key} is {marks[key]!r}: use a number of milliseconds above 0, at most "
                 f"{_MOST_MS:.0e}"
+            )
+
+
+def check_targets_act(custom_params: object, config: CoserveConfig) -> None:
+    """Check that plans act on the targets that a request brings along, whose marks are checked.
+
+    Raises:
+        RequestError: it brings one, and the policy looks at no targets.
+    """
+    if not config.ignores_targets:
+        return
+    for key in _TARGET_KEYS:
+        if key in _marks_in(custom_params):
+            raise RequestError(
+                f"{key} has no effect on a server with --offline-policy {config.offline_policy}: "
+                "leave it out"
             )
 
 

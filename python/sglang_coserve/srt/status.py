@@ -73,6 +73,7 @@ class SchedulerStatus:
             "online": {
                 "waiting": len(scheduler.waiting_queue),
                 "running": len(running) - num_offline,
+                "shed": self._events["shed"],
             },
             "offline": {
                 "waiting": self._admission.num_waiting(),

@@ -25,7 +25,7 @@ from sglang_coserve.srt.engine_limits import check_request, check_values
 from sglang_coserve.srt.grammar_trial import GrammarSettings, GrammarTrials
 from sglang_coserve.srt.media_sources import MediaSources
 from sglang_coserve.srt.offline_marks import attach_marks
-from sglang_coserve.srt.request_marks import with_client_marks
+from sglang_coserve.srt.request_marks import check_targets_act, with_client_marks
 from sglang_coserve.srt.scheduler import config_of
 from sglang_coserve.srt.updating_manager import UpdatingTokenizerManager
 
@@ -117,6 +117,7 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
     def _create_tokenized_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             custom_params = with_client_marks(obj.sampling_params.get("custom_params"))
+            check_targets_act(custom_params, config_of(self.server_args))
         except RequestError as error:
             # SGLang's doors turn a ValueError into a 400.
             raise ValueError(str(error)) from error

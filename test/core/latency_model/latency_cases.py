@@ -18,7 +18,6 @@ from sglang_coserve.core.latency_model import (
     Sample,
     SampleTable,
     SplitLinearModel,
-    SwapModel,
     with_coefficients,
 )
 
@@ -81,7 +80,6 @@ SPLIT_LINEAR = SplitLinearModel(
     decode_request_s=2e-5,
     decode_pair_s=6e-8,
     decode_s=5e-3,
-    swap=SwapModel(token_s=4e-6, copy_s=1e-4),
 )
 ROOFLINE = RooflineModel.from_datasheet(ModelShape.from_config(LLAMA_3_1_8B), HARDWARE["h100"])
 MACHINES: tuple[LatencyModel, ...] = (
@@ -187,10 +185,7 @@ def models(draw: st.DrawFn) -> LatencyModel:
         st.one_of(
             st.builds(PolynomialModel, captured_batch_sizes=_captured),
             st.just(LinearModel()),
-            st.builds(
-                SplitLinearModel,
-                swap=st.none() | st.builds(SwapModel, _seconds_per_unit, _seconds_per_unit),
-            ),
+            st.just(SplitLinearModel()),
             st.builds(
                 RooflineModel.from_datasheet,
                 shape=_shapes,

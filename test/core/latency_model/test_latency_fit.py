@@ -29,7 +29,6 @@ from sglang_coserve.core.latency_model import (
     Sample,
     SampleTable,
     SplitLinearModel,
-    SwapModel,
     coefficients,
 )
 from sglang_coserve.errors import InputFileError
@@ -130,22 +129,6 @@ def test_separate_phases_of_bros_add_up() -> None:
     assert SPLIT_LINEAR.predict(mixed) == pytest.approx(
         SPLIT_LINEAR.predict(prefill) + SPLIT_LINEAR.predict(decode)
     )
-
-
-def test_swapping_hides_behind_execution_or_bounds_it() -> None:
-    batch = BatchStats.of([], [700] * 9)
-    assert SPLIT_LINEAR.predict_with_swap(batch, 0) == SPLIT_LINEAR.predict(batch)
-    assert SPLIT_LINEAR.predict_with_swap(batch, 10) == SPLIT_LINEAR.predict(batch)
-    assert SPLIT_LINEAR.predict_with_swap(batch, 100_000) == pytest.approx(0.4001)
-
-
-def test_swap_time_is_a_line_through_measured_copies() -> None:
-    tokens = np.array([16, 64, 256, 1024, 4096])
-    swap = SwapModel.fit(tokens, 2e-6 * tokens + 3e-5)
-    assert (swap.token_s, swap.copy_s) == pytest.approx((2e-6, 3e-5))
-    assert swap.predict(0) == 0
-    with pytest.raises(InputFileError, match="token_s, copy_s"):
-        SwapModel.fit(np.array([16, 16, 16]), np.array([1e-3, 1e-3, 1e-3]))
 
 
 def grid(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from latency_cases import LINEAR, MACHINES, POLYNOMIAL, ROOFLINE, SPLIT_LINEAR, machine_id, models
+from latency_cases import LINEAR, MACHINES, POLYNOMIAL, ROOFLINE, machine_id, models
 
 from sglang_coserve.core.latency_model import FitReport, LatencyModel, LatencyProfile
 from sglang_coserve.errors import InputFileError
@@ -55,8 +55,6 @@ def test_any_field_may_be_missing_or_wrong_but_not_silently(model: LatencyModel)
         for spoil in (dropped, nonsense):
             bad = json.loads(json.dumps(good))
             spoil(bad, path)
-            if path == ["form", "swap"] or (spoil is dropped and path[:2] == ["form", "swap"]):
-                continue
             with pytest.raises(InputFileError) as caught:
                 LatencyProfile.from_json(json.dumps(bad), "profile.json")
             assert str(caught.value).startswith(f"profile.json: {'.'.join(path)}")
@@ -111,7 +109,6 @@ def nonsense(document: dict[str, Any], path: list[str]) -> None:
             0,
             "form.hardware.memory_byte_per_s: must be positive",
         ),
-        (SPLIT_LINEAR, "form.swap.token_s", -1, "form.swap.token_s: must be at least 0"),
         (LINEAR, "fit_report.mape", None, "fit_report.mape: expected a number, found null"),
     ],
 )

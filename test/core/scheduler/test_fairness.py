@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from core.scheduler.scenarios import NO_CACHE, online, ran, scheduler, snapshot
+from sglang_coserve.core.fairness import VirtualTokenCounter
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import OnlineOrder
 from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.step import PrefillChunk, Served, StepResult
 from sglang_coserve.metrics import SloTargets
 
 
@@ -96,3 +98,22 @@ def test_a_plan_that_is_dropped_counts_for_nobody() -> None:
 def test_requests_without_a_user_share_one_counter() -> None:
     rows = [online(100, rid="x"), online(100, rid="y"), *prompts("named", 1)]
     assert served(fair(), *rows, tokens=300) == ["x", "named-0", "y"]
+
+
+def test_users_who_name_themselves_take_no_memory_without_bound() -> None:
+    """Those who were served least are forgotten; who comes back has no advantage of it."""
+    counter = VirtualTokenCounter()
+
+    def serve(user: str, tokens: int) -> None:
+        row = online(tokens, user=user)
+        chunk = PrefillChunk(row.info.rid, tokens)
+        served = (Served(row.info, None, None),)
+        counter.served(StepResult(None, 0.0, chunks=(chunk,), served=served))
+
+    serve("flood", 1_000_000)
+    for number in range(40_000):
+        serve(f"once-{number}", 100)
+    assert len(counter.counters) <= 1 << 14
+    assert counter.counters["flood"] == 1_000_000
+    serve("once-0", 1)
+    assert counter.counters["once-0"] > 100

@@ -44,7 +44,7 @@ from sglang_coserve.srt.exporter import Exporter
 def state(count):
     return {
         "slo": {"attainment": None, "measured": []},
-        "online": {"waiting": 0, "running": 0},
+        "online": {"waiting": 0, "running": 0, "shed": 0},
         "offline": {"waiting": 0, "running": 0},
         "safepoints": {
             "enabled": True,

@@ -20,7 +20,6 @@ from sglang_coserve.core.latency_model.refiner import Refiner
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.latency_model.samples import Sample, SampleTable
 from sglang_coserve.core.latency_model.split_linear import SplitLinearModel
-from sglang_coserve.core.latency_model.swap import SwapModel
 
 __all__ = [
     "HARDWARE",
@@ -37,7 +36,6 @@ __all__ = [
     "Sample",
     "SampleTable",
     "SplitLinearModel",
-    "SwapModel",
     "coefficients",
     "find_hardware",
     "with_coefficients",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -19,7 +19,6 @@ from sglang_coserve.core.latency_model.protocol import (
     with_coefficients,
 )
 from sglang_coserve.core.latency_model.samples import Floats, Sample, SampleTable
-from sglang_coserve.core.latency_model.swap import SwapModel
 
 __all__ = ["SplitLinearModel"]
 
@@ -51,9 +50,6 @@ class SplitLinearModel:
     decode_s: float = 0.0
     """β of decode."""
 
-    swap: SwapModel | None = None
-    """Of checkpointed KV; None when nothing is ever copied back."""
-
     kind: ClassVar[str] = "split_linear"
     coefficient_names: ClassVar[tuple[str, ...]] = (
         "prefill_token_s",
@@ -68,7 +64,7 @@ class SplitLinearModel:
         assert_coefficients(self)
 
     def predict(self, batch: BatchStats) -> float:
-        """See ``LatencyModel.predict``; the paper's t_exec."""
+        """See ``LatencyModel.predict``; the paper's t_exec: no step waits for KV from the host."""
         seconds = 0.0
         if batch.prefill_requests:
             seconds += (
@@ -83,11 +79,6 @@ class SplitLinearModel:
                 + self.decode_s
             )
         return seconds
-
-    def predict_with_swap(self, batch: BatchStats, swap_in_tokens: int) -> float:
-        """Return max(t_exec, t_swap): KV is copied in while the batch runs."""
-        assert self.swap is not None, "this model has no swap time"
-        return max(self.predict(batch), self.swap.predict(swap_in_tokens))
 
     def max_prefill_tokens(
         self, batch: BatchStats, context_tokens: int, limit_tokens: int, budget_s: float
@@ -109,29 +100,17 @@ class SplitLinearModel:
         """See ``LatencyModel.fit``.
 
         On samples without mixed batches this is the paper's two separate fits.
-        ``swap`` stays as it is: ``SwapModel.fit`` measures it.
         """
         return fit_and_report(self._fit_all, samples, seed)
 
     def form(self) -> dict[str, object]:
-        """See ``LatencyModel.form``."""
-        return {"swap": None if self.swap is None else asdict(self.swap)}
+        """See ``LatencyModel.form``; there is nothing but coefficients."""
+        return {}
 
     @classmethod
-    def from_form(cls, form: JsonObject) -> SplitLinearModel:
-        """Return a model without coefficients but with its swap time.
-
-        Raises:
-            InputFileError: a field is missing or malformed.
-        """
-        if not form.has("swap"):
-            return cls()
-        swap = form.child("swap")
-        return cls(
-            swap=SwapModel(
-                token_s=swap.number("token_s", minimum=0), copy_s=swap.number("copy_s", minimum=0)
-            )
-        )
+    def from_form(cls, _form: JsonObject) -> SplitLinearModel:
+        """Return a model without coefficients."""
+        return cls()
 
     def _fit_all(self, table: SampleTable) -> SplitLinearModel:
         values = fit_relative(self._terms(table), table.seconds, self.coefficient_names)

@@ -15,11 +15,12 @@ from sglang_coserve.core.policies.ooco import OocoPolicy
 from sglang_coserve.core.policies.priority import PriorityPolicy
 from sglang_coserve.core.policies.sarathi import SarathiPolicy
 from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.errors import ConfigError
 
 __all__ = ["POLICIES", "make_policy"]
 
-POLICIES: Final[Mapping[str, Callable[[], Policy]]] = MappingProxyType(
+POLICIES: Final[Mapping[str, Callable[..., Policy]]] = MappingProxyType(
     {
         policy.name: policy
         for policy in (
@@ -36,15 +37,25 @@ POLICIES: Final[Mapping[str, Callable[[], Policy]]] = MappingProxyType(
         )
     }
 )
-"""Every policy by name, with its default settings."""
+"""Every policy by name; its arguments are its settings."""
+
+_SHARED_SETTINGS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        CoservePolicy.name: ("utility_ratio",),
+        HygenPolicy.name: ("utility_ratio",),
+        OocoPolicy.name: ("random_picks",),
+    }
+)
+"""By policy: its settings that a ``SchedulerConfig`` may hold, too."""
 
 
-def make_policy(name: str) -> Policy:
-    """Return a new policy with its default settings.
+def make_policy(name: str, config: SchedulerConfig | None = None) -> Policy:
+    """Return a new policy with its default settings, but for those that ``config`` holds.
 
     Raises:
         ConfigError: no policy has this name.
     """
     if name not in POLICIES:
         raise ConfigError(f"unknown scheduling policy {name!r}: use one of {', '.join(POLICIES)}")
-    return POLICIES[name]()
+    values = {key: getattr(config, key, None) for key in _SHARED_SETTINGS.get(name, ())}
+    return POLICIES[name](**{key: value for key, value in values.items() if value is not None})

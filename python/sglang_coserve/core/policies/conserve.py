@@ -30,7 +30,9 @@ class ConservePolicy(Policy):
     give the most tokens per second. What then happens to a request that
     arrives is the business of layer-wise preemption (§4.3), here of ``core.lanes``.
 
-    Where we differ: decodes go before prefills in both phases, since a decode
+    Where we differ: t_TBT is the strictest of the targets of those that decode, where requests
+    bring their own; and one that brings its own TTFT target along bounds the step that computes
+    it, too. Decodes go before prefills in both phases, since a decode
     that waits misses its target for one token's work; unfinished prefills go
     before new ones, since the engine runs one at a time; running offline
     requests lose KV too, once no paused one is left.
@@ -42,7 +44,7 @@ class ConservePolicy(Policy):
         """See ``Policy.compose``."""
         decode_online(batch)
         if batch.has_online:
-            tbt_s = batch.targets.tpot_s
-            budget_s = math.inf if tbt_s is None else tbt_s * (1 - context.config.margin)
+            tbt_s = batch.least_tpot_s(batch.targets.tpot_s or math.inf)
+            budget_s = tbt_s * (1 - context.config.margin)
             prefill_online(batch, context, budget_s, keeps_ttft=False)
         serve_offline(batch, context, for_throughput=not batch.has_online)

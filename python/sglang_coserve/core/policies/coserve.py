@@ -41,9 +41,12 @@ class CoservePolicy(Policy):
     name: ClassVar[str] = "coserve"
     slices: ClassVar[bool] = True
 
+    utility_ratio: float = OfflineQueueConfig().utility_ratio
+    """How often a pick of the queue shares a prefix rather than being the oldest."""
+
     def queue_config(self, seed: int = 0) -> OfflineQueueConfig:
         """See ``Policy.queue_config``: prefixes, freshness and deadlines."""
-        return OfflineQueueConfig(seed=seed)
+        return OfflineQueueConfig(utility_ratio=self.utility_ratio, seed=seed)
 
     def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""

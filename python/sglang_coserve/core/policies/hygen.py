@@ -37,7 +37,8 @@ class HygenPolicy(Policy):
     here the batch is predicted as a whole, which is exact for terms that are
     not additive. Line 9 of Algorithms 3 and 4 breaks when ``t > t_req``, that is
     while there is budget; we follow Algorithm 1, which admits while ``t_req <= t``.
-    A preempted request keeps its head in the prefix cache.
+    A preempted request keeps its head in the prefix cache. Targets that requests bring
+    along bound a step beside L, and never stretch it.
     """
 
     name: ClassVar[str] = "hygen"
@@ -61,6 +62,7 @@ class HygenPolicy(Policy):
         """See ``Policy.compose``."""
         config = context.config
         budget_s = config.iteration_budget_s or batch.targets.tpot_s or math.inf
+        budget_s = min(budget_s, batch.least_tpot_s(budget_s))
         decode_online(batch)
         # Decodes have no part in the chunk size: offline ones must find tokens left for them.
         batch.limit_tokens(self.chunk_tokens + len(batch.offline_decodes))

@@ -52,8 +52,9 @@ class OocoPolicy(Policy):
        ones at random, against starvation; then the shortest, as many as keep
        the TPOT target.
 
-    Overload is ``SchedulerConfig.overload``. Where we differ: ``Role.BOTH`` runs
-    prefill chunks beside decodes within the TPOT target, as one instance must.
+    Where we differ: ``Role.BOTH`` runs prefill chunks beside decodes within the TPOT
+    target, as one instance must. The target is the strictest of those that decode, where
+    requests bring their own, and their own TTFT targets bound the step that computes them.
     The probability of eviction is measured; the paper does not say where its
     cost model takes it from. Draws are seeded.
     """
@@ -76,8 +77,8 @@ class OocoPolicy(Policy):
 
     def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""
-        tpot_s = batch.targets.tpot_s
-        budget_s = math.inf if tpot_s is None else tpot_s * (1 - context.config.margin)
+        tpot_s = batch.least_tpot_s(batch.targets.tpot_s or math.inf)
+        budget_s = tpot_s * (1 - context.config.margin)
         if self.role is Role.RELAXED or not batch.has_online:
             budget_s = math.inf
         decode_online(batch)

@@ -20,7 +20,7 @@ class SchedulerSetup:
     """What a scheduler is made of, as a value: equal setups make equal schedulers."""
 
     policy: str
-    """Its name; it has its default settings, and the offline queue that goes with it."""
+    """Its name; it has the offline queue that goes with it."""
 
     slos: tuple[Slo, ...]
     config: SchedulerConfig
@@ -36,7 +36,7 @@ class SchedulerSetup:
         Raises:
             ConfigError: no policy has this name.
         """
-        made = make_policy(self.policy if policy is None else policy)
+        made = make_policy(self.policy if policy is None else policy, self.config)
         queue = OfflineQueue(made.queue_config(self.config.seed))
         report = self.profile.report
         return Scheduler(

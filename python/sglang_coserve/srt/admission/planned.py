@@ -2,13 +2,14 @@
 
 Every pass that involves offline requests becomes an ``EngineSnapshot``; the core answers
 with a ``StepPlan``, which ``PlanExecution`` carries out. Passes without offline requests are
-SGLang's alone.
+SGLang's alone, unless the order or the overload of online requests is the core's, too.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from typing import Any, Final
 
 from sglang.srt.managers.io_struct import AbortReq
@@ -62,8 +63,13 @@ class PlannedAdmission:
         checkpointing: KvCheckpointing,
         events: Counter[str],
         forget: Callable[[str, Ending], None],
+        plans_online: bool,
     ) -> None:
-        """``forget`` is called with the name of each request that has ended, and how."""
+        """Admit nothing yet.
+
+        ``forget`` is called with the name of each request that has ended, and how.
+        ``plans_online`` has the core plan passes without offline requests, too.
+        """
         self.core = core
         self._scheduler = scheduler
         self._view = view
@@ -74,6 +80,7 @@ class PlannedAdmission:
         self._checkpointing = checkpointing
         self._events = events
         self._forget = forget
+        self._plans_online = plans_online
         self._steps = StepTracker(
             ledger, is_overlapped=scheduler.enable_overlap and scheduler.device != "cpu"
         )
@@ -145,7 +152,7 @@ class PlannedAdmission:
         self._until_s = None
         self._checkpointing.prefetch(now_s)
         self._account(now_s)
-        if not self._has_offline(running_batch):
+        if not self._is_planned(running_batch):
             return prefill(running_batch)
         running_batch.filter_batch()
         running_batch = self._view.aside.resume_ended(running_batch)
@@ -226,8 +233,10 @@ class PlannedAdmission:
         for req in self._waiting.start_pass():
             self.core.restore(req.rid, len(req.output_ids))
 
-    def _has_offline(self, running_batch: ScheduleBatch) -> bool:
-        if self._waiting:
+    def _is_planned(self, running_batch: ScheduleBatch) -> bool:
+        if self._waiting or (self._plans_online and self._view.waiting):
+            return True
+        if self._plans_online and (running_batch.reqs or self._view.chunk is not None):
             return True
         return any(is_offline(req) for req in self._view.rows_with_kv(running_batch))
 
@@ -253,13 +262,15 @@ class PlannedAdmission:
         for req in self._view.remove_waiting(rid):
             reason = {
                 "type": "abort",
-                "status_code": 503,
+                # Not just the number: streams tell an error by the type of this.
+                "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
                 "message": "The server is overloaded: the request cannot meet its TTFT target.",
             }
             self._scheduler.ipc_channels.send_to_tokenizer.send_output(
                 AbortReq(rid=rid, finished_reason=reason), req
             )
             self._forget(rid, Ending.REFUSED)
+            self._events["shed"] += 1
 
     # --- What others ask about -----------------------------------------------------------
 

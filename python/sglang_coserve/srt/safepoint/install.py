@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sglang_coserve.config import CoserveConfig
+from sglang_coserve.config import FIELDS_WITHOUT_EFFECT, CoserveConfig
 from sglang_coserve.srt.safepoint.arrival_watch import ArrivalWatch
 from sglang_coserve.srt.safepoint.consensus import FollowerGate, LeaderGate, share_words
 from sglang_coserve.srt.safepoint.due_gate import DueGate
@@ -51,7 +51,8 @@ def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
     Raises:
         RuntimeError: the graphs of a GPU could not be captured again.
     """
-    if config.offline_policy == "fifo" or config.safepoint_interval == 0:
+    is_used = "safepoint_interval" not in FIELDS_WITHOUT_EFFECT[config.offline_policy]
+    if not is_used or config.safepoint_interval == 0:
         return Installed()
     layers = decoder_layers(scheduler.tp_worker.model_runner.model)
     reason = why_no_safepoints(scheduler, layers)

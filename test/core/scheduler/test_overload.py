@@ -1,0 +1,109 @@
+"""Shedding: who is refused, and how much room is left so that those who are served are in time."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.scheduler.scenarios import MODEL, NO_CACHE, online, rids, scheduler, snapshot
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.scheduler_config import OnlineOrder, Overload
+from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.core.step import StepPlan
+from sglang_coserve.metrics import SloTargets
+
+DECODING = RequestState.DECODING
+SHEDDING = ["coserve", "conserve", "hygen", "ooco", "non_preemptive"]
+TTFT = SloTargets(ttft_s=1.0)
+
+
+def shedding(policy: str = "coserve", targets: SloTargets = TTFT) -> Scheduler:
+    return scheduler(policy, targets=targets, overload=Overload.SHED)
+
+
+def plan_with_slack(brain: Scheduler, slack_s: float) -> StepPlan:
+    """A prompt that takes 30 ms."""
+    prompt = online(200, rid="prompt", arrival_s=slack_s - 1.0)
+    return brain.plan(snapshot(prompt), NO_CACHE)
+
+
+@pytest.mark.parametrize("policy", SHEDDING)
+def test_what_can_no_longer_make_it_is_refused_and_nothing_else(policy: str) -> None:
+    brain = shedding(policy)
+    assert plan_with_slack(brain, 0.032).shed == ()
+    refused = plan_with_slack(brain, 0.028)
+    assert refused.shed == ("prompt",)
+    assert refused.is_idle
+
+
+@pytest.mark.parametrize("policy", SHEDDING)
+def test_who_has_begun_is_not_refused(policy: str) -> None:
+    begun = online(200, RequestState.PREFILLING, computed=100, arrival_s=-3.0)
+    again = online(200, generated=5, arrival_s=-3.0, last_token_s=-2.0)
+    plan = shedding(policy).plan(snapshot(begun, again), NO_CACHE)
+    assert plan.shed == ()
+    assert {chunk.rid for chunk in plan.prefills} >= {*rids([begun])}
+
+
+def first_tokens(brain: Scheduler, ttft_s: float, count: int) -> None:
+    info = online(200).info
+    for _ in range(count):
+        brain.interference.allowance.first_token(info, ttft_s, None)
+
+
+def test_room_is_left_for_steps_that_take_longer_than_predicted() -> None:
+    """After ten late first tokens; a hundredth of them may be late."""
+    brain = shedding()
+    first_tokens(brain, 1.1, 10)
+    assert plan_with_slack(brain, 0.04).shed == ("prompt",)
+    first_tokens(brain, 0.9, 2000)
+    assert plan_with_slack(brain, 0.04).shed == ()
+
+
+def test_prompts_leave_the_decodes_in_time() -> None:
+    """Not even for a first token that would be late otherwise a decode waits."""
+    targets = SloTargets(ttft_s=1.0, tpot_s=0.1)
+    decodes = [online(10, DECODING) for _ in range(100)]
+    prompt = online(100, arrival_s=0.025 - 1.0)
+    best_effort = scheduler("coserve", targets=targets)
+    assert best_effort.plan(snapshot(*decodes, prompt), NO_CACHE).skips_decodes
+    plan = shedding(targets=targets).plan(snapshot(*decodes, prompt), NO_CACHE)
+    assert plan.shed == (*rids([prompt]),)
+    assert plan.batch.decode_requests == 100
+    assert not plan.skips_decodes
+
+
+def test_the_pace_of_decodes_is_kept_too() -> None:
+    """After ten requests that were too slow, a prompt gets less beside decodes."""
+    targets = SloTargets(ttft_s=10.0, tpot_s=0.1)
+    brain = shedding(targets=targets)
+
+    def predicted_s() -> float:
+        return brain.plan(snapshot(online(10, DECODING), online(5000)), NO_CACHE).predicted_s
+
+    before_s = predicted_s()
+    assert 0.09 < before_s <= 0.1
+    for _ in range(10):
+        brain.interference.allowance.finished(_info(), 0.2, None)
+    assert predicted_s() < before_s / 2
+
+
+def _info() -> RequestInfo:
+    return online(10).info
+
+
+@pytest.mark.parametrize(
+    ("order", "is_short"), [(OnlineOrder.FCFS, False), (OnlineOrder.VTC, True)]
+)
+def test_a_step_full_of_prompts_is_short_where_another_tenant_may_arrive(
+    order: OnlineOrder, is_short: bool
+) -> None:
+    """But for its first prompt, it takes half of the TTFT target: one who arrives waits for it."""
+    rows = [online(1500, user="flood") for _ in range(20)]
+    brain = scheduler("coserve", targets=TTFT, online_order=order)
+    plan = brain.plan(snapshot(*rows, max_batch_tokens=30_000), NO_CACHE)
+    assert (0.25 < plan.predicted_s <= 0.55) == is_short
+    long = [online(8000, user="flood"), *rows]
+    plan = brain.plan(snapshot(*long, max_batch_tokens=30_000), NO_CACHE)
+    assert plan.prefills[0].tokens == 8000
+    assert plan.predicted_s >= MODEL.compute_token_s * 8000

@@ -1,0 +1,104 @@
+"""Targets that requests bring along change plans under every policy that looks at targets."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.scheduler.scenarios import NO_CACHE, offline, online, queued, scheduler, snapshot
+from sglang_coserve.config import OFFLINE_POLICIES, CoserveConfig
+from sglang_coserve.core.allowance import Allowance
+from sglang_coserve.core.request import RequestClass, RequestState
+from sglang_coserve.core.slo import parse_slo
+from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.core.step import StepPlan
+from sglang_coserve.metrics import SloTargets
+
+DECODING = RequestState.DECODING
+WITH_TARGETS = [
+    policy
+    for policy in OFFLINE_POLICIES
+    if policy != "fifo" and not CoserveConfig(offline_policy=policy).ignores_targets
+]
+LOOSE = SloTargets(ttft_s=10.0, tpot_s=1.0)
+
+
+def decode_plan(policy: str, tpot_s: float | None) -> StepPlan:
+    """An online decode whose last token is new, and an offline prompt that could take 1 s."""
+    row = online(10, DECODING, tpot_s=tpot_s)
+    brain = scheduler(policy, queued(9000), targets=LOOSE)
+    return brain.plan(snapshot(row, offline(10)), NO_CACHE)
+
+
+@pytest.mark.parametrize("policy", WITH_TARGETS)
+def test_an_own_tpot_target_bounds_the_steps_of_its_decodes(policy: str) -> None:
+    assert decode_plan(policy, None).predicted_s > 0.06
+    assert decode_plan(policy, 0.06).predicted_s <= 0.06
+
+
+@pytest.mark.parametrize("policy", [policy for policy in WITH_TARGETS if policy != "hygen"])
+def test_an_own_tpot_target_may_be_looser(policy: str) -> None:
+    """HyGen's budget holds at all times."""
+
+    def predicted_s(tpot_s: float | None) -> float:
+        row = online(10, DECODING, tpot_s=tpot_s)
+        brain = scheduler(policy, queued(9000), targets=SloTargets(tpot_s=0.06))
+        return brain.plan(snapshot(row, offline(10)), NO_CACHE).predicted_s
+
+    assert predicted_s(None) <= 0.06
+    assert predicted_s(0.5) > 0.06
+
+
+@pytest.mark.parametrize("policy", WITH_TARGETS)
+def test_an_own_ttft_target_bounds_the_step_that_computes_it(policy: str) -> None:
+    """The prompt takes 20 ms; offline work may fill what is left until its first token is due."""
+
+    def predicted_s(ttft_s: float | None) -> float:
+        row = online(100, ttft_s=ttft_s)
+        brain = scheduler(policy, queued(9000), targets=LOOSE)
+        plan = brain.plan(snapshot(row, offline(10)), NO_CACHE)
+        assert plan.prefills[0].rid == row.info.rid
+        return plan.predicted_s
+
+    assert predicted_s(None) > 0.05
+    assert 0.02 <= predicted_s(0.05) <= 0.05
+
+
+@pytest.mark.parametrize("policy", WITH_TARGETS)
+def test_offline_work_leaves_a_late_own_target_alone(policy: str) -> None:
+    """Under BROS a lost deadline bounds nothing: that is its algorithm."""
+    row = online(100, ttft_s=0.05, arrival_s=-0.1)
+    plan = scheduler(policy, queued(9000), targets=LOOSE).plan(snapshot(row), NO_CACHE)
+    served = [chunk.rid for chunk in plan.prefills]
+    assert served[0] == row.info.rid
+    assert (served == [row.info.rid]) == (policy != "bros")
+
+
+# --- Who has yet to arrive ------------------------------------------------------------------
+
+
+def arrivals(allowance: Allowance, *own_ttft_s: float | None, alone_s: float = 0.01) -> float:
+    """Tell of first tokens that took as long as alone; return how long an arrival may wait."""
+    for target_s in own_ttft_s:
+        info = RequestInfo("r", RequestClass.ONLINE, 10, 10, 0.0, ttft_target_s=target_s)
+        allowance.first_token(info, alone_s, alone_s)
+    return allowance.arrival_s
+
+
+def allowance(*slos: str) -> Allowance:
+    return Allowance(tuple(map(parse_slo, slos)), ttft_prior_s=0.01, gap_prior_s=0.01)
+
+
+@pytest.mark.parametrize("slos", [(), ("ttft p99 <= 10s",)])
+def test_steps_are_bounded_for_arrivals_as_strict_as_those_before(slos: tuple[str, ...]) -> None:
+    assert arrivals(allowance(*slos), *[None] * 50) >= 1.25
+    assert arrivals(allowance(*slos), *[None] * 50, 0.1, 0.1) <= 0.1 / 2
+
+
+def test_what_a_hundredth_of_the_requests_bring_along_does_not_count() -> None:
+    """They may be harmed, as under an SLO for P99."""
+    assert arrivals(allowance(), 0.1, *[None] * 60) < 0.1
+    assert arrivals(allowance(), 0.1, *[None] * 200) > 100
+
+
+def test_a_target_that_nobody_could_keep_does_not_count() -> None:
+    assert arrivals(allowance(), *[0.001] * 50, alone_s=0.01) > 100

@@ -1,0 +1,189 @@
+"""Every setting acts under every policy, or its flag is refused there."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from core.scheduler.scenarios import MODEL, TARGETS
+from core.scheduler.tiny_engine import TinyEngine
+from sglang_coserve.config import FIELDS_WITHOUT_EFFECT, OFFLINE_POLICIES, CoserveConfig
+from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest, pack_tokens
+from sglang_coserve.core.policies import make_policy
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.scheduler_config import OnlineOrder, Overload, SchedulerConfig
+from sglang_coserve.core.slo import deadlines
+from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.core.step import StepPlan
+from sglang_coserve.errors import ConfigError
+from sglang_coserve.metrics import SloTargets
+
+SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "iteration_budget_ms": (20.0, {"iteration_budget_s": 0.02}),
+    "offline_max_running": (2, {"max_offline_rows": 2}),
+    "online_order": ("vtc", {"online_order": OnlineOrder.VTC}),
+    "overload": ("shed", {"overload": Overload.SHED}),
+    "offline_utility_ratio": (0.0, {"utility_ratio": 0.0}),
+    "offline_random_picks": (0, {"random_picks": 0}),
+}
+"""By flag: a value, and what the core makes of it. The other flags act outside of the core."""
+
+VALUES: dict[str, dict[str, Any]] = {
+    **{name: {name: value} for name, (value, _) in SETTINGS.items()},
+    "slo_ttft_ms": {"slo_ttft_ms": 100.0},
+    "slo_tpot_ms": {"slo_tpot_ms": 20.0},
+    "slo": {"slo": ("ttft p99 <= 300ms",)},
+    "online_slowdown": {"online_slowdown": "10%"},
+    "offline_objectives": {"offline_objectives": ("night",)},
+    "latency_profile": {"latency_profile": "profile.json"},
+    "startup_profile_seconds": {"startup_profile_seconds": 3.0},
+    "safepoint_interval": {"safepoint_interval": 2},
+    "safepoint_decode_graphs": {"safepoint_decode_graphs": True, "safepoint_interval": 2},
+    "record_plans": {"record_plans": "plans.jsonl"},
+    "kv_checkpoint": {"kv_checkpoint": "eager"},
+    "kv_checkpoint_host_gb": {"kv_checkpoint_host_gb": 1.0, "kv_checkpoint": "lazy"},
+    "kv_checkpoint_offline_share": {"kv_checkpoint_offline_share": 0.5, "kv_checkpoint": "lazy"},
+    "kv_checkpoint_online_share": {
+        "kv_checkpoint_online_share": 0.1,
+        "kv_checkpoint_offline_share": 0.9,
+        "kv_checkpoint": "eager",
+    },
+    "kv_checkpoint_watermark": {"kv_checkpoint_watermark": 0.5, "kv_checkpoint": "pressure"},
+    "media_sources": {"media_sources": "inline"},
+    "coserve_data_dir": {"coserve_data_dir": "data"},
+    **{
+        name: {name: 7, "coserve_data_dir": "data"}
+        for name in (
+            *("batch_max_upload_mib", "batch_max_lines", "batch_max_in_flight"),
+            *("batch_max_active", "batch_max_active_per_key", "batch_max_stored_gib_per_key"),
+        )
+    },
+    "batch_webhook_url": {"batch_webhook_url": "https://a.example", "coserve_data_dir": "data"},
+    "batch_webhook_allow_private": {
+        "batch_webhook_allow_private": True,
+        "batch_webhook_url": "http://127.0.0.1",
+        "coserve_data_dir": "data",
+    },
+}
+"""By flag: a value that is not its default, with the flags that it needs."""
+
+PLANNING = [policy for policy in OFFLINE_POLICIES if policy != "fifo"]
+
+
+TIGHT = SloTargets(ttft_s=1.0, tpot_s=0.0115)
+"""Not all decodes fit a step."""
+
+
+def decided(
+    policy: str,
+    stop_share: float,
+    targets: SloTargets,
+    online_share: float,
+    settings: Mapping[str, Any],
+) -> list[StepPlan]:
+    """What is planned while first only offline requests come, then online ones among them: one
+    user floods, another does not. With a share of 0.7 they are more than can be served."""
+    config = SchedulerConfig(**settings)
+    made = make_policy(policy, config)
+    queue = OfflineQueue(made.queue_config(0))
+    scheduler = Scheduler(made, MODEL, deadlines(targets), queue, config)
+    engine = TinyEngine(
+        scheduler,
+        MODEL,
+        kv_tokens=4096,
+        page_tokens=16,
+        slots=16,
+        max_batch_tokens=512,
+        stop_share=stop_share,
+    )
+    rng = random.Random(3)
+    for number in range(150):
+        is_online = number >= 30 and rng.random() < online_share
+        request_class = RequestClass.ONLINE if is_online else RequestClass.OFFLINE
+        user = rng.choice(["flood"] * 5 + ["other"])
+        prompt_tokens = rng.randint(50, 400)
+        info = RequestInfo(f"r{number}", request_class, prompt_tokens, 20, engine.now_s, user=user)
+        engine.arrive(info)
+        if not is_online:
+            tokens = pack_tokens([number % 3] * 40 + [number] * (prompt_tokens - 40))
+            scheduler.add_offline(QueuedRequest(info.rid, tokens, engine.now_s, 20))
+        if number < 30 or number % 3 == 0:
+            engine.step()
+    for _ in range(60):
+        engine.step()
+    return engine.log
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("policy", PLANNING)
+def test_a_setting_acts_or_its_flag_is_refused(policy: str, name: str) -> None:
+    value, setting = SETTINGS[name]
+    acts = any(
+        decided(policy, share, *load, setting) != decided(policy, share, *load, {})
+        for share in (1.0, 0.25)
+        for load in ((TARGETS, 0.7), (TIGHT, 0.1))
+    )
+    assert acts != (name in FIELDS_WITHOUT_EFFECT[policy])
+    flags: dict[str, Any] = {"offline_policy": policy, name: value}
+    if acts:
+        assert getattr(CoserveConfig(**flags), name) == value
+    else:
+        with pytest.raises(ConfigError, match=f"has no effect with --offline-policy {policy}"):
+            CoserveConfig(**flags)
+
+
+@pytest.mark.parametrize("policy", OFFLINE_POLICIES)
+@pytest.mark.parametrize("name", VALUES)
+def test_every_flag_is_taken_or_refused_by_every_policy(policy: str, name: str) -> None:
+    values = VALUES[name]
+    if name in FIELDS_WITHOUT_EFFECT[policy]:
+        flag = "--" + name.replace("_", "-")
+        # A flag that it needs may be refused before it.
+        told = "--safepoint-" if name == "safepoint_decode_graphs" else f"{flag} "
+        with pytest.raises(ConfigError, match=f"{told}.*no effect with --offline-policy {policy}"):
+            CoserveConfig(offline_policy=policy, **values)
+    else:
+        config = CoserveConfig(offline_policy=policy, **values)
+        assert {name: getattr(config, name) for name in values} == values
+
+
+def test_every_flag_is_among_them() -> None:
+    fields = {field.name: field.default for field in dataclasses.fields(CoserveConfig)}
+    assert VALUES.keys() == fields.keys() - {"offline_policy"}
+    assert all(values[name] != fields[name] for name, values in VALUES.items())
+
+
+@pytest.mark.parametrize("name", [name for name, values in VALUES.items() if len(values) > 1])
+def test_a_flag_is_refused_without_what_it_needs(name: str) -> None:
+    alone = {name: VALUES[name][name]}
+    with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):
+        CoserveConfig(offline_policy="coserve", **alone)
+
+
+@pytest.mark.parametrize("policy", OFFLINE_POLICIES)
+def test_what_is_turned_off_may_be_said_to_be(policy: str) -> None:
+    CoserveConfig(offline_policy=policy, safepoint_interval=0, startup_profile_seconds=0.0)
+
+
+def test_fifo_refuses_targets_that_are_relative() -> None:
+    with pytest.raises(ConfigError, match="relative to online requests alone has no effect"):
+        CoserveConfig(offline_policy="fifo", slo=("ttft p99 <= +10%",))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("offline_utility_ratio", 1.5),
+        ("offline_utility_ratio", float("nan")),
+        ("offline_random_picks", -1),
+        ("batch_max_in_flight", 0),
+    ],
+)
+def test_values_out_of_range_name_the_flag(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):
+        CoserveConfig(offline_policy="coserve", **{name: value})

@@ -1,0 +1,125 @@
+"""Online requests ordered by tenant and refused under overload, on the real scheduler."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+import pytest
+
+from srt.conftest import Reference
+from srt.scripted_engine import EngineProcess, Iteration, ScriptedEngine, Spec
+from srt.test_scheduler import first_pass, prompt
+
+LOOSE = {
+    "offline_policy": "coserve",
+    "startup_profile_seconds": 0.0,
+    "slo_ttft_ms": 60_000.0,
+    "slo_tpot_ms": 60_000.0,
+}
+NUM_FLOOD = 10
+PROMPT_TOKENS = 112
+"""One prompt fits a step."""
+
+
+@pytest.fixture(params=[(False, 1), (True, 16)], ids=["normal-page1", "overlap-page16"])
+def fair(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
+    """An engine that orders and refuses; requests bring targets that cannot be met."""
+    overlap, page_size = request.param
+    coserve = {**LOOSE, "online_order": "vtc", "overload": "shed"}
+    process = start_engine(overlap=overlap, page_size=page_size, coserve=coserve)
+    assert isinstance(process, EngineProcess)
+    return process
+
+
+def offline_load(engine: ScriptedEngine) -> list[Any]:
+    return [engine.request(f"off{i}", prompt(90 + i, 60), 16, offline=True) for i in range(4)]
+
+
+def run_flood(engine: ScriptedEngine, num_offline: int) -> list[Iteration]:
+    """One tenant sends ten prompts at once, another three a little later."""
+
+    def of_tenant(tenant: str, number: int) -> Any:
+        tokens = prompt(ord(tenant[0]) + number, PROMPT_TOKENS)
+        request = engine.request(f"{tenant}{number}", tokens, 4)
+        request.sampling_params.custom_params = {"_coserve_user": tenant}
+        return request
+
+    def script(iteration: int) -> list[Any]:
+        if iteration == 0:
+            flood = [of_tenant("flood", number) for number in range(NUM_FLOOD)]
+            return offline_load(engine)[:num_offline] + flood
+        if iteration > 2:
+            raise StopIteration
+        return [of_tenant("modest", number) for number in range(3)] if iteration == 2 else []
+
+    iterations = engine.run(script)
+    engine.assert_nothing_leaked()
+    return iterations
+
+
+@pytest.mark.parametrize("num_offline", [0, 4])
+def test_a_tenant_that_floods_delays_no_other(fair: EngineProcess, num_offline: int) -> None:
+    """From its arrival on the other has every second prompt; also without offline work, where
+    SGLang would plan alone."""
+    iterations = fair.call(run_flood, num_offline)
+    flood = [first_pass(iterations, f"flood{number}") for number in range(NUM_FLOOD)]
+    modest = [first_pass(iterations, f"modest{number}") for number in range(3)]
+    assert flood == sorted(flood)
+    assert modest == sorted(modest)
+    before = [sum(place < each for place in flood) for each in modest]
+    in_flight = before[0]
+    assert in_flight <= 4, "those that were served, or on their way, when the other came"
+    assert before[2] <= in_flight + 2
+
+
+SPECS: list[Spec] = [(f"on{i}", prompt(i, 40 + 20 * i), 6, False) for i in range(6)]
+LATE = ("on1", "on2", "on5")
+
+
+def run_overload(engine: ScriptedEngine, num_offline: int) -> dict[str, Any]:
+    """Half of the requests have a target that nobody could meet."""
+    refused: dict[str, Any] = {}
+    sender = engine.scheduler.ipc_channels.send_to_tokenizer
+    send_output = sender.send_output
+
+    def noted(output: Any, *args: Any) -> Any:
+        if getattr(output, "finished_reason", None) is not None:
+            refused[output.rid] = output.finished_reason["status_code"]
+        return send_output(output, *args)
+
+    shed_before = engine.scheduler.parts.status.state()["online"]["shed"]
+    requests = offline_load(engine)[:num_offline]
+    for spec in SPECS:
+        request = engine.request(*spec[:3])
+        if spec[0] in LATE:
+            request.sampling_params.custom_params = {"coserve_slo_ttft_ms": 0.001}
+        requests.append(request)
+    sender.send_output = noted
+    try:
+        engine.run(requests)
+    finally:
+        sender.send_output = send_output
+    outputs = {spec[0]: engine.output(spec[0]) for spec in SPECS}
+    engine.assert_nothing_leaked()
+    return {
+        "refused": refused,
+        "outputs": outputs,
+        "known": len(engine.scheduler.parts.ledger),
+        "shed": engine.scheduler.parts.status.state()["online"]["shed"] - shed_before,
+        "offline": [len(engine.output(f"off{i}")) for i in range(num_offline)],
+    }
+
+
+@pytest.mark.parametrize("num_offline", [0, 4])
+def test_only_what_can_no_longer_make_it_is_refused(
+    fair: EngineProcess, reference_outputs: Reference, num_offline: int
+) -> None:
+    found = fair.call(run_overload, num_offline)
+    assert found["refused"] == dict.fromkeys(LATE, HTTPStatus.SERVICE_UNAVAILABLE)
+    assert all(isinstance(code, HTTPStatus) for code in found["refused"].values())
+    served = [spec for spec in SPECS if spec[0] not in LATE]
+    assert {rid: found["outputs"][rid] for rid, *_ in served} == reference_outputs(served)
+    assert all(found["outputs"][rid] == [] for rid in LATE)
+    assert (found["known"], found["shed"]) == (0, len(LATE))
+    assert found["offline"] == [16] * num_offline
