@@ -116,7 +116,7 @@ def test_owners_take_turns_at_validation(tmp_path: Path, monkeypatch: pytest.Mon
         scene = await opened(tmp_path, ScriptedBackend(holds=True))
         async with scene.service:
             for _ in range(5):
-                await scene.create(lines(2000), owner="greedy")
+                await scene.create(lines(20_000), owner="greedy")
             await scene.clock.until(lambda: len(begun) == 2)
             small = await scene.create(lines(1), owner="modest")
             await scene.reaches(small.id, "in_progress", owner="modest")

@@ -167,7 +167,10 @@ class CoserveBatch(BaseModel):
     weight: float
 
     eta: int | None
-    """When the batch is expected to be complete; None when that is not known."""
+    """P50 of when the batch will be complete; None when that is not known."""
+
+    eta_p95: int | None
+    """P95 of it: of 20 such batches 19 are complete by then."""
 
     rate_tokens_per_s: float | None
     """The batch's share of the measured offline throughput."""

@@ -303,7 +303,8 @@ class BatchService:
         """Begin a batch. The same key and request again return the same batch.
 
         Raises:
-            BatchRequestError: the endpoint or the window cannot be used.
+            BatchRequestError: the endpoint or the window cannot be used, or the window cannot
+                be kept.
             ConflictError: the key was used for another request.
             TooManyError: too many batches are unfinished.
             QuotaError: the owner has too much on the disk.

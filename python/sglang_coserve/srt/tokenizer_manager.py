@@ -116,7 +116,10 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
 
     def _create_tokenized_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            custom_params = with_client_marks(obj.sampling_params.get("custom_params"))
+            custom_params = with_client_marks(
+                obj.sampling_params.get("custom_params"),
+                keeps_deadlines=config_of(self.server_args).offline_policy != "fifo",
+            )
         except RequestError as error:
             # SGLang's doors turn a ValueError into a 400.
             raise ValueError(str(error)) from error
