@@ -75,7 +75,7 @@ class Feed(Source):
             self._coming = next(self._batches, None)
         return super().arrived(until_s)
 
-    def refill(self, num_waiting: int, num_running: int, now_s: float) -> Iterator[SimRequest]:
+    def refill(self, _num_waiting: int, _num_running: int, now_s: float) -> Iterator[SimRequest]:
         """Send lines, of the owner and the batch that were served least."""
         while len(self._lines) < _MAX_IN_FLIGHT:
             waiting = [batch for batch in self._running if batch.unsent]
@@ -175,8 +175,6 @@ class Feed(Source):
         """Note what was served since the last look, as ``batch.forecaster`` does."""
         totals = Served(self._rate.total_tokens, self._rate.busy_s)
         hour = int(self.now_s() // HOUR_S)
-        served = Served(
-            totals.tokens - self._counted.tokens, totals.busy_s - self._counted.busy_s
-        )
+        served = Served(totals.tokens - self._counted.tokens, totals.busy_s - self._counted.busy_s)
         self._hours[hour] = self._hours.get(hour, Served()) + served
         self._counted = totals
