@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sglang_coserve.batch.fair_slots import Lane
+from sglang_coserve.batch.output_lengths import OutputLengths
 from sglang_coserve.batch.record import BatchRecord, Progress, Status, Usage
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.simulator.binding import from_trace
@@ -31,6 +32,11 @@ class Line:
     limit_tokens: int
     estimated_tokens: int
 
+    @property
+    def body(self) -> dict[str, int]:
+        """What of its body tells how long its answer may be."""
+        return {"max_tokens": self.limit_tokens}
+
     def request(self, seed: int) -> SimRequest:
         """Return it as an offline request of the simulator."""
         trace = TraceRequest(self.index, 0.0, self.prompt_tokens, self.output_tokens)
@@ -50,6 +56,7 @@ class SimBatch:
     lines: Sequence[Line]
     lane: Lane = field(init=False)
     unsent: deque[Line] = field(init=False)
+    lengths: OutputLengths = field(default_factory=OutputLengths)
     completed: int = 0
     took_tokens: int = 0
     estimated_done_tokens: int = 0

@@ -92,6 +92,7 @@ class Feed(Source):
             line = batch.unsent.popleft()
             request = line.request(batch.number)
             request.arrive_at(now_s)
+            request.expected_output_tokens = batch.lengths.expected(line.body)
             self._lines[request.info.rid] = batch, line
             for share in (batch.lane, self._owners[batch.owner]):
                 share.begin(line.estimated_tokens)
@@ -106,6 +107,7 @@ class Feed(Source):
         self._rate.add(tokens)
         for share in (batch.lane, self._owners[batch.owner]):
             share.end(line.estimated_tokens, tokens)
+        batch.lengths.add(line.body, line.output_tokens)
         batch.completed += 1
         batch.took_tokens += tokens
         batch.estimated_done_tokens += line.estimated_tokens

@@ -70,7 +70,7 @@ class _Feed(Source):
             line = self._unsent.popleft()
             request = line.request(self._seed)
             request.arrive_at(now_s)
-            request.expected_output_tokens = self._lengths.expected(_body(line))
+            request.expected_output_tokens = self._lengths.expected(line.body)
             self._in_flight[request.info.rid] = line
             yield request
 
@@ -78,15 +78,11 @@ class _Feed(Source):
         """See ``Observer``."""
         if event is RequestEvent.FINISHED:
             line = self._in_flight.pop(request.info.rid)
-            self._lengths.add(_body(line), line.output_tokens)
+            self._lengths.add(line.body, line.output_tokens)
 
     def on_iteration(self, record: IterationRecord) -> None:
         """See ``Observer``."""
         self.rows.append((record.end_s, record.offline_running))
-
-
-def _body(line: Line) -> dict[str, int]:
-    return {"max_tokens": line.limit_tokens}
 
 
 def _lines(kind: str, rng: random.Random, count: int) -> list[Line]:

@@ -57,6 +57,9 @@ def test_a_window_that_cannot_be_kept_is_refused_with_one_that_can(tmp_path: Pat
                 "completion_window",
             )
             assert not (await service.list_batches(OWNER)).data
+            late = await service.create_batch(OWNER, wanted(file, "10s", best_effort=True))
+            assert late.status == "validating"
+            await service.cancel_batch(OWNER, late.id)
             enough = str(caught.value).partition("ask for ")[2].partition(" ")[0]
             batch = await service.create_batch(OWNER, wanted(file, enough))
             assert batch.status == "validating" and batch.coserve.warning is None

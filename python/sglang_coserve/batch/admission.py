@@ -105,6 +105,7 @@ def raise_if_too_short(batch: BatchRecord, outlook: Outlook) -> None:
         f"a completion_window of {batch.completion_window} cannot be kept: about"
         f" {batch.estimated_tokens:,} tokens take {window_text(p50_s)} (P50), and"
         f" {window_text(outlook.first_s)} at the best, beside the batches and the online requests"
-        f" there are; ask for {window_text(p95_s)} (P95) or more, or split the file"
+        f" there are; ask for {window_text(p95_s)} (P95) or more, split the file, or set"
+        " coserve.best_effort to have what can be finished"
     )
     raise BatchRequestError(message, code="window_too_short", param="completion_window")

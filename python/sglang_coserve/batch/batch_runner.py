@@ -55,9 +55,12 @@ class BatchRunner:
             self._lead(record)
         self._watching = asyncio.create_task(self._watch())
 
-    async def create(self, wanted: BatchRecord) -> BatchRecord:
-        """Store a batch and lead it to its end; see ``batch_rows.create`` for what it raises."""
-        return await _to_its_end(self._create(wanted))
+    async def create(self, wanted: BatchRecord, *, best_effort: bool = False) -> BatchRecord:
+        """Store a batch and lead it to its end; see ``batch_rows.create`` for what it raises.
+
+        Unless with ``best_effort``, one whose window cannot be kept is refused, too.
+        """
+        return await _to_its_end(self._create(wanted, best_effort))
 
     async def change(self, batch_id: str, event: Event, owner: str | None) -> BatchRecord:
         """Take a batch of ``owner``, or of anybody, through an event that comes from outside.
@@ -98,7 +101,7 @@ class BatchRunner:
         with suppress(StorageError):
             await self._forecaster.write()
 
-    async def _create(self, wanted: BatchRecord) -> BatchRecord:
+    async def _create(self, wanted: BatchRecord, best_effort: bool) -> BatchRecord:
         limits, directory = self._context.limits, self._context.directory
         wanted = replace(wanted, estimated_tokens=await self._estimate_tokens(wanted))
         outlook = self.outlooks([wanted])[wanted.id]
@@ -106,7 +109,8 @@ class BatchRunner:
 
         def check(used_bytes: int) -> None:
             raise_if_over(used_bytes, limits.max_stored_bytes_per_owner, directory.free_bytes)
-            raise_if_too_short(wanted, outlook)
+            if not best_effort:
+                raise_if_too_short(wanted, outlook)
 
         record, is_new = await self._context.store.run(
             batch_rows.create,

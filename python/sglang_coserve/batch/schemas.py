@@ -88,6 +88,10 @@ class CoserveOptions(BaseModel):
     weight: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False, strict=False)] = 1.0
     """Share of the engine among their owner's batches of one priority."""
 
+    best_effort: bool = False
+    """True to begin also where the window cannot be kept: lines that are not finished when it
+    closes expire."""
+
 
 _MetadataKey = Annotated[str, Field(max_length=64)]
 _MetadataValue = Annotated[str, Field(max_length=512)]

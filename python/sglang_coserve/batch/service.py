@@ -310,7 +310,8 @@ class BatchService:
             QuotaError: the owner has too much on the disk.
         """
         wanted = new_batch(owner, request, idempotency_key, self._context)
-        return self._shown(await self._runner.create(wanted))
+        best_effort = request.coserve.best_effort
+        return self._shown(await self._runner.create(wanted, best_effort=best_effort))
 
     async def retrieve_batch(self, owner: str | None, batch_id: str) -> BatchObject:
         """Return one batch."""
