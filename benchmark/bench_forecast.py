@@ -79,9 +79,9 @@ def _live(given: argparse.Namespace) -> None:
 
 
 def _settings(given: argparse.Namespace) -> dict[str, Any]:
-    settings = {name: value for name, value in vars(given).items() if name != "out"}
-    settings["trace"] = [Path(trace).name for trace in given.trace]
-    return settings
+    names = ("slo_ttft_ms", "slo_tpot_ms", "seed", "lines", "rows", "seeds")
+    settings = {name: getattr(given, name) for name in names}
+    return {"trace": [Path(trace).name for trace in given.trace], **settings}
 
 
 def _calibrated(trace: str, given: argparse.Namespace) -> dict[str, Any]:
