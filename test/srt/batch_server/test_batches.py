@@ -161,3 +161,21 @@ def test_keys_are_those_of_every_route(deployment: Deployment) -> None:
             client.batches.list()
     bare = httpx.post(f"{deployment.base_url}/v1/files", content=b"x" * 100)
     assert bare.status_code == 401
+
+
+def test_a_deadline_of_a_single_request_is_kept_or_refused(
+    deployment: Deployment, client: openai.OpenAI
+) -> None:
+    policy = deployment.status()["replicas"][0]["config"]["offline_policy"]
+    assert policy == "fifo"
+    ask = {"model": "small", "prompt": "The old mill", "max_tokens": 2}
+    with pytest.raises(openai.BadRequestError, match="this server keeps no coserve_deadline_s"):
+        client.completions.create(
+            **ask, extra_body={"service_tier": "flex", "coserve_deadline_s": 60}
+        )
+    with pytest.raises(openai.BadRequestError, match="is for offline requests"):
+        client.completions.create(**ask, extra_body={"coserve_deadline_s": 60})
+    # A gateway says how long it would let any request wait.
+    told = {"x-llm-d-inference-ttl": "90s"}
+    for extra in ({}, {"service_tier": "flex"}):
+        assert client.completions.create(**ask, extra_body=extra, extra_headers=told).choices
