@@ -137,8 +137,8 @@ class Feed(Source):
         self._running.append(batch)
         recent_per_s = self._rate.per_s()
         assert recent_per_s is not None
-        forecast_s = self._forecast(batch, RateForecast(recent_per_s, self._hours))
-        minute_s = self._forecast(batch, RateForecast(recent_per_s))
+        forecast_s = self._forecast(batch, RateForecast(recent_per_s, batch.arrival_s, self._hours))
+        minute_s = self._forecast(batch, RateForecast(recent_per_s, batch.arrival_s))
         self._admitted[batch.number] = (
             forecast_s,
             self._errors.finish(forecast_s),

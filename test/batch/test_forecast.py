@@ -20,31 +20,30 @@ def hours(*rates: float) -> dict[int, Served]:
 
 
 def test_without_history_the_measured_rate_goes_on() -> None:
-    rate = RateForecast(2.0)
-    assert rate.delay_s(100.0, 12345.0) == pytest.approx(50.0)
-    assert rate.delay_s(2 * 40 * 86_400.0, 12345.0) == pytest.approx(40 * 86_400.0)
+    rate = RateForecast(2.0, 12345.0)
+    assert rate.delay_s(100.0) == pytest.approx(50.0)
+    assert rate.delay_s(2 * 40 * 86_400.0) == pytest.approx(40 * 86_400.0)
 
 
 def test_an_hour_of_the_day_is_expected_to_be_as_it_was() -> None:
     """Yesterday offline work got 10 tokens/s in the first hour of the day, and 1 in the second."""
-    rate = RateForecast(10.0, hours(10.0, 1.0))
-    tomorrow_s = 24 * HOUR_S
-    assert rate.delay_s(10 * HOUR_S, tomorrow_s) == pytest.approx(HOUR_S, rel=0.01)
+    served, tomorrow_s = hours(10.0, 1.0), 24 * HOUR_S
+    rate = RateForecast(10.0, tomorrow_s, served)
+    assert rate.delay_s(10 * HOUR_S) == pytest.approx(HOUR_S, rel=0.01)
     # Half an hour at 10, then at 1; without history it would be 45 minutes.
-    tokens = 10 * HOUR_S / 2 + 10 * HOUR_S / 4
-    late_s = rate.delay_s(tokens, tomorrow_s + HOUR_S / 2)
-    assert late_s > 1.5 * HOUR_S
+    rate = RateForecast(10.0, tomorrow_s + HOUR_S / 2, served)
+    assert rate.delay_s(10 * HOUR_S / 2 + 10 * HOUR_S / 4) > 1.5 * HOUR_S
 
 
 def test_an_hour_that_has_only_begun_is_weighed_with_the_last_minute() -> None:
     """A minute at 1 token/s, and 10 tokens/s as measured last: 5.5 in between."""
-    rate = RateForecast(10.0, {0: Served(60.0, 60.0)})
-    assert rate.delay_s(55.0, 60.0) == pytest.approx(10.0)
+    rate = RateForecast(10.0, 60.0, {0: Served(60.0, 60.0)})
+    assert rate.delay_s(55.0) == pytest.approx(10.0)
 
 
 def test_a_rate_of_weeks_ago_is_forgotten() -> None:
-    rate = RateForecast(10.0, hours(1.0))
-    assert rate.delay_s(100.0, 30 * 24 * HOUR_S) == pytest.approx(10.0)
+    rate = RateForecast(10.0, 30 * 24 * HOUR_S, hours(1.0))
+    assert rate.delay_s(100.0) == pytest.approx(10.0)
 
 
 @given(
@@ -53,9 +52,8 @@ def test_a_rate_of_weeks_ago_is_forgotten() -> None:
     more=st.floats(0, 1e6),
 )
 def test_more_tokens_never_take_less_time(rates: list[float], tokens: float, more: float) -> None:
-    rate = RateForecast(5.0, hours(*rates))
-    now_s = len(rates) * HOUR_S + 17.0
-    assert rate.delay_s(tokens + more, now_s) >= rate.delay_s(tokens, now_s) - 1e-6
+    rate = RateForecast(5.0, len(rates) * HOUR_S + 17.0, hours(*rates))
+    assert rate.delay_s(tokens + more) >= rate.delay_s(tokens) - 1e-6
 
 
 def test_p95_holds_for_errors_of_any_distribution() -> None:

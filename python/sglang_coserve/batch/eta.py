@@ -23,6 +23,9 @@ __all__ = ["Outlook", "Work", "outlooks", "remaining_tokens", "served_before"]
 _PRIOR_LINES: Final = 20
 """The estimate weighs as much as this many finished lines."""
 
+_CENTURY_S: Final = 100 * 365 * 86_400.0
+"""What takes longer is said to take so long: calendars end."""
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -138,7 +141,7 @@ def outlooks(
 
     Args:
         batches: Those that are being served, or soon will be.
-        rate: Of all offline work.
+        rate: Of all offline work, from now on.
         now_s: Seconds since the epoch.
         errors: What became of earlier forecasts.
         token_bias: What finished batches took, over what was expected of their lines.
@@ -153,8 +156,8 @@ def outlooks(
         if not batch.estimated_tokens:
             found[batch.id] = Outlook(None, None, False, False)
             continue
-        forecast_s = rate.delay_s(served, now_s)
-        first_s = rate.delay_s(_served_to_all(work.tokens, totals.values()), now_s)
+        forecast_s = rate.delay_s(served)
+        first_s = rate.delay_s(_served_to_all(work.tokens, totals.values()))
         found[batch.id] = _outlook(batch, work, forecast_s, first_s, now_s, errors)
     return found
 
@@ -173,11 +176,11 @@ def _outlook(
     # A window that cannot be kept must not push aside those that can.
     is_possible = first.p50_s <= left_s
     return Outlook(
-        eta_s=now_s + finish.p50_s,
+        eta_s=now_s + min(finish.p50_s, _CENTURY_S),
         rate_tokens_per_s=work.tokens / finish.p50_s if finish.p50_s else None,
         is_urgent=is_possible and finish.p95_s > left_s,
         is_late=finish.p50_s > left_s,
-        eta_p95_s=now_s + finish.p95_s,
+        eta_p95_s=now_s + min(finish.p95_s, _CENTURY_S),
         forecast_s=forecast_s,
         first_s=first.p05_s,
     )

@@ -50,7 +50,7 @@ class Forecaster:
         """Return what is to be expected of ``batches``, of which no other is served, by id."""
         now_s = self._clock.now_s()
         recent_per_s = self._backend.load().offline_tokens_per_s
-        rate = RateForecast(recent_per_s, self._hours) if recent_per_s else None
+        rate = RateForecast(recent_per_s, now_s, self._hours) if recent_per_s else None
         bias = 1.0
         if self._took_tokens and self._expected_tokens:
             bias = self._took_tokens / self._expected_tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 __all__ = ["HOUR_S", "REMEMBERED_HOURS", "RateForecast", "Served"]
@@ -33,49 +33,51 @@ class Served:
         return Served(self.tokens + other.tokens, self.busy_s + other.busy_s)
 
 
-@dataclass(frozen=True, slots=True)
 class RateForecast:
-    """Tokens a second, hour by hour."""
+    """Tokens a second, hour by hour, as forecast at one moment."""
 
-    recent_per_s: float
-    """The rate of the last minute with work; more than 0."""
-
-    hours: Mapping[int, Served] = field(default_factory=dict)
-    """What was served, by the hour since the epoch."""
-
-    def delay_s(self, tokens: float, now_s: float) -> float:
-        """Return the seconds in which ``tokens`` are served from now on. O(hours known).
+    def __init__(
+        self, recent_per_s: float, now_s: float, hours: Mapping[int, Served] | None = None
+    ) -> None:
+        """Forecast from now on. O(hours known).
 
         An hour of the day without history is taken to be like this one.
+
+        Args:
+            recent_per_s: The rate of the last minute with work; more than 0.
+            now_s: Seconds since the epoch.
+            hours: What was served, by the hour since the epoch.
         """
-        by_hour = self._by_hour_of_day(now_s)
         here = int(now_s // HOUR_S)
-        here_per_s = self._mean(by_hour.get(here % _HOURS, Served()), self.recent_per_s)
-        rates = [here_per_s]
+        by_hour = _by_hour_of_day(hours or {}, here - REMEMBERED_HOURS)
+        here_per_s = _mean(by_hour.get(here % _HOURS, Served()), recent_per_s)
+        self._per_s = [here_per_s]
         for ahead in range(1, _HOURS):
             served = by_hour.get((here + ahead) % _HOURS, Served())
-            rates.append(self._mean(served, here_per_s))
-        until_s = (here + 1) * HOUR_S - now_s
-        delay_s = 0.0
-        a_day = HOUR_S * sum(rates)
-        days = max(0, math.floor(tokens / a_day) - 1)
-        tokens -= days * a_day
-        ahead = 0
-        while tokens > rates[ahead % _HOURS] * until_s:
-            tokens -= rates[ahead % _HOURS] * until_s
-            delay_s += until_s
-            until_s = HOUR_S
+            self._per_s.append(_mean(served, here_per_s))
+        self._a_day = HOUR_S * sum(self._per_s)
+        self._here_s = (here + 1) * HOUR_S - now_s
+
+    def delay_s(self, tokens: float) -> float:
+        """Return the seconds in which ``tokens`` are served. O(1)."""
+        days = max(0, math.floor(tokens / self._a_day) - 1)
+        tokens -= days * self._a_day
+        delay_s, left_s, ahead = days * _HOURS * HOUR_S, self._here_s, 0
+        while tokens > (served := self._per_s[ahead % _HOURS] * left_s):
+            tokens -= served
+            delay_s += left_s
+            left_s = HOUR_S
             ahead += 1
-        return days * _HOURS * HOUR_S + delay_s + tokens / rates[ahead % _HOURS]
+        return delay_s + tokens / self._per_s[ahead % _HOURS]
 
-    def _by_hour_of_day(self, now_s: float) -> dict[int, Served]:
-        oldest = int(now_s // HOUR_S) - REMEMBERED_HOURS
-        found: dict[int, Served] = {}
-        for hour, served in self.hours.items():
-            if hour > oldest:
-                found[hour % _HOURS] = found.get(hour % _HOURS, Served()) + served
-        return found
 
-    @staticmethod
-    def _mean(served: Served, otherwise_per_s: float) -> float:
-        return (served.tokens + _RECENT_S * otherwise_per_s) / (served.busy_s + _RECENT_S)
+def _by_hour_of_day(hours: Mapping[int, Served], oldest: int) -> dict[int, Served]:
+    found: dict[int, Served] = {}
+    for hour, served in hours.items():
+        if hour > oldest:
+            found[hour % _HOURS] = found.get(hour % _HOURS, Served()) + served
+    return found
+
+
+def _mean(served: Served, otherwise_per_s: float) -> float:
+    return (served.tokens + _RECENT_S * otherwise_per_s) / (served.busy_s + _RECENT_S)
