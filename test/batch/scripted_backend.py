@@ -65,6 +65,8 @@ class ScriptedBackend:
     tokens_per_s: float | None = None
     max_in_flight: int | None = None
     is_online_busy: bool = False
+    total_tokens: int = 0
+    busy_s: float = 0.0
     model: str = "scripted"
     endpoints: frozenset[str] = frozenset({ENDPOINT, "/v1/chat/completions"})
     limits: BodyLimits = field(default_factory=BodyLimits)
@@ -102,7 +104,13 @@ class ScriptedBackend:
             self.in_flight.remove(entry)
 
     def load(self) -> BackendLoad:
-        return BackendLoad(self.tokens_per_s, self.max_in_flight, self.is_online_busy)
+        return BackendLoad(
+            self.tokens_per_s,
+            self.max_in_flight,
+            self.is_online_busy,
+            self.total_tokens,
+            self.busy_s,
+        )
 
     def held(self, custom_id: str) -> InFlight:
         """The request of a line that is in flight."""

@@ -104,10 +104,12 @@ def test_an_owner_gets_half_whatever_the_other_one_has(tmp_path: Path) -> None:
 def test_owners_take_turns_at_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file waits for those being read, and not for all that came before it."""
     begun: list[str] = []
+    is_open = asyncio.Event()
     validate = batch_driver.validate
 
     async def noted(path: Path, endpoint: str, limits: BatchLimits) -> Validated | Failed:
         begun.append(path.name)
+        await is_open.wait()
         return await validate(path, endpoint, limits)
 
     monkeypatch.setattr(batch_driver, "validate", noted)
@@ -119,6 +121,7 @@ def test_owners_take_turns_at_validation(tmp_path: Path, monkeypatch: pytest.Mon
                 await scene.create(lines(2000), owner="greedy")
             await scene.clock.until(lambda: len(begun) == 2)
             small = await scene.create(lines(1), owner="modest")
+            is_open.set()
             await scene.reaches(small.id, "in_progress", owner="modest")
             assert begun.index(small.input_file_id) == 2
 
@@ -127,10 +130,14 @@ def test_owners_take_turns_at_validation(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_object_says_when_it_will_be_complete(tmp_path: Path) -> None:
     async def scenario() -> None:
-        backend = ScriptedBackend(holds=True, tokens_per_s=10.0)
+        backend = ScriptedBackend(holds=True, tokens_per_s=1000.0)
         async with (scene := await opened(tmp_path, backend)).service as service:
             batch = await scene.create(lines(10, max_tokens=100), "60s")
+            assert batch.status == "validating"
+            assert batch.coserve.eta is not None and batch.coserve.eta_p95 is not None
+            assert batch.created_at <= batch.coserve.eta <= batch.coserve.eta_p95
             await scene.in_flight(10)
+            scene.backend.tokens_per_s = 10.0
             now = await service.retrieve_batch(OWNER, batch.id)
             assert now.coserve.eta is not None
             assert now.coserve.eta > now.expires_at

@@ -18,7 +18,7 @@ from batch.scripted_backend import ScriptedBackend, answer, failure
 from client.coserve_process import coserve, end, start_submit, submit, submit_json
 from sglang_coserve.batch import LineRequest, LineResult
 from sglang_coserve.client import BatchWish, CoserveClient, JobState, read_results
-from sglang_coserve.errors import InputFileError, ServerError
+from sglang_coserve.errors import CoserveError, InputFileError, ServerError
 
 GIVE_UP_S = 60
 
@@ -235,3 +235,19 @@ def test_a_restarted_server_is_waited_for(source: Path, output: Path, tmp_path: 
     assert code == 0
     assert "20 ok" in stdout
     assert len(custom_ids(output)) == 20
+
+
+def test_a_window_that_cannot_be_kept_is_refused_unless_it_is_best_effort(
+    held: LiveApp, source: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held.backend, "tokens_per_s", 0.1)
+    with CoserveClient(held.base_url) as client:
+        with pytest.raises(CoserveError, match="completion_window of 1m cannot be kept"):
+            client.submit_jsonl(source, output, wish=BatchWish("1m")).wait()
+        job = client.submit_jsonl(source, output, wish=BatchWish("1m", best_effort=True))
+        until(lambda: job.status.batch_state == "in_progress")
+        batch_id = job.status.batch_id
+        assert batch_id is not None
+        _, shown, _ = coserve("status", batch_id, "--base-url", held.base_url)
+        assert "(P50)" in shown and "(P95)" in shown
+        job.cancel()

@@ -162,6 +162,32 @@ def test_headers_of_a_gateway_say_class_tenant_and_targets() -> None:
     assert json.loads(answer)["service_tier"] == "default"
 
 
+@pytest.mark.parametrize(
+    ("ttl", "seconds"),
+    [(b"90s", 90.0), (b"1500ms", 1.5), (b"1m30s", 90.0), (b"1.5h", 5400.0), (b"1h0.5s", 3600.5)],
+)
+def test_the_ttl_of_a_gateway_is_the_deadline_of_an_offline_request(
+    ttl: bytes, seconds: float
+) -> None:
+    app = Inner("application/json", [b"{}"])
+    call(app, FLEX, headers=[(b"x-llm-d-inference-ttl", ttl)])
+    assert app.sent_params == {"coserve_class": "offline", "coserve_deadline_s": seconds}
+
+
+def test_the_ttl_of_an_online_request_is_the_gateways_own() -> None:
+    app = Inner("application/json", [b"{}"])
+    call(app, b'{"a": 1}', headers=[(b"x-llm-d-inference-ttl", b"90s")])
+    assert app.sent_params == {}
+
+
+@pytest.mark.parametrize("ttl", [b"", b"90", b"s", b"-1s", b"0s", b"1 m", b"1d", b"9" * 80 + b"s"])
+def test_a_ttl_that_is_no_duration_is_refused(ttl: bytes) -> None:
+    app = Inner("application/json", [b"{}"])
+    status, answer, _ = call(app, FLEX, headers=[(b"x-llm-d-inference-ttl", ttl)])
+    assert (status, app.body) == (400, None)
+    assert b"use a duration above 0 such as 90s" in answer
+
+
 def test_a_header_wins_over_the_body() -> None:
     app = Inner("application/json", [b'{"a":1}'])
     body = json.dumps({"service_tier": "priority"}).encode()

@@ -253,3 +253,28 @@ def test_a_begun_offline_prompt_goes_on_beside_online_ones(
     left_tokens = (128 - 42 - 37) // page_size * page_size
     assert shared == {"on": 42, "late": 37, "off": left_tokens}
     assert sum(chunk["off"] for chunk in chunks if chunk.get("off", 0) > 1) == 900
+
+
+def run_one_at_a_time_with_a_deadline(engine: ScriptedEngine) -> list[str]:
+    """Return the offline requests in the order in which they were admitted; the last has one."""
+
+    def script(iteration: int) -> list[Any]:
+        if iteration:
+            raise StopIteration
+        messages = [
+            engine.request(f"off{i}", scenarios.prompt(i, 40), 4, offline=True) for i in range(4)
+        ]
+        messages[-1].sampling_params.custom_params["coserve_deadline_s"] = 30.0
+        return messages
+
+    iterations = engine.run(script)
+    engine.assert_nothing_leaked()
+    return list(dict.fromkeys(rid for it in iterations if it.is_extend for rid in it.rids))
+
+
+@pytest.mark.parametrize("policy", ["coserve", "hygen"])
+def test_an_offline_request_with_a_deadline_goes_first(start_engine: Any, policy: str) -> None:
+    one_at_a_time = {**LOOSE, "offline_policy": policy, "offline_max_running": 1}
+    admitted = start_engine(coserve=one_at_a_time).call(run_one_at_a_time_with_a_deadline)
+    assert sorted(admitted) == ["off0", "off1", "off2", "off3"]
+    assert admitted[0] == "off3"

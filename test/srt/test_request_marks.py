@@ -17,6 +17,7 @@ from sglang_coserve.srt.request_marks import (
     check_targets_act,
     is_offline,
     targets_of,
+    with_client_marks,
 )
 
 
@@ -57,6 +58,30 @@ BAD_TARGETS = [0, -1, -0.5, True, "250", [250], {}, float("nan"), float("inf"), 
 def test_a_bad_target_is_refused_with_what_to_use(key: str, value: Any) -> None:
     with pytest.raises(RequestError, match=rf"{key} is .*: use a number of milliseconds above 0"):
         check_marks({key: value})
+
+
+@pytest.mark.parametrize("value", BAD_TARGETS, ids=lambda value: str(value)[:9])
+def test_a_bad_deadline_is_refused_with_what_to_use(value: Any) -> None:
+    marks = {"coserve_class": "offline", "coserve_deadline_s": value}
+    with pytest.raises(RequestError, match=r"coserve_deadline_s is .*: use a number of seconds"):
+        check_marks(marks)
+
+
+def test_an_online_request_has_no_deadline() -> None:
+    with pytest.raises(RequestError, match="coserve_deadline_s is for offline requests"):
+        check_marks({"coserve_deadline_s": 60})
+
+
+def test_a_deadline_is_refused_where_it_would_not_be_kept() -> None:
+    marks = {"coserve_class": "offline", "coserve_deadline_s": 60}
+    assert with_client_marks(marks) == marks
+    with pytest.raises(RequestError, match="fifo serves offline requests in order of arrival"):
+        with_client_marks(marks, keeps_deadlines=False)
+
+
+def test_a_line_of_a_batch_has_the_window_of_its_batch() -> None:
+    with pytest.raises(RequestError, match="coserve_deadline_s' has no place in a line"):
+        check_line_marks({"coserve_deadline_s": 60})
 
 
 def test_an_offline_request_has_no_targets() -> None:

@@ -1,4 +1,4 @@
-"""What may become a file or a batch at all."""
+"""What may become a file or a batch at all, and whether its window can be kept."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Final
 
 from sglang_coserve.batch.context import BatchContext, new_id
 from sglang_coserve.batch.errors import BatchRequestError
+from sglang_coserve.batch.eta import Outlook
 from sglang_coserve.batch.record import BatchRecord
 from sglang_coserve.batch.schemas import CreateBatch
-from sglang_coserve.batch.window import window_s
+from sglang_coserve.batch.window import window_s, window_text
 
-__all__ = ["check_limit", "check_order", "check_upload", "new_batch"]
+__all__ = ["check_limit", "check_order", "check_upload", "new_batch", "raise_if_too_short"]
 
 _MAX_FILENAME_CHARS: Final = 255
 _MAX_KEY_CHARS: Final = 255
@@ -87,3 +88,24 @@ def new_batch(
         created_at_s=now_s,
         expires_at_s=now_s + window_s(request.completion_window, context.limits.max_window_s),
     )
+
+
+def raise_if_too_short(batch: BatchRecord, outlook: Outlook) -> None:
+    """Refuse a batch that would miss its window even if it went first, and all went well.
+
+    Raises:
+        BatchRequestError: it would; the message names the window that could be kept.
+    """
+    asked_s = batch.expires_at_s - batch.created_at_s
+    if outlook.first_s is None or outlook.first_s <= asked_s:
+        return
+    assert outlook.eta_s is not None and outlook.eta_p95_s is not None
+    p50_s, p95_s = outlook.eta_s - batch.created_at_s, outlook.eta_p95_s - batch.created_at_s
+    message = (
+        f"a completion_window of {batch.completion_window} cannot be kept: about"
+        f" {batch.estimated_tokens:,} tokens take {window_text(p50_s)} (P50), and"
+        f" {window_text(outlook.first_s)} at the best, beside the batches and the online requests"
+        f" there are; ask for {window_text(p95_s)} (P95) or more, split the file, or set"
+        " coserve.best_effort to have what can be finished"
+    )
+    raise BatchRequestError(message, code="window_too_short", param="completion_window")

@@ -39,6 +39,9 @@ class LineRequest:
     weight: float
     """The batch's share among those of its owner and priority."""
 
+    expected_output_tokens: int | None = None
+    """What finished lines of the batch lead to expect; None before there are any."""
+
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
@@ -69,6 +72,12 @@ class BackendLoad:
 
     is_online_busy: bool = False
     """True while requests other than lines are being served, with the same event loop."""
+
+    total_tokens: int = 0
+    """Prompt and generated tokens of offline requests since the start."""
+
+    busy_s: float = 0.0
+    """The time since the start in which there were any."""
 
 
 class Backend(Protocol):

@@ -19,6 +19,7 @@ from sglang_coserve.batch.journal import TokenJournal
 from sglang_coserve.batch.line_bitmap import LineBitmap
 from sglang_coserve.batch.line_parser import LineParser
 from sglang_coserve.batch.line_source import InputLine, LineSource
+from sglang_coserve.batch.output_lengths import OutputLengths
 from sglang_coserve.batch.prefix_order import PrefixOrder
 from sglang_coserve.batch.record import BatchRecord, Progress, Usage
 from sglang_coserve.batch.result_log import ResultLog
@@ -57,6 +58,7 @@ class BatchRun:
         self._commit = commit
         self._served_by = served_by
         self._model = batch.model
+        self._lengths = OutputLengths()
         self._suspects = context.engine_lines.suspects_of(batch.id)
         limits, directory = context.limits, context.directory
         self._parser = LineParser(
@@ -229,9 +231,12 @@ class BatchRun:
             deadline_s=batch.expires_at_s,
             priority=batch.priority,
             weight=batch.weight,
+            expected_output_tokens=self._lengths.expected(request.body),
         )
         result, model = await serve_line(line_request, self._journal, self._retries, self._context)
         usage = usage_of(result.body)
+        if result.status_code < 400:
+            self._lengths.add(request.body, usage.output_tokens)
         record = await self._context.threads.run(
             encode_result, batch.id, line, request.custom_id, result
         )

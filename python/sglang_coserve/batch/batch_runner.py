@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Iterable
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 
+from sglang_coserve.batch.admission import raise_if_too_short
 from sglang_coserve.batch.batch_driver import BatchDriver
 from sglang_coserve.batch.context import BatchContext, new_id
-from sglang_coserve.batch.eta import Outlook, outlooks
+from sglang_coserve.batch.errors import NotFoundError, StorageError
+from sglang_coserve.batch.eta import Outlook
 from sglang_coserve.batch.fair_slots import FairSlots
+from sglang_coserve.batch.forecaster import Forecaster
 from sglang_coserve.batch.owner_storage import raise_if_over
 from sglang_coserve.batch.record import BatchRecord, Status
 from sglang_coserve.batch.state import Event
-from sglang_coserve.batch.store import batch_rows
+from sglang_coserve.batch.store import batch_rows, file_rows
+from sglang_coserve.jsonl.file_estimate import estimate_file
 
 __all__ = ["BatchRunner"]
 
@@ -30,6 +36,7 @@ class BatchRunner:
     def __init__(self, context: BatchContext, *, record_events: bool) -> None:
         self._context = context
         self._record_events = record_events
+        self._forecaster = Forecaster(context.backend, context.store, context.clock)
         self._validating = FairSlots(lambda: _MAX_VALIDATING, max_bytes=1)
         self._drivers: dict[str, BatchDriver] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -43,13 +50,17 @@ class BatchRunner:
         Raises:
             StorageError: the database cannot be read.
         """
+        await self._forecaster.load()
         for record in await self._context.store.run(batch_rows.unfinished):
             self._lead(record)
         self._watching = asyncio.create_task(self._watch())
 
-    async def create(self, wanted: BatchRecord) -> BatchRecord:
-        """Store a batch and lead it to its end; see ``batch_rows.create`` for what it raises."""
-        return await _to_its_end(self._create(wanted))
+    async def create(self, wanted: BatchRecord, *, best_effort: bool = False) -> BatchRecord:
+        """Store a batch and lead it to its end; see ``batch_rows.create`` for what it raises.
+
+        Unless with ``best_effort``, one whose window cannot be kept is refused, too.
+        """
+        return await _to_its_end(self._create(wanted, best_effort))
 
     async def change(self, batch_id: str, event: Event, owner: str | None) -> BatchRecord:
         """Take a batch of ``owner``, or of anybody, through an event that comes from outside.
@@ -62,15 +73,13 @@ class BatchRunner:
         return await _to_its_end(self._change(batch_id, event, owner))
 
     def outlooks(self, latest: Iterable[BatchRecord] = ()) -> dict[str, Outlook]:
-        """Return what is to be expected of every batch that is being served, by id.
+        """Return what is to be expected of every batch that is, or soon will be, served, by id.
 
         ``latest`` are batches as they are now, which their drivers may not have seen yet.
         """
         records = {driver.record.id: driver.record for driver in self._drivers.values()}
         records |= {record.id: record for record in latest}
-        served = [record for record in records.values() if record.is_served]
-        rate = self._context.backend.load().offline_tokens_per_s
-        return outlooks(served, rate, self._context.clock.now_s())
+        return self._forecaster.outlooks(r for r in records.values() if r.will_be_served)
 
     def trouble(self, batch_id: str) -> str | None:
         """Return why a batch makes no progress; None while it does."""
@@ -89,12 +98,19 @@ class BatchRunner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        with suppress(StorageError):
+            await self._forecaster.write()
 
-    async def _create(self, wanted: BatchRecord) -> BatchRecord:
+    async def _create(self, wanted: BatchRecord, best_effort: bool) -> BatchRecord:
         limits, directory = self._context.limits, self._context.directory
+        wanted = replace(wanted, estimated_tokens=await self._estimate_tokens(wanted))
+        outlook = self.outlooks([wanted])[wanted.id]
+        wanted = replace(wanted, forecast_s=outlook.forecast_s)
 
-        def check_stored_bytes(used_bytes: int) -> None:
+        def check(used_bytes: int) -> None:
             raise_if_over(used_bytes, limits.max_stored_bytes_per_owner, directory.free_bytes)
+            if not best_effort:
+                raise_if_too_short(wanted, outlook)
 
         record, is_new = await self._context.store.run(
             batch_rows.create,
@@ -102,11 +118,25 @@ class BatchRunner:
             wanted.created_at_s,
             limits.max_active_batches,
             limits.max_active_batches_per_owner,
-            check_stored_bytes,
+            check,
         )
         if is_new:
             self._lead(record)
         return record
+
+    async def _estimate_tokens(self, wanted: BatchRecord) -> int:
+        """Return what the input is expected to take; 0 if there is none to look at."""
+        context = self._context
+        try:
+            file = await context.store.run(
+                file_rows.find, wanted.owner, wanted.input_file_id, wanted.created_at_s
+            )
+        except NotFoundError:
+            return 0  # The same call again may not need the file.
+        path = context.directory.file(file.id)
+        return await context.threads.run(
+            estimate_file, path, wanted.endpoint, context.limits.max_line_bytes
+        )
 
     async def _change(self, batch_id: str, event: Event, owner: str | None) -> BatchRecord:
         record = await self._apply(batch_id, event, None, owner)
@@ -138,6 +168,7 @@ class BatchRunner:
             outbox_id=new_id("evt_", context.rng) if self._record_events else None,
         )
         if record.status.is_final:
+            self._forecaster.ended(record)
             self.event_added.set()
         return record
 
@@ -156,6 +187,10 @@ class BatchRunner:
             await self._context.clock.sleep(_LOOK_INTERVAL_S)
             for batch_id, outlook in self.outlooks().items():
                 self._drivers[batch_id].lane.is_urgent = outlook.is_urgent
+            try:
+                await self._forecaster.look()
+            except StorageError as error:
+                _log.warning("the history of rates could not be written: %s", error)
 
 
 async def _to_its_end(work: Coroutine[Any, Any, BatchRecord]) -> BatchRecord:

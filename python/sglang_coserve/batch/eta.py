@@ -4,7 +4,7 @@ What the rest of a batch takes is what its finished lines took, in proportion to
 they were expected to take. The engine's measured rate of offline tokens is shared as
 ``fair_slots`` shares it: alike between owners, and within an owner priority by
 priority, by weight within one. What a batch or an owner who is done gives up goes to the
-others.
+others. How far such forecasts were off before says how sure this one is.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
+from sglang_coserve.batch.forecast_errors import ForecastErrors
+from sglang_coserve.batch.rate_forecast import RateForecast
 from sglang_coserve.batch.record import BatchRecord
 
-__all__ = ["Outlook", "Work", "completion_delays_s", "outlooks", "remaining_tokens"]
+__all__ = ["Outlook", "Work", "outlooks", "remaining_tokens", "served_before"]
 
 _PRIOR_LINES: Final = 20
 """The estimate weighs as much as this many finished lines."""
 
-_URGENT_SHARE: Final = 0.1
-"""A batch is urgent when less than this share of its remaining window would be left over."""
+_CENTURY_S: Final = 100 * 365 * 86_400.0
+"""What takes longer is said to take so long: calendars end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,42 +42,56 @@ class Outlook:
     """What is to be expected of one batch."""
 
     eta_s: float | None
-    """Seconds since the epoch; None when the engine's rate is not known."""
+    """P50: as likely before as after. Seconds since the epoch; None when the engine's rate is
+    not known."""
 
     rate_tokens_per_s: float | None
     """Mean rate from now to the end."""
 
     is_urgent: bool
-    """It will miss its window, or nearly, unless it goes first of its owner's, and then it
+    """It may miss its window, unless it goes first of its owner's, and then it probably
     will not."""
 
     is_late: bool
     """It is expected to miss its window."""
 
+    eta_p95_s: float | None = None
+    """P95: of 20 such batches 19 are complete by then."""
 
-def remaining_tokens(batch: BatchRecord) -> float:
-    """Return the tokens that the unfinished lines of ``batch`` will take."""
-    expected = batch.estimated_tokens
-    if not batch.total_lines or not expected:
+    forecast_s: float | None = None
+    """How long it is to take before past errors are taken into account."""
+
+    first_s: float | None = None
+    """P5 of how long it would take were it the first of its owner's."""
+
+
+def remaining_tokens(batch: BatchRecord, token_bias: float = 1.0) -> float:
+    """Return the tokens that the unfinished lines of ``batch`` will take.
+
+    ``token_bias`` is what lines of other batches took, over what was expected of them.
+    """
+    expected, done = batch.estimated_tokens, batch.progress
+    if not expected:
         return 0.0
-    done = batch.progress
+    if not batch.total_lines:
+        return expected * token_bias  # Not validated yet.
     prior = _PRIOR_LINES * expected / batch.total_lines
-    correction = (done.usage.total_tokens + prior) / (done.estimated_tokens + prior)
+    correction = (done.usage.total_tokens + prior * token_bias) / (done.estimated_tokens + prior)
     return max(0, expected - done.estimated_tokens) * correction
 
 
-def completion_delays_s(works: Sequence[Work], tokens_per_s: float) -> list[float]:
-    """Return the seconds that each of ``works`` needs when all share ``tokens_per_s``.
+def served_before(works: Sequence[Work]) -> list[float]:
+    """Return what is served, to whomever, until each of ``works`` is complete.
 
     O(n log n + n · owners).
     """
-    delays = [0.0] * len(works)
+    served = [0.0] * len(works)
     totals = _totals(works)
     for owner in totals:
         own = [i for i, work in enumerate(works) if work.owner == owner]
-        for i, tokens in zip(own, _served_before([works[i] for i in own]), strict=True):
-            delays[i] = _served_after_s(tokens, totals.values(), tokens_per_s)
-    return delays
+        for i, tokens in zip(own, _served_to_owner([works[i] for i in own]), strict=True):
+            served[i] = _served_to_all(tokens, totals.values())
+    return served
 
 
 def _totals(works: Iterable[Work]) -> dict[str, float]:
@@ -86,15 +102,15 @@ def _totals(works: Iterable[Work]) -> dict[str, float]:
     return totals
 
 
-def _served_after_s(tokens: float, totals: Iterable[float], tokens_per_s: float) -> float:
-    """Return when an owner who has that much to do has been served ``tokens``.
+def _served_to_all(tokens: float, totals: Iterable[float]) -> float:
+    """Return what all have been served when an owner who has that much to do has been ``tokens``.
 
     All owners have been served the same by then, but for those who needed less.
     """
-    return sum(min(total, tokens) for total in totals) / tokens_per_s
+    return sum(min(total, tokens) for total in totals)
 
 
-def _served_before(works: Sequence[Work]) -> list[float]:
+def _served_to_owner(works: Sequence[Work]) -> list[float]:
     """Return, for the works of one owner, what the owner is served until each is complete."""
     served_before = [0.0] * len(works)
     served = 0.0
@@ -115,37 +131,56 @@ def _served_before(works: Sequence[Work]) -> list[float]:
 
 
 def outlooks(
-    batches: Iterable[BatchRecord], tokens_per_s: float | None, now_s: float
+    batches: Iterable[BatchRecord],
+    rate: RateForecast | None,
+    now_s: float,
+    errors: ForecastErrors,
+    token_bias: float = 1.0,
 ) -> dict[str, Outlook]:
-    """Return the outlook of every batch, by id. ``batches`` are those that are being served."""
+    """Return the outlook of every batch, by id; nothing is known without a ``rate``.
+
+    Args:
+        batches: Those that are being served, or soon will be.
+        rate: Of all offline work, from now on.
+        now_s: Seconds since the epoch.
+        errors: What became of earlier forecasts.
+        token_bias: What finished batches took, over what was expected of their lines.
+    """
     running = list(batches)
-    if not tokens_per_s:
+    if rate is None:
         return {batch.id: Outlook(None, None, False, False) for batch in running}
-    works = [Work(b.owner, remaining_tokens(b), b.priority, b.weight) for b in running]
-    delays_s = completion_delays_s(works, tokens_per_s)
+    works = [Work(b.owner, remaining_tokens(b, token_bias), b.priority, b.weight) for b in running]
     totals = _totals(works)
     found: dict[str, Outlook] = {}
-    for batch, work, delay_s in zip(running, works, delays_s, strict=True):
-        alone_s = _served_after_s(work.tokens, totals.values(), tokens_per_s)
-        found[batch.id] = _outlook(batch, work, delay_s, alone_s, tokens_per_s, now_s)
+    for batch, work, served in zip(running, works, served_before(works), strict=True):
+        if not batch.estimated_tokens:
+            found[batch.id] = Outlook(None, None, False, False)
+            continue
+        forecast_s = rate.delay_s(served)
+        first_s = rate.delay_s(_served_to_all(work.tokens, totals.values()))
+        found[batch.id] = _outlook(batch, work, forecast_s, first_s, now_s, errors)
     return found
 
 
 def _outlook(
     batch: BatchRecord,
     work: Work,
-    delay_s: float,
-    alone_s: float,
-    tokens_per_s: float,
+    forecast_s: float,
+    first_s: float,
     now_s: float,
+    errors: ForecastErrors,
 ) -> Outlook:
-    """``alone_s`` is what the batch would need were it the first of its owner's."""
+    """``first_s`` is what the batch would need were it the first of its owner's."""
     left_s = batch.expires_at_s - now_s
+    finish, first = errors.finish(forecast_s), errors.finish(first_s)
     # A window that cannot be kept must not push aside those that can.
-    is_possible = alone_s <= left_s
+    is_possible = first.p50_s <= left_s
     return Outlook(
-        eta_s=now_s + delay_s,
-        rate_tokens_per_s=work.tokens / delay_s if delay_s else tokens_per_s,
-        is_urgent=is_possible and delay_s > left_s * (1 - _URGENT_SHARE),
-        is_late=delay_s > left_s,
+        eta_s=now_s + min(finish.p50_s, _CENTURY_S),
+        rate_tokens_per_s=work.tokens / finish.p50_s if finish.p50_s else None,
+        is_urgent=is_possible and finish.p95_s > left_s,
+        is_late=finish.p50_s > left_s,
+        eta_p95_s=now_s + min(finish.p95_s, _CENTURY_S),
+        forecast_s=forecast_s,
+        first_s=first.p05_s,
     )

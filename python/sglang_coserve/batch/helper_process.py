@@ -57,6 +57,8 @@ async def _run(command: tuple[str, ...], output: Any, complaint: Any) -> int:
         process = await asyncio.shield(starting)
     except asyncio.CancelledError:
         starting.add_done_callback(_end)
+        # Until it runs its own program the child has our files, the lock on the directory, too.
+        await asyncio.wait({starting})
         raise
     try:
         while (status := process.poll()) is None:

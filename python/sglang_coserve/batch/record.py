@@ -137,11 +137,16 @@ class BatchRecord:
     cancelling_at_s: float | None = None
     cancelled_at_s: float | None = None
 
+    forecast_s: float | None = None
+    """How long it was to take when it was admitted; None when that was not known, or it does
+    not count: the batch was paused, or the server stopped."""
+
     total_lines: int = 0
     """Requests in the input; 0 before it has been validated."""
 
     estimated_tokens: int = 0
-    """What all lines together are expected to take."""
+    """What all lines together are expected to take; before the input has been validated, by
+    its beginning."""
 
     progress: Progress = Progress()
     faults: tuple[LineFault, ...] = ()
@@ -153,9 +158,9 @@ class BatchRecord:
     """Completed lines when that was last another model than before; 0 when it never was."""
 
     @property
-    def is_served(self) -> bool:
-        """True while the engine's rate is shared with this batch."""
-        return self.status is Status.IN_PROGRESS and not self.is_paused
+    def will_be_served(self) -> bool:
+        """True while the engine's rate is, or soon will be, shared with this batch."""
+        return self.status in (Status.VALIDATING, Status.IN_PROGRESS) and not self.is_paused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,6 +95,7 @@ def batch_object(
             priority=batch.priority,
             weight=batch.weight,
             eta=_seconds(outlook.eta_s) if outlook else None,
+            eta_p95=_seconds(outlook.eta_p95_s) if outlook else None,
             rate_tokens_per_s=outlook.rate_tokens_per_s if outlook else None,
             warning="; ".join(filter(None, warnings)) or None,
         ),

@@ -88,6 +88,10 @@ class CoserveOptions(BaseModel):
     weight: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False, strict=False)] = 1.0
     """Share of the engine among their owner's batches of one priority."""
 
+    best_effort: bool = False
+    """True to begin also where the window cannot be kept: lines that are not finished when it
+    closes expire."""
+
 
 _MetadataKey = Annotated[str, Field(max_length=64)]
 _MetadataValue = Annotated[str, Field(max_length=512)]
@@ -167,7 +171,10 @@ class CoserveBatch(BaseModel):
     weight: float
 
     eta: int | None
-    """When the batch is expected to be complete; None when that is not known."""
+    """P50 of when the batch will be complete; None when that is not known."""
+
+    eta_p95: int | None
+    """P95 of it: of 20 such batches 19 are complete by then."""
 
     rate_tokens_per_s: float | None
     """The batch's share of the measured offline throughput."""

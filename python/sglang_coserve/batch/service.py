@@ -303,13 +303,15 @@ class BatchService:
         """Begin a batch. The same key and request again return the same batch.
 
         Raises:
-            BatchRequestError: the endpoint or the window cannot be used.
+            BatchRequestError: the endpoint or the window cannot be used, or the window cannot
+                be kept.
             ConflictError: the key was used for another request.
             TooManyError: too many batches are unfinished.
             QuotaError: the owner has too much on the disk.
         """
         wanted = new_batch(owner, request, idempotency_key, self._context)
-        return self._shown(await self._runner.create(wanted))
+        best_effort = request.coserve.best_effort
+        return self._shown(await self._runner.create(wanted, best_effort=best_effort))
 
     async def retrieve_batch(self, owner: str | None, batch_id: str) -> BatchObject:
         """Return one batch."""

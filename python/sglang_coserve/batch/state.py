@@ -177,7 +177,7 @@ def transition(record: BatchRecord, event: Event, now_s: float) -> BatchRecord:
                 return record
             return replace(record, status=_S.CANCELLING, cancelling_at_s=now_s)
         case PauseAsked():
-            return replace(record, is_paused=True)
+            return replace(record, is_paused=True, forecast_s=None)
         case ResumeAsked():
             return replace(record, is_paused=False)
 

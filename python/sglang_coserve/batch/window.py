@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Final
 
 from sglang_coserve.batch.errors import BatchRequestError
 
-__all__ = ["window_s"]
+__all__ = ["window_s", "window_text"]
 
 _UNITS_S: Final = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 _PART = re.compile(r"([0-9]{1,9})([dhms])")
@@ -28,6 +29,20 @@ def window_s(text: str, max_window_s: float) -> float:
             f"completion_window {text!r} must be more than 0 s and at most {max_window_s:g} s"
         )
     return float(seconds)
+
+
+def window_text(seconds: float) -> str:
+    """Return the shortest window of whole minutes, or of whole seconds below ten, that lasts
+    so long."""
+    whole_s = max(1, math.ceil(seconds))
+    if whole_s >= 600:
+        whole_s = math.ceil(whole_s / 60) * 60
+    parts = []
+    for unit, unit_s in _UNITS_S.items():
+        count, whole_s = divmod(whole_s, unit_s)
+        if count:
+            parts.append(f"{count}{unit}")
+    return "".join(parts)
 
 
 def _error(message: str) -> BatchRequestError:

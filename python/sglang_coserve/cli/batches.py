@@ -183,7 +183,9 @@ def _details(batch: Batch) -> str:
     ]
     if extra.get("eta") is not None:
         rate = extra.get("rate_tokens_per_s") or 0.0
-        lines.append(f"expected to be complete {_time(extra['eta'])}, at {rate:.1f} tokens/s")
+        lines.append(f"expected to be complete {_time(extra['eta'])} (P50), at {rate:.1f} tokens/s")
+    if extra.get("eta_p95") is not None:
+        lines.append(f"and with 95% certainty by {_time(extra['eta_p95'])} (P95)")
     if extra.get("warning"):
         lines.append(f"warning: {extra['warning']}")
     for fault in (batch["errors"] or {"data": []})["data"]:

@@ -41,6 +41,13 @@ def submit(
         str, typer.Option(help="Time in which the server is to complete the batch: 2h, 90m, 7d.")
     ] = "24h",
     priority: Annotated[int, typer.Option(help="Batches of a higher one go first.")] = 0,
+    best_effort: Annotated[
+        bool,
+        typer.Option(
+            "--best-effort",
+            help="Begin also where the window cannot be kept; what is not finished then, expires.",
+        ),
+    ] = False,
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait for the end; --output does it in any case.")
     ] = False,
@@ -99,7 +106,7 @@ def submit(
         seed=seed,
     )
 
-    wish = BatchWish(window, priority)
+    wish = BatchWish(window, priority, best_effort)
 
     async def run() -> int:
         async with AsyncCoserveClient(base_url, api_key=api_key, options=options) as client:

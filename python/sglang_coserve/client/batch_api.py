@@ -85,14 +85,15 @@ class BatchApi:
         return str(answer["id"])
 
     async def create(
-        self, file_id: str, endpoint: str, window: str, key: str, priority: int = 0
+        self, file_id: str, endpoint: str, window: str, key: str, options: Mapping[str, Any]
     ) -> Batch:
-        """Begin a batch; the same ``key`` again returns the same one."""
+        """Begin a batch with these ``coserve`` options; the same ``key`` again returns the same
+        one."""
         body = {
             "input_file_id": file_id,
             "endpoint": endpoint,
             "completion_window": window,
-            "coserve": {"priority": priority},
+            "coserve": dict(options),
         }
         headers = {"idempotency-key": key}
         return await self._call("POST", "/v1/batches", json=body, headers=headers)

@@ -46,6 +46,9 @@ class BatchWish:
     priority: int = 0
     """Batches of a higher one go first."""
 
+    best_effort: bool = False
+    """Take what is finished in time, where the server cannot keep the window."""
+
 
 class ServerBatch:
     """One batch of the server's, as a job of ours: stopping the job leaves the batch alone."""
@@ -162,7 +165,10 @@ async def begin_batch(
         file_id = await api.upload(source)
         ticket = replace(ticket, input_file_id=file_id)
         save(ticket)
-    batch = await api.create(file_id, endpoint, wish.window, ticket.idempotency_key, wish.priority)
+    options: dict[str, Any] = {"priority": wish.priority}
+    if wish.best_effort:
+        options["best_effort"] = True
+    batch = await api.create(file_id, endpoint, wish.window, ticket.idempotency_key, options)
     save(replace(ticket, batch_id=batch["id"]))
     return batch
 

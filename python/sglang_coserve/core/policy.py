@@ -37,7 +37,7 @@ class Policy(ABC):
         """Add the work of the next step to the empty batch."""
 
     def queue_config(self, seed: int = 0) -> OfflineQueueConfig:
-        """Return the order of the offline queue that goes with the policy: by arrival."""
+        """Return the order of its offline queue: deadlines at risk, then arrival."""
         return replace(OfflineQueueConfig.fcfs(), seed=seed)
 
     def victims(self, batch: BatchBuilder) -> Sequence[Row]:

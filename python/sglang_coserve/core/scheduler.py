@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sglang_coserve.core.baseline import EngineSize
 from sglang_coserve.core.batch_builder import BatchBuilder
@@ -27,6 +28,7 @@ from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.prediction_error import PredictionError
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler_config import OnlineOrder, SchedulerConfig
+from sglang_coserve.core.service_time import ServiceTime
 from sglang_coserve.core.slo import Slo
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
 from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan, StepResult
@@ -79,6 +81,7 @@ class Scheduler:
         self._learned_alone = LearnedModel(model, refines=refines)
         """The same, learned from steps without offline work: those of the baseline."""
 
+        self._service_time = ServiceTime()
         fair = self._config.online_order is OnlineOrder.VTC
         self._waiting_order: WaitingOrder = VirtualTokenCounter() if fair else ArrivalOrder()
         self._next_step = 0
@@ -113,12 +116,13 @@ class Scheduler:
         self._interference.arrived(info, cached_tokens)
 
     def add_offline(self, request: QueuedRequest) -> None:
-        """Let an offline request wait.
+        """Let an offline request wait; how long it will run is predicted here.
 
         Raises:
             RequestError: a request with its rid waits or runs.
         """
-        self._queue.add(request)
+        service_s = self._service_time.predict(request, self.model)
+        self._queue.add(replace(request, estimated_service_s=service_s))
 
     def plan(self, snapshot: EngineSnapshot, cache: PrefixCache) -> StepPlan:
         """Return what the next step does; changes nothing.
@@ -179,6 +183,7 @@ class Scheduler:
             if result.batch.is_empty:
                 return
         self._learn_from_tokens(plan, result)
+        self._service_time.observe(result, is_busy=self._queue.num_running > 0)
         if result.batch.is_empty:
             return
         if plan is not None:
@@ -196,7 +201,9 @@ class Scheduler:
         Raises:
             RequestError: no such request was taken from the queue.
         """
-        self._queue.restore(rid, generated_tokens)
+        request = replace(self._queue.running(rid), num_generated_tokens=generated_tokens)
+        service_s = self._service_time.predict(request, self.model)
+        self._queue.restore(rid, generated_tokens, service_s)
         self._policy.evicted()
 
     def finish(self, rid: str, ending: Ending = Ending.COMPLETE) -> None:

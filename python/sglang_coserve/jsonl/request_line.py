@@ -10,7 +10,7 @@ import orjson
 
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyTooLargeError, check_body
 
-__all__ = ["LineError", "RequestLine", "estimate_tokens", "parse_request_line"]
+__all__ = ["LineError", "RequestLine", "estimate_tokens", "output_limit", "parse_request_line"]
 
 _MAX_VALUES: Final = 1_000_000
 _BYTES_PER_TOKEN: Final = 4
@@ -73,15 +73,18 @@ def parse_request_line(content: bytes, endpoint: str) -> RequestLine:
     return RequestLine(custom_id, body)
 
 
+def output_limit(body: Mapping[str, Any]) -> int | None:
+    """Return the limit that a body sets on its answer, in tokens; None when it sets none."""
+    return next((body[name] for name in _OUTPUT_LIMITS if type(body.get(name)) is int), None)
+
+
 def estimate_tokens(size_bytes: int, body: Mapping[str, Any]) -> int:
     """Return how many tokens a line of ``size_bytes`` may take, prompt and answer.
 
     Only a first guess, from the size of the line and the limit it sets on its answer:
     what the finished lines took corrects it.
     """
-    output_tokens = next(
-        (body[name] for name in _OUTPUT_LIMITS if type(body.get(name)) is int),
-        _DEFAULT_OUTPUT_TOKENS,
-    )
+    limit = output_limit(body)
+    output_tokens = _DEFAULT_OUTPUT_TOKENS if limit is None else limit
     prompt_tokens = 1 + size_bytes // _BYTES_PER_TOKEN
     return prompt_tokens + min(max(0, output_tokens), _MAX_ESTIMATE_TOKENS)

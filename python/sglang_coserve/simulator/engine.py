@@ -192,6 +192,7 @@ class Engine:
                     info.max_new_tokens,
                     request.generated_tokens,
                     request.deadline_s,
+                    expected_output_tokens=request.expected_output_tokens,
                     user=info.user,
                 )
             )

@@ -32,6 +32,7 @@ class SimRequest:
         "computed_tokens",
         "deadline_s",
         "dropped_tokens",
+        "expected_output_tokens",
         "generated_tokens",
         "given_tokens",
         "info",
@@ -70,6 +71,9 @@ class SimRequest:
         self.info = info
         self.output_tokens = output_tokens
         self.deadline_s = deadline_s
+        self.expected_output_tokens: int | None = None
+        """What whoever sends it expects it to have in the end; None: no more than its limit."""
+
         self._make_prompt = make_prompt
         self._serial = serial
         self._tokens: PackedTokens | None = None

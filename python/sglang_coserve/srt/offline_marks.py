@@ -18,11 +18,12 @@ from contextvars import ContextVar
 from typing import Any, Final
 
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.srt.request_marks import CLASS_KEY
+from sglang_coserve.srt.request_marks import CLASS_KEY, DEADLINE_KEY
 
 __all__ = [
     "attach_marks",
     "deadline_of",
+    "expected_tokens_of",
     "offline_marks",
     "restore_generated",
     "sent_with",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 _DUE_IN_KEY: Final = "_coserve_due_in_s"
+_EXPECTED_KEY: Final = "_coserve_expected_tokens"
 _USER_KEY: Final = "_coserve_user"
 _GENERATED_KEY: Final = "_coserve_generated"
 
@@ -44,17 +46,26 @@ _MARKS: Final[ContextVar[Marks | None]] = ContextVar(
 logger = logging.getLogger(__name__)
 
 
-def offline_marks(*, due_in_s: float, user: str, generated: Sequence[int] = ()) -> Marks:
+def offline_marks(
+    *,
+    due_in_s: float,
+    user: str,
+    generated: Sequence[int] = (),
+    expected_output_tokens: int | None = None,
+) -> Marks:
     """Return the marks of an offline request.
 
     ``due_in_s`` is the time left until its deadline, negative when that has passed;
-    ``generated`` are the output tokens that it goes on after.
+    ``generated`` are the output tokens that it goes on after, ``expected_output_tokens``
+    is how many it is expected to have in the end, None if nothing is known.
     """
     marks: dict[str, float | str | list[int]] = {
         CLASS_KEY: RequestClass.OFFLINE.value,
         _DUE_IN_KEY: due_in_s,
         _USER_KEY: user,
     }
+    if expected_output_tokens is not None:
+        marks[_EXPECTED_KEY] = expected_output_tokens
     if generated:
         marks[_GENERATED_KEY] = list(generated)
     return marks
@@ -85,7 +96,15 @@ def attach_marks(sampling_params: Any) -> None:
 def deadline_of(req: Req, arrival_s: float) -> float | None:
     """Return when ``req`` should be finished, on the clock of its arrival; None: at any time."""
     due_in_s = _mark(req, _DUE_IN_KEY)
+    if due_in_s is None:
+        due_in_s = _mark(req, DEADLINE_KEY)
     return None if due_in_s is None else arrival_s + due_in_s
+
+
+def expected_tokens_of(req: Req) -> int | None:
+    """Return how many output tokens ``req`` is expected to have; None if nothing is known."""
+    tokens: int | None = _mark(req, _EXPECTED_KEY)
+    return tokens
 
 
 def user_of(req: Req) -> str | None:

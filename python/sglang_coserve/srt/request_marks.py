@@ -20,9 +20,11 @@ from sglang_coserve.errors import RequestError
 
 __all__ = [
     "CLASS_KEY",
+    "DEADLINE_KEY",
     "MARK_PREFIX",
     "TPOT_KEY",
     "TTFT_KEY",
+    "TTL_KEY",
     "check_line_marks",
     "check_marks",
     "check_targets_act",
@@ -47,15 +49,25 @@ TTFT_KEY = "coserve_slo_ttft_ms"
 TPOT_KEY = "coserve_slo_tpot_ms"
 """An online request's own TPOT target in milliseconds, instead of the server's."""
 
+DEADLINE_KEY = "coserve_deadline_s"
+"""In how many seconds an offline request should be finished, counted from its arrival."""
+
+TTL_KEY: Final = "_coserve_ttl_s"
+"""The same of a gateway, which says it of requests of either class; online ones have no use
+for it."""
+
 _SAID: Final[ContextVar[Mapping[str, Any] | None]] = ContextVar(
     "marks that the client gave the request being served", default=None
 )
 
 _TARGET_KEYS: Final = (TTFT_KEY, TPOT_KEY)
-_MARKS: Final = (CLASS_KEY, *_TARGET_KEYS)
+_MARKS: Final = (CLASS_KEY, *_TARGET_KEYS, DEADLINE_KEY)
 
 _MOST_MS: Final = 1e9
 """Longer than any target (11 days), and short enough for an integer to reach the scheduler."""
+
+_MOST_S: Final = 1e9
+"""The same for a deadline: 31 years."""
 
 
 @contextmanager
@@ -68,21 +80,37 @@ def said_by_client(marks: Mapping[str, Any]) -> Iterator[None]:
         _SAID.reset(token)
 
 
-def with_client_marks(custom_params: object) -> object:
+def with_client_marks(custom_params: object, *, keeps_deadlines: bool = True) -> object:
     """Return ``custom_params`` with the marks that came beside them; check all.
 
+    ``keeps_deadlines`` tells whether the server can: a gateway's is left out otherwise.
+
     Raises:
-        RequestError: a mark is invalid (``check_marks``), or two contradict each other.
+        RequestError: a mark is invalid (``check_marks``), or two contradict each other, or
+            the client asks for a deadline that is not kept.
     """
     said = _SAID.get()
+    ttl_s = None
     if said and isinstance(custom_params, dict | None):
         within = custom_params or {}
-        for key, value in said.items():
+        told = dict(said)
+        ttl_s = told.pop(TTL_KEY, None)
+        for key, value in told.items():
             if within.get(key) is not None and within[key] != value:
                 values = f"{value!r}, and {within[key]!r} in custom_params"
                 raise RequestError(f"contradicting values of {key}: {values}")
-        custom_params = {**within, **said}
+        custom_params = {**within, **told}
     check_marks(custom_params)
+    marks = _marks_in(custom_params)
+    if DEADLINE_KEY in marks and not keeps_deadlines:
+        raise RequestError(
+            f"this server keeps no {DEADLINE_KEY}: its --offline-policy fifo serves offline "
+            "requests in order of arrival; leave it out, or start the server with another policy"
+        )
+    has_deadline = ttl_s is not None and marks.get(CLASS_KEY) == RequestClass.OFFLINE.value
+    if has_deadline and keeps_deadlines:
+        assert isinstance(custom_params, dict)
+        custom_params = {**custom_params, DEADLINE_KEY: ttl_s}
     return custom_params
 
 
@@ -91,7 +119,7 @@ def check_marks(custom_params: object) -> None:
 
     Raises:
         RequestError: a mark is unknown, is one that only the server may set, or has a bad
-            value, or an offline request has a target.
+            value, an offline request has a target, or an online one a deadline.
     """
     marks = _marks_in(custom_params)
     for key in marks:
@@ -105,14 +133,26 @@ def check_marks(custom_params: object) -> None:
             continue
         if request_class is RequestClass.OFFLINE:
             raise RequestError(
-                f"{key} is for online requests, and this one is offline: leave it out; the "
-                "deadline of offline work is the completion window of its batch"
+                f"{key} is for online requests, and this one is offline: leave it out; offline "
+                f"requests may have {DEADLINE_KEY}, and batches have their completion window"
             )
-        if not _is_target(marks[key]):
+        if not _is_within(marks[key], _MOST_MS):
             raise RequestError(
                 f"{key} is {marks[key]!r}: use a number of milliseconds above 0, at most "
                 f"{_MOST_MS:.0e}"
             )
+    if DEADLINE_KEY not in marks:
+        return
+    if request_class is RequestClass.ONLINE:
+        raise RequestError(
+            f"{DEADLINE_KEY} is for offline requests, and this one is online: leave it out, or "
+            f"make the request offline; online requests may have {TTFT_KEY} and {TPOT_KEY}"
+        )
+    if not _is_within(marks[DEADLINE_KEY], _MOST_S):
+        raise RequestError(
+            f"{DEADLINE_KEY} is {marks[DEADLINE_KEY]!r}: use a number of seconds above 0, at most "
+            f"{_MOST_S:.0e}"
+        )
 
 
 def check_targets_act(custom_params: object, config: CoserveConfig) -> None:
@@ -177,10 +217,10 @@ def _marks_in(fields: object) -> dict[str, Any]:
     }
 
 
-def _is_target(value: object) -> bool:
+def _is_within(value: object, most: float) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return 0 < value <= _MOST_MS
+    return 0 < value <= most
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -116,8 +116,12 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
 
     def _create_tokenized_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            custom_params = with_client_marks(obj.sampling_params.get("custom_params"))
-            check_targets_act(custom_params, config_of(self.server_args))
+            config = config_of(self.server_args)
+            custom_params = with_client_marks(
+                obj.sampling_params.get("custom_params"),
+                keeps_deadlines=config.offline_policy != "fifo",
+            )
+            check_targets_act(custom_params, config)
         except RequestError as error:
             # SGLang's doors turn a ValueError into a 400.
             raise ValueError(str(error)) from error

@@ -12,7 +12,9 @@ from sglang_coserve.core.offline_queue import (
     pack_tokens,
 )
 
-PREFIX_ONLY = OfflineQueueConfig(utility_ratio=1.0, max_overtakes=None, deadline_slack_s=None)
+PREFIX_ONLY = OfflineQueueConfig(
+    utility_ratio=1.0, max_overtakes=None, deadline_slack_s=None, longest_first=False
+)
 """The prefix trie decides alone."""
 
 

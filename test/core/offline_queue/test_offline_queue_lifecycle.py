@@ -50,12 +50,21 @@ def test_an_empty_queue_has_nothing_to_pick() -> None:
 def test_fcfs_serves_by_arrival_then_by_order_of_add() -> None:
     queue = queue_of(
         offline("second", "a x", arrival_s=2),
-        offline("third", "b", arrival_s=2, deadline_s=3),
+        offline("third", "b", arrival_s=2, deadline_s=3000),
         offline("first", "a y", arrival_s=1),
         offline("fourth", "a z", arrival_s=5),
         config=OfflineQueueConfig.fcfs(),
     )
     assert pick_all(queue, now_s=9.0) == ["first", "second", "third", "fourth"]
+
+
+def test_fcfs_keeps_deadlines() -> None:
+    queue = queue_of(
+        offline("second", "a", arrival_s=1),
+        offline("first", "b", arrival_s=2, deadline_s=30),
+        config=OfflineQueueConfig.fcfs(),
+    )
+    assert pick_all(queue, now_s=9.0) == ["first", "second"]
 
 
 def test_the_same_seed_gives_the_same_order() -> None:

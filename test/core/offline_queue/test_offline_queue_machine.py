@@ -29,12 +29,13 @@ configs = st.builds(
     max_overtakes=st.sampled_from([None, 0, 1, 3]),
     max_wait_s=st.sampled_from([None, 8.0]),
     deadline_slack_s=st.sampled_from([None, 3.0]),
+    longest_first=st.booleans(),
     seed=st.integers(0, 3),
 )
 
 
 class NaiveQueue:
-    """The three rules, over all requests each time."""
+    """The four rules, over all requests each time."""
 
     def __init__(self, config: OfflineQueueConfig) -> None:
         self.config = config
@@ -64,9 +65,20 @@ class NaiveQueue:
             slack_s, urgent = min(slacks_s)
             if slack_s < config.deadline_slack_s:
                 return urgent
+        if config.longest_first and (longest := self.longest()) is not None:
+            return longest
         if self.draw < config.utility_ratio:
             return self.trie.near(self.last_prompt)[0]
         return stalest
+
+    def longest(self) -> int | None:
+        """The request that would end last if it did not start now."""
+        services_s = {n: self.requests[n].estimated_service_s for n in self.trie.waiting}
+        number = min(services_s, key=lambda n: (-services_s[n], n))
+        own_s, total_s = services_s[number], sum(services_s.values())
+        num_running = max(1, len(self.requests) - len(services_s))
+        is_long = own_s * len(services_s) > total_s * (1 + 1e-6)
+        return number if is_long and own_s * num_running >= total_s else None
 
     def slack_s(self, number: int, now_s: float) -> float:
         request = self.requests[number]

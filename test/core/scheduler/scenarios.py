@@ -158,6 +158,17 @@ def ran(
     return result
 
 
+def decoded_for(brain: Scheduler, *, tokens: int, token_s: float) -> None:
+    """Let an offline request generate ``tokens``, one every ``token_s``, before 0 s."""
+    brain.add_offline(queued(100, rid="before"))
+    rows: tuple[Row, ...] = ()
+    for number in range(tokens + 1):
+        seen = snapshot(*rows, now_s=(number - tokens - 1) * token_s)
+        ran(brain, brain.plan(seen, NO_CACHE), seen)
+        rows = (offline(100, rid="before", generated=number + 1),)
+    brain.finish("before")
+
+
 def result_of(
     plan: StepPlan,
     seen: EngineSnapshot,

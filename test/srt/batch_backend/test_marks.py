@@ -10,6 +10,7 @@ import pytest
 from sglang_coserve.srt.offline_marks import (
     attach_marks,
     deadline_of,
+    expected_tokens_of,
     offline_marks,
     restore_generated,
     sent_with,
@@ -34,6 +35,17 @@ def test_marks_are_read_as_they_were_made() -> None:
     restore_generated(req, None)
     restore_generated(req, None)
     assert req.output_ids == [1, 2]
+
+
+def test_a_deadline_of_a_client_counts_from_the_arrival() -> None:
+    req = request_with({"coserve_class": "offline", "coserve_deadline_s": 2.5})
+    assert deadline_of(req, arrival_s=20.0) == 22.5
+
+
+def test_the_expected_length_travels_with_a_line() -> None:
+    req = request_with(offline_marks(due_in_s=1, user="batch_1", expected_output_tokens=7))
+    assert expected_tokens_of(req) == 7
+    assert expected_tokens_of(request_with(offline_marks(due_in_s=1, user="batch_1"))) is None
 
 
 @pytest.mark.parametrize("custom_params", [None, {}, {"thinking_budget": 5}])

@@ -95,10 +95,20 @@ class Deployment:
 
 
 def create(
-    client: openai.OpenAI, content: bytes, window: Any = "24h", endpoint: Any = COMPLETIONS
+    client: openai.OpenAI,
+    content: bytes,
+    window: Any = "24h",
+    endpoint: Any = COMPLETIONS,
+    **options: Any,
 ) -> Batch:
+    """Begin a batch; ``options`` are those of ``coserve``."""
     file = client.files.create(file=("in.jsonl", content), purpose="batch")
-    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window=window)
+    return client.batches.create(
+        input_file_id=file.id,
+        endpoint=endpoint,
+        completion_window=window,
+        extra_body={"coserve": options},
+    )
 
 
 def until(client: openai.OpenAI, batch_id: str, *statuses: str, some_done: bool = False) -> Batch:

@@ -104,7 +104,8 @@ def test_cancelling_leaves_the_engine_idle(deployment: Deployment, client: opena
 
 
 def test_a_window_expires(client: openai.OpenAI) -> None:
-    batch = until(client, create(client, lines(400, 400), window="1s").id, "expired")
+    begun = create(client, lines(400, 400), window="1s", best_effort=True)
+    batch = until(client, begun.id, "expired")
     expired = records(client, batch.error_file_id)
     done = records(client, batch.output_file_id)
     assert len(expired) + len(done) == 400
@@ -114,8 +115,12 @@ def test_a_window_expires(client: openai.OpenAI) -> None:
 def test_the_object_says_when_it_will_be_complete(client: openai.OpenAI) -> None:
     completed(client, create(client, lines(2, 64)).id)  # From then on the rate is known.
     small = create(client, lines(400, 200), window="24h")
-    large = create(client, lines(20_000, 900), window="30s")
+    large = create(client, lines(20_000, 900), window="30s", best_effort=True)
+    with pytest.raises(openai.BadRequestError, match="P95") as caught:
+        create(client, lines(20_000, 900), window="1s")
+    assert caught.value.code == "window_too_short"
     for batch in (small, large):
+        assert extra_of(batch)["eta"] <= extra_of(batch)["eta_p95"]
         until(client, batch.id, "in_progress")
     now = client.batches.retrieve(large.id)
     assert now.expires_at is not None
@@ -156,3 +161,21 @@ def test_keys_are_those_of_every_route(deployment: Deployment) -> None:
             client.batches.list()
     bare = httpx.post(f"{deployment.base_url}/v1/files", content=b"x" * 100)
     assert bare.status_code == 401
+
+
+def test_a_deadline_of_a_single_request_is_kept_or_refused(
+    deployment: Deployment, client: openai.OpenAI
+) -> None:
+    policy = deployment.status()["replicas"][0]["config"]["offline_policy"]
+    assert policy == "fifo"
+    ask = {"model": "small", "prompt": "The old mill", "max_tokens": 2}
+    with pytest.raises(openai.BadRequestError, match="this server keeps no coserve_deadline_s"):
+        client.completions.create(
+            **ask, extra_body={"service_tier": "flex", "coserve_deadline_s": 60}
+        )
+    with pytest.raises(openai.BadRequestError, match="is for offline requests"):
+        client.completions.create(**ask, extra_body={"coserve_deadline_s": 60})
+    # A gateway says how long it would let any request wait.
+    told = {"x-llm-d-inference-ttl": "90s"}
+    for extra in ({}, {"service_tier": "flex"}):
+        assert client.completions.create(**ask, extra_body=extra, extra_headers=told).choices

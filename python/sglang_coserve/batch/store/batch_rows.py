@@ -49,13 +49,12 @@ def create(
     now_s: float,
     max_active: int,
     max_active_of_owner: int | None = None,
-    check_stored_bytes: Callable[[int], None] | None = None,
+    check: Callable[[int], None] | None = None,
 ) -> tuple[BatchRecord, bool]:
     """Add a batch; return it and True, or an earlier one with the same key and False.
 
     Of ``max_active`` unfinished ones an owner may have ``max_active_of_owner``, or as many
-    as are still free. ``check_stored_bytes`` is told what the files of the owner take, and
-    may raise.
+    as are still free. ``check`` is told what the files of the owner take, and may raise.
 
     Raises:
         NotFoundError: the owner has no such input file.
@@ -86,8 +85,8 @@ def create(
             " wait for one of them, or cancel it",
             code="too_many_batches",
         )
-    if check_stored_bytes is not None:
-        check_stored_bytes(file_rows.stored_bytes(connection, record.owner))
+    if check is not None:
+        check(file_rows.stored_bytes(connection, record.owner))
     names = ", ".join(_COLUMNS)
     values = ", ".join(f":{name}" for name in _COLUMNS)
     connection.execute(f"INSERT INTO batches ({names}) VALUES ({values})", _row(record))

@@ -104,5 +104,12 @@ MIGRATIONS: Final = (
         "ALTER TABLE batches ADD COLUMN model TEXT",
         "ALTER TABLE batches ADD COLUMN earlier_model_lines INTEGER NOT NULL DEFAULT 0",
     ),
+    (
+        # What offline work got in each hour since the epoch.
+        "CREATE TABLE served_hours"
+        " (hour INTEGER PRIMARY KEY, tokens REAL NOT NULL, busy_s REAL NOT NULL) STRICT",
+        # How long a batch was to take; null where that cannot be compared with what it took.
+        "ALTER TABLE batches ADD COLUMN forecast_s REAL",
+    ),
 )
 """Step ``n`` takes a database from version ``n`` to ``n + 1``."""

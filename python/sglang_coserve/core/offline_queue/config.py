@@ -12,7 +12,7 @@ __all__ = ["OfflineQueueConfig"]
 
 @dataclass(frozen=True, slots=True)
 class OfflineQueueConfig:
-    """How the queue weighs prefix sharing, age and deadlines.
+    """How the queue weighs prefix sharing, age, deadlines and length.
 
     Raises:
         ConfigError: a value is out of its range; the message names the field.
@@ -34,6 +34,10 @@ class OfflineQueueConfig:
     """A request goes before those without time pressure once less than this is left
     until its latest start; ``None``: deadlines do not matter."""
 
+    longest_first: bool = True
+    """A request that would run longer than all that wait, over the rows that run, goes before
+    those without time pressure."""
+
     seed: int = 0
     """Seed of the draws that the utility ratio needs."""
 
@@ -54,8 +58,8 @@ class OfflineQueueConfig:
 
     @classmethod
     def fcfs(cls) -> OfflineQueueConfig:
-        """First come, first served: age alone decides."""
-        return cls(utility_ratio=0.0, deadline_slack_s=None)
+        """First come, first served, but for requests whose deadline is at risk."""
+        return cls(utility_ratio=0.0, longest_first=False)
 
 
 def _check(is_valid: bool, field: str, value: float, valid: str) -> None:

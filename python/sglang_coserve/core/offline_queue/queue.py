@@ -1,11 +1,13 @@
-"""The queue of offline requests: prefix sharing, age and deadlines in one order."""
+"""The queue of offline requests: prefix sharing, age, deadlines and length in one order."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Final
 
 from sglang_coserve.core.offline_queue.config import OfflineQueueConfig
 from sglang_coserve.core.offline_queue.prefix_trie import Leaf, PrefixTrie
@@ -14,6 +16,9 @@ from sglang_coserve.core.offline_queue.time_order import TimeOrder
 from sglang_coserve.errors import RequestError
 
 __all__ = ["OfflineQueue"]
+
+_EQUAL: Final = 1e-6
+"""Of sums, what rounding may make of equal ones."""
 
 
 class OfflineQueue:
@@ -29,7 +34,10 @@ class OfflineQueue:
     2. Deadlines: the one with the earliest latest start, if that is less than
        ``deadline_slack_s`` away. Among requests that have yet to start it is the
        latest start that runs out, not the deadline.
-    3. HyGen A.3: with probability ``utility_ratio`` the one that shares the
+    3. Length, with ``longest_first``: the one that would run longest, if that is
+       longer than all that wait take on the rows that run, and than their mean: what
+       would run on alone in the end has to start now.
+    4. HyGen A.3: with probability ``utility_ratio`` the one that shares the
        longest prefix with the request taken last, else the most stale one. In
        HyGen the latter leaves the place in the trie's order as it was; here the
        order goes on from any request taken, for its prefix is the one in the cache.
@@ -58,6 +66,10 @@ class OfflineQueue:
         self._trie = PrefixTrie()
         self._by_age = TimeOrder(_arrival_s)
         self._by_latest_start = TimeOrder(_latest_start_s)
+        self._longest_first = TimeOrder(_less_service_s)
+        self._service_s = 0.0
+        """Of all that wait."""
+
         self._last_tokens = b""
         self._random = random.Random(config.seed)
         self._draws: deque[float] = deque()
@@ -83,6 +95,16 @@ class OfflineQueue:
         """Tell whether a request was taken and neither restored nor removed."""
         leaf = self._leaves.get(rid)
         return leaf is not None and not leaf.is_waiting
+
+    def running(self, rid: str) -> QueuedRequest:
+        """Return a request that was taken, as it was then.
+
+        Raises:
+            RequestError: no request has this rid.
+        """
+        leaf = self._leaf(rid)
+        assert not leaf.is_waiting, f"{rid!r} waits"
+        return leaf.request
 
     def add(self, request: QueuedRequest) -> None:
         """Let a new request wait. O(prompt tokens + log n).
@@ -185,6 +207,9 @@ class OfflineQueue:
             leaf.number for leaf in waiting
         )
         assert set(self._by_age) == waiting
+        assert set(self._longest_first) == waiting
+        service_s = sum(leaf.request.estimated_service_s for leaf in waiting)
+        assert math.isclose(self._service_s, service_s, rel_tol=1e-6, abs_tol=1e-6)
         assert set(self._by_latest_start) == {
             leaf for leaf in waiting if leaf.request.deadline_s is not None
         }
@@ -195,6 +220,8 @@ class OfflineQueue:
         yielded: set[Leaf] = set()
         by_age = _Remaining(self._by_age, yielded)
         by_latest_start = _Remaining(self._by_latest_start, yielded)
+        longest_first = _Remaining(self._longest_first, yielded)
+        service_s = self._service_s
         by_prefix: _Remaining | None = None
         last_tokens = self._last_tokens
         while (oldest := by_age.first) is not None:
@@ -203,6 +230,10 @@ class OfflineQueue:
                 leaf = oldest
             elif (urgent := by_latest_start.first) and self._is_at_risk(urgent, now_s):
                 leaf = urgent
+            elif (longest := longest_first.first) and self._would_end_last(
+                longest, service_s, len(yielded)
+            ):
+                leaf = longest
             elif draw < self._config.utility_ratio:
                 by_prefix = by_prefix or _Remaining(self._trie.near(last_tokens), yielded)
                 nearest = by_prefix.first
@@ -214,6 +245,7 @@ class OfflineQueue:
                 by_prefix = None
             last_tokens = leaf.tokens
             num_overtakes = 0 if leaf is oldest else num_overtakes + 1
+            service_s -= leaf.request.estimated_service_s
             yielded.add(leaf)
             yield leaf
             assert num_changes == self._num_changes, "the queue changed under its candidates"
@@ -228,6 +260,18 @@ class OfflineQueue:
         slack_s = self._config.deadline_slack_s
         return slack_s is not None and _latest_start_s(leaf.request) - now_s < slack_s
 
+    def _would_end_last(self, longest: Leaf, service_s: float, num_yielded: int) -> bool:
+        """Tell whether the request that runs longest has to start for all to end early.
+
+        ``service_s`` is what it and the others that wait would run; those yielded run too.
+        """
+        if not self._config.longest_first:
+            return False
+        own_s = longest.request.estimated_service_s
+        num_waiting = len(self._by_age) - num_yielded
+        num_rows = max(1, self.num_running + num_yielded)
+        return own_s * num_rows >= service_s and own_s * num_waiting > service_s * (1 + _EQUAL)
+
     def _draw(self, index: int) -> float:
         while len(self._draws) <= index:
             self._draws.append(self._random.random())
@@ -235,12 +279,19 @@ class OfflineQueue:
 
     def _let_wait(self, leaf: Leaf) -> None:
         self._by_age.add(leaf)
+        self._longest_first.add(leaf)
+        self._service_s += leaf.request.estimated_service_s
         if leaf.request.deadline_s is not None:
             self._by_latest_start.add(leaf)
         self._num_changes += 1
 
     def _let_no_longer_wait(self, leaf: Leaf) -> None:
         self._by_age.remove(leaf)
+        self._longest_first.remove(leaf)
+        # Sums that are kept by adding and taking away would drift for ever.
+        self._service_s -= (
+            leaf.request.estimated_service_s if len(self._by_age) else self._service_s
+        )
         if leaf.request.deadline_s is not None:
             self._by_latest_start.remove(leaf)
         self._num_changes += 1
@@ -274,6 +325,10 @@ class _Remaining:
 
 def _arrival_s(request: QueuedRequest) -> float:
     return request.arrival_s
+
+
+def _less_service_s(request: QueuedRequest) -> float:
+    return -request.estimated_service_s
 
 
 def _latest_start_s(request: QueuedRequest) -> float:

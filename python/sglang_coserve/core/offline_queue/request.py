@@ -40,6 +40,9 @@ class QueuedRequest:
     estimated_service_s: float = 0.0
     """Predicted time from its next start to its end."""
 
+    expected_output_tokens: int | None = None
+    """Output tokens that it is expected to have in the end; ``None``: as many as it may."""
+
     user: str | None = None
     """Whose request it is."""
 
@@ -61,6 +64,10 @@ class QueuedRequest:
                 f"{self.num_generated_tokens}",
                 "neither may be negative",
             )
+        if self.expected_output_tokens is not None and self.expected_output_tokens < 0:
+            raise self._error(
+                f"expected_output_tokens is {self.expected_output_tokens}", "give at least 0"
+            )
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -71,6 +78,15 @@ class QueuedRequest:
     def latest_start_s(self) -> float | None:
         """The last moment at which a start is predicted to keep the deadline."""
         return None if self.deadline_s is None else self.deadline_s - self.estimated_service_s
+
+    @property
+    def expected_tokens_left(self) -> int:
+        """Output tokens that are expected to be left, 1 at least while more may come."""
+        expected = self.max_new_tokens
+        if self.expected_output_tokens is not None:
+            expected = min(expected, self.expected_output_tokens)
+        may_come = max(0, self.max_new_tokens - self.num_generated_tokens)
+        return min(may_come, max(1, expected - self.num_generated_tokens))
 
     def _error(self, wrong: str, mend: str) -> RequestError:
         return RequestError(f"offline request {self.rid!r} cannot be queued: {wrong}; {mend}")

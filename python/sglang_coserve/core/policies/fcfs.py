@@ -29,7 +29,8 @@ class FcfsPolicy(Policy):
     The scheduling that BROS (§II-B) starts from, and what a server does that does
     not know of classes: chunked prefill mixed with decodes under a fixed
     token budget, nobody is preempted for anybody. If KV runs out, the last
-    admitted row loses its own. Needs an offline queue ordered by arrival.
+    admitted row loses its own. Needs an offline queue ordered by arrival; a request
+    whose deadline is at risk goes before other offline ones, not before online ones.
     """
 
     name: ClassVar[str] = "fcfs"

@@ -50,11 +50,11 @@ class HygenPolicy(Policy):
     """u of Algorithm 4; 1 is plain PSM (Algorithm 3)."""
 
     def queue_config(self, seed: int = 0) -> OfflineQueueConfig:
-        """See ``Policy.queue_config``: prefixes and freshness, nothing else."""
+        """See ``Policy.queue_config``: prefixes, freshness and deadlines, which have no limit."""
         return OfflineQueueConfig(
             utility_ratio=self.utility_ratio,
             max_overtakes=None,
-            deadline_slack_s=None,
+            longest_first=False,
             seed=seed,
         )
 

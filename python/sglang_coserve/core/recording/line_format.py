@@ -35,7 +35,7 @@ from sglang_coserve.core.request import RequestState
 __all__ = ["EVENTS", "FORMAT", "STATE_LETTERS", "VERSION"]
 
 FORMAT: Final = "coserve plans"
-VERSION: Final = 4
+VERSION: Final = 5
 
 EVENTS: Final[Mapping[str, Any]] = MappingProxyType(
     {

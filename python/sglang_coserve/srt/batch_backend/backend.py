@@ -97,7 +97,12 @@ class BatchBackend(Backend):
         """See ``Backend.load``; the rate is that of the lines served here."""
         # A line may have several of SGLang's requests, which only makes an upload polite.
         num_others = len(self._tokenizer_manager.rid_to_state) - self._rate.num_in_flight
-        return BackendLoad(self._rate.per_s(), is_online_busy=num_others > 0)
+        return BackendLoad(
+            self._rate.per_s(),
+            is_online_busy=num_others > 0,
+            total_tokens=self._rate.total_tokens,
+            busy_s=self._rate.busy_s,
+        )
 
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
@@ -123,6 +128,7 @@ class BatchBackend(Backend):
             batch_id=request.batch_id,
             due_in_s=request.deadline_s - self._now_s(),
             generated=request.generated,
+            expected_output_tokens=request.expected_output_tokens,
             on_tokens=tell,
         )
         manager = LineManager(self._tokenizer_manager, task, self._stream_interval_tokens)

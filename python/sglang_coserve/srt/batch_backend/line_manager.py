@@ -34,6 +34,9 @@ class LineTask:
     generated: tuple[int, ...]
     """Output tokens of an interrupted attempt, to go on after if the request allows it."""
 
+    expected_output_tokens: int | None
+    """How many output tokens it is expected to have in the end; None if nothing is known."""
+
     on_tokens: Callable[[Sequence[int]], None]
     """Called with the output tokens after ``generated`` as they come, but for the last ones:
     those are in the answer. So what it has heard is never a complete generation."""
@@ -114,7 +117,12 @@ class LineManager(BoundedManager):
             request, self._inner.preferred_sampling_params
         )
         generated = task.generated if is_continuable else ()
-        marks = offline_marks(due_in_s=task.due_in_s, user=task.batch_id, generated=generated)
+        marks = offline_marks(
+            due_in_s=task.due_in_s,
+            user=task.batch_id,
+            generated=generated,
+            expected_output_tokens=task.expected_output_tokens,
+        )
         if is_continuable:
             request.stream = True
             params = dict(request.sampling_params or {})

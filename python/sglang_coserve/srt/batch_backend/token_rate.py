@@ -34,6 +34,8 @@ class TokenRate:
         self._busy_s = 0.0
         self._recent: deque[tuple[float, int]] = deque()
         self._tokens = 0
+        self.total_tokens = 0
+        """Since the start."""
 
     @contextmanager
     def in_flight(self) -> Iterator[None]:
@@ -51,11 +53,18 @@ class TokenRate:
         """How many are within ``in_flight``."""
         return self._in_flight
 
+    @property
+    def busy_s(self) -> float:
+        """The time within ``in_flight`` since the start."""
+        self._advance()
+        return self._busy_s
+
     def add(self, tokens: int) -> None:
         """Count tokens that work in flight took; O(1) amortised."""
         self._advance()
         self._recent.append((self._busy_s, tokens))
         self._tokens += tokens
+        self.total_tokens += tokens
 
     def per_s(self) -> float | None:
         """Return the mean; before the first tokens what is expected, None if nothing is."""
