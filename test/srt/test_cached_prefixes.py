@@ -11,6 +11,7 @@ from srt.scripted_engine import ScriptedEngine
 
 PREFIX_TOKENS, OWN_TOKENS, MEMBERS = 320, 16, 3
 GROUPS = "abcdef"
+PLANNED = {"offline_policy": "coserve", "startup_profile_seconds": 0.0}
 
 
 def prompt(group: str, member: int) -> list[int]:
@@ -46,8 +47,7 @@ def first_passes(engine: ScriptedEngine, online_first: bool) -> dict[str, int]:
 
 @pytest.mark.parametrize("online_first", [True, False], ids=["earlier", "meanwhile"])
 def test_what_an_online_request_left_is_used_first(start_engine: Any, online_first: bool) -> None:
-    settings = {"offline_policy": "coserve", "startup_profile_seconds": 0.0}
-    process = start_engine(page_size=16, coserve=settings)
+    process = start_engine(page_size=16, coserve=PLANNED)
     passes = process.call(first_passes, online_first)
     before = [group for group in GROUPS if passes[group] < passes["e"]]
     # The group that is being served, and one that was taken for its age.

@@ -148,12 +148,14 @@ def _admit(batch: BatchBuilder, context: PlanContext) -> None:
     if config.max_offline_rows is not None:
         held = sum(not row.info.is_online for row in batch.snapshot.rows)
         picks = min(picks, max(config.max_offline_rows - held, 0))
-    prompts: list[bytes] = []
+    prompts = [
+        queue.running(chunk.rid).token_ids for chunk in batch.chunks if queue.is_running(chunk.rid)
+    ]
     for request in islice(queue.candidates(batch.snapshot.now_s), picks):
         length_tokens = request.num_prompt_tokens + request.num_generated_tokens
         cached_tokens = min(context.cache.cached_tokens(request.rid), length_tokens - 1)
         rest_tokens = length_tokens - cached_tokens
-        if prompts:
+        if prompts and batch.snapshot.keeps_prefixes:
             shared_tokens = _shared_tokens(batch, request, cached_tokens, prompts)
             if shared_tokens > cached_tokens and _is_worth_a_step(
                 batch, length_tokens, cached_tokens, shared_tokens

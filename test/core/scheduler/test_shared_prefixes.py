@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from core.scheduler.scenarios import NO_CACHE, Cache, scheduler, snapshot
+from core.scheduler.scenarios import NO_CACHE, Cache, offline, ran, scheduler, snapshot
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
+from sglang_coserve.core.request import RequestState
 
 OWN_TOKENS = 20
 
@@ -46,7 +47,25 @@ def test_only_whole_pages_are_cached() -> None:
     assert len(prefilled(*group, page_tokens=8)) == 1
 
 
+def test_without_a_prefix_cache_nobody_waits_for_others() -> None:
+    brain = scheduler("coserve", *(waiting(f"a{n}", 1, 400) for n in range(3)))
+    assert len(brain.plan(snapshot(keeps_prefixes=False), NO_CACHE).prefills) == 3
+
+
 def test_equal_prompts_compute_their_last_token_each() -> None:
     equal = [waiting(rid, 1, 400, own_tokens=0) for rid in ("a0", "a1", "a2")]
     assert prefilled(*equal) == ["a0"]
     assert len(prefilled(*equal, cache=Cache(dict.fromkeys(("a0", "a1", "a2"), 399)))) == 3
+
+
+def test_the_rest_of_a_prompt_that_was_cut_is_not_computed_beside_it() -> None:
+    group = [waiting(f"a{n}", 1, 400) for n in range(3)]
+    brain = scheduler("coserve", *group)
+    seen = snapshot(max_batch_tokens=150)
+    plan = brain.plan(seen, NO_CACHE)
+    assert [(chunk.rid, chunk.tokens) for chunk in plan.prefills] == [("a0", 150)]
+    ran(brain, plan, seen)
+    row = offline(420, RequestState.PREFILLING, rid="a0", computed=150)
+    cache = Cache({"a1": 150, "a2": 150})
+    again = brain.plan(snapshot(row), cache)
+    assert [(chunk.rid, chunk.tokens) for chunk in again.prefills] == [("a0", 270)]

@@ -91,6 +91,16 @@ class OfflineQueue:
         leaf = self._leaves.get(rid)
         return leaf is not None and not leaf.is_waiting
 
+    def running(self, rid: str) -> QueuedRequest:
+        """Return a request that was taken and neither restored nor removed.
+
+        Raises:
+            RequestError: no request has this rid.
+        """
+        leaf = self._leaf(rid)
+        assert not leaf.is_waiting, f"{rid!r} waits"
+        return leaf.request
+
     def add(self, request: QueuedRequest) -> None:
         """Let a new request wait. O(prompt tokens + log n).
 
