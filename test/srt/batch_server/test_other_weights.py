@@ -44,7 +44,6 @@ class Changing(Deployment):
         self._models = models
         self._place = directory / "model"
         shutil.copytree(models["A"], self._place)
-        self._has_loaded = False
         super().__init__(
             self._place,
             directory,
@@ -58,19 +57,8 @@ class Changing(Deployment):
             shutil.copy(file, new)
             new.replace(self._place / file.name)
 
-    def start(self, policy: str = "fifo") -> None:
-        super().start(policy)
-        self._has_loaded = False
-
-    def start_without_loads(self) -> None:
-        """Start again, if need be: what was loaded has another name at every start."""
-        if self._has_loaded:
-            self.stop()
-            self.start()
-
     def load(self, name: str, **how: Any) -> None:
         """Have the running server load other weights from the disk."""
-        self._has_loaded = True
         body = {"model_path": str(self._models[name]), **how}
         url, headers = f"{self.base_url}/update_weights_from_disk", self.headers
         answer = httpx.post(url, json=body, headers=headers, timeout=120)
@@ -127,9 +115,10 @@ def half_done(server: Changing, client: openai.OpenAI) -> str:
 
 
 def test_other_weights_after_a_kill_begin_half_done_lines_anew(
-    server: Changing, request: pytest.FixtureRequest
+    server: Changing, expected: dict[str, dict[str, str]]
 ) -> None:
-    server.start_without_loads()
+    server.stop()
+    server.start()  # What was loaded since the start has another name at every start.
     with server.client() as client:
         batch_id = half_done(server, client)
     server.kill()
@@ -138,20 +127,19 @@ def test_other_weights_after_a_kill_begin_half_done_lines_anew(
     try:
         with server.client() as client:
             answers = texts(client, batch_id)
+            counts = whose(answers, expected)
+            assert counts["A"] > 0 < counts["B"]
             warning = extra_of(client.batches.retrieve(batch_id))["warning"]
+            assert f"since {counts['A']} of the lines" in warning
         log = server.log.read_text()
+        assert "half-done lines start over" in log
+        assert f"since {counts['A']} of the lines" in log
     finally:
         server.stop()
         server.put("A")
         server.start()
     with server.client() as client:
         assert extra_of(client.batches.retrieve(batch_id))["warning"] == warning
-    # Not before: it has the server load weights.
-    counts = whose(answers, request.getfixturevalue("expected"))
-    assert counts["A"] > 0 < counts["B"]
-    assert f"since {counts['A']} of the lines" in warning
-    assert "half-done lines start over" in log
-    assert f"since {counts['A']} of the lines" in log
 
 
 @pytest.mark.parametrize("how", ["wait", "abort", "in_place", "pause and abort"])
