@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import random
 import subprocess
 import sys
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +25,7 @@ from sglang_coserve.batch.line_source import LineSource
 from sglang_coserve.batch.prefix_order import PrefixOrder
 from sglang_coserve.batch.worker_threads import WorkerThreads
 from sglang_coserve.jsonl.prefix_key import MOST_KEY_BYTES, prefix_key
-from sglang_coserve.jsonl.prefix_order import read_order, write_order
+from sglang_coserve.jsonl.prefix_order import OrderedLine, read_order, write_order
 
 COMMON = "You are a lighthouse keeper who answers in one sentence. " * 20
 
@@ -86,6 +89,17 @@ def shuffled(groups: int, size: int, seed: int = 1) -> list[bytes]:
     return [request(number, prompt) for number, prompt in enumerate(prompts, 1)]
 
 
+def order_of(source: bytes, **options: bool) -> list[OrderedLine]:
+    order = io.BytesIO()
+    write_order(io.BytesIO(source), order, **options)
+    return read_order(order, 0, 100_000)
+
+
+def entries_of(order: Path) -> list[OrderedLine]:
+    with order.open("rb") as file:
+        return read_order(file, 0, 100_000)
+
+
 def group_of(line: bytes) -> str:
     return str(json.loads(line)["body"]["prompt"])[:5]
 
@@ -94,11 +108,10 @@ def changes(lines: list[bytes]) -> int:
     return sum(one != other for one, other in pairwise(map(group_of, lines)))
 
 
-def test_groups_come_together_in_the_order_of_their_first_lines(tmp_path: Path) -> None:
+def test_groups_come_together_in_the_order_of_their_first_lines() -> None:
     lines = shuffled(groups=200, size=10)
     content = b"\n".join([*lines, b"", b"no JSON", b"   "]) + b"\n"
-    write_order(io.BytesIO(content), tmp_path / "order")
-    entries = read_order(tmp_path / "order", 0, 10_000)
+    entries = order_of(content)
     ordered = [content[offset:].split(b"\n", 1)[0] for offset, _ in entries]
     assert [number for _, number in entries][-1] == 2002  # That without a key has no group.
     assert sorted(ordered) == sorted([*lines, b"no JSON"])
@@ -106,14 +119,23 @@ def test_groups_come_together_in_the_order_of_their_first_lines(tmp_path: Path) 
     assert group_of(ordered[0]) == group_of(lines[0])
     firsts = list(dict.fromkeys(map(group_of, lines)))
     assert list(dict.fromkeys(map(group_of, ordered[:-1]))) == firsts
-    assert read_order(tmp_path / "order", 2000, 10) == entries[2000:]
+    order = io.BytesIO()
+    write_order(io.BytesIO(content), order)
+    assert read_order(order, 2000, 10) == entries[2000:]
 
 
-def test_lines_that_share_nothing_stay_in_their_order(tmp_path: Path) -> None:
+def test_lines_that_share_nothing_stay_in_their_order() -> None:
     content = b"\n".join(request(n, f"{n} {COMMON}") for n in range(1, 1000)) + b"\n"
-    write_order(io.BytesIO(content), tmp_path / "order")
-    numbers = [entry.number for entry in read_order(tmp_path / "order", 0, 2000)]
-    assert numbers == list(range(1, 1000))
+    assert [entry.number for entry in order_of(content)] == list(range(1, 1000))
+
+
+def test_only_the_first_line_of_an_id_has_a_place_where_ids_are_unique() -> None:
+    lines = shuffled(groups=20, size=3)
+    again = [lines[7], b"no JSON", lines[3].replace(b"POST", b"GET"), b'{"custom_id": ""}']
+    content = b"\n".join([*lines, *again]) + b"\n"
+    numbers = [entry.number for entry in order_of(content, unique_ids=True)]
+    assert sorted(numbers) == [*range(1, 61), 62, 64]
+    assert len(order_of(content)) == 64
 
 
 @settings(deadline=None, max_examples=25)
@@ -144,8 +166,9 @@ def test_a_source_yields_each_line_once_whenever_the_order_comes(
             assert line.offset == sum(len(each) + 1 for each in lines[: line.number - 1])
             found.append(line.number)
             if len(found) == before:
-                with (directory / "in").open("rb") as file:
-                    write_order(file, directory / "order")
+                with (directory / "in").open("rb") as file, (directory / "part").open("wb") as part:
+                    write_order(file, part)
+                (directory / "part").replace(directory / "order")
         await threads.close()
         return found
 
@@ -162,7 +185,7 @@ def test_the_process_writes_the_order_whole_and_private(tmp_path: Path) -> None:
     asyncio.run(order.find(600))
     assert order.path.stat().st_mode & 0o777 == 0o600
     content = (tmp_path / "in").read_bytes()
-    ordered = [content[at:].split(b"\n", 1)[0] for at, _ in read_order(order.path, 0, 1000)]
+    ordered = [content[at:].split(b"\n", 1)[0] for at, _ in entries_of(order.path)]
     assert changes(ordered) == 99
     order.delete()
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
@@ -182,15 +205,40 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         for number, prompt in enumerate(prompts):
             file.write(request(number, prompt) + b"\n")
     program = (
-        "import resource, sys; from pathlib import Path;"
+        "import sys; from pathlib import Path;"
         "from sglang_coserve.jsonl.prefix_order import write_order;"
-        "write_order(open(sys.argv[1], 'rb'), Path(sys.argv[2]));"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "write_order(open(sys.argv[1], 'rb'), order := open(sys.argv[2], 'wb'));"
+        "order.close();"
+        # ru_maxrss would be that of the process that forked this one, if it has more.
+        "print(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "in"), str(tmp_path / "order")]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert int(shown.stdout.split()[-1]) < 200_000  # KiB, of a file of 250,000
-    assert len(read_order(tmp_path / "order", 0, 100_000)) == 30_000
+    assert len(entries_of(tmp_path / "order")) == 30_000
+
+
+def test_the_process_ends_with_the_one_that_started_it() -> None:
+    """Its input goes on, so nothing else would end it."""
+    program = (
+        "import os, subprocess, sys, time;"
+        "command = [sys.executable, '-m', 'sglang_coserve.jsonl.prefix_order', str(os.getpid())];"
+        "child = subprocess.Popen(command, stdout=subprocess.DEVNULL);"
+        "print(child.pid, flush=True); time.sleep(60)"
+    )
+    read_end, write_end = os.pipe()
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=read_end, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    try:
+        child.wait(timeout=60)
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+        os.close(read_end)
+        os.close(write_end)
 
 
 def test_a_batch_is_served_in_the_order_and_after_a_restart_too(tmp_path: Path) -> None:

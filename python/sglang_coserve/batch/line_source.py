@@ -105,7 +105,8 @@ class LineSource:
 
     def _read_in_order(self) -> None:
         assert self._order is not None
-        entries = read_order(self._order, self._place, _SKIPPED_AT_ONCE)
+        with self._order.open("rb") as order:
+            entries = read_order(order, self._place, _SKIPPED_AT_ONCE)
         self._is_at_end = not entries
         size_bytes = 0
         with self._path.open("rb") as file:

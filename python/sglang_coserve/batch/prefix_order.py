@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Final
 
@@ -36,7 +37,7 @@ class PrefixOrder:
         """
         if num_lines <= self._max_in_flight or self.path.exists():
             return
-        arguments = (str(self._source), str(self.path))
+        arguments = (str(os.getpid()), str(self._source), str(self.path))
         try:
             await run_module(f"ordering {self._source}", _MODULE, *arguments)
         except StorageError as error:
@@ -45,4 +46,5 @@ class PrefixOrder:
     def delete(self) -> None:
         """Delete what there is of it. Blocks."""
         self.path.unlink(missing_ok=True)
-        self.path.with_name(f"{self.path.name}.part").unlink(missing_ok=True)
+        for unfinished in self.path.parent.glob(f"{self.path.name}.*.part"):
+            unfinished.unlink(missing_ok=True)

@@ -11,8 +11,9 @@ from typing import Protocol
 
 from sglang_coserve.client.batch_result import BatchResult
 from sglang_coserve.client.byte_budget import ByteBudget
-from sglang_coserve.client.input_lines import LineRef, read_lines
+from sglang_coserve.client.input_lines import LineRef, read_line, read_lines
 from sglang_coserve.client.line_checker import BatchRequest, LineChecker
+from sglang_coserve.client.line_order import LineOrder
 from sglang_coserve.client.options import ClientOptions
 from sglang_coserve.client.result_files import ResultFiles
 from sglang_coserve.client.status import JobState, JobStatus
@@ -40,6 +41,9 @@ class BatchRun:
 
     ``concurrency`` workers take lines from one reader, so what is in memory is
     the lines in flight, within ``max_inflight_bytes``, and the line being read.
+
+    Lines come in the file's order until a better one is found (``LineOrder``), then in that
+    one; those it leaves out, and what is wrong with lines, come last, in the file's order.
     """
 
     def __init__(
@@ -51,8 +55,13 @@ class BatchRun:
         self._options = options
         self._budget = ByteBudget(options.max_inflight_bytes)
         self._reading = asyncio.Lock()
+        self._order = LineOrder(source)
+        self._in_flight: set[int] = set()
+        """Numbers of the lines that were yielded and have no record yet."""
+
+        self._num_turns = 0
         self._total_bytes = source.stat().st_size
-        self._done_bytes = 0
+        self._done_bytes = files.finished.size_bytes
         self._ok = files.earlier_ok
         self._failed = files.earlier_failed
         self._resumed = files.earlier_ok + files.earlier_failed
@@ -74,6 +83,7 @@ class BatchRun:
             completion_tokens=self._completion_tokens,
             elapsed_s=(self._ended_s or time.monotonic()) - self._began_s,
             trouble=self._sender.trouble if state is JobState.RUNNING else None,
+            ordered_share=self._order.read_share,
         )
 
     async def run(self) -> None:
@@ -101,6 +111,7 @@ class BatchRun:
                 raise first from None
             raise
         finally:
+            self._order.close()
             self._files.close()
             self._ended_s = time.monotonic()
 
@@ -123,26 +134,55 @@ class BatchRun:
     async def _requests(self) -> AsyncGenerator[BatchRequest]:
         """Yield what must be sent; lines that must not be are settled here."""
         checker = LineChecker(self._options.max_line_bytes)
+        num_sent = 0
         try:
             for line in read_lines(self._source, self._options.max_line_bytes):
-                if line.ref.number % _LINES_PER_TURN == 0:
-                    await asyncio.sleep(0)
+                await self._let_others_run()
+                if self._order.is_found():
+                    async with aclosing(self._ordered_requests(checker)) as ordered:
+                        async for request in ordered:
+                            yield request
                 if line.is_blank:
                     self._done_bytes += line.ref.size_bytes
                     continue
-                if line.ref.number in self._files.finished:
+                if not self._is_wanted(line.ref.number):
                     checker.pass_over(line)
-                    self._done_bytes += line.ref.size_bytes
                     continue
                 checked = checker.check(line)
-                if isinstance(checked, BatchRequest):
-                    yield checked
-                else:
+                if not isinstance(checked, BatchRequest):
                     self._record(checked, line.ref)
+                    continue
+                num_sent += 1
+                if num_sent > self._options.concurrency:
+                    self._order.begin()  # The server cannot order them: it never has them all.
+                self._in_flight.add(line.ref.number)
+                yield checked
         finally:
             checker.close()
 
+    async def _ordered_requests(self, checker: LineChecker) -> AsyncGenerator[BatchRequest]:
+        """Yield what must be sent, in the order that was found."""
+        with self._source.open("rb") as file:
+            for entry in self._order.entries():
+                await self._let_others_run()
+                if not self._is_wanted(entry.number):
+                    continue
+                line = read_line(file, entry, self._options.max_line_bytes)
+                request = line and checker.request(line)
+                if request:
+                    self._in_flight.add(entry.number)
+                    yield request
+
+    def _is_wanted(self, line: int) -> bool:
+        return line not in self._files.finished and line not in self._in_flight
+
+    async def _let_others_run(self) -> None:
+        self._num_turns += 1
+        if self._num_turns % _LINES_PER_TURN == 0:
+            await asyncio.sleep(0)
+
     def _record(self, result: BatchResult, ref: LineRef) -> None:
+        self._in_flight.discard(ref.number)
         self._files.append(result, ref.digest)
         self._done_bytes += ref.size_bytes
         if not result.ok:

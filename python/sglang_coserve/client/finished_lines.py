@@ -18,6 +18,8 @@ class FinishedLines:
         # Indexed by line number; 0 is "no record", which no digest ever is.
         self._digests = array("Q")
         self._count = 0
+        self.size_bytes = 0
+        """Of the lines that ``check_unchanged`` found as they were."""
 
     def __len__(self) -> int:
         return self._count
@@ -49,10 +51,12 @@ class FinishedLines:
         if last >= 1:
             for line in lines:
                 number = line.ref.number
-                if number in self and self._digests[number] != line.ref.digest:
-                    raise InputFileError(
-                        f"line {number} of the input has changed since its result was written"
-                    )
+                if number in self:
+                    if self._digests[number] != line.ref.digest:
+                        raise InputFileError(
+                            f"line {number} of the input has changed since its result was written"
+                        )
+                    self.size_bytes += line.ref.size_bytes
                 if number == last:
                     return
             raise InputFileError(

@@ -10,8 +10,9 @@ from typing import BinaryIO
 
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.jsonl import lines
+from sglang_coserve.jsonl.prefix_order import OrderedLine
 
-__all__ = ["InputLine", "LineRef", "open_input", "read_lines"]
+__all__ = ["InputLine", "LineRef", "open_input", "read_line", "read_lines"]
 
 _READ_BYTES = 1 << 20
 
@@ -75,18 +76,30 @@ def read_lines(path: Path, max_line_bytes: int) -> Iterator[InputLine]:
     Raises:
         InputFileError: see ``open_input``.
     """
+    with open_input(path) as file:
+        yield from _lines(file, max_line_bytes, after_line=0)
+
+
+def read_line(file: BinaryIO, at: OrderedLine, max_line_bytes: int) -> InputLine | None:
+    """Return one line of a batch file, None where the file has become shorter."""
+    file.seek(at.offset)
+    return next(_lines(file, max_line_bytes, after_line=at.number - 1), None)
+
+
+def _lines(file: BinaryIO, max_line_bytes: int, after_line: int) -> Iterator[InputLine]:
     excess = blake2b(digest_size=8)
 
     def hash_excess(piece: bytes) -> None:
         excess.update(piece)
 
-    with open_input(path) as file:
-        for line in lines.read_lines(file, max_line_bytes, on_excess=hash_excess):
-            fingerprint = excess
-            if line.content is None:
-                excess = blake2b(digest_size=8)
-            else:
-                fingerprint = blake2b(line.content, digest_size=8)
-            # 0 marks "no record" in FinishedLines.
-            digest = int.from_bytes(fingerprint.digest()) or 1
-            yield InputLine(LineRef(line.number, digest, line.size_bytes), line.content)
+    for line in lines.read_lines(
+        file, max_line_bytes, after_line=after_line, on_excess=hash_excess
+    ):
+        fingerprint = excess
+        if line.content is None:
+            excess = blake2b(digest_size=8)
+        else:
+            fingerprint = blake2b(line.content, digest_size=8)
+        # 0 marks "no record" in FinishedLines.
+        digest = int.from_bytes(fingerprint.digest()) or 1
+        yield InputLine(LineRef(line.number, digest, line.size_bytes), line.content)

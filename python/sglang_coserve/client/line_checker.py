@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
 
 from sglang_coserve.client.batch_result import BatchResult, LineError
 from sglang_coserve.client.input_lines import InputLine, LineRef
+from sglang_coserve.jsonl.line_json import parse_line, usable_id
 from sglang_coserve.jsonl.seen_ids import SeenIds
 
 __all__ = ["BatchRequest", "LineChecker"]
@@ -40,7 +40,7 @@ class BatchRequest:
 
 
 class LineChecker:
-    """Checks the lines of one file, in order and each of them once.
+    """Checks the lines of one file, each of them once and those of ``check`` in order.
 
     A line whose ``custom_id`` appeared on any earlier line is a duplicate,
     whether or not that earlier line was valid. Which line is the duplicate thus
@@ -57,34 +57,34 @@ class LineChecker:
             message = f"{line.ref.size_bytes} bytes, more than the limit of {self._max_line_bytes}"
             return _rejected(line.ref, None, "line_too_long", message)
         try:
-            fields = _parse(line.content)
+            fields = parse_line(line.content)
         except ValueError as error:
             code = "invalid_utf8" if isinstance(error, UnicodeDecodeError) else "invalid_json"
             return _rejected(line.ref, None, code, str(error))
-        custom_id = _usable_id(fields)
+        custom_id = usable_id(fields)
         is_new = custom_id is None or self._seen.add(custom_id)
-        try:
-            valid = _Line.model_validate(fields)
-        except ValidationError as error:
-            return _rejected(line.ref, custom_id, *_explain(error))
-        if not is_new:
-            message = "an earlier line has the same custom_id: make it unique"
-            return _rejected(line.ref, custom_id, "duplicate_custom_id", message)
-        if valid.body.get("stream"):
-            message = "a batch line cannot stream: remove stream from its body"
-            return _rejected(line.ref, custom_id, "stream_not_supported", message)
-        try:
-            content = _encode_body(valid.body)
-        except ValueError as error:
-            return _rejected(line.ref, custom_id, "invalid_json", f"body: {error}")
-        return BatchRequest(line.ref, valid.custom_id, valid.url, content)
+        return _checked(line.ref, fields, custom_id, is_new=is_new)
+
+    def request(self, line: InputLine) -> BatchRequest | None:
+        """Return the request of a line out of order, which has the id of no earlier one.
+
+        None where ``check`` will have something to say of it. ``pass_over`` it in its turn.
+        """
+        if line.content is None:
+            return None
+        with suppress(ValueError):
+            fields = parse_line(line.content)
+            checked = _checked(line.ref, fields, usable_id(fields), is_new=True)
+            if isinstance(checked, BatchRequest):
+                return checked
+        return None
 
     def pass_over(self, line: InputLine) -> None:
-        """Take note of a line that is finished: later lines may have its id."""
+        """Take note of a line that is finished, or sent: later lines may have its id."""
         if line.content is None:
             return
         with suppress(ValueError):
-            custom_id = _usable_id(_parse(line.content))
+            custom_id = usable_id(parse_line(line.content))
             if custom_id is not None:
                 self._seen.add(custom_id)
 
@@ -93,20 +93,25 @@ class LineChecker:
         self._seen.close()
 
 
-def _parse(content: bytes) -> Any:
-    """Return the JSON value of a line.
-
-    Raises:
-        UnicodeDecodeError: the line is not UTF-8.
-        ValueError: the line is not JSON; NaN and infinity are not.
-    """
-    content.decode()
-    return from_json(content, allow_inf_nan=False)
-
-
-def _usable_id(fields: Any) -> str | None:
-    custom_id = fields.get("custom_id") if isinstance(fields, dict) else None
-    return custom_id if isinstance(custom_id, str) and custom_id else None
+def _checked(
+    ref: LineRef, fields: object, custom_id: str | None, *, is_new: bool
+) -> BatchRequest | BatchResult:
+    """Return the request that a line's JSON asks for, or its failed result."""
+    try:
+        valid = _Line.model_validate(fields)
+    except ValidationError as error:
+        return _rejected(ref, custom_id, *_explain(error))
+    if not is_new:
+        message = "an earlier line has the same custom_id: make it unique"
+        return _rejected(ref, custom_id, "duplicate_custom_id", message)
+    if valid.body.get("stream"):
+        message = "a batch line cannot stream: remove stream from its body"
+        return _rejected(ref, custom_id, "stream_not_supported", message)
+    try:
+        content = _encode_body(valid.body)
+    except ValueError as error:
+        return _rejected(ref, custom_id, "invalid_json", f"body: {error}")
+    return BatchRequest(ref, valid.custom_id, valid.url, content)
 
 
 def _encode_body(body: dict[str, Any]) -> bytes:

@@ -77,7 +77,10 @@ def _description(status: JobStatus) -> str:
         return _describe_batch(status)
     if status.trouble:
         return f"{status.ok} ok, {status.failed} failed; retrying: {status.trouble[:80]}"
-    return f"{status.ok} ok, {status.failed} failed, {status.tokens_per_s:.0f} tokens/s"
+    told = f"{status.ok} ok, {status.failed} failed, {status.tokens_per_s:.0f} tokens/s"
+    if status.ordered_share is not None:
+        told += f"; ordering by prefix: {100 * status.ordered_share:.0f}%"
+    return told
 
 
 def _describe_batch(status: JobStatus) -> str:

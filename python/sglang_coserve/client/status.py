@@ -51,6 +51,9 @@ class JobStatus:
     trouble: str | None
     """Why lines are being retried; None while the server answers."""
 
+    ordered_share: float | None = None
+    """Part of the input read to order its lines by prefix; None when that is not going on."""
+
     batch_id: str | None = None
     """The batch that the server runs; None when it is sent line by line."""
 

@@ -9,6 +9,9 @@ from itertools import accumulate, islice
 from typing import Final
 
 from sglang_coserve.core.batch_builder import BatchBuilder
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.offline_queue import QueuedRequest
+from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES, common_prefix_bytes
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.snapshot import Row
 
@@ -106,7 +109,9 @@ def prefill_offline(batch: BatchBuilder, context: PlanContext) -> None:
 
     Stops at the first that is cut or does not fit, so at most one is unfinished and
     the queue's order holds. A new request also needs headroom in KV for the rows
-    that run, or it would soon be evicted for them.
+    that run, or it would soon be evicted for them. One that shares a prefix with another
+    one of the same step is left for the next, which finds it cached, if that saves more
+    than a step costs.
     """
     if _continue_prefills(batch, context) and batch.admits_offline:
         _admit(batch, context)
@@ -143,10 +148,19 @@ def _admit(batch: BatchBuilder, context: PlanContext) -> None:
     if config.max_offline_rows is not None:
         held = sum(not row.info.is_online for row in batch.snapshot.rows)
         picks = min(picks, max(config.max_offline_rows - held, 0))
+    prompts = [
+        queue.running(chunk.rid).token_ids for chunk in batch.chunks if queue.is_running(chunk.rid)
+    ]
     for request in islice(queue.candidates(batch.snapshot.now_s), picks):
         length_tokens = request.num_prompt_tokens + request.num_generated_tokens
         cached_tokens = min(context.cache.cached_tokens(request.rid), length_tokens - 1)
         rest_tokens = length_tokens - cached_tokens
+        if prompts and batch.snapshot.keeps_prefixes:
+            shared_tokens = _shared_tokens(batch, request, cached_tokens, prompts)
+            if shared_tokens > cached_tokens and _is_worth_a_step(
+                batch, length_tokens, cached_tokens, shared_tokens
+            ):
+                continue
         kv_tokens = batch.kv_to_prefill(cached_tokens, rest_tokens, is_new=True)
         if not batch.has_room(kv_tokens + config.headroom_tokens * num_rows, slots=1):
             return
@@ -155,6 +169,35 @@ def _admit(batch: BatchBuilder, context: PlanContext) -> None:
         ):
             return
         num_rows += 1
+        prompts.append(request.token_ids)
+
+
+def _shared_tokens(
+    batch: BatchBuilder, request: QueuedRequest, cached_tokens: int, prompts: Sequence[bytes]
+) -> int:
+    """Return how many tokens of a prompt will be cached once one of ``prompts`` is computed.
+
+    In whole pages; those that are cached already, if there are no more. O(prompts).
+    """
+    own, page = request.token_ids, batch.snapshot.page_tokens
+    more_bytes = (cached_tokens + page) * TOKEN_BYTES
+    for other in reversed(prompts):
+        if len(own) > more_bytes and other[:more_bytes] == own[:more_bytes]:
+            # The last token is computed in any case: its logits give the next one.
+            end_bytes = min(len(other), len(own) - TOKEN_BYTES)
+            shared_bytes = common_prefix_bytes(own, other, more_bytes, end_bytes)
+            return shared_bytes // TOKEN_BYTES // page * page
+    return cached_tokens
+
+
+def _is_worth_a_step(
+    batch: BatchBuilder, length_tokens: int, cached_tokens: int, shared_tokens: int
+) -> bool:
+    """Tell whether the tokens from ``cached_tokens`` to ``shared_tokens`` cost more than a step."""
+    least_s = batch.model.predict(BatchStats().with_prefill(1, 0))
+    whole_s = batch.predict_with_prefill(length_tokens - cached_tokens, cached_tokens)
+    rest_s = batch.predict_with_prefill(length_tokens - shared_tokens, shared_tokens)
+    return whole_s - rest_s > least_s
 
 
 def _add(

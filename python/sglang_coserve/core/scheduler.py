@@ -124,6 +124,14 @@ class Scheduler:
         service_s = self._service_time.predict(request, self.model)
         self._queue.add(replace(request, estimated_service_s=service_s))
 
+    def cached(self, rid: str, cached_tokens: int) -> None:
+        """Note that the prefix cache holds so much of a waiting offline request's prompt.
+
+        It has another one's KV: of an online request, or of an offline one that has ended.
+        Nothing, if the request does not wait. O(prompt tokens).
+        """
+        self._queue.cached(rid, cached_tokens)
+
     def plan(self, snapshot: EngineSnapshot, cache: PrefixCache) -> StepPlan:
         """Return what the next step does; changes nothing.
 

@@ -124,6 +124,9 @@ class EngineSnapshot:
     page_tokens: int = 1
     """KV is allocated in pages of this many tokens."""
 
+    keeps_prefixes: bool = True
+    """False without a prefix cache: what one request has computed is no other's."""
+
     suspended: SuspendedStep | None = None
     """At most one step is suspended."""
 

@@ -1,7 +1,8 @@
-"""Reading batch files. Light to import: one of the modules is started as a process of its own.
+"""Reading batch files. Light to import: some of the modules are started as processes of their own.
 
 - ``lines`` cuts a file of any size into lines of bounded length.
 - ``seen_ids`` remembers any number of ids in bounded memory.
 - ``request_line`` says what is wrong with one line, or what it asks for.
-- ``check_file`` is the process that checks a whole file.
+- ``check_file`` is the process that checks a whole file, ``line_id`` the one that finds an id.
+- ``prefix_order`` is the process that puts lines in the order of their ``prefix_key``.
 """

@@ -1,32 +1,38 @@
 """The process that finds an order of a file's lines in which common beginnings come together.
 
-``python -m sglang_coserve.jsonl.prefix_order FILE ORDER`` writes ``ORDER``, which
-``read_order`` reads. Memory is bounded, whatever the file: SQLite sorts, in its
-temporary folder, up to 268 bytes a line.
+``python -m sglang_coserve.jsonl.prefix_order PARENT FILE ORDER`` writes ``ORDER``, which
+``read_order`` reads. Without files it reads standard input, writes standard output, and
+leaves out every line with the ``custom_id`` of an earlier one. Memory is bounded, whatever
+the file: SQLite sorts, in its temporary folder, up to 268 bytes a line. The process ends
+with its parent, whose id it is given: that may have ended before it could look.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sqlite3
+import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from itertools import starmap
 from pathlib import Path
+from struct import Struct
 from typing import BinaryIO, Final, NamedTuple
 
-import numpy as np
-import orjson
-
+from sglang_coserve.jsonl.line_json import parse_line, usable_id
 from sglang_coserve.jsonl.lines import is_blank, read_lines
 from sglang_coserve.jsonl.prefix_key import prefix_key
+from sglang_coserve.jsonl.seen_ids import SeenIds
 
 __all__ = ["OrderedLine", "main", "read_order", "write_order"]
 
-_ENTRY: Final = np.dtype([("offset", "<u8"), ("number", "<u4")])
+_ENTRY: Final = Struct("<QI")
 _READ_BYTES: Final = 1 << 20
 _AT_ONCE: Final = 10_000
 _MAX_LINE_BYTES: Final = 1 << 30
+_PARENT_POLL_S: Final = 1.0
 
 
 class OrderedLine(NamedTuple):
@@ -36,36 +42,32 @@ class OrderedLine(NamedTuple):
     number: int
 
 
-def write_order(source: BinaryIO, order: Path) -> None:
-    """Find the order of ``source``, from its beginning, and write it to ``order``, whole or not.
+def write_order(source: BinaryIO, order: BinaryIO, *, unique_ids: bool = False) -> None:
+    """Find the order of ``source``, from where it stands, and write it to ``order``.
 
     The requests that begin with the same 128 bytes are a group. Groups come in the order
     of their first lines, so lines without anything in common stay in theirs; within
-    a group come those together that have more in common. Lines that are no requests are left
-    out. O(n log n) of the lines.
+    a group come those together that have more in common. Blank lines are left out, with
+    ``unique_ids`` also those with the ``custom_id`` of an earlier line. O(n log n) of the lines.
 
     Raises:
         OSError: the file cannot be read, or the order not be written.
     """
     with closing(_sorter()) as database:
-        database.executemany("INSERT INTO lines VALUES (?, ?, ?, ?)", _keyed(source))
+        database.executemany("INSERT INTO lines VALUES (?, ?, ?, ?)", _keyed(source, unique_ids))
         found = database.execute(
             "SELECT offset, number FROM"
             " (SELECT *, MIN(number) OVER (PARTITION BY head) AS first FROM lines)"
             " ORDER BY first, key, number"
         )
-        unfinished = order.with_name(f"{order.name}.part")
-        unfinished.touch(mode=0o600)
-        with unfinished.open("wb") as file:
-            while entries := found.fetchmany(_AT_ONCE):
-                file.write(np.array(entries, dtype=_ENTRY).tobytes())
-        unfinished.replace(order)
+        while entries := found.fetchmany(_AT_ONCE):
+            order.write(b"".join(starmap(_ENTRY.pack, entries)))
 
 
-def read_order(order: Path, start: int, count: int) -> list[OrderedLine]:
+def read_order(order: BinaryIO, start: int, count: int) -> list[OrderedLine]:
     """Return ``count`` entries from the ``start``-th on, fewer at the end."""
-    entries = np.fromfile(order, dtype=_ENTRY, count=count, offset=start * _ENTRY.itemsize)
-    return [OrderedLine(int(offset), int(number)) for offset, number in entries]
+    order.seek(start * _ENTRY.size)
+    return list(starmap(OrderedLine, _ENTRY.iter_unpack(order.read(count * _ENTRY.size))))
 
 
 def _sorter() -> sqlite3.Connection:
@@ -77,30 +79,49 @@ def _sorter() -> sqlite3.Connection:
     return database
 
 
-def _keyed(source: BinaryIO) -> Iterator[tuple[bytes, bytes, int, int]]:
+def _keyed(source: BinaryIO, unique_ids: bool) -> Iterator[tuple[bytes, bytes, int, int]]:
     offset = 0
-    for line in read_lines(source, _MAX_LINE_BYTES):
-        begins_at, offset = offset, offset + line.size_bytes
-        if line.content is None or is_blank(line.content):
-            continue
-        try:
-            body = orjson.loads(line.content)["body"]
-            key = prefix_key(body)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            key = b""  # Whoever serves it has something to say of it.
-        yield key[:4], key, begins_at, line.number
+    with closing(SeenIds()) as seen:
+        for line in read_lines(source, _MAX_LINE_BYTES):
+            begins_at, offset = offset, offset + line.size_bytes
+            if line.content is None or is_blank(line.content):
+                continue
+            key = b""  # Of what is no request: whoever serves it has something to say of it.
+            try:
+                fields = parse_line(line.content)
+                custom_id = usable_id(fields) if unique_ids else None
+                if custom_id is not None and not seen.add(custom_id):
+                    continue
+                key = prefix_key(fields["body"])
+            except (ValueError, TypeError, KeyError, AttributeError):
+                pass
+            yield key[:4], key, begins_at, line.number
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Order the file that the command line names."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("file", type=Path)
-    parser.add_argument("order", type=Path)
-    given = parser.parse_args(arguments)
+    """Order the file that the command line names, or standard input."""
+    parent, *files = arguments or sys.argv[1:]
+    threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
     os.nice(19)  # Whatever serves requests is more urgent.
-    with given.file.open("rb", buffering=_READ_BYTES) as file:
-        write_order(file, given.order)
+    if not files:
+        with open(0, "rb", buffering=_READ_BYTES) as source, open(1, "wb") as file:
+            write_order(source, file, unique_ids=True)
+        return
+    path, order = map(Path, files)
+    # A name of its own: a process of a server that was killed may still be writing.
+    unfinished = order.with_name(f"{order.name}.{os.getpid()}.part")
+    unfinished.touch(mode=0o600)
+    with path.open("rb", buffering=_READ_BYTES) as source, unfinished.open("wb") as file:
+        write_order(source, file)
+    unfinished.replace(order)
     print("null")  # noqa: T201  (The caller reads JSON.)
+
+
+def _end_with(parent: int) -> None:
+    """End this process soon after the one that started it."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_S)
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -111,6 +111,7 @@ class Executor:
             free_slots=config.max_running_requests - len(self.rows) - len(self._ended),
             max_batch_tokens=config.max_batch_tokens,
             page_tokens=pool.page_tokens,
+            keeps_prefixes=config.prefix_cache,
             suspended=suspended.suspended() if suspended else None,
             stop_share=safepoint.stop_share if safepoint else 1.0,
             resume_s=safepoint.resume_s if safepoint else 0.0,

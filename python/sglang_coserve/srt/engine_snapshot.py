@@ -50,6 +50,7 @@ def snapshot_of(
         max_batch_tokens=num_decodes
         + (scheduler.chunked_prefill_size or scheduler.max_prefill_tokens),
         page_tokens=scheduler.page_size,
+        keeps_prefixes=not scheduler.server_args.disable_radix_cache,
         suspended=suspended,
         stop_share=stop_share,
         decodes_stop=decodes_stop,

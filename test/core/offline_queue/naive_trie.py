@@ -30,6 +30,24 @@ class NaiveTrie:
             self.waiting.remove(number)
         del self.prompts[number]
 
+    def promote(self, number: int, num_cached: int) -> None:
+        """At each fork before that many tokens, bring the request's branch to the front."""
+        shared = {
+            other: num_shared_tokens(self.prompts[number], self.prompts[other])
+            for other in self.waiting
+        }
+        for fork in sorted({shared[other] for other in self.waiting if other != number}):
+            if fork >= num_cached:
+                continue
+            below = [i for i, other in enumerate(self.waiting) if shared[other] >= fork]
+            branch = [
+                self.waiting[i]
+                for i in below
+                if self.waiting[i] == number or shared[self.waiting[i]] > fork
+            ]
+            rest = [self.waiting[i] for i in below if self.waiting[i] not in branch]
+            self.waiting[below[0] : below[-1] + 1] = branch + rest
+
     def near(self, prompt: Prompt) -> list[int]:
         return sorted(
             self.waiting, key=lambda number: -num_shared_tokens(prompt, self.prompts[number])

@@ -90,6 +90,48 @@ def test_a_preempted_request_returns_to_its_place() -> None:
     assert (resumed.rid, resumed.num_generated_tokens) == ("a-1", 7)
 
 
+def test_a_prefix_that_others_left_in_the_cache_comes_first() -> None:
+    queue = queue_of(
+        offline("cold-1", "shared template cold a"),
+        offline("cold-2", "shared template cold b"),
+        offline("warm-1", "shared template warm a"),
+        offline("warm-2", "shared template warm b"),
+    )
+    online = offline("online", "shared template warm c").token_ids
+    nearest = queue.nearest(online)
+    assert nearest is not None
+    queue.cached(nearest.rid, 3)
+    assert pick_all(queue) == ["warm-1", "warm-2", "cold-1", "cold-2"]
+
+
+def test_it_comes_next_where_the_branch_that_is_served_shares_as_much() -> None:
+    queue = queue_of(
+        *(offline(f"{name}-{n}", f"{name} x {n}") for name in "abc" for n in range(3)),
+    )
+    assert queue.take("a-0").rid == "a-0"
+    queue.cached("c-1", 2)
+    # Within its branch, those that wait keep their order: the cache has as much of each.
+    rest = ["a-1", "a-2", "c-0", "c-1", "c-2", "b-0", "b-1", "b-2"]
+    assert pick_all(queue) == rest
+
+
+def test_what_all_share_is_no_reason_to_change_the_order() -> None:
+    queue = queue_of(*(offline(f"r{n}", f"shared template {n}") for n in range(5)))
+    queue.cached("r3", 2)
+    queue.take("r0")
+    queue.cached("r3", 2)
+    assert pick_all(queue) == ["r1", "r2", "r3", "r4"]
+
+
+def test_only_the_first_of_a_branch_is_news_to_the_cache() -> None:
+    queue = queue_of(offline("a-1", "t a x"), offline("a-2", "t a y"), offline("b-1", "t b x"))
+    queue.take("a-1")
+    queue.add(offline("b-2", "t b y"))
+    queue.add(offline("c-1", "t c x"))
+    assert not queue.opens_branch("b-2")
+    assert queue.opens_branch("c-1")
+
+
 def test_prefixes_are_shared_far_more_often_than_in_order_of_arrival() -> None:
     """HyGen Fig. 6 counts what a prompt shares with the one before it, on MMLU.
 

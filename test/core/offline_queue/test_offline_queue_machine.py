@@ -19,8 +19,13 @@ from hypothesis.stateful import (
 )
 
 from core.offline_queue.naive_trie import NaiveTrie, Prompt
-from core.offline_queue.offline_requests import offline
-from sglang_coserve.core.offline_queue import OfflineQueue, OfflineQueueConfig, QueuedRequest
+from core.offline_queue.offline_requests import num_shared_tokens, offline
+from sglang_coserve.core.offline_queue import (
+    OfflineQueue,
+    OfflineQueueConfig,
+    QueuedRequest,
+    pack_tokens,
+)
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple)
 configs = st.builds(
@@ -91,6 +96,12 @@ class NaiveQueue:
         self.draw = self.random.random()
         self.last_prompt = self.trie.prompts[number]
         self.trie.suspend(number)
+
+    def cached(self, number: int, num_cached: int) -> None:
+        follower = self.trie.near(self.last_prompt)[0]
+        if num_cached > num_shared_tokens(self.last_prompt, self.trie.prompts[follower]):
+            self.last_prompt = self.trie.prompts[number]
+        self.trie.promote(number, num_cached)
 
     def upcoming(self, now_s: float) -> list[str]:
         """The order in which everything that waits would be picked."""
@@ -166,6 +177,20 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.queue.restore(request.rid, request.num_generated_tokens, service_s) == request
         self.naive.requests[number] = request
         self.naive.trie.resume(number)
+
+    @precondition(lambda self: self.waiting())
+    @rule(data=st.data(), num_tokens=st.integers(1, 5))
+    def find_cached(self, data: st.DataObject, num_tokens: int) -> None:
+        number = data.draw(st.sampled_from(self.waiting()))
+        num_tokens = min(num_tokens, len(self.naive.trie.prompts[number]))
+        self.queue.cached(f"r{number}", num_tokens)
+        self.naive.cached(number, num_tokens)
+
+    @rule(prompt=prompts)
+    def look_for_the_nearest(self, prompt: Prompt) -> None:
+        found = self.queue.nearest(pack_tokens(prompt))
+        nearest = self.naive.trie.near(prompt)
+        assert found == (self.naive.requests[nearest[0]] if nearest else None)
 
     @precondition(lambda self: self.naive.requests)
     @rule(data=st.data())

@@ -92,6 +92,7 @@ def snapshot(
     free_slots: int = 1000,
     max_batch_tokens: int = 8192,
     page_tokens: int = 1,
+    keeps_prefixes: bool = True,
 ) -> EngineSnapshot:
     """An engine with these rows; those without KV wait."""
     return EngineSnapshot(
@@ -103,6 +104,7 @@ def snapshot(
         free_slots=free_slots,
         max_batch_tokens=max_batch_tokens,
         page_tokens=page_tokens,
+        keeps_prefixes=keeps_prefixes,
     )
 
 

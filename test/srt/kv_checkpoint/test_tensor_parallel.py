@@ -49,7 +49,6 @@ def params(max_new_tokens: int, *, offline: bool) -> dict[str, Any]:
     return {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True, **mark}
 
 
-@pytest.mark.heavy
 def test_ranks_stay_in_step_while_rows_give_way_and_resume(engine: Any) -> None:
     rng = random.Random(2)
     offline = [(rng.choices(range(10, 700), k=60), 100) for _ in range(5)]

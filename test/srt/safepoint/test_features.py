@@ -40,10 +40,13 @@ def run_script_with_suspensions(
 
 
 @pytest.mark.parametrize(
-    "overlap", [False, pytest.param(True, marks=pytest.mark.heavy)], ids=["normal", "overlap"]
-)
-@pytest.mark.parametrize(
-    "drops", [0.0, pytest.param(0.2, marks=pytest.mark.heavy)], ids=["suspended", "dropped"]
+    ("overlap", "drops"),
+    [
+        pytest.param(False, 0.0, id="normal-suspended"),
+        pytest.param(True, 0.2, id="overlap-dropped"),
+        pytest.param(False, 0.2, id="normal-dropped", marks=pytest.mark.heavy),
+        pytest.param(True, 0.0, id="overlap-suspended", marks=pytest.mark.heavy),
+    ],
 )
 def test_everything_comes_out_as_from_stock(
     start: Start,  # noqa: F811

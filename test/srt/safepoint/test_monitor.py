@@ -215,7 +215,7 @@ def run_idle(engine: ScriptedEngine, seconds: float) -> int:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, pytest.param({"sleep_on_idle": True}, marks=pytest.mark.heavy)],
+    [{}, {"sleep_on_idle": True}],
     ids=["default", "--sleep-on-idle"],
 )
 def test_an_idle_engine_sleeps_until_a_request_comes(

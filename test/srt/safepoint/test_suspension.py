@@ -88,7 +88,7 @@ def run_with_drops(
     return outputs, aborted, {name: n - before[name] for name, n in counts_of(engine).items()}
 
 
-@pytest.mark.parametrize("modes", [QUICK[0], pytest.param(QUICK[1], marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("modes", QUICK)
 def test_dropped_steps_leave_no_trace(
     start_engine: Any, reference_outputs: Reference, modes: str
 ) -> None:

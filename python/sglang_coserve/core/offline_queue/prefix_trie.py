@@ -127,7 +127,9 @@ class PrefixTrie:
       being served, and a branch is served until none of its requests waits;
     - a child whose requests all ran, and below which a request waits again or
       newly arrives, goes first: something below it runs, so its prefix is in the
-      KV cache.
+      KV cache;
+    - a child of which others have left more in the KV cache than the node's own
+      prefix goes first once ``promote`` tells.
 
     A request hangs below the node at which its prompt leaves all others, under
     its next token; where its prompt ends at a node, under its own number. So no
@@ -182,6 +184,16 @@ class PrefixTrie:
         """Let a suspended leaf wait again at its place. O(nodes above)."""
         assert not leaf.is_waiting
         _wait(leaf, is_new=False)
+
+    def promote(self, leaf: Leaf, cached_bytes: int) -> None:
+        """Let a waiting leaf go first wherever that much of its prompt decides. O(nodes above)."""
+        assert leaf.is_waiting
+        child: _Child = leaf
+        while (parent := child.parent) is not None:
+            if cached_bytes > parent.depth_bytes:
+                parent.unlink(child)
+                parent.link_first(child)
+            child = parent
 
     def remove(self, leaf: Leaf) -> None:
         """Take a leaf out, waiting or not. O(nodes above)."""

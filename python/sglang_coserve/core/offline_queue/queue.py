@@ -13,6 +13,11 @@ from sglang_coserve.core.offline_queue.config import OfflineQueueConfig
 from sglang_coserve.core.offline_queue.prefix_trie import Leaf, PrefixTrie
 from sglang_coserve.core.offline_queue.request import QueuedRequest
 from sglang_coserve.core.offline_queue.time_order import TimeOrder
+from sglang_coserve.core.offline_queue.tokens import (
+    TOKEN_BYTES,
+    PackedTokens,
+    common_prefix_bytes,
+)
 from sglang_coserve.errors import RequestError
 
 __all__ = ["OfflineQueue"]
@@ -41,6 +46,8 @@ class OfflineQueue:
        longest prefix with the request taken last, else the most stale one. In
        HyGen the latter leaves the place in the trie's order as it was; here the
        order goes on from any request taken, for its prefix is the one in the cache.
+       It goes on from another one where others have left more of a prompt in the
+       cache (``cached``) than the next request shares with the last.
 
     The most stale request is the one with the earliest arrival, by order of
     ``add`` where arrivals are equal. One draw belongs to each taken request,
@@ -97,7 +104,7 @@ class OfflineQueue:
         return leaf is not None and not leaf.is_waiting
 
     def running(self, rid: str) -> QueuedRequest:
-        """Return a request that was taken, as it was then.
+        """Return a request that was taken and neither restored nor removed, as it was then.
 
         Raises:
             RequestError: no request has this rid.
@@ -182,6 +189,42 @@ class OfflineQueue:
         self._trie.resume(leaf)
         self._let_wait(leaf)
         return leaf.request
+
+    def nearest(self, token_ids: PackedTokens) -> QueuedRequest | None:
+        """Return the waiting request that shares most with a prompt, None if none waits.
+
+        O(prompt tokens).
+        """
+        leaf = next(self._trie.near(token_ids), None)
+        return None if leaf is None else leaf.request
+
+    def opens_branch(self, rid: str) -> bool:
+        """Tell whether no request shares more of this one's prompt than that taken last does.
+
+        So only then may the KV cache hold more of it than the trie knows. O(prompt tokens).
+
+        Raises:
+            RequestError: no request has this rid.
+        """
+        leaf = self._leaf(rid)
+        assert leaf.parent is not None
+        return leaf.parent.depth_bytes <= _common_bytes(leaf.tokens, self._last_tokens)
+
+    def cached(self, rid: str, cached_tokens: int) -> None:
+        """Note that the KV cache holds so much of a request's prompt, left by others.
+
+        Requests with that prefix then go before those without, unless what is being served
+        shares as much. Nothing, if the request does not wait. O(prompt tokens).
+        """
+        leaf = self._leaves.get(rid)
+        if leaf is None or not leaf.is_waiting:
+            return
+        cached_bytes = cached_tokens * TOKEN_BYTES
+        follower = next(self._trie.near(self._last_tokens))
+        if cached_bytes > _common_bytes(follower.tokens, self._last_tokens):
+            self._last_tokens = leaf.tokens
+        self._trie.promote(leaf, cached_bytes)
+        self._num_changes += 1
 
     def remove(self, rid: str) -> QueuedRequest:
         """Forget a request that has finished, failed or was cancelled, running or waiting.
@@ -321,6 +364,10 @@ class _Remaining:
         while self._first in self._yielded:
             self._first = next(self._leaves, None)
         return self._first
+
+
+def _common_bytes(a: bytes, b: bytes) -> int:
+    return common_prefix_bytes(a, b, 0, min(len(a), len(b)))
 
 
 def _arrival_s(request: QueuedRequest) -> float:

@@ -13,6 +13,7 @@ from sglang_coserve.core.step import PrefillChunk, StepPlan, StepResult
 
 __all__ = [
     "Arrived",
+    "Cached",
     "Event",
     "Finished",
     "OfflineAdded",
@@ -36,6 +37,14 @@ class OfflineAdded:
     """``Scheduler.add_offline`` was called."""
 
     request: QueuedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """``Scheduler.cached`` was called."""
+
+    rid: str
+    cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,4 +88,6 @@ class Finished:
     ending: Ending = Ending.COMPLETE
 
 
-Event: TypeAlias = Arrived | OfflineAdded | Planned | Started | Updated | Restored | Finished
+Event: TypeAlias = (
+    Arrived | OfflineAdded | Cached | Planned | Started | Updated | Restored | Finished
+)

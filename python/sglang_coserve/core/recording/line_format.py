@@ -4,7 +4,7 @@ Line 1 is an object with ``format``, ``version``, ``policy``, ``slos``, ``engine
 (the size of the baseline's), ``config`` and ``profile`` (a latency profile). Every other
 line is an event under its name:
 
-- ``added``, ``started``, ``restored``, ``finished``: the fields of the event.
+- ``added``, ``cached``, ``started``, ``restored``, ``finished``: the fields of the event.
 - ``arrived``: ``request``, by number; ``cached_tokens``; and ``new``, what does not change
   of the requests seen for the first time. Lines refer to them by number, counted from 0
   over the whole recording until they finish.
@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from sglang_coserve.core.recording.events import (
     Arrived,
+    Cached,
     Finished,
     OfflineAdded,
     Planned,
@@ -46,6 +47,7 @@ EVENTS: Final[Mapping[str, Any]] = MappingProxyType(
         "updated": Updated,
         "restored": Restored,
         "finished": Finished,
+        "cached": Cached,
     }
 )
 

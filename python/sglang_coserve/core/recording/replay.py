@@ -9,6 +9,7 @@ from typing import Final, assert_never
 
 from sglang_coserve.core.recording.events import (
     Arrived,
+    Cached,
     Event,
     Finished,
     OfflineAdded,
@@ -68,6 +69,8 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[ReplayedPl
                 scheduler.arrived(info, cached_tokens)
             case OfflineAdded(request):
                 scheduler.add_offline(request)
+            case Cached(rid, cached_tokens):
+                scheduler.cached(rid, cached_tokens)
             case Planned(snapshot, answers, recorded):
                 cache.known |= answers
                 yield ReplayedPlan(index, snapshot, recorded, scheduler.plan(snapshot, cache))

@@ -10,6 +10,7 @@ from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
 from sglang_coserve.core.prediction_error import PredictionError
 from sglang_coserve.core.recording.events import (
     Arrived,
+    Cached,
     Event,
     Finished,
     OfflineAdded,
@@ -66,6 +67,11 @@ class RecordingScheduler:
         """See ``Scheduler.add_offline``."""
         self._scheduler.add_offline(request)
         self._sink(OfflineAdded(request))
+
+    def cached(self, rid: str, cached_tokens: int) -> None:
+        """See ``Scheduler.cached``."""
+        self._scheduler.cached(rid, cached_tokens)
+        self._sink(Cached(rid, cached_tokens))
 
     def plan(self, snapshot: EngineSnapshot, cache: PrefixCache) -> StepPlan:
         """See ``Scheduler.plan``."""

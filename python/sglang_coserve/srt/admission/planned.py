@@ -16,6 +16,7 @@ from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_coserve.core.interference import Interference
 from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.offline_queue import pack_tokens
 from sglang_coserve.core.recording import RecordingScheduler
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler import Scheduler as CoreScheduler
@@ -78,6 +79,8 @@ class PlannedAdmission:
         self._clock = clock
         self._ledger = ledger
         self._checkpointing = checkpointing
+        # With checkpoints a request that waits for its KV to come back may hold up the others.
+        self._follows_cache = not checkpointing.is_on
         self._events = events
         self._forget = forget
         self._plans_online = plans_online
@@ -109,6 +112,8 @@ class PlannedAdmission:
             return
         self._waiting.reqs[req.rid] = req
         self.core.add_offline(queued_request(req, self._ledger[req.rid].arrival_s))
+        if self._follows_cache and self.core.queue.opens_branch(req.rid):
+            self._tell_cached(req.rid)
 
     def arrived(self, req: Req, info: RequestInfo) -> None:
         """See ``Admission``. One that failed validation is not computed."""
@@ -216,6 +221,20 @@ class PlannedAdmission:
         """See ``Admission``. Who ended is forgotten when the next pass begins."""
         self._steps.processed(reqs, has_token)
         self._ended += [req for req in reqs if req.finished()]
+        if self._follows_cache and self._waiting.reqs:
+            for req, has in zip(reqs, has_token, strict=True):
+                if has and len(req.output_ids) == 1 and not is_offline(req):
+                    self._tell_left(req)
+
+    def _tell_left(self, req: Req) -> None:
+        """Tell the core of an offline request that can use the prompt of an online one."""
+        waiting = self.core.queue.nearest(pack_tokens(req.origin_input_ids))
+        if waiting is not None and waiting.rid in self._waiting.reqs:
+            self._tell_cached(waiting.rid)
+
+    def _tell_cached(self, rid: str) -> None:
+        if cached_tokens := self.cached_tokens(rid):
+            self.core.cached(rid, cached_tokens)
 
     def _account(self, now_s: float) -> None:
         """Close the books on the last pass: its results, ends, and cool-downs."""

@@ -49,6 +49,11 @@ class KvCheckpointing:
         self._held_since_s: dict[str, float] = {}
         self._now_s = 0.0
 
+    @property
+    def is_on(self) -> bool:
+        """True when offline KV is copied to the host."""
+        return self._cache is not None
+
     def processed(self, batch: ScheduleBatch) -> None:
         """Save what a batch has computed; call it once its results are processed."""
         offline = list(map(is_offline, batch.reqs))
