@@ -202,7 +202,7 @@ def missing_seams() -> list[str]:
         AttentionBackend: ("forward",),
         FullCudaGraphBackend: ("capture_one", "cleanup", "replay"),
         breakable_cuda_graph: ("BreakableCUDAGraphCapture", "eager_on_graph"),
-        TorchNativeAttnBackend: ("_run_sdpa_forward_decode", "_run_sdpa_forward_extend"),
+        TorchNativeAttnBackend: ("forward_decode", "forward_extend"),
     }
     return [
         f"{owner.__name__.rpartition('.')[2]}.{name}"

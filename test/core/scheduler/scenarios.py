@@ -92,6 +92,8 @@ def snapshot(
     free_slots: int = 1000,
     max_batch_tokens: int = 8192,
     page_tokens: int = 1,
+    window_tokens: int = 0,
+    free_window_tokens: int = 0,
 ) -> EngineSnapshot:
     """An engine with these rows; those without KV wait."""
     return EngineSnapshot(
@@ -103,6 +105,8 @@ def snapshot(
         free_slots=free_slots,
         max_batch_tokens=max_batch_tokens,
         page_tokens=page_tokens,
+        window_tokens=window_tokens,
+        free_window_tokens=free_window_tokens,
     )
 
 

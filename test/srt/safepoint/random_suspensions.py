@@ -35,7 +35,8 @@ class RandomSuspensions:
         self.num_layers = len(layers)
         for number, layer in enumerate(layers):
             self._stand_before(number, layer)
-            self._count(number, layer.mlp)
+            # The experts of Mixtral have another name.
+            self._count(number, getattr(layer, "mlp", None) or layer.block_sparse_moe)
         start = self.lane.start
 
         def start_and_choose(batch: Any) -> Any:

@@ -28,6 +28,7 @@ from sglang_coserve.srt.drift_warning import DriftWarning
 from sglang_coserve.srt.engine_snapshot import snapshot_of
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
+from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.offline_eviction import OfflineEviction, Prefill
 from sglang_coserve.srt.rank_clock import RankClock
 from sglang_coserve.srt.request_ledger import RequestLedger, ending_of
@@ -54,6 +55,7 @@ class PlannedAdmission:
         scheduler: Any,
         core: CoreScheduler | RecordingScheduler,
         *,
+        pools: KvPools,
         view: EngineView,
         eviction: OfflineEviction,
         runner: StepRunner,
@@ -66,6 +68,7 @@ class PlannedAdmission:
         """``forget`` is called with the name of each request that has ended, and how."""
         self.core = core
         self._scheduler = scheduler
+        self._pools = pools
         self._view = view
         self._eviction = eviction
         self._runner = runner
@@ -234,6 +237,7 @@ class PlannedAdmission:
     def _snapshot(self, running_batch: ScheduleBatch, now_s: float) -> EngineSnapshot:
         return snapshot_of(
             self._scheduler,
+            self._pools,
             self._view,
             self._ledger,
             running_batch,

@@ -34,7 +34,6 @@ def why_no_safepoints(scheduler: Scheduler, layers: Sequence[Any]) -> str | None
         "its layers update a state in place": (
             isinstance(scheduler.req_to_token_pool, HybridReqToTokenPool)
         ),
-        "its sliding-window cache cannot be rolled back yet": scheduler.is_hybrid_swa,
         "encoder-decoder models are not supported": scheduler.model_config.is_encoder_decoder,
         "speculative decoding": not scheduler.spec_algorithm.is_none(),
         "pipeline parallelism": ps.pp_size > 1,
