@@ -74,6 +74,25 @@ _CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "routed_scaling_factor": 1.0,
             "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
+        "qwen3_next": {
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_conv_kernel_dim": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "decoder_sparse_step": 1,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "full_attention_interval": 2,
+        },
+        "lfm2": {
+            "block_ff_dim": 128,
+            "conv_L_cache": 3,
+            "layer_types": ["conv", "full_attention"] * 2,
+        },
     }
 )
 

@@ -203,7 +203,13 @@ class ScriptedEngine:
         allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
         if not scheduler.is_hybrid_swa:
             free, total = allocator.available_size(), scheduler.max_total_num_tokens
-            return [(free, tree.evictable_size(), tree.protected_size(), total)]
+            pools = [(free, tree.evictable_size(), tree.protected_size(), total)]
+            states = getattr(scheduler.req_to_token_pool, "mamba_allocator", None)
+            if states is not None:
+                cached = tree.mamba_evictable_size() if tree.supports_mamba() else 0
+                locked = tree.mamba_protected_size() if tree.supports_mamba() else 0
+                pools.append((states.available_size(), cached, locked, states.size))
+            return pools
         return [
             (
                 allocator.full_available_size(),

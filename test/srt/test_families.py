@@ -55,6 +55,7 @@ CASES = [
     Case("gemma2"),
     Case("qwen3_moe"),
     Case("deepseek_v3"),
+    Case("lfm2"),
     *(
         pytest.param(case, marks=pytest.mark.heavy)
         for case in (
@@ -65,6 +66,7 @@ CASES = [
             Case("gemma3_text", page_size=16),
             Case("mixtral", overlap=True),
             Case("deepseek_v3", overlap=True, page_size=16),
+            Case("lfm2", radix=False),
         )
     ),
 ]

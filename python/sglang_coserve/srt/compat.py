@@ -136,6 +136,7 @@ def missing_seams() -> list[str]:
     from sglang.srt.layers import sampler
     from sglang.srt.layers.attention import attention_registry
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.attention.mamba import causal_conv1d
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.sampler import Sampler
     from sglang.srt.lora.lora_manager import LoRAManager
@@ -200,6 +201,7 @@ def missing_seams() -> list[str]:
         XGrammarGrammar: ("apply_vocab_mask",),
         XGrammarGrammarBackend: ("apply_vocab_mask",),
         AttentionBackend: ("forward",),
+        causal_conv1d: ("_causal_conv1d_fn_triton", "_causal_conv1d_update_triton"),
         FullCudaGraphBackend: ("capture_one", "cleanup", "replay"),
         breakable_cuda_graph: ("BreakableCUDAGraphCapture", "eager_on_graph"),
         TorchNativeAttnBackend: ("forward_decode", "forward_extend"),

@@ -113,6 +113,7 @@ def install_replacements() -> None:
     _install_grammar_masks()
     _install_latent_attention()
     install_attention()
+    _install_convolution()
 
 
 def _install_page_allocation() -> None:
@@ -180,6 +181,15 @@ def _install_latent_attention() -> None:
     AttentionBackendRegistry.register(
         "torch_native", lambda _attention, _batch: AttnForwardMethod.MLA
     )
+
+
+def _install_convolution() -> None:
+    """Give the short convolutions of LFM2 the kernels that SGLang's other models have on a CPU."""
+    from sgl_kernel import mamba
+    from sglang.srt.layers.attention.mamba import causal_conv1d
+
+    causal_conv1d._causal_conv1d_fn_triton = mamba.causal_conv1d_fn_cpu
+    causal_conv1d._causal_conv1d_update_triton = mamba.causal_conv1d_update_cpu
 
 
 class _Kernel:

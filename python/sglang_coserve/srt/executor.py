@@ -18,12 +18,10 @@ import torch
 from sglang.srt.managers.overlap_utils import resolve_forward_inputs
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache.common import release_kv_cache
-from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.common import DynamicGradMode
 
 from sglang_coserve.core.latency_model import Sample
-from sglang_coserve.errors import UnsupportedError
 from sglang_coserve.profiler.executor import BatchShape, ExecutorLimits
 from sglang_coserve.profiler.latency import quick_samples
 
@@ -43,16 +41,10 @@ class SchedulerExecutor:
     batch to its sampled tokens on the host. With tensor parallelism all ranks
     must run the same shapes, and each returns rank 0's time.
 
-    Raises:
-        UnsupportedError: the model's layers keep a state beside KV (Mamba).
+    States that layers keep beside KV (Mamba) are those of empty contexts: they cost the same.
     """
 
     def __init__(self, scheduler: Any) -> None:
-        if isinstance(scheduler.req_to_token_pool, HybridReqToTokenPool):
-            raise UnsupportedError(
-                "the profiler does not know models whose layers keep a state (Mamba, linear "
-                "attention): start without --latency-profile"
-            )
         idle = scheduler.running_batch.is_empty() and not scheduler.waiting_queue
         assert idle, "requests of users are in the engine"
         self._scheduler = scheduler
@@ -143,7 +135,7 @@ class SchedulerExecutor:
             vocab_size=self._scheduler.model_config.vocab_size,
             extra_key=_RADIX_NAMESPACE,
         )
-        req.init_next_round_input(self._scheduler.tree_cache)
+        req.init_next_round_input(self._scheduler.tree_cache, cow_mamba=False)
         assert len(req.prefix_indices) == 0, "the profiler's prompts are never cached"
         if context:
             req.prefix_indices = self._allocate(context)
@@ -225,11 +217,7 @@ def _native_moves(pool: Any) -> Iterator[None]:
 
 
 def profile_quickly(scheduler: Any, time_limit_s: float) -> list[Sample]:
-    """Return samples of an idle scheduler; call it on all ranks before the event loop starts.
-
-    Raises:
-        UnsupportedError: the model's layers keep a state beside KV.
-    """
+    """Return samples of an idle scheduler; call it on all ranks before the event loop starts."""
 
     def clock() -> float:
         return _of_rank_0(scheduler, time.monotonic())
