@@ -302,6 +302,8 @@ def serve(
 ) -> None:
     """Answer the calls of an ``EngineProcess``."""
     os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] = "1"
+    # As precise as all else, so that it does not matter where a prompt is cut.
+    os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
     try:
         engine = ScriptedEngine(spec, adapted)
     except BaseException:

@@ -33,7 +33,13 @@ SMALL = {
 
 ROOMY = {"max_total_tokens": 65536, "chunked_prefill_size": 8192}
 
-SPECS = scenarios.mixed_specs(seed=1, num_online=8, num_offline=14)
+SPECS = scenarios.mixed_specs(seed=1, num_online=8, num_offline=12)
+
+CROWD: list[Spec] = [
+    *((f"crowd{i}", scenarios.prompt(20 + i, 60), 60, True) for i in range(6)),
+    ("large", scenarios.prompt(3, 640), 12, False),
+]
+"""The large prompt leaves room for some of the others, and its own target leaves them no time."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ CASES = [
     Case("gemma2"),
     Case("qwen3_moe"),
     Case("deepseek_v3"),
-    Case("lfm2"),
+    Case("qwen3_next"),
     *(
         pytest.param(case, marks=pytest.mark.heavy)
         for case in (
@@ -66,7 +72,8 @@ CASES = [
             Case("gemma3_text", page_size=16),
             Case("mixtral", overlap=True),
             Case("deepseek_v3", overlap=True, page_size=16),
-            Case("lfm2", radix=False),
+            Case("qwen3_next", radix=False),
+            Case("lfm2"),
         )
     ),
 ]
@@ -111,7 +118,7 @@ def run_mixed(
     from srt.safepoint.random_suspensions import suspensions_of
 
     stops = suspensions_of(engine)
-    stops.start(3, probability=0.5, drops=0.1)
+    stops.start(3, probability=0.5, drops=0.03)
     try:
         outputs, aborted, counts = scenarios.run_mixed(engine, specs, 3)
     finally:
@@ -123,12 +130,37 @@ def run_mixed(
     return outputs, aborted, counts
 
 
+def run_crowd(engine: ScriptedEngine) -> tuple[dict[str, list[int]], dict[str, int]]:
+    """Let an online request displace some offline rows, and the others wait for its tokens."""
+    parts, before = engine.scheduler.parts, scenarios.counts(engine)
+
+    def script(iteration: int) -> list[Any]:
+        if iteration == 0:
+            return [engine.request(*spec[:3], offline=True) for spec in CROWD[:-1]]
+        if iteration > 20:
+            raise StopIteration
+        request = engine.request(*CROWD[-1][:3])
+        request.sampling_params.custom_params = {"coserve_slo_tpot_ms": 0.01}
+        return [request] if iteration == 20 else []
+
+    # With a lane of their own they would not have to.
+    safepoints, parts.runner.safepoints = parts.runner.safepoints, None
+    try:
+        engine.run(script)
+    finally:
+        parts.runner.safepoints = safepoints
+    engine.assert_nothing_leaked()
+    after = scenarios.counts(engine)
+    counts = {name: after[name] - before.get(name, 0) for name in ("evicted", "paused")}
+    return {spec[0]: engine.output(spec[0]) for spec in CROWD}, counts
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_loaded_engine_of_every_family_generates_what_stock_does(
     start: Any, tmp_path: Path, case: Case
 ) -> None:
     stock = start(case.family, ROOMY, stock=True)
-    expected = stock.call(run_at_once, SPECS)
+    expected = stock.call(run_at_once, [*SPECS, *CROWD])
     stock.close()
     longest = max((spec for spec in SPECS if spec[2] > 6), key=lambda spec: len(spec[1]))
     assert expected[longest[0]][:6] == generated_by_transformers(tmp_path, longest[1], 6)
@@ -138,5 +170,29 @@ def test_a_loaded_engine_of_every_family_generates_what_stock_does(
     ours = start(case.family, settings, overlap=case.overlap, coserve=coserve)
     outputs, aborted, counts = ours.call(run_mixed, SPECS)
     scenarios.assert_outputs(SPECS, outputs, aborted, expected)
-    for event in ("evicted", "paused", "dropped", "suspended", "resumed_steps"):
-        assert counts[event] > 0, (event, counts)
+    assert min(counts[name] for name in ("dropped", "suspended", "resumed_steps")) > 0, counts
+
+    outputs, counts = ours.call(run_crowd)
+    assert outputs == {spec[0]: expected[spec[0]] for spec in CROWD}
+    assert counts["evicted"] > 0
+    assert counts["paused"] > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("gpt_oss", "sliding window"),
+        ("qwen3_next", "a state instead"),
+        ("deepseek_v3", "on a GPU only"),
+    ],
+)
+def test_kv_checkpoints_are_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, reason: str
+) -> None:
+    from sglang_coserve.srt import launch
+
+    make_family_model(tmp_path, family)
+    assert launch.main(["--model-path", str(tmp_path), "--kv-checkpoint", "eager"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert line.startswith("error: --kv-checkpoint eager needs a model")
+    assert reason in line

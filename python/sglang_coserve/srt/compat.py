@@ -126,6 +126,8 @@ def check_server_args(server_args: Any) -> None:
 
 def missing_seams() -> list[str]:
     """Name the parts of SGLang that co-serving overrides or calls and that are not there."""
+    from sglang.kernels.ops.attention.fla import fused_norm_gate
+    from sglang.kernels.ops.elementwise import elementwise
     from sglang.srt.constrained import xgrammar_backend
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
@@ -201,6 +203,8 @@ def missing_seams() -> list[str]:
         XGrammarGrammar: ("apply_vocab_mask",),
         XGrammarGrammarBackend: ("apply_vocab_mask",),
         AttentionBackend: ("forward",),
+        elementwise: ("_fused_gate_sigmoid_mul_add_kernel",),
+        fused_norm_gate: ("layer_norm_gated_fwd",),
         causal_conv1d: ("_causal_conv1d_fn_triton", "_causal_conv1d_update_triton"),
         FullCudaGraphBackend: ("capture_one", "cleanup", "replay"),
         breakable_cuda_graph: ("BreakableCUDAGraphCapture", "eager_on_graph"),

@@ -107,13 +107,15 @@ def install_replacements() -> None:
     Call it in each process that runs a scheduler, before the scheduler is made.
     """
     from sglang_coserve.srt.cpu_attention import install_attention
+    from sglang_coserve.srt.cpu_linear_attention import install_linear_attention
 
     _install_page_allocation()
     _install_ordinary_memory()
     _install_grammar_masks()
     _install_latent_attention()
+    _install_shared_experts()
     install_attention()
-    _install_convolution()
+    install_linear_attention()
 
 
 def _install_page_allocation() -> None:
@@ -183,13 +185,15 @@ def _install_latent_attention() -> None:
     )
 
 
-def _install_convolution() -> None:
-    """Give the short convolutions of LFM2 the kernels that SGLang's other models have on a CPU."""
-    from sgl_kernel import mamba
-    from sglang.srt.layers.attention.mamba import causal_conv1d
+def _install_shared_experts() -> None:
+    """Replace the Triton kernel that adds the gated experts all tokens share (Qwen's)."""
+    from sglang.kernels.ops.elementwise import elementwise
 
-    causal_conv1d._causal_conv1d_fn_triton = mamba.causal_conv1d_fn_cpu
-    causal_conv1d._causal_conv1d_update_triton = mamba.causal_conv1d_update_cpu
+    elementwise._fused_gate_sigmoid_mul_add_kernel = _Kernel(_add_gated)
+
+
+def _add_gated(hidden: Any, gate_weight: Any, shared: Any, output: Any, **_options: Any) -> None:
+    output += (hidden @ gate_weight).sigmoid()[:, None] * shared
 
 
 class _Kernel:
