@@ -33,7 +33,7 @@ SMALL = {
 
 ROOMY = {"max_total_tokens": 65536, "chunked_prefill_size": 8192}
 
-SPECS = scenarios.mixed_specs(seed=1, num_online=8, num_offline=12)
+SPECS = scenarios.mixed_specs(seed=1, num_online=6, num_offline=10)
 
 CROWD: list[Spec] = [
     *((f"crowd{i}", scenarios.prompt(20 + i, 60), 60, True) for i in range(6)),
