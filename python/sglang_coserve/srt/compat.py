@@ -19,6 +19,7 @@ __all__ = [
     "check_logit_processor",
     "check_server_args",
     "check_version",
+    "check_window_cache",
     "fill_token_ids_logprobs",
     "lowest_priority",
     "missing_seams",
@@ -122,6 +123,24 @@ def check_server_args(server_args: Any) -> None:
     ]
     if lines:
         raise UnsupportedError("\n".join(lines))
+
+
+def check_window_cache(server_args: Any, offline_policy: str) -> None:
+    """Refuse to plan what was seen to come to no end.
+
+    Raises:
+        UnsupportedError: layers with a sliding window have a pool of their own, and no radix cache.
+    """
+    if (
+        offline_policy != "fifo"
+        and server_args.disable_radix_cache
+        and server_args.get_model_config().is_hybrid_swa
+    ):
+        raise UnsupportedError(
+            f"--offline-policy {offline_policy} needs the radix cache for this model, whose "
+            "sliding windows have a KV pool of their own: remove --disable-radix-cache, or add "
+            "--disable-hybrid-swa-memory or --offline-policy fifo"
+        )
 
 
 def missing_seams() -> list[str]:

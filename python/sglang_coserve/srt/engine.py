@@ -58,6 +58,7 @@ class CoserveEngine(Engine):
         server_args = kwargs["server_args"]
         compat.check_server_args(server_args)
         check_in_place(server_args, config)
+        compat.check_window_cache(server_args, config.offline_policy)
         check_model(server_args, config, on_cpu=on_cpu)
         server_args._coserve = config
         with cpu.divided_cores(server_args.tp_size) if on_cpu else nullcontext():
