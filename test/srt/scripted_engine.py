@@ -189,13 +189,41 @@ class ScriptedEngine:
         """Every KV slot is free or cached and unlocked; every request slot is free."""
         scheduler = self.scheduler
         assert scheduler.is_fully_idle()
-        allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
-        assert tree.protected_size() == 0
-        assert allocator.available_size() + tree.evictable_size() == scheduler.max_total_num_tokens
+        for free, evictable, protected, total in self._kv_pools():
+            assert protected == 0
+            assert free + evictable == total
         assert scheduler.flush_cache(), "the engine says it is not idle"
-        assert allocator.available_size() == scheduler.max_total_num_tokens
+        assert all(free == total for free, _, _, total in self._kv_pools())
         pool = scheduler.req_to_token_pool
         assert len(pool.free_slots) == pool.size
+
+    def _kv_pools(self) -> list[tuple[int, int, int, int]]:
+        """Slots of each pool: free, evictable, locked in the radix cache, all."""
+        scheduler = self.scheduler
+        allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
+        if not scheduler.is_hybrid_swa:
+            free, total = allocator.available_size(), scheduler.max_total_num_tokens
+            pools = [(free, tree.evictable_size(), tree.protected_size(), total)]
+            states = getattr(scheduler.req_to_token_pool, "mamba_allocator", None)
+            if states is not None:
+                cached = tree.mamba_evictable_size() if tree.supports_mamba() else 0
+                locked = tree.mamba_protected_size() if tree.supports_mamba() else 0
+                pools.append((states.available_size(), cached, locked, states.size))
+            return pools
+        return [
+            (
+                allocator.full_available_size(),
+                tree.full_evictable_size(),
+                tree.full_protected_size(),
+                scheduler.full_tokens_per_layer,
+            ),
+            (
+                allocator.swa_available_size(),
+                tree.swa_evictable_size(),
+                tree.swa_protected_size(),
+                scheduler.swa_tokens_per_layer,
+            ),
+        ]
 
 
 def run_at_once(engine: ScriptedEngine, specs: Sequence[Spec]) -> dict[str, list[int]]:
@@ -274,6 +302,8 @@ def serve(
 ) -> None:
     """Answer the calls of an ``EngineProcess``."""
     os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] = "1"
+    # As precise as all else, so that it does not matter where a prompt is cut.
+    os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
     try:
         engine = ScriptedEngine(spec, adapted)
     except BaseException:

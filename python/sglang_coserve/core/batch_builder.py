@@ -33,7 +33,8 @@ class BatchBuilder:
     KV is counted in slots of whole pages. A prefill takes the pages of all it has
     yet to compute, also in later chunks, so that nothing else in this plan gets
     them. A waiting request also takes what it finds cached, because those slots
-    can no longer be freed then.
+    can no longer be freed then. Of a sliding window's pool a prefill takes its
+    chunk, and in the long run no more than a window.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class BatchBuilder:
         self.free_tokens = snapshot.max_batch_tokens
         self.free_slots = snapshot.free_slots
         self.free_kv_tokens = snapshot.free_kv_tokens + snapshot.evictable_kv_tokens
+        self.free_window_tokens = snapshot.free_window_tokens
 
         self.online_decodes: list[Row] = []
         """Online rows that decode or are paused."""
@@ -95,6 +97,7 @@ class BatchBuilder:
         self._due_s: list[float] = []
 
         self._page_tokens = snapshot.page_tokens
+        self._window_tokens = snapshot.window_tokens
         self._victim_order = victim_order
         self._victims: Sequence[Row] | None = None
         self._evictions: dict[str, Eviction] = {}
@@ -173,7 +176,7 @@ class BatchBuilder:
         self._stats = self._with_decodes(len(rows), sum([row.computed_tokens for row in rows]))
         self._predicted_s = self._probe = None
         self.free_tokens -= len(rows)
-        self.free_kv_tokens -= self.kv_to_decode(rows)
+        self._take(kv_tokens := self.kv_to_decode(rows), kv_tokens)
         self._decoding.update([row.info.rid for row in rows])
 
     def predict_with_decodes(self, count: int, context_tokens: int) -> float:
@@ -259,29 +262,36 @@ class BatchBuilder:
             self._predicted_s = None
         self._probe = None
         self.free_tokens -= tokens
-        self.free_kv_tokens -= kv_tokens
+        self._take(kv_tokens, self._window_kv_of_prefill(tokens, kv_tokens))
         self.free_slots -= is_new
         self._chunks[rid] = PrefillChunk(rid, tokens)
 
     # --- memory ---
 
-    def has_room(self, kv_tokens: int, slots: int = 0) -> bool:
-        """Tell whether so much is free."""
-        return self.free_kv_tokens >= kv_tokens and self.free_slots >= slots
+    def has_room(self, kv_tokens: int, slots: int = 0, *, rows: int = 1) -> bool:
+        """Tell whether so much is free; ``rows`` are those that share it."""
+        return (
+            self.free_kv_tokens >= kv_tokens
+            and self.free_slots >= slots
+            and self.free_window_tokens >= self._window_kv(kv_tokens, slots, rows)
+        )
 
-    def reclaim(self, kv_tokens: int, slots: int = 0) -> bool:
+    def reclaim(self, kv_tokens: int, slots: int = 0, *, rows: int = 1) -> bool:
         """Evict offline rows until so much is free; none, if all of them are not enough."""
-        if self.has_room(kv_tokens, slots):
+        if self.has_room(kv_tokens, slots, rows=rows):
             return True
         kv_short, slots_short = kv_tokens - self.free_kv_tokens, slots - self.free_slots
+        window_short = self._window_kv(kv_tokens, slots, rows) - self.free_window_tokens
         victims: list[Row] = []
         for row in self._remaining_victims():
-            if kv_short <= 0 and slots_short <= 0:
+            if kv_short <= 0 and slots_short <= 0 and window_short <= 0:
                 break
             victims.append(row)
-            kv_short -= self._own_kv(row)
+            own_kv = self._own_kv(row)
+            kv_short -= own_kv
+            window_short -= min(own_kv, self._window_tokens)
             slots_short -= 1
-        if kv_short > 0 or slots_short > 0:
+        if kv_short > 0 or slots_short > 0 or window_short > 0:
             self.lacks_kv = True
             return False
         for row in victims:
@@ -300,7 +310,7 @@ class BatchBuilder:
         tokens = row.computed_tokens - min(pages_kept * page, row.computed_tokens)
         self._evictions[row.info.rid] = Eviction(row.info.rid, tokens)
         # The head that stays cached is freed on demand: it counts as free, too.
-        self.free_kv_tokens += own_kv
+        self._take(-own_kv, -min(own_kv, self._window_tokens))
         self.free_slots += 1
 
     def shed(self, row: Row) -> None:
@@ -431,6 +441,30 @@ class BatchBuilder:
             stats.decode_requests + count,
             stats.decode_context_tokens + context_tokens + count,
         )
+
+    def _take(self, kv_tokens: int, window_tokens: int) -> None:
+        self.free_kv_tokens -= kv_tokens
+        if self._window_tokens:
+            self.free_window_tokens -= window_tokens
+
+    def _window_kv(self, kv_tokens: int, slots: int, rows: int) -> int:
+        """Return how much of the window's pool has to be free for so much KV of these rows.
+
+        The engine cuts a chunk that it has no room for, but leaves a page free behind it, and
+        keeps a window for the output of each new request.
+        """
+        if not kv_tokens:
+            return 0
+        kv_tokens = max(kv_tokens + self._page_tokens, slots * self._window_tokens)
+        return min(kv_tokens, rows * self._window_tokens)
+
+    def _window_kv_of_prefill(self, tokens: int, kv_tokens: int) -> int:
+        """Return what a chunk takes of the window's pool: the engine cuts it rather than leave
+        none to the decodes beside it."""
+        if not self._window_tokens:
+            return 0
+        left = self.free_window_tokens - self.kv_to_decode(self.offline_decodes)
+        return max(min(tokens, left), min(kv_tokens, self._window_tokens))
 
     def _own_kv(self, row: Row) -> int:
         """Return the KV slots that nobody else uses."""

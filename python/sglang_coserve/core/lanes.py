@@ -116,6 +116,7 @@ def seen_alone(seen: EngineSnapshot, headroom_tokens: int) -> EngineSnapshot:
         waiting=(),
         free_kv_tokens=seen.free_kv_tokens - from_free,
         evictable_kv_tokens=max(seen.evictable_kv_tokens - (kept_tokens - from_free), 0),
+        free_window_tokens=max(seen.free_window_tokens - kept_tokens, 0),
     )
 
 

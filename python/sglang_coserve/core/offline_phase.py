@@ -63,7 +63,7 @@ def decode_offline(batch: BatchBuilder, rows: Iterable[Row]) -> None:
     while True:
         fitting = rows[: longest_prefix(batch, rows)]
         needed = batch.kv_to_decode(fitting)
-        if batch.has_room(needed):
+        if batch.has_room(needed, rows=len(fitting)):
             break
         victim = batch.next_victim()
         if victim is None or rows == [victim]:

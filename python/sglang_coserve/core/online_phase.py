@@ -86,7 +86,7 @@ def _time_before_decodes_s(
     if context.config.overload is Overload.SHED:
         return None  # What is refused makes nobody late.
     if math.isinf(batch.tpot_slack_s) or not batch.has_room(
-        batch.kv_to_decode(batch.online_decodes)
+        batch.kv_to_decode(batch.online_decodes), rows=len(batch.online_decodes)
     ):
         return None
     contexts = sum([row.computed_tokens for row in batch.online_decodes])
@@ -149,7 +149,7 @@ def decode_online(batch: BatchBuilder) -> None:
     the last of the decodes themselves.
     """
     rows = batch.online_decodes
-    while not batch.reclaim(needed := batch.kv_to_decode(rows)):
+    while not batch.reclaim(needed := batch.kv_to_decode(rows), rows=len(rows)):
         batch.evict((batch.online_prefills or rows).pop(), needed)
     batch.decode(rows)
 

@@ -95,9 +95,13 @@ class Packing:
         self._offline: list[_Choice] = []
         self._cut: Candidate | None = None
 
+    @property
+    def _num_chosen(self) -> int:
+        return len(self._online) + len(self._offline)
+
     def add(self, candidate: Candidate) -> bool:
         """Choose a candidate, if it fits at least in part. O(1) predictions."""
-        if len(self._online) + len(self._offline) >= self._max_requests:
+        if self._num_chosen >= self._max_requests:
             return False
         tokens = self._longest(candidate)
         if tokens == 0:
@@ -173,10 +177,16 @@ class Packing:
         if candidate.is_new and not candidate.is_online:
             num_rows = len(self._batch.snapshot.rows) + self._slots
             kv_tokens += self._headroom_tokens * num_rows
-        return self._batch.has_room(kv_tokens, self._slots + candidate.is_new)
+        return self._batch.has_room(
+            kv_tokens, self._slots + candidate.is_new, rows=self._num_chosen + 1
+        )
 
     def _reclaim(self, candidate: Candidate, kv_tokens: int) -> bool:
-        return self._batch.reclaim(self._kv_tokens + kv_tokens, self._slots + candidate.is_new)
+        return self._batch.reclaim(
+            self._kv_tokens + kv_tokens,
+            self._slots + candidate.is_new,
+            rows=self._num_chosen + 1,
+        )
 
     def _kv(self, candidate: Candidate) -> int:
         if candidate.row is not None and candidate.is_decode:

@@ -127,6 +127,14 @@ class EngineSnapshot:
     keeps_prefixes: bool = True
     """False without a prefix cache: what one request has computed is no other's."""
 
+    window_tokens: int = 0
+    """Where layers with a sliding window keep their KV in a pool of its own: the slots that a
+    request holds there at most between two steps. Each token takes one slot of either pool, and
+    leaves its slot here behind the window. 0 where there is one pool."""
+
+    free_window_tokens: int = 0
+    """Slots of that pool that are free or that the engine frees on demand."""
+
     suspended: SuspendedStep | None = None
     """At most one step is suspended."""
 

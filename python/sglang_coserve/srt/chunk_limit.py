@@ -35,6 +35,16 @@ def limit_next_chunk(req: Req, tokens: int) -> None:
 
 
 class _LimitedAdder(PrefillAdder):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As SGLang's, but in a sliding window's pool, too, the slots that the decodes of a mixed
+        batch open are not for its prefills. O(rows)."""
+        super().__init__(*args, **kwargs)
+        is_mixed = self.cur_rem_token_offset > 0
+        if self.is_hybrid_swa and is_mixed:
+            held = [req.kv.kv_allocated_len for req in self.running_batch.reqs if req.kv]
+            opened = sum(tokens % self.page_size == 0 for tokens in held)
+            self.rem_swa_token_offset += opened * self.page_size
+
     def add_chunked_req(self, req: Req) -> Req | None:
         """Offer a continued prefill no more than its limit; the rest is for others."""
         limit_tokens = req.__dict__.pop(_LIMIT, None)
@@ -49,9 +59,27 @@ class _LimitedAdder(PrefillAdder):
     def add_one_req(
         self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
     ) -> AddReqResult:
-        """Refuse what would be a second unfinished prefill, which ends SGLang's scheduler."""
-        if has_chunked_req and self.rem_chunk_tokens is not None:
-            rest_tokens = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
-            if self.ceil_paged_tokens(rest_tokens) > self.rem_chunk_tokens:
-                return AddReqResult.OTHER
+        """Refuse what would be a second unfinished prefill, which ends SGLang's scheduler.
+
+        In a pool of a sliding window, where SGLang cuts a chunk for which there is no room, it
+        would forget the first.
+        """
+        if has_chunked_req or self.new_chunked_req is not None:
+            with self._lock_node(req.last_node):
+                if self._is_cut(req):
+                    return AddReqResult.OTHER
         return super().add_one_req(req, has_chunked_req, truncation_align_size)
+
+    def _is_cut(self, req: Req) -> bool:
+        """Return whether SGLang would compute less than the rest of a prompt."""
+        if self.rem_chunk_tokens is None:
+            return False
+        rest_tokens = self.ceil_paged_tokens(
+            len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+        )
+        if rest_tokens > self.rem_chunk_tokens:
+            return True
+        if not self.is_hybrid_swa:
+            return False
+        needed = self._swa_budget_for_req(rest_tokens, self._swa_new_tokens(req))
+        return bool(needed >= self.rem_swa_tokens)

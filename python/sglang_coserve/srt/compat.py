@@ -20,6 +20,7 @@ __all__ = [
     "check_logit_processor",
     "check_server_args",
     "check_version",
+    "check_window_cache",
     "fill_token_ids_logprobs",
     "lowest_priority",
     "missing_seams",
@@ -131,8 +132,28 @@ def check_server_args(server_args: Any, config: CoserveConfig) -> None:
         raise UnsupportedError("\n".join(lines))
 
 
+def check_window_cache(server_args: Any, offline_policy: str) -> None:
+    """Refuse to plan what was seen to come to no end.
+
+    Raises:
+        UnsupportedError: layers with a sliding window have a pool of their own, and no radix cache.
+    """
+    if (
+        offline_policy != "fifo"
+        and server_args.disable_radix_cache
+        and server_args.get_model_config().is_hybrid_swa
+    ):
+        raise UnsupportedError(
+            f"--offline-policy {offline_policy} needs the radix cache for this model, whose "
+            "sliding windows have a KV pool of their own: remove --disable-radix-cache, or add "
+            "--disable-hybrid-swa-memory or --offline-policy fifo"
+        )
+
+
 def missing_seams() -> list[str]:
     """Name the parts of SGLang that co-serving overrides or calls and that are not there."""
+    from sglang.kernels.ops.attention.fla import fused_norm_gate
+    from sglang.kernels.ops.elementwise import elementwise
     from sglang.srt.constrained import xgrammar_backend
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
@@ -143,6 +164,7 @@ def missing_seams() -> list[str]:
     from sglang.srt.layers import sampler
     from sglang.srt.layers.attention import attention_registry
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.attention.mamba import causal_conv1d
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.sampler import Sampler
     from sglang.srt.lora.lora_manager import LoRAManager
@@ -207,9 +229,12 @@ def missing_seams() -> list[str]:
         XGrammarGrammar: ("apply_vocab_mask",),
         XGrammarGrammarBackend: ("apply_vocab_mask",),
         AttentionBackend: ("forward",),
+        elementwise: ("_fused_gate_sigmoid_mul_add_kernel",),
+        fused_norm_gate: ("layer_norm_gated_fwd",),
+        causal_conv1d: ("_causal_conv1d_fn_triton", "_causal_conv1d_update_triton"),
         FullCudaGraphBackend: ("capture_one", "cleanup", "replay"),
         breakable_cuda_graph: ("BreakableCUDAGraphCapture", "eager_on_graph"),
-        TorchNativeAttnBackend: ("_run_sdpa_forward_decode", "_run_sdpa_forward_extend"),
+        TorchNativeAttnBackend: ("forward_decode", "forward_extend"),
     }
     return [
         f"{owner.__name__.rpartition('.')[2]}.{name}"

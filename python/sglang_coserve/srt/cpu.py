@@ -25,7 +25,9 @@ __all__ = [
 
 FLAG_DEFAULTS = {
     "device": "cpu",
-    "attention_backend": "torch_native",
+    # Becomes torch_native where the processor or its kernels lack AMX, after SGLang has looked
+    # whether the model allows it: gpt-oss does not allow torch_native, which lacked sinks.
+    "attention_backend": "intel_amx",
     "lora_backend": "torch_native",
     # A float32 model would otherwise run in float16, which is several times slower on a CPU.
     "dtype": "float32",
@@ -105,11 +107,15 @@ def install_replacements() -> None:
     Call it in each process that runs a scheduler, before the scheduler is made.
     """
     from sglang_coserve.srt.cpu_attention import install_attention
+    from sglang_coserve.srt.cpu_linear_attention import install_linear_attention
 
     _install_page_allocation()
     _install_ordinary_memory()
     _install_grammar_masks()
+    _install_latent_attention()
+    _install_shared_experts()
     install_attention()
+    install_linear_attention()
 
 
 def _install_page_allocation() -> None:
@@ -164,6 +170,30 @@ def _install_grammar_masks() -> None:
 
     for owner in (XGrammarGrammar, XGrammarGrammarBackend):
         owner.apply_vocab_mask = staticmethod(apply_vocab_mask)
+
+
+def _install_latent_attention() -> None:
+    """Let DeepSeek's models attend to latent KV as it is cached (MLA): torch_native is not among
+    the backends that SGLang knows a way for, and its default one needs other kernels."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+        AttnForwardMethod,
+    )
+
+    AttentionBackendRegistry.register(
+        "torch_native", lambda _attention, _batch: AttnForwardMethod.MLA
+    )
+
+
+def _install_shared_experts() -> None:
+    """Replace the Triton kernel that adds the gated experts all tokens share (Qwen's)."""
+    from sglang.kernels.ops.elementwise import elementwise
+
+    elementwise._fused_gate_sigmoid_mul_add_kernel = _Kernel(_add_gated)
+
+
+def _add_gated(hidden: Any, gate_weight: Any, shared: Any, output: Any, **_options: Any) -> None:
+    output += (hidden @ gate_weight).sigmoid()[:, None] * shared
 
 
 class _Kernel:

@@ -1,9 +1,11 @@
-"""Attention on a CPU that computes the new tokens only.
+"""Attention on a CPU that computes the new tokens only, and all that a decoder's layers ask for.
 
 For every row of a prefill or mixed batch, SGLang's torch_native backend computes
 the queries of the whole sequence and throws those of cached tokens away: a chunk
 of P tokens behind C cached ones costs (P + C)² query–key pairs instead of
-P·(P + C), a decode row in a mixed batch (C + 1)² instead of C + 1.
+P·(P + C), a decode row in a mixed batch (C + 1)² instead of C + 1.  It has no attention
+sinks (gpt-oss) and no caps of logits (Gemma 2), and does not read KV from the pool of a
+sliding window.
 
 Uses nothing else of this package, so that stock SGLang can be measured with it.
 """
@@ -11,11 +13,15 @@ Uses nothing else of this package, so that stock SGLang can be measured with it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch.nn.functional import scaled_dot_product_attention
 
 __all__ = ["NewTokensAttention", "install_attention"]
@@ -32,37 +38,109 @@ def install_attention() -> None:
 class NewTokensAttention(TorchNativeAttnBackend):
     """The torch_native backend, but a layer of causal self-attention computes what is new.
 
-    Encoders, cross-attention and sliding windows are left to SGLang's own code.
+    Encoders and cross-attention are left to SGLang's own code.
     """
 
-    def _run_sdpa_forward_extend(
-        self, query: Any, output: Any, *tensors: Any, causal: bool, **options: Any
+    def forward_extend(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **options: Any,
     ) -> Any:
-        """Attend with all rows' new tokens; both arrays have shape (tokens, heads, head size)."""
-        k_cache, v_cache, req_to_token, slots, seq_lens, _, new_lens, encoder_lens = tensors
-        if not causal or encoder_lens is not None or _has_window(options):
-            return super()._run_sdpa_forward_extend(
-                query, output, *tensors, causal=causal, **options
-            )
-        rows = zip(slots.tolist(), seq_lens.tolist(), new_lens.tolist(), strict=True)
-        _attend(query, output, k_cache, v_cache, req_to_token, rows, options["scaling"])
-        return output
+        """Attend with all rows' new tokens; ``q`` has a row for each."""
+        if _is_sglangs(layer, forward_batch):
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
+        new_lens = forward_batch.extend_seq_lens.tolist()
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, new_lens, **options)
 
-    def _run_sdpa_forward_decode(
-        self, query: Any, output: Any, *tensors: Any, **options: Any
+    def forward_decode(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **options: Any,
     ) -> Any:
         """Attend with the one new token of each row."""
-        k_cache, v_cache, req_to_token, slots, seq_lens, encoder_lens = tensors
-        if encoder_lens is not None or _has_window(options):
-            return super()._run_sdpa_forward_decode(query, output, *tensors, **options)
-        rows = zip(slots.tolist(), seq_lens.tolist(), [1] * len(slots), strict=True)
-        _attend(query, output, k_cache, v_cache, req_to_token, rows, options["scaling"])
+        if _is_sglangs(layer, forward_batch):
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **options)
+        new_lens = [1] * len(forward_batch.req_pool_indices)
+        q = q.reshape(-1, layer.tp_q_head_num * layer.qk_head_dim)
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, new_lens, **options)
+
+    def _forward(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        layer: Any,
+        batch: Any,
+        saves: bool,
+        new_lens: list[int],
+        sinks: Any = None,
+    ) -> Any:
+        pool = self.token_to_kv_pool
+        if saves and k is not None and v is not None:
+            pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc), k, v)
+        heads = layer.tp_q_head_num
+        has_size_of_q = layer.qk_head_dim == layer.v_head_dim
+        output = (
+            torch.empty_like(q)
+            if has_size_of_q
+            else q.new_empty((q.shape[0], heads * layer.v_head_dim))
+        )
+        in_window_pool = isinstance(pool, SWAKVPool) and pool.layers_mapping[layer.layer_id][1]
+        _attend(
+            q.view(-1, heads, layer.qk_head_dim),
+            output.view(-1, heads, layer.v_head_dim),
+            pool.get_key_buffer(layer.layer_id),
+            pool.get_value_buffer(layer.layer_id),
+            self.req_to_token_pool.req_to_token,
+            pool.full_to_swa_index_mapping if in_window_pool else None,
+            zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), new_lens, strict=True),
+            _Terms.of(layer, sinks),
+        )
         return output
 
 
-def _has_window(options: dict[str, Any]) -> bool:
-    size = options["sliding_window_size"]
-    return size is not None and size > -1
+def _is_sglangs(layer: Any, forward_batch: Any) -> bool:
+    return (
+        layer.is_cross_attention
+        or layer.attn_type is AttentionType.ENCODER_ONLY
+        or forward_batch.encoder_lens is not None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """How a layer attends."""
+
+    scaling: float | None
+    window: int | None
+    """How many tokens a token sees before itself; None: all."""
+
+    logit_cap: float
+    """0: none."""
+
+    sinks: Any
+    """One more logit for each query head, of shape (heads,); None: none."""
+
+    @classmethod
+    def of(cls, layer: Any, sinks: Any) -> _Terms:
+        size = layer.sliding_window_size
+        window = size if size is not None and size > -1 else None
+        return cls(layer.scaling, window, layer.logit_cap or 0.0, sinks)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's own attention can do it."""
+        return not self.logit_cap and self.sinks is None
 
 
 def _attend(
@@ -71,8 +149,9 @@ def _attend(
     k_cache: Any,
     v_cache: Any,
     req_to_token: Any,
+    slot_in_window_pool: Any,
     rows: Iterable[tuple[int, int, int]],
-    scaling: float | None,
+    terms: _Terms,
 ) -> None:
     """Attend row by row; a row is its place in ``req_to_token``, its keys and its new tokens.
 
@@ -86,20 +165,23 @@ def _attend(
     end = 0
     for place, keys, tokens in rows:
         start, end = end, end + tokens
-        locations = req_to_token[place, :keys]
+        first = 0 if terms.window is None else max(0, keys - tokens - terms.window)
+        locations = req_to_token[place, first:keys]
+        if slot_in_window_pool is not None:
+            locations = slot_in_window_pool[locations]
         # Several times faster than indexing with the locations.
         key = k_cache.index_select(0, locations).transpose(0, 1).to(query.dtype)[None]
         value = v_cache.index_select(0, locations).transpose(0, 1).to(query.dtype)[None]
-        if tokens == 1:
+        if tokens == 1 and terms.is_plain:
             # A last token needs no mask, so heads that share keys can pose as tokens of one head.
             grouped_output[start:end] = scaled_dot_product_attention(
-                grouped_query[start:end], key, value, scale=scaling
+                grouped_query[start:end], key, value, scale=terms.scaling
             )
         else:
-            _attend_chunk(query[start:end], output[start:end], key, value, scaling)
+            _attend_chunk(query[start:end], output[start:end], key, value, terms)
 
 
-def _attend_chunk(query: Any, output: Any, key: Any, value: Any, scaling: float | None) -> None:
+def _attend_chunk(query: Any, output: Any, key: Any, value: Any, terms: _Terms) -> None:
     """Attend with the last tokens of a sequence, each to the keys up to its own.
 
     In blocks, so that most of the keys behind a token are not computed only to be masked.
@@ -107,18 +189,54 @@ def _attend_chunk(query: Any, output: Any, key: Any, value: Any, scaling: float 
     tokens, keys = len(query), key.shape[2]
     for start in range(0, tokens, _BLOCK_TOKENS):
         end = min(start + _BLOCK_TOKENS, tokens)
-        visible = keys - tokens + end
-        mask = None
-        if visible > end - start:
-            positions = torch.arange(visible, device=query.device)
-            mask = positions <= positions[start - end :, None]
-        attended = scaled_dot_product_attention(
+        last = keys - tokens + end
+        first = 0 if terms.window is None else max(0, last - (end - start) - terms.window)
+        attend = _sdpa if terms.is_plain else _written_out
+        attended = attend(
             query[start:end].transpose(0, 1)[None],
-            key[:, :, :visible],
-            value[:, :, :visible],
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=True,
+            key[:, :, first:last],
+            value[:, :, first:last],
+            _mask(end - start, last - first, terms.window, query.device),
+            terms,
         )
         output[start:end] = attended[0].transpose(0, 1)
+
+
+def _mask(tokens: int, keys: int, window: int | None, device: Any) -> Any:
+    """Return which keys the last tokens see, of shape (tokens, keys); None: those up to its own."""
+    if window is None and keys == tokens:
+        return None
+    positions = torch.arange(keys, device=device)
+    own = positions[keys - tokens :, None]
+    seen = positions <= own
+    return seen if window is None else seen & (positions >= own - window)
+
+
+def _sdpa(query: Any, key: Any, value: Any, mask: Any, terms: _Terms) -> Any:
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=terms.scaling,
+        enable_gqa=True,
+    )
+
+
+def _written_out(query: Any, key: Any, value: Any, mask: Any, terms: _Terms) -> Any:
+    """Attend with capped logits or sinks; of shape (1, heads, tokens, head size), as ``query``."""
+    tokens, keys = query.shape[2], key.shape[2]
+    grouped = query.unflatten(1, (key.shape[1], -1))
+    scale = terms.scaling if terms.scaling is not None else query.shape[-1] ** -0.5
+    logits = grouped @ key.transpose(2, 3)[:, :, None] * scale
+    if terms.logit_cap:
+        logits = terms.logit_cap * torch.tanh(logits / terms.logit_cap)
+    if mask is None:
+        mask = torch.ones(tokens, keys, dtype=torch.bool, device=query.device).tril(keys - tokens)
+    logits = logits.masked_fill(~mask, -torch.inf)
+    if terms.sinks is not None:
+        sinks = terms.sinks.to(logits.dtype).view(*grouped.shape[:3], 1, 1)
+        logits = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], dim=-1)
+    shares = logits.softmax(dim=-1)[..., :keys]
+    return (shares @ value[:, :, None]).flatten(1, 2)

@@ -20,6 +20,7 @@ from sglang_coserve.srt import processes  # noqa: E402
 from sglang_coserve.srt.kv_checkpoint.settings import (  # noqa: E402
     check_combination,
     check_in_place,
+    check_model,
     server_settings,
 )
 from sglang_coserve.srt.status import INIT_INFO_KEY  # noqa: E402
@@ -57,6 +58,8 @@ class CoserveEngine(Engine):
         server_args = kwargs["server_args"]
         compat.check_server_args(server_args, config)
         check_in_place(server_args, config)
+        compat.check_window_cache(server_args, config.offline_policy)
+        check_model(server_args, config, on_cpu=on_cpu)
         server_args._coserve = config
         with cpu.divided_cores(server_args.tp_size) if on_cpu else nullcontext():
             super().__init__(**kwargs)

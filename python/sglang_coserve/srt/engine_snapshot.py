@@ -7,6 +7,7 @@ from typing import Any
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Row, SuspendedStep
 from sglang_coserve.srt.engine_view import EngineView
+from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.request_ledger import RequestLedger
 
 __all__ = ["snapshot_of"]
@@ -16,6 +17,7 @@ ScheduleBatch = Any
 
 def snapshot_of(
     scheduler: Any,
+    pools: KvPools,
     view: EngineView,
     ledger: RequestLedger,
     running_batch: ScheduleBatch,
@@ -29,6 +31,7 @@ def snapshot_of(
 
     Args:
         scheduler: SGLang's.
+        pools: Of its KV.
         view: Where it keeps its requests, and the rows beside them.
         ledger: What is known of them.
         running_batch: Its decodes.
@@ -44,13 +47,15 @@ def snapshot_of(
         now_s=now_s,
         rows=rows,
         waiting=ledger.waiting_rows(view.waiting),
-        free_kv_tokens=scheduler.token_to_kv_pool_allocator.available_size(),
-        evictable_kv_tokens=scheduler.tree_cache.evictable_size(),
+        free_kv_tokens=pools.free_tokens,
+        evictable_kv_tokens=pools.evictable_tokens,
         free_slots=max(0, scheduler.get_num_allocatable_reqs(len(rows) + len(view.suspended))),
         max_batch_tokens=num_decodes
         + (scheduler.chunked_prefill_size or scheduler.max_prefill_tokens),
         page_tokens=scheduler.page_size,
         keeps_prefixes=not scheduler.server_args.disable_radix_cache,
+        window_tokens=pools.window_tokens,
+        free_window_tokens=pools.free_window_tokens,
         suspended=suspended,
         stop_share=stop_share,
         decodes_stop=decodes_stop,

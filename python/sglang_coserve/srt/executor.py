@@ -10,7 +10,8 @@ from __future__ import annotations
 import random
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.common import DynamicGradMode
 
 from sglang_coserve.core.latency_model import Sample
-from sglang_coserve.errors import UnsupportedError
 from sglang_coserve.profiler.executor import BatchShape, ExecutorLimits
 from sglang_coserve.profiler.latency import quick_samples
 
@@ -31,6 +31,7 @@ _RADIX_NAMESPACE = "coserve-profiler"
 """Prompts of the profiler must not match prefixes of users' prompts."""
 
 _DONOR_TOKENS = 1024
+_NATIVE_MOVES = "use_native_move_kv_cache"
 
 
 class SchedulerExecutor:
@@ -40,16 +41,10 @@ class SchedulerExecutor:
     batch to its sampled tokens on the host. With tensor parallelism all ranks
     must run the same shapes, and each returns rank 0's time.
 
-    Raises:
-        UnsupportedError: the model's cache is not one KV pool (sliding window, state space).
+    States that layers keep beside KV (Mamba) are those of empty contexts: they cost the same.
     """
 
     def __init__(self, scheduler: Any) -> None:
-        if scheduler.is_hybrid_swa or scheduler.tree_cache.supports_mamba():
-            raise UnsupportedError(
-                "the profiler does not support sliding-window and state-space caches: "
-                "start without a profile"
-            )
         idle = scheduler.running_batch.is_empty() and not scheduler.waiting_queue
         assert idle, "requests of users are in the engine"
         self._scheduler = scheduler
@@ -140,7 +135,7 @@ class SchedulerExecutor:
             vocab_size=self._scheduler.model_config.vocab_size,
             extra_key=_RADIX_NAMESPACE,
         )
-        req.init_next_round_input(self._scheduler.tree_cache)
+        req.init_next_round_input(self._scheduler.tree_cache, cow_mamba=False)
         assert len(req.prefix_indices) == 0, "the profiler's prompts are never cached"
         if context:
             req.prefix_indices = self._allocate(context)
@@ -150,7 +145,17 @@ class SchedulerExecutor:
     def _allocate(self, tokens: int) -> torch.Tensor:
         """Return the slots of so many tokens; the pages are the caller's as a whole."""
         page = self._limits.page_tokens
-        slots = self._allocator.alloc(-(-tokens // page) * page)
+        page_tokens = -(-tokens // page) * page
+        if page > 1 and self._scheduler.is_hybrid_swa:
+            # Its allocator takes whole pages from both pools for a prompt only.
+            none, total = torch.zeros(1, dtype=torch.int64), torch.tensor([page_tokens])
+            device = self._allocator.device
+            last = torch.full((1,), -1, dtype=torch.int64, device=device)
+            slots = self._allocator.alloc_extend(
+                none.to(device), none, total.to(device), total, last, page_tokens
+            )
+        else:
+            slots = self._allocator.alloc(page_tokens)
         assert slots is not None, "the limits promise that the KV suffices"
         return slots[:tokens]
 
@@ -189,22 +194,30 @@ class SchedulerExecutor:
             free_tokens = self._allocator.available_size()
             rest = self._allocate(free_tokens // limits.page_tokens * limits.page_tokens)
             pool = self._allocator.get_kvcache()
-            # SGLang's copy kernel is only set up for speculative decoding.
-            moves_natively = getattr(pool, "use_native_move_kv_cache", True)
-            pool.use_native_move_kv_cache = True
-            for slots in rest.long().split(tokens):
-                pool.move_kv_cache(slots, donor[: len(slots)])
-            pool.use_native_move_kv_cache = moves_natively
+            with _native_moves(pool):
+                for slots in rest.long().split(tokens):
+                    pool.move_kv_cache(slots, donor[: len(slots)])
             self._allocator.free(rest)
             self._release(reqs)
 
 
-def profile_quickly(scheduler: Any, time_limit_s: float) -> list[Sample]:
-    """Return samples of an idle scheduler; call it on all ranks before the event loop starts.
+@contextmanager
+def _native_moves(pool: Any) -> Iterator[None]:
+    """Within it KV is copied by torch: SGLang's kernel is only set up for speculative decoding."""
+    parts = [pool, *(getattr(pool, name, None) for name in ("full_kv_pool", "swa_kv_pool"))]
+    parts = [part for part in parts if hasattr(part, _NATIVE_MOVES)]
+    settings = [getattr(part, _NATIVE_MOVES) for part in parts]
+    for part in parts:
+        setattr(part, _NATIVE_MOVES, True)
+    try:
+        yield
+    finally:
+        for part, value in zip(parts, settings, strict=True):
+            setattr(part, _NATIVE_MOVES, value)
 
-    Raises:
-        UnsupportedError: the model's cache is not one KV pool.
-    """
+
+def profile_quickly(scheduler: Any, time_limit_s: float) -> list[Sample]:
+    """Return samples of an idle scheduler; call it on all ranks before the event loop starts."""
 
     def clock() -> float:
         return _of_rank_0(scheduler, time.monotonic())

@@ -14,7 +14,7 @@ from sglang_coserve.core.latency_model import (
     ModelShape,
     RooflineModel,
 )
-from sglang_coserve.errors import ConfigError, CoserveError, InputFileError, UnsupportedError
+from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
 from sglang_coserve.profiler.machine import Machine
 from sglang_coserve.srt.machine import machine_of
 
@@ -80,7 +80,7 @@ def _measure(scheduler: Any, machine: Machine, time_limit_s: float) -> LatencyPr
     try:
         samples = profile_quickly(scheduler, time_limit_s)
         fit = profiler.choose(profiler.fit_all(samples, machine))
-    except (InputFileError, UnsupportedError) as error:
+    except InputFileError as error:
         logger.warning("no profile at start-up: %s", error)
         return None
     logger.info("latency profile from %d batches: %s, %s", len(samples), fit.model.kind, fit.report)

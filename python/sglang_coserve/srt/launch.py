@@ -28,7 +28,11 @@ from sglang_coserve.srt.batch_api import (
 )
 from sglang_coserve.srt.fail_fast import install_fail_fast
 from sglang_coserve.srt.gc_pauses import freeze_imports, freeze_start_up_objects
-from sglang_coserve.srt.kv_checkpoint.settings import check_combination, server_settings
+from sglang_coserve.srt.kv_checkpoint.settings import (
+    check_combination,
+    check_model,
+    server_settings,
+)
 from sglang_coserve.srt.listen_address import check_listen_address
 from sglang_coserve.srt.malformed_bodies import install_body_errors
 from sglang_coserve.srt.marks_middleware import MarksMiddleware
@@ -62,6 +66,8 @@ def launch_server(argv: Sequence[str]) -> None:
         cpu.set_environment_defaults()
     server_args = parse_server_args(argv, on_cpu=on_cpu)
     compat.check_server_args(server_args, server_args._coserve)
+    compat.check_window_cache(server_args, server_args._coserve.offline_policy)
+    check_model(server_args, server_args._coserve, on_cpu=on_cpu)
     check_batch_settings(server_args._coserve)
     check_listen_address(server_args.host, server_args.port)
 

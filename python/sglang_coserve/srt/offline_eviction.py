@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang_coserve.srt.compat import release_for_requeue
 from sglang_coserve.srt.engine_view import EngineView
+from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.penalties import restore_penalties
 from sglang_coserve.srt.request_marks import is_offline
 
@@ -23,8 +24,11 @@ Prefill = Callable[[ScheduleBatch], Any]
 class OfflineEviction:
     """Evicts offline rows for online ones, before SGLang would let those wait or retract them."""
 
-    def __init__(self, scheduler: Any, view: EngineView, events: Counter[str]) -> None:
+    def __init__(
+        self, scheduler: Any, pools: KvPools, view: EngineView, events: Counter[str]
+    ) -> None:
         self._scheduler = scheduler
+        self._pools = pools
         self._view = view
         self._events = events
 
@@ -51,7 +55,7 @@ class OfflineEviction:
 
     def make_room_for_decodes(self, batch: ScheduleBatch) -> None:
         """Before a decode step, evict offline rows rather than let SGLang pick victims."""
-        if self.headroom_tokens() >= batch.batch_size() * self._scheduler.page_size:
+        if self._pools.headroom_tokens >= batch.batch_size() * self._scheduler.page_size:
             return
         batch.filter_batch()
         evicted = False
@@ -94,12 +98,6 @@ class OfflineEviction:
             else:
                 in_the_way.update(rids)
         return in_the_way
-
-    def headroom_tokens(self) -> int:
-        """Return how many tokens of KV are free or can be had from the radix cache."""
-        scheduler = self._scheduler
-        free_tokens = scheduler.token_to_kv_pool_allocator.available_size()
-        return int(free_tokens + scheduler.tree_cache.evictable_size())
 
     # --- Rows go -------------------------------------------------------------------------
 

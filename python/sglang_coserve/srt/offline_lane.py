@@ -16,6 +16,7 @@ from typing import Any
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
 from sglang.srt.managers.scheduler import NextBatchPlan
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_coserve.core.batch_stats import BatchStats
@@ -27,7 +28,7 @@ from sglang_coserve.srt.offline_eviction import Prefill
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.safepoint.batch_kind import BatchKind, kind_of, stats_of
 from sglang_coserve.srt.safepoint.counted_penalties import CountedPenalties
-from sglang_coserve.srt.safepoint.rollback import roll_back
+from sglang_coserve.srt.safepoint.rollback import give_up, roll_back
 from sglang_coserve.srt.safepoint.run_ahead import order_behind_pass
 
 __all__ = ["OfflineLane", "SuspendedBatch"]
@@ -220,6 +221,9 @@ class OfflineLane:
         assert kind is not None
         held = copy.copy(batch)
         held.sampling_info.penalizer_orchestrator.batch = held
+        # States of layers (Mamba) were made ready for the step's first part: not once more.
+        held.mamba_clear_indices = None
+        held.mamba_cow_src_indices = held.mamba_cow_dst_indices = None
         stats = stats_of(held, kind, [True] * len(held.reqs))
         self._suspended = SuspendedBatch(self._step, held, kind, stats, layer, outputs)
         self._view.suspended = tuple(held.reqs)
@@ -232,15 +236,21 @@ class OfflineLane:
         return kind
 
     def drop(self) -> tuple[str, ...]:
-        """Give the suspended step up; return its rows, which are as they were before it."""
+        """Give the suspended step up; return its rows, which are as they were before it.
+
+        Where layers keep a state, they are released instead.
+        """
         held, self._suspended = self._suspended, None
         assert held is not None
         self._view.suspended = ()
         batch, view = held.batch, self._view
         rids = tuple(req.rid for req in batch.reqs)
         order_behind_pass(self._scheduler)
-        rows = roll_back(batch, held.kind, _chunk_of(batch), self._scheduler.future_map)
-        self._penalties.keep(batch)
+        if isinstance(self._scheduler.req_to_token_pool, HybridReqToTokenPool):
+            rows = give_up(batch)
+        else:
+            rows = roll_back(batch, held.kind, _chunk_of(batch), self._scheduler.future_map)
+            self._penalties.keep(batch)
         batch.filter_batch()  # Rows may have ended meanwhile.
         view.aside.hold(batch if batch.reqs else None)
         if rows.unfinished is not None:

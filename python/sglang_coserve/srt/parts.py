@@ -14,6 +14,7 @@ from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.core_setup import make_core_scheduler
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
+from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.latency_source import latency_profile
 from sglang_coserve.srt.offline_eviction import OfflineEviction
 from sglang_coserve.srt.rank_clock import RankClock
@@ -43,7 +44,8 @@ class CoserveParts:
         self.ledger = RequestLedger(scheduler.tree_cache)
         self.checkpointing = KvCheckpointing(scheduler.tree_cache)
         self.view = EngineView(scheduler)
-        self.eviction = OfflineEviction(scheduler, self.view, self.events)
+        self.pools = KvPools(scheduler)
+        self.eviction = OfflineEviction(scheduler, self.pools, self.view, self.events)
         self.runner = StepRunner(scheduler, installed)
         self.admission = self._make_admission(scheduler, config, clock)
         self.intake = RequestIntake(
@@ -69,6 +71,7 @@ class CoserveParts:
             return FifoAdmission(
                 scheduler,
                 config,
+                pools=self.pools,
                 view=self.view,
                 eviction=self.eviction,
                 clock=clock,
@@ -81,6 +84,7 @@ class CoserveParts:
             make_core_scheduler(
                 config, profile, _engine_size(scheduler), records=scheduler.ps.tp_rank == 0
             ),
+            pools=self.pools,
             view=self.view,
             eviction=self.eviction,
             runner=self.runner,

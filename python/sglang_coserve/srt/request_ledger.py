@@ -109,7 +109,9 @@ class RequestLedger:
 
     def match_prefix(self, req: Req) -> int:
         """Return how many leading tokens of a waiting request the radix cache holds."""
-        req.init_next_round_input(self._tree_cache)
+        # One that only waits gets no state of its own (Mamba): the pool of states is as large as
+        # the batch.
+        req.init_next_round_input(self._tree_cache, cow_mamba=False)
         return len(req.prefix_indices)
 
 

@@ -3,15 +3,18 @@
 SGLang's CPU path imports names from ``sgl_kernel`` whether or not the running
 model reaches them.  What a Llama- or Qwen-class text model does reach is here in
 plain torch; any other name can be imported but raises ``NotImplementedError``
-with its own name when called.  No ``torch.ops.sgl_kernel`` operator is
-registered, which is how SGLang learns that the AMX kernels are absent.
+with its own name when called.  Of the ``torch.ops.sgl_kernel`` operators none but
+those of linear attention are there, which is how SGLang learns that the AMX kernels are absent.
 """
 
 from __future__ import annotations
 
 from typing import NoReturn
 
+import torch
+
 from ._cache_locs import assign_extend_cache_locs_cpu, assign_req_to_token_pool_cpu
+from .mamba import fused_gdn_gating_cpu, fused_sigmoid_gating_delta_rule_update_cpu
 
 __all__ = ["assign_extend_cache_locs_cpu", "assign_req_to_token_pool_cpu"]
 
@@ -44,3 +47,7 @@ def _missing(module_name: str, name: str) -> MissingKernel:
 
 def __getattr__(name: str) -> MissingKernel:
     return _missing(__name__, name)
+
+
+for _operator in (fused_gdn_gating_cpu, fused_sigmoid_gating_delta_rule_update_cpu):
+    setattr(torch.ops.sgl_kernel, _operator.__name__, _operator)

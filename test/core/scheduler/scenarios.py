@@ -93,6 +93,8 @@ def snapshot(
     max_batch_tokens: int = 8192,
     page_tokens: int = 1,
     keeps_prefixes: bool = True,
+    window_tokens: int = 0,
+    free_window_tokens: int = 0,
 ) -> EngineSnapshot:
     """An engine with these rows; those without KV wait."""
     return EngineSnapshot(
@@ -105,6 +107,8 @@ def snapshot(
         max_batch_tokens=max_batch_tokens,
         page_tokens=page_tokens,
         keeps_prefixes=keeps_prefixes,
+        window_tokens=window_tokens,
+        free_window_tokens=free_window_tokens,
     )
 
 

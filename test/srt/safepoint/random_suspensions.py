@@ -35,7 +35,10 @@ class RandomSuspensions:
         self.num_layers = len(layers)
         for number, layer in enumerate(layers):
             self._stand_before(number, layer)
-            self._count(number, layer.mlp)
+            names = ("mlp", "block_sparse_moe", "feed_forward")
+            self._count(
+                number, next(getattr(layer, name) for name in names if hasattr(layer, name))
+            )
         start = self.lane.start
 
         def start_and_choose(batch: Any) -> Any:

@@ -29,7 +29,6 @@ def reasons_against(engine: ScriptedEngine) -> list[str]:
     for owner, name, value in (
         (scheduler, "device", "npu"),
         (scheduler.server_args, "enable_torch_compile", True),
-        (scheduler, "is_hybrid_swa", True),
         (scheduler, "is_generation", False),
         (scheduler.model_config, "is_encoder_decoder", True),
         (scheduler.ps, "pp_size", 2),

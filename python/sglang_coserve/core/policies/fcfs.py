@@ -65,7 +65,7 @@ class FcfsPolicy(Policy):
     def _decode(self, batch: BatchBuilder) -> None:
         rows = batch.online_decodes + batch.offline_decodes
         last_first = list(reversed(batch.snapshot.rows))
-        while not batch.has_room(needed := batch.kv_to_decode(rows)):
+        while not batch.has_room(needed := batch.kv_to_decode(rows), rows=len(rows)):
             row = last_first.pop(0)
             batch.evict(row, needed)
             if row in rows:

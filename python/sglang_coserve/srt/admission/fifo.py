@@ -22,6 +22,7 @@ from sglang_coserve.errors import CoserveError
 from sglang_coserve.srt.admission.offline_waiting import OfflineWaiting
 from sglang_coserve.srt.admission.protocol import OFFLINE_EVENTS
 from sglang_coserve.srt.engine_view import EngineView
+from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.latency_source import known_latency_model
 from sglang_coserve.srt.offline_eviction import OfflineEviction, Prefill
 from sglang_coserve.srt.rank_clock import RankClock
@@ -48,6 +49,7 @@ class FifoAdmission:
         scheduler: Any,
         config: CoserveConfig,
         *,
+        pools: KvPools,
         view: EngineView,
         eviction: OfflineEviction,
         clock: RankClock,
@@ -58,6 +60,7 @@ class FifoAdmission:
         self.interference = Interference.measured(config.slos())
         self._scheduler = scheduler
         self._config = config
+        self._pools = pools
         self._view = view
         self._eviction = eviction
         self._clock = clock
@@ -184,7 +187,7 @@ class FifoAdmission:
             return
         remaining = len(req.origin_input_ids) + len(req.output_ids) - len(req.prefix_indices)
         chunk = min(remaining, self._scheduler.chunked_prefill_size or remaining)
-        while self._eviction.headroom_tokens() < chunk + self._scheduler.page_size:
+        while self._pools.headroom_tokens < chunk + self._scheduler.page_size:
             if not self._eviction.evict_one(running_batch):
                 return
 

@@ -30,6 +30,7 @@ from sglang_coserve.srt.drift_warning import DriftWarning
 from sglang_coserve.srt.engine_snapshot import snapshot_of
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
+from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.offline_eviction import OfflineEviction, Prefill
 from sglang_coserve.srt.rank_clock import RankClock
 from sglang_coserve.srt.request_ledger import RequestLedger, ending_of
@@ -56,6 +57,7 @@ class PlannedAdmission:
         scheduler: Any,
         core: CoreScheduler | RecordingScheduler,
         *,
+        pools: KvPools,
         view: EngineView,
         eviction: OfflineEviction,
         runner: StepRunner,
@@ -73,6 +75,7 @@ class PlannedAdmission:
         """
         self.core = core
         self._scheduler = scheduler
+        self._pools = pools
         self._view = view
         self._eviction = eviction
         self._runner = runner
@@ -262,6 +265,7 @@ class PlannedAdmission:
     def _snapshot(self, running_batch: ScheduleBatch, now_s: float) -> EngineSnapshot:
         return snapshot_of(
             self._scheduler,
+            self._pools,
             self._view,
             self._ledger,
             running_batch,

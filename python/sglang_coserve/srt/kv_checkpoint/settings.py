@@ -10,7 +10,14 @@ from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import UnsupportedError
 
-__all__ = ["BACKEND", "check_combination", "check_in_place", "register_cache", "server_settings"]
+__all__ = [
+    "BACKEND",
+    "check_combination",
+    "check_in_place",
+    "check_model",
+    "register_cache",
+    "server_settings",
+]
 
 BACKEND: Final = "coserve_checkpoint"
 """Name of the cache among SGLang's ``--radix-cache-backend``."""
@@ -69,6 +76,35 @@ def check_in_place(server_args: Any, config: CoserveConfig) -> None:
         raise UnsupportedError(
             "--kv-checkpoint sets fields of ServerArgs before it is made: pass SGLang's settings "
             "as keywords instead of server_args"
+        )
+
+
+def check_model(server_args: Any, config: CoserveConfig, *, on_cpu: bool) -> None:
+    """Refuse a model whose KV, as its config tells it, cannot be checkpointed.
+
+    Raises:
+        UnsupportedError: checkpointing is on, and some layers keep less than their whole KV.
+    """
+    if CheckpointMode(config.kv_checkpoint) is CheckpointMode.OFF:
+        return
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
+
+    model = server_args.get_model_config()
+    reasons = {
+        "layers with a sliding window keep a part of it (--disable-hybrid-swa-memory lets them "
+        "keep all)": model.is_hybrid_swa,
+        "some layers keep a state instead": mambaish_config(model) is not None,
+        "its attention is sparse": is_deepseek_dsa(model.hf_config),
+        "latent KV (MLA) is copied on a GPU only": (
+            on_cpu and model.attention_arch is AttentionArch.MLA
+        ),
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if reason is not None:
+        raise UnsupportedError(
+            f"--kv-checkpoint {config.kv_checkpoint} needs a model whose layers all keep their "
+            f"whole KV, and of this one {reason}: use --kv-checkpoint off"
         )
 
 

@@ -31,10 +31,9 @@ def why_no_safepoints(scheduler: Scheduler, layers: Sequence[Any]) -> str | None
         ),
         "the model does not generate": not scheduler.is_generation,
         "no list of decoder layers was found in the model": not layers,
-        "its layers update a state in place": (
-            isinstance(scheduler.req_to_token_pool, HybridReqToTokenPool)
+        "--enable-linear-replayssm moves the states of layers on before each pass": (
+            _has_replayed_states(scheduler.req_to_token_pool)
         ),
-        "its sliding-window cache cannot be rolled back yet": scheduler.is_hybrid_swa,
         "encoder-decoder models are not supported": scheduler.model_config.is_encoder_decoder,
         "speculative decoding": not scheduler.spec_algorithm.is_none(),
         "pipeline parallelism": ps.pp_size > 1,
@@ -51,6 +50,11 @@ def why_no_safepoints(scheduler: Scheduler, layers: Sequence[Any]) -> str | None
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _has_replayed_states(pool: Any) -> bool:
+    is_hybrid = isinstance(pool, HybridReqToTokenPool)
+    return is_hybrid and pool.mamba_pool.replayssm_write_pos is not None
 
 
 def why_batch_must_end(batch: ScheduleBatch, num_prefills: int) -> str | None:

@@ -18,7 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_coserve.srt.compat import release_uncomputed
 from sglang_coserve.srt.safepoint.batch_kind import BatchKind, num_decodes
 
-__all__ = ["RolledBack", "roll_back"]
+__all__ = ["RolledBack", "give_up", "roll_back"]
 
 Req = Any
 ScheduleBatch = Any
@@ -29,7 +29,8 @@ class RolledBack:
     """Where the rows of a dropped batch are to go; its decodes are left in the batch."""
 
     released: tuple[Req, ...]
-    """Prefills that had computed nothing before: without KV and slot, they wait again."""
+    """Prefills that had computed nothing before, or all rows: without KV and slot, they wait
+    again."""
 
     unfinished: Req | None
     """The prefill that had computed chunks before: it keeps those."""
@@ -63,6 +64,21 @@ def roll_back(
     if kind is not BatchKind.DECODE:
         _keep_decodes(batch, num_prefills)
     return RolledBack(released, unfinished)
+
+
+def give_up(batch: ScheduleBatch) -> RolledBack:
+    """Release all rows of ``batch``, of a model whose layers keep a state beside KV.
+
+    Some layers have moved it on already, and there is no way back: the rows begin again
+    from what the radix cache has of them.
+    """
+    released = tuple(req for req in batch.reqs if req.kv is not None)
+    for req in released:
+        release_uncomputed(req, batch.tree_cache)
+    batch.input_ids = None
+    batch.filter_batch(keep_indices=[])
+    batch.chunked_req = batch.decoding_reqs = None
+    return RolledBack(released, None)
 
 
 def _undo_decodes(batch: ScheduleBatch, count: int, relay: Any) -> None:

@@ -1,0 +1,43 @@
+"""What layers of hybrid models that keep a state (LFM2, Qwen3-Next) lack on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sgl_kernel import mamba
+from sglang.kernels.ops.attention.fla import fused_norm_gate
+from sglang.srt.layers.attention.mamba import causal_conv1d
+from torch.nn.functional import silu
+
+__all__ = ["install_linear_attention"]
+
+
+def install_linear_attention() -> None:
+    """Replace the Triton kernels of short convolutions and gated norms, in this process.
+
+    The others SGLang takes from ``sgl_kernel`` by itself.
+    """
+    causal_conv1d._causal_conv1d_fn_triton = mamba.causal_conv1d_fn_cpu
+    causal_conv1d._causal_conv1d_update_triton = mamba.causal_conv1d_update_cpu
+    fused_norm_gate.layer_norm_gated_fwd = _gated_rms_norm
+
+
+def _gated_rms_norm(
+    *,
+    x: Any,
+    g: Any,
+    weight: Any,
+    activation: str,
+    eps: float,
+    **_options: Any,
+) -> tuple[Any, None, None, Any]:
+    """Normalize ``x`` of shape (tokens, channels), and gate it.
+
+    The other results are for training.
+    """
+    normed = x.float() * torch.rsqrt(x.float().square().mean(dim=-1, keepdim=True) + eps)
+    if weight is not None:
+        normed = normed * weight.float()
+    gate = g.float().sigmoid() if activation == "sigmoid" else silu(g.float())
+    return (normed * gate).to(x.dtype), None, None, x

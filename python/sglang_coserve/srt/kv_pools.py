@@ -1,0 +1,63 @@
+"""What the engine's KV pools have left, for plans and before evictions.
+
+Most models keep all KV in one pool. Where layers with a sliding window have one of their own
+(hybrid SWA: gpt-oss, Gemma 4, Llama 4, …), a token takes a slot of both, and gives that of the
+window's back once it is behind the window: either pool may be the one that is full.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["KvPools"]
+
+
+class KvPools:
+    """The pools of one scheduler; each call is O(1)."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._allocator = scheduler.token_to_kv_pool_allocator
+        self._tree = scheduler.tree_cache
+        self._has_window = scheduler.is_hybrid_swa
+        # Without layers of whole contexts nothing but the window's pool is ever short.
+        self._has_full = not self._has_window or bool(scheduler.full_tokens_per_layer)
+        self._total_tokens = int(scheduler.max_total_num_tokens)
+        self.window_tokens = self._most_window_tokens(scheduler) if self._has_window else 0
+        """As of ``EngineSnapshot``."""
+
+    @property
+    def free_tokens(self) -> int:
+        """Slots that nothing holds, of the pool of whole contexts."""
+        if not self._has_window:
+            return int(self._allocator.available_size())
+        if not self._has_full:
+            return self._total_tokens
+        return int(self._allocator.full_available_size())
+
+    @property
+    def evictable_tokens(self) -> int:
+        """Slots of that pool that only the radix cache holds."""
+        if not self._has_window:
+            return int(self._tree.evictable_size())
+        if not self._has_full:
+            return 0
+        return int(self._tree.full_evictable_size())
+
+    @property
+    def free_window_tokens(self) -> int:
+        """As of ``EngineSnapshot``."""
+        if not self._has_window:
+            return 0
+        return int(self._allocator.swa_available_size() + self._tree.swa_evictable_size())
+
+    @property
+    def headroom_tokens(self) -> int:
+        """How many tokens have a slot in every pool now, or after the radix cache gave some up."""
+        free_tokens = self.free_tokens + self.evictable_tokens
+        return min(free_tokens, self.free_window_tokens) if self._has_window else free_tokens
+
+    def _most_window_tokens(self, scheduler: Any) -> int:
+        page = scheduler.page_size
+        window_pages = -(-self._tree.sliding_window_size // page) + 1
+        # A pool that is smaller than that has room for one request at a time.
+        return int(min(window_pages * page, scheduler.swa_tokens_per_layer - page))

@@ -1,0 +1,207 @@
+"""Families of models, one small engine each: with suspended, dropped, paused and evicted steps and
+rows they generate what stock SGLang does, which is what transformers does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sglang_coserve  # noqa: F401  # Makes SGLang importable: modules here import it first.
+from srt import test_scheduler as scenarios
+from srt.families import make_family_model
+from srt.scripted_engine import EngineProcess, EngineSpec, ScriptedEngine, Spec, run_at_once
+
+PLANNED = {
+    "offline_policy": "coserve",
+    "startup_profile_seconds": 5.0,
+    "slo_ttft_ms": 300.0,
+    "slo_tpot_ms": 40.0,
+    "safepoint_interval": 1,
+}
+
+SMALL = {
+    "max_total_tokens": 1024,
+    # Less KV in the window's pool than the longest prompts have tokens.
+    "swa_full_tokens_ratio": 0.3,
+    "chunked_prefill_size": 128,
+    "schedule_conservativeness": 0.1,
+}
+
+ROOMY = {"max_total_tokens": 65536, "chunked_prefill_size": 8192}
+
+SPECS = scenarios.mixed_specs(seed=1, num_online=6, num_offline=10)
+
+CROWD: list[Spec] = [
+    *((f"crowd{i}", scenarios.prompt(20 + i, 60), 60, True) for i in range(6)),
+    ("large", scenarios.prompt(3, 760), 12, False),
+]
+"""The large prompt leaves room for some of the others, and its own target leaves them no time."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family, and how its engine runs."""
+
+    family: str
+    overlap: bool = False
+    page_size: int = 1
+    radix: bool = True
+
+    def __str__(self) -> str:
+        loop = "overlap" if self.overlap else "normal"
+        return f"{self.family}-{loop}-page{self.page_size}-{'radix' if self.radix else 'chunk'}"
+
+
+CASES = [
+    Case("gpt_oss"),
+    Case("gemma2"),
+    Case("qwen3_moe"),
+    Case("deepseek_v3"),
+    Case("qwen3_next"),
+    *(
+        pytest.param(case, marks=pytest.mark.heavy)
+        for case in (
+            Case("gpt_oss", overlap=True, page_size=16),
+            Case("gemma3_text", page_size=16),
+            Case("mixtral", overlap=True),
+            Case("deepseek_v3", overlap=True, page_size=16),
+            Case("qwen3_next", radix=False),
+            Case("lfm2"),
+        )
+    ),
+]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    """Starts engines of a family's model; ends them with the test."""
+    running: list[EngineProcess] = []
+
+    def start(family: str, settings: dict[str, Any], **spec: Any) -> EngineProcess:
+        if not (tmp_path / "config.json").exists():
+            make_family_model(tmp_path, family)
+        server_args = tuple(sorted(settings.items()))
+        running.append(EngineProcess(EngineSpec(tmp_path, server_args=server_args, **spec)))
+        return running[-1]
+
+    yield start
+    for process in running:
+        process.close()
+
+
+def generated_by_transformers(directory: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    # Its quicker attention leaves out the caps of Gemma 2.
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    length = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens}
+    with torch.no_grad():
+        tokens = model.generate(torch.tensor([prompt]), do_sample=False, **length)
+    generated: list[int] = tokens[0, len(prompt) :].tolist()
+    return generated
+
+
+def run_mixed(
+    engine: ScriptedEngine, specs: Sequence[Spec]
+) -> tuple[dict[str, list[int]], set[str], dict[str, int]]:
+    """Serve with little KV, steps stopped before random layers and now and then dropped."""
+    from srt.safepoint.random_suspensions import suspensions_of
+
+    stops = suspensions_of(engine)
+    stops.start(3, probability=0.5, drops=0.03)
+    try:
+        outputs, aborted, counts = scenarios.run_mixed(engine, specs, 3)
+    finally:
+        stops.stop()
+    state = engine.scheduler.parts.runner.state()["safepoints"]
+    counts["suspended"] = sum(state["suspended"].values())
+    counts["resumed_steps"] = state["resumed"]
+    assert not len(engine.scheduler.parts.ledger)
+    return outputs, aborted, counts
+
+
+def run_crowd(engine: ScriptedEngine) -> tuple[dict[str, list[int]], dict[str, int]]:
+    """Let an online request displace some offline rows, and the others wait for its tokens."""
+    parts, before = engine.scheduler.parts, scenarios.counts(engine)
+
+    def script(iteration: int) -> list[Any]:
+        if iteration == 0:
+            return [engine.request(*spec[:3], offline=True) for spec in CROWD[:-1]]
+        if iteration > 30:
+            raise StopIteration
+        request = engine.request(*CROWD[-1][:3])
+        request.sampling_params.custom_params = {"coserve_slo_tpot_ms": 0.01}
+        return [request] if iteration == 30 else []
+
+    # With a lane of their own they would not have to.
+    safepoints, parts.runner.safepoints = parts.runner.safepoints, None
+    try:
+        engine.run(script)
+    finally:
+        parts.runner.safepoints = safepoints
+    engine.assert_nothing_leaked()
+    after = scenarios.counts(engine)
+    counts = {name: after[name] - before.get(name, 0) for name in ("evicted", "paused")}
+    return {spec[0]: engine.output(spec[0]) for spec in CROWD}, counts
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_loaded_engine_of_every_family_generates_what_stock_does(
+    start: Any, tmp_path: Path, case: Case
+) -> None:
+    stock = start(case.family, ROOMY, stock=True)
+    expected = stock.call(run_at_once, [*SPECS, *CROWD])
+    stock.close()
+    longest = max((spec for spec in SPECS if spec[2] > 6), key=lambda spec: len(spec[1]))
+    assert expected[longest[0]][:6] == generated_by_transformers(tmp_path, longest[1], 6)
+
+    settings = {**SMALL, "page_size": case.page_size, "disable_radix_cache": not case.radix}
+    coserve = tuple(PLANNED.items())
+    ours = start(case.family, settings, overlap=case.overlap, coserve=coserve)
+    outputs, aborted, counts = ours.call(run_mixed, SPECS)
+    scenarios.assert_outputs(SPECS, outputs, aborted, expected)
+    assert min(counts[name] for name in ("dropped", "suspended", "resumed_steps")) > 0, counts
+
+    outputs, counts = ours.call(run_crowd)
+    assert outputs == {spec[0]: expected[spec[0]] for spec in CROWD}
+    assert counts["evicted"] > 0
+    assert counts["paused"] > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("gpt_oss", "sliding window"),
+        ("qwen3_next", "a state instead"),
+        ("deepseek_v3", "on a GPU only"),
+    ],
+)
+def test_kv_checkpoints_are_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, reason: str
+) -> None:
+    from sglang_coserve.srt import launch
+
+    make_family_model(tmp_path, family)
+    assert launch.main(["--model-path", str(tmp_path), "--kv-checkpoint", "eager"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert line.startswith("error: --kv-checkpoint eager needs a model")
+    assert reason in line
+
+
+def test_windows_are_not_planned_without_a_radix_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sglang_coserve.srt import launch
+
+    make_family_model(tmp_path, "gpt_oss")
+    argv = ["--model-path", str(tmp_path), "--disable-radix-cache", "--offline-policy", "coserve"]
+    assert launch.main(argv) == 2
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert line.startswith("error: --offline-policy coserve needs the radix cache")
