@@ -102,9 +102,14 @@ class Allowance:
         tpot_s = min((loop.target_s for loop in self._tpot + self._tbt), default=None)
         return SloTargets(ttft_s, tpot_s)
 
-    def first_token(self, info: RequestInfo, ttft_s: float, alone_s: float | None) -> None:
-        """Note a TTFT, and what it would have been alone; None if that is not known."""
-        value = Latencies(info.ttft_target_s, ttft_s, alone_s)
+    def first_token(
+        self, info: RequestInfo, ttft_s: float, alone_s: float | None, online_s: float = 0.0
+    ) -> None:
+        """Note a TTFT, and what it would have been alone; None if that is not known.
+
+        ``online_s``, here and below, is what the engine did for online requests meanwhile.
+        """
+        value = Latencies(info.ttft_target_s, ttft_s, alone_s, online_s)
         self._own_ttft.observe(value)
         target_s = info.ttft_target_s or self.targets.ttft_s
         if target_s is not None:
@@ -112,22 +117,30 @@ class Allowance:
         for loop in self._ttft:
             loop.observe({value: 1})
 
-    def gaps(self, gaps: Iterable[tuple[RequestInfo, float, float | None]]) -> None:
-        """Note gaps that became known together, each as measured and alone. O(gaps)."""
+    def gaps(self, gaps: Iterable[tuple[RequestInfo, float, float | None, float]]) -> None:
+        """Note gaps that became known together, each as measured, alone, and its online work.
+
+        O(gaps).
+        """
         # Those that end with one step are mostly equal.
         values = Counter(
-            [Latencies(info.tpot_target_s, gap_s, alone_s) for info, gap_s, alone_s in gaps]
+            [
+                Latencies(info.tpot_target_s, gap_s, alone_s, online_s)
+                for info, gap_s, alone_s, online_s in gaps
+            ]
         )
         for loop in self._tbt:
             loop.observe(values)
 
-    def finished(self, info: RequestInfo, tpot_s: float, alone_s: float | None) -> None:
+    def finished(
+        self, info: RequestInfo, tpot_s: float, alone_s: float | None, online_s: float = 0.0
+    ) -> None:
         """Note the TPOT of a request that has ended, and what it would have been alone."""
         target_s = info.tpot_target_s or self.targets.tpot_s
         if target_s is not None:
             self._in_pace.observe(float(tpot_s > target_s))
         for loop in self._tpot:
-            loop.observe({Latencies(info.tpot_target_s, tpot_s, alone_s): 1})
+            loop.observe({Latencies(info.tpot_target_s, tpot_s, alone_s, online_s): 1})
 
 
 class _Loop:
@@ -174,15 +187,20 @@ class _Loop:
     def _harm(self, value: Latencies) -> float | None:
         """Return how much of a harm it is; None of a value that would be late alone.
 
+        Whatever the baseline says, without offline work it would have taken as long as what
+        the engine did for online requests meanwhile. Not so for a relative target: that holds
+        what the baseline promises, also where prompts that had to wait come in larger groups.
+
         A relative target follows what comes of the values alone, so some are late alone. Which
         ones cannot be told by pairs: both engines delay decodes for a prompt, but other ones.
         So what is late alone counts against what is late, and may be as often as on average.
         """
         target_s = value.own_target_s or self._limit_s or self._relative.limit_s
         alone_s = value.alone_s or 0.0
+        if self._limit_s is None and value.own_target_s is None and self._tail is not None:
+            is_late, is_late_alone = value.measured_s > target_s, alone_s > target_s
+            return is_late - is_late_alone + self._relative.late_alone_share
+        alone_s = max(alone_s, value.online_s)
         if self._tail is None:
             return min(value.measured_s / max(target_s, alone_s) - 1, 1.0)
-        is_late, is_late_alone = value.measured_s > target_s, alone_s > target_s
-        if self._limit_s is None and value.own_target_s is None:
-            return is_late - is_late_alone + self._relative.late_alone_share
-        return None if is_late_alone else float(is_late)
+        return None if alone_s > target_s else float(value.measured_s > target_s)

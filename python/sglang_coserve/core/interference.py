@@ -175,7 +175,7 @@ class Interference:
         if self._baseline is None:
             return
         monitor, allowance = self._monitor, self._allowance
-        gaps: list[tuple[RequestInfo, float, float | None]] = []
+        gaps: list[tuple[RequestInfo, float, float | None, float]] = []
         get = self._watched.get
         for rid, number, at_s in self._baseline.advance(predict, now_s):
             watched = get(rid)
@@ -190,8 +190,8 @@ class Interference:
                     monitor.gap_alone(watched.info, watched.alone_last_s, at_s)
                 if watched.gaps_s:
                     gap_s, online_s = watched.gaps_s.popleft()
-                    alone_s = max(at_s - watched.alone_last_s, online_s)
-                    gaps.append((watched.info, gap_s, alone_s))
+                    alone_s = at_s - watched.alone_last_s
+                    gaps.append((watched.info, gap_s, alone_s, online_s))
             watched.alone_last_s = at_s
             watched.alone_tokens = number
             if watched.is_finished:
@@ -211,13 +211,13 @@ class Interference:
         """Tell of a first token once it is known in both."""
         if not watched.tokens:
             return
-        arrival_s = watched.info.arrival_s
+        info, ttft_s = watched.info, watched.first_s - watched.info.arrival_s
         if self._baseline is None:
-            self._allowance.first_token(watched.info, watched.first_s - arrival_s, None)
+            self._allowance.first_token(info, ttft_s, None)
         elif watched.alone_tokens:
+            alone_s = watched.alone_first_s - info.arrival_s
             online_s = watched.first_at_s - watched.arrived_at_s
-            alone_s = max(watched.alone_first_s - arrival_s, online_s)
-            self._allowance.first_token(watched.info, watched.first_s - arrival_s, alone_s)
+            self._allowance.first_token(info, ttft_s, alone_s, online_s)
 
     def _measure_gap(self, watched: _Watched, now_s: float) -> None:
         if self._monitor.needs_gaps:
@@ -226,7 +226,7 @@ class Interference:
             return
         gap_s = now_s - watched.last_s
         if self._baseline is None:
-            self._allowance.gaps([(watched.info, gap_s, None)])
+            self._allowance.gaps([(watched.info, gap_s, None, 0.0)])
         else:
             watched.gaps_s.append((gap_s, self._online_s - watched.last_at_s))
 
@@ -248,11 +248,9 @@ class Interference:
         self._gaps_per_request += weight * (gaps - self._gaps_per_request)
         self._monitor.finished(watched.info, measured, alone)
         if measured.tokens > 1:
-            tpot_alone_s = None
-            if alone is not None:
-                online_s = (watched.last_at_s - watched.first_at_s) / gaps
-                tpot_alone_s = max(alone.tpot_s, online_s)
-            self._allowance.finished(watched.info, measured.tpot_s, tpot_alone_s)
+            tpot_alone_s = None if alone is None else alone.tpot_s
+            online_s = (watched.last_at_s - watched.first_at_s) / gaps
+            self._allowance.finished(watched.info, measured.tpot_s, tpot_alone_s, online_s)
 
 
 def _monitor(slos: Sequence[Slo]) -> SloMonitor:

@@ -25,6 +25,9 @@ class Latencies(NamedTuple):
     alone_s: float | None
     """In the no-interference baseline; None if that is not known."""
 
+    online_s: float = 0.0
+    """What the engine did for online requests meanwhile."""
+
 
 class RelativeTarget:
     """Follows a statistic of the values alone, and of those measured.
@@ -53,7 +56,7 @@ class RelativeTarget:
 
     def observe(self, values: Mapping[Latencies, int]) -> None:
         """Take in values, each so often. O(values), amortized."""
-        for (_, measured_s, alone_s), count in values.items():
+        for (_, measured_s, alone_s, _), count in values.items():
             if alone_s is not None:
                 self._measured.add(measured_s, count)
                 self._alone.add(alone_s, count)
