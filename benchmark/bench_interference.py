@@ -141,7 +141,8 @@ def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     known = [name for name in SYSTEMS if name != ALONE]
-    parser.add_argument("--systems", nargs="+", choices=known, default=known)
+    usual = [name for name in known if not name.startswith("coserve, ")]
+    parser.add_argument("--systems", nargs="+", choices=known, default=usual)
     parser.add_argument("--traffic", nargs="+", choices=TRAFFIC, default=list(TRAFFIC))
     parser.add_argument("--load", nargs="+", type=float, default=[0.2, 0.5, 0.8])
     parser.add_argument("--seconds", type=float, default=60.0, help="of CPU time a run")

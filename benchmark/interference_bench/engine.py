@@ -161,10 +161,18 @@ class Engine:
     def _message(
         self, rid: str, prompt: list[int], output_tokens: int, *, is_offline: bool = False
     ) -> Any:
-        tokenizer, is_ours = self._scheduler.tokenizer, self._system.coserve is not None
+        tokenizer, system = self._scheduler.tokenizer, self._system
         message = tokenized_request(
-            tokenizer, rid, prompt, output_tokens, offline=is_offline and is_ours
+            tokenizer,
+            rid,
+            prompt,
+            output_tokens,
+            offline=is_offline and system.coserve is not None,
+            **(system.offline_asks if is_offline else {}),
         )
+        if is_offline and system.offline_logprobs:
+            message.return_logprob = True
+            message.top_logprobs_num = system.offline_logprobs
         if self._scheduler.enable_priority_scheduling:
             message.priority = 0 if is_offline else 100
         return message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -21,6 +22,11 @@ class System:
 
     has_offline: bool = True
     takes_slo: bool = False
+    offline_asks: Mapping[str, Any] = field(default_factory=dict)
+    """What offline requests ask for beside tokens: fields of ``SamplingParams``."""
+
+    offline_logprobs: int = 0
+    """How many log-probabilities each of their tokens comes with."""
 
 
 def _stock(chunk_tokens: int) -> System:
@@ -34,9 +40,27 @@ def _stock(chunk_tokens: int) -> System:
 
 ALONE: Final = "online alone"
 
+_SCHEMA: Final = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 40},
+        "numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 20},
+    },
+    "required": ["name", "numbers"],
+}
+"""Longer than the outputs, so that they are as long as without it."""
+
 SYSTEMS: Final[Mapping[str, System]] = {
     ALONE: System(coserve={"offline_policy": "fifo"}, has_offline=False),
     "coserve": System(coserve={"offline_policy": "coserve"}, takes_slo=True),
+    "coserve, JSON schemas": System(
+        coserve={"offline_policy": "coserve"},
+        takes_slo=True,
+        offline_asks={"json_schema": json.dumps(_SCHEMA)},
+    ),
+    "coserve, log-probabilities": System(
+        coserve={"offline_policy": "coserve"}, takes_slo=True, offline_logprobs=5
+    ),
     "coserve, slowdown 10%": System(
         coserve={"offline_policy": "coserve", "online_slowdown": "10%"}
     ),
