@@ -116,13 +116,10 @@ def line_requests(path: Path) -> list[LineRequest]:
         LineRequest(
             batch_id="batch_feed",
             line=number,
-            custom_id=str(number),
             endpoint=COMPLETIONS,
             body=orjson.loads(line)["body"],
             generated=(),
             deadline_s=deadline_s,
-            priority=0,
-            weight=1.0,
         )
         for number, line in enumerate(path.read_bytes().splitlines(), 1)
     ]

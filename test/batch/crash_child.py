@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from batch.scenarios import OWNER, lines, stream, wanted
-from batch.scripted_backend import ENDPOINT, answer, failure, tokens_of
+from batch.scripted_backend import ENDPOINT, answer, failure, name_of, tokens_of
 from sglang_coserve.batch import BackendLoad, BatchLimits, BatchService, LineRequest, LineResult
 from sglang_coserve.jsonl.body_limits import BodyLimits
 
@@ -44,9 +44,9 @@ class SteadyEngine:
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
     ) -> LineResult:
-        entry = f"{request.batch_id} {request.custom_id} {len(request.generated)}\n"
+        entry = f"{request.batch_id} {name_of(request)} {len(request.generated)}\n"
         os.write(self._log, entry.encode())
-        tokens = tokens_of(request.custom_id, NUM_TOKENS)
+        tokens = tokens_of(name_of(request), NUM_TOKENS)
         assert list(request.generated) == tokens[: len(request.generated)], "not its tokens"
         if request.line % 10 == 0:
             return failure(400)

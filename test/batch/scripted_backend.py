@@ -13,6 +13,11 @@ from sglang_coserve.jsonl.body_limits import BodyLimits
 ENDPOINT = "/v1/completions"
 
 
+def name_of(request: LineRequest) -> str:
+    """The ``custom_id`` of a line of ``scenarios.line``, which is its prompt, too."""
+    return str(request.body["prompt"])
+
+
 def tokens_of(custom_id: str, count: int) -> list[int]:
     """The first ``count`` tokens that are generated for a line."""
     return [
@@ -24,10 +29,10 @@ def tokens_of(custom_id: str, count: int) -> list[int]:
 def answer(request: LineRequest) -> LineResult:
     """What is answered to ``request``: all of its tokens, whoever generated them."""
     count = request.body.get("max_tokens", 4)
-    tokens = tokens_of(request.custom_id, count)
+    tokens = tokens_of(name_of(request), count)
     usage = {"prompt_tokens": 3, "completion_tokens": count}
     body = {"choices": [{"text": " ".join(map(str, tokens))}], "usage": usage}
-    return LineResult(200, f"cmpl-{request.custom_id}", body)
+    return LineResult(200, f"cmpl-{name_of(request)}", body)
 
 
 def failure(status_code: int, *, is_retryable: bool = False) -> LineResult:
@@ -46,7 +51,7 @@ class InFlight:
 
     def generate(self, count: int) -> None:
         """Generate ``count`` more tokens."""
-        custom_id = self.request.custom_id
+        custom_id = name_of(self.request)
         self.on_tokens(tokens_of(custom_id, self.generated + count)[self.generated :])
         self.generated += count
 
@@ -63,7 +68,6 @@ class ScriptedBackend:
     holds: bool = False
     answers: Callable[[LineRequest], LineResult] = answer
     tokens_per_s: float | None = None
-    max_in_flight: int | None = None
     is_online_busy: bool = False
     total_tokens: int = 0
     busy_s: float = 0.0
@@ -89,7 +93,7 @@ class ScriptedBackend:
     ) -> LineResult:
         self.started.append(request)
         count = len(request.generated)
-        assert list(request.generated) == tokens_of(request.custom_id, count), "not its tokens"
+        assert list(request.generated) == tokens_of(name_of(request), count), "not its tokens"
         if not self.holds:
             await asyncio.sleep(0)
             return self.answers(request)
@@ -106,7 +110,6 @@ class ScriptedBackend:
     def load(self) -> BackendLoad:
         return BackendLoad(
             self.tokens_per_s,
-            self.max_in_flight,
             self.is_online_busy,
             self.total_tokens,
             self.busy_s,
@@ -114,5 +117,5 @@ class ScriptedBackend:
 
     def held(self, custom_id: str) -> InFlight:
         """The request of a line that is in flight."""
-        (entry,) = (e for e in self.in_flight if e.request.custom_id == custom_id)
+        (entry,) = (e for e in self.in_flight if name_of(e.request) == custom_id)
         return entry

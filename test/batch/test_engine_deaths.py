@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from batch.scenarios import OWNER, Scene, lines, opened, play
-from batch.scripted_backend import ScriptedBackend, tokens_of
+from batch.scripted_backend import ScriptedBackend, name_of, tokens_of
 from sglang_coserve.batch import BatchObject
 from sglang_coserve.batch.data_directory import DataDirectory
 
@@ -28,7 +28,7 @@ class MortalEngine(ScriptedBackend):
             for _ in range(20):
                 await asyncio.sleep(0.001)
                 scene.clock.advance(0.05)
-            if any(is_poison(entry.request.custom_id) for entry in self.in_flight):
+            if any(is_poison(name_of(entry.request)) for entry in self.in_flight):
                 return True
             for entry in list(self.in_flight):
                 entry.finish()

@@ -44,7 +44,7 @@ def test_lanes_share_by_weight_to_within_one_line(
     """All lanes want more than they get, so that their shares can be compared at any moment."""
 
     async def scenario() -> None:
-        slots = FairSlots(lambda: max_lines, 1000)
+        slots = FairSlots(max_lines, 1000)
         members = [Lane("a", 0, weight, 0.0) for weight, _ in lanes]
         served: Counter[str] = Counter()
         senders = [
@@ -92,7 +92,7 @@ def test_owners_share_alike_whatever_their_batches_ask_for(
     """
 
     async def scenario() -> None:
-        slots = FairSlots(lambda: max_lines, 1000)
+        slots = FairSlots(max_lines, 1000)
         taken: Counter[str] = Counter()
         senders = []
         for i, (owner, priority, weight, is_urgent, expected, tokens) in enumerate(batches):
@@ -143,7 +143,7 @@ async def keep_taking(
 @given(others=st.integers(1, 30), tokens=st.integers(1, 50))
 def test_many_batches_earn_an_owner_no_more_than_one(others: int, tokens: int) -> None:
     async def scenario() -> None:
-        slots = FairSlots(lambda: 2, 1000)
+        slots = FairSlots(2, 1000)
         taken: Counter[str] = Counter()
         greedy = [Lane("greedy", 100, 100.0, 0.0) for _ in range(others)]
         for lane in greedy:
@@ -165,7 +165,7 @@ def test_many_batches_earn_an_owner_no_more_than_one(others: int, tokens: int) -
 
 def test_an_owner_who_leaves_after_every_line_earns_nothing_by_it() -> None:
     async def scenario() -> None:
-        slots = FairSlots(lambda: 1, 1000)
+        slots = FairSlots(1, 1000)
         taken: Counter[str] = Counter()
         staying = Lane("staying", 0, 1.0, 0.0)
         stay = keep_taking(slots, staying, 10, 10, taken)
@@ -198,7 +198,7 @@ def order_of(lanes: dict[str, Lane], running: Lane) -> list[str]:
     """The order in which waiting lanes are served when slots come free one at a time."""
 
     async def scenario() -> list[str]:
-        slots = FairSlots(lambda: 1, 1000)
+        slots = FairSlots(1, 1000)
         slots.join(running)
         await slots.acquire(running, 1, 1)
         order: list[str] = []
@@ -237,7 +237,7 @@ def test_urgent_lanes_go_first_then_priorities() -> None:
 
 def test_having_been_away_earns_nothing() -> None:
     async def scenario() -> None:
-        slots = FairSlots(lambda: 1, 1000)
+        slots = FairSlots(1, 1000)
         busy, away = Lane("a", 0, 1.0, 0.0), Lane("a", 0, 1.0, 0.0)
         slots.join(away)
         slots.join(busy)
@@ -256,7 +256,7 @@ def test_having_been_away_earns_nothing() -> None:
 
 def test_an_estimate_that_was_wrong_is_forgotten() -> None:
     async def scenario() -> None:
-        slots = FairSlots(lambda: 1, 1000)
+        slots = FairSlots(1, 1000)
         old, new = Lane("a", 0, 1.0, 0.0), Lane("a", 0, 1.0, 0.0)
         slots.join(old)
         await slots.acquire(old, 1, 1000)
@@ -270,7 +270,7 @@ def test_an_estimate_that_was_wrong_is_forgotten() -> None:
 
 def test_a_large_line_goes_alone_and_bytes_are_bounded() -> None:
     async def scenario() -> None:
-        slots = FairSlots(lambda: 100, 10)
+        slots = FairSlots(100, 10)
         lane = Lane("a", 0, 1.0, 0.0)
         slots.join(lane)
         await slots.acquire(lane, 50, 1)
@@ -287,23 +287,11 @@ def test_a_large_line_goes_alone_and_bytes_are_bounded() -> None:
     asyncio.run(scenario())
 
 
-def test_the_engine_may_want_fewer_lines_but_never_none() -> None:
-    async def scenario() -> None:
-        slots = FairSlots(lambda: 0, 10)
-        lane = Lane("a", 0, 1.0, 0.0)
-        slots.join(lane)
-        await slots.acquire(lane, 1, 1)
-        slots.release(lane, 1, 1, 1)
-        assert slots.lines_in_flight == 0
-
-    asyncio.run(scenario())
-
-
 @settings(deadline=None)
 @given(data=st.data())
 def test_cancelled_waits_leak_nothing(data: st.DataObject) -> None:
     async def scenario() -> None:
-        slots = FairSlots(lambda: 2, 1000)
+        slots = FairSlots(2, 1000)
         lanes = [Lane("a", 0, 1.0, 0.0) for _ in range(4)]
         served: Counter[str] = Counter()
         senders = [
@@ -323,7 +311,7 @@ def test_cancelled_waits_leak_nothing(data: st.DataObject) -> None:
 
 def test_a_grant_that_nobody_takes_is_given_to_the_next() -> None:
     async def scenario() -> None:
-        slots = FairSlots(lambda: 1, 1000)
+        slots = FairSlots(1, 1000)
         first, second, third = (Lane("a", 0, 1.0, 0.0) for _ in range(3))
         for lane in (first, second, third):
             slots.join(lane)

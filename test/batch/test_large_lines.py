@@ -8,7 +8,7 @@ import pytest
 
 from batch.manual_clock import ManualClock
 from batch.scenarios import line, lines, opened, play
-from batch.scripted_backend import ScriptedBackend
+from batch.scripted_backend import ScriptedBackend, name_of
 from sglang_coserve.jsonl.body_limits import BodyLimits
 
 SMALL = BodyLimits(max_bytes=2000, max_values=50, max_objects=10)
@@ -33,7 +33,7 @@ def test_a_large_line_fails_alone(tmp_path: Path, what: str) -> None:
             response = (await scene.records(batch))["large"]["response"]
             assert response["status_code"] == 413
             assert what in response["body"]["error"]["message"]
-            assert {request.custom_id for request in backend.started} == {"id-1", "id-2", "id-3"}
+            assert {name_of(request) for request in backend.started} == {"id-1", "id-2", "id-3"}
 
     play(scenario())
 

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from batch.scenarios import OWNER, Scene, line, lines, opened, play, stream, wanted
-from batch.scripted_backend import ScriptedBackend, answer, failure, tokens_of
+from batch.scripted_backend import ScriptedBackend, answer, failure, name_of, tokens_of
 from sglang_coserve.batch import (
     BatchObject,
     LineRequest,
@@ -71,7 +71,7 @@ def test_a_malformed_file_fails_with_its_lines_and_reaches_no_engine(tmp_path: P
 
 def test_a_line_that_cannot_be_served_fails_alone(tmp_path: Path) -> None:
     def answers(request: LineRequest) -> LineResult:
-        return failure(400) if request.custom_id == "id-2" else answer(request)
+        return failure(400) if name_of(request) == "id-2" else answer(request)
 
     async def scenario() -> None:
         backend = ScriptedBackend(answers=answers)
@@ -87,7 +87,7 @@ def test_a_line_that_cannot_be_served_fails_alone(tmp_path: Path) -> None:
                 response = records[custom_id]["response"]
                 assert response["status_code"] == 400
                 assert message in response["body"]["error"]["message"]
-            assert "streams" not in {request.custom_id for request in scene.backend.started}
+            assert "streams" not in {name_of(request) for request in scene.backend.started}
 
     play(scenario())
 
@@ -96,10 +96,10 @@ def test_engine_failures_are_retried_within_limits(tmp_path: Path) -> None:
     attempts: Counter[str] = Counter()
 
     def answers(request: LineRequest) -> LineResult:
-        attempts[request.custom_id] += 1
-        if request.custom_id == "id-1" and attempts["id-1"] < 3:
+        attempts[name_of(request)] += 1
+        if name_of(request) == "id-1" and attempts["id-1"] < 3:
             return failure(503, is_retryable=True)
-        if request.custom_id == "id-2":
+        if name_of(request) == "id-2":
             raise RuntimeError("out of memory")
         return answer(request)
 

@@ -9,7 +9,7 @@ import pytest
 
 from batch.manual_clock import ManualClock
 from batch.scenarios import OWNER, lines, opened, play
-from batch.scripted_backend import ScriptedBackend, failure
+from batch.scripted_backend import ScriptedBackend, failure, name_of
 
 
 def test_a_restart_continues_every_batch_where_it_was(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_a_restart_continues_every_batch_where_it_was(tmp_path: Path) -> None:
             running, checking = [await scene.ends(ids[i]) for i in (0, 2)]
             assert running.request_counts.completed == 5
             assert checking.request_counts.completed == 3
-            generated = {r.custom_id: len(r.generated) for r in scene.backend.started}
+            generated = {name_of(r): len(r.generated) for r in scene.backend.started}
             assert "run-1" not in generated, "a finished line was served again"
             assert generated["run-2"] == 11
             assert generated["run-3"] == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from batch.scenarios import OWNER, lines, opened, play
-from batch.scripted_backend import ScriptedBackend
+from batch.scripted_backend import ScriptedBackend, name_of
 from sglang_coserve.batch import BatchLimits, batch_driver
 from sglang_coserve.batch.state import Failed, Validated
 
@@ -31,8 +31,6 @@ def test_the_engine_never_has_more_than_it_may(tmp_path: Path) -> None:
                 scene.backend.in_flight[0].finish()
                 await asyncio.sleep(0)
                 await asyncio.sleep(0)
-                if len(scene.backend.started) == 20:
-                    scene.backend.max_in_flight = 2
             for batch in (small, large):
                 assert (await scene.ends(batch.id)).status == "completed"
 
@@ -57,7 +55,7 @@ def test_batches_share_by_weight_and_priority(tmp_path: Path) -> None:
             for count in range(2, 82):
                 scene.backend.in_flight[0].finish()
                 await scene.clock.until(lambda n=count: len(scene.backend.started) == n)  # type: ignore[misc]
-            order = [request.custom_id.split("-")[0] for request in scene.backend.started]
+            order = [name_of(request).split("-")[0] for request in scene.backend.started]
             assert order[1:31] == ["high"] * 30
             shares = Counter(order[31:71])
             assert shares["heavy"] == pytest.approx(3 * shares["light"], abs=3)
@@ -93,7 +91,7 @@ def test_an_owner_gets_half_whatever_the_other_one_has(tmp_path: Path) -> None:
             for count in range(seen + 1, seen + 21):
                 backend.in_flight[0].finish()
                 await scene.clock.until(lambda n=count: len(backend.started) == n)  # type: ignore[misc]
-            order = [request.custom_id.split("-")[0] for request in backend.started[seen:]]
+            order = [name_of(request).split("-")[0] for request in backend.started[seen:]]
             assert Counter(order) == {"greedy": 10, "modest": 10}
             urgent = {request.batch_id for request in backend.started[seen:]} - {modest.id}
             assert urgent == {ids[4]}
@@ -167,7 +165,7 @@ def test_a_window_that_tightens_moves_its_lines_up(tmp_path: Path) -> None:
             for count in range(2, 6):
                 scene.backend.in_flight[0].finish()
                 await scene.clock.until(lambda n=count: len(scene.backend.started) == n)  # type: ignore[misc]
-            order = [request.custom_id for request in scene.backend.started]
+            order = [name_of(request) for request in scene.backend.started]
             assert order == ["first-1", "tight-1", "tight-2", "tight-3", "tight-4"]
 
     play(scenario())

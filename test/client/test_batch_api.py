@@ -14,7 +14,7 @@ import pytest
 
 from batch.live_app import LiveApp
 from batch.scenarios import line, lines
-from batch.scripted_backend import ScriptedBackend, answer, failure
+from batch.scripted_backend import ScriptedBackend, answer, failure, name_of
 from client.coserve_process import coserve, end, start_submit, submit, submit_json
 from sglang_coserve.batch import LineRequest, LineResult
 from sglang_coserve.client import BatchWish, CoserveClient, JobState, read_results
@@ -24,7 +24,7 @@ GIVE_UP_S = 60
 
 
 def answers(request: LineRequest) -> LineResult:
-    return failure(400) if request.custom_id == "bad" else answer(request)
+    return failure(400) if name_of(request) == "bad" else answer(request)
 
 
 @pytest.fixture(scope="module")

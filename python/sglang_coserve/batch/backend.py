@@ -20,8 +20,6 @@ class LineRequest:
     line: int
     """1-based line number in the input."""
 
-    custom_id: str
-
     endpoint: str
     """The path of the OpenAI route that would serve it, ``/v1/completions`` say."""
 
@@ -32,12 +30,6 @@ class LineRequest:
 
     deadline_s: float
     """When the batch should be complete, in seconds since the epoch."""
-
-    priority: int
-    """Higher goes first."""
-
-    weight: float
-    """The batch's share among those of its owner and priority."""
 
     expected_output_tokens: int | None = None
     """What finished lines of the batch lead to expect; None before there are any."""
@@ -66,9 +58,6 @@ class BackendLoad:
     offline_tokens_per_s: float | None
     """Prompt and generated tokens of offline requests, a moving mean over the time with
     work. Before there was any, what the engine is expected to reach; None if unknown."""
-
-    max_in_flight: int | None = None
-    """Most lines worth having in flight; None leaves it to the configuration."""
 
     is_online_busy: bool = False
     """True while requests other than lines are being served, with the same event loop."""

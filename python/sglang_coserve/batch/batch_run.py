@@ -224,13 +224,10 @@ class BatchRun:
         line_request = LineRequest(
             batch_id=batch.id,
             line=line,
-            custom_id=request.custom_id,
             endpoint=batch.endpoint,
             body=request.body,
             generated=(),
             deadline_s=batch.expires_at_s,
-            priority=batch.priority,
-            weight=batch.weight,
             expected_output_tokens=self._lengths.expected(request.body),
         )
         result, model = await serve_line(line_request, self._journal, self._retries, self._context)

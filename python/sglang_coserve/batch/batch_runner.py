@@ -37,7 +37,7 @@ class BatchRunner:
         self._context = context
         self._record_events = record_events
         self._forecaster = Forecaster(context.backend, context.store, context.clock)
-        self._validating = FairSlots(lambda: _MAX_VALIDATING, max_bytes=1)
+        self._validating = FairSlots(_MAX_VALIDATING, max_bytes=1)
         self._drivers: dict[str, BatchDriver] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None

@@ -13,7 +13,7 @@ expected to take while it is in flight, and as what it took from then on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 __all__ = ["FairSlots", "Lane", "Share"]
@@ -77,9 +77,9 @@ class _Turn:
 
 
 class FairSlots:
-    """At most ``max_lines()`` lines in flight, of ``max_bytes`` together; a larger one alone."""
+    """At most ``max_lines`` lines in flight, of ``max_bytes`` together; a larger one alone."""
 
-    def __init__(self, max_lines: Callable[[], int], max_bytes: int) -> None:
+    def __init__(self, max_lines: int, max_bytes: int) -> None:
         self._max_lines = max_lines
         self._max_bytes = max_bytes
         self.lines_in_flight = 0
@@ -190,7 +190,7 @@ class FairSlots:
         if not self.lines_in_flight:
             return True
         return (
-            self.lines_in_flight < self._max_lines()
+            self.lines_in_flight < self._max_lines
             and self.bytes_in_flight + size_bytes <= self._max_bytes
         )
 

@@ -128,10 +128,6 @@ class BatchService:
             data.close()
             raise
 
-        def max_lines() -> int:
-            hint = backend.load().max_in_flight
-            return limits.max_in_flight if hint is None else min(limits.max_in_flight, hint)
-
         threads = WorkerThreads("coserve-files", _FILE_THREADS)
         try:
             engine_lines = await EngineLines.open(data, store, threads)
@@ -147,7 +143,7 @@ class BatchService:
             directory=data,
             store=store,
             threads=threads,
-            slots=FairSlots(max_lines, limits.max_in_flight_bytes),
+            slots=FairSlots(limits.max_in_flight, limits.max_in_flight_bytes),
             engine_lines=engine_lines,
             backend=backend,
             limits=limits,

@@ -193,7 +193,6 @@ class Engine:
                     request.generated_tokens,
                     request.deadline_s,
                     expected_output_tokens=request.expected_output_tokens,
-                    user=info.user,
                 )
             )
 

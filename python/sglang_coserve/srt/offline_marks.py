@@ -49,7 +49,6 @@ logger = logging.getLogger(__name__)
 def offline_marks(
     *,
     due_in_s: float,
-    user: str,
     generated: Sequence[int] = (),
     expected_output_tokens: int | None = None,
 ) -> Marks:
@@ -62,7 +61,6 @@ def offline_marks(
     marks: dict[str, float | str | list[int]] = {
         CLASS_KEY: RequestClass.OFFLINE.value,
         _DUE_IN_KEY: due_in_s,
-        _USER_KEY: user,
     }
     if expected_output_tokens is not None:
         marks[_EXPECTED_KEY] = expected_output_tokens
@@ -108,7 +106,7 @@ def expected_tokens_of(req: Req) -> int | None:
 
 
 def user_of(req: Req) -> str | None:
-    """Return whom fairness counts it for: its batch, or its tenant; None when it has neither."""
+    """Return the tenant whom fairness counts ``req`` for; None when it has none."""
     user: str | None = _mark(req, _USER_KEY)
     return user
 

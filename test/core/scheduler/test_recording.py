@@ -135,7 +135,6 @@ queued_requests = st.builds(
     num_generated_tokens=st.integers(min_value=0),
     deadline_s=st.none() | finite,
     estimated_service_s=st.floats(0, 1e300),
-    user=st.none() | names,
 )
 SIMPLE = {
     float: times,
@@ -438,7 +437,7 @@ def test_columns_that_do_not_fit_together_are_refused(changes: dict[str, object]
     ("changes", "message"),
     [
         ({"format": "csv"}, "format: expected 'coserve plans'"),
-        ({"version": 1}, "version: 1 is not 5, .* record again"),
+        ({"version": 1}, "version: 1 is not 6, .* record again"),
         ({"config": {"margin": 3.0}}, "config: scheduler: margin is 3.0"),
         ({"config": {"online_order": "lifo"}}, "config.online_order: expected 'fcfs' or 'vtc'"),
         ({"engine": {"max_rows": "many"}}, "engine.*expected int, found 'many'"),

@@ -48,13 +48,10 @@ class Served:
         line = LineRequest(
             batch_id="batch_1",
             line=1,
-            custom_id="a",
             endpoint=endpoint,
             body=body,
             generated=tuple(generated),
             deadline_s=time.time() + 3600,
-            priority=0,
-            weight=1.0,
         )
         return self.backend.run(line, on_tokens)
 

@@ -43,9 +43,6 @@ class QueuedRequest:
     expected_output_tokens: int | None = None
     """Output tokens that it is expected to have in the end; ``None``: as many as it may."""
 
-    user: str | None = None
-    """Whose request it is."""
-
     def __post_init__(self) -> None:
         """Refuse what could never be served or would break an order."""
         if not self.token_ids:

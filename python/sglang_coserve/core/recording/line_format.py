@@ -36,7 +36,7 @@ from sglang_coserve.core.request import RequestState
 __all__ = ["EVENTS", "FORMAT", "STATE_LETTERS", "VERSION"]
 
 FORMAT: Final = "coserve plans"
-VERSION: Final = 5
+VERSION: Final = 6
 
 EVENTS: Final[Mapping[str, Any]] = MappingProxyType(
     {

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
-from sglang_coserve.srt.offline_marks import deadline_of, expected_tokens_of, user_of
+from sglang_coserve.srt.offline_marks import deadline_of, expected_tokens_of
 
 __all__ = ["PlannedWaiting", "queued_request"]
 
@@ -55,5 +55,4 @@ def queued_request(req: Req, arrival_s: float) -> QueuedRequest:
         num_generated_tokens=len(req.output_ids),
         deadline_s=deadline_of(req, arrival_s),
         expected_output_tokens=expected_tokens_of(req),
-        user=user_of(req),
     )

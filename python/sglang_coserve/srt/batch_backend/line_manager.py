@@ -26,7 +26,6 @@ class LineTask:
     """What a line brings along beside its body."""
 
     request_id: str
-    batch_id: str
 
     due_in_s: float
     """Time left until the batch should be complete."""
@@ -119,7 +118,6 @@ class LineManager(BoundedManager):
         generated = task.generated if is_continuable else ()
         marks = offline_marks(
             due_in_s=task.due_in_s,
-            user=task.batch_id,
             generated=generated,
             expected_output_tokens=task.expected_output_tokens,
         )

@@ -1,0 +1,74 @@
+"""Flags in the docs are flags of a program here, and every flag of the server is in the docs."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import sglang_coserve  # noqa: F401  # Makes SGLang importable: modules here import it first.
+
+ROOT = Path(__file__).parents[2]
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w*])")
+
+
+def flags_in(*files: Path) -> set[str]:
+    return {flag for file in files for flag in FLAG.findall(file.read_text())}
+
+
+def documented() -> set[str]:
+    return flags_in(ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+
+
+def flags_of_server() -> set[str]:
+    from sglang_coserve.config import CoserveConfig
+
+    parser = argparse.ArgumentParser(add_help=False)
+    CoserveConfig.add_cli_args(parser)
+    return options_of(parser)
+
+
+def flags_of_sglang() -> set[str]:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return options_of(parser)
+
+
+def options_of(parser: argparse.ArgumentParser) -> set[str]:
+    return set(parser._option_string_actions)
+
+
+def flags_of_coserve() -> set[str]:
+    from typer.main import get_command
+
+    from sglang_coserve.cli import app
+
+    def options(command: Any) -> Iterator[str]:
+        for parameter in command.params:
+            yield from (*parameter.opts, *parameter.secondary_opts)
+        for below in getattr(command, "commands", {}).values():
+            yield from options(below)
+
+    return set(options(get_command(app)))
+
+
+def flags_of_scripts() -> set[str]:
+    """By their source: they have parsers of many kinds."""
+    python = [file for name in ("benchmark", "python") for file in (ROOT / name).rglob("*.py")]
+    shell = [file for file in (ROOT / "scripts").iterdir() if file.is_file()]
+    declared = re.compile(r"""["'](--[a-z][a-z0-9-]*)["']""")
+    found = {flag for file in python for flag in declared.findall(file.read_text())}
+    return found | flags_in(*shell)
+
+
+def test_every_flag_in_the_docs_exists() -> None:
+    known = flags_of_server() | flags_of_sglang() | flags_of_coserve() | flags_of_scripts()
+    assert sorted(documented() - known) == []
+
+
+def test_every_flag_of_the_server_is_in_the_docs() -> None:
+    assert sorted(flags_of_server() - documented()) == []
