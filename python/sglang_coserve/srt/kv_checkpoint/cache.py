@@ -20,7 +20,7 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sglang_coserve.core.kv_checkpoint import CheckpointPolicy, HostQuota
+from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy, HostQuota
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import TREE_BACKEND
 from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs
@@ -220,8 +220,21 @@ class CheckpointCache(UnifiedRadixCache):
         super().loading_check(finish_count)
         self.prefetches.settle()
 
+    def sanity_check(self) -> None:
+        """Check the tree as SGLang does when it is idle; O(tree)."""
+        # A lazy copy saves the tail of a path before its head, as SGLang's own write-back does.
+        self.is_write_back = self.policy.mode is CheckpointMode.LAZY
+        try:
+            super().sanity_check()
+        finally:
+            self.is_write_back = False
+
     def assert_consistent(self) -> None:
-        """Check that every host slot that is taken has exactly one owner; O(tree). For tests."""
+        """Check the tree, and that every host slot that is taken has exactly one owner; O(tree).
+
+        For tests.
+        """
+        self.sanity_check()
         self.space.assert_consistent()
         slots = [host_slots(node) for node in subtree(self.root_node)[1:] if node.backuped]
         slots += [
