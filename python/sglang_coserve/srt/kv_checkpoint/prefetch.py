@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from sglang.srt.managers import cache_controller
-from sglang.srt.managers.cache_controller import HiCacheAck, make_timing_event_pair
+from sglang.srt.managers.cache_controller import HiCacheAck
 from sglang.srt.mem_cache.unified_radix_cache import _OngoingLoadBack
 
 from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
@@ -125,7 +125,7 @@ class Prefetches:
         controller = self._cache.cache_controller
         device_module = cache_controller.device_module
         from_slots, to_slots = controller.move_indices(host_slots(load.node), load.device_slots)
-        begin, end, is_timed = make_timing_event_pair()
+        begin, end = (device_module.Event(enable_timing=True) for _ in range(2))
         ready = device_module.Event()
         ready.record()
         with device_module.stream(controller.load_stream):
@@ -143,7 +143,9 @@ class Prefetches:
             for slots in (from_slots, to_slots):
                 if slots.is_cuda:
                     slots.record_stream(controller.load_stream)
-        controller.ack_load_queue.append(HiCacheAck(begin, end, [load_id], len(to_slots), is_timed))
+        controller.ack_load_queue.append(
+            HiCacheAck(begin, end, [load_id], len(to_slots), timing_enabled=True)
+        )
 
     def settle(self) -> None:
         """Give nodes the KV of the loads that SGLang has seen end; O(loads)."""
