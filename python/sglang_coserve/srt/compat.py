@@ -227,7 +227,7 @@ def missing_seams() -> list[str]:
         UnifiedTreeCore: (
             *("_is_host_leaf", "_remove_leaf_from_parent", "_split_node"),
             *("_unevict_node_on_insert", "_update_evictable_leaf_sets", "demote"),
-            *("evict_device_leaf", "node_by_id"),
+            *("commit_backup", "evict_device_leaf", "finish_write_through", "node_by_id"),
         ),
         BatchedPenalizerOrchestrator: ("batch", "cumulate_output_tokens"),
         LoRAManager: ("validate_lora_batch",),

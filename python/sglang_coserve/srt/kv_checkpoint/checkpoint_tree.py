@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_cache.tree_core_registry import register_tree_core_backend
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 
+from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt.kv_checkpoint.tree_nodes import device_slots, full, host_slots, subtree
 
 __all__ = ["TREE_BACKEND", "CheckpointTree"]
@@ -38,7 +39,16 @@ class CheckpointTree(UnifiedTreeCore):
         self._pins.clear()
         super().reset()
 
-    # --- Host slots that must stay -------------------------------------------------------
+    # --- Host slots ----------------------------------------------------------------------
+
+    def bind_host(self, node: Node, slots: torch.Tensor, request_class: RequestClass) -> None:
+        """Give a node its host slots, which count towards the quota of ``request_class``."""
+        assert host_slots(node) is None
+        assert len(slots) == len(node.key)
+        self.commit_backup(node.id, slots, {})
+        node.write_through_pending_id = node.id  # For SGLang the copy ends here.
+        self.finish_write_through([node.id], ack_id=node.id)
+        node.host_holder = request_class
 
     def pin(self, node: Node) -> None:
         """Keep a node's host slots until ``unpin``. Counted; the node may be lost otherwise.

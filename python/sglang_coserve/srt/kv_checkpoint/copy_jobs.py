@@ -15,7 +15,7 @@ from sglang_coserve.core.kv_checkpoint import CheckpointPolicy, is_stuck
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.row_checkpoint import RowCheckpoint
-from sglang_coserve.srt.kv_checkpoint.tree_nodes import bind_host, can_save, host_slots
+from sglang_coserve.srt.kv_checkpoint.tree_nodes import can_save, host_slots
 
 __all__ = ["CopyJobs", "LateCopy", "NodeCopy", "Piece", "RowCopy"]
 
@@ -165,7 +165,7 @@ class CopyJobs:
         for node, slots in zip(piece.nodes, torch.split(piece.host_slots, sizes), strict=True):
             del self._copying[id(node)]
             if can_save(node, self._cache.root_node):
-                bind_host(node, slots, piece.request_class)
+                self._cache.tree_core.bind_host(node, slots, piece.request_class)
             else:
                 self._space.free(piece.request_class, slots)
 

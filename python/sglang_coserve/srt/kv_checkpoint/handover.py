@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.row_checkpoint import RowCheckpoint
-from sglang_coserve.srt.kv_checkpoint.tree_nodes import bind_host, can_save
+from sglang_coserve.srt.kv_checkpoint.tree_nodes import can_save
 
 __all__ = ["Handover"]
 
@@ -44,7 +44,7 @@ class Handover:
         for node, first in _between(last_saved, start, end):
             slots = host_slots[first - start : first - start + len(node.key)]
             if can_save(node, self._cache.root_node):
-                bind_host(node, slots, RequestClass.OFFLINE)
+                self._cache.tree_core.bind_host(node, slots, RequestClass.OFFLINE)
                 self._counts["adopted_tokens"] += len(slots)
             else:
                 unused.append(slots)

@@ -13,7 +13,6 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs, LateCopy
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.tree_nodes import (
-    bind_host,
     device_slots,
     holder,
     host_slots,
@@ -126,7 +125,7 @@ class Reclaimer:
         slots = self._space.alloc(RequestClass.OFFLINE, tokens, cache.step)
         if slots is None:
             return False
-        bind_host(node, slots, RequestClass.OFFLINE)
+        cache.tree_core.bind_host(node, slots, RequestClass.OFFLINE)
         self._copies.begin([LateCopy(node, slots)], device_slots(node), slots, cache.step)
         self._counts["checkpointed_tokens"] += tokens
         return True

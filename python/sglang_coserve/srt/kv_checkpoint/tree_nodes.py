@@ -12,7 +12,6 @@ from sglang_coserve.core.request import RequestClass
 __all__ = [
     "EVICTION_RANK",
     "EvictionOrder",
-    "bind_host",
     "can_save",
     "device_slots",
     "full",
@@ -71,14 +70,6 @@ def host_slots(node: Node) -> Any:
 def is_offline_node(node: Node) -> bool:
     """Return whether only offline requests have used a node."""
     return bool(node.priority <= EVICTION_RANK[RequestClass.OFFLINE])
-
-
-def bind_host(node: Node, slots: Any, request_class: RequestClass) -> None:
-    """Give a node its host slots, which count towards the quota of ``request_class``."""
-    assert host_slots(node) is None
-    assert len(slots) == len(node.key)
-    full(node).host_value = slots.clone()
-    node.host_holder = request_class
 
 
 def can_save(node: Node, root: Node) -> bool:
