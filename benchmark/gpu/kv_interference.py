@@ -75,7 +75,7 @@ def decode_interference(engine: KvEngine, model_path: Path) -> dict[str, Any]:
     # The host pool holds so many copies of one row's KV: no step waits for an end.
     row = engine.admit(4096)
     slots = engine.table.req_to_token[row.req_pool_idx, :4096].long()
-    host_slots = engine.cache.token_to_kv_pool_host.alloc(4096)
+    host_slots = engine.cache.host_pool.alloc(4096)
     controller, stream = engine.cache.cache_controller, engine.cache.cache_controller.write_stream
     host, device = controller.move_indices(host_slots, slots)
 
@@ -87,7 +87,7 @@ def decode_interference(engine: KvEngine, model_path: Path) -> dict[str, Any]:
 
     beside_bulk_ms = step.ms(bulk)
     torch.cuda.synchronize()
-    engine.cache.token_to_kv_pool_host.free(host_slots)
+    engine.cache.host_pool.free(host_slots)
     return {
         "rows": _ROWS,
         "alone_ms": alone_ms,

@@ -37,6 +37,7 @@ class BareRow:
         self.origin_input_ids = array("q", prompt)
         self.output_ids = array("q")
         self.extra_key: str | None = None
+        self.session = None
         self.has_ended = False
         self.clear()
 
@@ -49,6 +50,10 @@ class BareRow:
         self.last_node: Any = None
         self.best_match_node: Any = None
         self.host_hit_length = 0
+        self.swa_uuid_for_lock: int | None = None
+        self.skip_lock_node_ids: dict[Any, set[int]] = {}
+        self.swa_prefix_lock_released = False
+        self.mamba_pool_idx: int | None = None
 
     @property
     def tokens(self) -> array[int]:
@@ -154,7 +159,7 @@ class BareEngine:
         locked = row.last_node
         if row.host_hit_length:
             loaded, row.last_node = cache.init_load_back(
-                InitLoadBackParams(best_match_node=row.best_match_node, host_hit_length=0)
+                InitLoadBackParams(row.best_match_node, row.host_hit_length, req=row)
             )
             row.prefix_indices = torch.cat([row.prefix_indices, loaded])
             row.cache_protected_len = len(row.prefix_indices)

@@ -132,6 +132,14 @@ class Scheduler:
         """
         self._queue.cached(rid, cached_tokens)
 
+    def no_room(self, rid: str) -> None:
+        """Note that the engine refused a planned offline request although nothing else runs.
+
+        The others are planned before it, until one of them is taken: the engine reserves more
+        memory than a plan, and may have room for a shorter one. O(1).
+        """
+        self._queue.no_room(rid)
+
     def plan(self, snapshot: EngineSnapshot, cache: PrefixCache) -> StepPlan:
         """Return what the next step does; changes nothing.
 

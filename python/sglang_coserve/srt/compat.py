@@ -176,7 +176,8 @@ def missing_seams() -> list[str]:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.mem_cache.allocator import paged
-    from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
     from sglang.srt.model_executor.runner_backend import FullCudaGraphBackend
     from sglang.srt.model_executor.runner_backend_utils import breakable_cuda_graph
     from sglang.srt.sampling import sampling_batch_info
@@ -219,10 +220,14 @@ def missing_seams() -> list[str]:
         http_server: ("_setup_and_run_http_server",),
         paged: ("alloc_decode_kernel", "alloc_extend_kernel"),
         attention_registry: ("register_attention_backend",),
-        HiRadixCache: (
-            *("_detach_backuped", "_evict_write_through", "_inc_hit_count", "_make_eviction_heap"),
-            *("_match_prefix_helper", "_promote_parent", "_split_node", "loading_check"),
-            *("writing_check", "check_hicache_events", "init_load_back", "load_back"),
+        UnifiedRadixCache: (
+            *("_evict_components", "_execute_and_commit_kv_backup", "cache_finished_req"),
+            *("writing_check", "loading_check", "check_hicache_events", "load_back"),
+        ),
+        UnifiedTreeCore: (
+            *("_is_host_leaf", "_remove_leaf_from_parent", "_split_node"),
+            *("_unevict_node_on_insert", "_update_evictable_leaf_sets", "demote"),
+            *("commit_backup", "evict_device_leaf", "finish_write_through", "node_by_id"),
         ),
         BatchedPenalizerOrchestrator: ("batch", "cumulate_output_tokens"),
         LoRAManager: ("validate_lora_batch",),

@@ -62,7 +62,7 @@ def _assert_saved(cache: Any, row: Any) -> None:
     end = row.saved_end_tokens
     device_slots = cache.req_to_token_pool.req_to_token[row.req.req_pool_idx, start:end].tolist()
     host_slots = list(row.host_slots[: end - start])
-    device, host = cache.kv_cache, cache.token_to_kv_pool_host
+    device, host = cache.token_to_kv_pool_allocator.get_kvcache(), cache.host_pool
     for layer in range(device.layer_num):
         for on_device, on_host in (
             (device.k_buffer, host.k_buffer),

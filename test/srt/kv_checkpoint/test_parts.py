@@ -87,7 +87,7 @@ def host_space(counts: Counter[str], *, online: int, offline: int) -> HostSpace:
     """On SGLang's host pool, which has more than both quotas together."""
     policy = CheckpointPolicy(CheckpointMode.EAGER)
     engine = BareEngine(policy, slots=64, host_slots=2 * (online + offline), page_tokens=1)
-    return HostSpace(engine.cache.token_to_kv_pool_host, HostQuota(online, offline), counts)
+    return HostSpace(engine.cache.host_pool, HostQuota(online, offline), counts)
 
 
 def test_a_class_is_refused_beyond_its_quota_and_asks_again_later() -> None:

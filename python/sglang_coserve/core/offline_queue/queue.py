@@ -62,7 +62,7 @@ class OfflineQueue:
     the (a + 1)th such pick. In the same way, once r is ``max_wait_s`` old at most a
     picks come before it, all of them more stale. The bound is in picks: a caller
     that passes over the first candidate, because there is no room for it, meets it
-    first again the next time.
+    first again the next time, or once another one is taken (``no_room``).
 
     No method but ``check_invariants`` takes time in proportion to the requests held.
     """
@@ -81,6 +81,7 @@ class OfflineQueue:
         self._random = random.Random(config.seed)
         self._draws: deque[float] = deque()
         self._num_overtakes = 0
+        self._no_room: set[Leaf] = set()
         self._num_added = 0
         self._num_changes = 0
 
@@ -138,7 +139,8 @@ class OfflineQueue:
         above it in the trie), and the first one by prefix after one by another rule
         a walk past those already yielded.
         """
-        return (leaf.request for leaf in self._in_order(now_s))
+        in_order = (leaf for leaf in self._in_order(now_s) if leaf not in self._no_room)
+        return (leaf.request for leaf in in_order)
 
     def peek(self, now_s: float) -> QueuedRequest | None:
         """Return what ``pick`` would, and leave it waiting."""
@@ -162,6 +164,7 @@ class OfflineQueue:
         self._draws.popleft()
         self._last_tokens = leaf.tokens
         self._trie.suspend(leaf)
+        self._no_room.clear()
         self._let_no_longer_wait(leaf)
         return leaf.request
 
@@ -226,6 +229,19 @@ class OfflineQueue:
         self._trie.promote(leaf, cached_bytes)
         self._num_changes += 1
 
+    def no_room(self, rid: str) -> None:
+        """Note that the engine has no room for a request: it is no candidate for a while.
+
+        Until one is taken, or this has been said of all that wait. Nothing, if the request
+        does not wait. O(1).
+        """
+        leaf = self._leaves.get(rid)
+        if leaf is None or not leaf.is_waiting:
+            return
+        self._no_room.add(leaf)
+        self._num_changes += 1
+        self._leave_a_candidate()
+
     def remove(self, rid: str) -> QueuedRequest:
         """Forget a request that has finished, failed or was cancelled, running or waiting.
 
@@ -251,6 +267,7 @@ class OfflineQueue:
         )
         assert set(self._by_age) == waiting
         assert set(self._longest_first) == waiting
+        assert self._no_room < waiting or not self._no_room
         service_s = sum(leaf.request.estimated_service_s for leaf in waiting)
         assert math.isclose(self._service_s, service_s, rel_tol=1e-6, abs_tol=1e-6)
         assert set(self._by_latest_start) == {
@@ -337,7 +354,13 @@ class OfflineQueue:
         )
         if leaf.request.deadline_s is not None:
             self._by_latest_start.remove(leaf)
+        self._no_room.discard(leaf)
+        self._leave_a_candidate()
         self._num_changes += 1
+
+    def _leave_a_candidate(self) -> None:
+        if len(self._no_room) == len(self._by_age):
+            self._no_room.clear()
 
     def _leaf(self, rid: str) -> Leaf:
         leaf = self._leaves.get(rid)

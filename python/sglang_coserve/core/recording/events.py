@@ -16,6 +16,7 @@ __all__ = [
     "Cached",
     "Event",
     "Finished",
+    "NoRoom",
     "OfflineAdded",
     "Planned",
     "Restored",
@@ -45,6 +46,13 @@ class Cached:
 
     rid: str
     cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoRoom:
+    """``Scheduler.no_room`` was called."""
+
+    rid: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,5 +97,5 @@ class Finished:
 
 
 Event: TypeAlias = (
-    Arrived | OfflineAdded | Cached | Planned | Started | Updated | Restored | Finished
+    Arrived | OfflineAdded | Cached | NoRoom | Planned | Started | Updated | Restored | Finished
 )

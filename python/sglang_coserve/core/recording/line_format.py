@@ -25,6 +25,7 @@ from sglang_coserve.core.recording.events import (
     Arrived,
     Cached,
     Finished,
+    NoRoom,
     OfflineAdded,
     Planned,
     Restored,
@@ -48,6 +49,7 @@ EVENTS: Final[Mapping[str, Any]] = MappingProxyType(
         "restored": Restored,
         "finished": Finished,
         "cached": Cached,
+        "no_room": NoRoom,
     }
 )
 

@@ -12,6 +12,7 @@ from sglang_coserve.core.recording.events import (
     Cached,
     Event,
     Finished,
+    NoRoom,
     OfflineAdded,
     Planned,
     Restored,
@@ -71,6 +72,8 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[ReplayedPl
                 scheduler.add_offline(request)
             case Cached(rid, cached_tokens):
                 scheduler.cached(rid, cached_tokens)
+            case NoRoom(rid):
+                scheduler.no_room(rid)
             case Planned(snapshot, answers, recorded):
                 cache.known |= answers
                 yield ReplayedPlan(index, snapshot, recorded, scheduler.plan(snapshot, cache))

@@ -13,6 +13,7 @@ from sglang_coserve.core.recording.events import (
     Cached,
     Event,
     Finished,
+    NoRoom,
     OfflineAdded,
     Planned,
     Restored,
@@ -72,6 +73,11 @@ class RecordingScheduler:
         """See ``Scheduler.cached``."""
         self._scheduler.cached(rid, cached_tokens)
         self._sink(Cached(rid, cached_tokens))
+
+    def no_room(self, rid: str) -> None:
+        """See ``Scheduler.no_room``."""
+        self._scheduler.no_room(rid)
+        self._sink(NoRoom(rid))
 
     def plan(self, snapshot: EngineSnapshot, cache: PrefixCache) -> StepPlan:
         """See ``Scheduler.plan``."""

@@ -38,6 +38,9 @@ class Executed:
     is_started: bool
     """The plan counts as carried out: a batch runs, or SGLang will make one of the decodes."""
 
+    refused: tuple[str, ...] = ()
+    """The offline requests that SGLang was offered and did not admit, although nothing runs."""
+
 
 class PlanExecution:
     """See the module's docstring."""
@@ -95,7 +98,12 @@ class PlanExecution:
             and bool(running_batch.reqs)
             and not plan.skips_decodes
         )
-        return Executed(result, admitted, batch is not None or bool(running_batch.reqs))
+        is_started = batch is not None or bool(running_batch.reqs)
+        refused = () if is_started else self._offered(chunks)
+        return Executed(result, admitted, is_started, refused)
+
+    def _offered(self, chunks: list[PrefillChunk]) -> tuple[str, ...]:
+        return tuple(chunk.rid for chunk in chunks if chunk.rid in self._waiting)
 
     def _alone(self, plan: StepPlan, running_batch: ScheduleBatch, prefill: Prefill) -> Executed:
         """Let a step of the offline lane begin, or go on."""
@@ -106,7 +114,9 @@ class PlanExecution:
         self._eviction.evict({eviction.rid for eviction in plan.evict}, running_batch)
         chunks = self._executable(plan)
         result, admitted = lane.prepare(plan, chunks, self._waiting, running_batch, prefill)
-        return Executed(result, admitted, result.batch_to_run is not None)
+        is_started = result.batch_to_run is not None
+        refused = () if is_started or result.running_batch.reqs else self._offered(chunks)
+        return Executed(result, admitted, is_started, refused)
 
     def _make_room(self, plan: StepPlan, running_batch: ScheduleBatch) -> ScheduleBatch:
         """Carry out a plan but for its prefills; a chunk that gets none is parked with those."""

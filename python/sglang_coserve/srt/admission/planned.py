@@ -82,8 +82,6 @@ class PlannedAdmission:
         self._clock = clock
         self._ledger = ledger
         self._checkpointing = checkpointing
-        # With checkpoints a request that waits for its KV to come back may hold up the others.
-        self._follows_cache = not checkpointing.is_on
         self._events = events
         self._forget = forget
         self._plans_online = plans_online
@@ -115,7 +113,7 @@ class PlannedAdmission:
             return
         self._waiting.reqs[req.rid] = req
         self.core.add_offline(queued_request(req, self._ledger[req.rid].arrival_s))
-        if self._follows_cache and self.core.queue.opens_branch(req.rid):
+        if self.core.queue.opens_branch(req.rid):
             self._tell_cached(req.rid)
 
     def arrived(self, req: Req, info: RequestInfo) -> None:
@@ -176,6 +174,9 @@ class PlannedAdmission:
         executed = self._plans.carry_out(plan, running_batch, prefill)
         for chunk in executed.admitted:
             self._waiting.reqs.pop(chunk.rid, None)
+        for rid in executed.refused:
+            # No row will end and make room: what holds the memory may be a load that hangs.
+            self.core.no_room(rid)
         if plan.resumes:
             self._steps.resumed()
         elif executed.is_started:
@@ -224,7 +225,7 @@ class PlannedAdmission:
         """See ``Admission``. Who ended is forgotten when the next pass begins."""
         self._steps.processed(reqs, has_token)
         self._ended += [req for req in reqs if req.finished()]
-        if self._follows_cache and self._waiting.reqs:
+        if self._waiting.reqs:
             for req, has in zip(reqs, has_token, strict=True):
                 if has and len(req.output_ids) == 1 and not is_offline(req):
                     self._tell_left(req)

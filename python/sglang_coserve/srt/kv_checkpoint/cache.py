@@ -1,4 +1,4 @@
-"""SGLang's hierarchical radix cache with checkpoints of running offline rows.
+"""SGLang's unified radix cache with checkpoints of running offline rows.
 
 Running rows are saved beside the tree, in a host table of their own: a tree node for
 every saved page would make each insertion slower. When a row is released its KV
@@ -16,27 +16,33 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sglang_coserve.core.kv_checkpoint import CheckpointPolicy, HostQuota
+from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy, HostQuota
 from sglang_coserve.core.request import RequestClass
+from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import TREE_BACKEND
 from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs
 from sglang_coserve.srt.kv_checkpoint.handover import Handover
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.prefetch import Prefetches
 from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
 from sglang_coserve.srt.kv_checkpoint.saving import Saver
-from sglang_coserve.srt.kv_checkpoint.tree_nodes import EVICTION_RANK, EvictionOrder, subtree
+from sglang_coserve.srt.kv_checkpoint.tree_nodes import (
+    EVICTION_RANK,
+    EvictionOrder,
+    host_slots,
+    subtree,
+)
 from sglang_coserve.srt.request_marks import is_offline
 
 __all__ = ["CheckpointCache"]
 
-Node = Any
 Req = Any
 
 
-class CheckpointCache(HiRadixCache):
+class CheckpointCache(UnifiedRadixCache):
     """See the module's docstring. Everything runs in the scheduler's thread.
 
     Args:
@@ -59,13 +65,20 @@ class CheckpointCache(HiRadixCache):
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.step = 0
         self._inserting = RequestClass.ONLINE
-        super().__init__(params, server_args)
-        self.eviction_strategy = EvictionOrder(lambda node: self.copies.is_copying(node))
+        params.tree_components = (BASE_COMPONENT_TYPE,)
+        with envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.override(TREE_BACKEND):
+            super().__init__(params)
+        self.init_hicache(server_args, params)
+        self._start_over()
 
     def reset(self) -> None:
         """Forget all KV; nothing may be under way."""
         super().reset()
-        counts, pool = self.counts, self.token_to_kv_pool_host
+        if self.cache_controller is not None:  # It has none while SGLang makes the cache.
+            self._start_over()
+
+    def _start_over(self) -> None:
+        counts, pool = self.counts, self.host_pool
         limits = {
             request_class: int(pool.logical_size * share) // self.page_size * self.page_size
             for request_class, share in self._host_shares.items()
@@ -77,6 +90,14 @@ class CheckpointCache(HiRadixCache):
         self._saver = Saver(self, self.policy, self.space, self.copies, self._reclaimer, counts)
         self._handover = Handover(self, self.space, counts)
         self.prefetches = Prefetches(self, self._reclaimer, counts)
+        self._order = EvictionOrder(self.copies.is_copying)
+        self.tree_core.eviction_strategy = self._order
+        self.tree_core.on_split = self.copies.split
+
+    @property
+    def host_pool(self) -> Any:
+        """Return SGLang's pool of host slots."""
+        return self.host_pool_group.anchor_entry.host_pool
 
     # --- Checkpoints ---------------------------------------------------------------------
 
@@ -91,12 +112,12 @@ class CheckpointCache(HiRadixCache):
             self._saver.note(req, tokens)
         return self._saver.save(self.step)
 
-    def _inc_hit_count(self, node: Node, chunked: bool = False) -> None:
-        """Save a prefix of online requests as SGLang would, within the quota of the class."""
-        if not chunked:
-            node.hit_count += 1
-            if self._inserting is RequestClass.ONLINE:
-                self._saver.save_online(node, self.step)
+    def _execute_and_commit_kv_backup(self, action: Any, **_options: Any) -> int:
+        """Save a prefix of online requests when SGLang would, within the quota of the class."""
+        if self._inserting is RequestClass.ONLINE:
+            for node_id in action.node_ids:
+                self._saver.save_online(self.tree_core.node_by_id(node_id), self.step)
+        return 0
 
     def writing_check(self, write_back: bool = False, finish_count: int | None = None) -> None:
         """Take note of the copies that have ended, on all ranks alike."""
@@ -105,18 +126,18 @@ class CheckpointCache(HiRadixCache):
 
     # --- Rows end or give way ------------------------------------------------------------
 
-    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
+    def cache_unfinished_req(self, req: Req, chunked: bool = False, **kwargs: Any) -> None:
         """Insert what a prefill has computed."""
         with self._inserting_for(req):
-            super().cache_unfinished_req(req, chunked)
+            super().cache_unfinished_req(req, chunked, **kwargs)
 
     def cache_finished_req(
-        self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int
+        self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int, **kwargs: Any
     ) -> None:
         """Insert the KV of a row that has ended or gives way; of the latter, keep what is saved."""
         begin_s = time.perf_counter()
         with self._inserting_for(req):
-            super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+            super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle, **kwargs)
         row = self._saver.rows.get(req.rid)
         if row is not None and is_insert and not req.finished():
             end = self._handover.adopt(self._saver.rows.pop(req.rid), kv_len_to_handle)
@@ -146,23 +167,20 @@ class CheckpointCache(HiRadixCache):
 
     # --- Memory --------------------------------------------------------------------------
 
-    def _evict_write_through(self, num_tokens: int) -> int:
+    def _evict_components(
+        self, request_by_type: Any, tracker: dict[Any, int], *_args: Any, **_kwargs: Any
+    ) -> None:
+        num_tokens = request_by_type[BASE_COMPONENT_TYPE]
+        if num_tokens <= 0:
+            return
         begin_s = time.perf_counter()
-        freed = self._reclaimer.reclaim(num_tokens)
+        tracker[BASE_COMPONENT_TYPE] += self._reclaimer.reclaim(num_tokens)
         self.counts["reclaims"] += 1
         self.seconds["reclaim"] += time.perf_counter() - begin_s
-        return freed
 
-    def evict_host(self, num_tokens: int) -> None:
+    def evict_host(self, num_tokens: int, _component_type: Any = BASE_COMPONENT_TYPE) -> int:
         """Refuse: host memory is reclaimed within the quota of a class only."""
         raise AssertionError(f"{num_tokens} tokens asked for by SGLang's own copies or storage")
-
-    def _split_node(self, key: RadixKey, child: Node, split_len: int) -> Node:
-        head = super()._split_node(key, child, split_len)
-        self.copies.split(child, head)
-        if child.host_value is not None:
-            head.host_holder = child.host_holder
-        return head
 
     def protected_size(self) -> int:
         """Count slots that a load is about to fill: they are neither free nor evictable."""
@@ -182,31 +200,43 @@ class CheckpointCache(HiRadixCache):
 
     def need(self, req: Req) -> None:
         """Let what a waiting request has on the device go last of all, for this pass."""
-        self.eviction_strategy.needed.add(id(req.last_node))
+        self._order.needed.add(req.last_node)
 
     def begin_pass(self, now_s: float) -> None:
         """Note the time on the clock that all ranks share; what was needed may not be any more."""
         self.prefetches.now_s = now_s
-        self.eviction_strategy.needed.clear()
+        self._order.needed.clear()
 
-    def load_back(self, node: Node, mem_quota: int | None = None) -> torch.Tensor | None:
+    def load_back(self, node_id: int, mem_quota: int | None = None, req: Req = None) -> bool:
         """Load within a batch, but not behind other loads: if they do not come back, the batch
         would wait for ever."""
         if self.prefetches.in_flight_tokens:
             self.counts["refused_loads"] += 1
-            return None
-        loaded: torch.Tensor | None = super().load_back(node, mem_quota)
-        return loaded
+            return False
+        return bool(super().load_back(node_id, mem_quota, req))
 
     def loading_check(self, finish_count: int | None = None) -> None:
         """Take note of the loads that have ended, on all ranks alike."""
         super().loading_check(finish_count)
         self.prefetches.settle()
 
+    def sanity_check(self) -> None:
+        """Check the tree as SGLang does when it is idle; O(tree)."""
+        # A lazy copy saves the tail of a path before its head, as SGLang's own write-back does.
+        self.is_write_back = self.policy.mode is CheckpointMode.LAZY
+        try:
+            super().sanity_check()
+        finally:
+            self.is_write_back = False
+
     def assert_consistent(self) -> None:
-        """Check that every host slot that is taken has exactly one owner; O(tree). For tests."""
+        """Check the tree, and that every host slot that is taken has exactly one owner; O(tree).
+
+        For tests.
+        """
+        self.sanity_check()
         self.space.assert_consistent()
-        slots = [node.host_value for node in subtree(self.root_node)[1:] if node.backuped]
+        slots = [host_slots(node) for node in subtree(self.root_node)[1:] if node.backuped]
         slots += [
             torch.tensor(row.host_slots, dtype=torch.int64) for row in self._saver.rows.values()
         ]

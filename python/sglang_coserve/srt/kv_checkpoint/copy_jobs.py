@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.managers.cache_controller import CacheOperation
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import CacheOperation
+from sglang.srt.mem_cache.unified_radix_cache import _OngoingWriteThrough
 
 from sglang_coserve.core.kv_checkpoint import CheckpointPolicy, is_stuck
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.row_checkpoint import RowCheckpoint
-from sglang_coserve.srt.kv_checkpoint.tree_nodes import bind_host, can_save
+from sglang_coserve.srt.kv_checkpoint.tree_nodes import can_save, host_slots
 
 __all__ = ["CopyJobs", "LateCopy", "NodeCopy", "Piece", "RowCopy"]
 
@@ -112,8 +113,8 @@ class CopyJobs:
         for piece in pieces:
             if isinstance(piece, NodeCopy):
                 self._copying.update((id(node), piece) for node in piece.nodes)
-        # For SGLang: locks nothing (the root never is), publishes nothing.
-        cache.ongoing_write_through[job_id] = (cache.root_node, 0, [])
+        # For SGLang: locks nothing, publishes nothing.
+        cache.ongoing_write_through[job_id] = _OngoingWriteThrough(cache.root_node.id, None, [])
         controller.write_queue.append(CacheOperation(host_slots, device_slots, job_id))
         controller.start_writing()
 
@@ -145,7 +146,7 @@ class CopyJobs:
             for piece in job.pieces
             if isinstance(piece, NodeCopy)
             or (isinstance(piece, RowCopy) and piece.row.is_released)
-            or (isinstance(piece, LateCopy) and piece.node.host_value is None)
+            or (isinstance(piece, LateCopy) and host_slots(piece.node) is None)
         ]
 
     def _end(self, piece: Piece) -> None:
@@ -156,7 +157,7 @@ class CopyJobs:
                 piece.row.end_copy(len(piece.host_slots))
         elif isinstance(piece, NodeCopy):
             self._end_node(piece)
-        elif piece.node.host_value is None:  # It came too late.
+        elif host_slots(piece.node) is None:  # It came too late.
             self._space.free(RequestClass.OFFLINE, piece.host_slots)
 
     def _end_node(self, piece: NodeCopy) -> None:
@@ -164,7 +165,7 @@ class CopyJobs:
         for node, slots in zip(piece.nodes, torch.split(piece.host_slots, sizes), strict=True):
             del self._copying[id(node)]
             if can_save(node, self._cache.root_node):
-                bind_host(node, slots, piece.request_class)
+                self._cache.tree_core.bind_host(node, slots, piece.request_class)
             else:
                 self._space.free(piece.request_class, slots)
 

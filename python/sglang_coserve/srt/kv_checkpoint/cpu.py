@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from sglang.srt.managers import cache_controller
-from sglang.srt.mem_cache import hiradix_cache
+from sglang.srt.mem_cache.hybrid_cache import hybrid_cache_controller, hybrid_pool_assembler
 from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
@@ -19,8 +19,9 @@ __all__ = ["CpuHostPool", "install_cpu_copies"]
 def install_cpu_copies() -> None:
     """Let SGLang's hierarchical cache copy with threads and plain torch, in this process."""
     cache_controller.device_module = thread_streams.device_module
+    hybrid_cache_controller.device_module = thread_streams.device_module
     cache_controller._timing_events_supported.cache_clear()
-    hiradix_cache.get_mha_host_pool_cls = lambda _device_pool: CpuHostPool
+    hybrid_pool_assembler.get_mha_host_pool_cls = lambda _device_pool: CpuHostPool
     # SGLang leaves 10 GiB to others; here device and host share one, often small, memory.
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 

@@ -6,12 +6,13 @@ from collections import Counter
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.row_checkpoint import RowCheckpoint
-from sglang_coserve.srt.kv_checkpoint.tree_nodes import bind_host, can_save
+from sglang_coserve.srt.kv_checkpoint.tree_nodes import can_save
 
 __all__ = ["Handover"]
 
@@ -38,12 +39,12 @@ class Handover:
         kv_end = kv_tokens // page * page
         end = min(row.saved_end_tokens, kv_end)
         host_slots = row.release()
-        last_saved = self._node_at(req, end) if end > start else req.last_node
+        last_saved = self._node_at(req, end)
         unused = [host_slots[max(end - start, 0) :]]
         for node, first in _between(last_saved, start, end):
             slots = host_slots[first - start : first - start + len(node.key)]
             if can_save(node, self._cache.root_node):
-                bind_host(node, slots, RequestClass.OFFLINE)
+                self._cache.tree_core.bind_host(node, slots, RequestClass.OFFLINE)
                 self._counts["adopted_tokens"] += len(slots)
             else:
                 unused.append(slots)
@@ -59,19 +60,20 @@ class Handover:
         nodes = {id(node): node for node in ends if node is not root}
         self._kept[rid] = list(nodes.values())
         for node in nodes.values():
-            node.protect_host()
+            self._cache.tree_core.pin(node)
 
     def forget(self, rid: str) -> None:
         """Let the host pages of a request that no longer waits be taken for others."""
         for node in self._kept.pop(rid, ()):
-            node.release_host()
+            self._cache.tree_core.unpin(node)
 
     def _node_at(self, req: Req, tokens: int) -> Node:
         """Return the node with which the request's first ``tokens`` tokens end, made if need be."""
         if not tokens:
             return self._cache.root_node
         key = RadixKey((req.origin_input_ids + req.output_ids)[:tokens], req.extra_key)
-        return self._cache._match_prefix_helper(self._cache.root_node, key)[1]
+        match = self._cache.match_prefix(MatchPrefixParams(key=key))
+        return self._cache.tree_core.node_by_id(match.best_match_node)
 
 
 def _between(node: Node, start_tokens: int, end_tokens: int) -> list[tuple[Node, int]]:

@@ -124,7 +124,7 @@ class KvCheckpointing:
         cache, meter = self._cache, self._meter
         counts = cache.counts if cache is not None else {}
         seconds = cache.seconds if cache is not None else {}
-        bytes_per_token = cache.token_to_kv_pool_host.size_per_token if cache is not None else 0
+        bytes_per_token = cache.host_pool.size_per_token if cache is not None else 0
         checkpointed = counts.get("checkpointed_tokens", 0)
         return CheckpointStats(
             mode=cache.policy.mode.value if cache is not None else "off",

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from sglang.srt.managers import cache_controller
-from sglang.srt.managers.cache_controller import HiCacheAck, make_timing_event_pair
+from sglang.srt.managers.cache_controller import HiCacheAck
+from sglang.srt.mem_cache.unified_radix_cache import _OngoingLoadBack
 
 from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
+from sglang_coserve.srt.kv_checkpoint.tree_nodes import host_slots
 
 __all__ = ["Prefetches"]
 
@@ -25,6 +27,9 @@ class _Load:
     node: Node
     device_slots: torch.Tensor
     begun_s: float
+    ancestor_id: int
+    """Of the last node that the request has on the device, locked meanwhile."""
+    lock: Any
 
 
 class Prefetches:
@@ -63,51 +68,55 @@ class Prefetches:
         if any(load.rid == req.rid for load in self._loads.values()):
             return 0
         # Making room on the device may need room on the host. With its end the path is safe.
-        end = req.best_match_node
-        end.protect_host()
-        tokens = self._begin_path(req, _path(req.last_node, end), budget_tokens)
-        end.release_host()
+        tree = self._cache.tree_core
+        top, end = tree.node_by_id(req.last_node), tree.node_by_id(req.best_match_node)
+        tree.pin(end)
+        tokens = self._begin_path(req, _path(top, end), budget_tokens)
+        tree.unpin(end)
         return tokens
 
     def _begin_path(self, req: Req, path: Sequence[Node], budget_tokens: int) -> int | None:
         """Begin to load nodes, top first, as far as budget and room go; see ``step``."""
-        cache, ancestor = self._cache, req.last_node
-        loading = {id(load.node) for load in self._loads.values()}
+        cache, ancestor_id = self._cache, req.last_node
+        loading = {load.node.id for load in self._loads.values()}
         begun = 0
         for node in path:
             left = (budget_tokens - begun) // cache.page_size * cache.page_size
             # Another request with the same prefix loads it.
-            if left <= 0 or id(node) in loading:
+            if left <= 0 or node.id in loading:
                 break
             tokens = min(len(node.key), left)
-            device_slots = self._allocate(tokens, ancestor)
+            device_slots = self._allocate(tokens, ancestor_id)
             if device_slots is None:
                 return begun or None
             if tokens < len(node.key):
-                node = cache._split_node(node.key, node, tokens)
-            self._begin(_Load(req.rid, node, device_slots, self.now_s), ancestor)
+                node = cache.tree_core.split(node, tokens)
+            lock = cache.inc_lock_ref(ancestor_id).to_dec_params()
+            self._begin(_Load(req.rid, node, device_slots, self.now_s, ancestor_id, lock))
             begun += tokens
         return begun
 
-    def _allocate(self, tokens: int, ancestor: Node) -> torch.Tensor | None:
+    def _allocate(self, tokens: int, ancestor_id: int) -> torch.Tensor | None:
         allocator = self._cache.token_to_kv_pool_allocator
         shortage = tokens - allocator.available_size()
         if shortage > 0:
-            self._cache.inc_lock_ref(ancestor)
+            lock = self._cache.inc_lock_ref(ancestor_id).to_dec_params()
             self._reclaimer.reclaim(shortage, for_prefetch=True)
-            self._cache.dec_lock_ref(ancestor)
+            self._cache.dec_lock_ref(ancestor_id, lock)
         slots: torch.Tensor | None = allocator.alloc(tokens)
         return slots
 
-    def _begin(self, load: _Load, ancestor: Node) -> None:
+    def _begin(self, load: _Load) -> None:
         cache, tokens = self._cache, len(load.device_slots)
         load_id = -1 - self._counts["prefetches"]
         self._counts["prefetches"] += 1
         self._counts["prefetch_issued_tokens"] += tokens
-        load.node.protect_host()
-        # SGLang unlocks the ancestor when it sees the end of the load, on all ranks alike.
-        cache.inc_lock_ref(ancestor)
-        cache.ongoing_load_back[load_id] = ancestor
+        cache.tree_core.pin(load.node)
+        # SGLang sees the end of the load on all ranks alike; the root's locks unlock nothing.
+        root_id = cache.root_node.id
+        nothing = cache.inc_lock_ref(root_id).to_dec_params()
+        nothing_on_host = cache.inc_host_lock_ref(root_id).to_dec_params()
+        cache.ongoing_load_back[load_id] = _OngoingLoadBack(root_id, nothing, nothing_on_host)
         self._loads[load_id] = load
         self.in_flight_tokens += tokens
         self._copy(load, load_id)
@@ -115,8 +124,8 @@ class Prefetches:
     def _copy(self, load: _Load, load_id: int) -> None:
         controller = self._cache.cache_controller
         device_module = cache_controller.device_module
-        host_slots, device_slots = controller.move_indices(load.node.host_value, load.device_slots)
-        begin, end, is_timed = make_timing_event_pair()
+        from_slots, to_slots = controller.move_indices(host_slots(load.node), load.device_slots)
+        begin, end = (device_module.Event(enable_timing=True) for _ in range(2))
         ready = device_module.Event()
         ready.record()
         with device_module.stream(controller.load_stream):
@@ -125,17 +134,17 @@ class Prefetches:
             for layer in range(controller.layer_num):
                 controller.mem_pool_host.load_to_device_per_layer(
                     controller.mem_pool_device,
-                    host_slots,
-                    device_slots,
+                    from_slots,
+                    to_slots,
                     layer,
                     controller.io_backend,
                 )
             end.record()
-            for slots in (host_slots, device_slots):
+            for slots in (from_slots, to_slots):
                 if slots.is_cuda:
                     slots.record_stream(controller.load_stream)
         controller.ack_load_queue.append(
-            HiCacheAck(begin, end, [load_id], len(device_slots), is_timed)
+            HiCacheAck(begin, end, [load_id], len(to_slots), timing_enabled=True)
         )
 
     def settle(self) -> None:
@@ -144,23 +153,20 @@ class Prefetches:
         for load_id in [load_id for load_id in self._loads if load_id not in ongoing]:
             load = self._loads.pop(load_id)
             self.in_flight_tokens -= len(load.device_slots)
-            load.node.release_host()
+            self._cache.dec_lock_ref(load.ancestor_id, load.lock)
+            self._cache.tree_core.unpin(load.node)
             self._publish(load.node, load.device_slots)
 
     def _publish(self, node: Node, device_slots: torch.Tensor) -> None:
         cache = self._cache
         # Meanwhile it may have been split, or got KV from a request that computed the same.
         is_wanted = node.evicted and len(node.key) == len(device_slots)
-        if not is_wanted or node.host_value is None or node.parent.evicted:
+        if not is_wanted or host_slots(node) is None or node.parent.evicted:
             self._counts["prefetch_discarded_tokens"] += len(device_slots)
             cache.token_to_kv_pool_allocator.free(device_slots)
             return
-        node.value = device_slots
-        cache.eviction_strategy.needed.add(id(node))
-        cache.evictable_size_ += len(device_slots)
-        cache._update_leaf_status(node)
-        cache._update_host_leaf_status(node)
-        cache._update_leaf_status(node.parent)
+        cache.tree_core.put_on_device(node, device_slots)
+        cache.tree_core.eviction_strategy.needed.add(node.id)
         self._counts["prefetch_published_tokens"] += len(device_slots)
 
 

@@ -13,10 +13,10 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs, LateCopy
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.tree_nodes import (
-    bind_host,
+    device_slots,
     holder,
+    host_slots,
     is_offline_node,
-    subtree,
 )
 
 __all__ = ["Reclaimer"]
@@ -58,11 +58,12 @@ class Reclaimer:
         of offline nodes, never of online ones. For a prefetch nothing is taken of what
         requests about to be admitted resume from, nor of what is being copied. O(leaves + freed).
         """
-        cache = self._cache
-        order = cache.eviction_strategy
+        cache, tree = self._cache, self._cache.tree_core
+        order = tree.eviction_strategy
         wanted = reclaim_tokens(tokens, self._policy.reclaim_tokens, cache.page_size)
         least = reclaim_tokens(tokens, 0, cache.page_size)
-        heap = cache._make_eviction_heap()
+        heap = [(order.get_priority(node), node) for node in tree.evictable_device_leaves]
+        heapq.heapify(heap)
         freed: list[torch.Tensor] = []
         num_freed = 0
         while heap:
@@ -71,17 +72,18 @@ class Reclaimer:
             is_copying = self._copies.is_copying(node)
             if num_freed >= limit:
                 break
-            if node.lock_ref or (for_prefetch and (is_copying or order.is_needed(node))):
+            if for_prefetch and (is_copying or order.is_needed(node)):
                 continue
             if is_copying and not self._copies.is_late:
                 self._copies.finish_all(_UNDER_WAY_TIMEOUT_S)
-            surplus = len(node.value) - (limit - num_freed)
+            surplus = len(device_slots(node)) - (limit - num_freed)
             if surplus > 0:
-                cache._split_node(node.key, node, surplus)
+                tree.split(node, surplus)
                 self._counts["splits"] += 1
-            num_freed += len(node.value)
             freed.append(self._take(node))
-            cache._promote_parent(node, heap)
+            num_freed += len(freed[-1])
+            if node.parent in tree.evictable_device_leaves:
+                heapq.heappush(heap, (order.get_priority(node.parent), node.parent))
         self._finish()
         if freed:
             # Whole pages one after another: need not be looked for.
@@ -90,19 +92,17 @@ class Reclaimer:
 
     def _take(self, node: Node) -> torch.Tensor:
         """Take a leaf's device slots, which the caller frees; keep the node if it is saved."""
-        slots: torch.Tensor = node.value
-        if node.host_value is None and self._is_saved_late(node):
-            node.protect_host()
-            self._staged[id(node)] = node
-        if node.host_value is not None:
-            self._cache._detach_backuped(node)
+        tree = self._cache.tree_core
+        if host_slots(node) is None and self._is_saved_late(node):
+            tree.pin(node)
+            self._staged[node.id] = node
+        if host_slots(node) is not None:
+            slots: torch.Tensor = tree.take_device_slots(node)
             self._counts["demoted_tokens"] += len(slots)
             return slots
         for child in list(node.children.values()):
-            self._drop(child)
-        self._cache._record_remove_event(node)
-        self._cache._delete_leaf(node)
-        node.value = None  # For a copy of it that is under way.
+            tree.drop(child, self._free)
+        slots = tree.take_device_slots(node)
         if is_offline_node(node):
             self._counts["dropped_tokens"] += len(slots)
         return slots
@@ -111,7 +111,7 @@ class Reclaimer:
 
     def _is_saved_late(self, node: Node) -> bool:
         """Give the node host slots to be copied to before its device slots are freed."""
-        cache, tokens = self._cache, len(node.value)
+        cache, tokens = self._cache, len(device_slots(node))
         if self._policy.mode is not CheckpointMode.LAZY:
             return False
         # What is on the host below a node is of use only with the node.
@@ -122,12 +122,11 @@ class Reclaimer:
         if not self._copies.may_begin(RequestClass.OFFLINE, cache.step):
             return False
         self.reclaim_host(RequestClass.OFFLINE, tokens)
-        host_slots = self._space.alloc(RequestClass.OFFLINE, tokens, cache.step)
-        if host_slots is None:
+        slots = self._space.alloc(RequestClass.OFFLINE, tokens, cache.step)
+        if slots is None:
             return False
-        bind_host(node, host_slots, RequestClass.OFFLINE)
-        pieces = [LateCopy(node, host_slots)]
-        self._copies.begin(pieces, node.value, host_slots, cache.step)
+        cache.tree_core.bind_host(node, slots, RequestClass.OFFLINE)
+        self._copies.begin([LateCopy(node, slots)], device_slots(node), slots, cache.step)
         self._counts["checkpointed_tokens"] += tokens
         return True
 
@@ -135,12 +134,13 @@ class Reclaimer:
         """Wait for the copies of staged nodes; drop the nodes if they do not come."""
         if not self._staged:
             return
+        tree = self._cache.tree_core
         is_late = not self._copies.finish_all(_LAZY_TIMEOUT_S)
         for node in list(self._staged.values()):
-            node.release_host()
-            if is_late and id(node) in self._staged:
+            tree.unpin(node)
+            if is_late and node.id in self._staged:
                 self._counts["late_copies"] += 1
-                self._drop(node)
+                tree.drop(node, self._free)
         self._staged.clear()
 
     # --- Host ----------------------------------------------------------------------------
@@ -151,39 +151,27 @@ class Reclaimer:
         Only what is on the host alone, oldest use first, and nothing that a waiting
         request resumes from. O(host leaves).
         """
-        cache = self._cache
+        tree = self._cache.tree_core
         shortage = self._space.shortage(request_class, tokens)
         if not shortage:
             return
         heap = [
             (node.last_access_time, node)
-            for node in cache.evictable_host_leaves
+            for node in tree.evictable_host_leaves
             if holder(node) is request_class
         ]
         heapq.heapify(heap)
         freed = 0
         while freed < shortage and heap:
             _, node = heapq.heappop(heap)
-            if node.host_ref_counter or node.children or not node.evicted:
-                continue
-            freed += len(node.host_value)
+            freed += len(host_slots(node))
             parent = node.parent
-            self._drop(node)
-            if parent in cache.evictable_host_leaves and holder(parent) is request_class:
+            tree.drop(node, self._free)
+            if parent in tree.evictable_host_leaves and holder(parent) is request_class:
                 heapq.heappush(heap, (parent.last_access_time, parent))
         self._counts["host_evicted_tokens"] += freed
 
-    def _drop(self, top: Node) -> None:
-        """Take a node without device slots, and all below it, out of the tree."""
-        cache = self._cache
-        for node in subtree(top):
-            assert node.evicted
-            assert not node.lock_ref
-            # Slots that are still the target of a copy are freed when it ends.
-            if node.host_value is not None and self._staged.pop(id(node), None) is None:
-                self._space.free(holder(node), node.host_value)
-            node.host_value = None
-            cache.evictable_host_leaves.discard(node)
-        del top.parent.children[top.key.child_key(cache.page_size)]
-        cache._update_leaf_status(top.parent)
-        cache._update_host_leaf_status(top.parent)
+    def _free(self, node: Node) -> None:
+        """Free a node's host slots; those that are still copied to are freed when that ends."""
+        if self._staged.pop(node.id, None) is None:
+            self._space.free(holder(node), host_slots(node))

@@ -21,7 +21,7 @@ from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs, NodeCopy, Piece
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
 from sglang_coserve.srt.kv_checkpoint.row_checkpoint import RowCheckpoint, slots_of_runs
-from sglang_coserve.srt.kv_checkpoint.tree_nodes import can_save, unsaved_path
+from sglang_coserve.srt.kv_checkpoint.tree_nodes import can_save, full, unsaved_path
 
 __all__ = ["Saver"]
 
@@ -106,11 +106,13 @@ class Saver:
         rows = []
         for rid, row in self.rows.items():
             tokens = row.dirty_tokens
-            if row.req.last_node.host_value is None:  # The root's is empty.
-                tokens += sum(len(node.key) for node in self._not_begun(row.req.last_node))
+            tokens += sum(len(node.key) for node in self._not_begun(self._prefix_end(row)))
             if tokens:
                 rows.append(RowToSave(rid, tokens))
         return rows
+
+    def _prefix_end(self, row: RowCheckpoint) -> Node:
+        return self._cache.tree_core.node_by_id(row.req.last_node)
 
     def _not_begun(self, end: Node) -> list[Node]:
         """Return the nodes of the path to ``end`` that are neither saved nor being copied."""
@@ -134,12 +136,11 @@ class Saver:
         begun: set[int] = set()
         for rid, tokens in plan:
             row, left = self.rows[rid], tokens
-            if row.req.last_node.host_value is None:
-                for node in self._not_begun(row.req.last_node):
-                    left -= len(node.key)
-                    if id(node) not in begun:
-                        begun.add(id(node))
-                        targets.append((node, len(node.key)))
+            for node in self._not_begun(self._prefix_end(row)):
+                left -= len(node.key)
+                if node.id not in begun:
+                    begun.add(node.id)
+                    targets.append((node, len(node.key)))
             left = min(left, row.dirty_tokens)
             if left > 0:
                 targets.append((row, left))
@@ -190,7 +191,7 @@ class Saver:
             if not isinstance(node, RowCheckpoint):
                 slots = host_slots[begin : begin + tokens]
                 pieces.append(NodeCopy([node], slots, request_class))
-                device_slots.append(node.value)
+                device_slots.append(full(node).value)
                 begin += tokens
         if rows:
             numbers, runs = host_slots.tolist(), []

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
+
 from sglang_coserve.core.request import RequestClass
 
 __all__ = [
     "EVICTION_RANK",
     "EvictionOrder",
-    "bind_host",
     "can_save",
+    "device_slots",
+    "full",
     "holder",
+    "host_slots",
     "is_offline_node",
     "subtree",
     "unsaved_path",
@@ -35,7 +39,7 @@ class EvictionOrder:
 
     def __init__(self, is_copying: Callable[[Node], bool]) -> None:
         self.needed: set[int] = set()
-        """``id`` of nodes; nothing above a leaf is evicted before it."""
+        """Ids of nodes; nothing above a leaf is evicted before it."""
         self._is_copying = is_copying
 
     def get_priority(self, node: Node) -> tuple[bool, int, bool, float]:
@@ -45,7 +49,22 @@ class EvictionOrder:
 
     def is_needed(self, node: Node) -> bool:
         """Return whether a request about to be admitted resumes from a node."""
-        return id(node) in self.needed
+        return node.id in self.needed
+
+
+def full(node: Node) -> Any:
+    """Return what SGLang keeps of a node's KV of all layers: slots and locks."""
+    return node.component_data[BASE_COMPONENT_TYPE]
+
+
+def device_slots(node: Node) -> Any:
+    """Return a node's device slots, one a token; None if it has none."""
+    return full(node).value
+
+
+def host_slots(node: Node) -> Any:
+    """Return a node's host slots, one a token; None if it has none."""
+    return full(node).host_value
 
 
 def is_offline_node(node: Node) -> bool:
@@ -53,18 +72,10 @@ def is_offline_node(node: Node) -> bool:
     return bool(node.priority <= EVICTION_RANK[RequestClass.OFFLINE])
 
 
-def bind_host(node: Node, host_slots: Any, request_class: RequestClass) -> None:
-    """Give a node its host slots, which count towards the quota of ``request_class``."""
-    assert node.host_value is None
-    assert len(host_slots) == len(node.key)
-    node.host_value = host_slots.clone()
-    node.host_holder = request_class
-
-
 def can_save(node: Node, root: Node) -> bool:
     """Return whether a node may get host slots: it is on the device alone, below a saved one."""
-    is_below_saved = node.parent is root or node.parent.host_value is not None
-    return node.value is not None and node.host_value is None and is_below_saved
+    is_below_saved = node.parent is root or host_slots(node.parent) is not None
+    return device_slots(node) is not None and host_slots(node) is None and is_below_saved
 
 
 def holder(node: Node) -> RequestClass:
@@ -80,7 +91,7 @@ def unsaved_path(node: Node, root: Node) -> list[Node]:
     What is saved is a head of the path, so the walk ends at the first saved node.
     """
     path = []
-    while node is not root and node.host_value is None:
+    while node is not root and host_slots(node) is None:
         path.append(node)
         node = node.parent
     path.reverse()

@@ -1,0 +1,123 @@
+"""SGLang's radix tree with the steps that checkpointing takes node by node."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
+from sglang.srt.mem_cache.unified_cache.tree_core_registry import register_tree_core_backend
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
+
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.srt.kv_checkpoint.tree_nodes import device_slots, full, host_slots, subtree
+
+__all__ = ["TREE_BACKEND", "CheckpointTree"]
+
+Node = Any
+
+TREE_BACKEND: Final = "coserve_checkpoint"
+"""Name of the tree among SGLang's ``SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND``."""
+
+
+class CheckpointTree(UnifiedTreeCore):
+    """A tree whose nodes can be split, taken from the device and put back one at a time.
+
+    SGLang's own tree walks them itself, whole nodes only.
+    """
+
+    def __init__(self, params: Any, components: Any) -> None:
+        self._pins: Counter[int] = Counter()
+        self.on_split: Callable[[Node, Node], None] | None = None
+        """Called with a node that was split and the new node for its first part."""
+        super().__init__(params, components)
+
+    def reset(self) -> None:
+        """Forget all nodes."""
+        self._pins.clear()
+        super().reset()
+
+    # --- Host slots ----------------------------------------------------------------------
+
+    def bind_host(self, node: Node, slots: torch.Tensor, request_class: RequestClass) -> None:
+        """Give a node its host slots, which count towards the quota of ``request_class``."""
+        assert host_slots(node) is None
+        assert len(slots) == len(node.key)
+        self.commit_backup(node.id, slots, {})
+        node.write_through_pending_id = node.id  # For SGLang the copy ends here.
+        self.finish_write_through([node.id], ack_id=node.id)
+        node.host_holder = request_class
+
+    def pin(self, node: Node) -> None:
+        """Keep a node's host slots until ``unpin``. Counted; the node may be lost otherwise.
+
+        SGLang's own host locks count only while a node has host slots, which may change
+        between lock and unlock.
+        """
+        self._pins[node.id] += 1
+        self._update_evictable_leaf_sets(node)
+
+    def unpin(self, node: Node) -> None:
+        """Undo one ``pin``."""
+        self._pins[node.id] -= 1
+        if not self._pins[node.id]:
+            del self._pins[node.id]
+            self._update_evictable_leaf_sets(node)
+
+    def _is_host_leaf(self, node: Node) -> bool:
+        return node.id not in self._pins and super()._is_host_leaf(node)
+
+    # --- Splits --------------------------------------------------------------------------
+
+    def split(self, node: Node, tokens: int) -> Node:
+        """Return a new node for the first ``tokens`` tokens of a node; the rest stays in it."""
+        return self._split_node(node.key, node, tokens)[0]
+
+    def _split_node(self, key: Any, child: Node, split_len: int) -> tuple[Node, Any]:
+        head, action = super()._split_node(key, child, split_len)
+        if host_slots(child) is not None:
+            head.host_holder = child.host_holder
+        if self.on_split is not None:
+            self.on_split(child, head)
+        return head, action
+
+    # --- Device slots --------------------------------------------------------------------
+
+    def take_device_slots(self, leaf: Node) -> torch.Tensor:
+        """Take the device slots of a node of ``evictable_device_leaves``; the caller frees them.
+
+        The node stays if it is saved; else it goes, and nothing may be below it.
+        """
+        if host_slots(leaf) is not None:
+            result = self.demote(leaf.id)
+        else:
+            result = self.evict_device_leaf(leaf.id, is_write_back=False)
+            full(leaf).value = None  # For a copy of it that is under way.
+        (slots,) = result.device_frees.pop(BASE_COMPONENT_TYPE)
+        return slots
+
+    def put_on_device(self, node: Node, slots: torch.Tensor) -> None:
+        """Give a node that is on the host alone device slots that have its KV."""
+        self._unevict_node_on_insert(node, slots)
+
+    # --- Nodes on the host alone ---------------------------------------------------------
+
+    def drop(self, top: Node, free: Callable[[Node], None]) -> None:
+        """Take a node without device slots, and all below it, out of the tree.
+
+        ``free`` is called with each that has host slots. O(nodes).
+        """
+        for node in reversed(subtree(top)):
+            assert device_slots(node) is None
+            assert not full(node).lock_ref
+            if host_slots(node) is not None:
+                free(node)
+                full(node).host_value = None
+            self.evictable_host_leaves.discard(node)
+            self._remove_leaf_from_parent(node)
+        self._update_evictable_leaf_sets(top.parent)
+
+
+register_tree_core_backend(TREE_BACKEND, CheckpointTree)
