@@ -87,7 +87,7 @@ class GraphCuts:
         self._places.clear()
 
     def _cut_before(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        reach = eager_on_graph(True)(self._reach)
+        reach = eager_on_graph(enable=True)(self._reach)
 
         def cut_and_forward(*args: Any, **kwargs: Any) -> Any:
             reach(number, *_tensors((*args, *kwargs.values())))

@@ -1,0 +1,92 @@
+"""Chooses, for the installed SGLang, among what differs between versions.
+
+A file ``vN`` holds what has changed with 0.5.N. Of each function, that of the last file counts
+whose version is not newer than SGLang. No other module asks for the version.
+"""
+
+from __future__ import annotations
+
+from sglang_coserve.srt.compat.versions import INSTALLED
+
+__all__ = [
+    "aborted_errors",
+    "check_extra_keys",
+    "computed_tokens",
+    "exceeds_window_pool",
+    "filter_out",
+    "free_prepared",
+    "has_unsaved_kv",
+    "holds_kv",
+    "is_mixed",
+    "parallel",
+    "place_context",
+    "prefix_tokens",
+    "release_kv",
+    "reserve_window_slots",
+    "set_computed_tokens",
+    "set_extent",
+    "slot_of",
+    "start_scheduler",
+]
+
+if INSTALLED >= (0, 5, 18):
+    from sglang_coserve.srt.compat.v18 import aborted_errors, check_extra_keys
+else:
+    from sglang_coserve.srt.compat.v17 import aborted_errors, check_extra_keys
+
+if INSTALLED >= (0, 5, 19):
+    from sglang_coserve.srt.compat.v19 import (
+        computed_tokens,
+        holds_kv,
+        set_computed_tokens,
+        slot_of,
+    )
+else:
+    from sglang_coserve.srt.compat.v17 import (
+        computed_tokens,
+        holds_kv,
+        set_computed_tokens,
+        slot_of,
+    )
+
+if INSTALLED >= (0, 5, 21):
+    from sglang_coserve.srt.compat.v21 import (
+        exceeds_window_pool,
+        is_mixed,
+        parallel,
+        reserve_window_slots,
+        start_scheduler,
+    )
+else:
+    from sglang_coserve.srt.compat.v17 import (
+        exceeds_window_pool,
+        is_mixed,
+        parallel,
+        reserve_window_slots,
+    )
+
+    if INSTALLED >= (0, 5, 20):
+        from sglang_coserve.srt.compat.v20 import start_scheduler
+    else:
+        from sglang_coserve.srt.compat.v17 import start_scheduler
+
+if INSTALLED >= (0, 5, 22):
+    from sglang_coserve.srt.compat.v22 import (
+        filter_out,
+        free_prepared,
+        has_unsaved_kv,
+        place_context,
+        prefix_tokens,
+        release_kv,
+        set_extent,
+    )
+else:
+    from sglang_coserve.srt.compat.v17 import (
+        filter_out,
+        free_prepared,
+        has_unsaved_kv,
+        place_context,
+        prefix_tokens,
+        release_kv,
+        set_extent,
+    )
