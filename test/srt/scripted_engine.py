@@ -166,7 +166,7 @@ class ScriptedEngine:
         scheduler, first = self.scheduler, len(self.iterations)
         state = {"iteration": 0, "script_over": False}
 
-        def receive(_local_reqs: Any = None) -> list[Any]:
+        def receive(local_reqs: Any = None) -> list[Any]:
             assert state["iteration"] < MAX_ITERATIONS, "the engine does not come to rest"
             messages: list[Any] = []
             if not state["script_over"]:
