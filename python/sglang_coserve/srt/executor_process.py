@@ -43,7 +43,7 @@ class ExecutorProcesses:
         from sglang_coserve.srt.launch import parse_server_args
 
         server_args = parse_server_args(argv, on_cpu=on_cpu)
-        compat.check_server_args(server_args, server_args._coserve)
+        compat.check_server_args(compat.settings_of(server_args), server_args._coserve)
         if server_args.dp_size > 1 or server_args.nnodes > 1:
             raise UnsupportedError(
                 "the profiler measures one replica on one node: remove --dp-size and --nnodes"

@@ -65,7 +65,7 @@ def launch_server(argv: Sequence[str]) -> None:
     if on_cpu:
         cpu.set_environment_defaults()
     server_args = parse_server_args(argv, on_cpu=on_cpu)
-    compat.check_server_args(server_args, server_args._coserve)
+    compat.check_server_args(compat.settings_of(server_args), server_args._coserve)
     compat.check_window_cache(server_args, server_args._coserve.offline_policy)
     check_model(server_args, server_args._coserve, on_cpu=on_cpu)
     check_batch_settings(server_args._coserve)

@@ -29,7 +29,7 @@ _SETTINGS = (
 
 def machine_of(scheduler: Any) -> Machine:
     """Describe the device, the model and the settings that iteration times depend on."""
-    server_args = scheduler.server_args
+    server_args = compat.settings_of(scheduler.server_args)
     runner = scheduler.tp_worker.model_runner.decode_cuda_graph_runner
     return Machine(
         hardware=_hardware_name(),

@@ -46,7 +46,7 @@ class SchedulerStatus:
         self._runner = runner
         self._checkpointing = checkpointing
         self._events = events
-        args = scheduler.server_args
+        args = compat.settings_of(scheduler.server_args)
         self._is_rank_0 = compat.parallel(scheduler).tp_rank == 0
         wants_metrics = args.enable_metrics and self._is_rank_0
         self._exporter = Exporter(args.served_model_name) if wants_metrics else None

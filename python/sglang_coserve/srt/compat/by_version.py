@@ -18,6 +18,7 @@ __all__ = [
     "has_unsaved_kv",
     "holds_kv",
     "is_mixed",
+    "model_config_of",
     "parallel",
     "place_context",
     "prefix_tokens",
@@ -25,6 +26,7 @@ __all__ = [
     "reserve_window_slots",
     "set_computed_tokens",
     "set_extent",
+    "settings_of",
     "slot_of",
     "start_scheduler",
 ]
@@ -38,14 +40,18 @@ if INSTALLED >= (0, 5, 19):
     from sglang_coserve.srt.compat.v19 import (
         computed_tokens,
         holds_kv,
+        model_config_of,
         set_computed_tokens,
+        settings_of,
         slot_of,
     )
 else:
     from sglang_coserve.srt.compat.v17 import (
         computed_tokens,
         holds_kv,
+        model_config_of,
         set_computed_tokens,
+        settings_of,
         slot_of,
     )
 

@@ -387,6 +387,8 @@ SEAMS: Final[tuple[Seam, ...]] = (
         Use.OVERRIDDEN,
         {"add_cli_args": None, "from_cli_args": None},
     ),
+    *_of("srt.server_args.ServerArgs", Use.CALLED, {"get_model_config": ""}, last="0.5.18"),
+    *_of("srt.server_args.ServerArgs", Use.CALLED, {"resolve_once": ""}, first="0.5.19"),
     # --- Processes of the profiler -------------------------------------------------------
     *_of(
         _SCHEDULER,

@@ -7,6 +7,7 @@ from typing import Any
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.kv_checkpoint import CheckpointMode
 from sglang_coserve.errors import UnsupportedError
+from sglang_coserve.srt.compat.by_version import model_config_of, settings_of
 from sglang_coserve.srt.compat.versions import INSTALLED, LAST_WITH_CHECKPOINTS, version_key
 
 __all__ = ["check_server_args", "check_window_cache"]
@@ -15,6 +16,8 @@ __all__ = ["check_server_args", "check_window_cache"]
 def check_server_args(server_args: Any, config: CoserveConfig) -> None:
     """Refuse settings of SGLang that co-serving cannot be combined with.
 
+    ``server_args`` are those in effect (``settings_of``).
+
     Raises:
         UnsupportedError: one line per such setting.
     """
@@ -22,7 +25,10 @@ def check_server_args(server_args: Any, config: CoserveConfig) -> None:
 
     refused = {
         "pipeline parallelism (--pp-size > 1)": server_args.pp_size > 1,
-        "DP attention (--enable-dp-attention)": server_args.enable_dp_attention,
+        "DP attention (--enable-dp-attention, --attn-dp-size)": (
+            # Since 0.5.22 it is the width that counts; it may be None.
+            server_args.enable_dp_attention or (getattr(server_args, "attn_dp_size", 1) or 1) > 1
+        ),
         "speculative decoding (--speculative-algorithm)": server_args.speculative_algorithm,
         "several tokenizer workers (--tokenizer-worker-num > 1)": (
             server_args.tokenizer_worker_num > 1
@@ -67,8 +73,8 @@ def check_window_cache(server_args: Any, offline_policy: str) -> None:
     """
     if (
         offline_policy != "fifo"
-        and server_args.disable_radix_cache
-        and server_args.get_model_config().is_hybrid_swa
+        and settings_of(server_args).disable_radix_cache
+        and model_config_of(server_args).is_hybrid_swa
     ):
         raise UnsupportedError(
             f"--offline-policy {offline_policy} needs the radix cache for this model, whose "

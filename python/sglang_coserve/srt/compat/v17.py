@@ -15,6 +15,7 @@ __all__ = [
     "has_unsaved_kv",
     "holds_kv",
     "is_mixed",
+    "model_config_of",
     "parallel",
     "place_context",
     "prefix_tokens",
@@ -22,12 +23,26 @@ __all__ = [
     "reserve_window_slots",
     "set_computed_tokens",
     "set_extent",
+    "settings_of",
     "slot_of",
     "start_scheduler",
 ]
 
 Req = Any
 ScheduleBatch = Any
+
+
+# --- Settings (until 0.5.18) ---------------------------------------------------------------
+
+
+def settings_of(server_args: Any) -> Any:
+    """Return the settings in effect, what SGLang derives from others included; to be read only."""
+    return server_args
+
+
+def model_config_of(server_args: Any) -> Any:
+    """Return SGLang's ``ModelConfig``."""
+    return server_args.get_model_config()
 
 
 # --- What a request holds (until 0.5.18) ---------------------------------------------------

@@ -21,7 +21,7 @@ def why_no_safepoints(scheduler: Scheduler, layers: Sequence[Any]) -> str | None
 
     ``layers`` are those of the model, as far as they were found.
     """
-    args, ps = scheduler.server_args, compat.parallel(scheduler)
+    args, ps = compat.settings_of(scheduler.server_args), compat.parallel(scheduler)
     reasons = {
         f"no safepoints for the device {scheduler.device}": scheduler.device not in ("cpu", "cuda"),
         "unified memory moves KV by what it knows of the pass in flight": (
