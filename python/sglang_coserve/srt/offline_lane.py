@@ -133,7 +133,7 @@ class OfflineLane:
             if chunk.to_finish is not None:
                 scheduler._pending_chunked_abort_req = chunk
         if batch.forward_mode.is_extend():
-            batch.filter_batch(chunked_req_to_exclude=away)
+            compat.filter_out(batch, away)
         else:
             batch.filter_batch()
         aside.hold(batch if batch.reqs else None)
