@@ -27,7 +27,7 @@ def tree(files: dict[str, str]) -> SourceTree:
 
 def check_only(monkeypatch: pytest.MonkeyPatch, *seams: Seam) -> None:
     monkeypatch.setattr(seam_check, "seams_of", lambda _version: list(seams))
-    monkeypatch.setattr(seam_check, "imported_names", lambda _version: iter(()))
+    monkeypatch.setattr(seam_check, "_own_nodes", lambda _version: iter(()))
 
 
 # --- This package ------------------------------------------------------------------------
@@ -167,6 +167,24 @@ def test_an_attribute_is_found_where_it_is_bound(source: str, is_there: bool) ->
     files = {BATCH: source, "sglang/other.py": "class Request:\n    kv = 0"}
     found = tree(files).find("sglang.srt.managers.schedule_batch.Req.kv")
     assert (found is not None) is is_there
+
+
+@pytest.mark.parametrize(
+    ("parameters", "lines"),
+    [
+        ("self, why", []),
+        ("self, **rest", []),
+        ("self, cause", ["end: takes no ['why'], called by x"]),
+    ],
+)
+def test_our_calls_pass_no_keyword_that_is_not_taken(
+    parameters: str, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_only(monkeypatch, Seam("sglang.srt.managers.schedule_batch.Req.end", Use.CALLED))
+    calls = ast.walk(ast.parse("req.end(why=1)\nother.start(why=1)"))
+    monkeypatch.setattr(seam_check, "_own_nodes", lambda _version: ((n, "x") for n in calls))
+    source = f"class Req:\n    def end({parameters}): pass"
+    assert problems(tree({BATCH: source}), "0.5.24") == lines
 
 
 def test_a_new_version_is_checked_as_the_newest_one() -> None:

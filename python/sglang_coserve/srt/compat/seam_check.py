@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.srt.compat.seams import Seam, seams_of
+from sglang_coserve.srt.compat.seams import Seam, Use, seams_of
 from sglang_coserve.srt.compat.source_tree import Definition, SourceTree
 from sglang_coserve.srt.compat.versions import has_checkpoints, version_key
 
@@ -43,7 +43,7 @@ def problems(tree: SourceTree, version: str) -> list[str]:
             found.append(f"{seam.name}: not there, {seam.use}")
         elif (fault := _fault(seam, definition)) is not None:
             found.append(f"{seam.name}: {fault}, {seam.use}")
-    return found
+    return found + _unknown_keywords(tree, version)
 
 
 def changes(old: SourceTree, new: SourceTree, old_version: str, new_version: str) -> list[str]:
@@ -62,6 +62,38 @@ def changes(old: SourceTree, new: SourceTree, old_version: str, new_version: str
 
 def imported_names(version: str) -> Iterator[tuple[str, str]]:
     """Yield what this package imports from SGLang of ``version``, dotted, and which file does."""
+    for node, where in _own_nodes(version):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sglang":
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", where
+
+
+def _unknown_keywords(tree: SourceTree, version: str) -> list[str]:
+    """Return calls of listed functions, by their names alone, with keywords they do not take."""
+    taken: dict[str, set[str]] = {}
+    for seam in seams_of(version):
+        definition = tree.find(seam.name) if seam.use is Use.CALLED else None
+        name = seam.name.rpartition(".")[2]
+        if name == "__init__":  # Any class has one.
+            continue
+        if definition is not None and isinstance(definition.node, _Function):
+            taken.setdefault(name, set()).update(_parameters(definition.node)[0])
+            if definition.node.args.kwarg is not None:
+                taken[name].add("**")
+    found = []
+    for node, where in _own_nodes(version):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func).rpartition(".")[2]
+        if name in taken and "**" not in taken[name]:
+            unknown = {word.arg for word in node.keywords if word.arg} - taken[name]
+            if unknown:
+                found.append(f"{name}: takes no {sorted(unknown)}, called by {where}")
+    return found
+
+
+def _own_nodes(version: str) -> Iterator[tuple[ast.AST, str]]:
+    """Yield the syntax of this package, as far as ``version`` uses it, and of which file it is."""
     for path in sorted(_SRT.rglob("*.py")):
         if _CHECKPOINTS in path.parents and not has_checkpoints(version):
             continue
@@ -70,9 +102,7 @@ def imported_names(version: str) -> Iterator[tuple[str, str]]:
         own = _OWN_VERSION.fullmatch(path.stem) if path.parent.name == "compat" else None
         nodes = ast.walk(tree) if own is None else _used(tree, int(own.group(1)), version)
         for node in nodes:
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sglang":
-                for alias in node.names:
-                    yield f"{node.module}.{alias.name}", where
+            yield node, where
 
 
 def signature(definition: Definition) -> str | None:
