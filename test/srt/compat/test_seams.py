@@ -181,7 +181,7 @@ def test_our_calls_pass_no_keyword_that_is_not_taken(
     parameters: str, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_only(monkeypatch, Seam("sglang.srt.managers.schedule_batch.Req.end", Use.CALLED))
-    calls = ast.walk(ast.parse("req.end(why=1)\nother.start(why=1)"))
+    calls = list(ast.walk(ast.parse("req.end(why=1)\nother.start(why=1)")))
     monkeypatch.setattr(seam_check, "_own_nodes", lambda _version: ((n, "x") for n in calls))
     source = f"class Req:\n    def end({parameters}): pass"
     assert problems(tree({BATCH: source}), "0.5.24") == lines
