@@ -23,10 +23,12 @@ from sglang_coserve.srt.compat.by_version import (
     has_unsaved_kv,
     holds_kv,
     is_mixed,
+    keep_outputs,
     model_config_of,
     parallel,
     place_context,
     prefix_tokens,
+    put_back_outputs,
     release_kv,
     reserve_window_slots,
     set_computed_tokens,
@@ -34,6 +36,7 @@ from sglang_coserve.srt.compat.by_version import (
     settings_of,
     slot_of,
     start_scheduler,
+    tensors_beside,
 )
 from sglang_coserve.srt.compat.release import (
     release_aborted,
@@ -67,11 +70,13 @@ __all__ = [
     "holds_kv",
     "installed_version",
     "is_mixed",
+    "keep_outputs",
     "lowest_priority",
     "model_config_of",
     "parallel",
     "place_context",
     "prefix_tokens",
+    "put_back_outputs",
     "refused_request",
     "release_aborted",
     "release_for_requeue",
@@ -85,6 +90,7 @@ __all__ = [
     "slot_of",
     "start_scheduler",
     "start_up_line",
+    "tensors_beside",
 ]
 
 UPDATE_COMMUNICATORS = (

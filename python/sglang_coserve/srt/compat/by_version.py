@@ -18,10 +18,12 @@ __all__ = [
     "has_unsaved_kv",
     "holds_kv",
     "is_mixed",
+    "keep_outputs",
     "model_config_of",
     "parallel",
     "place_context",
     "prefix_tokens",
+    "put_back_outputs",
     "release_kv",
     "reserve_window_slots",
     "set_computed_tokens",
@@ -29,6 +31,7 @@ __all__ = [
     "settings_of",
     "slot_of",
     "start_scheduler",
+    "tensors_beside",
 ]
 
 if INSTALLED >= (0, 5, 18):
@@ -59,16 +62,22 @@ if INSTALLED >= (0, 5, 21):
     from sglang_coserve.srt.compat.v21 import (
         exceeds_window_pool,
         is_mixed,
+        keep_outputs,
         parallel,
+        put_back_outputs,
         reserve_window_slots,
         start_scheduler,
+        tensors_beside,
     )
 else:
     from sglang_coserve.srt.compat.v17 import (
         exceeds_window_pool,
         is_mixed,
+        keep_outputs,
         parallel,
+        put_back_outputs,
         reserve_window_slots,
+        tensors_beside,
     )
 
     if INSTALLED >= (0, 5, 20):

@@ -15,10 +15,12 @@ __all__ = [
     "has_unsaved_kv",
     "holds_kv",
     "is_mixed",
+    "keep_outputs",
     "model_config_of",
     "parallel",
     "place_context",
     "prefix_tokens",
+    "put_back_outputs",
     "release_kv",
     "reserve_window_slots",
     "set_computed_tokens",
@@ -26,6 +28,7 @@ __all__ = [
     "settings_of",
     "slot_of",
     "start_scheduler",
+    "tensors_beside",
 ]
 
 Req = Any
@@ -128,6 +131,31 @@ def exceeds_window_pool(adder: Any, req: Req, tokens: int) -> bool:
     """Return whether the window's pool has no room for a prefill of so many tokens."""
     needed = adder._swa_budget_for_req(tokens, adder._swa_new_tokens(req))
     return bool(needed >= adder.rem_swa_tokens)
+
+
+# --- What layers hand on (until 0.5.20) ----------------------------------------------------
+
+
+def keep_outputs(outputs: Any, arguments: Sequence[Any]) -> Any:  # noqa: ARG001
+    """Return what is to be kept of a pass that stops now: what the last layer returned, and what
+    SGLang hands on beside it.
+
+    To be called within the pass, with the next layer's arguments, by all ranks at the same layer.
+    """
+    return outputs
+
+
+def put_back_outputs(kept: Any, arguments: Sequence[Any]) -> Any:  # noqa: ARG001
+    """Let a pass go on from what ``keep_outputs`` returned; return the layer's own outputs.
+
+    ``arguments`` are those of a layer of that pass.
+    """
+    return kept
+
+
+def tensors_beside(arguments: Sequence[Any]) -> tuple[Any, ...]:  # noqa: ARG001
+    """Return the tensors that a layer is given beside its arguments."""
+    return ()
 
 
 # --- Processes (until 0.5.19, and 0.5.20) --------------------------------------------------

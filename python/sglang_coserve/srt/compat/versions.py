@@ -13,14 +13,12 @@ from sglang_coserve.errors import UnsupportedError
 __all__ = [
     "INSTALLED",
     "LAST_WITH_CHECKPOINTS",
-    "LAST_WITH_SAFEPOINTS",
     "NEWEST",
     "OLDEST",
     "OVERRIDE_VARIABLE",
     "TESTED",
     "check_version",
     "has_checkpoints",
-    "has_safepoints",
     "installed_version",
     "is_supported",
     "start_up_line",
@@ -33,10 +31,6 @@ NEWEST: Final = "0.5.23"
 
 LAST_WITH_CHECKPOINTS: Final = "0.5.17"
 """The last version with the radix cache that KV checkpoints are built on."""
-
-LAST_WITH_SAFEPOINTS: Final = "0.5.17"
-"""The last version on which steps were suspended without a change of what is generated. On 0.5.23
-requests get other tokens (test/srt/safepoint/test_suspension.py); why has not been found yet."""
 
 TESTED: Final = ("0.5.17",)
 """The versions with which the whole test suite has passed."""
@@ -80,11 +74,6 @@ def is_supported(version: str) -> bool:
 def has_checkpoints(version: str) -> bool:
     """Tell whether KV checkpoints work with ``version``."""
     return version_key(version) <= version_key(LAST_WITH_CHECKPOINTS)
-
-
-def has_safepoints(version: str) -> bool:
-    """Tell whether steps can be suspended with ``version``."""
-    return version_key(version) <= version_key(LAST_WITH_SAFEPOINTS)
 
 
 def start_up_line() -> str:

@@ -8,7 +8,6 @@ from typing import Any
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.compat.versions import has_safepoints
 from sglang_coserve.srt.safepoint.consensus import has_ordered_stores
 
 __all__ = ["why_batch_must_end", "why_no_safepoints"]
@@ -23,9 +22,7 @@ def why_no_safepoints(scheduler: Scheduler, layers: Sequence[Any]) -> str | None
     ``layers`` are those of the model, as far as they were found.
     """
     args, ps = compat.settings_of(scheduler.server_args), compat.parallel(scheduler)
-    version = compat.installed_version() or ""
     reasons = {
-        f"suspended steps give other tokens with SGLang {version}": not has_safepoints(version),
         f"no safepoints for the device {scheduler.device}": scheduler.device not in ("cpu", "cuda"),
         "unified memory moves KV by what it knows of the pass in flight": (
             scheduler.device == "cuda" and scheduler.enable_unified_memory
