@@ -300,12 +300,11 @@ def _online_outcome(live: _Live) -> OnlineOutcome:
 
 def _start(system: System, model: Path, targets_ms: Mapping[str, float]) -> Any:
     """Return a scheduler with its model loaded, in this process."""
-    from sglang_coserve.srt import cpu
+    from sglang_coserve.srt import compat, cpu
 
     cpu.set_environment_defaults()
     import torch
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     from sglang_coserve.config import CoserveConfig
@@ -332,5 +331,5 @@ def _start(system: System, model: Path, targets_ms: Mapping[str, float]) -> Any:
             config = replace(config, startup_profile_seconds=_PROFILE_S)
         server_args._coserve = config
         kind = CoserveScheduler
-    publish(server_args, role="scheduler")
-    return kind(server_args, PortArgs.init_new(server_args), 0, 0, 0, 0, 0, 0, None)
+    port_args = PortArgs.init_new(server_args)
+    return compat.start_scheduler(kind, server_args, port_args, 0, configures=False)

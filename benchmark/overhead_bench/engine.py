@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from overhead_bench.systems import RUNNING, System
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.srt import cpu
+from sglang_coserve.srt import compat, cpu
 from tokenized_request import tokenized_request
 
 __all__ = ["Engine", "Pass"]
@@ -162,7 +162,6 @@ def start_scheduler(system: System, model: Path) -> Any:
     cpu.set_environment_defaults()
     import torch
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     from sglang_coserve.srt.scheduler import CoserveScheduler
@@ -190,5 +189,5 @@ def start_scheduler(system: System, model: Path) -> Any:
             startup_profile_seconds=0.0,
         )
         kind = CoserveScheduler
-    publish(server_args, role="scheduler")
-    return kind(server_args, PortArgs.init_new(server_args), 0, 0, 0, 0, 0, 0, None)
+    port_args = PortArgs.init_new(server_args)
+    return compat.start_scheduler(kind, server_args, port_args, 0, configures=False)

@@ -73,12 +73,11 @@ class ScriptedEngine:
     ) -> None:
         """Start what ``spec`` says, with ``adapted`` of the scheduler's class."""
         from sglang_coserve.config import CoserveConfig
-        from sglang_coserve.srt import cpu, processes
+        from sglang_coserve.srt import compat, cpu, processes
 
         cpu.set_environment_defaults()
         import torch
         from sglang.srt.managers.scheduler import Scheduler
-        from sglang.srt.runtime_context import publish
         from sglang.srt.server_args import PortArgs, ServerArgs
 
         from sglang_coserve.srt.scheduler import CoserveScheduler
@@ -98,7 +97,6 @@ class ScriptedEngine:
         server_args = ServerArgs(**settings)
         server_args._coserve = CoserveConfig(**dict(spec.coserve))
         port_args = PortArgs.init_new(server_args)
-        publish(server_args, role="scheduler")
         base = adapted(Scheduler if spec.stock else CoserveScheduler)
         engine = self
 
@@ -120,7 +118,9 @@ class ScriptedEngine:
 
         self.reqs: dict[str, Any] = {}
         self.iterations: list[Iteration] = []
-        self.scheduler: Any = RecordingScheduler(server_args, port_args, 0, 0, 0, 0, 0, 0, None)
+        self.scheduler: Any = compat.start_scheduler(
+            RecordingScheduler, server_args, port_args, 0, configures=False
+        )
         self._vocab_size: int = self.scheduler.model_config.vocab_size
 
     # --- Requests ------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class ScriptedEngine:
         scheduler, first = self.scheduler, len(self.iterations)
         state = {"iteration": 0, "script_over": False}
 
-        def receive() -> list[Any]:
+        def receive(local_reqs: Any = None) -> list[Any]:
             assert state["iteration"] < MAX_ITERATIONS, "the engine does not come to rest"
             messages: list[Any] = []
             if not state["script_over"]:

@@ -17,6 +17,8 @@ from typing import Any, Final
 
 from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
 
+from sglang_coserve.srt import compat
+
 __all__ = ["ArrivalTimeStats", "OutputDelay", "arrival_s", "install_arrival_times"]
 
 _WEIGHT: Final = 1 / 16
@@ -82,10 +84,8 @@ def install_arrival_times() -> OutputDelay:
 
     Returns what is to be told of the tokens that come back.
     """
-    from sglang.srt.managers import tokenizer_manager
-
     delay = OutputDelay()
-    tokenizer_manager.APIServerReqTimeStats = delay.make_stats
+    compat.replace("sglang.srt.managers.tokenizer_manager.APIServerReqTimeStats", delay.make_stats)
     return delay
 
 

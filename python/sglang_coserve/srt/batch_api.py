@@ -24,6 +24,7 @@ from sglang_coserve.batch.routes import (
 )
 from sglang_coserve.batch.webhooks import Webhooks, WebhookTarget
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.srt import compat
 
 __all__ = [
     "batch_api_status",
@@ -113,7 +114,7 @@ async def _served(http_server: Any, config: CoserveConfig) -> AsyncGenerator[Non
     state = http_server._global_state
     manager = state.tokenizer_manager
     # In a thread: it reads parts of all weights.
-    loaded = await asyncio.to_thread(loaded_fingerprint, manager.server_args)
+    loaded = await asyncio.to_thread(loaded_fingerprint, compat.settings_of(manager.server_args))
     logger.info("the model's fingerprint is %s", loaded)
     backend = BatchBackend(
         manager,

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.managers import scheduler
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+
+from sglang_coserve.srt import compat
 
 __all__ = ["install_chunk_limits", "limit_next_chunk"]
 
@@ -21,7 +22,7 @@ _LIMIT = "coserve_chunk_tokens"
 
 def install_chunk_limits() -> None:
     """Let SGLang's scheduler of this process heed ``limit_next_chunk``. Idempotent."""
-    scheduler.PrefillAdder = _LimitedAdder
+    compat.replace("sglang.srt.managers.scheduler.PrefillAdder", _LimitedAdder)
 
 
 def limit_next_chunk(req: Req, tokens: int) -> None:
@@ -39,11 +40,10 @@ class _LimitedAdder(PrefillAdder):
         """As SGLang's, but in a sliding window's pool, too, the slots that the decodes of a mixed
         batch open are not for its prefills. O(rows)."""
         super().__init__(*args, **kwargs)
-        is_mixed = self.cur_rem_token_offset > 0
-        if self.is_hybrid_swa and is_mixed:
-            held = [req.kv.kv_allocated_len for req in self.running_batch.reqs if req.kv]
-            opened = sum(tokens % self.page_size == 0 for tokens in held)
-            self.rem_swa_token_offset += opened * self.page_size
+        if self.is_hybrid_swa and compat.is_mixed(self):
+            rows = filter(compat.holds_kv, self.running_batch.reqs)
+            opened = sum(req.kv.kv_allocated_len % self.page_size == 0 for req in rows)
+            compat.reserve_window_slots(self, opened * self.page_size)
 
     def add_chunked_req(self, req: Req) -> Req | None:
         """Offer a continued prefill no more than its limit; the rest is for others."""
@@ -75,11 +75,8 @@ class _LimitedAdder(PrefillAdder):
         if self.rem_chunk_tokens is None:
             return False
         rest_tokens = self.ceil_paged_tokens(
-            len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+            len(req.full_untruncated_fill_ids) - compat.prefix_tokens(req)
         )
         if rest_tokens > self.rem_chunk_tokens:
             return True
-        if not self.is_hybrid_swa:
-            return False
-        needed = self._swa_budget_for_req(rest_tokens, self._swa_new_tokens(req))
-        return bool(needed >= self.rem_swa_tokens)
+        return bool(self.is_hybrid_swa) and compat.exceeds_window_pool(self, req, rest_tokens)

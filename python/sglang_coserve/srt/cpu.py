@@ -13,6 +13,8 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
+from sglang_coserve.srt import compat
+
 __all__ = [
     "FLAG_DEFAULTS",
     "default_flags",
@@ -120,22 +122,18 @@ def install_replacements() -> None:
 
 def _install_page_allocation() -> None:
     """Replace the two Triton kernels of the paged KV allocator by torch code."""
-    from sglang.srt.mem_cache.allocator import paged
-
-    paged.alloc_extend_kernel = _Kernel(_alloc_extend)
-    paged.alloc_decode_kernel = _Kernel(_alloc_decode)
+    allocator = "sglang.srt.mem_cache.allocator.paged"
+    compat.replace(f"{allocator}.alloc_extend_kernel", _Kernel(_alloc_extend))
+    compat.replace(f"{allocator}.alloc_decode_kernel", _Kernel(_alloc_decode))
 
 
 def _install_ordinary_memory() -> None:
     """Give ordinary memory where grammars and LoRA ask for pinned memory, which needs a GPU."""
     import torch
-    from sglang.srt.constrained import xgrammar_backend
-    from sglang.srt.lora import layers
-    from sglang.srt.lora.backend import torch_backend
 
     torch.Tensor.pin_memory = _itself
-    for module in (xgrammar_backend, layers, torch_backend):
-        module.torch = _UnpinnedTorch(torch)
+    for module in ("constrained.xgrammar_backend", "lora.layers", "lora.backend.torch_backend"):
+        compat.replace(f"sglang.srt.{module}.torch", _UnpinnedTorch(torch))
 
 
 def _itself(tensor: Any, *_device: Any) -> Any:
@@ -187,13 +185,20 @@ def _install_latent_attention() -> None:
 
 def _install_shared_experts() -> None:
     """Replace the Triton kernel that adds the gated experts all tokens share (Qwen's)."""
-    from sglang.kernels.ops.elementwise import elementwise
+    compat.replace(
+        "sglang.kernels.ops.elementwise.elementwise._fused_gate_sigmoid_mul_add_kernel",
+        _Kernel(_add_gated),
+    )
 
-    elementwise._fused_gate_sigmoid_mul_add_kernel = _Kernel(_add_gated)
 
-
-def _add_gated(hidden: Any, gate_weight: Any, shared: Any, output: Any, **_options: Any) -> None:
-    output += (hidden @ gate_weight).sigmoid()[:, None] * shared
+def _add_gated(hidden: Any, gate_weight: Any, shared: Any, output: Any, **options: Any) -> None:
+    gate = (hidden @ gate_weight).sigmoid()[:, None]
+    if options.get("GATE_ONLY", False):  # Since 0.5.22.
+        output.view(-1, 1).copy_(gate)
+    elif options.get("DO_ADD", True):  # Since 0.5.19; before, always.
+        output += gate * shared
+    else:
+        output.copy_(gate * shared)
 
 
 class _Kernel:

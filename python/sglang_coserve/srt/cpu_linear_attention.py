@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from sgl_kernel import mamba
-from sglang.kernels.ops.attention.fla import fused_norm_gate
-from sglang.srt.layers.attention.mamba import causal_conv1d
 from torch.nn.functional import silu
+
+from sglang_coserve.srt import compat
 
 __all__ = ["install_linear_attention"]
 
@@ -18,9 +18,12 @@ def install_linear_attention() -> None:
 
     The others SGLang takes from ``sgl_kernel`` by itself.
     """
-    causal_conv1d._causal_conv1d_fn_triton = mamba.causal_conv1d_fn_cpu
-    causal_conv1d._causal_conv1d_update_triton = mamba.causal_conv1d_update_cpu
-    fused_norm_gate.layer_norm_gated_fwd = _gated_rms_norm
+    convolution = "sglang.srt.layers.attention.mamba.causal_conv1d"
+    compat.replace(f"{convolution}._causal_conv1d_fn_triton", mamba.causal_conv1d_fn_cpu)
+    compat.replace(f"{convolution}._causal_conv1d_update_triton", mamba.causal_conv1d_update_cpu)
+    compat.replace(
+        "sglang.kernels.ops.attention.fla.fused_norm_gate.layer_norm_gated_fwd", _gated_rms_norm
+    )
 
 
 def _gated_rms_norm(

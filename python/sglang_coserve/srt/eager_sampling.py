@@ -11,18 +11,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_coserve.srt import compat
+
 __all__ = ["install_eager_sampling"]
 
 
 def install_eager_sampling() -> None:
     """Let SGLang, in this process, call the functions as they are written."""
     from sglang.srt.layers import sampler
-    from sglang.srt.sampling import sampling_batch_info
     from sglang.srt.sampling.penaltylib import repetition_penalty
 
-    for module in (repetition_penalty, sampling_batch_info):
-        module.apply_scaling_penalties = _as_written(module.apply_scaling_penalties)
-    sampler.multinomial_with_seed = _as_written(sampler.multinomial_with_seed)
+    penalties = _as_written(repetition_penalty.apply_scaling_penalties)
+    compat.replace(
+        "sglang.srt.sampling.penaltylib.repetition_penalty.apply_scaling_penalties", penalties
+    )
+    # Where it is imported to.
+    compat.replace("sglang.srt.sampling.sampling_batch_info.apply_scaling_penalties", penalties)
+    compat.replace(
+        "sglang.srt.layers.sampler.multinomial_with_seed",
+        _as_written(sampler.multinomial_with_seed),
+    )
 
 
 def _as_written(function: Any) -> Any:

@@ -56,7 +56,7 @@ class CoserveEngine(Engine):
             kwargs.update(server_settings(config, on_cpu=on_cpu))
             kwargs = {"server_args": ServerArgs(**kwargs)}
         server_args = kwargs["server_args"]
-        compat.check_server_args(server_args, config)
+        compat.check_server_args(compat.settings_of(server_args), config)
         check_in_place(server_args, config)
         compat.check_window_cache(server_args, config.offline_policy)
         check_model(server_args, config, on_cpu=on_cpu)

@@ -6,6 +6,7 @@ from typing import Any
 
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Row, SuspendedStep
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.request_ledger import RequestLedger
@@ -53,7 +54,7 @@ def snapshot_of(
         max_batch_tokens=num_decodes
         + (scheduler.chunked_prefill_size or scheduler.max_prefill_tokens),
         page_tokens=scheduler.page_size,
-        keeps_prefixes=not scheduler.server_args.disable_radix_cache,
+        keeps_prefixes=not compat.settings_of(scheduler.server_args).disable_radix_cache,
         window_tokens=pools.window_tokens,
         free_window_tokens=pools.free_window_tokens,
         suspended=suspended,

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from sglang.srt.managers.overlap_utils import resolve_forward_inputs
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.common import DynamicGradMode
 
 from sglang_coserve.core.latency_model import Sample
 from sglang_coserve.profiler.executor import BatchShape, ExecutorLimits
 from sglang_coserve.profiler.latency import quick_samples
+from sglang_coserve.srt import compat
 
 __all__ = ["SchedulerExecutor", "profile_quickly"]
 
@@ -136,10 +136,10 @@ class SchedulerExecutor:
             extra_key=_RADIX_NAMESPACE,
         )
         req.init_next_round_input(self._scheduler.tree_cache, cow_mamba=False)
-        assert len(req.prefix_indices) == 0, "the profiler's prompts are never cached"
+        assert compat.prefix_tokens(req) == 0, "the profiler's prompts are never cached"
         if context:
-            req.prefix_indices = self._allocate(context)
-        req.set_extend_range(context, total)
+            compat.place_context(req, self._allocate(context), self._scheduler)
+        compat.set_extent(req, context, total)
         return req
 
     def _allocate(self, tokens: int) -> torch.Tensor:
@@ -172,10 +172,7 @@ class SchedulerExecutor:
 
     def _release(self, reqs: Sequence[Req]) -> None:
         for req in reqs:
-            if req.req_pool_idx is None:  # Preparing the batch failed.
-                self._allocator.free(req.prefix_indices)
-            else:
-                release_kv_cache(req, self._scheduler.tree_cache, is_insert=False)
+            compat.free_prepared(req, self._scheduler)
 
     def _fill_kv_pool(self) -> None:
         """Copy keys and values of a real prompt to every free slot.
@@ -227,7 +224,7 @@ def profile_quickly(scheduler: Any, time_limit_s: float) -> list[Sample]:
 
 def _of_rank_0(scheduler: Any, value: float) -> float:
     """Return rank 0's value on every rank, so that all of them decide the same."""
-    if scheduler.ps.tp_size == 1:
+    if compat.parallel(scheduler).tp_size == 1:
         return value
     box = torch.tensor([value], dtype=torch.float64)
     group = scheduler.tp_cpu_group

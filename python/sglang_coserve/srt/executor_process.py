@@ -43,7 +43,7 @@ class ExecutorProcesses:
         from sglang_coserve.srt.launch import parse_server_args
 
         server_args = parse_server_args(argv, on_cpu=on_cpu)
-        compat.check_server_args(server_args, server_args._coserve)
+        compat.check_server_args(compat.settings_of(server_args), server_args._coserve)
         if server_args.dp_size > 1 or server_args.nnodes > 1:
             raise UnsupportedError(
                 "the profiler measures one replica on one node: remove --dp-size and --nnodes"
@@ -133,27 +133,8 @@ def _serve(connection: Any, server_args: Any, port_args: Any, tp_rank: int) -> N
 
 def _start_scheduler(server_args: Any, port_args: Any, tp_rank: int) -> Any:
     """Return SGLang's own scheduler with its model loaded; its event loop never runs."""
-    from sglang.srt.entrypoints.engine import _compute_parallelism_ranks
-    from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
-    from sglang.srt.runtime_context import publish
+    from sglang.srt.managers.scheduler import Scheduler
 
     if not cpu.has_cuda():
         cpu.install_replacements()
-    gpu_id = server_args.base_gpu_id + tp_rank * server_args.gpu_id_step
-    cp_rank, moe_dp_rank, moe_ep_rank = _compute_parallelism_ranks(server_args, tp_rank)
-    pp_rank = 0
-    dp_rank = configure_scheduler_process(
-        server_args, gpu_id, tp_rank, cp_rank, moe_dp_rank, moe_ep_rank, pp_rank, None
-    )
-    publish(server_args, role="scheduler")
-    return Scheduler(
-        server_args,
-        port_args,
-        gpu_id,
-        tp_rank,
-        moe_ep_rank,
-        pp_rank,
-        cp_rank,
-        moe_dp_rank,
-        dp_rank,
-    )
+    return compat.start_scheduler(Scheduler, server_args, port_args, tp_rank, configures=True)

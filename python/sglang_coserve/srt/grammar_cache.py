@@ -10,6 +10,8 @@ from collections import OrderedDict
 from functools import partial
 from typing import Any, Final
 
+from sglang_coserve.srt import compat
+
 __all__ = ["GrammarCache", "install_compiler_bound"]
 
 _MOST_GRAMMARS: Final = 1024
@@ -56,8 +58,9 @@ def install_compiler_bound() -> None:
     """Bound, in this process, what XGrammar keeps of what it compiled."""
     from sglang.srt.constrained import xgrammar_backend
 
-    xgrammar_backend.GrammarCompiler = partial(
-        xgrammar_backend.GrammarCompiler, cache_limit_bytes=_MOST_BYTES
+    compat.replace(
+        "sglang.srt.constrained.xgrammar_backend.GrammarCompiler",
+        partial(xgrammar_backend.GrammarCompiler, cache_limit_bytes=_MOST_BYTES),
     )
 
 

@@ -65,7 +65,7 @@ def launch_server(argv: Sequence[str]) -> None:
     if on_cpu:
         cpu.set_environment_defaults()
     server_args = parse_server_args(argv, on_cpu=on_cpu)
-    compat.check_server_args(server_args, server_args._coserve)
+    compat.check_server_args(compat.settings_of(server_args), server_args._coserve)
     compat.check_window_cache(server_args, server_args._coserve.offline_policy)
     check_model(server_args, server_args._coserve, on_cpu=on_cpu)
     check_batch_settings(server_args._coserve)
@@ -180,8 +180,6 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
     install_batch_api(http_server, server_args.admin_api_key)
     install_body_errors(app)
 
-    serve = http_server._setup_and_run_http_server
-
     def verify_and_serve(
         server_args: Any,
         tokenizer_manager: Any,
@@ -192,6 +190,7 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
         **kwargs: Any,
     ) -> None:
         verify_in_place(app, scheduler_infos)
+        logger.info(compat.start_up_line())
         warning = open_routes_warning(server_args.api_key, server_args.admin_api_key)
         if warning is not None:
             logger.warning(warning)
@@ -209,7 +208,9 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
             **kwargs,
         )
 
-    http_server._setup_and_run_http_server = verify_and_serve
+    serve = compat.replace(
+        "sglang.srt.entrypoints.http_server._setup_and_run_http_server", verify_and_serve
+    )
 
 
 def verify_in_place(app: Any, scheduler_infos: Sequence[dict[str, Any]]) -> None:

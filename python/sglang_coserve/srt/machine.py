@@ -29,13 +29,13 @@ _SETTINGS = (
 
 def machine_of(scheduler: Any) -> Machine:
     """Describe the device, the model and the settings that iteration times depend on."""
-    server_args = scheduler.server_args
+    server_args = compat.settings_of(scheduler.server_args)
     runner = scheduler.tp_worker.model_runner.decode_cuda_graph_runner
     return Machine(
         hardware=_hardware_name(),
         model=server_args.model_path,
         tp_size=server_args.tp_size,
-        sglang_version=compat.SGLANG_VERSION,
+        sglang_version=compat.installed_version() or "",
         model_config=json.loads(scheduler.model_config.hf_config.to_json_string(use_diff=False)),
         settings={name: getattr(server_args, name, None) for name in _SETTINGS},
         captured_batch_sizes=tuple(sorted(getattr(runner, "capture_bs", ()))),

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from fastapi.responses import JSONResponse
 
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.asgi import error_content
 
 __all__ = ["install_body_errors"]
@@ -21,20 +22,10 @@ _ERRORS: Final = (AttributeError, IndexError, KeyError, RecursionError, TypeErro
 
 def install_body_errors(app: Any) -> None:
     """Let an app of SGLang's, and its handlers, tell a malformed body from a fault of their own."""
-    from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
-
     for kind in _ERRORS:
         app.add_exception_handler(kind, _answer)
 
-    compute_extra_key = OpenAIServingBase._compute_extra_key
-
-    def checked(self: Any, request: Any) -> Any:
-        try:
-            return compute_extra_key(self, request)
-        except TypeError as error:
-            raise ValueError(str(error)) from error  # Which SGLang answers with a 400.
-
-    OpenAIServingBase._compute_extra_key = checked
+    compat.check_extra_keys()
 
 
 async def _answer(_request: Any, error: Exception) -> JSONResponse:

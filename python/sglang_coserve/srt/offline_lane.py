@@ -22,6 +22,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.snapshot import SuspendedStep
 from sglang_coserve.core.step import PrefillChunk, StepPlan
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.chunk_admission import ChunkAdmission
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.offline_eviction import Prefill
@@ -127,12 +128,12 @@ class OfflineLane:
         chunk = self._view.chunk
         if chunk is not None:
             away.append(chunk)
-            if chunk.extend_range.end > len(chunk.prefix_indices):
+            if compat.has_unsaved_kv(chunk):
                 scheduler.stash_chunked_request(chunk)
             if chunk.to_finish is not None:
                 scheduler._pending_chunked_abort_req = chunk
         if batch.forward_mode.is_extend():
-            batch.filter_batch(chunked_req_to_exclude=away)
+            compat.filter_out(batch, away)
         else:
             batch.filter_batch()
         aside.hold(batch if batch.reqs else None)

@@ -8,6 +8,7 @@ from typing import Any
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.baseline import EngineSize
 from sglang_coserve.core.request import Ending
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.fifo import FifoAdmission
 from sglang_coserve.srt.admission.planned import PlannedAdmission
 from sglang_coserve.srt.admission.protocol import Admission
@@ -79,10 +80,14 @@ class CoserveParts:
                 forget=self.forget,
             )
         profile = latency_profile(scheduler, config)
+        records = compat.parallel(scheduler).tp_rank == 0
         return PlannedAdmission(
             scheduler,
             make_core_scheduler(
-                config, profile, _engine_size(scheduler), records=scheduler.ps.tp_rank == 0
+                config,
+                profile,
+                _engine_size(scheduler),
+                records=records,
             ),
             pools=self.pools,
             view=self.view,

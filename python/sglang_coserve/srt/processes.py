@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_coserve.srt import cpu
+from sglang_coserve.srt import compat, cpu
 
 __all__ = [
     "init_tokenizer_manager",
@@ -31,7 +31,7 @@ def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
         cpu.install_replacements()
     install_safeguards()
     register_cache(config_of(server_args), on_cpu=on_cpu)
-    sglang_scheduler.Scheduler = CoserveScheduler
+    compat.replace("sglang.srt.managers.scheduler.Scheduler", CoserveScheduler)
     sglang_scheduler.run_scheduler_process(server_args, *args, **kwargs)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang_coserve.core.request import Ending, RequestClass, RequestState
 from sglang_coserve.core.snapshot import RequestInfo, Row
+from sglang_coserve.srt.compat import computed_tokens, prefix_tokens
 from sglang_coserve.srt.offline_marks import user_of
 from sglang_coserve.srt.request_marks import is_offline, targets_of
 from sglang_coserve.srt.row_groups import has_plain_state
@@ -86,14 +87,14 @@ class RequestLedger:
             rid = req.rid
             info = infos[rid]
             # Counts a token still in flight under overlap scheduling: its KV is taken already.
-            computed = req.kv_committed_len
+            computed = computed_tokens(req)
             generated = computed + 1 - info.prompt_tokens
             rows.append(Row(info, state, generated, computed, 0, last_token_s(rid)))
         return rows
 
     def prefill_row(self, req: Req, state: RequestState) -> Row:
         """Return the row of a request whose prompt is partly computed."""
-        computed = len(req.prefix_indices)
+        computed = prefix_tokens(req)
         last_s = self._last_token_s.get(req.rid)
         return Row(self._infos[req.rid], state, len(req.output_ids), computed, 0, last_s)
 
@@ -112,7 +113,7 @@ class RequestLedger:
         # One that only waits gets no state of its own (Mamba): the pool of states is as large as
         # the batch.
         req.init_next_round_input(self._tree_cache, cow_mamba=False)
-        return len(req.prefix_indices)
+        return prefix_tokens(req)
 
 
 def ending_of(req: Req) -> Ending:

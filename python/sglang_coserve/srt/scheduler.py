@@ -15,7 +15,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.srt.compat import fill_token_ids_logprobs
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.grammar_cache import GrammarCache
 from sglang_coserve.srt.parts import CoserveParts
 from sglang_coserve.srt.rank_clock import RankClock, Tick
@@ -57,8 +57,9 @@ class CoserveScheduler(Scheduler):
         """Broadcast rank 0's clock where there are several ranks that decide by it."""
         super().init_watch_dog_memory_saver_input_blocker()
         is_planned = config_of(self.server_args).offline_policy != "fifo"
+        ranks = compat.parallel(self)
         self._rank_clock = RankClock(
-            is_shared=is_planned and self.ps.tp_size > 1, is_source=self.ps.tp_rank == 0
+            is_shared=is_planned and ranks.tp_size > 1, is_source=ranks.tp_rank == 0
         )
         self.input_blocker = self._rank_clock.carried_by(self.input_blocker)
 
@@ -88,9 +89,10 @@ class CoserveScheduler(Scheduler):
 
     # --- Requests arrive and leave -------------------------------------------------------
 
-    def handle_generate_request(self, recv_req: Any) -> None:
+    def handle_generate_request(self, recv_req: Any, **options: Any) -> None:
         """Take a request in, or refuse it."""
-        self.parts.intake.take_in(recv_req, super().handle_generate_request)
+        take_in = partial(super().handle_generate_request, **options)
+        self.parts.intake.take_in(recv_req, take_in)
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
         self.parts.intake.enqueue(req, is_retracted, super()._add_request_to_queue)
@@ -127,10 +129,16 @@ class CoserveScheduler(Scheduler):
 
     def _can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
         """Keep the places of the adapters of all rows: those of both lanes may come together."""
+        return bool(super()._can_schedule_lora_req(req, running_loras | self._kept_loras()))
+
+    def can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
+        """As ``_can_schedule_lora_req``, which has this name since SGLang 0.5.20."""
+        return bool(super().can_schedule_lora_req(req, running_loras | self._kept_loras()))
+
+    def _kept_loras(self) -> set[str | None]:
         last = self.last_batch.reqs if self.last_batch else ()
         rows = (*self.parts.view.rows_with_kv(self.running_batch), *last)
-        kept = {row.lora_id for row in rows if not row.finished()}
-        return bool(super()._can_schedule_lora_req(req, running_loras | kept))
+        return {row.lora_id for row in rows if not row.finished()}
 
     def update_running_batch(self, batch: ScheduleBatch) -> Any:
         """Before a decode step, evict offline rows rather than let SGLang pick victims."""
@@ -158,7 +166,7 @@ class CoserveScheduler(Scheduler):
         reqs = list(batch.reqs)
         before = [len(req.output_ids) for req in reqs]
         if batch.return_logprob:
-            fill_token_ids_logprobs(result.logits_output)
+            compat.fill_token_ids_logprobs(result.logits_output)
         end_unusable(batch, result)
         super().process_batch_result(batch, result)
         self.parts.checkpointing.processed(batch)
@@ -176,9 +184,16 @@ class CoserveScheduler(Scheduler):
 
     # --- What SGLang asks about ----------------------------------------------------------
 
-    def is_fully_idle(self, for_health_check: bool = False) -> bool:
+    def is_fully_idle(self, for_health_check: bool = False, ignore_waiting: bool = False) -> bool:
         """Count waiting offline requests as work, except for the health check, which asks
-        whether a batch is about to report back."""
+        whether a batch is about to report back.
+
+        With ``ignore_waiting``, which SGLang has since 0.5.21, those that hold KV still count: it
+        is about to flush its cache.
+        """
+        if ignore_waiting:
+            idle = bool(super().is_fully_idle(for_health_check, ignore_waiting=True))
+            return idle and not any(self.parts.view.rows_with_kv(self.running_batch))
         idle = bool(super().is_fully_idle(for_health_check))
         return idle and (for_health_check or not self.parts.admission.num_waiting())
 

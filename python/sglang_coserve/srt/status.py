@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.offline_rate import expected_tokens_per_s
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.exporter import Exporter
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
@@ -45,8 +46,8 @@ class SchedulerStatus:
         self._runner = runner
         self._checkpointing = checkpointing
         self._events = events
-        args = scheduler.server_args
-        self._is_rank_0 = scheduler.ps.tp_rank == 0
+        args = compat.settings_of(scheduler.server_args)
+        self._is_rank_0 = compat.parallel(scheduler).tp_rank == 0
         wants_metrics = args.enable_metrics and self._is_rank_0
         self._exporter = Exporter(args.served_model_name) if wants_metrics else None
 

@@ -16,6 +16,8 @@ from typing import Annotated, Any, Final
 
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 
+from sglang_coserve.srt import compat
+
 __all__ = ["LinearSearch", "check_stop_pattern", "install_stop_patterns"]
 
 _MOST_STATES: Final = 2000
@@ -50,9 +52,7 @@ def check_stop_pattern(pattern: str) -> None:
 
 def install_stop_patterns() -> None:
     """Let SGLang's scheduler, in this process, search for stop patterns in linear time."""
-    from sglang.srt.managers import schedule_batch
-
-    schedule_batch.re = LinearSearch()
+    compat.replace("sglang.srt.managers.schedule_batch.re", LinearSearch())
 
 
 class LinearSearch:

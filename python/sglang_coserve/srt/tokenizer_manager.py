@@ -20,6 +20,7 @@ from sglang.srt.managers.io_struct import msgpack_encode
 from sglang.srt.managers.utils import msgpack_decode_explained
 
 from sglang_coserve.errors import RequestError
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.arrival_time import OutputDelay, install_arrival_times
 from sglang_coserve.srt.engine_limits import check_request, check_values
 from sglang_coserve.srt.grammar_trial import GrammarSettings, GrammarTrials
@@ -54,12 +55,13 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
         self.coserve_output_delay: OutputDelay = install_arrival_times()
         self._media = MediaSources.named(config_of(self.server_args).media_sources)
         self._grammar_trials: GrammarTrials | None = None
-        if self.server_args.grammar_backend == "xgrammar" and self.tokenizer is not None:
+        settings = compat.settings_of(self.server_args)
+        if settings.grammar_backend == "xgrammar" and self.tokenizer is not None:
             settings = GrammarSettings(
                 self.tokenizer,
                 self.model_config.vocab_size,
                 self.model_config.hf_eos_token_id,
-                any_whitespace=not self.server_args.constrained_json_disable_any_whitespace,
+                any_whitespace=not settings.constrained_json_disable_any_whitespace,
             )
             self._grammar_trials = GrammarTrials(settings)
 

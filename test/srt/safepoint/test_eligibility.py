@@ -19,6 +19,7 @@ def start_quick(start_engine: Any) -> EngineProcess:
 
 def reasons_against(engine: ScriptedEngine) -> list[str]:
     """Return the reasons for engines like this one, but for one thing each."""
+    from sglang_coserve.srt import compat
     from sglang_coserve.srt.safepoint.eligibility import why_no_safepoints
     from sglang_coserve.srt.safepoint.layers import decoder_layers
 
@@ -31,7 +32,7 @@ def reasons_against(engine: ScriptedEngine) -> list[str]:
         (scheduler.server_args, "enable_torch_compile", True),
         (scheduler, "is_generation", False),
         (scheduler.model_config, "is_encoder_decoder", True),
-        (scheduler.ps, "pp_size", 2),
+        (compat.parallel(scheduler), "pp_size", 2),
     ):
         kept = getattr(owner, name)
         object.__setattr__(owner, name, value)

@@ -21,6 +21,7 @@ from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.srt.admission.offline_waiting import OfflineWaiting
 from sglang_coserve.srt.admission.protocol import OFFLINE_EVENTS
+from sglang_coserve.srt.compat import prefix_tokens
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.latency_source import known_latency_model
@@ -185,7 +186,7 @@ class FifoAdmission:
         req = self._view.chunk
         if req is None or is_offline(req):
             return
-        remaining = len(req.origin_input_ids) + len(req.output_ids) - len(req.prefix_indices)
+        remaining = len(req.origin_input_ids) + len(req.output_ids) - prefix_tokens(req)
         chunk = min(remaining, self._scheduler.chunked_prefill_size or remaining)
         while self._pools.headroom_tokens < chunk + self._scheduler.page_size:
             if not self._eviction.evict_one(running_batch):

@@ -11,10 +11,10 @@ from typing import Any
 
 from fastapi import HTTPException
 from sglang.srt.managers.io_struct import EmbeddingReqInput
-from sglang.srt.managers.tokenizer_manager import RequestAbortedError
 
-from sglang_coserve.srt.batch_backend.continuation import can_continue
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.handler_thread import OnLoop
+from sglang_coserve.srt.continuation import can_continue
 from sglang_coserve.srt.offline_marks import Marks, offline_marks, sent_with
 from sglang_coserve.srt.prompt_limit import BoundedManager
 
@@ -65,7 +65,7 @@ class LineManager(BoundedManager):
         try:
             output = await OnLoop(partial(self._final_output, request))
             _raise_if_aborted(output)
-        except RequestAbortedError as error:  # A ValueError, but not the request's fault.
+        except compat.aborted_errors() as error:  # A ValueError, but not the request's fault.
             self.failure = str(error)
             raise
         except ValueError:

@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.safepoint.consensus import has_ordered_stores
 
 __all__ = ["why_batch_must_end", "why_no_safepoints"]
@@ -20,7 +21,7 @@ def why_no_safepoints(scheduler: Scheduler, layers: Sequence[Any]) -> str | None
 
     ``layers`` are those of the model, as far as they were found.
     """
-    args, ps = scheduler.server_args, scheduler.ps
+    args, ps = compat.settings_of(scheduler.server_args), compat.parallel(scheduler)
     reasons = {
         f"no safepoints for the device {scheduler.device}": scheduler.device not in ("cpu", "cuda"),
         "unified memory moves KV by what it knows of the pass in flight": (

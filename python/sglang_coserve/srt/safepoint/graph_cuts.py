@@ -3,8 +3,9 @@
 SGLang's breakable graphs are pieces with calls of Python between them. A cut is one more such
 call, with what the next layer is given. A replay that stops at a cut keeps a copy of that,
 since other replays use the same memory; one that goes on puts it back, and replays the pieces
-behind the cut. What a model hands from layer to layer in any other way would be lost, and so
-would it be in a pass without graphs.
+behind the cut. What a model hands from layer to layer beside its arguments and what SGLang
+keeps for it (``compat.tensors_beside``) would be lost, and so would it be in a pass
+without graphs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import 
 )
 from torch import nn
 
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate
 from sglang_coserve.srt.safepoint.resumption import Resumption
 
@@ -87,10 +89,11 @@ class GraphCuts:
         self._places.clear()
 
     def _cut_before(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        reach = eager_on_graph(True)(self._reach)
+        reach = eager_on_graph(enable=True)(self._reach)
 
         def cut_and_forward(*args: Any, **kwargs: Any) -> Any:
-            reach(number, *_tensors((*args, *kwargs.values())))
+            arguments = (*args, *kwargs.values())
+            reach(number, *_tensors((*arguments, *compat.tensors_beside(arguments))))
             capture = breakable._current_capture_var.get()
             if capture is not None:
                 graph = capture.cuda_graph

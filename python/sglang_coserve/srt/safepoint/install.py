@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from sglang_coserve.config import FIELDS_WITHOUT_EFFECT, CoserveConfig
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.safepoint.arrival_watch import ArrivalWatch
 from sglang_coserve.srt.safepoint.consensus import FollowerGate, LeaderGate, share_words
 from sglang_coserve.srt.safepoint.due_gate import DueGate
@@ -62,7 +63,7 @@ def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
             reason = "on a GPU, where they have not run yet, only with --safepoint-interval"
         else:
             reason = why_prefills_cannot_stop(scheduler.tp_worker.model_runner)
-    ps = scheduler.ps
+    ps = compat.parallel(scheduler)
     if reason is not None:
         if ps.tp_rank == 0:
             logger.warning("no safepoints, offline batches run to their end: %s", reason)
@@ -92,7 +93,7 @@ def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
 
 
 def _make_gate(scheduler: Any, flag: PreemptionFlag) -> Gate:
-    ps = scheduler.ps
+    ps = compat.parallel(scheduler)
     if ps.tp_size == 1:
         return LocalGate(flag)
     words = share_words(scheduler.tp_cpu_group, ps.tp_rank)

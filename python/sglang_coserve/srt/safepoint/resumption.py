@@ -8,11 +8,14 @@ from typing import Any
 
 from torch import nn
 
+from sglang_coserve.srt import compat
+from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
+
 __all__ = ["Resumption"]
 
 
 class Resumption:
-    """Stands around the layers of a model that runs layer by layer.
+    """Stands around the layers of a model that runs layer by layer, and around their safepoints.
 
     A pass that goes on is a new one of the same batch, whose first layers are left out: each
     of them returns what the last layer that had run has computed. So nothing of the engine has
@@ -28,7 +31,8 @@ class Resumption:
         """What was kept when the batch stopped there."""
 
         self.outputs: Any = None
-        """What is to be kept if the pass stops now: what its last layer has returned."""
+        """What the last layer that ran has returned; once the pass has stopped, what is to be kept
+        of it."""
 
         for number, layer in enumerate(layers):
             _stand_around(self, number, layer, is_last=number == len(layers) - 1)
@@ -48,8 +52,13 @@ def _stand_around(resumption: Resumption, number: int, layer: nn.Module, *, is_l
 
     def forward_or_skip(*args: Any, **kwargs: Any) -> Any:
         if number < resumption.first:
-            return resumption.resumed
-        outputs = forward(*args, **kwargs)
+            return compat.put_back_outputs(resumption.resumed, (*args, *kwargs.values()))
+        try:
+            outputs = forward(*args, **kwargs)
+        except ForwardPreempted:
+            arguments = (*args, *kwargs.values())
+            resumption.outputs = compat.keep_outputs(resumption.outputs, arguments)
+            raise
         resumption.outputs = None if is_last else outputs
         return outputs
 

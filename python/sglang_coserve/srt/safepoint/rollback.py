@@ -15,7 +15,7 @@ import torch
 from sglang.srt.managers.overlap_utils import RelayPayload
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_coserve.srt.compat import release_uncomputed
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.safepoint.batch_kind import BatchKind, num_decodes
 
 __all__ = ["RolledBack", "give_up", "roll_back"]
@@ -58,9 +58,9 @@ def roll_back(
     unfinished = next((req for req in prefills if _has_chunks(req)), None)
     if unfinished is not None:
         _undo_chunk(batch, unfinished, is_last=unfinished is not chunked_req)
-    released = tuple(req for req in prefills if req.kv is not None and req is not unfinished)
+    released = tuple(req for req in prefills if compat.holds_kv(req) and req is not unfinished)
     for req in released:
-        release_uncomputed(req, batch.tree_cache)
+        compat.release_uncomputed(req, batch.tree_cache)
     if kind is not BatchKind.DECODE:
         _keep_decodes(batch, num_prefills)
     return RolledBack(released, unfinished)
@@ -72,9 +72,9 @@ def give_up(batch: ScheduleBatch) -> RolledBack:
     Some layers have moved it on already, and there is no way back: the rows begin again
     from what the radix cache has of them.
     """
-    released = tuple(req for req in batch.reqs if req.kv is not None)
+    released = tuple(req for req in batch.reqs if compat.holds_kv(req))
     for req in released:
-        release_uncomputed(req, batch.tree_cache)
+        compat.release_uncomputed(req, batch.tree_cache)
     batch.input_ids = None
     batch.filter_batch(keep_indices=[])
     batch.chunked_req = batch.decoding_reqs = None
@@ -86,15 +86,15 @@ def _undo_decodes(batch: ScheduleBatch, count: int, relay: Any) -> None:
     allocator = batch.token_to_kv_pool_allocator
     reqs: Sequence[Req] = batch.reqs[-count:]
     lengths = batch.seq_lens_cpu[-count:]
-    took_slots = torch.tensor([req.kv is not None for req in reqs])
+    took_slots = torch.tensor([compat.holds_kv(req) for req in reqs])
     if allocator.page_size > 1:
         # The others wrote to a page they had.
         took_slots &= (lengths - 1) % allocator.page_size == 0
     slots = batch.out_cache_loc[-count:]
     allocator.free(slots[took_slots.to(slots.device)])
     for req in reqs:
-        if req.kv is not None:
-            req.kv_committed_len -= 1
+        if compat.holds_kv(req):
+            compat.set_computed_tokens(req, compat.computed_tokens(req) - 1)
             req.kv.kv_allocated_len -= 1
             req.decode_batch_idx -= 1
     # The pass took the tokens from the relay, which in SGLang's CI gives each out once.
@@ -110,26 +110,27 @@ def _undo_decodes(batch: ScheduleBatch, count: int, relay: Any) -> None:
 
 def _has_chunks(req: Req) -> bool:
     """True for a prefill that has run before, and so has more KV than its cached prefix."""
-    return req.kv is not None and req.extend_batch_idx > 1
+    return compat.holds_kv(req) and req.extend_batch_idx > 1
 
 
 def _undo_chunk(batch: ScheduleBatch, req: Req, *, is_last: bool) -> None:
     """Undo ``prepare_for_extend`` for a prefill that keeps its earlier chunks."""
     allocator = batch.token_to_kv_pool_allocator
     page = allocator.page_size
-    computed = len(req.prefix_indices)
+    computed = compat.prefix_tokens(req)
     # What was written behind the prefix into its open page is overwritten by the next chunk.
     first_page = -(-computed // page) * page
     slots = batch.req_to_token_pool.req_to_token[
-        req.req_pool_idx, first_page : req.kv.kv_allocated_len
+        compat.slot_of(req), first_page : req.kv.kv_allocated_len
     ]
     allocator.free_segment(slots, start_pos=first_page)
-    req.kv.kv_allocated_len = req.kv_committed_len = computed
+    req.kv.kv_allocated_len = computed
+    compat.set_computed_tokens(req, computed)
     req.extend_batch_idx -= 1
     if not is_last:
         req.inflight_middle_chunks -= 1
     # An empty range tells SGLang that there is no new KV to put into the prefix cache.
-    req.set_extend_range(computed, computed)
+    compat.set_extent(req, computed, computed)
     req.already_computed = computed
 
 

@@ -1,0 +1,101 @@
+"""What depends on the version of SGLang: private names, replacements, differences, checks.
+
+- ``versions``: the supported range, and the check at start-up.
+- ``seams``: every private name and replacement that co-serving relies on; ``seam_check`` looks
+  them up in the sources of any version (``source_tree``), ``seam_report`` is
+  ``scripts/sglang-seams``.
+- ``by_version`` chooses among ``v17`` … ``v22``, each what has changed with that version.
+- ``replacements``, ``release``, ``requests``, ``settings``: what the rest of ``srt`` calls.
+
+See docs/upgrading.md. Attributes that only instances have (``waiting_queue``, …) are used where
+they are needed.
+"""
+
+from __future__ import annotations
+
+from sglang_coserve.srt.compat.by_version import (
+    aborted_errors,
+    check_extra_keys,
+    computed_tokens,
+    exceeds_window_pool,
+    filter_out,
+    free_prepared,
+    has_unsaved_kv,
+    holds_kv,
+    is_mixed,
+    keep_outputs,
+    model_config_of,
+    parallel,
+    place_context,
+    prefix_tokens,
+    put_back_outputs,
+    release_kv,
+    reserve_window_slots,
+    set_computed_tokens,
+    set_extent,
+    settings_of,
+    slot_of,
+    start_scheduler,
+    tensors_beside,
+)
+from sglang_coserve.srt.compat.release import (
+    release_aborted,
+    release_for_requeue,
+    release_uncomputed,
+)
+from sglang_coserve.srt.compat.replacements import replace
+from sglang_coserve.srt.compat.requests import (
+    check_logit_processor,
+    fill_token_ids_logprobs,
+    lowest_priority,
+    refused_request,
+)
+from sglang_coserve.srt.compat.settings import check_server_args, check_window_cache
+from sglang_coserve.srt.compat.versions import check_version, installed_version, start_up_line
+
+__all__ = [
+    "UPDATE_COMMUNICATORS",
+    "aborted_errors",
+    "check_extra_keys",
+    "check_logit_processor",
+    "check_server_args",
+    "check_version",
+    "check_window_cache",
+    "computed_tokens",
+    "exceeds_window_pool",
+    "fill_token_ids_logprobs",
+    "filter_out",
+    "free_prepared",
+    "has_unsaved_kv",
+    "holds_kv",
+    "installed_version",
+    "is_mixed",
+    "keep_outputs",
+    "lowest_priority",
+    "model_config_of",
+    "parallel",
+    "place_context",
+    "prefix_tokens",
+    "put_back_outputs",
+    "refused_request",
+    "release_aborted",
+    "release_for_requeue",
+    "release_kv",
+    "release_uncomputed",
+    "replace",
+    "reserve_window_slots",
+    "set_computed_tokens",
+    "set_extent",
+    "settings_of",
+    "slot_of",
+    "start_scheduler",
+    "start_up_line",
+    "tensors_beside",
+]
+
+UPDATE_COMMUNICATORS = (
+    "update_weights_from_distributed_communicator",
+    "update_weights_from_ipc_communicator",
+    "update_weights_from_tensor_communicator",
+)
+"""What a tokenizer manager sends weight updates with, once no request is in flight."""

@@ -1,0 +1,107 @@
+"""Chooses, for the installed SGLang, among what differs between versions.
+
+A file ``vN`` holds what has changed with 0.5.N. Of each function, that of the last file counts
+whose version is not newer than SGLang. No other module asks for the version.
+"""
+
+from __future__ import annotations
+
+from sglang_coserve.srt.compat.versions import INSTALLED
+
+__all__ = [
+    "aborted_errors",
+    "check_extra_keys",
+    "computed_tokens",
+    "exceeds_window_pool",
+    "filter_out",
+    "free_prepared",
+    "has_unsaved_kv",
+    "holds_kv",
+    "is_mixed",
+    "keep_outputs",
+    "model_config_of",
+    "parallel",
+    "place_context",
+    "prefix_tokens",
+    "put_back_outputs",
+    "release_kv",
+    "reserve_window_slots",
+    "set_computed_tokens",
+    "set_extent",
+    "settings_of",
+    "slot_of",
+    "start_scheduler",
+    "tensors_beside",
+]
+
+if INSTALLED >= (0, 5, 18):
+    from sglang_coserve.srt.compat.v18 import aborted_errors, check_extra_keys
+else:
+    from sglang_coserve.srt.compat.v17 import aborted_errors, check_extra_keys
+
+if INSTALLED >= (0, 5, 19):
+    from sglang_coserve.srt.compat.v19 import (
+        computed_tokens,
+        holds_kv,
+        model_config_of,
+        set_computed_tokens,
+        settings_of,
+        slot_of,
+    )
+else:
+    from sglang_coserve.srt.compat.v17 import (
+        computed_tokens,
+        holds_kv,
+        model_config_of,
+        set_computed_tokens,
+        settings_of,
+        slot_of,
+    )
+
+if INSTALLED >= (0, 5, 21):
+    from sglang_coserve.srt.compat.v21 import (
+        exceeds_window_pool,
+        is_mixed,
+        keep_outputs,
+        parallel,
+        put_back_outputs,
+        reserve_window_slots,
+        start_scheduler,
+        tensors_beside,
+    )
+else:
+    from sglang_coserve.srt.compat.v17 import (
+        exceeds_window_pool,
+        is_mixed,
+        keep_outputs,
+        parallel,
+        put_back_outputs,
+        reserve_window_slots,
+        tensors_beside,
+    )
+
+    if INSTALLED >= (0, 5, 20):
+        from sglang_coserve.srt.compat.v20 import start_scheduler
+    else:
+        from sglang_coserve.srt.compat.v17 import start_scheduler
+
+if INSTALLED >= (0, 5, 22):
+    from sglang_coserve.srt.compat.v22 import (
+        filter_out,
+        free_prepared,
+        has_unsaved_kv,
+        place_context,
+        prefix_tokens,
+        release_kv,
+        set_extent,
+    )
+else:
+    from sglang_coserve.srt.compat.v17 import (
+        filter_out,
+        free_prepared,
+        has_unsaved_kv,
+        place_context,
+        prefix_tokens,
+        release_kv,
+        set_extent,
+    )

@@ -1,0 +1,39 @@
+"""Gives names of SGLang's modules other values, in this process."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from sglang_coserve.errors import StartupError
+from sglang_coserve.srt.compat.seams import SEAMS, Use
+from sglang_coserve.srt.compat.versions import installed_version
+
+__all__ = ["replace", "replaced_names"]
+
+
+def replaced_names() -> frozenset[str]:
+    """Return the dotted names that may be replaced: those listed in ``seams``."""
+    return frozenset(seam.name for seam in SEAMS if seam.use is Use.REPLACED)
+
+
+def replace(name: str, value: Any) -> Any:
+    """Let a name of a module of SGLang's be ``value``; return what it was.
+
+    ``name`` is dotted and listed in ``seams``. Imports the module.
+
+    Raises:
+        StartupError: there is no such name in this SGLang, so that replacing it would do nothing.
+    """
+    assert name in replaced_names(), f"{name} is not listed as replaced in compat/seams.py"
+    owner, _, attribute = name.rpartition(".")
+    try:
+        module = importlib.import_module(owner)
+        former = getattr(module, attribute)
+    except (ImportError, AttributeError):
+        raise StartupError(
+            f"SGLang {installed_version()} has no {name}, which co-serving replaces: install a "
+            "supported version"
+        ) from None
+    setattr(module, attribute, value)
+    return former

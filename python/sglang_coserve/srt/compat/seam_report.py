@@ -1,0 +1,93 @@
+"""``scripts/sglang-seams``: what a version of SGLang would break, before it is installed."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang_coserve.srt.compat.seam_check import changes, imported_names, problems
+from sglang_coserve.srt.compat.seams import seams_of
+from sglang_coserve.srt.compat.source_tree import SourceTree
+from sglang_coserve.srt.compat.versions import NEWEST, OLDEST, version_key
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the report; return 1 if something is missing, 2 if a wheel could not be had."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/sglang-seams",
+        description="Check a version of SGLang against what co-serving relies on in it. Its wheel "
+        "is downloaded and read, not installed.",
+    )
+    parser.add_argument("version", type=_version, help="for example 0.5.24")
+    parser.add_argument(
+        "--since", type=_version, default=NEWEST, help=f"compare with this one (default {NEWEST})"
+    )
+    parser.add_argument(
+        "--wheels", type=Path, help="keep wheels in this directory, and take them from it"
+    )
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = args.wheels or Path(temporary)
+        try:
+            tree = SourceTree.of_wheel(_wheel(args.version, directory))
+            lines = problems(tree, args.version)
+            _say(f"SGLang {args.version}: {_count(args.version)} checked, {len(lines)} missing")
+            _say(*(f"  {line}" for line in lines))
+            if args.since != args.version:
+                before = SourceTree.of_wheel(_wheel(args.since, directory))
+                differences = changes(before, tree, args.since, args.version)
+                _say(f"{args.since} -> {args.version}: {len(differences)} changed")
+                _say(*(f"  {line}" for line in differences))
+        except (OSError, zipfile.BadZipFile) as error:
+            print(f"error: {error}", file=sys.stderr)  # noqa: T201
+            return 2
+    return 1 if lines else 0
+
+
+def _wheel(version: str, directory: Path) -> Path:
+    """Return the wheel of a version, from ``directory`` or else downloaded to it.
+
+    Raises:
+        OSError: it cannot be downloaded.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    pattern = f"sglang-{version}-*.whl"
+    found = next(directory.glob(pattern), None)
+    if found is None:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--only-binary", ":all:", "--dest", str(directory), f"sglang=={version}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        found = next(directory.glob(pattern), None)
+        if found is None:
+            reason = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+            raise OSError(f"no wheel of SGLang {version}: {reason}")
+    return found
+
+
+def _count(version: str) -> str:
+    imports = {name for name, _ in imported_names(version)}
+    return f"{len(imports)} imports and {len(seams_of(version))} names"
+
+
+def _version(text: str) -> str:
+    try:
+        version_key(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}; supported: {OLDEST} to {NEWEST}") from None
+    return text
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        print(line)  # noqa: T201
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,504 @@
+"""What co-serving relies on in SGLang beyond its public classes, by dotted names.
+
+Read without importing SGLang: by ``scripts/sglang-seams`` for any wheel, by tests and by
+``check_version``. What is imported from SGLang need not be listed: ``seam_check`` finds the
+imports in this package's sources. Each entry was checked against the versions it names, the
+whole range unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from sglang_coserve.srt.compat.versions import LAST_WITH_CHECKPOINTS, NEWEST, OLDEST, version_key
+from sglang_coserve.srt.continuation import STATEFUL_FIELDS, STATEFUL_PARAMS
+
+__all__ = ["SEAMS", "Seam", "Use", "seams_of"]
+
+
+class Use(StrEnum):
+    """What is done with a name."""
+
+    OVERRIDDEN = "overridden"
+    """A method that a subclass of ours replaces, or that is replaced in SGLang's class."""
+
+    CALLED = "called"
+    REPLACED = "replaced"
+    """A name of a module that gets another value, by ``compat.replace``."""
+
+    READ = "read"
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """A name in SGLang, and how it has to be."""
+
+    name: str
+    """Dotted, from ``sglang`` on."""
+
+    use: Use
+
+    parameters: tuple[str, ...] | None = None
+    """The first parameters of a function, ``self`` left out; it needs no others. Not checked
+    when None."""
+
+    first: str = OLDEST
+    last: str = NEWEST
+    """The versions it was checked against, and in which it is used."""
+
+    def is_in(self, version: str) -> bool:
+        """Tell whether ``version`` is expected to have it. A newer one than any checked is."""
+        key = version_key(version)
+        is_early_enough = self.last == NEWEST or key <= version_key(self.last)
+        return version_key(self.first) <= key and is_early_enough
+
+
+def seams_of(version: str) -> list[Seam]:
+    """Return what is relied on in a version."""
+    return [seam for seam in SEAMS if seam.is_in(version)]
+
+
+_Members = Mapping[str, str | None]
+"""Names and their parameters, separated by spaces; None where these do not matter."""
+
+
+def _of(
+    owner: str, use: Use, members: _Members, *, first: str = OLDEST, last: str = NEWEST
+) -> Iterator[Seam]:
+    for name, parameters in members.items():
+        words = None if parameters is None else tuple(parameters.split())
+        yield Seam(f"sglang.{owner}.{name}", use, words, first, last)
+
+
+def _names(*names: str) -> dict[str, None]:
+    return dict.fromkeys(names)
+
+
+_SCHEDULER: Final = "srt.managers.scheduler.Scheduler"
+_MANAGER: Final = "srt.managers.tokenizer_manager.TokenizerManager"
+_REQ: Final = "srt.managers.schedule_batch.Req"
+_BATCH: Final = "srt.managers.schedule_batch.ScheduleBatch"
+_ADDER: Final = "srt.managers.schedule_policy.PrefillAdder"
+_OPENAI: Final = "srt.entrypoints.openai.serving_base.OpenAIServingBase"
+_XGRAMMAR: Final = "srt.constrained.xgrammar_backend"
+_PENALIZERS: Final = "srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator"
+_CONVOLUTION: Final = "srt.layers.attention.mamba.causal_conv1d"
+_CUDA_GRAPH: Final = "srt.model_executor.runner_backend_utils.breakable_cuda_graph"
+
+SEAMS: Final[tuple[Seam, ...]] = (
+    # --- The scheduler -------------------------------------------------------------------
+    *_of(
+        _SCHEDULER,
+        Use.OVERRIDDEN,
+        {
+            "_add_request_to_queue": "req is_retracted",
+            "abort_request": "recv_req",
+            "get_init_info": "",
+            "get_internal_state": "recv_req",
+            "get_new_batch_prefill": "running_batch",
+            "get_next_batch_to_run": "running_batch last_batch",
+            "handle_generate_request": "recv_req",
+            "init_grammar_manager": "",
+            "init_invariant_checker": "",
+            "init_request_dispatcher": "",
+            "init_request_receiver": "",
+            "init_watch_dog_memory_saver_input_blocker": "",
+            "is_disable_overlap_for_batch": "batch last_batch",
+            "is_fully_idle": "for_health_check",
+            "on_idle": "",
+            "pause_generation": "recv_req",
+            "process_batch_result": "batch result",
+            "run_batch": "batch pp_proxy_tensors",
+            "run_event_loop": "",
+            "update_running_batch": "batch",
+        },
+    ),
+    *_of(
+        _SCHEDULER,
+        Use.OVERRIDDEN,
+        {"_can_schedule_lora_req": "req running_loras"},
+        last="0.5.19",
+    ),
+    *_of(
+        _SCHEDULER,
+        Use.OVERRIDDEN,
+        {"can_schedule_lora_req": "req running_loras"},
+        first="0.5.20",
+    ),
+    *_of(
+        _SCHEDULER,
+        Use.CALLED,
+        {
+            "_set_or_validate_priority": "req",
+            "flush_cache": "empty_cache",
+            "get_num_allocatable_reqs": "running_bs",
+            "init_req_max_new_tokens": "req",
+            "stash_chunked_request": "req",
+        },
+    ),
+    *_of(
+        _SCHEDULER,
+        Use.READ,
+        _names(
+            *("_pending_chunked_abort_req", "_request_dispatcher", "chunked_prefill_size"),
+            *("chunked_req", "disaggregation_mode", "future_map", "grammar_manager"),
+            *("idle_sleeper", "input_blocker", "invariant_checker", "ipc_channels"),
+            *("is_hybrid_swa", "is_mixed_chunk", "last_batch", "max_prefill_tokens"),
+            *("max_req_len", "max_running_requests", "model_config", "recv_from_tokenizer"),
+            *("running_batch", "server_args", "spec_algorithm", "token_to_kv_pool_allocator"),
+            *("tokenizer", "tp_cpu_group", "tp_worker", "tree_cache", "waiting_queue"),
+        ),
+    ),
+    *_of(_SCHEDULER, Use.READ, _names("ps"), last="0.5.20"),
+    *_of(
+        "srt.managers.scheduler",
+        Use.REPLACED,
+        {"PrefillAdder": None, "Scheduler": None},
+    ),
+    *_of(
+        _ADDER,
+        Use.OVERRIDDEN,
+        {
+            "add_chunked_req": "req",
+            "add_one_req": "req has_chunked_req truncation_align_size",
+        },
+    ),
+    *_of(
+        _ADDER,
+        Use.CALLED,
+        {
+            "_lock_node": "last_node",
+            "_swa_new_tokens": "req",
+            "ceil_paged_tokens": "tokens",
+        },
+    ),
+    *_of(
+        _ADDER,
+        Use.READ,
+        _names(
+            *("is_hybrid_swa", "new_chunked_req", "rem_chunk_tokens", "running_batch"),
+        ),
+    ),
+    *_of(
+        _ADDER,
+        Use.CALLED,
+        {"_swa_budget_for_req": "extend_input_len max_new_tokens swa_host_hit_length"},
+        last="0.5.20",
+    ),
+    *_of(
+        _ADDER,
+        Use.READ,
+        _names("cur_rem_token_offset", "rem_swa_token_offset", "rem_swa_tokens"),
+        last="0.5.20",
+    ),
+    *_of(_ADDER, Use.READ, _names("memory_budget"), first="0.5.21"),
+    *_of(
+        "srt.mem_cache.prefill_budget.SWAPrefillBudget",
+        Use.CALLED,
+        {"swa_tokens": "extend_input_len max_new_tokens chunk_limit"},
+        first="0.5.21",
+    ),
+    *_of(
+        "srt.mem_cache.prefill_budget.SWAPrefillBudget",
+        Use.READ,
+        _names("current_offset", "remaining_swa", "swa_offset"),
+        first="0.5.21",
+    ),
+    # --- Requests and batches ------------------------------------------------------------
+    *_of(_REQ, Use.CALLED, {"reset_for_retract": "", "update_reasoning_tokens": None}),
+    *_of(
+        _REQ,
+        Use.READ,
+        _names(
+            *("already_computed", "decode_batch_idx", "extend_batch_idx", "finished_reason"),
+            *("full_untruncated_fill_ids", "inflight_middle_chunks", "kv", "last_node"),
+            *("origin_input_ids", "output_ids", "retraction_count", "skip_radix_cache_insert"),
+            "to_finish",
+        ),
+    ),
+    *_of(
+        _BATCH,
+        Use.CALLED,
+        {
+            "check_decode_mem": "selected_indices",
+            "merge_batch": "other",
+            "mix_with_running": "running_batch",
+            "prepare_for_decode": "",
+            "prepare_for_extend": "",
+        },
+    ),
+    *_of(_REQ, Use.READ, _names("kv_committed_len", "req_pool_idx"), last="0.5.18"),
+    *_of(
+        _REQ,
+        Use.READ,
+        _names("extend_range", "prefix_indices"),
+        last="0.5.21",
+    ),
+    *_of(_REQ, Use.CALLED, {"set_extend_range": "start end"}, last="0.5.21"),
+    *_of(
+        _BATCH,
+        Use.CALLED,
+        {"filter_batch": "chunked_req_to_exclude keep_indices"},
+        last="0.5.21",
+    ),
+    *_of(_BATCH, Use.CALLED, {"filter_batch": "reqs_to_exclude keep_indices"}, first="0.5.22"),
+    *_of(
+        "srt.managers.schedule_batch.ReqKvInfo",
+        Use.READ,
+        _names("holds_kv", "kv_allocated_len", "kv_committed_len", "req_pool_idx"),
+        first="0.5.19",
+    ),
+    *_of(_REQ, Use.READ, _names("extend_end", "prefix_len"), first="0.5.22"),
+    *_of(
+        "srt.mem_cache.common",
+        Use.CALLED,
+        {"release_kv_cache": "req tree_cache is_insert"},
+        last="0.5.21",
+    ),
+    *_of(
+        "srt.mem_cache.common",
+        Use.CALLED,
+        {"release_kv_cache": "req tree_cache checkpoint"},
+        first="0.5.22",
+    ),
+    # --- What layers hand on -------------------------------------------------------------
+    *_of(
+        "srt.layers.layer_boundary.residual.batch",
+        Use.CALLED,
+        {"complete_output": "hidden_states forward_batch"},
+        first="0.5.21",
+    ),
+    *_of(
+        "srt.layers.layer_boundary.residual.stream.ResidualStream",
+        Use.READ,
+        _names("pending", "residual"),
+        first="0.5.21",
+    ),
+    # --- Sampling and grammars -----------------------------------------------------------
+    *_of(
+        "srt.layers.sampler.Sampler",
+        Use.OVERRIDDEN,
+        {"_preprocess_logits": "logits sampling_info", "compute_logprobs_only": None},
+    ),
+    *_of("srt.layers.sampler", Use.REPLACED, _names("multinomial_with_seed")),
+    *_of("srt.managers.schedule_batch", Use.REPLACED, _names("re")),
+    *_of("srt.sampling.sampling_batch_info", Use.REPLACED, _names("apply_scaling_penalties")),
+    *_of(
+        "srt.sampling.penaltylib.repetition_penalty",
+        Use.REPLACED,
+        _names("apply_scaling_penalties"),
+    ),
+    *_of(_PENALIZERS, Use.CALLED, {"cumulate_output_tokens": "output_ids"}),
+    *_of(_PENALIZERS, Use.READ, _names("batch", "penalizers")),
+    *_of(
+        "srt.constrained.base_grammar_backend.BaseGrammarBackend",
+        Use.CALLED,
+        {"get_cached_or_future_value": "key require_reasoning", "set_cache": "key value"},
+    ),
+    *_of(_XGRAMMAR, Use.REPLACED, _names("GrammarCompiler", "torch")),
+    *_of(f"{_XGRAMMAR}.XGrammarGrammar", Use.OVERRIDDEN, {"apply_vocab_mask": "logits vocab_mask"}),
+    *_of(f"{_XGRAMMAR}.XGrammarGrammarBackend", Use.OVERRIDDEN, _names("apply_vocab_mask")),
+    # --- The tokenizer manager and the HTTP server ---------------------------------------
+    *_of(
+        _MANAGER,
+        Use.OVERRIDDEN,
+        {
+            "_batch_tokenize_and_process": "batch_size obj",
+            "_create_tokenized_object": "obj input_text input_ids",
+            "_handle_batch_output": "recv_obj",
+            "_should_use_batch_tokenization": "batch_size requests",
+            "_tokenize_one_request": "obj",
+            "_tokenize_texts": "texts is_cross_encoder",
+            "_validate_mm_limits": "obj",
+            "_wait_for_model_update_from_disk": "obj",
+            "continue_generation": "obj",
+            "dump_requests_before_crash": None,
+            "generate_request": "obj request",
+            "pause_generation": "obj",
+            "score_request": None,
+            "serving_chat_class": "",
+            "update_weights_from_disk": "obj request",
+            "update_weights_from_distributed": "obj request",
+            "update_weights_from_ipc": "obj request",
+            "update_weights_from_tensor": "obj request",
+        },
+    ),
+    *_of(_MANAGER, Use.CALLED, {"config_value": "name", "flush_cache": "timeout_s"}),
+    *_of(
+        _MANAGER,
+        Use.READ,
+        _names("incremental_streaming_output", "is_pause", "preferred_sampling_params"),
+    ),
+    *_of(
+        "srt.managers.tokenizer_manager",
+        Use.REPLACED,
+        _names("APIServerReqTimeStats"),
+    ),
+    *_of(
+        "srt.managers.io_struct.GenerateReqInput",
+        Use.READ,
+        _names("contains_mm_input", "rid", "stream", *STATEFUL_FIELDS),
+    ),
+    *_of(
+        "srt.managers.io_struct.EmbeddingReqInput",
+        Use.READ,
+        _names("contains_mm_input", "rid", "sampling_params"),
+    ),
+    *_of("srt.managers.io_struct", Use.READ, _names("_USE_PICKLE_IPC")),
+    *_of(
+        "srt.sampling.sampling_params.SamplingParams",
+        Use.READ,
+        _names("is_normalized", "stream_interval", *STATEFUL_PARAMS),
+    ),
+    *_of(
+        _OPENAI,
+        Use.OVERRIDDEN,
+        {
+            "_convert_to_internal_request": "request raw_request",
+            "handle_request": "request raw_request",
+        },
+    ),
+    *_of(_OPENAI, Use.OVERRIDDEN, {"_compute_extra_key": "request"}, last="0.5.17"),
+    *_of(
+        "srt.entrypoints.anthropic.serving.AnthropicServing",
+        Use.OVERRIDDEN,
+        {
+            "_error_response": "status_code error_type message",
+            "_handle_non_streaming": "chat_request anthropic_request raw_request",
+            "_handle_streaming": "chat_request anthropic_request raw_request",
+            "handle_count_tokens": "request raw_request",
+        },
+    ),
+    *_of(
+        "srt.entrypoints.ollama.serving.OllamaServing",
+        Use.OVERRIDDEN,
+        {"handle_chat": "request raw_request", "handle_generate": "request raw_request"},
+    ),
+    *_of("srt.entrypoints.http_server", Use.REPLACED, _names("_setup_and_run_http_server")),
+    *_of("srt.entrypoints.http_server", Use.READ, _names("_global_state", "app")),
+    *_of(
+        "srt.entrypoints.http_server",
+        Use.CALLED,
+        {
+            "launch_server": (
+                "server_args init_tokenizer_manager_func run_scheduler_process_func "
+                "run_detokenizer_process_func execute_warmup_func launch_callback"
+            )
+        },
+    ),
+    *_of(
+        "srt.entrypoints.engine",
+        Use.CALLED,
+        {"init_tokenizer_manager": "server_args port_args TokenizerManagerClass"},
+    ),
+    *_of("srt.entrypoints.engine.Engine", Use.READ, _names("_scheduler_init_result")),
+    *_of(
+        "srt.server_args.ServerArgs",
+        Use.OVERRIDDEN,
+        {"add_cli_args": None, "from_cli_args": None},
+    ),
+    *_of("srt.server_args.ServerArgs", Use.CALLED, {"get_model_config": ""}, last="0.5.18"),
+    *_of("srt.server_args.ServerArgs", Use.CALLED, {"resolve_once": ""}, first="0.5.19"),
+    # --- Processes of the profiler -------------------------------------------------------
+    *_of(
+        _SCHEDULER,
+        Use.CALLED,
+        {
+            "__init__": (
+                "server_args port_args gpu_id tp_rank moe_ep_rank pp_rank attn_cp_rank "
+                "moe_dp_rank dp_rank"
+            )
+        },
+        last="0.5.20",
+    ),
+    *_of(_SCHEDULER, Use.CALLED, {"__init__": "server_args port_args"}, first="0.5.21"),
+    # --- KV checkpoints ------------------------------------------------------------------
+    *_of(
+        "srt.mem_cache.unified_radix_cache.UnifiedRadixCache",
+        Use.OVERRIDDEN,
+        _names(
+            *("_evict_components", "_execute_and_commit_kv_backup", "cache_finished_req"),
+            *("check_hicache_events", "load_back", "loading_check", "writing_check"),
+        ),
+        last=LAST_WITH_CHECKPOINTS,
+    ),
+    *_of(
+        "srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore",
+        Use.OVERRIDDEN,
+        _names(
+            *("_is_host_leaf", "_remove_leaf_from_parent", "_split_node", "commit_backup", "demote"),
+            *("_unevict_node_on_insert", "_update_evictable_leaf_sets", "evict_device_leaf"),
+            *("finish_write_through", "node_by_id"),
+        ),
+        last=LAST_WITH_CHECKPOINTS,
+    ),
+    # --- Kernels and attention -----------------------------------------------------------
+    *_of(
+        "srt.mem_cache.allocator.paged",
+        Use.REPLACED,
+        {
+            "alloc_decode_kernel": (
+                "seq_lens_ptr last_loc_ptr free_page_ptr out_indices bs_upper page_size"
+            ),
+            "alloc_extend_kernel": (
+                "pre_lens_ptr seq_lens_ptr last_loc_ptr free_page_ptr out_indices bs_upper "
+                "page_size"
+            ),
+        },
+    ),
+    *_of(
+        "kernels.ops.elementwise.elementwise",
+        Use.REPLACED,
+        _names("_fused_gate_sigmoid_mul_add_kernel"),
+    ),
+    *_of(
+        "kernels.ops.attention.fla.fused_norm_gate",
+        Use.REPLACED,
+        _names("layer_norm_gated_fwd"),
+    ),
+    *_of(
+        _CONVOLUTION,
+        Use.REPLACED,
+        _names("_causal_conv1d_fn_triton", "_causal_conv1d_update_triton"),
+    ),
+    *_of("srt.lora.layers", Use.REPLACED, _names("torch")),
+    *_of("srt.lora.backend.torch_backend", Use.REPLACED, _names("torch")),
+    *_of("srt.lora.lora_manager.LoRAManager", Use.CALLED, {"validate_lora_batch": "lora_ids"}),
+    *_of(
+        "srt.layers.attention.base_attn_backend.AttentionBackend",
+        Use.OVERRIDDEN,
+        {"forward": "q k v layer forward_batch save_kv_cache"},
+    ),
+    *_of(
+        "srt.layers.attention.torch_native_backend.TorchNativeAttnBackend",
+        Use.OVERRIDDEN,
+        {
+            "forward_decode": "q k v layer forward_batch save_kv_cache",
+            "forward_extend": "q k v layer forward_batch save_kv_cache",
+        },
+    ),
+    *_of(
+        "srt.model_executor.runner_backend.FullCudaGraphBackend",
+        Use.OVERRIDDEN,
+        {
+            "capture_one": "shape_key forward_fn capture_inputs post_warmup_hook",
+            "cleanup": "",
+            "replay": "shape_key static_forward_batch",
+        },
+    ),
+    *_of(
+        "srt.model_executor.runner_backend.FullCudaGraphBackend",
+        Use.READ,
+        _names("_capture_stream", "_graphs", "_outputs", "_pool", "_tp_group"),
+    ),
+    *_of(f"{_CUDA_GRAPH}.BreakableCUDAGraph", Use.READ, _names("_break_fns", "_segments")),
+    *_of(f"{_CUDA_GRAPH}.breakable_cuda_graph", Use.READ, _names("_current_capture_var")),
+    *_of(
+        "srt.managers.scheduler_components.idle_sleeper.IdleSleeper",
+        Use.OVERRIDDEN,
+        {"maybe_sleep": ""},
+    ),
+)

@@ -1,0 +1,223 @@
+"""SGLang 0.5.17, and what has stayed as it was there; later versions say what has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = [
+    "aborted_errors",
+    "check_extra_keys",
+    "computed_tokens",
+    "exceeds_window_pool",
+    "filter_out",
+    "free_prepared",
+    "has_unsaved_kv",
+    "holds_kv",
+    "is_mixed",
+    "keep_outputs",
+    "model_config_of",
+    "parallel",
+    "place_context",
+    "prefix_tokens",
+    "put_back_outputs",
+    "release_kv",
+    "reserve_window_slots",
+    "set_computed_tokens",
+    "set_extent",
+    "settings_of",
+    "slot_of",
+    "start_scheduler",
+    "tensors_beside",
+]
+
+Req = Any
+ScheduleBatch = Any
+
+
+# --- Settings (until 0.5.18) ---------------------------------------------------------------
+
+
+def settings_of(server_args: Any) -> Any:
+    """Return the settings in effect, what SGLang derives from others included; to be read only."""
+    return server_args
+
+
+def model_config_of(server_args: Any) -> Any:
+    """Return SGLang's ``ModelConfig``."""
+    return server_args.get_model_config()
+
+
+# --- What a request holds (until 0.5.18) ---------------------------------------------------
+
+
+def holds_kv(req: Req) -> bool:
+    """Return whether a request has a slot and KV of its own."""
+    return req.kv is not None
+
+
+def slot_of(req: Req) -> Any:
+    """Return a request's row in the table of slots; None if it has none."""
+    return req.req_pool_idx
+
+
+def computed_tokens(req: Req) -> int:
+    """Return how many tokens of a request have KV; under overlap also the one in flight."""
+    return int(req.kv_committed_len)
+
+
+def set_computed_tokens(req: Req, tokens: int) -> None:
+    """Let ``computed_tokens`` be ``tokens``."""
+    req.kv_committed_len = tokens
+
+
+# --- What a request computes next (until 0.5.21) -------------------------------------------
+
+
+def prefix_tokens(req: Req) -> int:
+    """Return where a prefill goes on: how many of the tokens are cached or computed."""
+    return len(req.prefix_indices)
+
+
+def set_extent(req: Req, begin: int, end: int) -> None:
+    """Let the next prefill compute the tokens from ``begin``, its prefix, to ``end``."""
+    req.set_extend_range(begin, end)
+
+
+def has_unsaved_kv(req: Req) -> bool:
+    """Return whether the last prefill computed something that is not in the radix cache yet."""
+    return bool(req.extend_range.end > len(req.prefix_indices))
+
+
+def place_context(req: Req, slots: Any, scheduler: Any) -> None:  # noqa: ARG001
+    """Let a new request go on behind KV that lies in ``slots`` already, which become its own."""
+    req.prefix_indices = slots
+
+
+def free_prepared(req: Req, scheduler: Any) -> None:
+    """Free what a request of ``place_context`` holds, whether its batch was prepared or not."""
+    if slot_of(req) is None:
+        scheduler.token_to_kv_pool_allocator.free(req.prefix_indices)
+    else:
+        release_kv(req, scheduler.tree_cache, keeps=False)
+
+
+def release_kv(req: Req, tree_cache: Any, *, keeps: bool) -> None:
+    """Free a request's slot and KV; what it has computed goes to the radix cache if ``keeps``."""
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    release_kv_cache(req, tree_cache, is_insert=keeps)
+
+
+def filter_out(batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
+    """Take ``reqs``, and what has finished, out of a batch."""
+    batch.filter_batch(chunked_req_to_exclude=list(reqs))
+
+
+# --- The admission of prefills into a sliding window's pool (until 0.5.20) -----------------
+
+
+def is_mixed(adder: Any) -> bool:
+    """Return whether a new ``PrefillAdder`` is for a batch that decodes, too."""
+    return bool(adder.cur_rem_token_offset > 0)
+
+
+def reserve_window_slots(adder: Any, tokens: int) -> None:
+    """Leave so many slots of the window's pool out of what the prefills may take."""
+    adder.rem_swa_token_offset += tokens
+
+
+def exceeds_window_pool(adder: Any, req: Req, tokens: int) -> bool:
+    """Return whether the window's pool has no room for a prefill of so many tokens."""
+    needed = adder._swa_budget_for_req(tokens, adder._swa_new_tokens(req))
+    return bool(needed >= adder.rem_swa_tokens)
+
+
+# --- What layers hand on (until 0.5.20) ----------------------------------------------------
+
+
+def keep_outputs(outputs: Any, arguments: Sequence[Any]) -> Any:  # noqa: ARG001
+    """Return what is to be kept of a pass that stops now: what the last layer returned, and what
+    SGLang hands on beside it.
+
+    To be called within the pass, with the next layer's arguments, by all ranks at the same layer.
+    """
+    return outputs
+
+
+def put_back_outputs(kept: Any, arguments: Sequence[Any]) -> Any:  # noqa: ARG001
+    """Let a pass go on from what ``keep_outputs`` returned; return the layer's own outputs.
+
+    ``arguments`` are those of a layer of that pass.
+    """
+    return kept
+
+
+def tensors_beside(arguments: Sequence[Any]) -> tuple[Any, ...]:  # noqa: ARG001
+    """Return the tensors that a layer is given beside its arguments."""
+    return ()
+
+
+# --- Processes (until 0.5.19, and 0.5.20) --------------------------------------------------
+
+
+def parallel(scheduler: Any) -> Any:
+    """Return the ranks and sizes of a scheduler: ``tp_rank``, ``tp_size``, ``pp_size``, …"""
+    return scheduler.ps
+
+
+def start_scheduler(
+    kind: Callable[..., Any], server_args: Any, port_args: Any, tp_rank: int, *, configures: bool
+) -> Any:
+    """Return a scheduler of class ``kind`` with its model loaded, in this process.
+
+    ``configures`` gives the process a title and a log of its own, as SGLang's have.
+    """
+    from sglang.srt.entrypoints.engine import _compute_parallelism_ranks
+    from sglang.srt.managers.scheduler import configure_scheduler_process
+    from sglang.srt.runtime_context import publish
+
+    gpu_id = server_args.base_gpu_id + tp_rank * server_args.gpu_id_step
+    cp_rank, moe_dp_rank, moe_ep_rank = _compute_parallelism_ranks(server_args, tp_rank)
+    pp_rank, dp_rank = 0, None
+    if configures:
+        dp_rank = configure_scheduler_process(
+            server_args, gpu_id, tp_rank, cp_rank, moe_dp_rank, moe_ep_rank, pp_rank, dp_rank
+        )
+    publish(server_args, role="scheduler")
+    return kind(
+        server_args,
+        port_args,
+        gpu_id,
+        tp_rank,
+        moe_ep_rank,
+        pp_rank,
+        cp_rank,
+        moe_dp_rank,
+        dp_rank,
+    )
+
+
+# --- The HTTP server (0.5.17 only) ---------------------------------------------------------
+
+
+def aborted_errors() -> tuple[type[Exception], ...]:
+    """Return what a request raises that was aborted before the scheduler had it."""
+    from sglang.srt.managers.tokenizer_manager import RequestAbortedError
+
+    return (RequestAbortedError,)
+
+
+def check_extra_keys() -> None:
+    """Let a request whose ``extra_key`` is no text be answered with a 400; it is a 500 here."""
+    from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
+
+    compute_extra_key = OpenAIServingBase._compute_extra_key
+
+    def checked(self: Any, request: Any) -> Any:
+        try:
+            return compute_extra_key(self, request)
+        except TypeError as error:
+            raise ValueError(str(error)) from error  # Which SGLang answers with a 400.
+
+    OpenAIServingBase._compute_extra_key = checked

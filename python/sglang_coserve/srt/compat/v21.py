@@ -1,0 +1,101 @@
+"""What has changed with SGLang 0.5.21: ranks are the process's, pools make prefill budgets, and
+layers hand the residual on in a stream of the batch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = [
+    "exceeds_window_pool",
+    "is_mixed",
+    "keep_outputs",
+    "parallel",
+    "put_back_outputs",
+    "reserve_window_slots",
+    "start_scheduler",
+    "tensors_beside",
+]
+
+Req = Any
+
+
+def is_mixed(adder: Any) -> bool:
+    """As in ``v17``."""
+    return bool(adder.memory_budget.current_offset > 0)
+
+
+def reserve_window_slots(adder: Any, tokens: int) -> None:
+    """As in ``v17``."""
+    adder.memory_budget.swa_offset += tokens
+
+
+def exceeds_window_pool(adder: Any, req: Req, tokens: int) -> bool:
+    """As in ``v17``; SGLang shortens a chunk only where the pool would never suffice."""
+    budget = adder.memory_budget
+    needed = budget.swa_tokens(
+        tokens, adder._swa_new_tokens(req), chunk_limit=adder.rem_chunk_tokens
+    )
+    return bool(needed >= budget.remaining_swa)
+
+
+def keep_outputs(outputs: Any, arguments: Sequence[Any]) -> Any:
+    """As in ``v17``. A sum over ranks that is still owed is made: its parts may lie in memory that
+    other passes use."""
+    from sglang.srt.layers.layer_boundary.residual.batch import complete_output
+
+    batch = _forward_batch(arguments)
+    stream = batch and batch.residual_stream
+    if stream is None:
+        return outputs, None
+    if stream.pending is not None and stream.pending.owed is not None:
+        outputs = complete_output(outputs, batch)
+    batch.residual_stream = None  # Some models clear it when a pass ends early.
+    return outputs, stream
+
+
+def put_back_outputs(kept: Any, arguments: Sequence[Any]) -> Any:
+    """As in ``v17``."""
+    outputs, stream = kept
+    if stream is not None:
+        _forward_batch(arguments).residual_stream = stream
+    return outputs
+
+
+def tensors_beside(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """As in ``v17``."""
+    batch = _forward_batch(arguments)
+    stream = batch and batch.residual_stream
+    if stream is None:
+        return ()
+    pending = stream.pending and stream.pending.value
+    return tuple(each for each in (stream.residual, pending) if each is not None)
+
+
+def _forward_batch(arguments: Sequence[Any]) -> Any:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    return next((each for each in arguments if isinstance(each, ForwardBatch)), None)
+
+
+def parallel(scheduler: Any) -> Any:  # noqa: ARG001
+    """As in ``v17``."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel()
+
+
+def start_scheduler(
+    kind: Callable[..., Any], server_args: Any, port_args: Any, tp_rank: int, *, configures: bool
+) -> Any:
+    """As in ``v17``."""
+    from sglang.srt.managers.scheduler import configure_scheduler_process
+    from sglang.srt.runtime_context import SpawnRanks, publish
+
+    gpu_id = server_args.base_gpu_id + tp_rank * server_args.gpu_id_step
+    # Without pipeline parallelism, which is refused.
+    ranks = SpawnRanks(world_rank=tp_rank, dp_rank=None, gpu_id=gpu_id)
+    publish(server_args, role="scheduler", ranks=ranks)
+    if configures:
+        configure_scheduler_process(server_args, gpu_id)
+    return kind(server_args, port_args)

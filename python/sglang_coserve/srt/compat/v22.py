@@ -1,0 +1,71 @@
+"""What has changed with SGLang 0.5.22: a cached prefix is a length and lies in the row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_coserve.srt.compat.v19 import holds_kv
+
+__all__ = [
+    "filter_out",
+    "free_prepared",
+    "has_unsaved_kv",
+    "place_context",
+    "prefix_tokens",
+    "release_kv",
+    "set_extent",
+]
+
+Req = Any
+ScheduleBatch = Any
+
+
+def prefix_tokens(req: Req) -> int:
+    """As in ``v17``."""
+    return int(req.prefix_len)
+
+
+def set_extent(req: Req, begin: int, end: int) -> None:
+    """As in ``v17``."""
+    assert begin == req.prefix_len, "a prefill goes on where its prefix ends"
+    req.extend_end = end
+
+
+def has_unsaved_kv(req: Req) -> bool:
+    """As in ``v17``."""
+    return req.extend_end is not None and bool(req.extend_end > req.prefix_len)
+
+
+def place_context(req: Req, slots: Any, scheduler: Any) -> None:
+    """As in ``v17``: SGLang takes it for a prefill that goes on in a row it has."""
+    import torch
+
+    pool = scheduler.req_to_token_pool
+    rows = pool.alloc([req])
+    assert rows is not None, "the limits promise a row"
+    tokens = len(slots)
+    pool.write((req.kv.req_pool_idx, slice(0, tokens)), slots.to(torch.int32))
+    req.prefix_len = tokens
+    req.kv.kv_allocated_len = req.kv.kv_committed_len = tokens
+    req.inflight_middle_chunks = 1
+
+
+def free_prepared(req: Req, scheduler: Any) -> None:
+    """As in ``v17``."""
+    if holds_kv(req):
+        release_kv(req, scheduler.tree_cache, keeps=False)
+
+
+def release_kv(req: Req, tree_cache: Any, *, keeps: bool) -> None:
+    """As in ``v17``, but of an unfinished request nothing goes to a cache that keeps the states
+    of layers, too: it would keep a state that the request has moved on."""
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    keeps = keeps and (req.finished() or not tree_cache.supports_mamba())
+    release_kv_cache(req, tree_cache, checkpoint=keeps)
+
+
+def filter_out(batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
+    """As in ``v17``."""
+    batch.filter_batch(reqs_to_exclude=list(reqs))

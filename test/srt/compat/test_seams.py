@@ -1,0 +1,250 @@
+"""That what co-serving relies on is listed, is in the installed SGLang, and is missed elsewhere."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import sglang_coserve.srt
+from sglang_coserve.errors import StartupError
+from sglang_coserve.srt.compat import by_version, replace, replacements, seam_check
+from sglang_coserve.srt.compat.seam_check import changes, imported_names, problems
+from sglang_coserve.srt.compat.seams import SEAMS, Seam, Use
+from sglang_coserve.srt.compat.source_tree import SourceTree
+
+INSTALLED = importlib.metadata.version("sglang")
+SRT = Path(sglang_coserve.srt.__file__).parent
+BATCH = "sglang/srt/managers/schedule_batch.py"
+
+
+def tree(files: dict[str, str]) -> SourceTree:
+    return SourceTree(files.get)
+
+
+def check_only(monkeypatch: pytest.MonkeyPatch, *seams: Seam) -> None:
+    monkeypatch.setattr(seam_check, "seams_of", lambda _version: list(seams))
+    monkeypatch.setattr(seam_check, "_own_nodes", lambda _version: iter(()))
+
+
+# --- This package ------------------------------------------------------------------------
+
+
+def test_every_seam_is_in_the_installed_sglang() -> None:
+    assert problems(SourceTree.installed(), INSTALLED) == []
+
+
+def modules_of_sglang(nodes: Iterator[ast.AST]) -> set[str]:
+    return {
+        alias.asname or alias.name
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sglang"
+        for alias in node.names
+        if alias.name.islower()
+    }
+
+
+def assigned(nodes: Iterator[ast.AST]) -> Iterator[ast.Attribute]:
+    for node in nodes:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        yield from (target for target in targets if isinstance(target, ast.Attribute))
+
+
+def test_modules_of_sglang_are_changed_in_one_place() -> None:
+    """Which is told which names there are; KV checkpoints are under reconstruction."""
+    found = []
+    for path in SRT.rglob("*.py"):
+        if "kv_checkpoint" in path.parts:
+            continue
+        parsed = ast.parse(path.read_text(encoding="utf-8"))
+        modules = modules_of_sglang(ast.walk(parsed))
+        found += [
+            f"{path.name}:{target.lineno}"
+            for target in assigned(ast.walk(parsed))
+            if isinstance(target.value, ast.Name) and target.value.id in modules
+        ]
+    assert found == []
+
+
+def names_of(path: Path) -> set[str]:
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    return {node.name for node in body if isinstance(node, ast.FunctionDef)}
+
+
+def test_of_each_function_the_newest_file_counts_that_is_old_enough() -> None:
+    installed = int(INSTALLED.split(".")[2])
+    files = {int(path.stem[1:]): path for path in (SRT / "compat").glob("v[0-9]*.py")}
+    assert names_of(files[17]) == set(by_version.__all__)
+    for name in by_version.__all__:
+        since = max(v for v, path in files.items() if v <= installed and name in names_of(path))
+        assert getattr(by_version, name).__module__.endswith(f".v{since}"), name
+
+
+def test_the_imports_of_a_version_are_those_it_takes() -> None:
+    of_17 = {name for name, _ in imported_names("0.5.17")}
+    of_23 = {name for name, _ in imported_names("0.5.23")}
+    assert "sglang.srt.entrypoints.engine._compute_parallelism_ranks" in of_17 - of_23
+    assert "sglang.srt.runtime_context.SpawnRanks" in of_23 - of_17
+    assert "sglang.srt.managers.scheduler.Scheduler" in of_17 & of_23
+
+
+# --- Replacements ------------------------------------------------------------------------
+
+
+def test_a_replaced_name_is_given_back() -> None:
+    import sglang.srt.lora.layers as layers
+
+    name = "sglang.srt.lora.layers.torch"
+    ours = object()
+    former = replace(name, ours)
+    assert layers.torch is ours
+    assert replace(name, former) is ours
+    assert layers.torch is former
+
+
+def test_what_is_not_listed_is_not_replaced() -> None:
+    with pytest.raises(AssertionError, match="not listed as replaced"):
+        replace("sglang.srt.managers.scheduler.logger", None)
+
+
+@pytest.mark.parametrize("name", ["sglang.srt.lora.layers.gone", "sglang.srt.gone.torch"])
+def test_replacing_what_is_not_there_is_an_error(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replacements, "replaced_names", lambda: frozenset([name]))
+    with pytest.raises(StartupError, match=f"SGLang {INSTALLED} has no {name}"):
+        replace(name, None)
+
+
+# --- What is found out about another version ---------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("class Req:\n    def end(self, why, when=0): pass", None),
+        ("class Base:\n    def end(self, why): pass\nclass Req(Base): pass", None),
+        ("class Req:\n    def end(self, cause): pass", "has parameters ['cause']"),
+        ("class Req:\n    def end(self, why, when): pass", "needs also ['when']"),
+        ("class Req:\n    def end(self, why, *, when): pass", "needs also ['when']"),
+        ("class Req:\n    def stop(self, why): pass", "not there"),
+        ("", "not there"),
+    ],
+)
+def test_a_method_has_to_take_what_it_is_given(
+    source: str, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "sglang.srt.managers.schedule_batch.Req.end"
+    check_only(monkeypatch, Seam(name, Use.CALLED, ("why",)))
+    lines = problems(tree({BATCH: source}), "0.5.24")
+    if says is None:
+        assert lines == []
+    else:
+        (line,) = lines
+        assert line.startswith(f"{name}: ")
+        assert says in line
+
+
+@pytest.mark.parametrize(
+    ("source", "is_there"),
+    [
+        ("class Req:\n    kv: int = 0", True),
+        ("class Req:\n    def __init__(self):\n        self.kv, self.row = None, 1", True),
+        ("class Req:\n    @property\n    def kv(self): return 1", True),
+        ("from sglang.other import Request as Req", True),
+        (
+            "try:\n    from sglang.other import Request as Req\nexcept ImportError:\n    Req = 1",
+            True,
+        ),
+        ("from sglang.other import *", False),
+        ("class Req:\n    def __init__(self, other):\n        other.kv = None", False),
+    ],
+)
+def test_an_attribute_is_found_where_it_is_bound(source: str, is_there: bool) -> None:
+    files = {BATCH: source, "sglang/other.py": "class Request:\n    kv = 0"}
+    found = tree(files).find("sglang.srt.managers.schedule_batch.Req.kv")
+    assert (found is not None) is is_there
+
+
+@pytest.mark.parametrize(
+    ("parameters", "lines"),
+    [
+        ("self, why", []),
+        ("self, **rest", []),
+        ("self, cause", ["end: takes no ['why'], called by x"]),
+    ],
+)
+def test_our_calls_pass_no_keyword_that_is_not_taken(
+    parameters: str, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_only(monkeypatch, Seam("sglang.srt.managers.schedule_batch.Req.end", Use.CALLED))
+    calls = list(ast.walk(ast.parse("req.end(why=1)\nother.start(why=1)")))
+    monkeypatch.setattr(seam_check, "_own_nodes", lambda _version: ((n, "x") for n in calls))
+    source = f"class Req:\n    def end({parameters}): pass"
+    assert problems(tree({BATCH: source}), "0.5.24") == lines
+
+
+def test_a_new_version_is_checked_as_the_newest_one() -> None:
+    last = [seam for seam in SEAMS if seam.last == "0.5.23"]
+    assert all(seam.is_in("0.5.24") for seam in last)
+    assert not any(seam.is_in("0.5.24") for seam in SEAMS if seam.last != "0.5.23")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ("def end(a): return 1", "def end(a): return 1  # As it was.", None),
+        ("def end(a): return 1", 'def end(a):\n    """Ends."""\n    return 1', None),
+        ("def end(a): return 1", "def end(a): return 2", "body changed"),
+        ("def end(a): return 1", "def end(a, b=2): return 1", "parameters (a) -> (a, b=2)"),
+        ("def end(a): return 1", "", "gone"),
+        ("", "def end(a): return 1", "new"),
+    ],
+)
+def test_the_differences_of_two_versions_are_told(
+    before: str, after: str, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "sglang.srt.managers.schedule_batch.end"
+    check_only(monkeypatch, Seam(name, Use.CALLED))
+    lines = changes(tree({BATCH: before}), tree({BATCH: after}), "0.5.23", "0.5.24")
+    assert lines == ([] if says is None else [f"{name}: {says}"])
+
+
+def test_a_module_that_moves_on_in_a_circle_has_nothing() -> None:
+    files = {"sglang/a.py": "from sglang.b import x", "sglang/b.py": "from sglang.a import x"}
+    assert tree(files).find("sglang.a.x") is None
+
+
+# --- The script --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_report(tmp_path: Path) -> Callable[..., int]:
+    from sglang_coserve.srt.compat.seam_report import main
+
+    return lambda *argv: main([*argv, "--wheels", str(tmp_path)])
+
+
+def test_what_is_no_wheel_is_told_in_one_line(
+    run_report: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sglang-0.5.24-py3-none-any.whl").write_text("no archive")
+    assert run_report("0.5.24") == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_wheel_that_lacks_everything_is_told_so(
+    run_report: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import zipfile
+
+    for version in ("0.5.23", "0.5.24"):
+        with zipfile.ZipFile(tmp_path / f"sglang-{version}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("sglang/__init__.py", "")
+    assert run_report("0.5.24") == 1
+    said = capsys.readouterr().out
+    assert "sglang.srt.managers.scheduler.Scheduler: not there, imported by" in said
+    assert "0.5.23 -> 0.5.24: 0 changed" in said

@@ -1,0 +1,85 @@
+"""Which versions of SGLang are refused, and how."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+import pytest
+
+from sglang_coserve.errors import UnsupportedError
+from sglang_coserve.srt.compat import seam_check, versions
+from sglang_coserve.srt.compat.versions import (
+    NEWEST,
+    OLDEST,
+    OVERRIDE_VARIABLE,
+    check_version,
+    is_supported,
+    start_up_line,
+    version_key,
+)
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    def found(_name: str) -> str:
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", found)
+
+
+def test_the_installed_sglang_is_supported() -> None:
+    check_version({})
+    assert is_supported(importlib.metadata.version("sglang"))
+
+
+@pytest.mark.parametrize("version", [OLDEST, "0.5.18", "0.5.21.post1", NEWEST])
+def test_every_version_of_the_range_is_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, version)
+    check_version({})
+    assert f"co-serving on SGLang {version} (supported: {OLDEST} to {NEWEST}" in start_up_line()
+
+
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.16.post2", "0.5.24", "0.6.0", "1.0.0rc1"])
+def test_another_version_is_refused_in_one_line(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(monkeypatch, version)
+    with pytest.raises(UnsupportedError, match=f"0.5.17 to 0.5.23, found {version}") as refused:
+        check_version({})
+    assert OVERRIDE_VARIABLE in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_no_sglang_is_told_from_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, None)
+    with pytest.raises(UnsupportedError, match="none is installed"):
+        check_version({OVERRIDE_VARIABLE: "1"})
+
+
+def test_an_untested_version_with_every_seam_can_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked up in the sources that are there, whatever their version says."""
+    real = importlib.metadata.version("sglang")
+    problems = seam_check.problems
+    monkeypatch.setattr(seam_check, "problems", lambda tree, _version: problems(tree, real))
+    installed(monkeypatch, "0.5.99")
+    check_version({OVERRIDE_VARIABLE: "1"})
+
+
+def test_an_untested_version_without_a_seam_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, "0.5.99")
+    lacking: list[Any] = ["sglang.srt.x: not there, read", "sglang.srt.y: not there, called"]
+    monkeypatch.setattr(seam_check, "problems", lambda _tree, _version: lacking)
+    with pytest.raises(UnsupportedError, match=r"0\.5\.99 lacks .*srt\.x: .*; sglang\.srt\.y"):
+        check_version({OVERRIDE_VARIABLE: "1"})
+
+
+def test_what_is_no_version_is_said_to_be_none() -> None:
+    assert version_key("0.5.21.post1") == (0, 5, 21)
+    with pytest.raises(ValueError, match="not a version of SGLang: 'main'"):
+        version_key("main")
+
+
+def test_the_tested_versions_are_supported() -> None:
+    assert all(map(is_supported, versions.TESTED))
