@@ -28,6 +28,7 @@ from typing import Final
 from bound_bench.upper_bound import Capacity, OfflineShape, offline_bound, required
 from sglang_coserve.core.baseline import EngineSize
 from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.pipeline import baseline_of
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.slo import parse_slo
@@ -197,11 +198,12 @@ def alone(requests: Sequence[TraceRequest], machinery: Machinery) -> tuple[float
 def alone_times(requests: Sequence[TraceRequest], machinery: Machinery) -> dict[str, list[float]]:
     """Return when the baseline has each token of each request."""
     executor = machinery.executor
-    baseline = EngineSize(
+    size = EngineSize(
         chunk_tokens=executor.max_batch_tokens,
         max_rows=executor.max_running_requests,
         kv_tokens=executor.kv_capacity_tokens,
-    ).baseline()
+    )
+    baseline = baseline_of(size)
     for request in requests:
         rid = str(request.index)
         baseline.arrived(rid, request.arrival_s, request.prompt_tokens)

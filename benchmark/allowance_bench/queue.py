@@ -13,6 +13,7 @@ from sglang_coserve.core.baseline import EngineSize
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.interference import Interference
 from sglang_coserve.core.latency_model import PolynomialModel
+from sglang_coserve.core.pipeline import baseline_of
 from sglang_coserve.core.prediction_error import PredictionError
 from sglang_coserve.core.request import Ending, RequestClass
 from sglang_coserve.core.slo import Latency, Slo, Statistic
@@ -109,7 +110,7 @@ def run(setting: QueueSetting) -> Outcome:
         [Slo(Latency.TTFT, Statistic.P99, limit_s=target_s)], ttft_prior_s=1.0, gap_prior_s=1.0
     )
     monitor = SloMonitor(SloTargets(target_s))
-    interference = Interference(monitor, EngineSize(1 << 20).baseline(), allowance)
+    interference = Interference(monitor, baseline_of(EngineSize(1 << 20)), allowance)
     machine = _Machine(setting)
     now_s, offline_s, place = 0.0, 0.0, 0
     ttfts_s: list[float] = []

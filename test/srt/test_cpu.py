@@ -94,6 +94,15 @@ def test_defaults_leave_what_is_set() -> None:
     }
 
 
+def test_stages_share_a_set_of_cores_where_sglang_asks_for_one_per_rank_of_a_stage() -> None:
+    environment: dict[str, str] = {}
+    with cpu.divided_cores(4, environment, num_sets=2):
+        sets = environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
+        threads = int(environment["OMP_NUM_THREADS"])
+    assert len(sets) == 2
+    assert threads == max(1, (len(os.sched_getaffinity(0)) - 1) // 4)
+
+
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 64])
 def test_every_rank_gets_cores_and_at_least_one_thread(tp_size: int) -> None:
     environment: dict[str, str] = {}

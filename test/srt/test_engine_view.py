@@ -122,3 +122,61 @@ def test_each_row_with_kv_is_held_once() -> None:
     engine.view.give_back(())
     assert engine.running_batch.reqs == [decode, parked]
     assert not len(engine.view.aside)
+
+
+class Pipelined(Engine):
+    """Two micro-batches, the first of which begins a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.view = EngineView(self, micro_batches=2)
+        self.running_mbs = [batch(), batch()]
+        self.mbs: list[Any] = [None, None]
+        self.last_mbs: list[Any] = [None, None]
+        self.running_batch = self.running_mbs[0]
+        self.view.begin_turn()
+
+
+def batch(*reqs: Any) -> Any:
+    return SimpleNamespace(reqs=list(reqs), batch_is_full=False)
+
+
+def row(rid: str, *, ended: bool = False) -> Any:
+    made = req(rid, offline=True)
+    made.finished = lambda: ended
+    made.kv = SimpleNamespace(holds_kv=True)
+    return made
+
+
+def test_rows_of_the_other_micro_batches_are_seen_once() -> None:
+    """Those that run there, and those of its last batch, which join them with its next pass."""
+    engine = Pipelined()
+    here, decode, prefilled, chunk, parked, ended = (
+        row(name, ended=name == "ended")
+        for name in ("here", "decode", "prefilled", "chunk", "parked", "ended")
+    )
+    engine.running_mbs[0].reqs = [here]
+    engine.running_mbs[1].reqs = [decode, ended]
+    engine.mbs[1] = batch(decode, prefilled, chunk, parked)
+    engine.chunked_req = chunk
+    engine.view.aside.park(parked)
+    assert engine.view.elsewhere() == [decode, prefilled]
+    assert engine.view.running_rows() == [here, decode]
+
+
+def test_without_a_pipeline_nothing_is_elsewhere() -> None:
+    assert Engine().view.elsewhere() == []
+
+
+def test_a_micro_batch_without_work_forgets_its_last_batch() -> None:
+    """Its rows have joined the running ones, and may have been paused since."""
+    engine = Pipelined()
+    engine.last_mbs = [batch(row("a")), batch(row("b"))]
+    engine.view.end_turn(batch())
+    assert None not in engine.last_mbs
+    engine.view.end_turn(None)
+    assert engine.last_mbs[0] is None
+    assert engine.last_mbs[1] is not None
+    engine.view.begin_turn()
+    engine.view.end_turn(None)
+    assert engine.last_mbs == [None, None]

@@ -59,7 +59,7 @@ def test_flags_are_parsed_again_and_again_and_leave_sglang_as_it_was(small_model
 
 
 UNSUPPORTED = {
-    "pipeline parallelism": {"pp_size": 2},
+    "--pp-async-batch-depth": {"pp_size": 2, "pp_async_batch_depth": 1},
     "DP attention": {"enable_dp_attention": True},
     "speculative decoding": {"speculative_algorithm": "NGRAM"},
     "several tokenizer workers": {"tokenizer_worker_num": 2},
@@ -70,6 +70,8 @@ UNSUPPORTED = {
 def server_args(**changes: Any) -> Any:
     values = {
         "pp_size": 1,
+        "pp_async_batch_depth": 0,
+        "enable_dynamic_chunking": False,
         "enable_dp_attention": False,
         "speculative_algorithm": None,
         "tokenizer_worker_num": 1,
@@ -102,6 +104,16 @@ def test_another_order_of_sglangs_is_for_fifo_alone(policy: str) -> None:
         compat.check_server_args(args, CoserveConfig(offline_policy="coserve"))
 
 
+def test_a_pipeline_takes_plans_but_no_checkpoints_and_no_chunks_of_sglangs_choice() -> None:
+    compat.check_server_args(server_args(pp_size=2), CoserveConfig(offline_policy="coserve"))
+    with pytest.raises(UnsupportedError, match="--kv-checkpoint with pipeline parallelism"):
+        compat.check_server_args(server_args(pp_size=2), CoserveConfig(kv_checkpoint="eager"))
+    dynamic = server_args(pp_size=2, enable_dynamic_chunking=True)
+    compat.check_server_args(dynamic, CoserveConfig())
+    with pytest.raises(UnsupportedError, match="--enable-dynamic-chunking with"):
+        compat.check_server_args(dynamic, CoserveConfig(offline_policy="coserve"))
+
+
 def test_decode_graphs_are_refused_on_a_cpu() -> None:
     config = CoserveConfig(
         offline_policy="coserve", safepoint_interval=2, safepoint_decode_graphs=True
@@ -130,7 +142,9 @@ def test_kv_checkpoints_are_refused_where_sglang_has_another_cache(
 
 def test_each_unsupported_setting_gets_a_line() -> None:
     with pytest.raises(UnsupportedError) as refused:
-        compat.check_server_args(server_args(pp_size=2, enable_dp_attention=True), CoserveConfig())
+        compat.check_server_args(
+            server_args(use_ray=True, enable_dp_attention=True), CoserveConfig()
+        )
     assert len(str(refused.value).splitlines()) == 2
 
 

@@ -11,6 +11,20 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sglang_coserve.srt.admission.offline_waiting import OfflineWaiting
 
 
+def test_in_a_pipeline_the_cool_down_lasts_as_many_passes_as_results_take() -> None:
+    waiting = OfflineWaiting(2)
+    waiting.append("new")
+    for name in ("first", "second"):
+        waiting.start_pass()
+        waiting.put_back(name)
+    assert waiting.take(2) == ["new"]
+    waiting.start_pass()
+    assert waiting.take(2) == ["first"]
+    assert list(waiting) == ["second"]
+    waiting.start_pass()
+    assert waiting.take(2) == ["second"]
+
+
 class WaitingMachine(RuleBasedStateMachine):
     """Ready and cooling requests, modelled as two lists."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,6 +83,55 @@ def test_with_overlap_it_shows_the_time_of_the_step_before() -> None:
     assert times(engine.run(11.0, None)) == [(1, pytest.approx(0.4))]
     assert times(engine.run(11.3, None)) == [(2, pytest.approx(0.3))]
     assert times(engine.run(11.5, None)) == [(None, pytest.approx(0.2))]
+
+
+class Pipeline:
+    """Passes of micro-batches that take turns; a batch's results come just before its next turn."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self.ledger = RequestLedger(None)
+        self.tracker = StepTracker(self.ledger, is_overlapped=False, micro_batches=micro_batches)
+        self.under_way: deque[Any] = deque([None] * (micro_batches - 1))
+
+    def run(self, now_s: float, tokens: int) -> list[StepResult]:
+        """One pass, with a prefill of so many tokens, or nothing."""
+        done = self.tracker.next_pass(now_s)
+        batch = None
+        if tokens:
+            req = request(f"at {now_s}", tokens)
+            self.ledger.add(req, now_s, now_s)
+            batch = prefill(req)
+        self.tracker.launched(batch)
+        self.under_way.append(batch)
+        ended = self.under_way.popleft()
+        if ended is not None:
+            self.tracker.processed(ended.reqs, [True])
+        return done
+
+
+def sizes(result: StepResult) -> list[int]:
+    return [batch.prefill_tokens for batch in result.beside]
+
+
+def test_in_a_pipeline_a_step_lasts_until_its_micro_batch_has_its_turn_again() -> None:
+    engine = Pipeline(2)
+    assert engine.run(10.0, 1) == []
+    assert engine.run(10.5, 2) == []
+    (first,) = engine.run(11.0, 3)
+    assert (first.seconds, sizes(first), first.concurrency) == (1.0, [0, 2], 1.5)
+    assert first.served[0].token_s == 11.0
+    (second,) = engine.run(12.0, 0)
+    assert (second.seconds, sizes(second), second.concurrency) == (1.5, [1, 3], 2.0)
+    (third,) = engine.run(12.25, 0)
+    assert (third.seconds, sizes(third)) == (1.25, [2, 0])
+    assert engine.run(13.0, 0) == []
+
+
+def test_of_three_micro_batches_two_before_and_two_after_run_beside_a_step() -> None:
+    engine = Pipeline(3)
+    results = [result for now in range(8) for result in engine.run(float(now), now + 1)]
+    assert [result.seconds for result in results] == [3.0] * 5
+    assert [sizes(result) for result in results][:3] == [[0, 0, 2, 3], [0, 1, 3, 4], [1, 2, 4, 5]]
 
 
 def test_a_result_waits_for_its_tokens() -> None:

@@ -241,11 +241,5 @@ class EngineSize:
     mixes_decodes: bool = False
     """Decodes run beside prompts, not after them."""
 
-    def baseline(self) -> Baseline:
-        """Return an engine of this size with online requests only; it has none yet."""
-        return Baseline(
-            chunk_tokens=self.chunk_tokens,
-            max_rows=self.max_rows,
-            kv_tokens=self.kv_tokens,
-            mixes_decodes=self.mixes_decodes,
-        )
+    micro_batches: int = 1
+    """Under way at a time; more than one with pipeline parallelism."""

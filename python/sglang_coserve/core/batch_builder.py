@@ -79,6 +79,8 @@ class BatchBuilder:
         self.free_tokens = snapshot.max_batch_tokens
         self.free_slots = snapshot.free_slots
         self.free_kv_tokens = snapshot.free_kv_tokens + snapshot.evictable_kv_tokens
+        """Negative until ``spare_elsewhere`` where other micro-batches need more than is free."""
+
         self.free_window_tokens = snapshot.free_window_tokens
 
         self.online_decodes: list[Row] = []
@@ -92,9 +94,16 @@ class BatchBuilder:
         """Paused offline decodes that do not join this step."""
         self.offline_prefills: list[Row] = []
         """Offline rows whose prefill is unfinished, the running one first."""
+        self.elsewhere_s = math.inf
+        """The strictest TPOT target of the online requests in other micro-batches."""
         self.tpot_slack_s = math.inf
-        """Time until the first online decode misses its TPOT target."""
+        """Time until the first online decode misses its TPOT target. One in another micro-batch is
+        taken to have got its last token just now."""
         self._due_s: list[float] = []
+
+        self._has_online_elsewhere = False
+        self._kv_elsewhere = 0
+        """KV of offline rows in other micro-batches, whose own plans can evict them."""
 
         self._page_tokens = snapshot.page_tokens
         self._window_tokens = snapshot.window_tokens
@@ -113,6 +122,8 @@ class BatchBuilder:
         self._chunks: dict[str, PrefillChunk] = {}
         self._decoding: set[str] = set()
         self._sort_rows()
+        if snapshot.elsewhere:
+            self._heed_elsewhere()
 
     @property
     def stats(self) -> BatchStats:
@@ -131,8 +142,11 @@ class BatchBuilder:
 
     @property
     def has_online(self) -> bool:
-        """True when an online request runs or waits."""
-        return bool(self.online_decodes or self.online_prefills or self.snapshot.waiting)
+        """True when an online request runs, also in another micro-batch, or waits."""
+        return (
+            bool(self.online_decodes or self.online_prefills or self.snapshot.waiting)
+            or self._has_online_elsewhere
+        )
 
     @property
     def offline_rows(self) -> list[Row]:
@@ -143,7 +157,7 @@ class BatchBuilder:
         """Return the strictest TPOT target of the online decodes; ``default_s`` is that of those
         that brought none, and where nobody decodes. O(rows)."""
         targets_s = [row.info.tpot_target_s or default_s for row in self.online_decodes]
-        return min(targets_s, default=default_s)
+        return min(min(targets_s, default=default_s), self.elsewhere_s)
 
     def leave_over_online(self, *, by_deadline: bool) -> None:
         """Note that an online prompt gets less than it could use: nothing is left for others.
@@ -277,7 +291,8 @@ class BatchBuilder:
         )
 
     def reclaim(self, kv_tokens: int, slots: int = 0, *, rows: int = 1) -> bool:
-        """Evict offline rows until so much is free; none, if all of them are not enough."""
+        """Evict offline rows until so much is free; none, if all of them are not enough, unless
+        those in other micro-batches are to go, too."""
         if self.has_room(kv_tokens, slots, rows=rows):
             return True
         kv_short, slots_short = kv_tokens - self.free_kv_tokens, slots - self.free_slots
@@ -293,10 +308,25 @@ class BatchBuilder:
             slots_short -= 1
         if kv_short > 0 or slots_short > 0 or window_short > 0:
             self.lacks_kv = True
+            if 0 < kv_short <= self._kv_elsewhere:
+                for row in victims:
+                    self.evict(row, kv_tokens)
             return False
         for row in victims:
             self.evict(row, kv_tokens)
         return True
+
+    def spare_elsewhere(self) -> None:
+        """Evict offline rows until other micro-batches find KV for their next tokens.
+
+        To be called before anything is added.
+        """
+        if self.free_kv_tokens >= 0:
+            return
+        victims = self._remaining_victims()
+        while self.free_kv_tokens < 0 and (victim := next(victims, None)) is not None:
+            self.evict(victim, 0)
+        self.free_kv_tokens = max(self.free_kv_tokens, 0)
 
     def next_victim(self) -> Row | None:
         """Return the offline row to evict next, ``None`` if there is none."""
@@ -430,6 +460,18 @@ class BatchBuilder:
                 offline_decodes.insert(num_steady, row)
                 num_steady += 1
         self.tpot_slack_s = min(due_s, default=math.inf) - self.snapshot.now_s
+
+    def _heed_elsewhere(self) -> None:
+        """Keep KV for the next tokens of other micro-batches, and let their online requests
+        bound this step. O(rows elsewhere)."""
+        rows = self.snapshot.elsewhere
+        self.free_kv_tokens -= self.kv_to_decode(rows)
+        online = [row for row in rows if row.info.is_online]
+        self._has_online_elsewhere = bool(online)
+        self._kv_elsewhere = sum([self._own_kv(row) for row in rows if not row.info.is_online])
+        targets_s = [row.info.tpot_target_s or self.targets.tpot_s for row in online]
+        self.elsewhere_s = min([s for s in targets_s if s is not None], default=math.inf)
+        self.tpot_slack_s = min(self.tpot_slack_s, self.elsewhere_s)
 
     def _with_decodes(self, count: int, context_tokens: int) -> BatchStats:
         stats = self.stats

@@ -13,6 +13,7 @@ from sglang_coserve.core.baseline import Baseline, EngineSize
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.bottleneck import fixed_s
 from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.pipeline import PipelineBaseline, baseline_of
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.slo import Slo, request_targets
 from sglang_coserve.core.slo_monitor import SloMonitor, TokenTimes
@@ -60,7 +61,7 @@ class Interference:
     def __init__(
         self,
         monitor: SloMonitor,
-        baseline: Baseline | None,
+        baseline: Baseline | PipelineBaseline | None,
         allowance: Allowance,
     ) -> None:
         """``allowance`` is told of each latency once it is known in both."""
@@ -90,7 +91,7 @@ class Interference:
             ttft_prior_s=model.predict(BatchStats.of([(engine.chunk_tokens, 0)])),
             gap_prior_s=fixed_s(model),
         )
-        return cls(_monitor(slos), engine.baseline(), allowance)
+        return cls(_monitor(slos), baseline_of(engine), allowance)
 
     @classmethod
     def measured(cls, slos: Sequence[Slo]) -> Interference:

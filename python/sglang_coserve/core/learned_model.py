@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel, Refiner, Sample
+from sglang_coserve.core.pipeline import pipelined
 from sglang_coserve.core.prediction_error import PredictionError
 
 __all__ = ["LearnedModel"]
@@ -37,14 +39,18 @@ class LearnedModel:
         """How well it predicted, before it was corrected."""
         return self._error
 
-    def observe(self, sample: Sample) -> None:
+    def observe(self, sample: Sample, beside: Sequence[BatchStats] = ()) -> None:
         """Learn from a step. O(1), amortized.
+
+        ``beside`` are the batches that shared a pipeline with it, as of ``StepResult``. Where
+        one of them is slower, the time says little of this one, and does not refine the model.
 
         Raises:
             InputFileError: its time is not positive.
         """
-        self._error.observe(self._model.predict(sample.batch), sample.seconds)
-        if self._refiner is None:
+        predicted_s, is_slowest = pipelined(self._model.predict, sample.batch, beside)
+        self._error.observe(predicted_s, sample.seconds)
+        if self._refiner is None or not is_slowest:
             return
         self._observed.append(sample)
         if len(self._observed) == _REFINED_AT_ONCE:

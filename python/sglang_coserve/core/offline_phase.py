@@ -143,10 +143,11 @@ def _admit(batch: BatchBuilder, context: PlanContext) -> None:
         return
     if batch.predicted_s >= batch.offline_budget_s:
         return
-    num_rows = len(batch.snapshot.rows) + len(batch.chunks)
+    seen = (*batch.snapshot.rows, *batch.snapshot.elsewhere)
+    num_rows = len(seen) + len(batch.chunks)
     picks = config.max_picks
     if config.max_offline_rows is not None:
-        held = sum(not row.info.is_online for row in batch.snapshot.rows)
+        held = sum(not row.info.is_online for row in seen)
         picks = min(picks, max(config.max_offline_rows - held, 0))
     prompts = [
         queue.running(chunk.rid).token_ids for chunk in batch.chunks if queue.is_running(chunk.rid)

@@ -175,7 +175,8 @@ class Packing:
             return True  # ``apply`` makes room, or leaves it out.
         kv_tokens += self._kv_tokens
         if candidate.is_new and not candidate.is_online:
-            num_rows = len(self._batch.snapshot.rows) + self._slots
+            seen = self._batch.snapshot
+            num_rows = len(seen.rows) + len(seen.elsewhere) + self._slots
             kv_tokens += self._headroom_tokens * num_rows
         return self._batch.has_room(
             kv_tokens, self._slots + candidate.is_new, rows=self._num_chosen + 1

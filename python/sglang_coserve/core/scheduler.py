@@ -207,9 +207,9 @@ class Scheduler:
             self._waiting_order.served(result)
         if result.seconds is not None:
             sample = Sample(result.batch, result.seconds)
-            self._learned.observe(sample)
+            self._learned.observe(sample, result.beside)
             if not result.has_offline:
-                self._learned_alone.observe(sample)
+                self._learned_alone.observe(sample, result.beside)
 
     def restore(self, rid: str, generated_tokens: int) -> None:
         """Let an evicted offline request wait again, with its progress.
@@ -305,6 +305,7 @@ class Scheduler:
             shed_pace=self._allowance.shed_pace,
             gaps_per_request=self._interference.gaps_per_request,
         )
+        batch.spare_elsewhere()
         self._policy.compose(batch, context)
         return batch
 
@@ -318,15 +319,15 @@ class Scheduler:
         return self._config.arrival_wait_s or self._allowance.arrival_s
 
     def _online_s(self, plan: StepPlan | None, result: StepResult) -> float:
-        """Return how long a step took for its online requests."""
+        """Return how long a step took for its online requests, of the time of all steps."""
         if result.batch.is_empty or (plan is not None and plan.lane is Lane.OFFLINE):
             return 0.0
         seconds = result.seconds
         if seconds is None:
             seconds = self._learned.predict_now(result.batch)
-        if plan is None or not result.has_offline:
-            return seconds
-        return min(plan.expected.online_part_s, seconds)
+        if plan is not None and result.has_offline:
+            seconds = min(plan.expected.online_part_s, seconds)
+        return seconds / result.concurrency
 
     def _learn_from_tokens(self, plan: StepPlan | None, result: StepResult) -> None:
         """Learn from when online requests got their tokens."""

@@ -43,7 +43,9 @@ class ServiceTime:
         if self._last_s is not None and end_s > self._last_s:
             self._count += 1
             weight = max(_WEIGHT, 1 / self._count)
-            self._token_s += weight * (end_s - self._last_s - self._token_s)
+            # In a pipeline the step before was another micro-batch's.
+            token_s = (end_s - self._last_s) * result.concurrency
+            self._token_s += weight * (token_s - self._token_s)
         self._last_s = end_s
 
     def predict(self, request: QueuedRequest, model: LatencyModel) -> float:

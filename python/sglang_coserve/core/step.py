@@ -153,8 +153,17 @@ class StepResult:
     given_up: tuple[str, ...] = ()
     """The rows of a suspended step that was dropped; its work is lost."""
 
+    beside: tuple[BatchStats, ...] = ()
+    """With a pipeline of K micro-batches, the batches of the K - 1 steps begun before this one and
+    of the K - 1 begun after it, in order; empty where nothing ran. All shared its time."""
+
     @property
     def has_offline(self) -> bool:
         """True when offline rows were computed."""
         rows = self.batch.decode_requests + self.batch.prefill_requests
         return rows > len(self.served)
+
+    @property
+    def concurrency(self) -> float:
+        """How many steps ran at a time, on average: 1 without a pipeline."""
+        return 1 + sum(not batch.is_empty for batch in self.beside) / 2

@@ -10,13 +10,15 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 from sglang_coserve.srt import compat
 
 __all__ = [
     "FLAG_DEFAULTS",
+    "cores_for",
     "default_flags",
     "divided_cores",
     "has_cuda",
@@ -60,23 +62,34 @@ def set_environment_defaults(environment: MutableMapping[str, str] = os.environ)
     environment.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
 
 
+def cores_for(server_args: Any) -> AbstractContextManager[None]:
+    """Return ``divided_cores`` for all ranks of a server with these settings."""
+    num_ranks = server_args.dp_size * server_args.tp_size * server_args.pp_size
+    return divided_cores(num_ranks, num_sets=compat.num_core_sets(server_args))
+
+
 @contextmanager
 def divided_cores(
-    tp_size: int, environment: MutableMapping[str, str] = os.environ
+    num_ranks: int,
+    environment: MutableMapping[str, str] = os.environ,
+    *,
+    num_sets: int | None = None,
 ) -> Iterator[None]:
     """Within it, started ranks share the cores evenly, one core left over.
 
     The HTTP server and the detokenizer need that one: OpenMP threads that
     compete with other processes for a core make small matrix products many times
-    slower. Variables that are set already stay as they are.
+    slower. Variables that are set already stay as they are. ``num_sets`` are the
+    sets of cores that SGLang asks for, one for each rank unless told.
     """
     cores = sorted(os.sched_getaffinity(0))
-    # One set of cores per rank; left unset, SGLang wants a NUMA node for each.
-    cores_of_rank = [cores[rank::tp_size] or cores for rank in range(tp_size)]
+    # Left unset, SGLang wants a NUMA node for each.
+    num_sets = num_ranks if num_sets is None else num_sets
+    cores_of_set = [cores[number::num_sets] or cores for number in range(num_sets)]
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, (len(cores) - 1) // tp_size)),
+        "OMP_NUM_THREADS": str(max(1, (len(cores) - 1) // num_ranks)),
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(
-            ",".join(map(str, rank_cores)) for rank_cores in cores_of_rank
+            ",".join(map(str, of_set)) for of_set in cores_of_set
         ),
     }
     added = {name: value for name, value in defaults.items() if name not in environment}
@@ -111,6 +124,7 @@ def install_replacements() -> None:
     from sglang_coserve.srt.cpu_attention import install_attention
     from sglang_coserve.srt.cpu_linear_attention import install_linear_attention
 
+    _install_pipeline()
     _install_page_allocation()
     _install_ordinary_memory()
     _install_grammar_masks()
@@ -118,6 +132,14 @@ def install_replacements() -> None:
     _install_shared_experts()
     install_attention()
     install_linear_attention()
+
+
+def _install_pipeline() -> None:
+    """Let a pipeline's stages do without NCCL, for which SGLang asks where nobody says no."""
+    name = "sglang.srt.distributed.parallel_state.init_model_parallel_group"
+    from sglang.srt.distributed.parallel_state import init_model_parallel_group
+
+    compat.replace(name, partial(init_model_parallel_group, use_pynccl=False))
 
 
 def _install_page_allocation() -> None:

@@ -61,7 +61,7 @@ class CoserveEngine(Engine):
         compat.check_window_cache(server_args, config.offline_policy)
         check_model(server_args, config, on_cpu=on_cpu)
         server_args._coserve = config
-        with cpu.divided_cores(server_args.tp_size) if on_cpu else nullcontext():
+        with cpu.cores_for(server_args) if on_cpu else nullcontext():
             super().__init__(**kwargs)
         infos = self._scheduler_init_result.scheduler_infos
         if not all(INIT_INFO_KEY in info for info in infos):

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from itertools import compress
 from typing import Any
 
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.set_aside import HeldRows, SetAside
 
@@ -27,7 +28,12 @@ class EngineView:
     the offline ones that are offered for admission.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, *, micro_batches: int = 1) -> None:
+        """``micro_batches`` are those of a pipeline, which take turns, a pass each."""
+        self.micro_batches = micro_batches
+        self.turn = micro_batches - 1
+        """The micro-batch whose pass it is; before the first pass the last."""
+
         self._scheduler = scheduler
         self._offered: list[Req] = []
         self.aside = SetAside()
@@ -146,7 +152,55 @@ class EngineView:
         finally:
             scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = size, mixed
 
+    # --- Micro-batches -------------------------------------------------------------------
+
+    @property
+    def passes_to_settle(self) -> int:
+        """In how many passes at most a batch's results come, after the pass that it runs in."""
+        return max(self.micro_batches - 1, 1)
+
+    def begin_turn(self) -> None:
+        """Note that a pass begins: SGLang's event loop goes round all micro-batches."""
+        self.turn = (self.turn + 1) % self.micro_batches
+
+    def end_turn(self, batch: ScheduleBatch | None) -> None:
+        """Note the batch that a pass ends with; None if nothing is to run.
+
+        SGLang would go on to call the batch before it the micro-batch's last one, and let its
+        rows, which may have been paused since, join the running batch once more.
+        """
+        if self.micro_batches > 1 and batch is None:
+            self._scheduler.last_mbs[self.turn] = None
+
+    def elsewhere(self) -> list[Req]:
+        """Return the unfinished requests with KV of the other micro-batches; O(rows).
+
+        Without those that are beside the batches, or whose prefill goes on from batch to batch.
+        """
+        if self.micro_batches == 1:
+            return []
+        scheduler = self._scheduler
+        here = {id(req) for req in (*scheduler.running_batch.reqs, *self.aside.reqs, self.chunk)}
+        rows: dict[int, Req] = {}
+        for turn in range(self.micro_batches):
+            if turn == self.turn:
+                continue
+            for batch in (scheduler.running_mbs[turn], scheduler.mbs[turn]):
+                if batch is not None:
+                    rows |= {id(req): req for req in batch.reqs if id(req) not in here}
+        return [req for req in rows.values() if not req.finished() and compat.holds_kv(req)]
+
     # --- Rows with KV --------------------------------------------------------------------
+
+    def running_rows(self) -> list[Req]:
+        """Return the unfinished decodes of all micro-batches; O(rows)."""
+        batches = self._scheduler.running_mbs if self.micro_batches > 1 else ()
+        rows = {
+            id(req): req
+            for batch in (*batches, self._scheduler.running_batch)
+            for req in batch.reqs
+        }
+        return [req for req in rows.values() if not req.finished()]
 
     def rows_with_kv(self, running_batch: ScheduleBatch) -> Iterator[Req]:
         """Yield the decodes of ``running_batch``, the rows set aside and the unfinished prefill."""

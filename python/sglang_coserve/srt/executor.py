@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from sglang.srt.managers.overlap_utils import resolve_forward_inputs
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.common import DynamicGradMode
 
@@ -38,8 +39,8 @@ class SchedulerExecutor:
     """Runs batches of given shapes on an idle scheduler, as ``profiler.Executor`` asks.
 
     An iteration's time is that of ``Scheduler.run_batch``: from the prepared
-    batch to its sampled tokens on the host. With tensor parallelism all ranks
-    must run the same shapes, and each returns rank 0's time.
+    batch to its sampled tokens on the host, through all stages of a pipeline. All ranks
+    must run the same shapes, and each returns the time of the slowest.
 
     States that layers keep beside KV (Mamba) are those of empty contexts: they cost the same.
     """
@@ -160,15 +161,23 @@ class SchedulerExecutor:
         return slots[:tokens]
 
     def _time(self, batch: ScheduleBatch) -> float:
-        """Run the batch; return rank 0's seconds."""
+        """Run the batch; return the seconds of the slowest rank."""
         scheduler = self._scheduler
         self._device.synchronize()
         start_s = time.perf_counter()
         resolve_forward_inputs(batch, scheduler.future_map)
-        result = scheduler.model_worker.forward_batch_generation(batch)
-        result.next_token_ids.tolist()
+        stage, beside = scheduler.pp_group, scheduler.attn_tp_group
+        proxies = None
+        if not stage.is_first_rank:
+            proxies = PPProxyTensors(stage.recv_tensor_dict(all_gather_group=beside))
+        result = scheduler.model_worker.forward_batch_generation(batch, pp_proxy_tensors=proxies)
+        if stage.is_last_rank:
+            result.next_token_ids.tolist()
+        else:
+            tensors = result.pp_hidden_states_proxy_tensors.tensors
+            stage.send_tensor_dict(tensors, all_gather_group=beside)
         self._device.synchronize()
-        return _of_rank_0(scheduler, time.perf_counter() - start_s)
+        return _of_slowest(scheduler, time.perf_counter() - start_s)
 
     def _release(self, reqs: Sequence[Req]) -> None:
         for req in reqs:
@@ -217,16 +226,16 @@ def profile_quickly(scheduler: Any, time_limit_s: float) -> list[Sample]:
     """Return samples of an idle scheduler; call it on all ranks before the event loop starts."""
 
     def clock() -> float:
-        return _of_rank_0(scheduler, time.monotonic())
+        return _of_slowest(scheduler, time.monotonic())
 
     return quick_samples(SchedulerExecutor(scheduler), time_limit_s, clock=clock)
 
 
-def _of_rank_0(scheduler: Any, value: float) -> float:
-    """Return rank 0's value on every rank, so that all of them decide the same."""
-    if compat.parallel(scheduler).tp_size == 1:
+def _of_slowest(scheduler: Any, value: float) -> float:
+    """Return the largest rank's value on every rank, so that all of them decide the same."""
+    if compat.num_ranks(scheduler) == 1:
         return value
     box = torch.tensor([value], dtype=torch.float64)
-    group = scheduler.tp_cpu_group
-    torch.distributed.broadcast(box, torch.distributed.get_global_rank(group, 0), group=group)
+    group = scheduler.world_group.cpu_group
+    torch.distributed.all_reduce(box, op=torch.distributed.ReduceOp.MAX, group=group)
     return float(box)

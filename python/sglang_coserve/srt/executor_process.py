@@ -44,15 +44,17 @@ class ExecutorProcesses:
 
         server_args = parse_server_args(argv, on_cpu=on_cpu)
         compat.check_server_args(compat.settings_of(server_args), server_args._coserve)
-        if server_args.dp_size > 1 or server_args.nnodes > 1:
+        if max(server_args.dp_size, server_args.nnodes, server_args.pp_size) > 1:
             raise UnsupportedError(
-                "the profiler measures one replica on one node: remove --dp-size and --nnodes"
+                "the profiler measures one replica on one node, without a pipeline: remove "
+                "--dp-size, --nnodes and --pp-size; a server with --pp-size takes the profile, "
+                "which is of the whole model, as it is"
             )
         port_args = PortArgs.init_new(server_args)
         context = multiprocessing.get_context("spawn")
         self._connections = []
         self._processes = []
-        with cpu.divided_cores(server_args.tp_size) if on_cpu else nullcontext():
+        with cpu.cores_for(server_args) if on_cpu else nullcontext():
             for tp_rank in range(server_args.tp_size):
                 connection, remote = context.Pipe()
                 process = context.Process(

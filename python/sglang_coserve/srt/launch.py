@@ -84,7 +84,7 @@ def launch_server(argv: Sequence[str]) -> None:
     install_paced_protocol()
     install_threaded_handlers(http_server.app)
     _install_routes(http_server, server_args)
-    cores = cpu.divided_cores(server_args.tp_size) if on_cpu else nullcontext()
+    cores = cpu.cores_for(server_args) if on_cpu else nullcontext()
     try:
         with cores:
             http_server.launch_server(

@@ -55,11 +55,16 @@ class OfflineEviction:
 
     def make_room_for_decodes(self, batch: ScheduleBatch) -> None:
         """Before a decode step, evict offline rows rather than let SGLang pick victims."""
-        if self._pools.headroom_tokens >= batch.batch_size() * self._scheduler.page_size:
+        elsewhere = len(self._view.elsewhere())
+        if self._has_slots(batch.batch_size() + elsewhere):
             return
         batch.filter_batch()
         evicted = False
-        while batch.batch_size() > 1 and not batch.check_decode_mem():
+        while batch.batch_size() > 1 and not (
+            batch.check_decode_mem()
+            # Other micro-batches come next, and cannot evict rows of this one.
+            and (not elsewhere or self._has_slots(batch.batch_size() + elsewhere))
+        ):
             if not self.evict_one(batch):
                 break
             evicted = True
@@ -68,6 +73,10 @@ class OfflineEviction:
             # requests come straight back and are evicted again.
             tracker = self._scheduler.new_token_ratio_tracker
             tracker.current = tracker.estimate_new_token_ratio_after_retract(batch.reqs)
+
+    def _has_slots(self, rows: int) -> bool:
+        """Return whether there is KV for one more token of so many rows, wherever pages end."""
+        return self._pools.headroom_tokens >= rows * self._scheduler.page_size
 
     def rids_in_the_way(self, rows: Iterable[Req]) -> set[str]:
         """Return those of ``rows`` to evict for the LoRA adapter of the next online request.

@@ -44,7 +44,7 @@ class CoserveParts:
 
         self.ledger = RequestLedger(scheduler.tree_cache)
         self.checkpointing = KvCheckpointing(scheduler.tree_cache)
-        self.view = EngineView(scheduler)
+        self.view = EngineView(scheduler, micro_batches=compat.parallel(scheduler).pp_size)
         self.pools = KvPools(scheduler)
         self.eviction = OfflineEviction(scheduler, self.pools, self.view, self.events)
         self.runner = StepRunner(scheduler, installed)
@@ -62,6 +62,7 @@ class CoserveParts:
             scheduler,
             config,
             admission=self.admission,
+            view=self.view,
             runner=self.runner,
             checkpointing=self.checkpointing,
             events=self.events,
@@ -80,7 +81,7 @@ class CoserveParts:
                 forget=self.forget,
             )
         profile = latency_profile(scheduler, config)
-        records = compat.parallel(scheduler).tp_rank == 0
+        records = compat.is_first_rank(scheduler)
         return PlannedAdmission(
             scheduler,
             make_core_scheduler(
@@ -122,4 +123,5 @@ def _engine_size(scheduler: Any) -> EngineSize:
         max_rows=scheduler.max_running_requests,
         kv_tokens=scheduler.max_total_num_tokens,
         mixes_decodes=scheduler.is_mixed_chunk,
+        micro_batches=compat.parallel(scheduler).pp_size,
     )

@@ -57,9 +57,9 @@ class CoserveScheduler(Scheduler):
         """Broadcast rank 0's clock where there are several ranks that decide by it."""
         super().init_watch_dog_memory_saver_input_blocker()
         is_planned = config_of(self.server_args).offline_policy != "fifo"
-        ranks = compat.parallel(self)
         self._rank_clock = RankClock(
-            is_shared=is_planned and ranks.tp_size > 1, is_source=ranks.tp_rank == 0
+            is_shared=is_planned and compat.num_ranks(self) > 1,
+            is_source=compat.is_first_rank(self),
         )
         self.input_blocker = self._rank_clock.carried_by(self.input_blocker)
 
@@ -118,8 +118,10 @@ class CoserveScheduler(Scheduler):
 
     def get_next_batch_to_run(self, running_batch: ScheduleBatch, last_batch: Any) -> Any:
         """Note the batch that a pass ends with."""
+        self.parts.view.begin_turn()
         last_batch = self.parts.admission.settle(last_batch)
         plan = super().get_next_batch_to_run(running_batch=running_batch, last_batch=last_batch)
+        self.parts.view.end_turn(plan.batch_to_run)
         self.parts.admission.launched(plan.batch_to_run)
         return plan
 

@@ -11,6 +11,7 @@ from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.offline_rate import expected_tokens_per_s
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.protocol import Admission
+from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.exporter import Exporter
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.request_marks import is_offline
@@ -36,18 +37,20 @@ class SchedulerStatus:
         config: CoserveConfig,
         *,
         admission: Admission,
+        view: EngineView,
         runner: StepRunner,
         checkpointing: KvCheckpointing,
         events: Counter[str],
     ) -> None:
         self._scheduler = scheduler
+        self._view = view
         self._config = config
         self._admission = admission
         self._runner = runner
         self._checkpointing = checkpointing
         self._events = events
         args = compat.settings_of(scheduler.server_args)
-        self._is_rank_0 = compat.parallel(scheduler).tp_rank == 0
+        self._is_rank_0 = compat.is_first_rank(scheduler)
         wants_metrics = args.enable_metrics and self._is_rank_0
         self._exporter = Exporter(args.served_model_name) if wants_metrics else None
 
@@ -65,8 +68,7 @@ class SchedulerStatus:
     def state(self) -> dict[str, Any]:
         """Return how both classes stand now."""
         scheduler = self._scheduler
-        # The batch sheds finished requests only when it runs next.
-        running = [req for req in scheduler.running_batch.reqs if not req.finished()]
+        running = self._view.running_rows()
         num_offline = sum(is_offline(req) for req in running)
         prefilling = scheduler.chunked_req
         return {

@@ -39,6 +39,9 @@ class _Step:
     is_told: bool = False
     """Who got a token is known."""
 
+    beside: tuple[BatchStats, ...] = ()
+    """As of ``StepResult``."""
+
     def result(self) -> StepResult:
         return StepResult(
             self.number,
@@ -47,6 +50,7 @@ class _Step:
             self.batch,
             self.chunks,
             self.served,
+            beside=self.beside,
         )
 
 
@@ -61,18 +65,22 @@ class StepTracker:
 
     Times are those of passes. Without overlap, and on a CPU in any case, a pass's batch runs
     until the next pass. Where the batch runs beside the scheduler, a pass ends when the
-    batch *before* it has: the time then belongs to that one.
+    batch *before* it has: the time then belongs to that one. In a pipeline of K micro-batches
+    a batch runs for K passes, until it is its micro-batch's turn again.
     """
 
-    def __init__(self, ledger: RequestLedger, *, is_overlapped: bool) -> None:
+    def __init__(
+        self, ledger: RequestLedger, *, is_overlapped: bool, micro_batches: int = 1
+    ) -> None:
         """``ledger`` knows the requests, and is told when their tokens came out."""
         self._ledger = ledger
         self._lag = int(is_overlapped)
+        self._micro_batches = micro_batches
         self._pass_s: float | None = None
         self._planned: int | None = None
         self._suspended: _Step | None = None
         self._resumed: _Step | None = None
-        self._last: deque[_Step | None] = deque(maxlen=self._lag + 1)
+        self._last: deque[_Step | None] = deque(maxlen=max(self._lag + 1, 2 * micro_batches - 1))
         """Of the last passes; None of one in which nothing ran."""
 
         self._running: deque[_Step] = deque()
@@ -143,6 +151,9 @@ class StepTracker:
     def _note_time(self, now_s: float) -> None:
         """Say of the step that the last pass shows the time of how long it took, if that is
         known: beside a batch of unknown length the time is not its alone."""
+        if self._micro_batches > 1:
+            self._note_round(now_s)
+            return
         if len(self._last) <= self._lag:
             return
         step, newest = self._last[0], self._last[-1]
@@ -158,6 +169,21 @@ class StepTracker:
         if ran_alone and self._pass_s is not None and now_s > self._pass_s:
             seconds = step.spent_s + now_s - self._pass_s
             step.seconds = None if math.isnan(seconds) else seconds
+
+    def _note_round(self, now_s: float) -> None:
+        """Say of the last step of the micro-batch whose turn it is how long it took, and beside
+        which ones."""
+        passes, before = list(self._last), self._micro_batches - 1
+        place = len(passes) - self._micro_batches
+        step = passes[place] if place >= 0 else None
+        if step is None:
+            return
+        batches = [BatchStats() if other is None else other.batch for other in passes]
+        nothing = [BatchStats()] * (before - place)
+        step.beside = (*nothing, *batches[:place], *batches[place + 1 :])
+        step.is_timed = True
+        if not step.batch.is_empty and now_s > step.started_s:
+            step.seconds = now_s - step.started_s
 
     def _note_tokens(
         self, reqs: Sequence[Req], has_token: Sequence[bool], now_s: float

@@ -63,7 +63,8 @@ class BrosPolicy(Policy):
         """See ``Policy.compose``. O(rows log rows), and a prediction for each row."""
         mean_iteration_s = self._mean_iteration_s or 0.0
         online = _by_urgency(batch, context, mean_iteration_s)
-        bound_s = _least_residual_s(batch, online) * (1 - context.config.margin)
+        bound_s = min(_least_residual_s(batch, online), batch.elsewhere_s)
+        bound_s *= 1 - context.config.margin
         batch.offline_budget_s = bound_s
 
         packing = Packing(

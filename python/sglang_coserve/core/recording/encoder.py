@@ -19,7 +19,9 @@ __all__ = ["EventEncoder", "encode_setup"]
 
 _NAMES: Final = MappingProxyType({kind: name for name, kind in EVENTS.items()})
 _ENGINE_FIELDS: Final = tuple(
-    field.name for field in fields(EngineSnapshot) if field.name not in ("rows", "waiting")
+    field.name
+    for field in fields(EngineSnapshot)
+    if field.name not in ("rows", "waiting", "elsewhere")
 )
 _EMPTY_PLAN: Final = StepPlan()
 
@@ -66,11 +68,13 @@ class EventEncoder:
         snapshot = event.snapshot
         new: list[RequestInfo] = []
         rows, waiting = self._columns(snapshot.rows, new), self._columns(snapshot.waiting, new)
+        elsewhere = self._columns(snapshot.elsewhere, new)
         return {
             "engine": {name: to_plain(getattr(snapshot, name)) for name in _ENGINE_FIELDS},
             "new": to_plain(new),
             "rows": rows,
             "waiting": waiting,
+            "elsewhere": elsewhere,
             "cached_tokens": to_plain(event.cached_tokens),
             "plan": _changes(event.plan, _EMPTY_PLAN),
         }

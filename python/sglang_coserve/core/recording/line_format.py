@@ -8,8 +8,8 @@ line is an event under its name:
 - ``arrived``: ``request``, by number; ``cached_tokens``; and ``new``, what does not change
   of the requests seen for the first time. Lines refer to them by number, counted from 0
   over the whole recording until they finish.
-- ``planned``: ``engine``, the snapshot without its rows; ``rows`` and ``waiting``, by
-  column, null when there are none; ``new``; ``cached_tokens``; and ``plan``, its fields
+- ``planned``: ``engine``, the snapshot without its rows; ``rows``, ``waiting`` and ``elsewhere``,
+  by column, null when there are none; ``new``; ``cached_tokens``; and ``plan``, its fields
   that are not those of an empty plan.
 - ``updated``: ``result``, its fields that are not those of an empty result, but for
   ``served``, which is by column; and ``new``.
@@ -37,7 +37,7 @@ from sglang_coserve.core.request import RequestState
 __all__ = ["EVENTS", "FORMAT", "STATE_LETTERS", "VERSION"]
 
 FORMAT: Final = "coserve plans"
-VERSION: Final = 6
+VERSION: Final = 7
 
 EVENTS: Final[Mapping[str, Any]] = MappingProxyType(
     {

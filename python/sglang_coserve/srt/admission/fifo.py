@@ -67,8 +67,7 @@ class FifoAdmission:
         self._clock = clock
         self._events = events
         self._forget = forget
-        self._waiting = OfflineWaiting()
-        self._offline_filled_batch = False
+        self._waiting = OfflineWaiting(view.passes_to_settle)
 
     # --- Who waits -----------------------------------------------------------------------
 
@@ -118,10 +117,6 @@ class FifoAdmission:
                 self._eviction.evict(in_the_way, running_batch)
         elif self._waiting.has_ready:
             is_offered = self._offer(running_batch)
-        if self._offline_filled_batch:
-            running_batch.batch_is_full = False
-            self._offline_filled_batch = False
-
         plan = self._eviction.admit(running_batch, prefill)
         if is_offered:
             left, num_admitted = self._view.withdraw()
@@ -129,7 +124,7 @@ class FifoAdmission:
             self._events["admitted"] += num_admitted
             # Full for an offline request is not full for an online one, which may be smaller
             # and has offline requests to displace.
-            self._offline_filled_batch = plan.running_batch.batch_is_full
+            plan.running_batch.batch_is_full = False
         return plan
 
     def settle(self, last_batch: Any) -> Any:
@@ -167,7 +162,7 @@ class FifoAdmission:
         count = min(_MAX_OFFERED, scheduler.get_num_allocatable_reqs(len(running_batch.reqs)))
         limit = self._config.offline_max_running
         if limit is not None:
-            running = sum(is_offline(req) for req in running_batch.reqs)
+            running = sum(is_offline(req) for req in (*running_batch.reqs, *view.elsewhere()))
             count = min(count, limit - running - (view.chunk is not None))
         if count <= 0:
             return False

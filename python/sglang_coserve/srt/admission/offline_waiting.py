@@ -12,24 +12,27 @@ Req = Any
 
 
 class OfflineWaiting:
-    """A FIFO of SGLang ``Req`` objects, with one scheduling pass of cool-down for those put back.
+    """A FIFO of SGLang ``Req`` objects, with a cool-down of a pass or more for those put back.
 
     With overlap scheduling the result of a request's last forward pass is still
     queued when the request is released; admitted again in the same pass, it
-    would take that stale result for its own.
+    would take that stale result for its own. In a pipeline results are under way for longer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, passes_to_settle: int = 1) -> None:
+        """``passes_to_settle`` are those until a result that is under way has come."""
         self._ready: deque[Req] = deque()
-        self._cooling: deque[Req] = deque()
+        self._cooling: deque[deque[Req]] = deque(deque() for _ in range(passes_to_settle))
+        """Put back in each of the last passes, the oldest first."""
 
     def __len__(self) -> int:
         """Count all waiting requests, cooling ones included."""
-        return len(self._ready) + len(self._cooling)
+        return len(self._ready) + sum(map(len, self._cooling))
 
     def __iter__(self) -> Iterator[Req]:
         """Iterate in the order of admission."""
-        yield from self._cooling
+        for reqs in reversed(self._cooling):
+            yield from reqs
         yield from self._ready
 
     @property
@@ -42,13 +45,13 @@ class OfflineWaiting:
         self._ready.append(req)
 
     def put_back(self, req: Req) -> None:
-        """Return a request that ran and was released: first in line, from the next pass on."""
-        self._cooling.appendleft(req)
+        """Return a request that ran and was released: first in line, after the cool-down."""
+        self._cooling[-1].appendleft(req)
 
     def start_pass(self) -> None:
-        """End the cool-down of requests put back in earlier passes."""
-        while self._cooling:
-            self._ready.appendleft(self._cooling.pop())
+        """Count a pass of the cool-downs."""
+        self._ready.extendleft(reversed(self._cooling.popleft()))
+        self._cooling.append(deque())
 
     def take(self, count: int) -> list[Req]:
         """Remove and return up to ``count`` ready requests. O(count)."""
@@ -64,5 +67,7 @@ class OfflineWaiting:
         if removed:
             gone = {id(req) for req in removed}
             self._ready = deque(req for req in self._ready if id(req) not in gone)
-            self._cooling = deque(req for req in self._cooling if id(req) not in gone)
+            self._cooling = deque(
+                deque(req for req in reqs if id(req) not in gone) for reqs in self._cooling
+            )
         return removed

@@ -66,8 +66,8 @@ class PlanExecution:
         self._events = events
         self._waiting = waiting
         self._refuse = refuse
-        self._has_left_decodes = False
-        """The last batch of SGLang's had prefills alone, for a reason of its own."""
+        self._left_decodes: set[int] = set()
+        """Micro-batches whose last batch had prefills alone, for a reason of SGLang's."""
 
         self.lane: OfflineLane | None = None
         """Where steps can be suspended."""
@@ -84,7 +84,8 @@ class PlanExecution:
             return self._alone(plan, running_batch, prefill)
         running_batch = self._make_room(plan, running_batch)
         chunks = self._executable(plan)
-        if self._has_left_decodes:
+        turn = self._view.turn
+        if turn in self._left_decodes:
             # SGLang runs decodes and prefills apart when one of them returns log-probabilities,
             # and prefills first: so that they take turns, the next prefills wait for a pass.
             chunks = []
@@ -92,14 +93,13 @@ class PlanExecution:
             chunks, self._waiting, running_batch, prefill, mixes_decodes=not plan.skips_decodes
         )
         batch = result.batch_to_run
-        self._has_left_decodes = (
-            batch is not None
-            and batch.decoding_reqs is None
-            and bool(running_batch.reqs)
-            and not plan.skips_decodes
-        )
+        self._left_decodes.discard(turn)
+        is_apart = batch is not None and batch.decoding_reqs is None
+        if is_apart and running_batch.reqs and not plan.skips_decodes:
+            self._left_decodes.add(turn)
         is_started = batch is not None or bool(running_batch.reqs)
-        refused = () if is_started else self._offered(chunks)
+        runs = is_started or bool(self._view.elsewhere())
+        refused = () if runs else self._offered(chunks)
         return Executed(result, admitted, is_started, refused)
 
     def _offered(self, chunks: list[PrefillChunk]) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from sglang_coserve.core.step import Lane, StepResult
 from sglang_coserve.srt.admission.plan_execution import PlanExecution
 from sglang_coserve.srt.admission.planned_waiting import PlannedWaiting, queued_request
 from sglang_coserve.srt.admission.protocol import OFFLINE_EVENTS
-from sglang_coserve.srt.compat import parallel, release_aborted
+from sglang_coserve.srt.compat import is_first_rank, release_aborted
 from sglang_coserve.srt.drift_warning import DriftWarning
 from sglang_coserve.srt.engine_snapshot import snapshot_of
 from sglang_coserve.srt.engine_view import EngineView
@@ -86,11 +86,13 @@ class PlannedAdmission:
         self._forget = forget
         self._plans_online = plans_online
         self._steps = StepTracker(
-            ledger, is_overlapped=scheduler.enable_overlap and scheduler.device != "cpu"
+            ledger,
+            is_overlapped=scheduler.enable_overlap and scheduler.device != "cpu",
+            micro_batches=view.micro_batches,
         )
         self._until_s: float | None = None
-        self._drift_warning = DriftWarning() if parallel(scheduler).tp_rank == 0 else None
-        self._waiting = PlannedWaiting()
+        self._drift_warning = DriftWarning() if is_first_rank(scheduler) else None
+        self._waiting = PlannedWaiting(view.passes_to_settle)
         self._ended: list[Req] = []
         self._plans = PlanExecution(
             scheduler,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -16,30 +17,34 @@ Req = Any
 class PlannedWaiting:
     """The core's queue knows them by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, passes_to_settle: int = 1) -> None:
+        """``passes_to_settle`` are those until a result that is under way has come."""
         self.reqs: dict[str, Req] = {}
         """Those that may be picked, by rid."""
 
-        self._cooling: list[Req] = []
-        """Evicted since the last pass began; they wait again from the next one on."""
+        self._cooling: deque[list[Req]] = deque([] for _ in range(passes_to_settle))
+        """Evicted in each of the last passes, the oldest first."""
 
     def __len__(self) -> int:
-        return len(self.reqs) + len(self._cooling)
+        return len(self.reqs) + sum(map(len, self._cooling))
 
     def put_back(self, req: Req) -> None:
-        """Let a request wait that ran before, from the next pass on."""
-        self._cooling.append(req)
+        """Let a request wait that ran before, once no result of it can be under way."""
+        self._cooling[-1].append(req)
 
     def start_pass(self) -> list[Req]:
-        """Return those that were put back, which may be picked from now on."""
-        ready, self._cooling = self._cooling, []
+        """Return those that were put back and may be picked from now on."""
+        ready = self._cooling.popleft()
+        self._cooling.append([])
         self.reqs |= {req.rid: req for req in ready}
         return ready
 
     def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
         """Take out and return the requests that match. O(waiting)."""
-        gone = [req for req in (*self._cooling, *self.reqs.values()) if matches(req)]
-        self._cooling = [req for req in self._cooling if not matches(req)]
+        cooling = [req for reqs in self._cooling for req in reqs]
+        gone = [req for req in (*cooling, *self.reqs.values()) if matches(req)]
+        for reqs in self._cooling:
+            reqs[:] = [req for req in reqs if not matches(req)]
         for req in gone:
             self.reqs.pop(req.rid, None)
         return gone

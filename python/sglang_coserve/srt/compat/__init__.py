@@ -5,7 +5,8 @@
   them up in the sources of any version (``source_tree``), ``seam_report`` is
   ``scripts/sglang-seams``.
 - ``by_version`` chooses among ``v17`` … ``v22``, each what has changed with that version.
-- ``replacements``, ``release``, ``requests``, ``settings``: what the rest of ``srt`` calls.
+- ``ranks``, ``release``, ``replacements``, ``requests``, ``settings``: what the rest of ``srt``
+  calls.
 
 See docs/upgrading.md. Attributes that only instances have (``waiting_queue``, …) are used where
 they are needed.
@@ -25,6 +26,7 @@ from sglang_coserve.srt.compat.by_version import (
     is_mixed,
     keep_outputs,
     model_config_of,
+    num_core_sets,
     parallel,
     place_context,
     prefix_tokens,
@@ -38,6 +40,7 @@ from sglang_coserve.srt.compat.by_version import (
     start_scheduler,
     tensors_beside,
 )
+from sglang_coserve.srt.compat.ranks import is_first_rank, num_ranks
 from sglang_coserve.srt.compat.release import (
     release_aborted,
     release_for_requeue,
@@ -69,10 +72,13 @@ __all__ = [
     "has_unsaved_kv",
     "holds_kv",
     "installed_version",
+    "is_first_rank",
     "is_mixed",
     "keep_outputs",
     "lowest_priority",
     "model_config_of",
+    "num_core_sets",
+    "num_ranks",
     "parallel",
     "place_context",
     "prefix_tokens",

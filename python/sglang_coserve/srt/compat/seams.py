@@ -159,6 +159,11 @@ SEAMS: Final[tuple[Seam, ...]] = (
         {"PrefillAdder": None, "Scheduler": None},
     ),
     *_of(
+        "srt.distributed.parallel_state",
+        Use.REPLACED,
+        {"init_model_parallel_group": "group_ranks local_rank backend use_pynccl"},
+    ),
+    *_of(
         _ADDER,
         Use.OVERRIDDEN,
         {
@@ -429,7 +434,13 @@ SEAMS: Final[tuple[Seam, ...]] = (
         "srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore",
         Use.OVERRIDDEN,
         _names(
-            *("_is_host_leaf", "_remove_leaf_from_parent", "_split_node", "commit_backup", "demote"),
+            *(
+                "_is_host_leaf",
+                "_remove_leaf_from_parent",
+                "_split_node",
+                "commit_backup",
+                "demote",
+            ),
             *("_unevict_node_on_insert", "_update_evictable_leaf_sets", "evict_device_leaf"),
             *("finish_write_through", "node_by_id"),
         ),

@@ -24,7 +24,15 @@ def check_server_args(server_args: Any, config: CoserveConfig) -> None:
     from sglang.srt.environ import envs
 
     refused = {
-        "pipeline parallelism (--pp-size > 1)": server_args.pp_size > 1,
+        "--pp-async-batch-depth": server_args.pp_async_batch_depth,
+        "--kv-checkpoint with pipeline parallelism (--pp-size > 1)": (
+            CheckpointMode(config.kv_checkpoint) is not CheckpointMode.OFF
+            and server_args.pp_size > 1
+        ),
+        # SGLang would choose the size of chunks that a plan has chosen.
+        "--enable-dynamic-chunking with an --offline-policy that plans": (
+            server_args.enable_dynamic_chunking and config.offline_policy != "fifo"
+        ),
         "DP attention (--enable-dp-attention, --attn-dp-size)": (
             # Since 0.5.22 it is the width that counts; it may be None.
             server_args.enable_dp_attention or (getattr(server_args, "attn_dp_size", 1) or 1) > 1

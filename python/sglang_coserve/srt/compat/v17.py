@@ -17,6 +17,7 @@ __all__ = [
     "is_mixed",
     "keep_outputs",
     "model_config_of",
+    "num_core_sets",
     "parallel",
     "place_context",
     "prefix_tokens",
@@ -196,6 +197,12 @@ def start_scheduler(
         moe_dp_rank,
         dp_rank,
     )
+
+
+def num_core_sets(server_args: Any) -> int:
+    """Return how many sets of cores ``SGLANG_CPU_OMP_THREADS_BIND`` must name: here each is for the
+    ranks of all stages that have the same place among those of a stage (until 0.5.18)."""
+    return int(server_args.tp_size)
 
 
 # --- The HTTP server (0.5.17 only) ---------------------------------------------------------

@@ -9,6 +9,7 @@ __all__ = [
     "computed_tokens",
     "holds_kv",
     "model_config_of",
+    "num_core_sets",
     "set_computed_tokens",
     "settings_of",
     "slot_of",
@@ -30,6 +31,11 @@ def model_config_of(server_args: Any) -> Any:
     from sglang.srt.arg_groups.model_override_base import model_config_of as of_sglang
 
     return of_sglang(server_args)
+
+
+def num_core_sets(server_args: Any) -> int:
+    """As in ``v17``; each is for one rank."""
+    return int(server_args.dp_size * server_args.tp_size * server_args.pp_size)
 
 
 def holds_kv(req: Req) -> bool:

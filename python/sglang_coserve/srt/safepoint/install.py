@@ -65,7 +65,7 @@ def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
             reason = why_prefills_cannot_stop(scheduler.tp_worker.model_runner)
     ps = compat.parallel(scheduler)
     if reason is not None:
-        if ps.tp_rank == 0:
+        if compat.is_first_rank(scheduler):
             logger.warning("no safepoints, offline batches run to their end: %s", reason)
         return Installed(why_not=reason)
     flag = PreemptionFlag(pinned=is_cuda)

@@ -1,0 +1,98 @@
+"""How long a step takes in a pipeline, and what online requests would get of one alone.
+
+A pipeline of K stages has K micro-batches under way, each a stage behind the one before it. All
+move on at the pace of the slowest, so a step takes as long as the slowest of the last K would
+alone (HyGen keeps the last K steps for the same reason, appendix A).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sglang_coserve.core.baseline import Baseline, BaselineToken, EngineSize
+from sglang_coserve.core.batch_stats import BatchStats
+
+__all__ = ["PipelineBaseline", "baseline_of", "pipelined"]
+
+
+def pipelined(
+    predict: Callable[[BatchStats], float], batch: BatchStats, beside: Sequence[BatchStats]
+) -> tuple[float, bool]:
+    """Return the seconds of a step in a pipeline, and whether no batch beside it is slower.
+
+    From its start to its tokens K steps begin, its own included. With the start of each, all
+    batches move on by one stage, which takes a K-th of the slowest one's time. O(K**2).
+
+    Args:
+        predict: Seconds of a batch that passes through all stages alone.
+        batch: Of the step.
+        beside: The K - 1 batches before it and the K - 1 after it, in order; none where K is 1.
+    """
+    alone_s = predict(batch)
+    if not beside:
+        return alone_s, True
+    others_s = [0.0 if other.is_empty else predict(other) for other in beside]
+    before = len(others_s) // 2
+    depth = before + 1
+    all_s = [*others_s[:before], alone_s, *others_s[before:]]
+    total_s = sum(max(all_s[first : first + depth]) for first in range(depth))
+    return total_s / depth, alone_s >= max(others_s)
+
+
+class PipelineBaseline:
+    """The no-interference baseline of a pipeline: one virtual engine for each micro-batch.
+
+    Each has its part of the rows and of the KV, and its steps take as long as a batch takes
+    through all stages. That the slowest micro-batch holds up the others is left out: alone,
+    requests would have got a little less than this promises.
+    """
+
+    def __init__(self, engines: Sequence[Baseline]) -> None:
+        """Start without requests; ``engines`` have none."""
+        self._engines = engines
+        self._engine_of: dict[str, Baseline] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._engines))
+
+    def arrived(
+        self, rid: str, arrival_s: float, prompt_tokens: int, cached_tokens: int = 0
+    ) -> None:
+        """As of ``Baseline``: it goes where the fewest requests are. O(K)."""
+        engine = min(self._engines, key=len)
+        self._engine_of[rid] = engine
+        engine.arrived(rid, arrival_s, prompt_tokens, cached_tokens)
+
+    def produced(self, rid: str, tokens: int = 1) -> None:
+        """As of ``Baseline``."""
+        if (engine := self._engine_of.get(rid)) is not None:
+            engine.produced(rid, tokens)
+
+    def ended(self, rid: str) -> None:
+        """As of ``Baseline``."""
+        if (engine := self._engine_of.pop(rid, None)) is not None:
+            engine.ended(rid)
+
+    def given_up(self, rid: str) -> None:
+        """As of ``Baseline``."""
+        if (engine := self._engine_of.pop(rid, None)) is not None:
+            engine.given_up(rid)
+
+    def advance(self, predict: Callable[[BatchStats], float], now_s: float) -> list[BaselineToken]:
+        """As of ``Baseline``; the tokens of one engine after those of another."""
+        return [token for engine in self._engines for token in engine.advance(predict, now_s)]
+
+
+def baseline_of(size: EngineSize) -> Baseline | PipelineBaseline:
+    """Return an engine of this size with online requests only; it has none yet."""
+    count = size.micro_batches
+    engines = [
+        Baseline(
+            chunk_tokens=size.chunk_tokens,
+            max_rows=max(size.max_rows // count, 1),
+            kv_tokens=max(size.kv_tokens // count, 1),
+            mixes_decodes=size.mixes_decodes,
+        )
+        for _ in range(count)
+    ]
+    return engines[0] if count == 1 else PipelineBaseline(engines)
