@@ -118,8 +118,8 @@ def test_aborted_requests_leave_nothing(engine: Any) -> None:
         tasks = [asyncio.create_task(generate(engine, spec)) for spec in requests]
         for _ in range(4):
             await asyncio.sleep(0.15)
-            for kind in ("gone-on1", "gone-off1", "gone-off5"):
-                engine.tokenizer_manager.abort_request(rid=kind, abort_all=False)
+            for rid in ("gone-on1", "gone-off1", "gone-off5"):
+                engine.tokenizer_manager.abort_request(rid=rid, abort_all=False)
         engine.tokenizer_manager.abort_request(abort_all=True)
         return await asyncio.wait_for(asyncio.gather(*tasks), TIMEOUT_S)
 

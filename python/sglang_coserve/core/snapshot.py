@@ -135,7 +135,7 @@ class EngineSnapshot:
     free_window_tokens: int = 0
     """Slots of that pool that are free or that the engine frees on demand."""
 
-    elsewhere: Sequence[Row] = ()
+    elsewhere: tuple[Row, ...] = ()
     """With pipeline parallelism, requests that run in other micro-batches. A plan cannot change
     them, but its step delays theirs, and they need KV for their next token."""
 

@@ -57,7 +57,7 @@ def snapshot_of(
         keeps_prefixes=not compat.settings_of(scheduler.server_args).disable_radix_cache,
         window_tokens=pools.window_tokens,
         free_window_tokens=pools.free_window_tokens,
-        elsewhere=ledger.decode_rows(view.elsewhere(), RequestState.DECODING),
+        elsewhere=tuple(ledger.decode_rows(view.elsewhere(), RequestState.DECODING)),
         suspended=suspended,
         stop_share=stop_share,
         decodes_stop=decodes_stop,

@@ -76,7 +76,7 @@ class OfflineEviction:
 
     def _has_slots(self, rows: int) -> bool:
         """Return whether there is KV for one more token of so many rows, wherever pages end."""
-        return self._pools.headroom_tokens >= rows * self._scheduler.page_size
+        return bool(self._pools.headroom_tokens >= rows * self._scheduler.page_size)
 
     def rids_in_the_way(self, rows: Iterable[Req]) -> set[str]:
         """Return those of ``rows`` to evict for the LoRA adapter of the next online request.

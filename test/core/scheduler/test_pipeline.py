@@ -28,7 +28,7 @@ def predict(stats: BatchStats) -> float:
 
 def around(rows: Sequence[Row], *own: Row, free_kv_tokens: int = 100_000) -> EngineSnapshot:
     """An engine with ``rows`` in another micro-batch."""
-    return replace(snapshot(*own, free_kv_tokens=free_kv_tokens), elsewhere=rows)
+    return replace(snapshot(*own, free_kv_tokens=free_kv_tokens), elsewhere=tuple(rows))
 
 
 # --- How long a step takes ----------------------------------------------------------------

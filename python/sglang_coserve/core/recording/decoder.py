@@ -122,8 +122,11 @@ class _EventDecoder:
 
     def _planned_event(self, line: _Line) -> Planned:
         self._new(line, is_kept=True)
-        rows = {name: _field(line, name, self._rows) for name in ("rows", "waiting", "elsewhere")}
-        engine = partial(read_dataclass, EngineSnapshot, **rows)
+        rows, waiting = (_field(line, name, self._rows) for name in ("rows", "waiting"))
+        elsewhere = tuple(_field(line, "elsewhere", self._rows))
+        engine = partial(
+            read_dataclass, EngineSnapshot, rows=rows, waiting=waiting, elsewhere=elsewhere
+        )
         return Planned(
             _field(line, "engine", engine),
             _field(line, "cached_tokens", partial(from_plain, Mapping[str, int])),
