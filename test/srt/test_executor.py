@@ -37,7 +37,7 @@ def runs_what_it_is_asked(engine: ScriptedEngine) -> None:
     worker = engine.scheduler.model_worker
     forward, seen = worker.forward_batch_generation, list[Any]()
 
-    def look(batch: Any) -> Any:
+    def look(batch: Any, **options: Any) -> Any:
         mode = batch.forward_mode
         lens = batch.seq_lens.tolist()
         new = [1] * len(lens) if mode.is_decode() else list(batch.extend_lens)
@@ -46,7 +46,7 @@ def runs_what_it_is_asked(engine: ScriptedEngine) -> None:
             assert list(batch.prefix_lens) == cached
         assert len(batch.input_ids) == sum(new) == len(set(batch.out_cache_loc.tolist()))
         seen.append((mode.name, list(zip(new, cached, strict=True))))
-        return forward(batch)
+        return forward(batch, **options)
 
     worker.forward_batch_generation = look
     try:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sglang_coserve.core.recording import Updated, read_recording, replay
 from srt.conftest import KV_POOL_TOKENS, Reference
 from srt.flushed import is_flushed
 from srt.scripted_engine import Spec
@@ -23,7 +24,7 @@ POLICIES = {
 }
 
 
-def start(model: Path, policy: str, **settings: Any) -> Any:
+def start(model: Path, policy: str, recording: Path | None = None, **settings: Any) -> Any:
     from sglang_coserve.config import CoserveConfig
     from sglang_coserve.srt.engine import CoserveEngine
 
@@ -34,15 +35,24 @@ def start(model: Path, policy: str, **settings: Any) -> Any:
         max_total_tokens=KV_POOL_TOKENS,
         chunked_prefill_size=128,
         schedule_conservativeness=0.1,
-        coserve_config=CoserveConfig(offline_policy=policy, **POLICIES[policy]),
+        coserve_config=CoserveConfig(
+            offline_policy=policy,
+            record_plans=None if recording is None else str(recording),
+            **POLICIES[policy],
+        ),
         **settings,
     )
 
 
 @pytest.fixture(scope="module", params=POLICIES)
-def engine(request: pytest.FixtureRequest, small_model: Path) -> Iterator[Any]:
-    running = start(small_model, request.param)
-    running.policy = request.param
+def engine(
+    request: pytest.FixtureRequest, small_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    recording = None
+    if request.param != "fifo":
+        recording = tmp_path_factory.mktemp("recording") / "plans.jsonl"
+    running = start(small_model, request.param, recording)
+    running.policy, running.recording = request.param, recording
     yield running
     running.shutdown()
 
@@ -131,13 +141,22 @@ def test_aborted_requests_leave_nothing(engine: Any) -> None:
     assert len(engine.loop.run_until_complete(generate(engine, short))["output_ids"]) == 4
 
 
-def test_steps_are_predicted_and_not_suspended(engine: Any) -> None:
+def test_plans_see_both_micro_batches_and_replay_to_the_same(engine: Any) -> None:
     if engine.policy == "fifo":
         pytest.skip("nothing is planned")
     serve(engine, [(f"p-{rid}", *rest) for rid, *rest in specs(9)])
     now = state(engine)
     assert now["safepoints"] == {"enabled": False, "reason": "pipeline parallelism"}
     assert now["prediction"]["mape"] is not None
+    lines = engine.recording.read_text(encoding="utf-8").splitlines(keepends=True)
+    setup, read = read_recording(lines, "plans.jsonl")
+    events = list(read)
+    replays = list(replay(events, setup.make()))
+    assert [plan.index for plan in replays if plan.differences] == []
+    assert any(plan.snapshot.elsewhere for plan in replays)
+    results = [event.result for event in events if isinstance(event, Updated)]
+    assert all(len(result.beside) == 2 for result in results if not result.batch.is_empty)
+    assert any(result.concurrency == 2 for result in results)
 
 
 @pytest.mark.heavy
