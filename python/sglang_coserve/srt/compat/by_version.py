@@ -12,6 +12,7 @@ __all__ = [
     "aborted_errors",
     "check_extra_keys",
     "computed_tokens",
+    "copy_streams",
     "exceeds_window_pool",
     "filter_out",
     "free_prepared",
@@ -23,27 +24,45 @@ __all__ = [
     "parallel",
     "place_context",
     "prefix_tokens",
+    "protected_tokens",
     "put_back_outputs",
+    "radix_key",
     "release_kv",
+    "replace_copy_engine",
     "reserve_window_slots",
     "set_computed_tokens",
     "set_extent",
     "settings_of",
     "slot_of",
+    "start_load",
     "start_scheduler",
     "tensors_beside",
+    "told_of_rows",
 ]
 
 if INSTALLED >= (0, 5, 18):
-    from sglang_coserve.srt.compat.v18 import aborted_errors, check_extra_keys
+    from sglang_coserve.srt.compat.v18 import (
+        aborted_errors,
+        check_extra_keys,
+        copy_streams,
+        radix_key,
+        replace_copy_engine,
+    )
 else:
-    from sglang_coserve.srt.compat.v17 import aborted_errors, check_extra_keys
+    from sglang_coserve.srt.compat.v17 import (
+        aborted_errors,
+        check_extra_keys,
+        copy_streams,
+        radix_key,
+        replace_copy_engine,
+    )
 
 if INSTALLED >= (0, 5, 19):
     from sglang_coserve.srt.compat.v19 import (
         computed_tokens,
         holds_kv,
         model_config_of,
+        protected_tokens,
         set_computed_tokens,
         settings_of,
         slot_of,
@@ -53,6 +72,7 @@ else:
         computed_tokens,
         holds_kv,
         model_config_of,
+        protected_tokens,
         set_computed_tokens,
         settings_of,
         slot_of,
@@ -66,6 +86,7 @@ if INSTALLED >= (0, 5, 21):
         parallel,
         put_back_outputs,
         reserve_window_slots,
+        start_load,
         start_scheduler,
         tensors_beside,
     )
@@ -79,6 +100,11 @@ else:
         reserve_window_slots,
         tensors_beside,
     )
+
+    if INSTALLED >= (0, 5, 18):
+        from sglang_coserve.srt.compat.v18 import start_load
+    else:
+        from sglang_coserve.srt.compat.v17 import start_load
 
     if INSTALLED >= (0, 5, 20):
         from sglang_coserve.srt.compat.v20 import start_scheduler
@@ -94,6 +120,7 @@ if INSTALLED >= (0, 5, 22):
         prefix_tokens,
         release_kv,
         set_extent,
+        told_of_rows,
     )
 else:
     from sglang_coserve.srt.compat.v17 import (
@@ -105,3 +132,8 @@ else:
         release_kv,
         set_extent,
     )
+
+    if INSTALLED >= (0, 5, 21):
+        from sglang_coserve.srt.compat.v21 import told_of_rows
+    else:
+        from sglang_coserve.srt.compat.v17 import told_of_rows
