@@ -88,7 +88,8 @@ def test_many_random_runs_finish_with_the_outputs_of_stock(
 
 # --- One preemption -----------------------------------------------------------------------
 
-VICTIMS: list[Spec] = [(f"off{i}", scenarios.prompt(40 + i, 60), 150, True) for i in range(5)]
+VICTIMS: list[Spec] = [(f"off{i}", scenarios.prompt(40 + i, 60), 150, True) for i in range(4)]
+"""All fit: since 0.5.22 SGLang counts the whole output of a request that ignores EOS as taken."""
 HOG: Spec = ("on", scenarios.prompt(50, 700), 40, False)
 
 
