@@ -182,7 +182,7 @@ def told_of_rows(kind: type) -> type:
     the radix cache has KV, None: nothing was inserted.
     """
 
-    class ToldOfRows(kind):  # type: ignore[misc,valid-type]
+    class ToldOfRows(kind):
         def cache_unfinished_req(self, req: Req, chunked: bool = False, **kwargs: Any) -> None:
             with self.inserting(req):
                 super().cache_unfinished_req(req, chunked, **kwargs)

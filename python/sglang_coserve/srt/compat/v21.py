@@ -91,7 +91,7 @@ def start_load(controller: Any, host_slots: Any, device_slots: Any, load_id: int
 def told_of_rows(kind: type) -> type:
     """As in ``v17``."""
 
-    class ToldOfRows(kind):  # type: ignore[misc,valid-type]
+    class ToldOfRows(kind):
         def cache_unfinished_req(self, req: Req, chunked: bool = False, **kwargs: Any) -> None:
             with self.inserting(req):
                 super().cache_unfinished_req(req, chunked, **kwargs)

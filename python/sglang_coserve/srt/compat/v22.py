@@ -76,7 +76,7 @@ def filter_out(batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
 def told_of_rows(kind: type) -> type:
     """As in ``v17``."""
 
-    class ToldOfRows(kind):  # type: ignore[misc,valid-type]
+    class ToldOfRows(kind):
         def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
             with self.inserting(req):
                 super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
