@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -94,9 +94,9 @@ def test_the_metrics_in_the_docs_are_those_that_are_exported() -> None:
 def test_the_fields_of_kv_checkpoints_are_those_of_the_status() -> None:
     from sglang_coserve.srt.kv_checkpoint.stats import CheckpointStats, ClassStats
 
-    fields = {field.name for each in (CheckpointStats, ClassStats) for field in fields_of(each)}
+    named = {field.name for kind in (CheckpointStats, ClassStats) for field in fields(kind)}
     table = names_in_table("kv_checkpoint.md", "## Metrics", column=1)
-    assert {name.removeprefix("classes.<class>.") for name in table} == fields - {"classes"}
+    assert {name.removeprefix("classes.<class>.") for name in table} == named - {"classes"}
 
 
 def test_the_fields_of_safepoints_are_those_of_the_status() -> None:
@@ -106,10 +106,6 @@ def test_the_fields_of_safepoints_are_those_of_the_status() -> None:
     report = SafepointStats().report()
     assert set(report) <= set(CODE.findall(section))
     assert set(report["delays_ms"]) == names_in_table("safepoints.md", "## Status", column=1)
-
-
-def fields_of(kind: type) -> tuple[dataclasses.Field[object], ...]:
-    return dataclasses.fields(kind)  # type: ignore[arg-type]
 
 
 def section_of(page: str, heading: str) -> str:
