@@ -24,6 +24,9 @@ FILE = re.compile(r"(?<![\w*./-])(?:[\w-]+/)*[\w-]+\.(?:py|md|cu|h)(?![\w.])")
 NO_FILES = {"gpu.md", "vN.py"}
 """A result, and a pattern."""
 
+NAME = re.compile(r"(?:[a-z]\w*\.)*(?:[A-Z]\w*[a-z]\w*|_[a-z]\w*)(?:\.[a-z]\w*)?")
+NOT_OURS = {"RateLimitError"}
+
 METRIC = re.compile(r"\bcoserve_\w+_(?:total|seconds)\b")
 
 METRICS_SCRIPT = """
@@ -72,6 +75,21 @@ def test_every_source_file_that_is_named_exists(page: Path, files: list[str]) ->
     code = CODE.findall(FENCED.sub("", page.read_text()))
     named = {name for text in code for name in FILE.findall(text)} - NO_FILES
     missing = [name for name in named if not any(file.endswith(f"/{name}") for file in files)]
+    assert sorted(missing) == []
+
+
+@pytest.fixture(scope="module")
+def words() -> set[str]:
+    sources = [file for room in ("python", "benchmark") for file in (ROOT / room).rglob("*.py")]
+    return {word for file in sources for word in re.findall(r"\w+", file.read_text())}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_class_that_is_named_is_in_the_sources(page: Path, words: set[str]) -> None:
+    """With what it is asked for, as in ``StepPlan.until_s``; private names, too."""
+    code = CODE.findall(FENCED.sub("", page.read_text()))
+    named = {name for text in code if (name := text.split("(")[0]) and NAME.fullmatch(name)}
+    missing = [name for name in named - NOT_OURS if not words.issuperset(name.split("."))]
     assert sorted(missing) == []
 
 
