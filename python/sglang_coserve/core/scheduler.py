@@ -147,20 +147,21 @@ class Scheduler:
         """
         if snapshot.stop_share == 1.0 or not self._policy.is_preemptive:
             return self._build(self._compose(self._builder(snapshot), cache))
-        slices = isinstance(self._policy, SlicingPolicy)
-        shared = self._builder(snapshot, rides=not slices)
+        shared = self._builder(snapshot)
         until_s = offline_until_s(shared, self._allowance.gap_share, self._config.margin)
         if until_s is not None:
-            plan = self._plan_before(until_s, snapshot, cache)
+            plan = self._plan_before(until_s, shared, cache)
             if plan is not None:
                 return plan
-        if slices and not (shared.online_prefills or snapshot.waiting):
-            if snapshot.suspended is None or is_stuck(
+        if isinstance(self._policy, SlicingPolicy):
+            has_prompts = bool(shared.online_prefills or snapshot.waiting)
+            goes_on = snapshot.suspended is not None and not is_stuck(
                 shared, self._allowance.gap_share, self._config.margin
-            ):
-                # No slice fits between two of their steps; beside them something may.
-                shared = self._builder(snapshot)
-            else:
+            )
+            # Else no slice fits between two of the decodes; beside them something may.
+            if has_prompts or goes_on:
+                shared = self._builder(snapshot, rides=False)
+            if goes_on and not has_prompts:
                 shared.offline_budget_s = 0.0  # They are due: not even a small one beside them.
         self._compose(shared, cache)
         if snapshot.suspended is not None and shared.lacks_kv:
@@ -233,9 +234,13 @@ class Scheduler:
             self._queue.remove(rid)
 
     def _plan_before(
-        self, until_s: float, snapshot: EngineSnapshot, cache: PrefixCache
+        self, until_s: float, mixed: BatchBuilder, cache: PrefixCache
     ) -> StepPlan | None:
-        """Return what runs before the online decodes are due; None: they are next."""
+        """Return what runs before the online decodes are due; None: they are next.
+
+        ``mixed`` is a step beside them with nothing in it.
+        """
+        snapshot = mixed.snapshot
         left_s = until_s - snapshot.now_s
         suspended = snapshot.suspended
         if suspended is not None:
@@ -254,7 +259,7 @@ class Scheduler:
             return self._build(self._compose_alone(snapshot, cache), until_s)
         if not isinstance(self._policy, SlicingPolicy):
             return None
-        mixed, context = self._builder(snapshot), self._context(snapshot, cache)
+        context = self._context(snapshot, cache)
         self._policy.compose_online(mixed, context)
         beside = share_beside(
             mixed,
