@@ -8,7 +8,6 @@ from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.kv_checkpoint import CheckpointMode
 from sglang_coserve.errors import UnsupportedError
 from sglang_coserve.srt.compat.by_version import model_config_of, settings_of
-from sglang_coserve.srt.compat.versions import INSTALLED, LAST_WITH_CHECKPOINTS, version_key
 
 __all__ = ["check_server_args", "check_window_cache"]
 
@@ -53,10 +52,6 @@ def check_server_args(server_args: Any, config: CoserveConfig) -> None:
         "the gRPC server (--grpc-mode)": server_args.grpc_mode or server_args.smg_grpc_mode,
         "Ray (--use-ray)": server_args.use_ray,
         "an encoder-only server (--encoder-only)": server_args.encoder_only,
-        f"--kv-checkpoint with SGLang later than {LAST_WITH_CHECKPOINTS}": (
-            CheckpointMode(config.kv_checkpoint) is not CheckpointMode.OFF
-            and version_key(LAST_WITH_CHECKPOINTS) < INSTALLED
-        ),
         "--safepoint-decode-graphs on a CPU": (
             config.safepoint_decode_graphs and server_args.device == "cpu"
         ),
