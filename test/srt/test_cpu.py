@@ -9,7 +9,7 @@ import pytest
 import sgl_kernel
 import torch
 
-from sglang_coserve.srt import cpu
+from sglang_coserve.srt import compat, cpu
 
 PAGE_TOKENS = 16
 
@@ -104,3 +104,12 @@ def test_every_rank_gets_cores_and_at_least_one_thread(tp_size: int) -> None:
     assert len(ranks) == tp_size
     cores = os.sched_getaffinity(0)
     assert all(rank and set(map(int, rank.split(","))) <= cores for rank in ranks)
+
+
+def test_replicas_share_the_cores() -> None:
+    environment: dict[str, str] = {}
+    with cpu.divided_cores(2, environment, dp_size=3):
+        num_threads = int(environment["OMP_NUM_THREADS"])
+        groups = environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
+    assert num_threads == max(1, (len(os.sched_getaffinity(0)) - 1) // 6)
+    assert len(groups) == compat.core_groups(2, 3)

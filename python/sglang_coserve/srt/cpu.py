@@ -62,9 +62,9 @@ def set_environment_defaults(environment: MutableMapping[str, str] = os.environ)
 
 @contextmanager
 def divided_cores(
-    tp_size: int, environment: MutableMapping[str, str] = os.environ
+    tp_size: int, environment: MutableMapping[str, str] = os.environ, *, dp_size: int = 1
 ) -> Iterator[None]:
-    """Within it, started ranks share the cores evenly, one core left over.
+    """Within it, started ranks, those of all replicas, share the cores evenly, one core left over.
 
     The HTTP server and the detokenizer need that one: OpenMP threads that
     compete with other processes for a core make small matrix products many times
@@ -72,9 +72,10 @@ def divided_cores(
     """
     cores = sorted(os.sched_getaffinity(0))
     # One set of cores per rank; left unset, SGLang wants a NUMA node for each.
-    cores_of_rank = [cores[rank::tp_size] or cores for rank in range(tp_size)]
+    num_groups = compat.core_groups(tp_size, dp_size)
+    cores_of_rank = [cores[rank::num_groups] or cores for rank in range(num_groups)]
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, (len(cores) - 1) // tp_size)),
+        "OMP_NUM_THREADS": str(max(1, (len(cores) - 1) // (tp_size * dp_size))),
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(
             ",".join(map(str, rank_cores)) for rank_cores in cores_of_rank
         ),

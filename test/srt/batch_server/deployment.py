@@ -79,6 +79,11 @@ class Deployment:
         self._server.kill()
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the process with the HTTP server has ended."""
+        return self._server.has_ended
+
+    @property
     def pid(self) -> int:
         """Of the process with the HTTP server and the Batch API."""
         return self._server.pid

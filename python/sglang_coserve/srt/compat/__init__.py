@@ -17,6 +17,7 @@ from sglang_coserve.srt.compat.by_version import (
     aborted_errors,
     check_extra_keys,
     computed_tokens,
+    core_groups,
     exceeds_window_pool,
     filter_out,
     free_prepared,
@@ -50,7 +51,12 @@ from sglang_coserve.srt.compat.requests import (
     lowest_priority,
     refused_request,
 )
-from sglang_coserve.srt.compat.settings import check_server_args, check_window_cache
+from sglang_coserve.srt.compat.settings import (
+    check_one_replica,
+    check_server_args,
+    check_window_cache,
+    refusals_of_sglang,
+)
 from sglang_coserve.srt.compat.versions import check_version, installed_version, start_up_line
 
 __all__ = [
@@ -58,10 +64,12 @@ __all__ = [
     "aborted_errors",
     "check_extra_keys",
     "check_logit_processor",
+    "check_one_replica",
     "check_server_args",
     "check_version",
     "check_window_cache",
     "computed_tokens",
+    "core_groups",
     "exceeds_window_pool",
     "fill_token_ids_logprobs",
     "filter_out",
@@ -77,6 +85,7 @@ __all__ = [
     "place_context",
     "prefix_tokens",
     "put_back_outputs",
+    "refusals_of_sglang",
     "refused_request",
     "release_aborted",
     "release_for_requeue",

@@ -12,6 +12,7 @@ __all__ = [
     "aborted_errors",
     "check_extra_keys",
     "computed_tokens",
+    "core_groups",
     "exceeds_window_pool",
     "filter_out",
     "free_prepared",
@@ -42,6 +43,7 @@ else:
 if INSTALLED >= (0, 5, 19):
     from sglang_coserve.srt.compat.v19 import (
         computed_tokens,
+        core_groups,
         holds_kv,
         model_config_of,
         set_computed_tokens,
@@ -51,6 +53,7 @@ if INSTALLED >= (0, 5, 19):
 else:
     from sglang_coserve.srt.compat.v17 import (
         computed_tokens,
+        core_groups,
         holds_kv,
         model_config_of,
         set_computed_tokens,

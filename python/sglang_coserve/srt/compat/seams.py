@@ -96,7 +96,6 @@ SEAMS: Final[tuple[Seam, ...]] = (
         {
             "_add_request_to_queue": "req is_retracted",
             "abort_request": "recv_req",
-            "get_init_info": "",
             "get_internal_state": "recv_req",
             "get_new_batch_prefill": "running_batch",
             "get_next_batch_to_run": "running_batch last_batch",
@@ -394,6 +393,15 @@ SEAMS: Final[tuple[Seam, ...]] = (
         Use.CALLED,
         {"init_tokenizer_manager": "server_args port_args TokenizerManagerClass"},
     ),
+    *_of(
+        "srt.entrypoints.engine",
+        Use.REPLACED,
+        {
+            "run_data_parallel_controller_process": (
+                "server_args port_args pipe_writer run_scheduler_process_func"
+            )
+        },
+    ),
     *_of("srt.entrypoints.engine.Engine", Use.READ, _names("_scheduler_init_result")),
     *_of(
         "srt.server_args.ServerArgs",
@@ -429,7 +437,13 @@ SEAMS: Final[tuple[Seam, ...]] = (
         "srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore",
         Use.OVERRIDDEN,
         _names(
-            *("_is_host_leaf", "_remove_leaf_from_parent", "_split_node", "commit_backup", "demote"),
+            *(
+                "_is_host_leaf",
+                "_remove_leaf_from_parent",
+                "_split_node",
+                "commit_backup",
+                "demote",
+            ),
             *("_unevict_node_on_insert", "_update_evictable_leaf_sets", "evict_device_leaf"),
             *("finish_write_through", "node_by_id"),
         ),

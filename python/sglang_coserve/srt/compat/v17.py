@@ -9,6 +9,7 @@ __all__ = [
     "aborted_errors",
     "check_extra_keys",
     "computed_tokens",
+    "core_groups",
     "exceeds_window_pool",
     "filter_out",
     "free_prepared",
@@ -46,6 +47,12 @@ def settings_of(server_args: Any) -> Any:
 def model_config_of(server_args: Any) -> Any:
     """Return SGLang's ``ModelConfig``."""
     return server_args.get_model_config()
+
+
+def core_groups(tp_size: int, dp_size: int) -> int:  # noqa: ARG001
+    """Return for how many ranks ``SGLANG_CPU_OMP_THREADS_BIND`` names cores: those of one replica,
+    which all replicas use."""
+    return tp_size
 
 
 # --- What a request holds (until 0.5.18) ---------------------------------------------------

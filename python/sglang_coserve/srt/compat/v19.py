@@ -7,6 +7,7 @@ from typing import Any
 
 __all__ = [
     "computed_tokens",
+    "core_groups",
     "holds_kv",
     "model_config_of",
     "set_computed_tokens",
@@ -30,6 +31,11 @@ def model_config_of(server_args: Any) -> Any:
     from sglang.srt.arg_groups.model_override_base import model_config_of as of_sglang
 
     return of_sglang(server_args)
+
+
+def core_groups(tp_size: int, dp_size: int) -> int:
+    """As in ``v17``, but those of every replica."""
+    return tp_size * dp_size
 
 
 def holds_kv(req: Req) -> bool:
