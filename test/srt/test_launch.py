@@ -231,6 +231,15 @@ def test_the_rust_server_is_refused(
     assert "Rust" in capsys.readouterr().err
 
 
+def test_a_started_model_has_a_fingerprint(small_model: Path) -> None:
+    """From settings that this version of SGLang has."""
+    from sglang_coserve.srt.loaded_model import loaded_fingerprint
+
+    server_args = launch.parse_server_args(["--model-path", str(small_model)], on_cpu=True)
+    settings = compat.settings_of(server_args)
+    assert loaded_fingerprint(settings) == loaded_fingerprint(settings)
+
+
 def test_a_bad_value_of_our_flags_is_refused(
     small_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

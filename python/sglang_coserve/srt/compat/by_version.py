@@ -21,6 +21,7 @@ __all__ = [
     "is_mixed",
     "keep_outputs",
     "model_config_of",
+    "own_number_settings",
     "parallel",
     "place_context",
     "prefix_tokens",
@@ -36,9 +37,17 @@ __all__ = [
 ]
 
 if INSTALLED >= (0, 5, 18):
-    from sglang_coserve.srt.compat.v18 import aborted_errors, check_extra_keys
+    from sglang_coserve.srt.compat.v18 import (
+        aborted_errors,
+        check_extra_keys,
+        own_number_settings,
+    )
 else:
-    from sglang_coserve.srt.compat.v17 import aborted_errors, check_extra_keys
+    from sglang_coserve.srt.compat.v17 import (
+        aborted_errors,
+        check_extra_keys,
+        own_number_settings,
+    )
 
 if INSTALLED >= (0, 5, 19):
     from sglang_coserve.srt.compat.v19 import (

@@ -18,6 +18,7 @@ __all__ = [
     "is_mixed",
     "keep_outputs",
     "model_config_of",
+    "own_number_settings",
     "parallel",
     "place_context",
     "prefix_tokens",
@@ -47,6 +48,11 @@ def settings_of(server_args: Any) -> Any:
 def model_config_of(server_args: Any) -> Any:
     """Return SGLang's ``ModelConfig``."""
     return server_args.get_model_config()
+
+
+def own_number_settings() -> tuple[str, ...]:
+    """Return the names of settings that decide numbers and that other versions lack."""
+    return ("torchao_config",)
 
 
 def core_groups(tp_size: int, dp_size: int) -> int:  # noqa: ARG001

@@ -1,8 +1,9 @@
-"""What has changed with SGLang 0.5.18: how requests fail before the scheduler has them."""
+"""What has changed with SGLang 0.5.18: how requests fail before the scheduler has them, and a
+setting."""
 
 from __future__ import annotations
 
-__all__ = ["aborted_errors", "check_extra_keys"]
+__all__ = ["aborted_errors", "check_extra_keys", "own_number_settings"]
 
 
 def aborted_errors() -> tuple[type[Exception], ...]:
@@ -12,3 +13,8 @@ def aborted_errors() -> tuple[type[Exception], ...]:
 
 def check_extra_keys() -> None:
     """As in ``v17``; SGLang checks them itself."""
+
+
+def own_number_settings() -> tuple[str, ...]:
+    """As in ``v17``."""
+    return ()
