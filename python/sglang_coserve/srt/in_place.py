@@ -57,7 +57,7 @@ def verify_app(app: FastAPI) -> None:
     Raises:
         StartupError: a middleware or a route is not in place.
     """
-    installed = {entry.cls for entry in app.user_middleware}
+    installed: set[Any] = {entry.cls for entry in app.user_middleware}
     problems = [
         f"{middleware.__name__} is not installed"
         for middleware in (MarksMiddleware, RequestGateMiddleware, UnreadBodyMiddleware)
