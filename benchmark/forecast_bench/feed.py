@@ -11,10 +11,10 @@ from sglang_coserve.batch.eta import outlooks
 from sglang_coserve.batch.fair_slots import Share
 from sglang_coserve.batch.forecast_errors import Finish, ForecastErrors, Past
 from sglang_coserve.batch.rate_forecast import HOUR_S, RateForecast, Served
+from sglang_coserve.batch.token_rate import TokenRate
 from sglang_coserve.simulator.observer import IterationRecord, RequestEvent
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.source import Source
-from sglang_coserve.srt.batch_backend.token_rate import TokenRate
 
 __all__ = ["Feed", "Judged"]
 

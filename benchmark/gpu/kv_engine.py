@@ -9,19 +9,20 @@ import tempfile
 import time
 from dataclasses import dataclass
 from itertools import count
-from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
 
-from kv_bench.bare_cache import BareRow
+from kv_bench.rows import Rows, new_request, publish_settings
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.srt import cpu
+from sglang_coserve.srt import compat, cpu
 from sglang_coserve.srt.kv_checkpoint.settings import server_settings
 
 __all__ = ["KvEngine", "KvShape"]
+
+Req = Any
 
 _LOAD_TIMEOUT_S: Final = 30.0
 _HOST_TIMES: Final = 1.5
@@ -92,66 +93,62 @@ class KvEngine:
         )
         self.cache = CheckpointCache(
             params,
-            _server_args(on_cpu=on_cpu),
+            publish_settings(**_settings(on_cpu=on_cpu), page_size=page),
             CheckpointPolicy(CheckpointMode.EAGER),
             {RequestClass.OFFLINE: 1.0, RequestClass.ONLINE: 0.0},
         )
-        self.running: list[BareRow] = []
+        self.running: list[Req] = []
+        self._rows = Rows(self.cache, self.allocator, self.table)
         self._numbers = count(1)
 
-    def admit(self, tokens: int) -> BareRow:
+    def admit(self, tokens: int) -> Req:
         """Add an offline row whose prompt has so many tokens and KV; nobody else has its prefix."""
         number = next(self._numbers)
-        row = BareRow(f"row-{number}", [number, *range(1, tokens)], offline=True)
-        row.init_next_round_input(self.cache)
-        self.cache.inc_lock_ref(row.last_node)
-        row.kv = object()
-        row.req_pool_idx = self.table.free_slots.pop()
-        self._give(row, 0, tokens)
-        self.cache.cache_unfinished_req(row)
-        row.output_ids.append(number)
-        self.running.append(row)
-        return row
+        req = new_request(f"row-{number}", [number, *range(1, tokens)], offline=True)
+        assert self._rows.admit(req), "the parts below fit into the pool"
+        self._give(req, tokens)
+        self._rows.prefilled(req)
+        req.output_ids.append(number)
+        self.running.append(req)
+        return req
 
-    def grow(self, row: BareRow, tokens: int) -> None:
+    def grow(self, req: Req, tokens: int) -> None:
         """Give a row the KV of so many more tokens."""
-        begin = len(row.tokens) - 1
-        self._give(row, begin, begin + tokens)
-        row.output_ids.extend([1] * tokens)
+        self._give(req, tokens)
+        req.output_ids.extend([1] * tokens)
 
     def checkpoint(self) -> int:
         """Begin the copies of an iteration; return their tokens."""
-        copied: int = self.cache.checkpoint_step((row, len(row.tokens) - 1) for row in self.running)
+        rows = ((req, compat.computed_tokens(req)) for req in self.running)
+        copied: int = self.cache.checkpoint_step(rows)
         return copied
 
-    def release(self, row: BareRow) -> None:
+    def release(self, req: Req) -> None:
         """Let a row give way; it can be resumed."""
-        self.cache.cache_finished_req(row, kv_len_to_handle=len(row.tokens) - 1)
-        self.table.free(row)
-        row.clear()
-        self.running.remove(row)
+        self._rows.preempt(req)
+        self.running.remove(req)
 
-    def load(self, row: BareRow, budget_tokens: int) -> None:
+    def load(self, req: Req, budget_tokens: int) -> None:
         """Bring back what a preempted row has on the host, ``budget_tokens`` a pass."""
         deadline_s = time.monotonic() + _LOAD_TIMEOUT_S
         while True:
-            self.cache.prefetch_step(row, budget_tokens)
-            if not row.host_hit_length:
+            self.cache.prefetch_step(req, budget_tokens)
+            if not req.host_hit_length:
                 return
             self.cache.check_hicache_events()
             assert time.monotonic() < deadline_s, "a load does not come back"
 
     def settle(self) -> None:
         """Wait for all copies and loads, and let their ends be seen."""
-        self.cache.cache_controller.write_stream.synchronize()
-        self.cache.cache_controller.load_stream.synchronize()
+        for stream in compat.copy_streams(self.cache.cache_controller):
+            stream.synchronize()
         self.cache.check_hicache_events()
 
     def clear(self) -> None:
         """Forget everything; the random numbers stay."""
         self.settle()
-        for row in list(self.running):
-            self.release(row)
+        for req in list(self.running):
+            self.release(req)
         self.settle()
         self.cache.reset()
         self.allocator.clear()
@@ -166,23 +163,14 @@ class KvEngine:
         stacks = ([b[slots] for b in buffers] for buffers in (self.kv.k_buffer, self.kv.v_buffer))
         return torch.stack([torch.stack(layers) for layers in stacks])
 
-    def _give(self, row: BareRow, begin: int, end: int) -> None:
-        slots = self.allocator.alloc(end - begin)
+    def _give(self, req: Req, tokens: int) -> None:
+        slots = self.allocator.alloc(tokens)
         assert slots is not None, "the parts below fit into the pool"
-        self.table.req_to_token[row.req_pool_idx, begin:end] = slots.int()
+        self._rows.extend(req, slots)
 
 
-def _server_args(*, on_cpu: bool) -> SimpleNamespace:
-    """Return what SGLang's cache reads of ``ServerArgs``."""
+def _settings(*, on_cpu: bool) -> dict[str, Any]:
+    """Return the fields of ``ServerArgs`` that the cache reads."""
+    config = CoserveConfig.from_mapping({"kv_checkpoint": "eager"})
     defaults = {"hicache_mem_layout": "layer_first", "hicache_io_backend": "kernel"}
-    settings = server_settings(
-        CoserveConfig.from_mapping({"kv_checkpoint": "eager"}), on_cpu=on_cpu
-    )
-    return SimpleNamespace(
-        **{**defaults, **settings, "hicache_size": 0, "hicache_ratio": _HOST_TIMES},
-        hicache_storage_backend=None,
-        hicache_storage_backend_extra_config=None,
-        hicache_storage_prefetch_policy="best_effort",
-        extra_metric_labels=None,
-        served_model_name="none",
-    )
+    return {**defaults, **server_settings(config, on_cpu=on_cpu), "hicache_ratio": _HOST_TIMES}

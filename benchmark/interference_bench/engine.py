@@ -18,7 +18,7 @@ from interference_bench.load import Load, OnlineRequest
 from interference_bench.systems import System
 from tokenized_request import tokenized_request
 
-__all__ = ["Engine", "OnlineOutcome", "Outcome"]
+__all__ = ["Engine", "OnlineOutcome", "Outcome", "start_scheduler"]
 
 _WARM_UP_S: Final = 3.0
 """Offline requests run before the first online one, so that none meets an empty engine."""
@@ -83,7 +83,7 @@ class Engine:
         self._clock = CpuClock()
         self._clock.install()  # Before SGLang, which keeps references to the other.
         self._system = system
-        self._scheduler = _start(system, model, targets_ms)
+        self._scheduler = start_scheduler(system, model, targets_ms)
         self._vocab_size = int(self._scheduler.model_config.vocab_size)
         self._live: dict[str, _Live] = {}
         self._due: deque[tuple[float, str, OnlineRequest]] = deque()
@@ -298,7 +298,7 @@ def _online_outcome(live: _Live) -> OnlineOutcome:
     return OnlineOutcome(live.tenant, ttft_s, tpot_s)
 
 
-def _start(system: System, model: Path, targets_ms: Mapping[str, float]) -> Any:
+def start_scheduler(system: System, model: Path, targets_ms: Mapping[str, float]) -> Any:
     """Return a scheduler with its model loaded, in this process."""
     from sglang_coserve.srt import compat, cpu
 

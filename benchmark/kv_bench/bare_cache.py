@@ -9,75 +9,24 @@ from __future__ import annotations
 import tempfile
 import zlib
 from array import array
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from kv_bench.rows import Rows, publish_settings, tokens_of
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.kv_checkpoint import CheckpointPolicy
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.srt import cpu
+from sglang_coserve.srt import compat, cpu
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_checkpoint.settings import server_settings
 
-__all__ = ["BareEngine", "BareRow"]
+__all__ = ["BareEngine"]
+
+Req = Any
 
 _LAYERS = 2
-
-
-class BareRow:
-    """What the cache reads of a request."""
-
-    def __init__(self, rid: str, prompt: Sequence[int], *, offline: bool) -> None:
-        marks = {"coserve_class": "offline"} if offline else None
-        self.rid = rid
-        self.sampling_params = SimpleNamespace(custom_params=marks)
-        self.origin_input_ids = array("q", prompt)
-        self.output_ids = array("q")
-        self.extra_key: str | None = None
-        self.session = None
-        self.has_ended = False
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all KV."""
-        self.req_pool_idx: int | None = None
-        self.kv: object | None = None
-        self.cache_protected_len = 0
-        self.prefix_indices = torch.empty(0, dtype=torch.int64)
-        self.last_node: Any = None
-        self.best_match_node: Any = None
-        self.host_hit_length = 0
-        self.swa_uuid_for_lock: int | None = None
-        self.skip_lock_node_ids: dict[Any, set[int]] = {}
-        self.swa_prefix_lock_released = False
-        self.mamba_pool_idx: int | None = None
-
-    @property
-    def tokens(self) -> array[int]:
-        """Prompt and outputs."""
-        return self.origin_input_ids + self.output_ids
-
-    def finished(self) -> bool:
-        """Return whether it has ended."""
-        return self.has_ended
-
-    def get_fill_ids(self) -> array[int]:
-        """Return the tokens that have KV once it is prefilled."""
-        return self.tokens
-
-    def init_next_round_input(self, tree: Any) -> None:
-        """Match with the tree, all tokens but the last."""
-        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        match = tree.match_prefix(MatchPrefixParams(key=RadixKey(self.tokens[:-1], None)))
-        self.prefix_indices = match.device_indices
-        self.last_node, self.best_match_node = match.last_device_node, match.best_match_node
-        self.host_hit_length = match.host_hit_length
-        self.cache_protected_len = len(match.device_indices)
 
 
 class BareEngine:
@@ -125,13 +74,8 @@ class BareEngine:
             )
         self.table = ReqToTokenPool(rows, context, "cpu", enable_memory_saver=False)
         settings = server_settings(CoserveConfig(kv_checkpoint="eager"), on_cpu=True)
-        server_args = SimpleNamespace(
-            **{**settings, "hicache_size": 0, "hicache_ratio": host_slots / slots},
-            hicache_storage_backend=None,
-            hicache_storage_backend_extra_config=None,
-            hicache_storage_prefetch_policy="best_effort",
-            extra_metric_labels=None,
-            served_model_name="none",
+        server_args = publish_settings(
+            **settings, hicache_ratio=host_slots / slots, page_size=page_tokens
         )
         params = CacheInitParams(
             disable=False,
@@ -143,70 +87,50 @@ class BareEngine:
         shares = {RequestClass.OFFLINE: 1 - online_share, RequestClass.ONLINE: online_share}
         self.cache = CheckpointCache(params, server_args, policy, shares)
         self.hooks = KvCheckpointing(self.cache)
-        self.running: list[BareRow] = []
+        self.running: list[Req] = []
+        self._rows = Rows(self.cache, self.allocator, self.table)
         self._decode = ForwardMode.DECODE
 
     # --- Rows ----------------------------------------------------------------------------
 
-    def admit(self, row: BareRow) -> bool:
-        """Prefill a row behind what the cache has of it; False when there is no memory."""
-        from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
-
-        cache = self.cache
+    def admit(self, req: Req) -> bool:
+        """Prefill a request behind what the cache has of it; False when there is no memory."""
         self.settle()
-        row.init_next_round_input(cache)
-        cache.inc_lock_ref(row.last_node)
-        locked = row.last_node
-        if row.host_hit_length:
-            loaded, row.last_node = cache.init_load_back(
-                InitLoadBackParams(row.best_match_node, row.host_hit_length, req=row)
-            )
-            row.prefix_indices = torch.cat([row.prefix_indices, loaded])
-            row.cache_protected_len = len(row.prefix_indices)
-            cache.inc_lock_ref(row.last_node)
-            cache.dec_lock_ref(locked)
-            cache.ready_to_load_host_cache()
-            cache.cache_controller.load_stream.synchronize()
-        prefix = len(row.prefix_indices)
-        new = self._allocate(-(-(len(row.tokens) - prefix) // self.page_tokens) * self.page_tokens)
-        if new is None:
-            cache.dec_lock_ref(row.last_node)
-            row.clear()
+        if not self._rows.admit(req):
             return False
-        row.kv = object()
-        (row.req_pool_idx,) = (self.table.free_slots.pop(),)
-        slots = torch.cat([row.prefix_indices, new])[: len(row.tokens)]
-        self.table.req_to_token[row.req_pool_idx, : len(slots)] = slots.int()
-        self._compute(row, prefix, len(row.tokens))
-        cache.cache_unfinished_req(row)
-        row.output_ids.append(self._next_token(row))
-        self.running.append(row)
+        self.copy_streams[1].synchronize()
+        prefix, length, page = compat.computed_tokens(req), len(tokens_of(req)), self.page_tokens
+        slots = self._allocate(-(-(length - prefix) // page) * page)
+        assert slots is not None, "SGLang has counted the memory before"
+        self._rows.extend(req, slots[: length - prefix])
+        self._compute(req, prefix, length)
+        self._rows.prefilled(req)
+        req.output_ids.append(self._next_token(req))
+        self.running.append(req)
         return True
 
-    def decode(self, row: BareRow) -> bool:
-        """Compute the KV of the last token and give the row another one."""
-        place = len(row.tokens) - 1
-        index = row.req_pool_idx
-        assert index is not None
+    def decode(self, req: Req) -> bool:
+        """Compute the KV of the last token and give the request another one."""
+        place = len(tokens_of(req)) - 1
         if place % self.page_tokens:
-            slot = int(self.table.req_to_token[index, place - 1]) + 1
+            slots = self.table.req_to_token[compat.slot_of(req), place - 1 : place] + 1
         else:
             new = self._allocate(self.page_tokens)
             if new is None:
                 return False
-            slot = int(new[0])
-        self.table.req_to_token[index, place] = slot
-        self._compute(row, place, place + 1)
-        row.output_ids.append(self._next_token(row))
+            slots = new[:1]
+        self._rows.extend(req, slots)
+        self._compute(req, place, place + 1)
+        req.output_ids.append(self._next_token(req))
         return True
 
-    def release(self, row: BareRow, *, ends: bool = False) -> None:
+    def release(self, req: Req, *, ends: bool = False) -> None:
         """Give a row's KV to the cache; it has ended, or is to be resumed."""
-        row.has_ended = ends
-        self.cache.cache_finished_req(row, kv_len_to_handle=len(row.tokens) - 1)
-        self.table.free(row)
-        row.clear()
-        self.running.remove(row)
+        if ends:
+            self._rows.end(req)
+        else:
+            self._rows.preempt(req)
+        self.running.remove(req)
 
     def evict(self, tokens: int) -> int:
         """Reclaim at least so many device slots, as far as there are any; return how many."""
@@ -220,37 +144,42 @@ class BareEngine:
 
     # --- Checks --------------------------------------------------------------------------
 
+    @property
+    def copy_streams(self) -> tuple[Any, Any]:
+        """Return the streams of copies to the host and to the device."""
+        return compat.copy_streams(self.cache.cache_controller)
+
     def settle(self) -> None:
         """Wait for all copies and loads, and let their ends be seen.
 
         Nothing looks for them without waiting: what follows must not hang on how fast they are.
         """
-        self.cache.cache_controller.write_stream.synchronize()
-        self.cache.cache_controller.load_stream.synchronize()
+        for stream in self.copy_streams:
+            stream.synchronize()
         self.cache.check_hicache_events()
 
     def assert_consistent(self) -> None:
         """Check that every slot has one owner, and that every running row has its own KV."""
         cache, page = self.cache, self.page_tokens
         own = sum(
-            -(-(len(row.tokens) - 1) // page) * page - row.cache_protected_len
-            for row in self.running
+            -(-(len(tokens_of(req)) - 1) // page) * page - compat.protected_tokens(req)
+            for req in self.running
         )
         held = cache.evictable_size() + cache.protected_size() + own
         assert self.allocator.available_size() + held == self.slots // page * page
         cache.assert_consistent()
-        for row in self.running:
-            self.assert_right_kv(row)
+        for req in self.running:
+            self.assert_right_kv(req)
 
-    def assert_right_kv(self, row: BareRow) -> None:
+    def assert_right_kv(self, req: Req) -> None:
         """Check the KV of all tokens of a row but the last, which has none yet."""
-        length = len(row.tokens) - 1
-        slots = self.table.req_to_token[row.req_pool_idx, :length].long()
-        expected = _kv_of(row.tokens[:length], 0)
+        length = len(tokens_of(req)) - 1
+        slots = self.table.req_to_token[compat.slot_of(req), :length].long()
+        expected = _kv_of(tokens_of(req)[:length], 0)
         for layer in range(_LAYERS):
             for buffer, sign in ((self.kv.k_buffer, 1), (self.kv.v_buffer, -1)):
                 found = buffer[layer][slots, 0, 0]
-                assert torch.equal(found, sign * (expected + layer)), f"{row.rid} has wrong KV"
+                assert torch.equal(found, sign * (expected + layer)), f"{req.rid} has wrong KV"
 
     # --- Parts ---------------------------------------------------------------------------
 
@@ -261,16 +190,16 @@ class BareEngine:
         slots: torch.Tensor | None = self.allocator.alloc(tokens)
         return slots
 
-    def _compute(self, row: BareRow, begin: int, end: int) -> None:
-        slots = self.table.req_to_token[row.req_pool_idx, begin:end].long()
-        values = _kv_of(row.tokens[:end], begin)
+    def _compute(self, req: Req, begin: int, end: int) -> None:
+        slots = self.table.req_to_token[compat.slot_of(req), begin:end].long()
+        values = _kv_of(tokens_of(req)[:end], begin)
         for layer in range(_LAYERS):
             self.kv.k_buffer[layer][slots, 0, 0] = values + layer
             self.kv.v_buffer[layer][slots, 0, 0] = -(values + layer)
 
     @staticmethod
-    def _next_token(row: BareRow) -> int:
-        return zlib.crc32(row.tokens.tobytes()) % 50
+    def _next_token(req: Req) -> int:
+        return zlib.crc32(tokens_of(req).tobytes()) % 50
 
 
 def _kv_of(tokens: array[int], begin: int) -> torch.Tensor:

@@ -6,7 +6,8 @@ import statistics
 import time
 from collections.abc import Callable
 
-from kv_bench.bare_cache import BareEngine, BareRow
+from kv_bench.bare_cache import BareEngine
+from kv_bench.rows import new_request
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 
 __all__ = ["iteration_ms", "reclaim_ms"]
@@ -28,7 +29,7 @@ def iteration_ms(page_tokens: int, rows: int, steps: int) -> float:
         for row in engine.running:
             assert engine.decode(row)
         times_ms.append(_ms(engine.cache.check_hicache_events) + _ms(engine.checkpoint))
-        engine.cache.cache_controller.write_stream.synchronize()
+        engine.copy_streams[0].synchronize()
     return statistics.fmean(times_ms)
 
 
@@ -59,7 +60,7 @@ def _decoding(
     engine = BareEngine(EAGER, slots=tokens, host_slots=2 * tokens, page_tokens=page_tokens)
     for number in range(rows):
         prompt = [number % 50, *((number * 7 + place) % 50 for place in range(prompt_tokens - 1))]
-        assert engine.admit(BareRow(f"r{number}", prompt, offline=True))
+        assert engine.admit(new_request(f"r{number}", prompt, offline=True))
         engine.checkpoint()
     for _ in range(generated):
         for row in engine.running:

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
-import sglang_coserve  # noqa: F401  # Makes SGLang importable: modules here import it first.
+from sglang_coserve.srt import cpu
 from srt.scripted_engine import EngineProcess, EngineSpec, Spec, run_at_once
+
+# SGLang looks once whether it runs on a CPU, when it is first imported.
+if not cpu.has_cuda():
+    cpu.set_environment_defaults()
 
 KV_POOL_TOKENS = 1024
 LOOPS_AND_PAGES = (

@@ -147,17 +147,6 @@ def test_decode_graphs_are_refused_on_a_cpu() -> None:
         compat.check_server_args(server_args(), config)
 
 
-def test_kv_checkpoints_are_refused_where_sglang_has_another_cache(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = CoserveConfig(kv_checkpoint="eager")
-    monkeypatch.setattr(compat.settings, "INSTALLED", (0, 5, 17))
-    compat.check_server_args(server_args(), config)
-    monkeypatch.setattr(compat.settings, "INSTALLED", (0, 5, 23))
-    with pytest.raises(UnsupportedError, match=r"--kv-checkpoint with SGLang later than 0\.5\.17"):
-        compat.check_server_args(server_args(), config)
-
-
 def test_each_unsupported_setting_gets_a_line() -> None:
     with pytest.raises(UnsupportedError) as refused:
         compat.check_server_args(server_args(pp_size=2, enable_dp_attention=True), CoserveConfig())

@@ -128,7 +128,7 @@ def share_in_lane(mixed: BatchBuilder, left_s: float, alone: BatchBuilder | None
     another group of layers.
 
     Args:
-        mixed: The step beside online decodes.
+        mixed: The step beside online decodes; its online half is enough.
         left_s: Time that a step of the offline lane may run before them.
         alone: That step; None for one that stops whenever it has to, and in which nothing is lost.
     """
@@ -153,7 +153,7 @@ def share_beside(mixed: BatchBuilder, least_tokens: int, *, has_prompts: bool) -
     there are so many that they leave no time for prompts, but that does not stay so.
 
     Args:
-        mixed: The step as it is planned.
+        mixed: The step as it is planned; its online half is enough.
         least_tokens: Of a chunk.
         has_prompts: Offline prompts wait.
     """

@@ -14,7 +14,7 @@ from sglang_coserve.core.snapshot import Row
 from sglang_coserve.core.step import StepPlan, StepResult
 from sglang_coserve.core.victims import last_admitted_first
 
-__all__ = ["Policy"]
+__all__ = ["Policy", "SlicingPolicy"]
 
 
 class Policy(ABC):
@@ -28,9 +28,6 @@ class Policy(ABC):
 
     is_preemptive: ClassVar[bool] = True
     """Steps with offline work alone are suspended for online work, where the engine can."""
-
-    slices: ClassVar[bool] = False
-    """Offline work may have steps of its own between those of online decodes."""
 
     @abstractmethod
     def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
@@ -52,3 +49,23 @@ class Policy(ABC):
 
     def finished(self) -> None:  # noqa: B027
         """Take into account that an offline request ended that had been admitted."""
+
+
+class SlicingPolicy(Policy):
+    """One whose offline work may have steps of its own between those of online decodes.
+
+    Its two halves are composed apart: which of both steps is better can be told from the first.
+    """
+
+    @abstractmethod
+    def compose_online(self, batch: BatchBuilder, context: PlanContext) -> None:
+        """Add the online work, and set ``batch.offline_budget_s``."""
+
+    @abstractmethod
+    def compose_offline(self, batch: BatchBuilder, context: PlanContext) -> None:
+        """Add offline work within that."""
+
+    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
+        """See ``Policy.compose``."""
+        self.compose_online(batch, context)
+        self.compose_offline(batch, context)

@@ -96,7 +96,7 @@ LEGAL_TRANSITIONS: Final = MappingProxyType(
     {
         # A prompt that fits one iteration goes straight to DECODING.
         _S.WAITING: frozenset({_S.PREFILLING, _S.DECODING, _S.FINISHED, _S.ABORTED}),
-        # PREFILLING -> WAITING is a hard park or an abort at a safepoint.
+        # PREFILLING -> WAITING is a retraction, or a step that was dropped.
         # PREFILLING -> PAUSED ends in the offline lane.
         _S.PREFILLING: frozenset(
             {_S.DECODING, _S.PAUSED, _S.PARKED, _S.WAITING, _S.FINISHED, _S.ABORTED}

@@ -24,7 +24,7 @@ from sglang_coserve.core.latency_model import LatencyModel, Sample
 from sglang_coserve.core.learned_model import LearnedModel
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
 from sglang_coserve.core.plan_context import PlanContext
-from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.policy import Policy, SlicingPolicy
 from sglang_coserve.core.prediction_error import PredictionError
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler_config import OnlineOrder, SchedulerConfig
@@ -147,19 +147,21 @@ class Scheduler:
         """
         if snapshot.stop_share == 1.0 or not self._policy.is_preemptive:
             return self._build(self._compose(self._builder(snapshot), cache))
-        shared = self._builder(snapshot, rides=not self._policy.slices)
+        shared = self._builder(snapshot)
         until_s = offline_until_s(shared, self._allowance.gap_share, self._config.margin)
         if until_s is not None:
-            plan = self._plan_before(until_s, snapshot, cache)
+            plan = self._plan_before(until_s, shared, cache)
             if plan is not None:
                 return plan
-        if self._policy.slices and not (shared.online_prefills or snapshot.waiting):
-            if snapshot.suspended is None or is_stuck(
+        if isinstance(self._policy, SlicingPolicy):
+            has_prompts = bool(shared.online_prefills or snapshot.waiting)
+            goes_on = snapshot.suspended is not None and not is_stuck(
                 shared, self._allowance.gap_share, self._config.margin
-            ):
-                # No slice fits between two of their steps; beside them something may.
-                shared = self._builder(snapshot)
-            else:
+            )
+            # Else no slice fits between two of the decodes; beside them something may.
+            if has_prompts or goes_on:
+                shared = self._builder(snapshot, rides=False)
+            if goes_on and not has_prompts:
                 shared.offline_budget_s = 0.0  # They are due: not even a small one beside them.
         self._compose(shared, cache)
         if snapshot.suspended is not None and shared.lacks_kv:
@@ -232,9 +234,13 @@ class Scheduler:
             self._queue.remove(rid)
 
     def _plan_before(
-        self, until_s: float, snapshot: EngineSnapshot, cache: PrefixCache
+        self, until_s: float, mixed: BatchBuilder, cache: PrefixCache
     ) -> StepPlan | None:
-        """Return what runs before the online decodes are due; None: they are next."""
+        """Return what runs before the online decodes are due; None: they are next.
+
+        ``mixed`` is a step beside them with nothing in it.
+        """
+        snapshot = mixed.snapshot
         left_s = until_s - snapshot.now_s
         suspended = snapshot.suspended
         if suspended is not None:
@@ -251,9 +257,10 @@ class Scheduler:
             )
         if math.isinf(until_s):
             return self._build(self._compose_alone(snapshot, cache), until_s)
-        if not self._policy.slices:
+        if not isinstance(self._policy, SlicingPolicy):
             return None
-        mixed = self._compose(self._builder(snapshot), cache)
+        context = self._context(snapshot, cache)
+        self._policy.compose_online(mixed, context)
         beside = share_beside(
             mixed,
             self._config.min_chunk_tokens,
@@ -265,6 +272,7 @@ class Scheduler:
                 beside < share_in_lane(mixed, left_s, alone)
             ):
                 return self._build(alone, until_s)
+        self._policy.compose_offline(mixed, context)
         return self._build(mixed)
 
     def _compose_alone(self, snapshot: EngineSnapshot, cache: PrefixCache) -> BatchBuilder:
@@ -292,8 +300,11 @@ class Scheduler:
 
     def _compose(self, batch: BatchBuilder, cache: PrefixCache) -> BatchBuilder:
         """Let the policy add the work of the next step to ``batch``; return it."""
-        snapshot = batch.snapshot
-        context = PlanContext(
+        self._policy.compose(batch, self._context(batch.snapshot, cache))
+        return batch
+
+    def _context(self, snapshot: EngineSnapshot, cache: PrefixCache) -> PlanContext:
+        return PlanContext(
             config=self._config,
             queue=self._queue,
             cache=cache,
@@ -305,8 +316,6 @@ class Scheduler:
             shed_pace=self._allowance.shed_pace,
             gaps_per_request=self._interference.gaps_per_request,
         )
-        self._policy.compose(batch, context)
-        return batch
 
     def _build(self, batch: BatchBuilder, until_s: float = math.inf) -> StepPlan:
         users = self._waiting_order.users(batch.snapshot.waiting)

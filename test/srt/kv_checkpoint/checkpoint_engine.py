@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.settings import register_cache, server_settings
 from srt import scripted_engine
 from srt.scripted_engine import EngineProcess, EngineSpec
@@ -58,9 +59,9 @@ def _assert_saved(cache: Any, row: Any) -> None:
     """What counts as saved is the KV that the row has on the device, and nothing is sent that
     is not computed, or was rolled back."""
     page, start = cache.page_size, row.start_tokens
-    assert start + row.pages.sent * page <= row.req.kv_committed_len
+    assert start + row.pages.sent * page <= compat.computed_tokens(row.req)
     end = row.saved_end_tokens
-    device_slots = cache.req_to_token_pool.req_to_token[row.req.req_pool_idx, start:end].tolist()
+    device_slots = cache.req_to_token_pool.req_to_token[compat.slot_of(row.req), start:end].tolist()
     host_slots = list(row.host_slots[: end - start])
     device, host = cache.token_to_kv_pool_allocator.get_kvcache(), cache.host_pool
     for layer in range(device.layer_num):

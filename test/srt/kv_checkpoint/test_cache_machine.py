@@ -16,7 +16,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kv_bench.bare_cache import BareEngine, BareRow
+from kv_bench.bare_cache import BareEngine
+from kv_bench.rows import new_request
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 
 HEADS = ([1] * 40, [2] * 16, [3] * 3, [])
@@ -47,16 +48,16 @@ class CacheMachine(RuleBasedStateMachine):
             reclaim_tokens=least,
         )
         self.engine = BareEngine(policy, slots=slots, page_tokens=page, **pools)
-        self.waiting: list[BareRow] = []
+        self.waiting: list[Any] = []
         self.count = 0
 
-    def running(self, data: st.DataObject) -> BareRow:
+    def running(self, data: st.DataObject) -> Any:
         return data.draw(st.sampled_from(self.engine.running))
 
     @rule(head=st.sampled_from(HEADS), tail=st.sampled_from(TAILS), offline=st.booleans())
     def arrive(self, head: list[int], tail: list[int], offline: bool) -> None:
         self.count += 1
-        row = BareRow(f"r{self.count}", head + tail, offline=offline)
+        row = new_request(f"r{self.count}", head + tail, offline=offline)
         if not self.engine.admit(row):
             self.waiting.append(row)
 
@@ -89,7 +90,7 @@ class CacheMachine(RuleBasedStateMachine):
     def preempt(self, data: st.DataObject) -> None:
         self.preempt_row(self.running(data))
 
-    def preempt_row(self, row: BareRow) -> None:
+    def preempt_row(self, row: Any) -> None:
         self.engine.release(row)
         self.waiting.append(row)
 
@@ -104,7 +105,6 @@ class CacheMachine(RuleBasedStateMachine):
         row = data.draw(st.sampled_from(self.waiting))
         tokens = self.engine.cache.prefetch_step(row, budget)
         assert (tokens or 0) <= budget
-        row.clear()
 
     @rule(tokens=st.integers(1, 64))
     def reclaim(self, tokens: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy, HostQuota
+from sglang_coserve.srt import compat
 from srt import test_scheduler as scenarios
 from srt.conftest import Reference
 from srt.kv_checkpoint.checkpoint_engine import CheckpointEngine
@@ -87,7 +88,8 @@ def test_many_random_runs_finish_with_the_outputs_of_stock(
 
 # --- One preemption -----------------------------------------------------------------------
 
-VICTIMS: list[Spec] = [(f"off{i}", scenarios.prompt(40 + i, 60), 150, True) for i in range(5)]
+VICTIMS: list[Spec] = [(f"off{i}", scenarios.prompt(40 + i, 60), 150, True) for i in range(4)]
+"""All fit: since 0.5.22 SGLang counts the whole output of a request that ignores EOS as taken."""
 HOG: Spec = ("on", scenarios.prompt(50, 700), 40, False)
 
 
@@ -210,7 +212,7 @@ def run_with_stuck_copies(engine: ScriptedEngine, specs: list[Spec]) -> Any:
     """The copy engine stops for many iterations, then goes on."""
     cache = engine.scheduler.tree_cache
     gate = threading.Event()
-    cache.cache_controller.write_stream.submit(gate.wait)
+    compat.copy_streams(cache.cache_controller)[0].submit(gate.wait)
     scheduler, processed = engine.scheduler, []
 
     def open_late(batch: Any) -> None:
@@ -260,7 +262,7 @@ def run_with_stuck_loads(engine: ScriptedEngine, specs: list[Spec]) -> Any:
     batches_since: list[Any] = []
 
     def copy_late(load: Any, load_id: int) -> None:
-        cache.cache_controller.load_stream.submit(gate.wait)
+        compat.copy_streams(cache.cache_controller)[1].submit(gate.wait)
         copy(load, load_id)
 
     def open_at_last(batch: Any) -> None:

@@ -11,12 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from kv_bench.bare_cache import BareEngine, BareRow
+from kv_bench.bare_cache import BareEngine
+from kv_bench.rows import new_request
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy, HostQuota
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import ConfigError, UnsupportedError
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.settings import (
@@ -61,6 +64,17 @@ def test_a_stream_can_wait_for_another() -> None:
     with device_module.stream(second):
         event.wait()
         current_stream().submit(lambda: done.append("second"))
+    gate.set()
+    second.synchronize()
+    assert done == ["first", "second"]
+
+
+def test_a_stream_can_wait_for_all_that_another_has_now() -> None:
+    first, second, gate, done = ThreadStream(), ThreadStream(), threading.Event(), []
+    first.submit(lambda: (gate.wait(), done.append("first")))
+    second.wait_stream(first)
+    second.wait_stream(torch.cpu.Stream())
+    second.submit(lambda: done.append("second"))
     gate.set()
     second.synchronize()
     assert done == ["first", "second"]
@@ -115,14 +129,14 @@ def test_a_class_without_a_share_never_asks() -> None:
 # --- Rows that give way -------------------------------------------------------------------
 
 
-def row_with_unsaved_tokens() -> tuple[BareEngine, BareRow]:
+def row_with_unsaved_tokens() -> tuple[BareEngine, Any]:
     """An engine with one row: 32 tokens of a prompt, which are saved, and 48 more, which are not.
 
     As when a chunk of a prompt has just been computed.
     """
     policy = CheckpointPolicy(CheckpointMode.EAGER)
     engine = BareEngine(policy, slots=256, host_slots=512, page_tokens=16)
-    row = BareRow("row", list(range(32)), offline=True)
+    row = new_request("row", list(range(32)), offline=True)
     assert engine.admit(row)
     engine.checkpoint()
     engine.settle()
@@ -147,11 +161,28 @@ def test_what_a_row_has_not_saved_is_saved_when_it_gives_way() -> None:
     engine.assert_consistent()
 
 
+def test_what_a_row_with_a_namespace_of_its_own_has_saved_is_kept() -> None:
+    policy = CheckpointPolicy(CheckpointMode.EAGER)
+    engine = BareEngine(policy, slots=256, host_slots=512, page_tokens=16)
+    row = new_request("row", list(range(32)), offline=True)
+    row.extra_key, row.cache_salt = "adapter", "salt"  # The salt counts since SGLang 0.5.18.
+    assert engine.admit(row)
+    for _ in range(16):
+        assert engine.decode(row)
+    engine.checkpoint()
+    engine.settle()
+    engine.release(row)
+    counts = evict_all(engine)
+    assert (counts["adopted_tokens"], counts["demoted_tokens"]) == (16, 48)
+    assert engine.admit(row)
+    engine.assert_consistent()
+
+
 def test_what_resumes_takes_the_room_of_online_prefixes_and_keeps_it() -> None:
     engine, row = row_with_unsaved_tokens()
     engine.release(row)
     evict_all(engine)
-    online = BareRow("online", list(range(100, 356)), offline=False)
+    online = new_request("online", list(range(100, 356)), offline=False)
     assert engine.admit(online)
     engine.release(online, ends=True)
     engine.settle()
@@ -159,18 +190,18 @@ def test_what_resumes_takes_the_room_of_online_prefixes_and_keeps_it() -> None:
     assert engine.cache.prefetch_step(row, budget_tokens=256) == 80
     engine.settle()
     assert engine.cache.prefetch_step(row, budget_tokens=256) == 0
-    assert (row.host_hit_length, len(row.prefix_indices)) == (0, 80)
+    assert (row.host_hit_length, compat.prefix_tokens(row)) == (0, 80)
     engine.cache.need(row)
     engine.evict(176)
     row.init_next_round_input(engine.cache)
-    assert len(row.prefix_indices) == 80
+    assert compat.prefix_tokens(row) == 80
     engine.assert_consistent()
 
 
 def test_online_work_does_not_wait_for_a_slow_copy() -> None:
     engine, row = row_with_unsaved_tokens()
     gate = threading.Event()
-    engine.cache.cache_controller.write_stream.submit(gate.wait)
+    engine.copy_streams[0].submit(gate.wait)
     engine.release(row)
     counts = evict_all(engine)
     assert (counts["demoted_tokens"], counts["dropped_tokens"]) == (32, 48)

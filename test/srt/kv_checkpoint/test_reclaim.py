@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from kv_bench.bare_cache import BareEngine, BareRow
+from kv_bench.bare_cache import BareEngine
+from kv_bench.rows import new_request
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 
 PROMPT_TOKENS = 40
@@ -21,17 +22,17 @@ def engine() -> BareEngine:
 
 def give_way(engine: BareEngine, rid: str, token: int, gate: threading.Event | None = None) -> None:
     """A row is computed, its copy is begun, which a gate keeps from ending, and it is released."""
-    row = BareRow(rid, [token] * PROMPT_TOKENS, offline=True)
+    row = new_request(rid, [token] * PROMPT_TOKENS, offline=True)
     assert engine.admit(row)
     if gate is not None:
-        engine.cache.cache_controller.write_stream.submit(gate.wait)
+        engine.copy_streams[0].submit(gate.wait)
     engine.checkpoint()
     engine.release(row)
 
 
 def test_a_copy_that_was_waited_for_in_vain_does_not_cost_the_later_ones() -> None:
     bare, gate = engine(), threading.Event()
-    copies = bare.cache.cache_controller.write_stream
+    copies = bare.copy_streams[0]
 
     give_way(bare, "late", 1, gate)
     bare.evict(PROMPT_TOKENS)

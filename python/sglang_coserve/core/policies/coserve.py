@@ -11,13 +11,13 @@ from sglang_coserve.core.offline_phase import serve_offline
 from sglang_coserve.core.offline_queue import OfflineQueueConfig
 from sglang_coserve.core.online_phase import serve_online
 from sglang_coserve.core.plan_context import PlanContext
-from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.policy import SlicingPolicy
 
 __all__ = ["CoservePolicy"]
 
 
 @dataclass
-class CoservePolicy(Policy):
+class CoservePolicy(SlicingPolicy):
     """Token-level packing under the deadlines of the requests themselves.
 
     - From ConServe: a chunk is as long as a context-aware model allows, to the
@@ -39,7 +39,6 @@ class CoservePolicy(Policy):
     """
 
     name: ClassVar[str] = "coserve"
-    slices: ClassVar[bool] = True
 
     utility_ratio: float = OfflineQueueConfig().utility_ratio
     """How often a pick of the queue shares a prefix rather than being the oldest."""
@@ -48,7 +47,10 @@ class CoservePolicy(Policy):
         """See ``Policy.queue_config``: prefixes, freshness and deadlines."""
         return OfflineQueueConfig(utility_ratio=self.utility_ratio, seed=seed)
 
-    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
-        """See ``Policy.compose``."""
+    def compose_online(self, batch: BatchBuilder, context: PlanContext) -> None:
+        """See ``SlicingPolicy.compose_online``."""
         serve_online(batch, context, context.config.iteration_budget_s or math.inf)
+
+    def compose_offline(self, batch: BatchBuilder, context: PlanContext) -> None:
+        """See ``SlicingPolicy.compose_offline``."""
         serve_offline(batch, context, for_throughput=not batch.has_online)

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang_coserve.batch.backend import Backend, BackendLoad, LineRequest, LineResult
+from sglang_coserve.batch.token_rate import TokenRate
 from sglang_coserve.errors import RequestError
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.srt.batch_backend.answer import engine_failure, invalid_request, line_result
 from sglang_coserve.srt.batch_backend.endpoints import Endpoint, model_endpoints
 from sglang_coserve.srt.batch_backend.handler_thread import HandlerThread
 from sglang_coserve.srt.batch_backend.line_manager import LineManager, LineTask
-from sglang_coserve.srt.batch_backend.token_rate import TokenRate
 from sglang_coserve.srt.prompt_limit import body_limits
 
 __all__ = ["BatchBackend"]

@@ -12,6 +12,7 @@ __all__ = [
     "aborted_errors",
     "check_extra_keys",
     "computed_tokens",
+    "copy_streams",
     "core_groups",
     "exceeds_window_pool",
     "filter_out",
@@ -25,28 +26,39 @@ __all__ = [
     "parallel",
     "place_context",
     "prefix_tokens",
+    "protected_tokens",
     "put_back_outputs",
+    "radix_key",
     "release_kv",
+    "replace_copy_engine",
     "reserve_window_slots",
     "set_computed_tokens",
     "set_extent",
     "settings_of",
     "slot_of",
+    "start_load",
     "start_scheduler",
     "tensors_beside",
+    "told_of_rows",
 ]
 
 if INSTALLED >= (0, 5, 18):
     from sglang_coserve.srt.compat.v18 import (
         aborted_errors,
         check_extra_keys,
+        copy_streams,
         own_number_settings,
+        radix_key,
+        replace_copy_engine,
     )
 else:
     from sglang_coserve.srt.compat.v17 import (
         aborted_errors,
         check_extra_keys,
+        copy_streams,
         own_number_settings,
+        radix_key,
+        replace_copy_engine,
     )
 
 if INSTALLED >= (0, 5, 19):
@@ -55,6 +67,7 @@ if INSTALLED >= (0, 5, 19):
         core_groups,
         holds_kv,
         model_config_of,
+        protected_tokens,
         set_computed_tokens,
         settings_of,
         slot_of,
@@ -65,6 +78,7 @@ else:
         core_groups,
         holds_kv,
         model_config_of,
+        protected_tokens,
         set_computed_tokens,
         settings_of,
         slot_of,
@@ -78,6 +92,7 @@ if INSTALLED >= (0, 5, 21):
         parallel,
         put_back_outputs,
         reserve_window_slots,
+        start_load,
         start_scheduler,
         tensors_beside,
     )
@@ -91,6 +106,11 @@ else:
         reserve_window_slots,
         tensors_beside,
     )
+
+    if INSTALLED >= (0, 5, 18):
+        from sglang_coserve.srt.compat.v18 import start_load
+    else:
+        from sglang_coserve.srt.compat.v17 import start_load
 
     if INSTALLED >= (0, 5, 20):
         from sglang_coserve.srt.compat.v20 import start_scheduler
@@ -106,6 +126,7 @@ if INSTALLED >= (0, 5, 22):
         prefix_tokens,
         release_kv,
         set_extent,
+        told_of_rows,
     )
 else:
     from sglang_coserve.srt.compat.v17 import (
@@ -117,3 +138,8 @@ else:
         release_kv,
         set_extent,
     )
+
+    if INSTALLED >= (0, 5, 21):
+        from sglang_coserve.srt.compat.v21 import told_of_rows
+    else:
+        from sglang_coserve.srt.compat.v17 import told_of_rows

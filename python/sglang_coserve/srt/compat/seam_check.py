@@ -14,15 +14,12 @@ from typing import Final
 
 from sglang_coserve.srt.compat.seams import Seam, Use, seams_of
 from sglang_coserve.srt.compat.source_tree import Definition, SourceTree
-from sglang_coserve.srt.compat.versions import has_checkpoints, version_key
+from sglang_coserve.srt.compat.versions import version_key
 
 __all__ = ["changes", "imported_names", "problems", "signature"]
 
 _SRT: Final = Path(__file__).parent.parent
 _OWN_VERSION: Final = re.compile(r"v(\d+)")
-
-_CHECKPOINTS: Final = _SRT / "kv_checkpoint"
-"""KV checkpoints are refused with most versions, and these imports then not made."""
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -95,8 +92,6 @@ def _unknown_keywords(tree: SourceTree, version: str) -> list[str]:
 def _own_nodes(version: str) -> Iterator[tuple[ast.AST, str]]:
     """Yield the syntax of this package, as far as ``version`` uses it, and of which file it is."""
     for path in sorted(_SRT.rglob("*.py")):
-        if _CHECKPOINTS in path.parents and not has_checkpoints(version):
-            continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         where = str(path.relative_to(_SRT.parent))
         own = _OWN_VERSION.fullmatch(path.stem) if path.parent.name == "compat" else None

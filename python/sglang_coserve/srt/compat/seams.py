@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from sglang_coserve.srt.compat.versions import LAST_WITH_CHECKPOINTS, NEWEST, OLDEST, version_key
+from sglang_coserve.srt.compat.versions import NEWEST, OLDEST, version_key
 from sglang_coserve.srt.continuation import STATEFUL_FIELDS, STATEFUL_PARAMS
 
 __all__ = ["SEAMS", "Seam", "Use", "seams_of"]
@@ -81,6 +81,10 @@ _SCHEDULER: Final = "srt.managers.scheduler.Scheduler"
 _MANAGER: Final = "srt.managers.tokenizer_manager.TokenizerManager"
 _REQ: Final = "srt.managers.schedule_batch.Req"
 _BATCH: Final = "srt.managers.schedule_batch.ScheduleBatch"
+_CACHE: Final = "srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+_TREE: Final = "srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore"
+_CONTROLLER: Final = "srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+_TRANSFERS: Final = "srt.mem_cache.l2_transfer.L2TransferEngine"
 _ADDER: Final = "srt.managers.schedule_policy.PrefillAdder"
 _OPENAI: Final = "srt.entrypoints.openai.serving_base.OpenAIServingBase"
 _XGRAMMAR: Final = "srt.constrained.xgrammar_backend"
@@ -423,31 +427,192 @@ SEAMS: Final[tuple[Seam, ...]] = (
         last="0.5.20",
     ),
     *_of(_SCHEDULER, Use.CALLED, {"__init__": "server_args port_args"}, first="0.5.21"),
-    # --- KV checkpoints ------------------------------------------------------------------
+    # --- KV checkpoints: the radix cache -------------------------------------------------
     *_of(
-        "srt.mem_cache.unified_radix_cache.UnifiedRadixCache",
+        _CACHE,
         Use.OVERRIDDEN,
-        _names(
-            *("_evict_components", "_execute_and_commit_kv_backup", "cache_finished_req"),
-            *("check_hicache_events", "load_back", "loading_check", "writing_check"),
-        ),
-        last=LAST_WITH_CHECKPOINTS,
+        {
+            "_evict_components": "request_by_type tracker",
+            "_execute_and_commit_kv_backup": "action",
+            "evict_host": "num_tokens component_type",
+            "insert": "params",
+            "load_back": "node_id mem_quota req",
+            "loading_check": "finish_count",
+            "protected_size": "",
+            "reset": "",
+            "sanity_check": "",
+            "writing_check": "write_back finish_count",
+        },
     ),
     *_of(
-        "srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore",
+        _CACHE,
         Use.OVERRIDDEN,
+        {"cache_finished_req": "req is_insert kv_len_to_handle"},
+        last="0.5.20",
+    ),
+    *_of(_CACHE, Use.OVERRIDDEN, {"cache_unfinished_req": "req chunked"}, last="0.5.21"),
+    *_of(
+        _CACHE,
+        Use.OVERRIDDEN,
+        {"insert_req": "req up_to", "on_release": "req inserted"},
+        first="0.5.21",
+        last="0.5.21",
+    ),
+    *_of(
+        _CACHE,
+        Use.OVERRIDDEN,
+        {"checkpoint_into_tree": "req up_to", "on_release": "req checkpointed"},
+        first="0.5.22",
+    ),
+    *_of(_REQ, Use.CALLED, {"owned_kv_len": ""}, first="0.5.21"),
+    *_of(
+        _CACHE,
+        Use.CALLED,
+        {
+            "_all_reduce": "data tp_reduce_op",
+            "check_hicache_events": "",
+            "init_hicache": "server_args params",
+        },
+    ),
+    *_of(
+        _CACHE,
+        Use.READ,
         _names(
-            *(
-                "_is_host_leaf",
-                "_remove_leaf_from_parent",
-                "_split_node",
-                "commit_backup",
-                "demote",
-            ),
-            *("_unevict_node_on_insert", "_update_evictable_leaf_sets", "evict_device_leaf"),
-            *("finish_write_through", "node_by_id"),
+            *("cache_controller", "host_pool_group", "is_write_back", "ongoing_load_back"),
+            *("ongoing_write_through", "page_size", "root_node", "tp_world_size", "tree_core"),
         ),
-        last=LAST_WITH_CHECKPOINTS,
+    ),
+    *_of(
+        _TREE,
+        Use.OVERRIDDEN,
+        {"_is_host_leaf": "node", "_split_node": "key child split_len", "reset": ""},
+    ),
+    *_of(_TREE, Use.OVERRIDDEN, {"_is_settled_full_host_duplicate": "node"}, first="0.5.18"),
+    *_of(
+        _TREE,
+        Use.CALLED,
+        {
+            "_remove_leaf_from_parent": "node",
+            "_unevict_node_on_insert": "node fresh_value",
+            "_update_evictable_leaf_sets": "node",
+            "commit_backup": "node_id host_indices comp_xfers",
+            "demote": "node_id",
+            "evict_device_leaf": "node_id is_write_back",
+            "finish_write_through": "node_ids ack_id",
+            "node_by_id": "node_id",
+        },
+    ),
+    *_of(
+        _TREE,
+        Use.READ,
+        _names("eviction_strategy", "evictable_device_leaves", "evictable_host_leaves"),
+    ),
+    # --- KV checkpoints: copies ----------------------------------------------------------
+    *_of(
+        _CONTROLLER,
+        Use.READ,
+        _names("ack_load_queue", "ack_write_queue", "layer_done_counter", "write_queue"),
+    ),
+    *_of(_CONTROLLER, Use.CALLED, {"start_writing": ""}),
+    *_of(
+        _CONTROLLER,
+        Use.CALLED,
+        {"move_indices": "host_indices device_indices"},
+        last="0.5.17",
+    ),
+    *_of(_CONTROLLER, Use.READ, _names("load_stream", "write_stream"), last="0.5.17"),
+    *_of(
+        _CONTROLLER,
+        Use.CALLED,
+        {
+            "_l2_load_transfers": "host_indices device_indices pool_transfers",
+            "_move_op_indices": "op",
+        },
+        first="0.5.18",
+    ),
+    *_of(_CONTROLLER, Use.READ, _names("l2_transfer_engine"), first="0.5.18"),
+    *_of(_CONTROLLER, Use.READ, _names("load_fence_stream"), first="0.5.19"),
+    *_of(_CONTROLLER, Use.READ, _names("layer_num"), last="0.5.20"),
+    *_of(_CONTROLLER, Use.READ, _names("transfer_layer_id_max"), first="0.5.21"),
+    *_of(
+        _TRANSFERS,
+        Use.READ,
+        _names("device_to_host_stream", "host_to_device_stream"),
+        first="0.5.18",
+    ),
+    *_of(
+        _TRANSFERS,
+        Use.CALLED,
+        {"submit_host_to_device": "transfers layer_num"},
+        first="0.5.18",
+        last="0.5.20",
+    ),
+    *_of(
+        _TRANSFERS,
+        Use.CALLED,
+        {"submit_host_to_device": "transfers transfer_layer_id_max"},
+        first="0.5.21",
+    ),
+    *_of("srt.managers.cache_controller", Use.REPLACED, _names("device_module")),
+    *_of(
+        "srt.mem_cache.hybrid_cache.hybrid_cache_controller",
+        Use.REPLACED,
+        _names("device_module"),
+        last="0.5.17",
+    ),
+    *_of("srt.mem_cache.l2_transfer", Use.REPLACED, _names("device_module"), first="0.5.18"),
+    *_of(
+        "srt.managers.cache_controller",
+        Use.CALLED,
+        {"_timing_events_supported": ""},
+        last="0.5.17",
+    ),
+    *_of(
+        "srt.mem_cache.l2_transfer",
+        Use.CALLED,
+        {"_timing_events_supported": ""},
+        first="0.5.18",
+    ),
+    *_of(
+        "srt.mem_cache.hybrid_cache.hybrid_pool_assembler",
+        Use.REPLACED,
+        _names("get_mha_host_pool_cls"),
+    ),
+    *_of(
+        "srt.mem_cache.pool_host.base",
+        Use.REPLACED,
+        _names("HICACHE_HOST_MEMORY_RESERVE_BYTES"),
+    ),
+    *_of(
+        "srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost",
+        Use.OVERRIDDEN,
+        {
+            "backup_from_device_all_layer": "device_pool host_indices device_indices io_backend",
+            "init_kv_buffer": "",
+            "load_to_device_per_layer": (
+                "device_pool host_indices device_indices layer_id io_backend"
+            ),
+        },
+    ),
+    *_of(
+        "srt.mem_cache.pool_host.base.HostKVCache",
+        Use.CALLED,
+        {"alloc": "need_size", "available_size": "", "free": "indices"},
+    ),
+    *_of(
+        "srt.mem_cache.pool_host.base.HostKVCache",
+        Use.READ,
+        _names("logical_size", "size_per_token"),
+    ),
+    *_of(_REQ, Use.READ, _names("best_match_node", "host_hit_length")),
+    *_of(_REQ, Use.CALLED, {"init_next_round_input": "tree_cache"}),
+    *_of(_REQ, Use.READ, _names("cache_protected_len"), last="0.5.18"),
+    *_of(_REQ, Use.READ, _names("cache_salt"), first="0.5.18"),
+    *_of(
+        "srt.managers.schedule_batch.ReqKvInfo",
+        Use.READ,
+        _names("cache_protected_len"),
+        first="0.5.19",
     ),
     # --- Kernels and attention -----------------------------------------------------------
     *_of(

@@ -11,10 +11,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.kv_checkpoint import CheckpointMode
 from sglang_coserve.errors import ConfigError, UnsupportedError
 from sglang_coserve.srt.compat.by_version import model_config_of, settings_of
-from sglang_coserve.srt.compat.versions import INSTALLED, LAST_WITH_CHECKPOINTS, version_key
 
 __all__ = [
     "check_one_replica",
@@ -243,13 +241,6 @@ def _other_decisions(args: Any, config: CoserveConfig) -> Iterable[_Refusal]:
 def _ours(args: Any, config: CoserveConfig) -> Iterable[_Refusal]:
     """Return settings of ours that need something else of SGLang."""
     return (
-        _Refusal(
-            CheckpointMode(config.kv_checkpoint) is not CheckpointMode.OFF
-            and version_key(LAST_WITH_CHECKPOINTS) < INSTALLED,
-            f"--kv-checkpoint with SGLang later than {LAST_WITH_CHECKPOINTS}",
-            "its radix cache is another",
-            "remove the setting",
-        ),
         _Refusal(
             config.safepoint_decode_graphs and args.device == "cpu",
             "--safepoint-decode-graphs on a CPU",

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sglang_coserve.srt.compat.replacements import replace
+
 __all__ = [
     "aborted_errors",
     "check_extra_keys",
     "computed_tokens",
+    "copy_streams",
     "core_groups",
     "exceeds_window_pool",
     "filter_out",
@@ -22,15 +25,20 @@ __all__ = [
     "parallel",
     "place_context",
     "prefix_tokens",
+    "protected_tokens",
     "put_back_outputs",
+    "radix_key",
     "release_kv",
+    "replace_copy_engine",
     "reserve_window_slots",
     "set_computed_tokens",
     "set_extent",
     "settings_of",
     "slot_of",
+    "start_load",
     "start_scheduler",
     "tensors_beside",
+    "told_of_rows",
 ]
 
 Req = Any
@@ -82,6 +90,11 @@ def computed_tokens(req: Req) -> int:
 def set_computed_tokens(req: Req, tokens: int) -> None:
     """Let ``computed_tokens`` be ``tokens``."""
     req.kv_committed_len = tokens
+
+
+def protected_tokens(req: Req) -> int:
+    """Return how many tokens of a request have KV that belongs to the radix cache."""
+    return int(req.cache_protected_len)
 
 
 # --- What a request computes next (until 0.5.21) -------------------------------------------
@@ -169,6 +182,85 @@ def put_back_outputs(kept: Any, arguments: Sequence[Any]) -> Any:  # noqa: ARG00
 def tensors_beside(arguments: Sequence[Any]) -> tuple[Any, ...]:  # noqa: ARG001
     """Return the tensors that a layer is given beside its arguments."""
     return ()
+
+
+# --- KV checkpoints (until 0.5.17, and what is told of rows until 0.5.20) ------------------
+
+
+def told_of_rows(kind: type) -> type:
+    """Return ``kind``, a subclass of ``UnifiedRadixCache``, with what tells it of rows.
+
+    Of an insertion by the context manager ``inserting(req)``, in which it takes place. Of the
+    release of a request's KV, when it is done, by ``released(req, kept_tokens)``: of so many tokens
+    the radix cache has KV, None: nothing was inserted.
+    """
+
+    class ToldOfRows(kind):
+        def cache_unfinished_req(self, req: Req, chunked: bool = False, **kwargs: Any) -> None:
+            with self.inserting(req):
+                super().cache_unfinished_req(req, chunked, **kwargs)
+
+        def cache_finished_req(
+            self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int, **kwargs: Any
+        ) -> None:
+            with self.inserting(req):
+                super().cache_finished_req(
+                    req, is_insert, kv_len_to_handle=kv_len_to_handle, **kwargs
+                )
+            self.released(req, kv_len_to_handle if is_insert else None)
+
+    return ToldOfRows
+
+
+def radix_key(req: Req, tokens: int) -> Any:
+    """Return the key of a request's first ``tokens`` tokens in the radix cache."""
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    return RadixKey((req.origin_input_ids + req.output_ids)[:tokens], req.extra_key)
+
+
+def copy_streams(controller: Any) -> tuple[Any, Any]:
+    """Return the streams of a cache controller's copies: to the host, and to the device."""
+    return controller.write_stream, controller.load_stream
+
+
+def replace_copy_engine(device_module: Any) -> None:
+    """Let cache controllers take their streams and events from ``device_module``, in this
+    process."""
+    from sglang.srt.managers import cache_controller
+
+    replace("sglang.srt.managers.cache_controller.device_module", device_module)
+    replace(
+        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.device_module", device_module
+    )
+    cache_controller._timing_events_supported.cache_clear()
+
+
+def start_load(controller: Any, host_slots: Any, device_slots: Any, load_id: int) -> None:
+    """Copy KV to the device in the background, after all that the device has been given to do.
+
+    The end is acknowledged under ``load_id``.
+    """
+    from sglang.srt.managers.cache_controller import HiCacheAck, device_module
+
+    from_slots, to_slots = controller.move_indices(host_slots, device_slots)
+    begin, end = (device_module.Event(enable_timing=True) for _ in range(2))
+    ready = device_module.Event()
+    ready.record()
+    with device_module.stream(controller.load_stream):
+        ready.wait(controller.load_stream)
+        begin.record()
+        for layer in range(controller.layer_num):
+            controller.mem_pool_host.load_to_device_per_layer(
+                controller.mem_pool_device, from_slots, to_slots, layer, controller.io_backend
+            )
+        end.record()
+        for slots in (from_slots, to_slots):
+            if slots.is_cuda:
+                slots.record_stream(controller.load_stream)
+    controller.ack_load_queue.append(
+        HiCacheAck(begin, end, [load_id], len(to_slots), timing_enabled=True)
+    )
 
 
 # --- Processes (until 0.5.19, and 0.5.20) --------------------------------------------------

@@ -10,6 +10,7 @@ __all__ = [
     "core_groups",
     "holds_kv",
     "model_config_of",
+    "protected_tokens",
     "set_computed_tokens",
     "settings_of",
     "slot_of",
@@ -56,3 +57,8 @@ def computed_tokens(req: Req) -> int:
 def set_computed_tokens(req: Req, tokens: int) -> None:
     """As in ``v17``."""
     req.kv.kv_committed_len = tokens
+
+
+def protected_tokens(req: Req) -> int:
+    """As in ``v17``."""
+    return int(req.kv.cache_protected_len)

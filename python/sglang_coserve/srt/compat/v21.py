@@ -1,10 +1,12 @@
-"""What has changed with SGLang 0.5.21: ranks are the process's, pools make prefill budgets, and
-layers hand the residual on in a stream of the batch's."""
+"""What has changed with SGLang 0.5.21: ranks are the process's, pools make prefill budgets, layers
+hand the residual on in a stream of the batch's, and a release of KV is not the radix cache's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from sglang_coserve.srt.compat.v18 import submit_load
 
 __all__ = [
     "exceeds_window_pool",
@@ -13,8 +15,10 @@ __all__ = [
     "parallel",
     "put_back_outputs",
     "reserve_window_slots",
+    "start_load",
     "start_scheduler",
     "tensors_beside",
+    "told_of_rows",
 ]
 
 Req = Any
@@ -76,6 +80,31 @@ def _forward_batch(arguments: Sequence[Any]) -> Any:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     return next((each for each in arguments if isinstance(each, ForwardBatch)), None)
+
+
+def start_load(controller: Any, host_slots: Any, device_slots: Any, load_id: int) -> None:
+    """As in ``v17``."""
+    last = controller.transfer_layer_id_max
+    submit_load(controller, host_slots, device_slots, load_id, transfer_layer_id_max=last)
+
+
+def told_of_rows(kind: type) -> type:
+    """As in ``v17``."""
+
+    class ToldOfRows(kind):
+        def cache_unfinished_req(self, req: Req, chunked: bool = False, **kwargs: Any) -> None:
+            with self.inserting(req):
+                super().cache_unfinished_req(req, chunked, **kwargs)
+
+        def insert_req(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
+            with self.inserting(req):
+                super().insert_req(req, up_to=up_to, **kwargs)
+
+        def on_release(self, req: Req, *, inserted: bool) -> None:
+            super().on_release(req, inserted=inserted)
+            self.released(req, req.owned_kv_len() if inserted else None)
+
+    return ToldOfRows
 
 
 def parallel(scheduler: Any) -> Any:  # noqa: ARG001

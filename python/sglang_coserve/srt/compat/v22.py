@@ -1,4 +1,5 @@
-"""What has changed with SGLang 0.5.22: a cached prefix is a length and lies in the row."""
+"""What has changed with SGLang 0.5.22: a cached prefix is a length and lies in the row, and rows go
+to the radix cache in one way, whether they have ended or not."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ __all__ = [
     "prefix_tokens",
     "release_kv",
     "set_extent",
+    "told_of_rows",
 ]
 
 Req = Any
@@ -69,3 +71,18 @@ def release_kv(req: Req, tree_cache: Any, *, keeps: bool) -> None:
 def filter_out(batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
     """As in ``v17``."""
     batch.filter_batch(reqs_to_exclude=list(reqs))
+
+
+def told_of_rows(kind: type) -> type:
+    """As in ``v17``."""
+
+    class ToldOfRows(kind):
+        def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
+            with self.inserting(req):
+                super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+
+        def on_release(self, req: Req, *, checkpointed: bool) -> None:
+            super().on_release(req, checkpointed=checkpointed)
+            self.released(req, req.owned_kv_len() if checkpointed else None)
+
+    return ToldOfRows

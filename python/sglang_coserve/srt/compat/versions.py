@@ -12,13 +12,11 @@ from sglang_coserve.errors import UnsupportedError
 
 __all__ = [
     "INSTALLED",
-    "LAST_WITH_CHECKPOINTS",
     "NEWEST",
     "OLDEST",
     "OVERRIDE_VARIABLE",
     "TESTED",
     "check_version",
-    "has_checkpoints",
     "installed_version",
     "is_supported",
     "start_up_line",
@@ -28,9 +26,6 @@ __all__ = [
 OLDEST: Final = "0.5.17"
 NEWEST: Final = "0.5.23"
 """The first and the last version that the seams were checked against."""
-
-LAST_WITH_CHECKPOINTS: Final = "0.5.17"
-"""The last version with the radix cache that KV checkpoints are built on."""
 
 TESTED: Final = ("0.5.17",)
 """The versions with which the whole test suite has passed."""
@@ -69,11 +64,6 @@ INSTALLED: Final[VersionKey] = version_key(installed_version() or NEWEST)
 def is_supported(version: str) -> bool:
     """Tell whether ``version`` is in the range."""
     return version_key(OLDEST) <= version_key(version) <= version_key(NEWEST)
-
-
-def has_checkpoints(version: str) -> bool:
-    """Tell whether KV checkpoints work with ``version``."""
-    return version_key(version) <= version_key(LAST_WITH_CHECKPOINTS)
 
 
 def start_up_line() -> str:

@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy, HostQuota
 from sglang_coserve.core.request import RequestClass
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import TREE_BACKEND
 from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs
 from sglang_coserve.srt.kv_checkpoint.handover import Handover
@@ -42,6 +43,7 @@ __all__ = ["CheckpointCache"]
 Req = Any
 
 
+@compat.told_of_rows
 class CheckpointCache(UnifiedRadixCache):
     """See the module's docstring. Everything runs in the scheduler's thread.
 
@@ -126,21 +128,24 @@ class CheckpointCache(UnifiedRadixCache):
 
     # --- Rows end or give way ------------------------------------------------------------
 
-    def cache_unfinished_req(self, req: Req, chunked: bool = False, **kwargs: Any) -> None:
-        """Insert what a prefill has computed."""
-        with self._inserting_for(req):
-            super().cache_unfinished_req(req, chunked, **kwargs)
+    @contextmanager
+    def inserting(self, req: Req) -> Iterator[None]:
+        """Let what is inserted meanwhile count as used by the class of ``req``."""
+        self._inserting = RequestClass.OFFLINE if is_offline(req) else RequestClass.ONLINE
+        try:
+            yield
+        finally:
+            self._inserting = RequestClass.ONLINE
 
-    def cache_finished_req(
-        self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int, **kwargs: Any
-    ) -> None:
-        """Insert the KV of a row that has ended or gives way; of the latter, keep what is saved."""
+    def released(self, req: Req, kept_tokens: int | None) -> None:
+        """Keep what is saved of a row that gives way, and the tree has; drop it otherwise.
+
+        ``kept_tokens`` is how many tokens of the row the tree has been given; None: none.
+        """
         begin_s = time.perf_counter()
-        with self._inserting_for(req):
-            super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle, **kwargs)
         row = self._saver.rows.get(req.rid)
-        if row is not None and is_insert and not req.finished():
-            end = self._handover.adopt(self._saver.rows.pop(req.rid), kv_len_to_handle)
+        if row is not None and kept_tokens is not None and not req.finished():
+            end = self._handover.adopt(self._saver.rows.pop(req.rid), kept_tokens)
             self._saver.save_released(req.rid, end, self.step)
         self._saver.discard(req.rid)
         if req.finished():
@@ -156,14 +161,6 @@ class CheckpointCache(UnifiedRadixCache):
     def insert(self, params: Any) -> Any:
         """Insert for the class of the request at hand: it ranks the nodes for eviction."""
         return super().insert(replace(params, priority=EVICTION_RANK[self._inserting]))
-
-    @contextmanager
-    def _inserting_for(self, req: Req) -> Iterator[None]:
-        self._inserting = RequestClass.OFFLINE if is_offline(req) else RequestClass.ONLINE
-        try:
-            yield
-        finally:
-            self._inserting = RequestClass.ONLINE
 
     # --- Memory --------------------------------------------------------------------------
 

@@ -46,9 +46,12 @@ class CheckpointTree(UnifiedTreeCore):
         assert host_slots(node) is None
         assert len(slots) == len(node.key)
         self.commit_backup(node.id, slots, {})
-        node.write_through_pending_id = node.id  # For SGLang the copy ends here.
         self.finish_write_through([node.id], ack_id=node.id)
         node.host_holder = request_class
+
+    def _is_settled_full_host_duplicate(self, _node: Node) -> bool:
+        # From 0.5.18 on SGLang may give these host slots up; ours count towards a quota.
+        return False
 
     def pin(self, node: Node) -> None:
         """Keep a node's host slots until ``unpin``. Counted; the node may be lost otherwise.

@@ -6,11 +6,9 @@ import time
 from typing import Any
 
 import torch
-from sglang.srt.managers import cache_controller
-from sglang.srt.mem_cache.hybrid_cache import hybrid_cache_controller, hybrid_pool_assembler
-from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint import thread_streams
 
 __all__ = ["CpuHostPool", "install_cpu_copies"]
@@ -18,12 +16,13 @@ __all__ = ["CpuHostPool", "install_cpu_copies"]
 
 def install_cpu_copies() -> None:
     """Let SGLang's hierarchical cache copy with threads and plain torch, in this process."""
-    cache_controller.device_module = thread_streams.device_module
-    hybrid_cache_controller.device_module = thread_streams.device_module
-    cache_controller._timing_events_supported.cache_clear()
-    hybrid_pool_assembler.get_mha_host_pool_cls = lambda _device_pool: CpuHostPool
+    compat.replace_copy_engine(thread_streams.device_module)
+    compat.replace(
+        "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.get_mha_host_pool_cls",
+        lambda _device_pool: CpuHostPool,
+    )
     # SGLang leaves 10 GiB to others; here device and host share one, often small, memory.
-    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+    compat.replace("sglang.srt.mem_cache.pool_host.base.HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
 
 
 class CpuHostPool(MHATokenToKVPoolHost):
@@ -68,6 +67,7 @@ class CpuHostPool(MHATokenToKVPoolHost):
         device_indices: Any,
         layer_id: int,
         _io_backend: str,
+        **_options: Any,
     ) -> None:
         """Copy the slots of one layer to the device, in the selected stream."""
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_coserve.core.request import RequestClass
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.row_checkpoint import RowCheckpoint
 from sglang_coserve.srt.kv_checkpoint.tree_nodes import can_save
@@ -71,7 +71,7 @@ class Handover:
         """Return the node with which the request's first ``tokens`` tokens end, made if need be."""
         if not tokens:
             return self._cache.root_node
-        key = RadixKey((req.origin_input_ids + req.output_ids)[:tokens], req.extra_key)
+        key = compat.radix_key(req, tokens)
         match = self._cache.match_prefix(MatchPrefixParams(key=key))
         return self._cache.tree_core.node_by_id(match.best_match_node)
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang_coserve.core.request import RequestClass
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.recompute import RecomputeMeter
 from sglang_coserve.srt.kv_checkpoint.stats import COUNTED, CheckpointStats, ClassStats
 from sglang_coserve.srt.request_marks import is_offline
@@ -156,7 +157,7 @@ def _progress(batch: ScheduleBatch, offline: Sequence[bool]) -> Iterator[tuple[R
     """
     is_extend = batch.forward_mode.is_extend()
     for place, req in enumerate(batch.reqs):
-        if not offline[place] or req.kv is None or req.finished():
+        if not offline[place] or not compat.holds_kv(req) or req.finished():
             continue
         computed = len(req.origin_input_ids) + len(req.output_ids) - 1
         if is_extend and batch.prefix_lens[place] + batch.extend_lens[place] < computed:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sglang.srt.managers import cache_controller
-from sglang.srt.managers.cache_controller import HiCacheAck
 from sglang.srt.mem_cache.unified_radix_cache import _OngoingLoadBack
 
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
 from sglang_coserve.srt.kv_checkpoint.tree_nodes import host_slots
 
@@ -122,30 +121,8 @@ class Prefetches:
         self._copy(load, load_id)
 
     def _copy(self, load: _Load, load_id: int) -> None:
-        controller = self._cache.cache_controller
-        device_module = cache_controller.device_module
-        from_slots, to_slots = controller.move_indices(host_slots(load.node), load.device_slots)
-        begin, end = (device_module.Event(enable_timing=True) for _ in range(2))
-        ready = device_module.Event()
-        ready.record()
-        with device_module.stream(controller.load_stream):
-            ready.wait(controller.load_stream)
-            begin.record()
-            for layer in range(controller.layer_num):
-                controller.mem_pool_host.load_to_device_per_layer(
-                    controller.mem_pool_device,
-                    from_slots,
-                    to_slots,
-                    layer,
-                    controller.io_backend,
-                )
-            end.record()
-            for slots in (from_slots, to_slots):
-                if slots.is_cuda:
-                    slots.record_stream(controller.load_stream)
-        controller.ack_load_queue.append(
-            HiCacheAck(begin, end, [load_id], len(to_slots), timing_enabled=True)
-        )
+        slots = host_slots(load.node)
+        compat.start_load(self._cache.cache_controller, slots, load.device_slots, load_id)
 
     def settle(self) -> None:
         """Give nodes the KV of the loads that SGLang has seen end; O(loads)."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from sglang_coserve.core.kv_checkpoint import RowPages
+from sglang_coserve.srt import compat
 
 __all__ = ["RowCheckpoint", "Run", "slots_of_runs"]
 
@@ -29,7 +30,7 @@ class RowCheckpoint:
 
     def __init__(self, req: Req, page_tokens: int) -> None:
         self.req = req
-        self.start_tokens: int = req.cache_protected_len
+        self.start_tokens = compat.protected_tokens(req)
         self.pages = RowPages()
         self.host_slots = array("q")
         """One for each token, also those still being copied to."""
@@ -57,7 +58,7 @@ class RowCheckpoint:
         begin = self.start_tokens + self.pages.sent * self._page_tokens
         self.pages.begin_copy(len(host_slots) // self._page_tokens)
         self.host_slots.extend(host_slots)
-        return self.req.req_pool_idx, begin, len(host_slots)
+        return compat.slot_of(self.req), begin, len(host_slots)
 
     def end_copy(self, tokens: int) -> None:
         """Note that the oldest copy, of so many tokens, is done."""

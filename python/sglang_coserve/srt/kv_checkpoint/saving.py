@@ -17,6 +17,7 @@ from sglang_coserve.core.kv_checkpoint import (
     plan_copies,
 )
 from sglang_coserve.core.request import RequestClass
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs, NodeCopy, Piece, RowCopy
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
@@ -61,7 +62,8 @@ class Saver:
         """Note that the first ``tokens`` tokens of a row have KV."""
         row = self.rows.get(req.rid)
         # The prefix of a row that prefills in chunks grows.
-        if row is None or row.req is not req or row.start_tokens != req.cache_protected_len:
+        start_tokens = compat.protected_tokens(req)
+        if row is None or row.req is not req or row.start_tokens != start_tokens:
             self.discard(req.rid)
             self._cache.forget(req.rid)
             row = self.rows[req.rid] = RowCheckpoint(req, self._cache.page_size)

@@ -9,6 +9,7 @@ from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import UnsupportedError
+from sglang_coserve.srt import compat
 
 __all__ = [
     "BACKEND",
@@ -26,6 +27,7 @@ _OTHER_CACHES: Final = (
     *("disable_radix_cache", "enable_hierarchical_cache", "radix_cache_backend"),
     *("enable_lmcache", "enable_flexkv", "cpu_offload_gb"),
     *("enable_streaming_session", "enable_session_radix_cache"),
+    *("enable_unified_cache_external_linker", "enable_unified_memory"),
 )
 
 
@@ -90,7 +92,7 @@ def check_model(server_args: Any, config: CoserveConfig, *, on_cpu: bool) -> Non
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
 
-    model = server_args.get_model_config()
+    model = compat.model_config_of(server_args)
     reasons = {
         "layers with a sliding window keep a part of it (--disable-hybrid-swa-memory lets them "
         "keep all)": model.is_hybrid_swa,

@@ -80,7 +80,7 @@ class CheckpointStats:
     prefetch_discarded_tokens: int
     releases: int
     release_ms: float
-    """Time spent releasing rows."""
+    """Time that checkpoints took when rows were released."""
 
     reclaims: int
     reclaim_ms: float

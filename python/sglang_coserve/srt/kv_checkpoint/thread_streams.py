@@ -52,6 +52,16 @@ class ThreadStream:
         if not event.query():
             self.submit(event.synchronize)
 
+    def wait_stream(self, other: object) -> None:
+        """Let later work wait for what ``other`` has now.
+
+        A stream of PyTorch's has nothing: on a CPU its work is done by the time it is submitted.
+        """
+        if isinstance(other, ThreadStream):
+            event = Event()
+            event.record(other)
+            self.wait_event(event)
+
     def synchronize(self) -> None:
         """Wait until all work is done; forever if the stream is broken."""
         event = Event()

@@ -1,0 +1,1 @@
+"""A scheduler whose steps are suspended on purpose."""

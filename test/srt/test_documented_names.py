@@ -1,0 +1,142 @@
+"""What the docs name exists: files, links, metrics, fields of ``/coserve/status``."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import sglang_coserve  # noqa: F401  # Makes SGLang importable: modules here import it first.
+from srt.own_process import printed_by
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ROOMS = ("benchmark", "docs", "python", "scripts", "sgl-kernel-patches", "test")
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+FILE = re.compile(r"(?<![\w*./-])(?:[\w-]+/)*[\w-]+\.(?:py|md|cu|h)(?![\w.])")
+NO_FILES = {"gpu.md", "vN.py"}
+"""A result, and a pattern."""
+
+NAME = re.compile(r"(?:[a-z]\w*\.)*(?:[A-Z]\w*[a-z]\w*|_[a-z]\w*)(?:\.[a-z]\w*)?")
+NOT_OURS = {"RateLimitError"}
+
+METRIC = re.compile(r"\bcoserve_\w+_(?:total|seconds)\b")
+
+METRICS_SCRIPT = """
+from prometheus_client import REGISTRY
+from sglang_coserve.srt.exporter import Exporter
+
+Exporter("m")
+for family in REGISTRY.collect():
+    if family.name.startswith("coserve_"):
+        print(family.name + ("_total" if family.type == "counter" else ""))
+"""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    links = LINK.findall(FENCED.sub("", page.read_text()))
+    assert [link for link in links if not leads_somewhere(page, link)] == []
+
+
+def leads_somewhere(page: Path, link: str) -> bool:
+    if "://" in link:
+        return True
+    path, _, anchor = link.partition("#")
+    file = page.parent / path if path else page
+    return file.exists() and (not anchor or anchor in anchors(file))
+
+
+def anchors(page: Path) -> Iterator[str]:
+    """Yield the names of a page's headings, as they are made on GitHub."""
+    seen: Counter[str] = Counter()
+    for heading in re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE):
+        text = re.sub(r"\]\([^)]*\)", "]", heading).lower()
+        anchor = re.sub(r"[^\w\- ]", "", text).strip().replace(" ", "-")
+        yield f"{anchor}-{seen[anchor]}" if seen[anchor] else anchor
+        seen[anchor] += 1
+
+
+@pytest.fixture(scope="module")
+def files() -> list[str]:
+    found = [file for room in ROOMS for file in (ROOT / room).rglob("*.*")]
+    return [f"/{file.relative_to(ROOT).as_posix()}" for file in [*found, *ROOT.glob("*.md")]]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_source_file_that_is_named_exists(page: Path, files: list[str]) -> None:
+    code = CODE.findall(FENCED.sub("", page.read_text()))
+    named = {name for text in code for name in FILE.findall(text)} - NO_FILES
+    missing = [name for name in named if not any(file.endswith(f"/{name}") for file in files)]
+    assert sorted(missing) == []
+
+
+@pytest.fixture(scope="module")
+def words() -> set[str]:
+    sources = [file for room in ("python", "benchmark") for file in (ROOT / room).rglob("*.py")]
+    return {word for file in sources for word in re.findall(r"\w+", file.read_text())}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_class_that_is_named_is_in_the_sources(page: Path, words: set[str]) -> None:
+    """With what it is asked for, as in ``StepPlan.until_s``; private names, too."""
+    code = CODE.findall(FENCED.sub("", page.read_text()))
+    named = {name for text in code if (name := text.split("(")[0]) and NAME.fullmatch(name)}
+    missing = [name for name in named - NOT_OURS if not words.issuperset(name.split("."))]
+    assert sorted(missing) == []
+
+
+def test_the_tree_of_the_package_names_its_files(files: list[str]) -> None:
+    """That of docs/architecture.md, which is no code in a line."""
+    (tree,) = FENCED.findall((ROOT / "docs" / "architecture.md").read_text())
+    named = FILE.findall(tree)
+    assert len(named) > 50
+    assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
+
+
+def test_the_metrics_in_the_docs_are_those_that_are_exported() -> None:
+    exported = set(printed_by(METRICS_SCRIPT))
+    table = names_in_table("metrics.md", "## Exported by the server", column=1)
+    assert {name for name in table if name.startswith("coserve_")} == exported
+    mentioned = {name for page in PAGES for name in METRIC.findall(page.read_text())}
+    assert sorted(mentioned - exported) == []
+
+
+def test_the_fields_of_kv_checkpoints_are_those_of_the_status() -> None:
+    from sglang_coserve.srt.kv_checkpoint.stats import CheckpointStats, ClassStats
+
+    named = {field.name for kind in (CheckpointStats, ClassStats) for field in fields(kind)}
+    table = names_in_table("kv_checkpoint.md", "## Metrics", column=1)
+    # An ellipsis stands for what the name before it has.
+    patterns = [name.removeprefix("classes.<class>.").replace("…", "[a-z]+") for name in table]
+    known = {
+        pattern: {name for name in named if re.fullmatch(pattern, name)} for pattern in patterns
+    }
+    assert [pattern for pattern, names in known.items() if not names] == []
+    assert set().union(*known.values()) == named - {"classes"}
+
+
+def test_the_fields_of_safepoints_are_those_of_the_status() -> None:
+    from sglang_coserve.srt.safepoint.stats import SafepointStats
+
+    section = section_of("safepoints.md", "## Status and metrics")
+    report = SafepointStats().report()
+    assert set(report) <= set(CODE.findall(section))
+    assert set(report["delays_ms"]) == names_in_table("safepoints.md", "## Status", column=1)
+
+
+def section_of(page: str, heading: str) -> str:
+    text = (ROOT / "docs" / page).read_text()
+    return text[text.index(heading) + len(heading) :].split("\n## ")[0]
+
+
+def names_in_table(page: str, heading: str, column: int) -> set[str]:
+    rows = [line.split("|") for line in section_of(page, heading).splitlines() if "|" in line]
+    return {name for row in rows for name in CODE.findall(row[column])}
