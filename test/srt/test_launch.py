@@ -1,4 +1,4 @@
-"""What the launcher refuses, and that it notices when a part is not in place."""
+"""What the launcher refuses, and how."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 
-from sglang_coserve.batch.routes import add_batch_routes
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.errors import StartupError, UnsupportedError
+from sglang_coserve.errors import UnsupportedError
 from sglang_coserve.srt import cpu
 
 cpu.set_environment_defaults()  # Before SGLang is imported.
 
 from sglang_coserve.srt import compat, launch  # noqa: E402
-from sglang_coserve.srt.marks_middleware import MarksMiddleware  # noqa: E402
-from sglang_coserve.srt.request_gate import RequestGateMiddleware  # noqa: E402
-from sglang_coserve.srt.unread_body import UnreadBodyMiddleware  # noqa: E402
 
 
 def launch_server(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -58,13 +53,40 @@ def test_flags_are_parsed_again_and_again_and_leave_sglang_as_it_was(small_model
     assert all(after[name] is before[name] for name in ("add_cli_args", "from_cli_args"))
 
 
-UNSUPPORTED = {
-    "--pp-async-batch-depth": {"pp_size": 2, "pp_async_batch_depth": 1},
-    "DP attention": {"enable_dp_attention": True},
-    "speculative decoding": {"speculative_algorithm": "NGRAM"},
-    "several tokenizer workers": {"tokenizer_worker_num": 2},
-    "PD disaggregation": {"disaggregation_mode": "prefill"},
+UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "--pp-async-batch-depth": (
+        "--pp-async-batch-depth",
+        {"pp_size": 2, "pp_async_batch_depth": 1},
+    ),
+    "--enable-dynamic-chunking": (
+        "--enable-dynamic-chunking",
+        {"pp_size": 2, "enable_dynamic_chunking": True},
+    ),
+    "--enable-dp-attention": ("DP attention", {"enable_dp_attention": True}),
+    "--attn-dp-size": ("DP attention", {"attn_dp_size": 2}),
+    "--speculative-algorithm": ("speculative decoding", {"speculative_algorithm": "NGRAM"}),
+    "--disaggregation-mode": ("PD disaggregation", {"disaggregation_mode": "prefill"}),
+    "--dllm-algorithm": ("diffusion language models", {"dllm_algorithm": "LowConfidence"}),
+    "--enable-pdmux": ("prefills beside decodes", {"enable_pdmux": True}),
+    "--encoder-only": ("encoder-only", {"encoder_only": True}),
+    "--tokenizer-worker-num": ("several tokenizer workers", {"tokenizer_worker_num": 2}),
+    "--enable-http2": ("HTTP/2", {"enable_http2": True}),
+    "--grpc-mode": ("gRPC", {"grpc_mode": True}),
+    "--use-ray": ("Ray", {"use_ray": True}),
+    "--hicache-storage-backend": ("HiCache storage", {"hicache_storage_backend": "file"}),
+    "--enable-hisparse": ("sparse attention", {"enable_hisparse": True}),
+    "--prefill-decode-interval": ("decode steps between", {"prefill_decode_interval": 2}),
+    "--min-free-slots-delay": ("wait for free rows", {"min_free_slots_delay": 4}),
+    "--enable-prefill-delayer": ("delayer", {"enable_prefill_delayer": True}),
+    "--schedule-policy": ("--schedule-policy lpm", {"schedule_policy": "lpm"}),
 }
+"""What a planning server does not take: part of the message, and the setting."""
+
+LEFT_TO_SGLANG = (
+    *("--prefill-decode-interval", "--min-free-slots-delay"),
+    *("--enable-prefill-delayer", "--enable-dynamic-chunking", "--schedule-policy"),
+)
+"""Refused to plans only."""
 
 
 def server_args(**changes: Any) -> Any:
@@ -79,6 +101,10 @@ def server_args(**changes: Any) -> Any:
         "dllm_algorithm": None,
         "hicache_storage_backend": None,
         "enable_hisparse": False,
+        "enable_http2": False,
+        "enable_pdmux": False,
+        "enable_prefill_delayer": False,
+        "min_free_slots_delay": None,
         "grpc_mode": False,
         "smg_grpc_mode": False,
         "use_ray": False,
@@ -89,10 +115,27 @@ def server_args(**changes: Any) -> Any:
     return SimpleNamespace(**(values | changes))
 
 
-@pytest.mark.parametrize(("name", "changes"), UNSUPPORTED.items(), ids=UNSUPPORTED)
-def test_an_unsupported_setting_is_refused_by_name(name: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedError, match=name):
-        compat.check_server_args(server_args(**changes), CoserveConfig())
+@pytest.mark.parametrize("flag", UNSUPPORTED)
+def test_an_unsupported_setting_is_refused_with_its_flag_a_reason_and_a_way_out(flag: str) -> None:
+    name, changes = UNSUPPORTED[flag]
+    with pytest.raises(UnsupportedError) as refused:
+        compat.check_server_args(server_args(**changes), CoserveConfig(offline_policy="coserve"))
+    (line,) = str(refused.value).splitlines()
+    assert name in line
+    assert flag in line
+    _, reason, instead = line.split(": ")
+    assert reason and instead
+
+
+@pytest.mark.parametrize("flag", LEFT_TO_SGLANG)
+def test_fifo_leaves_to_sglang_what_plans_decide(flag: str) -> None:
+    _, changes = UNSUPPORTED[flag]
+    compat.check_server_args(server_args(**changes), CoserveConfig(offline_policy="fifo"))
+
+
+def test_what_is_refused_is_in_the_table_of_the_documentation() -> None:
+    table = Path(__file__).parents[2].joinpath("docs/support.md").read_text(encoding="utf-8")
+    assert [flag for flag in UNSUPPORTED if flag not in table] == []
 
 
 @pytest.mark.parametrize("policy", ["lpm", "dfs-weight", "lof", "random"])
@@ -123,12 +166,6 @@ def test_decode_graphs_are_refused_on_a_cpu() -> None:
         compat.check_server_args(server_args(), config)
 
 
-def test_decode_steps_between_prefills_are_refused() -> None:
-    """A setting since 0.5.19: SGLang would decide about prefills before a plan does."""
-    with pytest.raises(UnsupportedError, match="--prefill-decode-interval"):
-        compat.check_server_args(server_args(prefill_decode_interval=2), CoserveConfig())
-
-
 def test_each_unsupported_setting_gets_a_line() -> None:
     with pytest.raises(UnsupportedError) as refused:
         compat.check_server_args(
@@ -141,6 +178,37 @@ def test_the_checked_settings_exist_in_sglang() -> None:
     from sglang.srt.server_args import ServerArgs
 
     assert set(vars(server_args())) <= set(inspect.signature(ServerArgs).parameters)
+
+
+DRAFT = "--speculative-draft-model-path {model}"
+COMMAND_LINES = {
+    "DP attention": "--tp-size 2 --dp-size 2 --enable-dp-attention",
+    "speculative decoding (n-grams)": "--speculative-algorithm NGRAM",
+    "speculative decoding (EAGLE)": f"--speculative-algorithm EAGLE {DRAFT}",
+    "speculative decoding (a small model)": f"--speculative-algorithm STANDALONE {DRAFT}",
+    "PD disaggregation (prefill)": "--disaggregation-mode prefill",
+    "PD disaggregation (decode)": "--disaggregation-mode decode",
+    "several tokenizer workers": "--tokenizer-worker-num 2",
+    "gRPC": "--grpc-mode",
+    "Ray": "--use-ray",
+    "HiCache storage": "--enable-hierarchical-cache --hicache-storage-backend file",
+    "--min-free-slots-delay": "--min-free-slots-delay 4 --offline-policy coserve",
+    "--schedule-policy lpm": "--schedule-policy lpm --offline-policy coserve",
+    "SGLang does not take these settings (encoders)": "--encoder-only",
+}
+"""What is refused, in the words of the message, and how one would ask for it."""
+
+
+@pytest.mark.parametrize("name", COMMAND_LINES)
+def test_a_command_line_is_refused_before_anything_is_started(
+    name: str, small_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = COMMAND_LINES[name].format(model=small_model).split()
+    assert launch.main(["--model-path", str(small_model), *flags]) == 2
+    shown = capsys.readouterr().err
+    assert name.partition(" (")[0] in shown
+    errors = [line for line in shown.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
 
 
 def test_the_command_line_tells_one_line_and_exits_with_2(small_model: Path) -> None:
@@ -172,58 +240,17 @@ def test_the_rust_server_is_refused(
     assert "Rust" in capsys.readouterr().err
 
 
+def test_a_started_model_has_a_fingerprint(small_model: Path) -> None:
+    """From settings that this version of SGLang has."""
+    from sglang_coserve.srt.loaded_model import loaded_fingerprint
+
+    server_args = launch.parse_server_args(["--model-path", str(small_model)], on_cpu=True)
+    settings = compat.settings_of(server_args)
+    assert loaded_fingerprint(settings) == loaded_fingerprint(settings)
+
+
 def test_a_bad_value_of_our_flags_is_refused(
     small_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch.main(["--model-path", str(small_model), "--slo-ttft-ms", "-5"]) == 2
     assert "error: --slo-ttft-ms must be a positive number" in capsys.readouterr().err
-
-
-def answer() -> None:
-    """A route of somebody."""
-
-
-def complete_app() -> FastAPI:
-    app = FastAPI()
-    app.add_middleware(MarksMiddleware)
-    app.add_middleware(RequestGateMiddleware)
-    app.add_middleware(UnreadBodyMiddleware)
-    app.add_api_route(launch.STATUS_PATH, answer)
-    add_batch_routes(app)
-    return app
-
-
-def app_without(part: str) -> FastAPI:
-    app = complete_app()
-    app.user_middleware[:] = [each for each in app.user_middleware if each.cls.__name__ != part]
-    app.router.routes[:] = [route for route in app.routes if getattr(route, "path", "") != part]
-    return app
-
-
-def shadowed_app() -> FastAPI:
-    app = complete_app()
-    app.add_api_route("/v1/files", answer)
-    app.router.routes.insert(0, app.router.routes.pop())
-    return app
-
-
-def test_a_complete_server_passes() -> None:
-    launch.verify_in_place(complete_app(), [{"coserve": {}}])
-
-
-@pytest.mark.parametrize(
-    ("app", "info", "says"),
-    [
-        (complete_app(), {"status": "ready"}, "scheduler 0 is not CoserveScheduler"),
-        (app_without("MarksMiddleware"), {"coserve": {}}, "MarksMiddleware"),
-        (app_without("RequestGateMiddleware"), {"coserve": {}}, "RequestGateMiddleware"),
-        (app_without("UnreadBodyMiddleware"), {"coserve": {}}, "UnreadBodyMiddleware"),
-        (app_without(launch.STATUS_PATH), {"coserve": {}}, launch.STATUS_PATH),
-        (app_without("/v1/batches"), {"coserve": {}}, "batch route /v1/batches"),
-        (shadowed_app(), {"coserve": {}}, "batch route /v1/files"),
-    ],
-    ids=["scheduler", "marks", "gate", "unread", "route", "batches", "another's route"],
-)
-def test_a_missing_part_stops_the_start(app: Any, info: dict[str, Any], says: str) -> None:
-    with pytest.raises(StartupError, match=says):
-        launch.verify_in_place(app, [info])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Sequence
 from inspect import signature
@@ -382,6 +383,20 @@ def test_two_hundred_mixed_requests_finish_with_the_outputs_of_stock(
     # The pool was small enough for the scenario to mean something.
     assert count["evicted"] > 10
     assert count["parked"] >= 1
+
+
+def test_fifo_goes_with_prefills_that_sglang_holds_back(
+    start_engine: Any, reference_outputs: Reference
+) -> None:
+    """For free rows and, since SGLang 0.5.19, for decode steps."""
+    from sglang.srt.server_args import ServerArgs
+
+    settings = {"max_running_requests": 8, "min_free_slots_delay": 3}
+    if "prefill_decode_interval" in inspect.signature(ServerArgs).parameters:
+        settings["prefill_decode_interval"] = 3
+    specs = mixed_specs(seed=12, num_online=15, num_offline=20)
+    outputs, aborted, _ = start_engine(**settings).call(run_mixed, specs, 6)
+    assert_outputs(specs, outputs, aborted, reference_outputs(specs))
 
 
 def run_too_long_offline_prompts(engine: ScriptedEngine) -> dict[str, Any]:

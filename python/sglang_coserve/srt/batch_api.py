@@ -108,7 +108,7 @@ async def _served(http_server: Any, config: CoserveConfig) -> AsyncGenerator[Non
     from sglang_coserve.srt.batch_backend import BatchBackend
     from sglang_coserve.srt.engine_death import fatal_signals_told_to
     from sglang_coserve.srt.loaded_model import loaded_fingerprint
-    from sglang_coserve.srt.status import EXPECTED_RATE_KEY, INIT_INFO_KEY
+    from sglang_coserve.srt.replicas import EXPECTED_RATE_KEY, STATE_KEY
 
     assert config.coserve_data_dir is not None
     state = http_server._global_state
@@ -120,7 +120,7 @@ async def _served(http_server: Any, config: CoserveConfig) -> AsyncGenerator[Non
         manager,
         state.template_manager,
         fingerprint=loaded,
-        expected_tokens_per_s=state.scheduler_info[INIT_INFO_KEY][EXPECTED_RATE_KEY],
+        expected_tokens_per_s=state.scheduler_info[STATE_KEY][EXPECTED_RATE_KEY],
     )
     target = _webhook_target(config)
     service = await BatchService.open(

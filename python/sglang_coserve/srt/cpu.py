@@ -75,7 +75,7 @@ def divided_cores(
     *,
     num_sets: int | None = None,
 ) -> Iterator[None]:
-    """Within it, started ranks share the cores evenly, one core left over.
+    """Within it, started ranks, those of all replicas, share the cores evenly, one core left over.
 
     The HTTP server and the detokenizer need that one: OpenMP threads that
     compete with other processes for a core make small matrix products many times

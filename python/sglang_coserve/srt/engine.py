@@ -23,7 +23,7 @@ from sglang_coserve.srt.kv_checkpoint.settings import (  # noqa: E402
     check_model,
     server_settings,
 )
-from sglang_coserve.srt.status import INIT_INFO_KEY  # noqa: E402
+from sglang_coserve.srt.replicas import STATE_KEY, replicas_info  # noqa: E402
 
 __all__ = ["CoserveEngine"]
 
@@ -37,7 +37,7 @@ class CoserveEngine(Engine):
 
     Raises:
         UnsupportedError: SGLang has another version, or a setting cannot be co-served.
-        StartupError: the scheduler is not ours.
+        StartupError: a scheduler is not ours.
         ValueError: from ``generate``, for an unknown class.
     """
 
@@ -56,14 +56,19 @@ class CoserveEngine(Engine):
             kwargs.update(server_settings(config, on_cpu=on_cpu))
             kwargs = {"server_args": ServerArgs(**kwargs)}
         server_args = kwargs["server_args"]
-        compat.check_server_args(compat.settings_of(server_args), config)
+        args = compat.settings_of(server_args)
+        compat.check_server_args(args, config)
         check_in_place(server_args, config)
         compat.check_window_cache(server_args, config.offline_policy)
         check_model(server_args, config, on_cpu=on_cpu)
         server_args._coserve = config
+        processes.watch_replicas()
         with cpu.cores_for(server_args) if on_cpu else nullcontext():
             super().__init__(**kwargs)
-        infos = self._scheduler_init_result.scheduler_infos
-        if not all(INIT_INFO_KEY in info for info in infos):
+        states = self.loop.run_until_complete(self.tokenizer_manager.get_internal_state())
+        try:
+            info = replicas_info(states)
+        except StartupError:
             self.shutdown()
-            raise StartupError("co-serving is not in place: the scheduler is not CoserveScheduler")
+            raise
+        self._scheduler_init_result.scheduler_infos[0][STATE_KEY] = info

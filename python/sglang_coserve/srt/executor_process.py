@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Self
 
-from sglang_coserve.errors import CoserveError, ServerError, StartupError, UnsupportedError
+from sglang_coserve.errors import CoserveError, ServerError, StartupError
 from sglang_coserve.profiler.executor import BatchShape, ExecutorLimits
 from sglang_coserve.profiler.machine import Machine
 from sglang_coserve.srt import compat, cpu
@@ -44,12 +44,7 @@ class ExecutorProcesses:
 
         server_args = parse_server_args(argv, on_cpu=on_cpu)
         compat.check_server_args(compat.settings_of(server_args), server_args._coserve)
-        if max(server_args.dp_size, server_args.nnodes, server_args.pp_size) > 1:
-            raise UnsupportedError(
-                "the profiler measures one replica on one node, without a pipeline: remove "
-                "--dp-size, --nnodes and --pp-size; a server with --pp-size takes the profile, "
-                "which is of the whole model, as it is"
-            )
+        compat.check_one_replica(compat.settings_of(server_args))
         port_args = PortArgs.init_new(server_args)
         context = multiprocessing.get_context("spawn")
         self._connections = []

@@ -18,15 +18,23 @@ class Exporter:
     The names and meanings are listed in ``docs/metrics.md``.
     """
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, dp_rank: int | None = None) -> None:
+        """``dp_rank`` is that of one replica of several, as in SGLang's own metrics."""
         # SGLang sets where the processes of a server leave their metrics before the first import.
         from prometheus_client import Counter, Gauge
 
+        common = {"model_name": model_name}
+        if dp_rank is not None:
+            common["dp_rank"] = str(dp_rank)
+
         def gauge(name: str, text: str, *labels: str) -> Any:
-            names = ("model_name", *labels)
+            names = (*common, *labels)
             return Gauge(f"coserve_{name}", text, names, multiprocess_mode="mostrecent")
 
-        self._model_name = model_name
+        def counter(name: str, text: str, *labels: str) -> Any:
+            return Counter(f"coserve_{name}", text, (*common, *labels))
+
+        self._common = tuple(common.values())
         self._next_s = 0.0
         self._requests = gauge("requests", "Requests by class and state.", "request_class", "state")
         self._attainment = gauge("slo_attainment", "Share of late requests within their targets.")
@@ -35,22 +43,13 @@ class Exporter:
             "slo_alone_seconds", "The same in the no-interference baseline, predicted.", "slo"
         )
         self._error = gauge("prediction_mape", "Mean absolute error of predicted iterations.")
-        self._events = Counter(
-            "coserve_offline_events",
-            "What became of offline requests.",
-            ("model_name", "event"),
-        )
-        self._shed = Counter(
-            "coserve_online_shed",
+        self._events = counter("offline_events", "What became of offline requests.", "event")
+        self._shed = counter(
+            "online_shed",
             "Online requests refused since they could not meet their target any more.",
-            ("model_name",),
         )
-        self._suspended = Counter(
-            "coserve_safepoint_suspended", "Steps suspended at a safepoint.", ("model_name", "kind")
-        )
-        self._resumed = Counter(
-            "coserve_safepoint_resumed", "Suspended steps that went on.", ("model_name",)
-        )
+        self._suspended = counter("safepoint_suspended", "Steps suspended at a safepoint.", "kind")
+        self._resumed = counter("safepoint_resumed", "Suspended steps that went on.")
         self._delay = gauge(
             "safepoint_delay_seconds",
             "The way from an online arrival to its first token through a suspension, step by step.",
@@ -63,10 +62,10 @@ class Exporter:
             "recompute_tax", "Share of the computed tokens computed before.", "request_class"
         )
         self._lag_tokens = gauge("kv_checkpoint_lag_tokens", "KV tokens being copied to the host.")
-        self._checkpoint_events = Counter(
-            "coserve_kv_checkpoint_events",
+        self._checkpoint_events = counter(
+            "kv_checkpoint_events",
             "What became of the KV of offline requests, in tokens or in cases.",
-            ("model_name", "event"),
+            "event",
         )
         self._counted: dict[tuple[Any, ...], float] = {}
 
@@ -77,27 +76,27 @@ class Exporter:
     def publish(self, state: Mapping[str, Any], events: Mapping[str, int], now_s: float) -> None:
         """Publish what ``/coserve/status`` says of a replica, and its events so far."""
         self._next_s = now_s + _INTERVAL_S
-        name = self._model_name
+        common = self._common
         for request_class in ("online", "offline"):
             for kind in ("waiting", "running"):
                 value = state[request_class][kind]
-                self._requests.labels(name, request_class, kind).set(value)
+                self._requests.labels(*common, request_class, kind).set(value)
         self._count(self._shed, state["online"]["shed"])
         for event, count in events.items():
             self._count(self._events, count, event)
         slo = state["slo"]
         if slo["attainment"] is not None:
-            self._attainment.labels(name).set(slo["attainment"])
+            self._attainment.labels(*common).set(slo["attainment"])
         for standing in slo["measured"]:
             for metric, key in (
                 (self._measured, "measured_ms"),
                 (self._alone, "online_alone_ms"),
             ):
                 if standing[key] is not None:
-                    metric.labels(name, standing["slo"]).set(standing[key] / 1e3)
+                    metric.labels(*common, standing["slo"]).set(standing[key] / 1e3)
         prediction = state.get("prediction")
         if prediction is not None and prediction["mape"] is not None:
-            self._error.labels(name).set(prediction["mape"])
+            self._error.labels(*common).set(prediction["mape"])
         checkpoints = state.get("kv_checkpoint")
         if checkpoints is not None:
             self._publish_checkpoints(checkpoints)
@@ -107,10 +106,10 @@ class Exporter:
 
     def _publish_checkpoints(self, checkpoints: Mapping[str, Any]) -> None:
         for request_class, values in checkpoints["classes"].items():
-            labels = (self._model_name, request_class)
+            labels = (*self._common, request_class)
             self._host_tokens.labels(*labels).set(values["host_tokens"])
             self._recompute_tax.labels(*labels).set(values["recompute_tax"])
-        self._lag_tokens.labels(self._model_name).set(checkpoints["lag_tokens"])
+        self._lag_tokens.labels(*self._common).set(checkpoints["lag_tokens"])
         for event in COUNTED:
             self._count(self._checkpoint_events, checkpoints[event], event)
 
@@ -121,11 +120,11 @@ class Exporter:
         for step, delays_ms in safepoints["delays_ms"].items():
             for quantile in ("p50", "p99"):
                 if delays_ms[quantile] is not None:
-                    gauge = self._delay.labels(self._model_name, step, f"0.{quantile[1:]}")
+                    gauge = self._delay.labels(*self._common, step, f"0.{quantile[1:]}")
                     gauge.set(delays_ms[quantile] / 1e3)
 
     def _count(self, counter: Any, total: float, *labels: str) -> None:
         """Bring a counter to a total that never shrinks."""
         key = (counter, *labels)
-        counter.labels(self._model_name, *labels).inc(total - self._counted.get(key, 0))
+        counter.labels(*self._common, *labels).inc(total - self._counted.get(key, 0))
         self._counted[key] = total

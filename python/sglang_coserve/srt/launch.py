@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from sglang_coserve.batch.routes import missing_routes
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.errors import StartupError
 from sglang_coserve.srt import compat, cpu
@@ -28,6 +27,7 @@ from sglang_coserve.srt.batch_api import (
 )
 from sglang_coserve.srt.fail_fast import install_fail_fast
 from sglang_coserve.srt.gc_pauses import freeze_imports, freeze_start_up_objects
+from sglang_coserve.srt.in_place import STATUS_PATH, StartCheck
 from sglang_coserve.srt.kv_checkpoint.settings import (
     check_combination,
     check_model,
@@ -45,8 +45,6 @@ __all__ = ["launch_server", "parse_server_args"]
 
 logger = logging.getLogger(__name__)
 
-STATUS_PATH = "/coserve/status"
-
 _SWITCH_S = 0.0005
 """How long the event loop waits for a thread that computes. With Python's 5 ms it wakes 5.3 ms
 late in the median while one does, with this 0.7 ms."""
@@ -57,6 +55,7 @@ def launch_server(argv: Sequence[str]) -> None:
 
     Raises:
         UnsupportedError: SGLang has another version, or a setting cannot be co-served.
+        ConfigError: a setting is wrong.
         StartupError: a part of co-serving is not in place, the data directory of the
             Batch API cannot be used, or the port is taken.
     """
@@ -64,8 +63,10 @@ def launch_server(argv: Sequence[str]) -> None:
     on_cpu = not cpu.has_cuda()
     if on_cpu:
         cpu.set_environment_defaults()
-    server_args = parse_server_args(argv, on_cpu=on_cpu)
-    compat.check_server_args(compat.settings_of(server_args), server_args._coserve)
+    with compat.refusals_of_sglang():
+        server_args = parse_server_args(argv, on_cpu=on_cpu)
+        args = compat.settings_of(server_args)
+    compat.check_server_args(args, server_args._coserve)
     compat.check_window_cache(server_args, server_args._coserve.offline_policy)
     check_model(server_args, server_args._coserve, on_cpu=on_cpu)
     check_batch_settings(server_args._coserve)
@@ -84,6 +85,7 @@ def launch_server(argv: Sequence[str]) -> None:
     install_paced_protocol()
     install_threaded_handlers(http_server.app)
     _install_routes(http_server, server_args)
+    processes.watch_replicas()
     cores = cpu.cores_for(server_args) if on_cpu else nullcontext()
     try:
         with cores:
@@ -179,17 +181,11 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
     install_fail_fast(app)  # Before ours are there, which read little.
     install_batch_api(http_server, server_args.admin_api_key)
     install_body_errors(app)
+    check = StartCheck(http_server)
 
     def verify_and_serve(
-        server_args: Any,
-        tokenizer_manager: Any,
-        template_manager: Any,
-        port_args: Any,
-        scheduler_infos: list[dict[str, Any]],
-        *args: Any,
-        **kwargs: Any,
+        server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any
     ) -> None:
-        verify_in_place(app, scheduler_infos)
         logger.info(compat.start_up_line())
         warning = open_routes_warning(server_args.api_key, server_args.admin_api_key)
         if warning is not None:
@@ -198,45 +194,15 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
         # Again: loading a model takes long enough for another to have come.
         check_listen_address(server_args.host, server_args.port)
         freeze_imports()
-        serve(
-            server_args,
-            tokenizer_manager,
-            template_manager,
-            port_args,
-            scheduler_infos,
-            *args,
-            **kwargs,
-        )
+        try:
+            serve(server_args, tokenizer_manager, *args, **kwargs)
+        finally:
+            if check.failure is not None:
+                raise check.failure
 
     serve = compat.replace(
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server", verify_and_serve
     )
-
-
-def verify_in_place(app: Any, scheduler_infos: Sequence[dict[str, Any]]) -> None:
-    """Check that the running processes are ours.
-
-    Raises:
-        StartupError: the scheduler, the middleware or a route is not in place.
-    """
-    from sglang_coserve.srt.status import INIT_INFO_KEY
-
-    problems = [
-        f"scheduler {rank} is not CoserveScheduler (its start-up info has no {INIT_INFO_KEY!r})"
-        for rank, info in enumerate(scheduler_infos)
-        if INIT_INFO_KEY not in info
-    ]
-    installed = {entry.cls for entry in app.user_middleware}
-    problems += [
-        f"{middleware.__name__} is not installed"
-        for middleware in (MarksMiddleware, RequestGateMiddleware, UnreadBodyMiddleware)
-        if middleware not in installed
-    ]
-    if STATUS_PATH not in {getattr(route, "path", None) for route in app.routes}:
-        problems.append(f"the route {STATUS_PATH} is not installed")
-    problems += [f"the batch route {path} is not installed" for path in missing_routes(app)]
-    if problems:
-        raise StartupError("co-serving is not in place: " + "; ".join(problems))
 
 
 def main(argv: Sequence[str]) -> int:

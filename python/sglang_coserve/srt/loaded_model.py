@@ -7,6 +7,7 @@ import secrets
 from pathlib import Path
 from typing import Any, Final
 
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.model_fingerprint import fingerprint
 
 __all__ = ["loaded_fingerprint"]
@@ -14,7 +15,7 @@ __all__ = ["loaded_fingerprint"]
 logger = logging.getLogger(__name__)
 
 _SETTINGS: Final = (
-    *("dtype", "quantization", "kv_cache_dtype", "torchao_config", "json_model_override_args"),
+    *("dtype", "quantization", "kv_cache_dtype", "json_model_override_args"),
     *("tp_size", "ep_size", "device", "load_format", "enable_deterministic_inference"),
     *("attention_backend", "prefill_attention_backend", "decode_attention_backend"),
     *("tokenizer_mode", "tokenizer_backend", "chat_template", "completion_template"),
@@ -28,13 +29,15 @@ def loaded_fingerprint(server_args: Any) -> str:
     Blocks while it reads. Where the files cannot be read (object storage, say) the model
     cannot be told from another one: the value is then a new one at every start.
     """
-    settings = {name: getattr(server_args, name) for name in _SETTINGS}
+    settings = {
+        name: getattr(server_args, name) for name in (*_SETTINGS, *compat.own_number_settings())
+    }
     adapters = [(ref.lora_name, ref.lora_path) for ref in server_args.lora_paths or ()]
     settings["adapters"] = [name for name, _ in adapters]
-    names = [server_args.model_path, server_args.tokenizer_path, *(path for _, path in adapters)]
-    names += [name for name in (server_args.chat_template,) if name and Path(name).is_file()]
+    places = [server_args.model_path, server_args.tokenizer_path, *(path for _, path in adapters)]
+    places += [name for name in (server_args.chat_template,) if name and Path(name).is_file()]
     try:
-        paths = [_local(str(name), server_args) for name in dict.fromkeys(names) if name]
+        paths = [_local(str(name), server_args) for name in dict.fromkeys(places) if name]
         return fingerprint(paths, settings)
     except Exception as error:
         logger.warning(

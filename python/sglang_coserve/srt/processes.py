@@ -14,8 +14,10 @@ from sglang_coserve.srt import compat, cpu
 __all__ = [
     "init_tokenizer_manager",
     "install_safeguards",
+    "run_data_parallel_controller_process",
     "run_detokenizer_process",
     "run_scheduler_process",
+    "watch_replicas",
 ]
 
 
@@ -49,6 +51,28 @@ def install_safeguards() -> None:
     install_eager_sampling()
     install_guarded_sampler()
     install_stop_patterns()
+
+
+def watch_replicas() -> None:
+    """Have the controller of several replicas end when one of them does."""
+    compat.replace(
+        "sglang.srt.entrypoints.engine.run_data_parallel_controller_process",
+        run_data_parallel_controller_process,
+    )
+
+
+def run_data_parallel_controller_process(*args: Any, **kwargs: Any) -> None:
+    """Run SGLang's controller of replicas; takes its arguments.
+
+    SGLang's would wait for a replica that was killed, and send it requests, for ever. When it
+    ends instead, the server does.
+    """
+    from sglang.srt.managers import data_parallel_controller
+
+    from sglang_coserve.srt.child_watch import end_with_children
+
+    end_with_children()
+    data_parallel_controller.run_data_parallel_controller_process(*args, **kwargs)
 
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:

@@ -19,8 +19,8 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.grammar_cache import GrammarCache
 from sglang_coserve.srt.parts import CoserveParts
 from sglang_coserve.srt.rank_clock import RankClock, Tick
+from sglang_coserve.srt.replicas import STATE_KEY
 from sglang_coserve.srt.safepoint.install import install_safepoints
-from sglang_coserve.srt.status import INIT_INFO_KEY
 from sglang_coserve.srt.step_runner import SUSPENDED
 from sglang_coserve.srt.usable_logits import end_unusable
 
@@ -199,14 +199,8 @@ class CoserveScheduler(Scheduler):
         idle = bool(super().is_fully_idle(for_health_check))
         return idle and (for_health_check or not self.parts.admission.num_waiting())
 
-    def get_init_info(self) -> dict[str, Any]:
-        """Add the mark by which the launcher knows that this scheduler is in place."""
-        info: dict[str, Any] = super().get_init_info()
-        info[INIT_INFO_KEY] = self.parts.status.init_info()
-        return info
-
     def get_internal_state(self, recv_req: Any) -> Any:
-        """Add the state of both classes."""
+        """Add the state of both classes, by which it is known that this scheduler is in place."""
         output = super().get_internal_state(recv_req)
-        output.internal_state[INIT_INFO_KEY] = self.parts.status.internal_state()
+        output.internal_state[STATE_KEY] = self.parts.status.internal_state()
         return output

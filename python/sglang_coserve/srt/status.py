@@ -1,4 +1,4 @@
-"""What a scheduler tells of itself: at its start, to ``/coserve/status`` and to Prometheus."""
+"""What a scheduler tells of itself, to ``/coserve/status`` and to Prometheus."""
 
 from __future__ import annotations
 
@@ -14,18 +14,13 @@ from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.exporter import Exporter
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
+from sglang_coserve.srt.replicas import EXPECTED_RATE_KEY
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.step_runner import StepRunner
 
-__all__ = ["EXPECTED_RATE_KEY", "INIT_INFO_KEY", "SchedulerStatus"]
+__all__ = ["SchedulerStatus"]
 
 logger = logging.getLogger(__name__)
-
-INIT_INFO_KEY = "coserve"
-"""Where the scheduler's start-up handshake says that co-serving is in place."""
-
-EXPECTED_RATE_KEY = "expected_offline_tokens_per_s"
-"""And there, what offline requests alone would get of the engine."""
 
 
 class SchedulerStatus:
@@ -52,18 +47,16 @@ class SchedulerStatus:
         args = compat.settings_of(scheduler.server_args)
         self._is_rank_0 = compat.is_first_rank(scheduler)
         wants_metrics = args.enable_metrics and self._is_rank_0
-        self._exporter = Exporter(args.served_model_name) if wants_metrics else None
-
-    def init_info(self) -> dict[str, Any]:
-        """Return what the launcher is told, which sees by it that this scheduler is in place."""
-        return {
-            "offline_policy": self._config.offline_policy,
-            EXPECTED_RATE_KEY: self._expected_offline_rate(),
-        }
+        dp_rank = compat.parallel(scheduler).dp_rank
+        self._exporter = Exporter(args.served_model_name, dp_rank) if wants_metrics else None
 
     def internal_state(self) -> dict[str, Any]:
         """Return what ``/coserve/status`` shows."""
-        return {"config": self._config.to_dict(), **self.state()}
+        return {
+            "config": self._config.to_dict(),
+            EXPECTED_RATE_KEY: self._expected_offline_rate(),
+            **self.state(),
+        }
 
     def state(self) -> dict[str, Any]:
         """Return how both classes stand now."""

@@ -39,10 +39,10 @@ def test_the_model_is_told_apart_by_its_weights(
 
 def test_the_engine_says_what_to_expect_and_who_else_is_served(served: Served) -> None:
     from sglang_coserve.srt.batch_backend import BatchBackend
-    from sglang_coserve.srt.status import EXPECTED_RATE_KEY, INIT_INFO_KEY
+    from sglang_coserve.srt.replicas import EXPECTED_RATE_KEY, STATE_KEY
 
     (info,) = served.engine._scheduler_init_result.scheduler_infos
-    expected = info[INIT_INFO_KEY][EXPECTED_RATE_KEY]
+    expected = info[STATE_KEY][EXPECTED_RATE_KEY]
     assert expected > 0
     backend = BatchBackend(
         served.manager,

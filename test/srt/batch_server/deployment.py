@@ -19,6 +19,9 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
 FINAL = ("completed", "failed", "expired", "cancelled")
 GIVE_UP_S = 120
+START_S = 300
+"""Of replicas, whose controller is one more process that imports SGLang before they do."""
+
 API_KEY = "secret"
 ADMIN_KEY = "admin secret"
 WEBHOOK_SECRET = "whsec_" + base64.b64encode(b"0123456789abcdef").decode()
@@ -61,6 +64,7 @@ class Deployment:
             [*self._flags, "--offline-policy", policy],
             log_path=self.log,
             port=self._port,
+            ready_timeout_s=START_S,
             extra_env={"COSERVE_WEBHOOK_SECRET": WEBHOOK_SECRET},
         )
         self._server.start()
@@ -77,6 +81,11 @@ class Deployment:
     def kill(self) -> None:
         """End all of its processes at once, as a power failure does."""
         self._server.kill()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process with the HTTP server has ended."""
+        return self._server.has_ended
 
     @property
     def pid(self) -> int:

@@ -28,6 +28,7 @@ from sglang_coserve.srt.compat.by_version import (
     keep_outputs,
     model_config_of,
     num_core_sets,
+    own_number_settings,
     parallel,
     place_context,
     prefix_tokens,
@@ -59,7 +60,12 @@ from sglang_coserve.srt.compat.requests import (
     lowest_priority,
     refused_request,
 )
-from sglang_coserve.srt.compat.settings import check_server_args, check_window_cache
+from sglang_coserve.srt.compat.settings import (
+    check_one_replica,
+    check_server_args,
+    check_window_cache,
+    refusals_of_sglang,
+)
 from sglang_coserve.srt.compat.versions import check_version, installed_version, start_up_line
 
 __all__ = [
@@ -67,6 +73,7 @@ __all__ = [
     "aborted_errors",
     "check_extra_keys",
     "check_logit_processor",
+    "check_one_replica",
     "check_server_args",
     "check_version",
     "check_window_cache",
@@ -86,12 +93,14 @@ __all__ = [
     "model_config_of",
     "num_core_sets",
     "num_ranks",
+    "own_number_settings",
     "parallel",
     "place_context",
     "prefix_tokens",
     "protected_tokens",
     "put_back_outputs",
     "radix_key",
+    "refusals_of_sglang",
     "refused_request",
     "release_aborted",
     "release_for_requeue",

@@ -22,6 +22,7 @@ __all__ = [
     "keep_outputs",
     "model_config_of",
     "num_core_sets",
+    "own_number_settings",
     "parallel",
     "place_context",
     "prefix_tokens",
@@ -46,6 +47,7 @@ if INSTALLED >= (0, 5, 18):
         aborted_errors,
         check_extra_keys,
         copy_streams,
+        own_number_settings,
         radix_key,
         replace_copy_engine,
     )
@@ -54,6 +56,7 @@ else:
         aborted_errors,
         check_extra_keys,
         copy_streams,
+        own_number_settings,
         radix_key,
         replace_copy_engine,
     )

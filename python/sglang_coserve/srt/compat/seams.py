@@ -100,7 +100,6 @@ SEAMS: Final[tuple[Seam, ...]] = (
         {
             "_add_request_to_queue": "req is_retracted",
             "abort_request": "recv_req",
-            "get_init_info": "",
             "get_internal_state": "recv_req",
             "get_new_batch_prefill": "running_batch",
             "get_next_batch_to_run": "running_batch last_batch",
@@ -402,6 +401,15 @@ SEAMS: Final[tuple[Seam, ...]] = (
         "srt.entrypoints.engine",
         Use.CALLED,
         {"init_tokenizer_manager": "server_args port_args TokenizerManagerClass"},
+    ),
+    *_of(
+        "srt.entrypoints.engine",
+        Use.REPLACED,
+        {
+            "run_data_parallel_controller_process": (
+                "server_args port_args pipe_writer run_scheduler_process_func"
+            )
+        },
     ),
     *_of("srt.entrypoints.engine.Engine", Use.READ, _names("_scheduler_init_result")),
     *_of(

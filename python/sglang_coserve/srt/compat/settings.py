@@ -1,15 +1,52 @@
-"""Settings of SGLang that co-serving refuses."""
+"""Settings of SGLang that co-serving refuses, and why: all of them, before anything is started.
+
+docs/support.md says for each what was tried.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.kv_checkpoint import CheckpointMode
-from sglang_coserve.errors import UnsupportedError
+from sglang_coserve.errors import ConfigError, UnsupportedError
 from sglang_coserve.srt.compat.by_version import model_config_of, settings_of
 
-__all__ = ["check_server_args", "check_window_cache"]
+__all__ = [
+    "check_one_replica",
+    "check_server_args",
+    "check_window_cache",
+    "refusals_of_sglang",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class _Refusal(NamedTuple):
+    is_set: Any
+    """Whether the setting has a value that is refused, by its truth."""
+
+    name: str
+    reason: str
+    instead: str = "remove the setting, or start sglang.launch_server"
+
+
+@contextmanager
+def refusals_of_sglang() -> Iterator[None]:
+    """Within it, what SGLang itself finds wrong with its settings is an error of one line.
+
+    Raises:
+        ConfigError: instead of what SGLang raises.
+    """
+    try:
+        yield
+    except (AssertionError, ImportError, NotImplementedError, OSError, ValueError) as error:
+        logger.debug("SGLang refused its settings", exc_info=True)
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"SGLang does not take these settings: {reason}") from error
 
 
 def check_server_args(server_args: Any, config: CoserveConfig) -> None:
@@ -20,52 +57,28 @@ def check_server_args(server_args: Any, config: CoserveConfig) -> None:
     Raises:
         UnsupportedError: one line per such setting.
     """
-    from sglang.srt.environ import envs
-
-    refused = {
-        "--pp-async-batch-depth": server_args.pp_async_batch_depth,
-        "--kv-checkpoint with pipeline parallelism (--pp-size > 1)": (
-            CheckpointMode(config.kv_checkpoint) is not CheckpointMode.OFF
-            and server_args.pp_size > 1
-        ),
-        # SGLang would choose the size of chunks that a plan has chosen.
-        "--enable-dynamic-chunking with an --offline-policy that plans": (
-            server_args.enable_dynamic_chunking and config.offline_policy != "fifo"
-        ),
-        "DP attention (--enable-dp-attention, --attn-dp-size)": (
-            # Since 0.5.22 it is the width that counts; it may be None.
-            server_args.enable_dp_attention or (getattr(server_args, "attn_dp_size", 1) or 1) > 1
-        ),
-        "speculative decoding (--speculative-algorithm)": server_args.speculative_algorithm,
-        "several tokenizer workers (--tokenizer-worker-num > 1)": (
-            server_args.tokenizer_worker_num > 1
-        ),
-        "the Rust server (SGLANG_RUST_SERVER=1)": envs.SGLANG_RUST_SERVER.get(),
-        "PD disaggregation (--disaggregation-mode)": server_args.disaggregation_mode != "null",
-        # It decides before our plan is asked for. Since 0.5.19.
-        "decode steps between prefills (--prefill-decode-interval)": (
-            getattr(server_args, "prefill_decode_interval", 0)
-        ),
-        "diffusion language models (--dllm-algorithm)": server_args.dllm_algorithm,
-        "HiCache storage (--hicache-storage-backend)": server_args.hicache_storage_backend,
-        "hierarchical sparse attention (--enable-hisparse)": server_args.enable_hisparse,
-        "the gRPC server (--grpc-mode)": server_args.grpc_mode or server_args.smg_grpc_mode,
-        "Ray (--use-ray)": server_args.use_ray,
-        "an encoder-only server (--encoder-only)": server_args.encoder_only,
-        "--safepoint-decode-graphs on a CPU": (
-            config.safepoint_decode_graphs and server_args.device == "cpu"
-        ),
-        f"--schedule-policy {server_args.schedule_policy} with an --offline-policy that plans": (
-            config.offline_policy != "fifo" and server_args.schedule_policy != "fcfs"
-        ),
-    }
-    lines = [
-        f"co-serving does not support {name}: remove the setting, or start sglang.launch_server"
-        for name, is_set in refused.items()
-        if is_set
+    refusals = [
+        *_other_engines(server_args),
+        *_other_servers(server_args),
+        *_other_caches(server_args),
+        *_other_decisions(server_args, config),
+        *_ours(server_args, config),
     ]
-    if lines:
-        raise UnsupportedError("\n".join(lines))
+    _refuse(refusals)
+
+
+def check_one_replica(server_args: Any) -> None:
+    """Refuse what the profiler cannot measure; ``server_args`` are those in effect.
+
+    Raises:
+        UnsupportedError: more than one replica, more than one machine, or a pipeline.
+    """
+    if max(server_args.dp_size, server_args.nnodes, server_args.pp_size) > 1:
+        raise UnsupportedError(
+            "the profiler measures one replica on one node, without a pipeline: remove "
+            "--dp-size, --nnodes and --pp-size; a server with --pp-size takes the profile, "
+            "which is of the whole model, as it is"
+        )
 
 
 def check_window_cache(server_args: Any, offline_policy: str) -> None:
@@ -84,3 +97,179 @@ def check_window_cache(server_args: Any, offline_policy: str) -> None:
             "sliding windows have a KV pool of their own: remove --disable-radix-cache, or add "
             "--disable-hybrid-swa-memory or --offline-policy fifo"
         )
+
+
+def _other_engines(args: Any) -> Iterable[_Refusal]:
+    """Return what makes steps that our scheduler does not compose."""
+    return (
+        _Refusal(
+            args.pp_async_batch_depth,
+            "--pp-async-batch-depth",
+            "more batches would be under way than a plan counts",
+            "remove it",
+        ),
+        _Refusal(
+            # Since 0.5.22 it is the width that counts; it may be None.
+            args.enable_dp_attention or (getattr(args, "attn_dp_size", 1) or 1) > 1,
+            "DP attention (--enable-dp-attention, --attn-dp-size)",
+            "its ranks run different batches in step with each other, so that none can be "
+            "planned or suspended by itself",
+            "use --tp-size, or --dp-size for whole replicas",
+        ),
+        _Refusal(
+            args.speculative_algorithm,
+            "speculative decoding (--speculative-algorithm)",
+            "a step gives a row a varying number of tokens, and drafts take KV of their own, "
+            "which plans and predictions do not count",
+            "remove it",
+        ),
+        _Refusal(
+            args.disaggregation_mode != "null",
+            "PD disaggregation (--disaggregation-mode)",
+            "a request waits in queues of SGLang's for the other engine and its KV, past admission "
+            "and plans",
+            "serve both phases in one engine, whose mixed steps are planned",
+        ),
+        _Refusal(
+            args.dllm_algorithm,
+            "diffusion language models (--dllm-algorithm)",
+            "SGLang admits and batches their requests in queues of their own",
+        ),
+        _Refusal(
+            args.enable_pdmux,
+            "prefills beside decodes on one GPU (--enable-pdmux)",
+            "its event loop runs two batches at once",
+            "use --enable-mixed-chunk",
+        ),
+        _Refusal(
+            args.encoder_only,
+            "an encoder-only server (--encoder-only)",
+            "it does not generate, and has no scheduler",
+        ),
+    )
+
+
+def _other_servers(args: Any) -> Iterable[_Refusal]:
+    """Return what starts processes or routes that are not ours."""
+    from sglang.srt.environ import envs
+
+    return (
+        _Refusal(
+            args.tokenizer_worker_num > 1,
+            "several tokenizer workers (--tokenizer-worker-num > 1)",
+            "each is a server of its own, without API keys, and batches and exchanges of weights "
+            "need one that knows all requests",
+            "use one, which tokenizes large prompts in threads, or several servers behind a router",
+        ),
+        _Refusal(
+            envs.SGLANG_RUST_SERVER.get(),
+            "the Rust server (SGLANG_RUST_SERVER=1)",
+            "it has no marks, no Batch API and no /coserve/status",
+            "unset the variable",
+        ),
+        _Refusal(
+            args.enable_http2,
+            "HTTP/2 (--enable-http2)",
+            "it is served by Granian, where bodies are not taken in at a limited pace",
+            "let a proxy in front speak HTTP/2",
+        ),
+        _Refusal(
+            args.grpc_mode or args.smg_grpc_mode,
+            "the gRPC server (--grpc-mode)",
+            "it has no marks, no Batch API and no /coserve/status",
+            "serve HTTP",
+        ),
+        _Refusal(
+            args.use_ray,
+            "Ray (--use-ray)",
+            "it makes SGLang's own schedulers, as actors",
+            "start one server per machine",
+        ),
+    )
+
+
+def _other_caches(args: Any) -> Iterable[_Refusal]:
+    """Return what keeps KV where eviction and plans do not look."""
+    return (
+        _Refusal(
+            args.hicache_storage_backend,
+            "HiCache storage (--hicache-storage-backend)",
+            "a prefetch holds back what a plan starts, and offline requests, which have a queue of "
+            "their own, get none",
+            "remove it",
+        ),
+        _Refusal(
+            args.enable_hisparse,
+            "hierarchical sparse attention (--enable-hisparse)",
+            "it takes prefills out of their batch until their KV is in the host's memory",
+        ),
+    )
+
+
+def _other_decisions(args: Any, config: CoserveConfig) -> Iterable[_Refusal]:
+    """Return what decides in the place of a plan; ``fifo`` leaves these decisions to SGLang."""
+    if config.offline_policy == "fifo":
+        return ()
+    policy = f"with --offline-policy {config.offline_policy}"
+    instead = "remove the setting, or add --offline-policy fifo"
+    return (
+        _Refusal(
+            # Since 0.5.19.
+            getattr(args, "prefill_decode_interval", 0),
+            f"decode steps between prefills (--prefill-decode-interval) {policy}",
+            "SGLang would decide before a plan is asked for",
+            instead,
+        ),
+        _Refusal(
+            (args.min_free_slots_delay or 0) > 1,
+            f"prefills that wait for free rows (--min-free-slots-delay) {policy}",
+            "SGLang would hold back what a plan starts",
+            instead,
+        ),
+        _Refusal(
+            args.enable_prefill_delayer,
+            f"--enable-prefill-delayer {policy}",
+            "SGLang would hold back what a plan starts",
+            instead,
+        ),
+        _Refusal(
+            args.enable_dynamic_chunking,
+            f"--enable-dynamic-chunking {policy}",
+            "SGLang would choose the size of chunks that a plan has chosen",
+            instead,
+        ),
+        _Refusal(
+            args.schedule_policy != "fcfs",
+            f"--schedule-policy {args.schedule_policy} {policy}",
+            "SGLang would sort what a plan has ordered",
+            instead,
+        ),
+    )
+
+
+def _ours(args: Any, config: CoserveConfig) -> Iterable[_Refusal]:
+    """Return settings of ours that need something else of SGLang."""
+    return (
+        _Refusal(
+            config.safepoint_decode_graphs and args.device == "cpu",
+            "--safepoint-decode-graphs on a CPU",
+            "there are no graphs",
+            "remove the setting",
+        ),
+        _Refusal(
+            CheckpointMode(config.kv_checkpoint) is not CheckpointMode.OFF and args.pp_size > 1,
+            "--kv-checkpoint with pipeline parallelism (--pp-size > 1)",
+            "SGLang's stages do not agree when a copy has ended",
+            "remove one of the two",
+        ),
+    )
+
+
+def _refuse(refusals: Iterable[_Refusal]) -> None:
+    lines = [
+        f"co-serving does not support {refusal.name}: {refusal.reason}: {refusal.instead}"
+        for refusal in refusals
+        if refusal.is_set
+    ]
+    if lines:
+        raise UnsupportedError("\n".join(lines))

@@ -21,6 +21,7 @@ __all__ = [
     "keep_outputs",
     "model_config_of",
     "num_core_sets",
+    "own_number_settings",
     "parallel",
     "place_context",
     "prefix_tokens",
@@ -55,6 +56,11 @@ def settings_of(server_args: Any) -> Any:
 def model_config_of(server_args: Any) -> Any:
     """Return SGLang's ``ModelConfig``."""
     return server_args.get_model_config()
+
+
+def own_number_settings() -> tuple[str, ...]:
+    """Return the names of settings that decide numbers and that other versions lack."""
+    return ("torchao_config",)
 
 
 # --- What a request holds (until 0.5.18) ---------------------------------------------------

@@ -11,6 +11,7 @@ __all__ = [
     "aborted_errors",
     "check_extra_keys",
     "copy_streams",
+    "own_number_settings",
     "radix_key",
     "replace_copy_engine",
     "start_load",
@@ -27,6 +28,11 @@ def aborted_errors() -> tuple[type[Exception], ...]:
 
 def check_extra_keys() -> None:
     """As in ``v17``; SGLang checks them itself."""
+
+
+def own_number_settings() -> tuple[str, ...]:
+    """As in ``v17``."""
+    return ()
 
 
 def radix_key(req: Req, tokens: int) -> Any:

@@ -1,0 +1,33 @@
+"""Ends a process when one of its children has ended."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import threading
+import time
+from typing import Final
+
+__all__ = ["end_with_children"]
+
+_INTERVAL_S: Final = 1.0
+"""As SGLang looks after the processes of a server."""
+
+logger = logging.getLogger(__name__)
+
+
+def end_with_children() -> None:
+    """Let this process end, with status 1, soon after any process that it starts from now on."""
+    threading.Thread(target=_watch, name="coserve-child-watch", daemon=True).start()
+
+
+def _watch() -> None:
+    seen: dict[int | None, str] = {}
+    while True:
+        alive = {child.pid: child.name for child in multiprocessing.active_children()}
+        for pid in seen.keys() - alive.keys():
+            logger.error("%s (pid %s) has ended: its siblings end with it", seen[pid], pid)
+            os._exit(1)
+        seen = alive
+        time.sleep(_INTERVAL_S)

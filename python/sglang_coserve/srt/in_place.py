@@ -1,0 +1,70 @@
+"""Looks whether co-serving is in place, in every process, before a server's port is opened."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Final
+
+from fastapi import FastAPI
+
+from sglang_coserve.batch.routes import missing_routes
+from sglang_coserve.errors import CoserveError, StartupError
+from sglang_coserve.srt.marks_middleware import MarksMiddleware
+from sglang_coserve.srt.replicas import STATE_KEY, replicas_info
+from sglang_coserve.srt.request_gate import RequestGateMiddleware
+from sglang_coserve.srt.unread_body import UnreadBodyMiddleware
+
+__all__ = ["STATUS_PATH", "StartCheck", "verify_app"]
+
+STATUS_PATH: Final = "/coserve/status"
+
+
+class StartCheck:
+    """Checks a server in its lifespan, before all that it does there.
+
+    The schedulers are asked for their state: a controller of several replicas does not hand on
+    what they say when they are ready.
+    """
+
+    def __init__(self, http_server: Any) -> None:
+        """Have SGLang's ``http_server`` module checked when its app starts."""
+        self.failure: CoserveError | None = None
+        """What stopped the start, which Uvicorn only logs."""
+        router = http_server.app.router
+        inner = router.lifespan_context
+
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncGenerator[Any]:
+            async with AsyncExitStack() as stack:
+                try:
+                    verify_app(app)
+                    server = http_server._global_state
+                    states = await server.tokenizer_manager.get_internal_state()
+                    server.scheduler_info[STATE_KEY] = replicas_info(states)
+                    entered = await stack.enter_async_context(inner(app))
+                except CoserveError as error:
+                    self.failure = error
+                    raise
+                yield entered
+
+        router.lifespan_context = lifespan
+
+
+def verify_app(app: FastAPI) -> None:
+    """Check the app that is about to be served.
+
+    Raises:
+        StartupError: a middleware or a route is not in place.
+    """
+    installed: set[Any] = {entry.cls for entry in app.user_middleware}
+    problems = [
+        f"{middleware.__name__} is not installed"
+        for middleware in (MarksMiddleware, RequestGateMiddleware, UnreadBodyMiddleware)
+        if middleware not in installed
+    ]
+    if STATUS_PATH not in {getattr(route, "path", None) for route in app.routes}:
+        problems.append(f"the route {STATUS_PATH} is not installed")
+    problems += [f"the batch route {path} is not installed" for path in missing_routes(app)]
+    if problems:
+        raise StartupError("co-serving is not in place: " + "; ".join(problems))

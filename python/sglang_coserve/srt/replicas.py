@@ -1,0 +1,37 @@
+"""What the schedulers of a server say of themselves in SGLang's internal state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from sglang_coserve.errors import StartupError
+
+__all__ = ["EXPECTED_RATE_KEY", "STATE_KEY", "replicas_info"]
+
+STATE_KEY: Final = "coserve"
+"""Where the internal state of a scheduler has ours, by which one knows that it is in place."""
+
+EXPECTED_RATE_KEY: Final = "expected_offline_tokens_per_s"
+"""And there, what offline requests alone would get of the engine."""
+
+
+def replicas_info(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what ``/server_info`` says of co-serving, from the internal state of each replica.
+
+    Raises:
+        StartupError: a scheduler is not ours.
+    """
+    problems = [
+        f"scheduler {rank} is not CoserveScheduler (its state has no {STATE_KEY!r})"
+        for rank, state in enumerate(states)
+        if STATE_KEY not in state
+    ]
+    if problems:
+        raise StartupError("co-serving is not in place: " + "; ".join(problems))
+    ours = [state[STATE_KEY] for state in states]
+    rates = [state[EXPECTED_RATE_KEY] for state in ours]
+    return {
+        "offline_policy": ours[0]["config"]["offline_policy"],
+        EXPECTED_RATE_KEY: None if None in rates else sum(rates),
+    }

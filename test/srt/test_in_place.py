@@ -1,0 +1,131 @@
+"""That a server does not start when a part of co-serving is not in place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from sglang_coserve.batch.routes import add_batch_routes
+from sglang_coserve.errors import StartupError
+from sglang_coserve.srt.in_place import STATUS_PATH, StartCheck, verify_app
+from sglang_coserve.srt.marks_middleware import MarksMiddleware
+from sglang_coserve.srt.replicas import replicas_info
+from sglang_coserve.srt.request_gate import RequestGateMiddleware
+from sglang_coserve.srt.unread_body import UnreadBodyMiddleware
+
+
+def answer() -> None:
+    """A route of somebody."""
+
+
+def complete_app() -> FastAPI:
+    app = FastAPI()
+    app.add_middleware(MarksMiddleware)
+    app.add_middleware(RequestGateMiddleware)
+    app.add_middleware(UnreadBodyMiddleware)
+    app.add_api_route(STATUS_PATH, answer)
+    add_batch_routes(app)
+    return app
+
+
+def app_without(part: str) -> FastAPI:
+    app = complete_app()
+    app.user_middleware[:] = [each for each in app.user_middleware if each.cls.__name__ != part]
+    app.router.routes[:] = [route for route in app.routes if getattr(route, "path", "") != part]
+    return app
+
+
+def shadowed_app() -> FastAPI:
+    app = complete_app()
+    app.add_api_route("/v1/files", answer)
+    app.router.routes.insert(0, app.router.routes.pop())
+    return app
+
+
+def replica(rate: float | None) -> dict[str, Any]:
+    ours = {"config": {"offline_policy": "hygen"}, "expected_offline_tokens_per_s": rate}
+    return {"memory_usage": {}, "coserve": ours}
+
+
+def test_a_complete_server_passes() -> None:
+    verify_app(complete_app())
+
+
+@pytest.mark.parametrize(
+    ("app", "says"),
+    [
+        (app_without("MarksMiddleware"), "MarksMiddleware"),
+        (app_without("RequestGateMiddleware"), "RequestGateMiddleware"),
+        (app_without("UnreadBodyMiddleware"), "UnreadBodyMiddleware"),
+        (app_without(STATUS_PATH), STATUS_PATH),
+        (app_without("/v1/batches"), "batch route /v1/batches"),
+        (shadowed_app(), "batch route /v1/files"),
+    ],
+    ids=["marks", "gate", "unread", "route", "batches", "another's route"],
+)
+def test_a_missing_part_stops_the_start(app: Any, says: str) -> None:
+    with pytest.raises(StartupError, match=says):
+        verify_app(app)
+
+
+def test_every_replica_must_be_ours() -> None:
+    with pytest.raises(StartupError, match="scheduler 1 is not CoserveScheduler"):
+        replicas_info([replica(1.0), {"memory_usage": {}}])
+
+
+def test_replicas_are_as_fast_as_all_of_them_together() -> None:
+    info = replicas_info([replica(100.0), replica(50.0)])
+    assert info == {"offline_policy": "hygen", "expected_offline_tokens_per_s": 150.0}
+    unknown = replicas_info([replica(100.0), replica(None)])
+    assert unknown["expected_offline_tokens_per_s"] is None
+
+
+def http_server(state: dict[str, Any], started: list[str]) -> Any:
+    """SGLang's module, as far as a check asks it, with one scheduler that has this state."""
+    app = complete_app()
+
+    @asynccontextmanager
+    async def stock(app: FastAPI) -> AsyncIterator[None]:
+        started.append("stock")
+        yield
+        started.append("ended")
+
+    async def states() -> list[dict[str, Any]]:
+        return [state]
+
+    app.router.lifespan_context = stock
+    manager = SimpleNamespace(get_internal_state=states)
+    return SimpleNamespace(
+        app=app, _global_state=SimpleNamespace(tokenizer_manager=manager, scheduler_info={})
+    )
+
+
+async def lived(app: Any) -> None:
+    async with app.router.lifespan_context(app):
+        pass
+
+
+def test_nothing_is_started_before_the_check() -> None:
+    started: list[str] = []
+    server = http_server({"memory_usage": {}}, started)
+    check = StartCheck(server)
+    with pytest.raises(StartupError, match="scheduler 0"):
+        asyncio.run(lived(server.app))
+    assert started == []
+    assert isinstance(check.failure, StartupError)
+
+
+def test_a_server_in_order_starts_and_tells_of_its_scheduler() -> None:
+    started: list[str] = []
+    server = http_server(replica(7.0), started)
+    check = StartCheck(server)
+    asyncio.run(lived(server.app))
+    assert started == ["stock", "ended"]
+    assert check.failure is None
+    assert server._global_state.scheduler_info["coserve"]["offline_policy"] == "hygen"
