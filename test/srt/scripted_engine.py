@@ -167,7 +167,7 @@ class ScriptedEngine:
         state = {"iteration": 0, "script_over": False}
 
         def receive(local_reqs: Any = None) -> list[Any]:
-            assert state["iteration"] < MAX_ITERATIONS, "the engine does not come to rest"
+            assert state["iteration"] < MAX_ITERATIONS, self._unfinished_work()
             messages: list[Any] = []
             if not state["script_over"]:
                 try:
@@ -196,6 +196,15 @@ class ScriptedEngine:
         assert all(free == total for free, _, _, total in self._kv_pools())
         pool = scheduler.req_to_token_pool
         assert len(pool.free_slots) == pool.size
+
+    def _unfinished_work(self) -> str:
+        """Say what an engine that does not come to rest still has to do."""
+        scheduler = self.scheduler
+        unfinished = [rid for rid, req in self.reqs.items() if not req.finished()]
+        return (
+            f"the engine does not come to rest: {len(scheduler.waiting_queue)} waiting, "
+            f"running {scheduler.running_batch}, KV {self._kv_pools()}, unfinished {unfinished}"
+        )
 
     def _kv_pools(self) -> list[tuple[int, int, int, int]]:
         """Slots of each pool: free, evictable, locked in the radix cache, all."""

@@ -47,11 +47,10 @@ class OfflineEviction:
         """True when the pass produced nothing because an online request did not fit."""
         if plan.batch_to_run is not None or not self._view.has_others_waiting:
             return False
-        # With a hierarchical cache SGLang never calls a batch without rows full, but parked
-        # and paused rows hold memory too.
-        is_full = plan.running_batch.batch_is_full
-        has_hierarchy = self._scheduler.enable_hierarchical_cache
-        return bool(is_full or (has_hierarchy and plan.running_batch.is_empty()))
+        # SGLang does not call a batch without rows full: with a hierarchical cache, and later
+        # versions with none. But parked and paused rows hold memory, too.
+        batch = plan.running_batch
+        return bool(batch.batch_is_full or batch.is_empty())
 
     def make_room_for_decodes(self, batch: ScheduleBatch) -> None:
         """Before a decode step, evict offline rows rather than let SGLang pick victims."""
