@@ -177,7 +177,7 @@ def start_scheduler(system: System, model: Path) -> Any:
     if not cpu.has_cuda():
         torch.set_num_threads(1)
         cpu.install_replacements()
-        settings = {**cpu.FLAG_DEFAULTS, **settings}
+        settings = {**cpu.FLAG_DEFAULTS, "sleep_on_idle": False, **settings}
     server_args = ServerArgs(**settings)
     kind: type = Scheduler
     if system.policy is not None:

@@ -60,6 +60,7 @@ class Measured:
             chunked_prefill_size=spec.context,
             max_prefill_tokens=spec.context,
             disable_radix_cache=True,
+            sleep_on_idle=False,  # As wherever there is a GPU.
             coserve_config=CoserveConfig(
                 # ConServe's policy does not shorten iterations for those who may arrive.
                 offline_policy="conserve" if spec.is_long else "coserve",

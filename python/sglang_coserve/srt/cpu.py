@@ -37,6 +37,8 @@ FLAG_DEFAULTS = {
     "dtype": "float32",
     # There is no second device to overlap with: it would only delay each token by an iteration.
     "disable_overlap_schedule": True,
+    # The idle event loop would otherwise take a core from whatever else runs on the machine.
+    "sleep_on_idle": True,
     # SGLang would otherwise claim most of the machine's memory for the KV cache.
     "max_total_tokens": 65536,
     # What SGLang takes where it cannot tell the memory of a NUMA node. Where it can, it first sets

@@ -215,8 +215,8 @@ def run_idle(engine: ScriptedEngine, seconds: float) -> int:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"sleep_on_idle": True}],
-    ids=["default", "--sleep-on-idle"],
+    [{"sleep_on_idle": False}, {"sleep_on_idle": True}],
+    ids=["stock", "--sleep-on-idle"],
 )
 def test_an_idle_engine_sleeps_until_a_request_comes(
     start_engine: Any, settings: dict[str, Any]
