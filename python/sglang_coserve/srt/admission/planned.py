@@ -43,8 +43,8 @@ __all__ = ["PlannedAdmission"]
 Req = Any
 ScheduleBatch = Any
 
-_RESUME_S: Final = 1e-3
-"""What it takes to suspend a step and go on with it: 1 ms on a CPU, of a prototype."""
+_RESUME_S: Final = 1.6e-3
+"""What it takes to suspend a step and go on with it: the median on a CPU (``bench_suspension``)."""
 
 
 class PlannedAdmission:
