@@ -291,6 +291,7 @@ class EngineProcess:
                 f"{what}: the engine process died with exit code {self._process.exitcode}"
             ) from None
         if error is not None:
+            self._process.join(10)  # It ends now: ``is_alive`` must not say otherwise.
             raise AssertionError(error)
         return result
 

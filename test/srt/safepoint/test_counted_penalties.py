@@ -23,6 +23,7 @@ def req(rid: str, **params: Any) -> Any:
         rid=rid,
         finished=lambda: False,
         tokenizer=TOKENIZER,
+        eos_token_ids=None,
         sampling_params=SamplingParams(max_new_tokens=8, stop_token_ids=[2], **params),
     )
 

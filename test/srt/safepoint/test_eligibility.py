@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from srt import test_scheduler as scenarios
 from srt.conftest import Reference
@@ -17,6 +18,17 @@ def start_quick(start_engine: Any) -> EngineProcess:
     return start(start_engine, QUICK[0])
 
 
+class Changed:
+    """An object of SGLang's with other values, which it may refuse to be given itself."""
+
+    def __init__(self, original: Any, **values: Any) -> None:
+        self._original = original
+        vars(self).update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
 def reasons_against(engine: ScriptedEngine) -> list[str]:
     """Return the reasons for engines like this one, but for one thing each."""
     from sglang_coserve.srt import compat
@@ -25,19 +37,18 @@ def reasons_against(engine: ScriptedEngine) -> list[str]:
 
     scheduler = engine.scheduler
     layers = decoder_layers(scheduler.tp_worker.model_runner.model)
-    assert why_no_safepoints(scheduler, layers) is None
+    assert why_no_safepoints(Changed(scheduler), layers) is None
     found = [why_no_safepoints(scheduler, [])]
-    for owner, name, value in (
-        (scheduler, "device", "npu"),
-        (scheduler.server_args, "enable_torch_compile", True),
-        (scheduler, "is_generation", False),
-        (scheduler.model_config, "is_encoder_decoder", True),
-        (compat.parallel(scheduler), "pp_size", 2),
-    ):
-        kept = getattr(owner, name)
-        object.__setattr__(owner, name, value)
+    others = (
+        Changed(scheduler, device="npu"),
+        Changed(scheduler, server_args=Changed(scheduler.server_args, enable_torch_compile=True)),
+        Changed(scheduler, is_generation=False),
+        Changed(scheduler, model_config=Changed(scheduler.model_config, is_encoder_decoder=True)),
+    )
+    found += [why_no_safepoints(other, layers) for other in others]
+    two_stages = Changed(compat.parallel(scheduler), pp_size=2)
+    with patch.object(compat, "parallel", return_value=two_stages):
         found.append(why_no_safepoints(scheduler, layers))
-        object.__setattr__(owner, name, kept)
     assert None not in found
     return [str(reason) for reason in found]
 

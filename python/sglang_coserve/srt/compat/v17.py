@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sglang_coserve.srt.compat.replacements import replace
@@ -19,6 +19,7 @@ __all__ = [
     "holds_kv",
     "is_mixed",
     "keep_outputs",
+    "logit_processors",
     "model_config_of",
     "num_core_sets",
     "own_number_settings",
@@ -151,6 +152,17 @@ def exceeds_window_pool(adder: Any, req: Req, tokens: int) -> bool:
     """Return whether the window's pool has no room for a prefill of so many tokens."""
     needed = adder._swa_budget_for_req(tokens, adder._swa_new_tokens(req))
     return bool(needed >= adder.rem_swa_tokens)
+
+
+# --- Custom logit processors (until 0.5.20) ------------------------------------------------
+
+
+def logit_processors(sampling_info: Any) -> Iterator[tuple[Any, list[int], Any]]:
+    """Yield the custom logit processors of a batch, each with its rows: on the host, and as a
+    tensor on the device."""
+    for processor, is_of_row in sampling_info.custom_logit_processor.values():
+        indices = is_of_row.nonzero().view(-1)
+        yield processor, indices.tolist(), indices
 
 
 # --- What layers hand on (until 0.5.20) ----------------------------------------------------

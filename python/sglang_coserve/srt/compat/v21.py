@@ -1,9 +1,10 @@
 """What has changed with SGLang 0.5.21: ranks are the process's, pools make prefill budgets, layers
-hand the residual on in a stream of the batch's, and a release of KV is not the radix cache's."""
+hand the residual on in a stream of the batch's, logit processors have lists of rows, and a release
+of KV is not the radix cache's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sglang_coserve.srt.compat.v18 import submit_load
@@ -12,6 +13,7 @@ __all__ = [
     "exceeds_window_pool",
     "is_mixed",
     "keep_outputs",
+    "logit_processors",
     "parallel",
     "put_back_outputs",
     "reserve_window_slots",
@@ -41,6 +43,12 @@ def exceeds_window_pool(adder: Any, req: Req, tokens: int) -> bool:
         tokens, adder._swa_new_tokens(req), chunk_limit=adder.rem_chunk_tokens
     )
     return bool(needed >= budget.remaining_swa)
+
+
+def logit_processors(sampling_info: Any) -> Iterator[tuple[Any, list[int], Any]]:
+    """As in ``v17``."""
+    for entry in sampling_info.custom_logit_processor.values():
+        yield entry.processor, entry.rows, entry.indices
 
 
 def keep_outputs(outputs: Any, arguments: Sequence[Any]) -> Any:
