@@ -18,6 +18,8 @@ from sglang.srt.layers.sampler import Sampler, register_sampler_backend
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
+from sglang_coserve.srt import compat
+
 __all__ = ["GuardedSampler", "end_unusable", "install_guarded_sampler"]
 
 _BACKENDS: Final = ("flashinfer", "pytorch")
@@ -98,11 +100,10 @@ def _apply_processors(logits: torch.Tensor, sampling_info: Any) -> torch.Tensor:
     gets them one by one: with what is wrong with one request, others would fail too.
     """
     failed = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
-    for processor, is_of_row in sampling_info.custom_logit_processor.values():
-        rows = is_of_row.nonzero().view(-1).tolist()
+    for processor, index, rows in compat.logit_processors(sampling_info):
         params = [sampling_info.custom_params[row] for row in rows]
         try:
-            logits[is_of_row] = processor(logits[is_of_row], params)
+            logits[index] = processor(logits[index], params)
         except Exception:
             for row, of_row in zip(rows, params, strict=True):
                 one = slice(row, row + 1)

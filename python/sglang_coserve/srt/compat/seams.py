@@ -292,6 +292,17 @@ SEAMS: Final[tuple[Seam, ...]] = (
         {"_preprocess_logits": "logits sampling_info", "compute_logprobs_only": None},
     ),
     *_of("srt.layers.sampler", Use.REPLACED, _names("multinomial_with_seed")),
+    *_of(
+        "srt.sampling.sampling_batch_info.SamplingBatchInfo",
+        Use.READ,
+        _names("custom_logit_processor", "custom_params", "has_custom_logit_processor"),
+    ),
+    *_of(
+        "srt.sampling.sampling_batch_info.ProcessorEntry",
+        Use.READ,
+        _names("indices", "processor", "rows"),
+        first="0.5.21",
+    ),
     *_of("srt.managers.schedule_batch", Use.REPLACED, _names("re")),
     *_of("srt.sampling.sampling_batch_info", Use.REPLACED, _names("apply_scaling_penalties")),
     *_of(

@@ -19,6 +19,7 @@ __all__ = [
     "holds_kv",
     "is_mixed",
     "keep_outputs",
+    "logit_processors",
     "model_config_of",
     "num_core_sets",
     "own_number_settings",
@@ -151,6 +152,18 @@ def exceeds_window_pool(adder: Any, req: Req, tokens: int) -> bool:
     """Return whether the window's pool has no room for a prefill of so many tokens."""
     needed = adder._swa_budget_for_req(tokens, adder._swa_new_tokens(req))
     return bool(needed >= adder.rem_swa_tokens)
+
+
+# --- Sampling (until 0.5.20) ---------------------------------------------------------------
+
+
+def logit_processors(sampling_info: Any) -> list[tuple[Callable[..., Any], Any, list[int]]]:
+    """Return the custom logit processors of a batch that has some, each with its rows: as an index
+    into the logits, and as a list."""
+    return [
+        (processor, of_rows, of_rows.nonzero().view(-1).tolist())
+        for processor, of_rows in sampling_info.custom_logit_processor.values()
+    ]
 
 
 # --- What layers hand on (until 0.5.20) ----------------------------------------------------

@@ -1,5 +1,6 @@
 """What has changed with SGLang 0.5.21: ranks are the process's, pools make prefill budgets, layers
-hand the residual on in a stream of the batch's, and a release of KV is not the radix cache's."""
+hand the residual on in a stream of the batch's, rows of logit processors are listed, and a release
+of KV is not the radix cache's."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ __all__ = [
     "exceeds_window_pool",
     "is_mixed",
     "keep_outputs",
+    "logit_processors",
     "parallel",
     "put_back_outputs",
     "reserve_window_slots",
@@ -41,6 +43,12 @@ def exceeds_window_pool(adder: Any, req: Req, tokens: int) -> bool:
         tokens, adder._swa_new_tokens(req), chunk_limit=adder.rem_chunk_tokens
     )
     return bool(needed >= budget.remaining_swa)
+
+
+def logit_processors(sampling_info: Any) -> list[tuple[Callable[..., Any], Any, list[int]]]:
+    """As in ``v17``."""
+    entries = sampling_info.custom_logit_processor.values()
+    return [(entry.processor, entry.indices, entry.rows) for entry in entries]
 
 
 def keep_outputs(outputs: Any, arguments: Sequence[Any]) -> Any:
