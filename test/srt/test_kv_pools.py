@@ -14,22 +14,26 @@ cpu.set_environment_defaults()  # Before SGLang is imported.
 
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator  # noqa: E402
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator  # noqa: E402
-from sglang.srt.mem_cache.chunk_cache import ChunkCache, SWAChunkCache  # noqa: E402
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool  # noqa: E402
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
+from sglang.srt.mem_cache.unified_cache.components import ComponentType  # noqa: E402
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: E402
 
 from sglang_coserve.srt.kv_pools import KvPools  # noqa: E402
 
 FULL, WINDOWS, WINDOW = 64, 24, 6
 
 
-def cache_of(kind: Any, allocator: Any, page_size: int) -> Any:
-    return kind(
-        SimpleNamespace(
-            req_to_token_pool=None,
+def cache_of(allocator: Any, page_size: int, *components: ComponentType) -> UnifiedRadixCache:
+    return UnifiedRadixCache(
+        CacheInitParams(
+            disable=True,
+            req_to_token_pool=ReqToTokenPool(4, FULL, "cpu", enable_memory_saver=False),
             token_to_kv_pool_allocator=allocator,
             page_size=page_size,
             sliding_window_size=WINDOW,
-            chunked_prefill_size=16,
+            tree_components=components,
         )
     )
 
@@ -51,7 +55,7 @@ def with_windows(page_size: int) -> tuple[Any, KvPools]:
     )
     scheduler = SimpleNamespace(
         token_to_kv_pool_allocator=allocator,
-        tree_cache=cache_of(SWAChunkCache, allocator, page_size),
+        tree_cache=cache_of(allocator, page_size, ComponentType.FULL, ComponentType.SWA),
         is_hybrid_swa=True,
         full_tokens_per_layer=FULL,
         swa_tokens_per_layer=WINDOWS,
@@ -68,8 +72,8 @@ def test_a_token_takes_a_slot_of_both_and_leaves_one() -> None:
     assert pools.headroom_tokens == 4
     allocator.free_swa(slots[:14])
     assert (pools.free_tokens, pools.free_window_tokens) == (44, 18)
-    allocator.free(slots)
-    assert (pools.free_tokens, pools.free_window_tokens) == (64, 24)
+    allocator.free(slots[14:])
+    assert (pools.free_tokens, pools.free_window_tokens) == (50, 24)
 
 
 @pytest.mark.parametrize(("page_size", "window_tokens"), [(1, 7), (4, 12), (16, 8)])
@@ -85,7 +89,7 @@ def test_one_pool_has_no_window() -> None:
     allocator = TokenToKVPoolAllocator(FULL, torch.float32, "cpu", None, need_sort=False)
     scheduler = SimpleNamespace(
         token_to_kv_pool_allocator=allocator,
-        tree_cache=cache_of(ChunkCache, allocator, 1),
+        tree_cache=cache_of(allocator, 1, ComponentType.FULL),
         is_hybrid_swa=False,
         max_total_num_tokens=FULL,
     )

@@ -35,6 +35,7 @@ def request(params: dict[str, Any], num_tokens: int) -> Any:
 
     return Fields(
         sampling_params=SamplingParams(max_new_tokens=100, **params),
+        eos_token_ids=None,
         tokenizer=Fields(additional_stop_token_ids=None, eos_token_id=1),
         origin_input_ids=[3, 9],
         output_ids=random.Random(num_tokens).choices(range(20), k=num_tokens),
