@@ -59,8 +59,8 @@ def main() -> None:
                             {
                                 "start": start,
                                 "minute": minute,
-                                "ttft_ms": [1e3 * value for value in outcome.ttft_s],
-                                "gaps_ms": [1e3 * value for value in outcome.gaps_s],
+                                "ttft_ms": [round(1e3 * value, 2) for value in outcome.ttft_s],
+                                "gaps_ms": [round(1e3 * value, 2) for value in outcome.gaps_s],
                                 "offline_tokens_per_s": outcome.offline_tokens / outcome.seconds,
                                 "unfinished": outcome.num_unfinished,
                             }

@@ -141,7 +141,7 @@ def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     known = [name for name in SYSTEMS if name != ALONE]
-    usual = [name for name in known if not name.startswith("coserve, ")]
+    usual = [name for name in known if not name.startswith("coserve, ") and SYSTEMS[name].can_run]
     parser.add_argument("--systems", nargs="+", choices=known, default=usual)
     parser.add_argument("--traffic", nargs="+", choices=TRAFFIC, default=list(TRAFFIC))
     parser.add_argument("--load", nargs="+", type=float, default=[0.2, 0.5, 0.8])
@@ -162,7 +162,11 @@ def parse_options() -> argparse.Namespace:
         "versions get the same requests",
     )
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    return parser.parse_args()
+    options = parser.parse_args()
+    for name in options.systems:
+        if not SYSTEMS[name].can_run:
+            parser.error(f"--systems {name!r} needs SGLang {SYSTEMS[name].since} or later")
+    return options
 
 
 if __name__ == "__main__":

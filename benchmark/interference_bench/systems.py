@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
+
+from packaging.version import Version
 
 __all__ = ["ALONE", "SYSTEMS", "System"]
 
@@ -28,6 +31,14 @@ class System:
     offline_logprobs: int = 0
     """How many log-probabilities each of their tokens comes with."""
 
+    since: str = "0.5.17"
+    """The first version of SGLang that has its flags."""
+
+    @property
+    def can_run(self) -> bool:
+        """Whether the SGLang that is installed has its flags."""
+        return Version(importlib.metadata.version("sglang")) >= Version(self.since)
+
 
 def _stock(chunk_tokens: int) -> System:
     """Stock SGLang as an expert would run both loads on it.
@@ -36,6 +47,12 @@ def _stock(chunk_tokens: int) -> System:
     """
     flags = {"enable_priority_scheduling": True, "enable_mixed_chunk": True}
     return System(flags={**flags, "chunked_prefill_size": chunk_tokens})
+
+
+def _interleaving(chunk_tokens: int) -> System:
+    """Stock SGLang with a step of decodes alone after each of prefills."""
+    flags = {"enable_priority_scheduling": True, "prefill_decode_interval": 1}
+    return System(flags={**flags, "chunked_prefill_size": chunk_tokens}, since="0.5.19")
 
 
 ALONE: Final = "online alone"
@@ -68,5 +85,6 @@ SYSTEMS: Final[Mapping[str, System]] = {
         coserve={"offline_policy": "non_preemptive", "safepoint_interval": 0}, takes_slo=True
     ),
     **{f"stock, chunks of {tokens}": _stock(tokens) for tokens in (128, 256, 512, 2048)},
+    **{f"stock, decodes between chunks of {n}": _interleaving(n) for n in (128, 256, 512)},
 }
 """By name; latencies are divided by those of ``ALONE``."""
