@@ -81,6 +81,7 @@ SYSTEMS: Final[Mapping[str, System]] = {
     "coserve, slowdown 10%": System(
         coserve={"offline_policy": "coserve", "online_slowdown": "10%"}
     ),
+    "fifo": System(coserve={"offline_policy": "fifo"}),
     "non-preemptive": System(
         coserve={"offline_policy": "non_preemptive", "safepoint_interval": 0}, takes_slo=True
     ),
