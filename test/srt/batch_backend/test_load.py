@@ -21,10 +21,12 @@ def test_the_load_is_known_once_something_was_served(served: Served) -> None:
 
 @pytest.fixture
 def weight_version(served: Served) -> Iterator[str]:
-    """That of the start, which counts again afterwards."""
-    version = served.manager.config_value("weight_version")
+    """That of the start; it and the model's name, which SGLang loses, count again afterwards."""
+    manager = served.manager
+    version, name = manager.config_value("weight_version"), manager.served_model_name
     yield version
-    served.manager._update_weight_version_if_provided(version)
+    manager._update_weight_version_if_provided(version)
+    manager.served_model_name = name
 
 
 def test_the_model_is_told_apart_by_its_weights(served: Served, weight_version: str) -> None:
