@@ -16,6 +16,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang_coserve.batch.worker_threads import WorkerThreads
 from sglang_coserve.srt.prompt_limit import BoundedManager, prompt_limit
 from sglang_coserve.srt.request_gate import body_bytes
+from sglang_coserve.srt.thread_loop import thread_loop
 
 __all__ = ["ThreadedChat", "ThreadedTokenizerManager", "finished", "is_large"]
 
@@ -125,9 +126,10 @@ def is_large(raw_request: Any) -> bool:
 
 
 def finished(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """Return what a coroutine returns that waits for nothing."""
+    """Return what a coroutine returns that waits for nothing; to be called in a thread."""
     try:
-        coroutine.send(None)
+        with thread_loop():
+            coroutine.send(None)
     except StopIteration as stop:
         result: _T = stop.value
         return result

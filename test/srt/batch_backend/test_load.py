@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,15 +19,22 @@ def test_the_load_is_known_once_something_was_served(served: Served) -> None:
     assert rate > 0
 
 
-def test_the_model_is_told_apart_by_its_weights(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def weight_version(served: Served) -> Iterator[str]:
+    """That of the start; it and the model's name, which SGLang loses, count again afterwards."""
+    manager = served.manager
+    version, name = manager.config_value("weight_version"), manager.served_model_name
+    yield version
+    manager._update_weight_version_if_provided(version)
+    manager.served_model_name = name
+
+
+def test_the_model_is_told_apart_by_its_weights(served: Served, weight_version: str) -> None:
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
     names = [served.backend.model]
     assert names == [served.backend.model]
-    monkeypatch.setattr(served.manager, "_config_updates", [])
-    served.manager._update_weight_version_if_provided("2")
+    served.manager._update_weight_version_if_provided(f"{weight_version} or later")
     names.append(served.backend.model)
     for path, is_loaded in ((served.manager.model_path, True), ("/nowhere", False)):
         # From the same path too, and also when it fails: part may have been exchanged.

@@ -176,7 +176,7 @@ def test_tokens_become_text_in_a_thread(served: Served, handlers: Any) -> None:
     for body_bytes in (SMALL, LARGE):
         raw = raw_request(body_bytes)
         response = served.do(handlers.openai_serving_detokenize.handle_request(request, raw))
-        assert response.text == TEXT
+        assert said(response)["text"] == TEXT
 
 
 def test_an_invalid_ollama_request_is_a_bad_request(served: Served, handlers: Any) -> None:

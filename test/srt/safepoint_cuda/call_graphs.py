@@ -5,7 +5,7 @@ Layers work in place on one tensor, as graphs do on memory that they share.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import 
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
     breakable_cuda_graph as breakable,
 )
+from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
@@ -124,3 +125,10 @@ class GraphedModel:
 def weak_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang makes them on devices with graphs only."""
     monkeypatch.setattr(breakable, "_weak_ref_if_tensor", lambda value: value)
+
+
+@pytest.fixture(autouse=True)
+def group_of_ranks() -> Iterator[None]:
+    """Let backends find one in the process, where SGLang looks for it since 0.5.22."""
+    with get_parallel().override(tp_group=None):
+        yield

@@ -22,6 +22,7 @@ from srt.safepoint_cuda.call_graphs import (  # noqa: F401
     INTERVAL,
     LAYERS,
     GraphedModel,
+    group_of_ranks,
     weak_references,
 )
 

@@ -19,6 +19,7 @@ from srt.safepoint_cuda.call_graphs import (  # noqa: F401
     INTERVAL,
     LAYERS,
     GraphedModel,
+    group_of_ranks,
     weak_references,
 )
 from srt.safepoint_cuda.device_thread import DeviceEvent, DeviceThread

@@ -11,6 +11,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner_backend import BreakableCudaGraphBackend, FullCudaGraphBackend
 
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.safepoint import placement
 from sglang_coserve.srt.safepoint.batch_kind import BatchKind
 from sglang_coserve.srt.safepoint.eligibility import why_no_safepoints
@@ -126,7 +127,9 @@ def test_what_meets_no_safepoint_is_not_armed() -> None:
     ("device", "unified", "is_refused"),
     [("cuda", False, False), ("cuda", True, True), ("npu", False, True)],
 )
-def test_which_devices_have_safepoints(device: str, unified: bool, is_refused: bool) -> None:
+def test_which_devices_have_safepoints(
+    monkeypatch: pytest.MonkeyPatch, device: str, unified: bool, is_refused: bool
+) -> None:
     """No other reason holds for this engine."""
 
     class Nothing:
@@ -141,7 +144,8 @@ def test_which_devices_have_safepoints(device: str, unified: bool, is_refused: b
         is_hybrid_swa=False,
         model_config=Nothing(),
         spec_algorithm=SimpleNamespace(is_none=lambda: True),
-        server_args=Nothing(),
-        ps=Nothing(),
+        server_args=None,
     )
+    monkeypatch.setattr(compat, "settings_of", lambda _: Nothing())
+    monkeypatch.setattr(compat, "parallel", lambda _: Nothing())
     assert (why_no_safepoints(scheduler, some_layers(2)) is not None) == is_refused

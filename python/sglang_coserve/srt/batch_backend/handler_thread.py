@@ -8,13 +8,13 @@ is awaited on the loop in its place.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from sglang_coserve.batch.worker_threads import WorkerThreads
+from sglang_coserve.srt.thread_loop import thread_loop
 
 __all__ = ["HandlerThread", "OnLoop"]
 
@@ -63,28 +63,13 @@ class HandlerThread:
             handler.close()
 
 
-class _ThreadsLoop:
-    """What a handler finds as its event loop: since 0.5.22 SGLang has it convert a request beside
-    the loop, which it is already."""
-
-    async def run_in_executor(
-        self, _executor: None, function: Callable[..., _T], *arguments: Any
-    ) -> _T:
-        return function(*arguments)
-
-
-_LOOP: Final[Any] = _ThreadsLoop()
-
-
 def _advanced(step: Callable[[], Any]) -> Any:
     """Continue a handler; return what it waits for, or ``_Done``."""
-    asyncio._set_running_loop(_LOOP)  # Of this thread.
     try:
-        asked = step()
+        with thread_loop():
+            asked = step()
     except StopIteration as stop:
         return _Done(stop.value)
-    finally:
-        asyncio._set_running_loop(None)
     if not isinstance(asked, OnLoop):
         raise RuntimeError(f"a handler waits for {asked!r}, which only an event loop could give")
     return asked
