@@ -29,7 +29,9 @@ def first_token(delay: OutputDelay, created_s: float, sent_s: float, seen_s: flo
     """A request whose first token the scheduler sent and the HTTP server saw then."""
     stats = new_request(delay, created_s)
     waiting = delay.without_token(["gone", "r"], {"r": SimpleNamespace(time_stats=stats)})
-    stats.set_first_token_time(seen_s)
+    # As SGLang does since 0.5.22; before, it set both to what is the later one here.
+    stats.set_first_token_time(sent_s)
+    stats.set_last_time(seen_s)
     scheduler_times = [SimpleNamespace(prefill_finished_time=time_s) for time_s in (0.0, sent_s)]
     delay.observe(waiting, scheduler_times)
 

@@ -75,7 +75,8 @@ class OutputDelay:
         for index, stats in times.items():
             sent_s = scheduler_times[index].prefill_finished_time if scheduler_times else 0.0
             if sent_s and stats.first_token_time:
-                delay_s = max(stats.first_token_time - sent_s, 0.0)
+                # Since 0.5.22 SGLang may take the scheduler's time for that of the first token.
+                delay_s = max(stats.last_time - sent_s, 0.0)
                 self.mean_s += (_WEIGHT if self.mean_s else 1.0) * (delay_s - self.mean_s)
 
 

@@ -52,7 +52,7 @@ class Deployment:
         self._port = free_port()
         self._flags = [
             *("--model-path", str(model), "--dtype", "float32", "--api-key", API_KEY),
-            *("--admin-api-key", ADMIN_KEY),
+            *("--admin-api-key", ADMIN_KEY, "--served-model-name", "small"),
             *("--coserve-data-dir", str(self.data), *flags),
         ]
         self._policy = ""

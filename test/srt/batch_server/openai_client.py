@@ -19,14 +19,19 @@ def ask(client: Any) -> None:
     for tier in TIERS:
         used = "flex" if tier == "flex" else "default"
         chat = client.chat.completions.create(
-            model="m", messages=MESSAGES, max_tokens=2, service_tier=tier
+            model="small", messages=MESSAGES, max_tokens=2, service_tier=tier
         )
         assert chat.service_tier == used, (tier, chat)
         chunks = client.chat.completions.create(
-            model="m", messages=MESSAGES, max_tokens=2, service_tier=tier, stream=True
+            model="small", messages=MESSAGES, max_tokens=2, service_tier=tier, stream=True
         )
         assert {chunk.service_tier for chunk in chunks} == {used}, tier
-        given: Any = {"model": "m", "input": "Who?", "max_output_tokens": 16, "service_tier": tier}
+        given: Any = {
+            "model": "small",
+            "input": "Who?",
+            "max_output_tokens": 16,
+            "service_tier": tier,
+        }
         assert client.responses.create(**given).service_tier == used, tier
         events = client.responses.create(**given, stream=True)
         told = {event.response.service_tier for event in events if hasattr(event, "response")}
@@ -40,7 +45,7 @@ def run_batch(client: Any) -> None:
             "custom_id": f"line-{n}",
             "method": "POST",
             "url": "/v1/chat/completions",
-            "body": {"model": "m", "messages": MESSAGES, "max_tokens": 3},
+            "body": {"model": "small", "messages": MESSAGES, "max_tokens": 3},
         }
         for n in range(5)
     ]
