@@ -27,7 +27,7 @@ OLDEST: Final = "0.5.17"
 NEWEST: Final = "0.5.23"
 """The first and the last version that the seams were checked against."""
 
-TESTED: Final = ("0.5.17",)
+TESTED: Final = ("0.5.17", "0.5.23")
 """The versions with which the whole test suite has passed."""
 
 OVERRIDE_VARIABLE: Final = "COSERVE_UNTESTED_SGLANG"
