@@ -109,7 +109,7 @@ class Engine:
         prompts = load.offline_prompts(self._vocab_size)
         end_s, busy_s = begin_s + load.seconds, 0.0
 
-        def receive() -> list[Any]:
+        def receive(local_reqs: Any = None) -> list[Any]:  # noqa: ARG001
             nonlocal busy_s
             now_s = self._clock()
             self._empty_inbox()

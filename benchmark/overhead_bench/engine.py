@@ -80,7 +80,7 @@ class Engine:
         first = len(self._passes) + WARM_UP_PASSES
         end_s = time.perf_counter() + limit_s
 
-        def receive() -> list[Any]:
+        def receive(local_reqs: Any = None) -> list[Any]:  # noqa: ARG001
             started_s = self._clock_s()
             if self._pending:
                 self.scheduler.result_queue.extend(self._pending)

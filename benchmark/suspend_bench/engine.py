@@ -79,7 +79,7 @@ class SuspendedEngine:
         self._rng.seed(2)
         self._probability = probability
 
-        def receive() -> list[Any]:
+        def receive(local_reqs: Any = None) -> list[Any]:  # noqa: ARG001
             arrived, messages[:] = list(messages), []
             scheduler.gracefully_exit = not arrived and scheduler.is_fully_idle()
             return arrived
