@@ -93,7 +93,8 @@ def test_a_slowdown_bounds_first_tokens_and_gaps() -> None:
     config = parse("--online-slowdown", "10%")
     assert config.offline_policy == "coserve"
     assert [format_slo(slo) for slo in config.slos()] == ["ttft p99 <= +10%", "tbt p99 <= +10%"]
-    assert parse().slos() == ()
+    assert parse().slos() == config.slos()
+    assert parse("--offline-policy", "coserve").slos() == ()
 
 
 def test_a_slowdown_holds_beside_other_targets() -> None:
@@ -115,7 +116,10 @@ def test_every_policy_but_fifo_is_one_of_the_cores() -> None:
 
 
 def test_the_policy_follows_from_the_targets() -> None:
-    assert CoserveConfig().offline_policy == "fifo"
+    assert CoserveConfig().offline_policy == "coserve"
+    assert CoserveConfig().online_slowdown == "10%"
+    assert CoserveConfig(slo_tpot_ms=50).online_slowdown is None
+    assert CoserveConfig(offline_policy="coserve").online_slowdown is None
     assert CoserveConfig(slo_tpot_ms=50).offline_policy == "coserve"
     assert CoserveConfig(slo=("ttft p99 <= 300ms",)).offline_policy == "coserve"
     assert CoserveConfig(slo_ttft_ms=300, offline_policy="fifo").offline_policy == "fifo"

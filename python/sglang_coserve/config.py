@@ -77,6 +77,8 @@ ONLINE_ORDERS = tuple(order.value for order in OnlineOrder)
 OVERLOADS = tuple(overload.value for overload in Overload)
 
 _AUTO = "auto"
+_SLOWDOWN = "10%"
+"""What --online-slowdown is where nobody says anything about targets or policy."""
 
 
 def _setting(default: Any, doc: str, **cli: Any) -> Any:
@@ -123,15 +125,14 @@ class CoserveConfig:
         "How much longer than without offline work online requests may take, such as 10%: bounds "
         "P99 TTFT and the P99 of the gaps between tokens, relative to what the server predicts "
         "that the same requests would get alone. No milliseconds to choose, but not exact: see "
-        "docs/policies.md.",
+        "docs/policies.md. By default 10% where no target and no --offline-policy is given.",
         metavar="PERCENT",
     )
     offline_policy: str = _setting(
         _AUTO,
         "When offline requests run. fifo: first come, first served, whenever no online request "
         "waits. The others plan every iteration with a latency model, against --online-slowdown, "
-        "--slo-ttft-ms, --slo-tpot-ms and --slo. auto: coserve where one of these is given, else "
-        "fifo.",
+        "--slo-ttft-ms, --slo-tpot-ms and --slo. auto: coserve.",
         choices=(_AUTO, *OFFLINE_POLICIES),
     )
     online_order: str = _setting(
@@ -333,8 +334,9 @@ class CoserveConfig:
                 f"{self.startup_profile_seconds}"
             )
         if self.offline_policy == _AUTO:
-            policy = "coserve" if self.slos() else "fifo"
-            object.__setattr__(self, "offline_policy", policy)
+            object.__setattr__(self, "offline_policy", "coserve")
+            if not self.slos():
+                object.__setattr__(self, "online_slowdown", _SLOWDOWN)
         if self.offline_policy not in OFFLINE_POLICIES:
             raise ConfigError(
                 f"{_flag('offline_policy')} must be one of {', '.join(OFFLINE_POLICIES)}, "

@@ -40,6 +40,10 @@ Spec = tuple[str, list[int], int, bool]
 """A request: rid, prompt, max_new_tokens, whether it is offline."""
 
 
+POLICY_SETTINGS = {"offline_policy", "online_slowdown", "slo", "slo_ttft_ms", "slo_tpot_ms"}
+"""Without one of these an engine takes offline requests first come, first served."""
+
+
 @dataclass(frozen=True)
 class EngineSpec:
     """What to start. ``stock`` leaves SGLang's own scheduler in place."""
@@ -95,7 +99,10 @@ class ScriptedEngine:
             **dict(spec.server_args),
         }
         server_args = ServerArgs(**settings)
-        server_args._coserve = CoserveConfig(**dict(spec.coserve))
+        coserve = dict(spec.coserve)
+        if not coserve.keys() & POLICY_SETTINGS:
+            coserve["offline_policy"] = "fifo"
+        server_args._coserve = CoserveConfig(**coserve)
         port_args = PortArgs.init_new(server_args)
         base = adapted(Scheduler if spec.stock else CoserveScheduler)
         engine = self

@@ -152,7 +152,7 @@ def test_a_pipeline_takes_plans_but_no_checkpoints_and_no_chunks_of_sglangs_choi
     with pytest.raises(UnsupportedError, match="--kv-checkpoint with pipeline parallelism"):
         compat.check_server_args(server_args(pp_size=2), CoserveConfig(kv_checkpoint="eager"))
     dynamic = server_args(pp_size=2, enable_dynamic_chunking=True)
-    compat.check_server_args(dynamic, CoserveConfig())
+    compat.check_server_args(dynamic, CoserveConfig(offline_policy="fifo"))
     with pytest.raises(UnsupportedError, match="--enable-dynamic-chunking with"):
         compat.check_server_args(dynamic, CoserveConfig(offline_policy="coserve"))
 

@@ -33,7 +33,7 @@ def latency_profile(scheduler: Any, config: CoserveConfig) -> LatencyProfile:
     machine = machine_of(scheduler)
     if config.latency_profile is not None:
         return _load(Path(config.latency_profile), machine)
-    if config.startup_profile_seconds > 0:
+    if config.startup_profile_seconds > 0 and scheduler.is_generation:
         profile = _measure(scheduler, machine, config.startup_profile_seconds)
         if profile is not None:
             return profile

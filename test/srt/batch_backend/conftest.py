@@ -31,7 +31,9 @@ def start(small_model: Path) -> Iterator[Callable[..., Served]]:
                 is_embedding=is_embedding,
                 enable_custom_logit_processor=True,
                 coserve_config=CoserveConfig(
-                    offline_policy=policy, offline_max_running=4, startup_profile_seconds=0
+                    offline_policy=policy,
+                    offline_max_running=4,
+                    startup_profile_seconds=0 if policy == "fifo" else 1,
                 ),
             )
             running[policy, is_embedding] = Served(engine)

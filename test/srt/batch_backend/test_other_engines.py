@@ -10,7 +10,7 @@ from srt.batch_backend.served import COMPLETION, COMPLETIONS, EMBEDDINGS, PROMPT
 
 
 def test_embeddings(start: Callable[..., Served]) -> None:
-    served = start(is_embedding=True)
+    served = start("auto", is_embedding=True)
     assert served.backend.endpoints == {EMBEDDINGS}
     inputs = [PROMPT, "Oil for the lamp"]
     body = served.answer(EMBEDDINGS, {"model": "small", "input": inputs})
