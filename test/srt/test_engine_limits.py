@@ -27,3 +27,12 @@ def test_a_body_with_too_many_prompts_is_refused(text: Any, input_ids: Any, n: i
 
 def test_token_ids_are_one_prompt() -> None:
     check_request(request(input_ids=[1] * 5000))
+
+
+def test_beam_search_is_refused() -> None:
+    beams = request("a")
+    beams.sampling_params["beam_width"] = 1
+    check_request(beams)
+    beams.sampling_params["beam_width"] = 4
+    with pytest.raises(ValueError, match="leave beam_width out"):
+        check_request(beams)

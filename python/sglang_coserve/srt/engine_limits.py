@@ -96,6 +96,9 @@ def check_request(request: Any, *, is_health_check: bool = False) -> None:
         for name in _SERVER_PARAMS:
             if name in params:
                 raise ValueError(f"{name} is set by the server only: leave it out")
+        if params.get("beam_width") not in (None, 1):
+            # SGLang has it since 0.5.19; its rows are neither planned, paused nor evicted here.
+            raise ValueError("beam search is not co-served: leave beam_width out, or use 1")
         _check_stops(params)
     num_requests = num_choices * _num_prompts(request)
     if num_requests > _MOST_REQUESTS:
