@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
 import os
 import random
 import subprocess
@@ -194,6 +195,7 @@ def test_the_process_writes_the_order_whole_and_private(tmp_path: Path) -> None:
 def test_a_batch_is_served_where_no_order_can_be_found(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING)
     order = PrefixOrder(tmp_path / "missing", tmp_path / "order", max_in_flight=1)
     asyncio.run(order.find(600))
     assert "served in the order of the file" in caplog.text
