@@ -8,7 +8,6 @@ under way. ``--parts`` chooses; docs/benchmarks.md says what is measured and how
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 import traceback
@@ -19,13 +18,13 @@ from typing import Final
 from rich.console import Console
 from rich.markdown import Markdown
 
-from batch_bench import crashes, first_request, memory, overhead, upload_online, validate
-from batch_bench.batch_server import BatchServer
-from batch_bench.figures import Figure, markdown
+from batch_bench import first_request, memory, overhead, upload_online, validate
 from batch_bench.options import PARTS, Options, parse_options
 from batch_bench.setting import Setting
-from coserve_bench.machine import describe_machine
-from coserve_bench.model import prepare_model
+from common.batch_server import BatchServer
+from common.figures import Figure, markdown
+from common.model import prepare_model
+from common.results import write_results
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.progress_bar import progress_bar
@@ -38,7 +37,6 @@ ON_A_SERVER: Final[Mapping[str, Callable[[BatchServer, Setting], list[Figure]]]]
 }
 ON_THEIR_OWN: Final[Mapping[str, Callable[[Setting], list[Figure]]]] = {
     "overhead": overhead.measure,
-    "crashes": crashes.measure,
 }
 
 
@@ -80,15 +78,14 @@ def run(options: Options, console: Console) -> bool:
 def write(options: Options, found: Mapping[str, list[Figure] | str]) -> None:
     """Write the figures so far."""
     parts = {part: found[part] for part in PARTS if part in found}
-    record = {
-        "machine": describe_machine(),
-        "options": options.to_dict(),
-        "parts": {
+    write_results(
+        options.out / "results.json",
+        options,
+        parts={
             part: {"failed": result} if isinstance(result, str) else [f.to_dict() for f in result]
             for part, result in parts.items()
         },
-    }
-    (options.out / "results.json").write_text(json.dumps(record, indent=2) + "\n")
+    )
     figures = [f for result in parts.values() if not isinstance(result, str) for f in result]
     failures = [f"{part} failed: {r}\n" for part, r in parts.items() if isinstance(r, str)]
     (options.out / "table.md").write_text("\n".join([markdown(figures), "", *failures]))

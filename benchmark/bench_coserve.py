@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from coserve_bench.comparison import Comparison, RateSearches, Task
+from coserve_bench.comparison import Comparison, RateSearches
 from coserve_bench.options import Options, parse_options
 from coserve_bench.plan import RunKey
 from coserve_bench.runner import Runner
@@ -45,7 +45,7 @@ async def run(options: Options, console: Console) -> dict[str, str]:
 
         runner = Runner(options, lambda phase: progress.update(bar, phase=phase))
         kind = RateSearches if options.ooco else Comparison
-        task: Task = kind(options, runner)
+        task = kind(options, runner)
         try:
             await task.run(started)
         finally:

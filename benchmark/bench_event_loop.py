@@ -24,13 +24,13 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import numpy as np
 from rich.console import Console
 from rich.markdown import Markdown
 
-from batch_bench.batch_server import BatchServer
-from coserve_bench.machine import describe_machine
-from coserve_bench.model import prepare_model
-from coserve_bench.table import markdown_table
+from common.batch_server import BatchServer
+from common.model import prepare_model
+from common.results import markdown_table, median_and_range, write_results
 from loop_bench import probe
 from loop_bench.loads import LOADS, Loads
 from sglang_coserve.batch.data_directory import DataDirectory
@@ -75,11 +75,6 @@ def add_batches(server: BatchServer) -> None:
         server.until(server.create(file_id), "failed", timeout_s=60.0)
 
 
-def percentile(values: list[float], share: float) -> float:
-    """Return the value that ``share`` of ``values`` are not above."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
 def watch(loads: Loads, load: Callable[[Loads], None] | None, window_s: float) -> dict[str, float]:
     """Probe for a window, the load being repeated meanwhile."""
     command = [sys.executable, probe.__file__, loads.host, str(loads.port), str(window_s)]
@@ -102,7 +97,7 @@ def watch(loads: Loads, load: Callable[[Loads], None] | None, window_s: float) -
     return {
         f"{name.removesuffix('_ms')} {what}": value
         for name, values in found.items()
-        for what, value in (("p99", percentile(values, 0.99)), ("max", max(values)))
+        for what, value in (("p99", float(np.percentile(values, 99))), ("max", max(values)))
     }
 
 
@@ -131,11 +126,8 @@ def table(found: dict[str, dict[str, list[float]]]) -> str:
         [
             name,
             *(
-                f"{statistics.median(v):.2f} ({min(v):.2f}–{max(v):.2f})"
-                if "×" in column
-                else f"{statistics.median(v):.0f} ({min(v):.0f}–{max(v):.0f})"
+                median_and_range(figures[column], "{:.2f}" if "×" in column else "{:.0f}")
                 for column in columns
-                for v in [figures[column]]
             ),
         ]
         for name, figures in found.items()
@@ -169,8 +161,7 @@ def main() -> None:
             watch(loads, None, 5.0)  # Cold.
             for name in options.only:
                 found[name] = compare(loads, name, options)
-                record = {"machine": describe_machine(), "found": found}
-                (options.out / "results.json").write_text(json.dumps(record, indent=1) + "\n")
+                write_results(options.out / "results.json", options, found=found)
                 (options.out / "table.md").write_text(table(found) + "\n")
                 print(name, {k: f"{statistics.median(v):.1f}" for k, v in found[name].items()})
     Console().print(Markdown((options.out / "table.md").read_text()))

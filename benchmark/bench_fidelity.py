@@ -18,7 +18,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -96,7 +96,7 @@ def main() -> int:
         assert record.offline is not None
         measured = figures(record.online, record.offline.throughput.total_tokens_per_s)
         simulated = run(machine, record)
-        rows.append({"run": record.key.to_dict(), "measured": measured, "simulated": simulated})
+        rows.append({"run": asdict(record.key), "measured": measured, "simulated": simulated})
         print(
             f"{record.key.name:40}" + "".join(_cell(name, measured, simulated) for name in FIGURES)
         )

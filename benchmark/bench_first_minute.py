@@ -12,22 +12,17 @@ is the same for the last minute, which shows the noise.
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from coserve_bench.machine import describe_machine
-from interference_bench.engine import Engine, Outcome
+from common.results import write_results
+from interference_bench.engine import Outcome
 from interference_bench.load import Load, OnlineTraffic
+from interference_bench.session import OFFLINE, engine_flags, engines
 from interference_bench.systems import SYSTEMS
-from own_process import OwnProcess
-from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.progress_bar import progress_bar
-from sglang_coserve.small_model import SmallModelSpec, make_small_model
 
 TRAFFIC = OnlineTraffic((32, 256), (4, 24))
 
@@ -36,42 +31,28 @@ def main() -> None:
     """Run the benchmark; print the ratios, write the figures."""
     options = parse_options()
     minutes: list[dict[str, Any]] = []
-    targets = {"slo_ttft_ms": options.ttft_ms, "slo_tpot_ms": options.tpot_ms}
-    with tempfile.TemporaryDirectory() as directory, terminate_as_interrupt():
-        model = make_small_model(Path(directory) / "model", SmallModelSpec(layers=12, hidden=128))
-        with progress_bar() as bar:
-            steps = bar.add_task("first minutes", total=options.starts * options.minutes)
-            for start in range(options.starts):
-                system = SYSTEMS["coserve"]
-                with OwnProcess(Engine, system, model, options.core, targets) as engine:
-                    for minute in range(options.minutes):
-                        load = Load(
-                            TRAFFIC,
-                            options.rate,
-                            options.seconds,
-                            seed=(start + minute) % options.minutes,
-                            offline_prompt_tokens=512,
-                            offline_output_tokens=32,
-                            offline_in_flight=16,
-                        )
-                        outcome: Outcome = engine.call("run", load)
-                        minutes.append(
-                            {
-                                "start": start,
-                                "minute": minute,
-                                "ttft_ms": [round(1e3 * value, 2) for value in outcome.ttft_s],
-                                "gaps_ms": [round(1e3 * value, 2) for value in outcome.gaps_s],
-                                "offline_tokens_per_s": outcome.offline_tokens / outcome.seconds,
-                                "unfinished": outcome.num_unfinished,
-                            }
-                        )
-                        bar.advance(steps)
+    with progress_bar() as bar:
+        steps = bar.add_task("first minutes", total=options.starts * options.minutes)
+        for start in range(options.starts):
+            with engines({"coserve": SYSTEMS["coserve"]}, options) as running:
+                for minute in range(options.minutes):
+                    seed = (start + minute) % options.minutes
+                    load = Load(TRAFFIC, options.rate, options.seconds, seed, **OFFLINE)
+                    outcome: Outcome = running["coserve"].call("run", load)
+                    minutes.append(
+                        {
+                            "start": start,
+                            "minute": minute,
+                            "ttft_ms": [round(1e3 * value, 2) for value in outcome.ttft_s],
+                            "gaps_ms": [round(1e3 * value, 2) for value in outcome.gaps_s],
+                            "offline_tokens_per_s": outcome.offline_tokens / outcome.seconds,
+                            "unfinished": outcome.num_unfinished,
+                        }
+                    )
+                    bar.advance(steps)
     for name, wanted in (("first", 0), ("last", options.minutes - 1)):
         print(f"{name} ÷ other minutes: " + ratios(minutes, wanted))
-    if options.out:
-        settings = {key: str(value) for key, value in vars(options).items()}
-        document = {"machine": describe_machine(), "settings": settings, "minutes": minutes}
-        options.out.write_text(json.dumps(document) + "\n")
+    write_results(options.out, options, minutes=minutes)
 
 
 def ratios(minutes: Sequence[dict[str, Any]], wanted: int) -> str:
@@ -91,15 +72,10 @@ def ratios(minutes: Sequence[dict[str, Any]], wanted: int) -> str:
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = engine_flags(__doc__, seconds=60.0)
     parser.add_argument("--starts", type=int, default=4)
     parser.add_argument("--minutes", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of CPU time, a minute's")
     parser.add_argument("--rate", type=float, default=4.0, help="online requests a second")
-    parser.add_argument("--ttft-ms", type=float, default=100.0)
-    parser.add_argument("--tpot-ms", type=float, default=50.0)
-    parser.add_argument("--core", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     return parser.parse_args()
 
 

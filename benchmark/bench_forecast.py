@@ -20,13 +20,13 @@ beside online requests. The first ones are learned from, the others judged.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from common.results import write_json
 from forecast_bench.calibration import calibrate, summary
 from forecast_bench.last_lines import KINDS, serve
 
@@ -57,7 +57,7 @@ def main() -> None:
     figures["last_lines"] = [_last_lines(kind, given) for kind in KINDS]
     print(_table(figures))
     if given.out is not None:
-        given.out.write_text(json.dumps(figures, indent=2) + "\n")
+        write_json(given.out, figures)
 
 
 def _live(given: argparse.Namespace) -> None:
@@ -75,7 +75,7 @@ def _live(given: argparse.Namespace) -> None:
         )
     print({name: value for name, value in found.items() if name != "each"})
     if given.out is not None:
-        given.out.write_text(json.dumps(found, indent=2) + "\n")
+        write_json(given.out, found)
 
 
 def _settings(given: argparse.Namespace) -> dict[str, Any]:

@@ -2,26 +2,32 @@
 
     python benchmark/bench_gpu.py --minutes 25 --out results
 
-Runs as many steps as the time allows, each in a process of its own. The same command goes
-on where it was stopped: by the time, by Ctrl-C, by a machine that went away. A step that
-fails keeps none of the others from running; the end of its log is in its JSON file.
+Runs as many steps as the time allows, each other programs in processes of their own. The same
+command goes on where it was stopped: by the time, by Ctrl-C, by a machine that went away. A step
+that fails keeps none of the others from running; the end of its log is in its JSON file.
 docs/gpu_results.md says what the steps measure.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from gpu import overview
-from gpu.driver import Driver
-from gpu.record import Status, StepRecord, write_text
-from gpu.setting import DRY_RUN_NOTE, Setting
-from gpu.steps import STEPS, Step, select
+from common.results import claim_folder
+from gpu.driver import Driver, Status
+from gpu.llama_shape import write_llama_shape
+from gpu.steps import DRY_RUN_NOTE, STEPS, Setting, Step, select
+from sglang_coserve.errors import ConfigError
 from sglang_coserve.interrupts import terminate_as_interrupt
+from sglang_coserve.small_model import SmallModelSpec, make_small_model
+
+_DESCRIBE = "import json; from common.machine import *; print(json.dumps(describe_machine()))"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,22 +37,23 @@ def main(argv: Sequence[str]) -> int:
         for step in STEPS:
             print(f"{step.name:16} {step.question}")
         return 0
+    out: Path = args.out.resolve()
     try:
         steps = select(args.steps)
+        asked = {name: str(vars(args)[name]) for name in _SETTING}
+        claim_folder(out / "setting.json", asked)
         setting = Setting(
             dry_run=args.dry_run_cpu,
-            model_path=args.model_path,
+            model_path=args.model_path or str(prepare_model(out / "work", args.dry_run_cpu)),
             load_format=args.load_format,
             attention_backend=args.attention_backend,
             sampling_backend=args.sampling_backend,
-            server_flags=tuple(shlex.split(args.server_flags)),
+            more_flags=tuple(shlex.split(args.server_flags)),
         )
-        args.out.mkdir(parents=True, exist_ok=True)
-        setting.claim(args.out / "setting.json")
-    except ValueError as error:
+    except (ValueError, ConfigError) as error:
         say(str(error))
         return 2
-    return run(steps, setting, args.out.resolve(), args.minutes * 60, argv)
+    return run(steps, setting, out, args.minutes * 60, argv)
 
 
 def run(
@@ -56,27 +63,37 @@ def run(
     if setting.dry_run:
         say(DRY_RUN_NOTE)
     command = " ".join(["python", "benchmark/bench_gpu.py", *map(shlex.quote, argv)])
-    table = out / "gpu.md"
-
-    def changed() -> None:
-        # Also of steps that are not asked for now.
-        found = (StepRecord.read(out / f"{step.name}.json") for step in STEPS)
-        write_text(table, overview.markdown([record for record in found if record is not None]))
-
-    driver = Driver(steps, out, setting, command=command, say=say, changed=changed)
+    driver = Driver(steps, out, setting, command=command, machine=describe_machine(), say=say)
     try:
         with terminate_as_interrupt():
             driver.run(seconds)
     except KeyboardInterrupt:
         say("interrupted; its processes have ended, the same command goes on")
         return 130
-    finally:
-        changed()
-    missing = [s.name for s in steps if s.name not in {r.step for r in driver.records}]
-    if missing:
+    if missing := [step.name for step in steps if step.name not in driver.records]:
         say(f"no time for: {', '.join(missing)}")
-    say(f"written: {table}")
-    return int(any(record.status is Status.FAILED for record in driver.records))
+    say(f"written: {out / 'gpu.md'}")
+    return int(any(record.status is Status.FAILED for record in driver.records.values()))
+
+
+def prepare_model(work: Path, dry_run: bool) -> Path:
+    """Return the folder of a model without weights, made if need be."""
+    if dry_run:
+        return make_small_model(work / "model", SmallModelSpec())
+    return write_llama_shape(work / "model")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Ask a process that ends: what asks the GPU for its name keeps memory there."""
+    done = subprocess.run(
+        [sys.executable, "-c", _DESCRIBE],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    described: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return described
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -101,6 +118,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--sampling-backend", default="pytorch", help="SGLang's flag")
     add("--server-flags", default="", metavar="'FLAGS'", help="for every server alike")
     return parser.parse_args(argv)
+
+
+_SETTING = (
+    *("dry_run_cpu", "model_path", "load_format", "attention_backend"),
+    *("sampling_backend", "server_flags"),
+)
+"""What must be equal for figures to lie in one folder."""
 
 
 def say(text: str) -> None:

@@ -19,9 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -29,20 +27,20 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import Progress
 
-from coserve_bench.machine import describe_machine
-from interference_bench.engine import Engine, Outcome
+from common import stock
+from common.own_process import OwnProcess
+from common.results import write_results
+from interference_bench.engine import Outcome
 from interference_bench.load import Load, OnlineTraffic
 from interference_bench.report import print_table, row
-from interference_bench.systems import ALONE, SYSTEMS
-from own_process import OwnProcess
-from sglang_coserve.interrupts import terminate_as_interrupt
-from sglang_coserve.small_model import SmallModelSpec, make_small_model
+from interference_bench.session import engine_flags, engines, full_rate_per_s
+from interference_bench.systems import ALONE, SYSTEMS, System
+from sglang_coserve.errors import ConfigError
 
 TRAFFIC: Final[Mapping[str, OnlineTraffic]] = {
     "prompts": OnlineTraffic((32, 256), (1, 4)),
     "outputs": OnlineTraffic((32, 256), (8, 48)),
 }
-MODEL: Final = SmallModelSpec(layers=12, hidden=128)
 
 
 def main() -> None:
@@ -50,20 +48,10 @@ def main() -> None:
     options = parse_options()
     console = Console(stderr=True)
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        stack.enter_context(terminate_as_interrupt())
-        model = options.model_path or make_small_model(Path(directory) / "model", MODEL)
-        names = [ALONE, *options.systems, *([f"{options.systems[0]}, again"] if options.aa else [])]
-        progress = stack.enter_context(Progress(console=console))
-        bar = progress.add_task("starting", total=None)
-        engines = {}
-        targets = {"slo_ttft_ms": options.ttft_ms, "slo_tpot_ms": options.tpot_ms}
-        for name in names:
-            system = SYSTEMS[name.removesuffix(", again")]
-            progress.update(bar, description=f"starting {name}")
-            engines[name] = stack.enter_context(
-                OwnProcess(Engine, system, model, options.core, targets, stands_still=True)
-            )
+    names = [ALONE, *options.systems, *([f"{options.systems[0]}, again"] if options.aa else [])]
+    systems = {name: SYSTEMS[name.removesuffix(", again")] for name in names}
+    with engines(systems, options) as running, Progress(console=console) as progress:
+        bar = progress.add_task("running", total=None)
         loads = [(kind, share) for kind in options.traffic for share in options.load]
         progress.update(bar, total=options.repeats * len(loads) * len(names) + len(options.traffic))
         rates: dict[str, float] = {}
@@ -71,7 +59,7 @@ def main() -> None:
             rates = json.loads(options.rates_of.read_text())["requests_per_s_at_full_load"]
         for kind in [kind for kind in options.traffic if kind not in rates]:
             progress.update(bar, description=f"{kind}: how many make what load")
-            rates[kind] = busy_requests_per_s(engines[ALONE], TRAFFIC[kind], options.seconds)
+            rates[kind] = full_rate_per_s(running[ALONE], TRAFFIC[kind], options.seconds)
             progress.advance(bar)
         for repeat in range(options.repeats):
             for kind, share in loads:
@@ -93,67 +81,40 @@ def main() -> None:
                             "traffic": kind,
                             "load": share,
                             "system": name,
-                            **row(run(engines[name], name, load)),
+                            **row(run(running[name], systems[name], load)),
                         }
                     )
                     progress.advance(bar)
-                if options.out:
-                    write(options, rates, rows)
+                write_results(options.out, options, requests_per_s_at_full_load=rates, rows=rows)
     print_table(rows, names)
-    if options.out:
-        write(options, rates, rows)
 
 
-def run(engine: OwnProcess, name: str, load: Load) -> Outcome:
+def run(engine: OwnProcess, system: System, load: Load) -> Outcome:
     """Let an engine have a load, or its online requests where it gets no others."""
-    if not SYSTEMS[name.removesuffix(", again")].has_offline:
+    if not system.has_offline:
         load = replace(load, offline_prompt_tokens=0, offline_in_flight=0)
     outcome: Outcome = engine.call("run", load)
     return outcome
 
 
-def busy_requests_per_s(engine: OwnProcess, traffic: OnlineTraffic, seconds: float) -> float:
-    """Return how many online requests a second would keep the engine busy all the time.
-
-    By a run at a rate that leaves it idle for most of the time; more requests at a time would
-    share their decode steps.
-    """
-    outcome: Outcome = engine.call("run", Load(traffic, 1.0, seconds, seed=99))
-    return len(outcome.ttft_s) / outcome.busy_s
-
-
-def write(
-    options: argparse.Namespace, rates: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
-) -> None:
-    """Write the figures so far."""
-    paths = ("out", "model_path", "rates_of")
-    settings = {**vars(options), **{name: str(vars(options)[name]) for name in paths}}
-    document = {
-        "machine": describe_machine(),
-        "settings": settings,
-        "requests_per_s_at_full_load": dict(rates),
-        "rows": list(rows),
-    }
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
-
-
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = engine_flags(__doc__, seconds=60.0)
     known = [name for name in SYSTEMS if name != ALONE]
-    usual = [name for name in known if not name.startswith("coserve, ") and SYSTEMS[name].can_run]
+    interleaved = {name for name in known if "prefill_decode_interval" in SYSTEMS[name].flags}
+    usual = [
+        name
+        for name in known
+        if not name.startswith("coserve, ")
+        and (name not in interleaved or stock.has_decode_interval())
+    ]
     parser.add_argument("--systems", nargs="+", choices=known, default=usual)
     parser.add_argument("--traffic", nargs="+", choices=TRAFFIC, default=list(TRAFFIC))
     parser.add_argument("--load", nargs="+", type=float, default=[0.2, 0.5, 0.8])
-    parser.add_argument("--seconds", type=float, default=60.0, help="of CPU time a run")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--offline", nargs=2, type=int, default=[512, 32], metavar="TOKENS")
     parser.add_argument("--in-flight", type=int, default=16, help="offline requests")
-    parser.add_argument("--ttft-ms", type=float, default=100.0)
-    parser.add_argument("--tpot-ms", type=float, default=50.0)
-    parser.add_argument("--core", type=int, default=0, help="all systems run on this one")
     parser.add_argument("--aa", action="store_true", help="run the first system twice")
-    parser.add_argument("--model-path", type=Path, help="default: 12 layers of width 128")
     parser.add_argument(
         "--rates-of",
         type=Path,
@@ -161,11 +122,12 @@ def parse_options() -> argparse.Namespace:
         help="an earlier --out: what load a request makes is taken from there, so that two "
         "versions get the same requests",
     )
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
-    for name in options.systems:
-        if not SYSTEMS[name].can_run:
-            parser.error(f"--systems {name!r} needs SGLang {SYSTEMS[name].since} or later")
+    for name in interleaved.intersection(options.systems):
+        try:
+            stock.require_decode_interval(name)
+        except ConfigError as error:
+            parser.error(str(error))
     return options
 
 

@@ -17,18 +17,16 @@ Copies are as fast as the machine makes them; no bandwidth is emulated.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
+import shlex
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from coserve_bench.machine import describe_machine
+from common.results import median_and_range, write_results
 from kv_bench import parts
 from kv_bench.trace import LOADS, Run, run
 from sglang_coserve.interrupts import terminate_as_interrupt
@@ -48,6 +46,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="to reclaim")
     names = [load.name for load in LOADS]
     parser.add_argument("--loads", nargs="*", choices=names, default=names, help="none: no servers")
+    parser.add_argument("--model-path", type=Path, help="default: a small random model")
+    parser.add_argument("--server-flags", default="", metavar="'FLAGS'", help="for every server")
     parser.add_argument("--out", type=Path, metavar="FIGURES.json")
     options = parser.parse_args()
     loads = [load for load in LOADS if load.name in options.loads]
@@ -55,58 +55,44 @@ def main() -> None:
 
     timed: dict[str, list[float]] = {}
     runs: list[Run] = []
-    settings = {
-        name: getattr(options, name)
-        for name in ("mode", "page_size", "repeats", "seconds", "rows", "tokens")
-    }
-    about = {"machine": describe_machine(), "settings": settings}
     with tempfile.TemporaryDirectory() as directory, terminate_as_interrupt():
         work = Path(directory)
-        model = make_small_model(work / "model", SmallModelSpec())
+        model = options.model_path or make_small_model(work / "model", SmallModelSpec())
         for repeat in range(options.repeats):
             for page in (1, 16):
                 name = f"reclaim {options.tokens} saved tokens, page {page}"
                 timed.setdefault(name, []).append(parts.reclaim_ms(page, options.tokens))
                 name = f"checkpoints of {options.rows} rows, an iteration, page {page}"
                 timed.setdefault(name, []).append(parts.iteration_ms(page, options.rows, steps=200))
-            write_figures(options.out, about, timed, runs)
+            write_results(options.out, options, parts_ms=timed, runs=list(map(asdict, runs)))
             for load, mode in product(loads, (OFF, options.mode)):
                 made = run(
                     load,
                     repeat,
                     mode,
                     page_size=options.page_size,
-                    model=model,
+                    flags=["--model-path", str(model), *shlex.split(options.server_flags)],
                     work=work,
                     seconds=options.seconds,
                 )
                 runs.append(made)
                 print(made.summary(), flush=True)
-                write_figures(options.out, about, timed, runs)
+                write_results(options.out, options, parts_ms=timed, runs=list(map(asdict, runs)))
 
-    print(f"\n{'':44} median [range]")
+    print(f"\n{'':44} median (range)")
     for name, times_ms in timed.items():
-        print(f"{name:44} {spread(times_ms, '.3f')} ms")
+        print(f"{name:44} {median_and_range(times_ms, '{:.3f}')} ms")
     for load in loads:
         print_runs(load.name, [made for made in runs if made.load == load.name], options.mode)
 
 
-def write_figures(
-    path: Path | None, about: dict[str, Any], timed: dict[str, list[float]], runs: list[Run]
-) -> None:
-    """Write all figures so far, so that nothing is lost where a later run fails."""
-    if path is not None:
-        figures = {**about, "parts_ms": timed, "runs": [asdict(entry) for entry in runs]}
-        path.write_text(json.dumps(figures, indent=1) + "\n")
-
-
 FIGURES: Sequence[tuple[str, Callable[[Run], float], str]] = (
-    ("tokens recomputed for each eviction", lambda r: r.recomputed_per_eviction, ".1f"),
-    ("recompute tax of offline work", lambda r: r.recompute_tax, ".2%"),
-    ("offline tokens/s", lambda r: r.offline_tokens_per_s, ".1f"),
-    ("online P50 TTFT, ms", lambda r: r.online_p50_ttft_ms, ".0f"),
-    ("online P99 TTFT, ms", lambda r: r.online_p99_ttft_ms, ".0f"),
-    ("evictions", lambda r: r.evicted, ".0f"),
+    ("tokens recomputed for each eviction", lambda r: r.recomputed_per_eviction, "{:.1f}"),
+    ("recompute tax of offline work", lambda r: r.recompute_tax, "{:.2%}"),
+    ("offline tokens/s", lambda r: r.offline_tokens_per_s, "{:.1f}"),
+    ("online P50 TTFT, ms", lambda r: r.online_p50_ttft_ms, "{:.0f}"),
+    ("online P99 TTFT, ms", lambda r: r.online_p99_ttft_ms, "{:.0f}"),
+    ("evictions", lambda r: r.evicted, "{:.0f}"),
 )
 
 
@@ -116,14 +102,9 @@ def print_runs(load: str, runs: Sequence[Run], mode: str) -> None:
     for name, value, style in FIGURES:
         off, on = ([value(entry) for entry in runs if entry.mode == m] for m in (OFF, mode))
         ratios = [b / a for a, b in zip(off, on, strict=True) if a]
-        ratio = spread(ratios, ".3f") if ratios else ""
-        print(f"{name:36} {spread(off, style):>28} {spread(on, style):>28} {ratio:>24}")
-
-
-def spread(values: Sequence[float], style: str) -> str:
-    """Return median and range."""
-    low, high = min(values), max(values)
-    return f"{statistics.median(values):{style}} [{low:{style}}, {high:{style}}]"
+        ratio = median_and_range(ratios, "{:.3f}") if ratios else ""
+        cells = [median_and_range(values, style) for values in (off, on)]
+        print(f"{name:36} {cells[0]:>28} {cells[1]:>28} {ratio:>24}")
 
 
 if __name__ == "__main__":

@@ -18,15 +18,16 @@ import numpy as np
 
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import (
+    BROS,
+    CONSERVE,
+    HYGEN,
     LatencyModel,
     LinearModel,
     ModelShape,
-    PolynomialModel,
     Refiner,
     RooflineModel,
     Sample,
     SampleTable,
-    SplitLinearModel,
     find_hardware,
 )
 
@@ -53,9 +54,9 @@ def main() -> None:
     machine = RooflineModel.from_datasheet(shape, find_hardware("h100"))
     samples = modelled_samples(machine, num_samples)
     forms: list[LatencyModel] = [
-        PolynomialModel(captured_batch_sizes=CAPTURED_BATCH_SIZES),
-        LinearModel(),
-        SplitLinearModel(),
+        LinearModel.of(CONSERVE, captured_batch_sizes=CAPTURED_BATCH_SIZES),
+        LinearModel.of(HYGEN),
+        LinearModel.of(BROS),
         machine,
     ]
     print(f"{num_samples:,} samples; a batch of {BATCH.num_requests} rows; best of 5")

@@ -27,11 +27,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from coserve_bench.machine import describe_machine
+from common.own_process import OwnProcess
+from common.results import write_results
 from overhead_bench.engine import Engine, Pass
 from overhead_bench.report import draw, print_table, summary
 from overhead_bench.systems import DEFAULT_SYSTEMS, SYSTEMS
-from own_process import OwnProcess
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 
@@ -69,12 +69,7 @@ def main() -> None:
         )
     ]
     print_table(rows)
-    if options.out:
-        names = ("rounds", "passes", "limit_s", "settings")
-        settings = {name: vars(options)[name] for name in names}
-        settings["model_path"] = options.model_path and str(options.model_path)
-        document = {"machine": describe_machine(), "settings": settings, "rows": rows}
-        options.out.write_text(json.dumps(document, indent=2) + "\n")
+    write_results(options.out, options, rows=rows)
     if options.plot:
         draw(rows, options.plot)
 

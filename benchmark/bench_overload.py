@@ -16,14 +16,10 @@ Loads are parts of the rate of online requests that keeps an engine busy all the
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -31,16 +27,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from coserve_bench.machine import describe_machine
-from interference_bench.engine import Engine, OnlineOutcome, Outcome
+from common.results import median_and_range, write_results
+from interference_bench.engine import OnlineOutcome, Outcome
 from interference_bench.load import FLOOD, MODEST, Load, OnlineTraffic
+from interference_bench.session import OFFLINE, engine_flags, engines, full_rate_per_s
 from interference_bench.systems import System
-from own_process import OwnProcess
-from sglang_coserve.interrupts import terminate_as_interrupt
-from sglang_coserve.small_model import SmallModelSpec, make_small_model
 
 TRAFFIC: Final = OnlineTraffic((32, 256), (1, 4))
-MODEL: Final = SmallModelSpec(layers=12, hidden=128)
 
 _POLICY: Final = {"offline_policy": "coserve"}
 SYSTEMS: Final[Mapping[str, System]] = {
@@ -55,26 +48,15 @@ def main() -> None:
     """Run the benchmark; print two tables, write the figures."""
     options = parse_options()
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        stack.enter_context(terminate_as_interrupt())
-        model = make_small_model(Path(directory) / "model", MODEL)
-        targets = {"slo_ttft_ms": options.ttft_ms, "slo_tpot_ms": options.tpot_ms}
-        engines = {
-            name: stack.enter_context(
-                OwnProcess(Engine, system, model, options.core, targets, stands_still=True)
-            )
-            for name, system in SYSTEMS.items()
-        }
-        probe: Outcome = engines["arrival"].call("run", Load(TRAFFIC, 1.0, options.seconds, 99))
-        full_per_s = len(probe.ttft_s) / probe.busy_s
+    with engines(SYSTEMS, options) as running:
+        full_per_s = full_rate_per_s(running["arrival"], TRAFFIC, options.seconds)
         runs = [(repeat, *run) for repeat in range(options.repeats) for run in cases(repeat)]
         for repeat, case, name in track(runs, "runs", console=Console(stderr=True)):
             load = load_of(case, full_per_s, options, repeat)
-            outcome: Outcome = engines[name].call("run", load)
+            outcome: Outcome = running[name].call("run", load)
             figures = figures_of(outcome.requests, options.ttft_ms, options.tpot_ms)
             rows.append({"repeat": repeat, "case": case, "system": name, **figures})
-            if options.out:
-                write(options, full_per_s, rows)
+            write_results(options.out, options, requests_per_s_at_full_load=full_per_s, rows=rows)
     print_tables(rows)
 
 
@@ -94,9 +76,7 @@ def load_of(case: str, full_per_s: float, options: argparse.Namespace, repeat: i
         return replace(
             load,
             rate_per_s=options.flood * full_per_s,
-            offline_prompt_tokens=512,
-            offline_output_tokens=32,
-            offline_in_flight=16,
+            **OFFLINE,
         )
     return load
 
@@ -143,7 +123,7 @@ def print_tables(rows: Sequence[Mapping[str, Any]]) -> None:
         alone_p50, alone_p99 = (of("alone", system, "all", f"ttft_{n}_ms") for n in ("p50", "p99"))
         ratios = [one / other for one, other in zip(p99, alone_p99, strict=True)]
         figures = [statistics.median(values) for values in (alone_p50, p50, alone_p99, p99)]
-        table.add_row(system, *(f"{value:.1f}" for value in figures), spread(ratios, 2))
+        table.add_row(system, *(f"{value:.1f}" for value in figures), median_and_range(ratios))
     Console(width=120).print(table)
 
     table = Table(title="Overload")
@@ -159,42 +139,18 @@ def print_tables(rows: Sequence[Mapping[str, Any]]) -> None:
             f"{sum(requests):.0f}",
             f"{sum(refused) / sum(requests):.1%}",
             f"{statistics.median(p99):.0f}",
-            spread(of_served, 3),
-            spread(of_all, 3),
+            median_and_range(of_served, "{:.3f}"),
+            median_and_range(of_all, "{:.3f}"),
         )
     Console(width=120).print(table)
 
 
-def spread(values: Sequence[float], digits: int) -> str:
-    """Return the median and the range."""
-    low, middle, high = min(values), statistics.median(values), max(values)
-    return f"{middle:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
-
-
-def write(
-    options: argparse.Namespace, full_per_s: float, rows: Sequence[Mapping[str, Any]]
-) -> None:
-    """Write the figures so far."""
-    document = {
-        "machine": describe_machine(),
-        "settings": {**vars(options), "out": str(options.out)},
-        "requests_per_s_at_full_load": full_per_s,
-        "rows": list(rows),
-    }
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
-
-
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=30.0, help="of CPU time a run")
+    parser = engine_flags(__doc__, seconds=30.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--modest", type=float, default=0.1, help="load of the one tenant")
     parser.add_argument("--flood", type=float, default=1.5, help="of the other, and overload")
-    parser.add_argument("--ttft-ms", type=float, default=100.0)
-    parser.add_argument("--tpot-ms", type=float, default=50.0)
-    parser.add_argument("--core", type=int, default=0, help="all systems run on this one")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     return parser.parse_args()
 
 

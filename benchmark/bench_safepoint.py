@@ -19,7 +19,6 @@ Figures are medians, with ranges over the rounds.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -30,8 +29,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from coserve_bench.machine import describe_machine
-from own_process import OwnProcess
+from common.own_process import OwnProcess
+from common.results import markdown_table, median_and_range, write_results
 from safepoint_bench.system import Load, Measured, SystemSpec
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.progress_bar import progress_bar
@@ -74,20 +73,18 @@ def main() -> None:
             raise SystemExit(130) from None
     summary = summarize(figures, options)
     print(table(summary))
-    if options.out is not None:
-        document = {
-            "options": {name: str(value) for name, value in vars(options).items()},
-            "machine": describe_machine(),
-            "summary": summary,
-            "interrupted": figures.interrupted,
-            "under_load": figures.under_load,
-            "in_prefill_ms": figures.in_prefill_ms,
-            "idle_ms": figures.idle_ms,
-            "idle_cpu": figures.idle_cpu,
-            "loads": as_document(figures.loads),
-            "mixed_loads": as_document(figures.mixed_loads),
-        }
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    write_results(
+        options.out,
+        options,
+        summary=summary,
+        interrupted=figures.interrupted,
+        under_load=figures.under_load,
+        in_prefill_ms=figures.in_prefill_ms,
+        idle_ms=figures.idle_ms,
+        idle_cpu=figures.idle_cpu,
+        loads=as_document(figures.loads),
+        mixed_loads=as_document(figures.mixed_loads),
+    )
 
 
 def measure(model: Path, options: argparse.Namespace) -> Figures:
@@ -207,17 +204,17 @@ def summarize(figures: Figures, options: argparse.Namespace) -> dict[str, Any]:
             ),
             row(
                 f"4. offline tokens/s over {options.load_seconds:.0f} s, with",
-                over_rounds(rates[WITH]),
+                median_and_range(rates[WITH], "{:.0f}"),
             ),
-            row("4. the same, without", over_rounds(rates[WITHOUT])),
+            row("4. the same, without", median_and_range(rates[WITHOUT], "{:.0f}")),
             row("4. loss", f"{100 * loss:.1f}%", "≤ 10%"),
             row("4. suspensions", str(sum(figures.under_load["suspended"].values()))),
             row("4. online TTFT, with", spread(percentiles(all_ttft(figures.loads[WITH])))),
             row("4. online TTFT, without", spread(percentiles(all_ttft(figures.loads[WITHOUT])))),
-            row("5. idle CPU, with", over_rounds(figures.idle_cpu[WITH], "{:.3f} cores")),
+            row("5. idle CPU, with", median_and_range(figures.idle_cpu[WITH], "{:.3f} cores")),
             row(
                 "5. idle CPU, stock loop",
-                over_rounds(figures.idle_cpu[WITHOUT], "{:.3f} cores"),
+                median_and_range(figures.idle_cpu[WITHOUT], "{:.3f} cores"),
             ),
             row("5. idle TTFT, with", spread(percentiles(idle[WITH])), "not above stock"),
             row("5. idle TTFT, stock loop", spread(percentiles(idle[WITHOUT]))),
@@ -229,8 +226,8 @@ def summarize(figures: Figures, options: argparse.Namespace) -> dict[str, Any]:
 def mixed_figures(loads: Sequence[Load]) -> dict[str, str]:
     """Return what is told of loads beside online requests that decode."""
     return {
-        "offline tokens/s beside decodes": over_rounds(
-            [load.offline_tokens / load.seconds for load in loads]
+        "offline tokens/s beside decodes": median_and_range(
+            [load.offline_tokens / load.seconds for load in loads], "{:.0f}"
         ),
         "online TTFT beside decodes": spread(percentiles(all_ttft(loads))),
         "gaps between decoded tokens": spread(
@@ -263,12 +260,6 @@ def spread(summary: Mapping[str, Any]) -> str:
     return f"{values} ms (P50 / P90 / P99 of {summary['n']})"
 
 
-def over_rounds(values: Sequence[float], text: str = "{:.0f}") -> str:
-    """Median and range."""
-    low, middle, high = (text.format(v) for v in (min(values), np.median(values), max(values)))
-    return f"{middle} ({low} to {high})"
-
-
 def ratio(values: Mapping[str, Sequence[float]], percentile: float) -> float:
     """Return a percentile with safepoints over the one without."""
     return float(
@@ -284,15 +275,12 @@ def all_ttft(loads: Sequence[Load]) -> list[float]:
 def table(summary: Mapping[str, Any]) -> str:
     """Return the figures as a Markdown table."""
     prefill = summary["prefill"]
-    lines = [
+    about = (
         f"Offline prefill: {prefill['tokens']} tokens, {prefill['seconds']:.2f} s; one interval: "
-        f"{summary['interval_ms']:.0f} ms; suspended: {summary['suspended']}",
-        "",
-        "| figure | measured | target |",
-        "|---|---|---|",
-    ]
-    lines += ["| {figure} | {measured} | {target} |".format(**line) for line in summary["rows"]]
-    return "\n".join(lines)
+        f"{summary['interval_ms']:.0f} ms; suspended: {summary['suspended']}"
+    )
+    rows = [[line["figure"], line["measured"], line["target"]] for line in summary["rows"]]
+    return f"{about}\n\n{markdown_table(('figure', 'measured', 'target'), rows)}"
 
 
 def parse_options() -> argparse.Namespace:

@@ -17,7 +17,6 @@ whose logits are more than 1e-4 apart counts.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import tempfile
 from pathlib import Path
@@ -25,8 +24,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from coserve_bench.machine import describe_machine
-from own_process import OwnProcess
+from common.own_process import OwnProcess
+from common.results import write_results
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.progress_bar import progress_bar
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
@@ -65,13 +64,7 @@ def main() -> None:
         f"{len(costs_ms):,} suspensions: {total['different']} outputs different "
         f"(and {total['near_ties']} at a near-tie), {total['leaked']} KV slots leaked"
     )
-    if options.out:
-        document = {
-            "machine": describe_machine(),
-            "settings": {name: str(value) for name, value in vars(options).items()},
-            "repeats": repeats,
-        }
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    write_results(options.out, options, repeats=repeats)
 
 
 def compared(whole: Run, suspended: Run) -> dict[str, Any]:

@@ -170,21 +170,21 @@ def traces(
         yield arguments.trace.stem[:10], list(islice(fitting, arguments.requests))
         return
     for lengths in arguments.lengths:
-        made = list(draw(lengths, arguments.requests, rate_per_s=1.0))
+        made = list(draw(lengths, arguments.requests, rate_per_s=1.0, seed=arguments.seed))
         burst = [TraceRequest(r.index, 0.0, r.prompt_tokens, r.output_tokens) for r in made]
         end_s = max(times[-1] for times in alone_times(burst, machinery).values())
         yield lengths, list(scale_rate(made, len(made) / end_s))
 
 
-def draw(lengths: str, count: int, rate_per_s: float) -> Iterator[TraceRequest]:
+def draw(lengths: str, count: int, rate_per_s: float, seed: int) -> Iterator[TraceRequest]:
     """Yield requests with lognormal lengths around those named, and Poisson arrivals."""
     medians = [int(part) for part in lengths.split("x")]
-    rng = random.Random(5)
+    rng = random.Random(seed)
     pairs = (
         tuple(max(1, int(rng.lognormvariate(math.log(median), SPREAD))) for median in medians)
         for _ in range(count)
     )
-    return synthesize(poisson_arrivals(rate_per_s, seed=5), pairs)  # type: ignore[arg-type]
+    return synthesize(poisson_arrivals(rate_per_s, seed), pairs)  # type: ignore[arg-type]
 
 
 def alone(requests: Sequence[TraceRequest], machinery: Machinery) -> tuple[float, float]:
@@ -223,6 +223,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lengths", nargs="+", default=["2048x64", "256x512"])
     parser.add_argument("--loads", nargs="+", type=float, default=[0.2, 0.5, 0.8])
     parser.add_argument("--requests", type=int, default=800)
+    parser.add_argument("--seed", type=int, default=5, help="of the made traces")
     parser.add_argument("--offline", default="2048x256", help="lengths of an offline request")
     parser.add_argument("--policy", default="coserve")
     parser.add_argument("--scale", type=float, default=1.2, help="absolute targets over alone's")

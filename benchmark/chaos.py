@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import random
 import sys
 import tempfile
@@ -28,16 +27,17 @@ import orjson
 from rich.console import Console
 from rich.markdown import Markdown
 
-from batch_bench.figures import markdown
-from chaos_bench.answers import COMPLETIONS, known_answers
+from chaos_bench.answers import known_answers
 from chaos_bench.batch_load import BatchLoad
-from chaos_bench.control import ControlServer
 from chaos_bench.prober import Prober
 from chaos_bench.storm import HostileRequest, Storm
 from chaos_bench.supervised_server import INJURIES, SupervisedServer
 from chaos_bench.verdict import Verdict, verdict
-from coserve_bench.machine import describe_machine
-from coserve_bench.model import prepare_model
+from common.figures import markdown
+from common.input_file import COMPLETIONS
+from common.model import prepare_model
+from common.null_server import NullServer
+from common.results import write_results
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.interrupts import terminate_as_interrupt
 
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> Verdict:
         server = SupervisedServer(
             flags, work / "data", out / "server.log", options.ready_timeout, options.seed
         )
-        with server, ControlServer() as control:
+        with server, NullServer() as control:
             known = known_answers(server.base_url, options.known, options.seed)
             prober = Prober(server.base_url, control.base_url, known, options.streams, options.seed)
             batches = BatchLoad(
@@ -170,16 +170,15 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 def _write(
     out: Path, options: argparse.Namespace, server: SupervisedServer, found: Verdict
 ) -> None:
-    record: dict[str, Any] = {
-        "machine": describe_machine(),
-        "options": {key: str(value) for key, value in vars(options).items()},
-        "injuries": server.injuries,
-        "outages": [asdict(outage) for outage in server.outages],
-        "figures": [figure.to_dict() for figure in found.figures],
-        "examples": found.examples,
-        "stalls": found.stalls,
-    }
-    (out / "results.json").write_text(json.dumps(record, indent=2) + "\n")
+    write_results(
+        out / "results.json",
+        options,
+        injuries=server.injuries,
+        outages=[asdict(outage) for outage in server.outages],
+        figures=[figure.to_dict() for figure in found.figures],
+        examples=found.examples,
+        stalls=found.stalls,
+    )
     table = markdown(found.figures)
     (out / "table.md").write_text(table + "\n")
     console = Console()

@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from sglang_coserve.cli import app
-from sglang_coserve.core.latency_model import LatencyProfile, PolynomialModel
+from sglang_coserve.core.latency_model import CONSERVE, LatencyProfile, LinearModel
 from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
 from sglang_coserve.profiler import write_profile
 from sglang_coserve.slo_search.progress import SearchProgress
@@ -31,7 +31,7 @@ SLOS = ("--slo", "ttft p99 <= 400ms", "tpot mean <= +50%")
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
     """Iterations of 4 ms and a tenth of one for each token."""
-    model = PolynomialModel(compute_token_s=1e-4, iteration_s=4e-3)
+    model = LinearModel.of(CONSERVE, compute_token_s=1e-4, iteration_s=4e-3)
     path = tmp_path / "profile.json"
     write_profile(LatencyProfile(model, None, "a test", "small", 1, "0.5.17"), path)
     return path

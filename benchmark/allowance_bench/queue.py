@@ -12,7 +12,7 @@ from sglang_coserve.core.allowance import Allowance
 from sglang_coserve.core.baseline import EngineSize
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.interference import Interference
-from sglang_coserve.core.latency_model import PolynomialModel
+from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.pipeline import baseline_of
 from sglang_coserve.core.prediction_error import PredictionError
 from sglang_coserve.core.request import Ending, RequestClass
@@ -23,7 +23,7 @@ from sglang_coserve.metrics import SloTargets
 
 __all__ = ["Outcome", "QueueSetting", "run"]
 
-MODEL = PolynomialModel(compute_token_s=24e-6, iteration_s=4e-3)
+MODEL = LinearModel.of(CONSERVE, compute_token_s=24e-6, iteration_s=4e-3)
 _MEAN_PROMPT_TOKENS = 1000
 _SIGMA = 0.6
 _SLOW_FACTOR, _SLOW_S, _SLOW_EVERY_S = 1.5, 2.0, 30.0
@@ -133,7 +133,7 @@ def run(setting: QueueSetting) -> Outcome:
         took = slowness * machine.noise()
         seconds = planned_s * took
         error.observe(planned_s, seconds)
-        offline_s += seconds - max(online_s, MODEL.iteration_s) * took
+        offline_s += seconds - max(online_s, MODEL.coefficients["iteration_s"]) * took
         now_s += seconds
         for rid, arrival_s, _ in served:
             interference.produced(rid, now_s)

@@ -6,10 +6,10 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
-from batch_bench.batch_server import BatchServer, wait_until
-from batch_bench.figures import Figure
-from batch_bench.input_file import write_lines
 from batch_bench.setting import Setting
+from common.batch_server import BatchServer, wait_until
+from common.figures import Figure
+from common.input_file import write_lines
 
 __all__ = ["measure"]
 

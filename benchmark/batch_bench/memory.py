@@ -9,10 +9,10 @@ from typing import Final, Self
 
 import psutil
 
-from batch_bench.batch_server import BatchServer
-from batch_bench.figures import Figure
-from batch_bench.input_file import long_lines
 from batch_bench.setting import Setting
+from common.batch_server import BatchServer
+from common.figures import Figure
+from common.input_file import long_lines
 
 __all__ = ["MemoryWatch", "measure"]
 

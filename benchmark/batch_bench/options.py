@@ -8,13 +8,22 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from common.results import taken_from
 from sglang_coserve.errors import ConfigError
 
 __all__ = ["PARTS", "Options", "parse_options"]
 
-PARTS: Final = ("validate", "first-request", "overhead", "upload-online", "memory", "crashes")
+PARTS: Final = ("validate", "first-request", "overhead", "upload-online", "memory")
+_FLAGS: Final = {
+    "online_rate_per_s": "online_rate",
+    "online_window_s": "online_window",
+    "serve_s": "serve",
+    "ready_timeout_s": "ready_timeout",
+}
+"""Fields of ``Options`` whose flags lack the unit."""
+
 _FULL_LINES, _FULL_MB = 1_000_000, 2000
 
 
@@ -38,9 +47,6 @@ class Options:
     memory_mb: int
     memory_lines: int
     serve_s: float
-    crashes: int
-    crash_lines: int
-    crash_up_s: float
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -48,11 +54,6 @@ class Options:
             if isinstance(value, int | float) and field.name != "seed" and not value > 0:
                 flag = field.name.removesuffix("_s").removesuffix("_per").replace("_", "-")
                 raise ConfigError(f"--{flag} must be greater than 0")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values."""
-        fields = dataclasses.asdict(self)
-        return {name: _plain(value) for name, value in fields.items()}
 
 
 def parse_options(argv: Sequence[str]) -> Options:
@@ -74,38 +75,12 @@ def parse_options(argv: Sequence[str]) -> Options:
         ("memory_mb", _FULL_MB if flags.full else 200, 20),
         ("memory_lines", _FULL_LINES if flags.full else 100_000, 10_000),
         ("serve", 15.0, 2.0),
-        ("crashes", 10, 2),
-        ("crash_lines", 300, 40),
     ):
         if getattr(flags, name) is None:
             setattr(flags, name, quick if flags.quick else default)
-    return Options(
-        out=flags.out,
-        parts=tuple(part for part in PARTS if part in flags.parts),
-        repeats=flags.repeats,
-        seed=flags.seed,
-        model_path=flags.model_path,
-        server_flags=tuple(shlex.split(flags.server_flags)),
-        ready_timeout_s=flags.ready_timeout,
-        validate_lines=flags.validate_lines,
-        overhead_lines=flags.overhead_lines,
-        online_rate_per_s=flags.online_rate,
-        online_window_s=flags.online_window,
-        upload_mb=flags.upload_mb,
-        upload_lines=flags.upload_lines,
-        memory_mb=flags.memory_mb,
-        memory_lines=flags.memory_lines,
-        serve_s=flags.serve,
-        crashes=flags.crashes,
-        crash_lines=flags.crash_lines,
-        crash_up_s=flags.crash_up,
-    )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return list(value)
-    return str(value) if isinstance(value, Path) else value
+    flags.parts = tuple(part for part in PARTS if part in flags.parts)
+    flags.server_flags = tuple(shlex.split(flags.server_flags))
+    return taken_from(flags, Options, _FLAGS)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -115,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
     add("--quick", action="store_true", help="a smoke run: small files, one repeat")
     add("--full", action="store_true", help="memory: 1,000,000 lines of 2 GB instead of 200 MB")
-    add("--repeats", type=int, help="of every part but memory and crashes (default: 5)")
+    add("--repeats", type=int, help="of every part but memory (default: 5)")
     add("--seed", type=int, default=1)
 
     group = parser.add_argument_group("servers")
@@ -135,7 +110,4 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory-mb", type=int, help="file whose memory is watched (default: 200)")
     add("--memory-lines", type=int, help="its lines (default: 100000)")
     add("--serve", type=float, metavar="S", help="how long it is then served (default: 15)")
-    add("--crashes", type=int, help="times that the server is killed (default: 10)")
-    add("--crash-lines", type=int, help="of a batch that is then under way (default: 300)")
-    add("--crash-up", type=float, default=3.0, metavar="S", help="longest time before a kill")
     return parser

@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import signal
-import subprocess
-import sys
-from contextlib import suppress
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from batch_bench.figures import Figure
-from batch_bench.input_file import write_lines
+import orjson
+
 from batch_bench.setting import Setting
-from coserve_bench.failures import RunFailedError
+from common.failures import RunFailedError
+from common.figures import Figure
+from common.input_file import COMPLETIONS, write_lines
+from common.own_process import OwnProcess
+from sglang_coserve.batch import (
+    BackendLoad,
+    BatchLimits,
+    BatchService,
+    CreateBatch,
+    LineRequest,
+    LineResult,
+    owner_of,
+)
+
+if TYPE_CHECKING:
+    from sglang_coserve.srt.batch_backend import BatchBackend
 
 __all__ = ["measure"]
 
-_BENCHMARKS: Final = Path(__file__).resolve().parent.parent
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 64, 32
-_ANSWER_TIMEOUT_S: Final = 600.0
-_GRACE_S: Final = 15.0
 _TARGET_PERCENT: Final = 5.0
+_NEVER_TOKENS: Final = 1 << 20
+"""Longer than any answer: the tokens of a bare feed are told of once, at the end."""
+
+FEED, API = "feed", "api"
+_OWNER: Final = owner_of(None)
+_LIMITS: Final = BatchLimits()
 
 
 def measure(setting: Setting) -> list[Figure]:
     """Serve the same lines with the Batch API and with a bare feed, in turn, on one engine.
 
     Both are in the engine's process, so there is no HTTP in either.
+
+    Raises:
+        RunFailedError: the engine's process failed.
     """
     options = setting.options
     path = setting.work / "overhead.jsonl"
@@ -41,75 +59,157 @@ def measure(setting: Setting) -> list[Figure]:
         output_tokens=_OUTPUT_TOKENS,
         seed=options.seed,
     )
-    feed_s: list[float] = []
-    api_s: list[float] = []
-    with _Worker(setting, path) as worker:
-        for repeat in setting.track(options.repeats, f"serving {options.overhead_lines:,} lines"):
-            # Who comes first alternates, so that a slow change of the machine favours neither.
-            for kind in ("feed", "api") if repeat % 2 == 0 else ("api", "feed"):
-                (feed_s if kind == "feed" else api_s).append(worker.seconds(kind))
+    seconds: dict[str, list[float]] = {FEED: [], API: []}
+    try:
+        with OwnProcess(Lines, setting.model.path, path, setting.work / "overhead") as lines:
+            for repeat in setting.track(options.repeats, f"{options.overhead_lines:,} lines"):
+                # Who comes first alternates, so that a slow change of the machine favours neither.
+                for kind in (FEED, API) if repeat % 2 == 0 else (API, FEED):
+                    seconds[kind].append(lines.call("seconds", kind))
+    except SystemExit as error:
+        raise RunFailedError(str(error)) from None
     tokens = options.overhead_lines * (_PROMPT_TOKENS + _OUTPUT_TOKENS)
-    pairs = zip(feed_s, api_s, strict=True)
+    pairs = zip(seconds[FEED], seconds[API], strict=True)
     percents = tuple(100 * (1 - feed / api) for feed, api in pairs)
+    rates = {kind: tuple(tokens / s for s in found) for kind, found in seconds.items()}
     return [
-        Figure("offline throughput, bare feed", "tokens/s", tuple(tokens / s for s in feed_s)),
-        Figure("offline throughput, Batch API", "tokens/s", tuple(tokens / s for s in api_s)),
+        Figure("offline throughput, bare feed", "tokens/s", rates[FEED]),
+        Figure("offline throughput, Batch API", "tokens/s", rates[API]),
         Figure("throughput lost to the Batch API", "%", percents, at_most=_TARGET_PERCENT),
     ]
 
 
-class _Worker:
-    """The process of ``overhead_worker``."""
+class Lines:
+    """An engine that serves the lines of a file; for ``OwnProcess``."""
 
-    def __init__(self, setting: Setting, path: Path) -> None:
-        self._log_path = setting.logs / "overhead.log"
-        self._command = [sys.executable, "-m", "batch_bench.overhead_worker"]
-        self._command += [setting.model.path, str(path), str(setting.work / "overhead")]
+    def __init__(self, model: str, path: Path, directory: Path) -> None:
+        from sglang_coserve.srt import cpu
 
-    def __enter__(self) -> _Worker:
-        paths = (str(_BENCHMARKS), os.environ.get("PYTHONPATH", ""))
-        with self._log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-                # A terminal's Ctrl-C reaches only us, and we end the process.
-                start_new_session=True,
-            )
-        try:
-            self._answer()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
+        if not cpu.has_cuda():
+            cpu.set_environment_defaults()  # SGLang reads these when it is imported.
+        from sglang_coserve.config import CoserveConfig
+        from sglang_coserve.srt.batch_backend import BatchBackend
+        from sglang_coserve.srt.engine import CoserveEngine
 
-    def __exit__(self, *exc_info: object) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_GRACE_S)
-        # The engine's processes are in its group.
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._path = path
+        self._engine: Any = CoserveEngine(
+            model_path=model,
+            coserve_config=CoserveConfig(offline_policy="fifo"),
+            log_level="warning",
+        )
+        managers = (self._engine.tokenizer_manager, self._engine.template_manager)
+        self._bare = BatchBackend(*managers, fingerprint="", stream_interval_tokens=_NEVER_TOKENS)
+        self._timed = TimedBackend(BatchBackend(*managers, fingerprint=""))
+        self._stack = AsyncExitStack()
+        opened = BatchService.open(directory, self._timed, _LIMITS, record_events=True)
+        self._service: BatchService = self._run(self._entered(opened))
+        for kind in (FEED, API):  # The first ones find a cold engine.
+            self.seconds(kind)
+
+    def close(self) -> None:
+        """End the engine."""
+        self._run(self._stack.aclose())
+        self._engine.shutdown()
 
     def seconds(self, kind: str) -> float:
-        """Return what serving every line took."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{kind}\n".encode())
-        self._process.stdin.flush()
-        return float(self._answer()["seconds"])
+        """Serve every line once; return the seconds from the first line in the engine to the end.
 
-    def _answer(self) -> dict[str, Any]:
-        stdout = self._process.stdout
-        assert stdout is not None
-        if not select.select([stdout], [], [], _ANSWER_TIMEOUT_S)[0]:
-            raise RunFailedError(f"no answer for {_ANSWER_TIMEOUT_S:.0f} s: see {self._log_path}")
-        line = stdout.readline()
-        if not line:
-            raise RunFailedError(f"the engine's process has ended: see {self._log_path}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        The end is the last answer, or the batch's being completed, with every record on the disk.
+        """
+        # Or the second one would find its prompts in the prefix cache.
+        self._run(self._engine.tokenizer_manager.flush_cache(timeout_s=60))
+        return float(self._run(self._feed() if kind == FEED else self._serve_batch()))
+
+    def _run(self, work: Any) -> Any:
+        return self._engine.loop.run_until_complete(work)
+
+    async def _entered(self, opened: Any) -> Any:
+        return await self._stack.enter_async_context(await opened)
+
+    async def _feed(self) -> float:
+        places = asyncio.Semaphore(_LIMITS.max_in_flight)
+
+        async def serve(request: LineRequest) -> None:
+            async with places:
+                result = await self._bare.run(request, lambda _: None)
+            assert result.status_code == 200, result.body
+
+        requests = list(line_requests(self._path))
+        began_s = time.perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            for request in requests:
+                tasks.create_task(serve(request))
+        return time.perf_counter() - began_s
+
+    async def _serve_batch(self) -> float:
+        service, path = self._service, self._path
+        file = await service.create_file(_OWNER, path.name, "batch", contents(path))
+        request = CreateBatch(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
+        self._timed.reset()
+        batch = await service.create_batch(_OWNER, request)
+        await service.event_added()
+        seconds = self._timed.elapsed_s()
+        done = await service.retrieve_batch(_OWNER, batch.id)
+        assert done.status == "completed" and not done.request_counts.failed, done
+        for event in await service.pending_events():
+            await service.settle_event(event.id)
+        return seconds
+
+
+class TimedBackend:
+    """A backend that notes when it gets the first line after ``reset``."""
+
+    def __init__(self, inner: BatchBackend) -> None:
+        self._inner = inner
+        self._began_s: float | None = None
+        self.model, self.endpoints, self.limits = inner.model, inner.endpoints, inner.limits
+
+    is_changing = False
+
+    def when_changing(self, take_out: Callable[[], None]) -> None:
+        """See ``Backend.when_changing``."""
+
+    async def settled(self) -> None:
+        """See ``Backend.settled``."""
+
+    async def run(
+        self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
+    ) -> LineResult:
+        """See ``Backend.run``."""
+        if self._began_s is None:
+            self._began_s = time.perf_counter()
+        return await self._inner.run(request, on_tokens)
+
+    def load(self) -> BackendLoad:
+        """See ``Backend.load``."""
+        return self._inner.load()
+
+    def reset(self) -> None:
+        """Wait for the first line anew."""
+        self._began_s = None
+
+    def elapsed_s(self) -> float:
+        """Return the seconds since the first line."""
+        assert self._began_s is not None, "no line has come"
+        return time.perf_counter() - self._began_s
+
+
+def line_requests(path: Path) -> list[LineRequest]:
+    """Return the lines as the Batch API gives them to a backend."""
+    deadline_s = time.time() + 86_400
+    return [
+        LineRequest(
+            batch_id="batch_feed",
+            line=number,
+            endpoint=COMPLETIONS,
+            body=orjson.loads(line)["body"],
+            generated=(),
+            deadline_s=deadline_s,
+        )
+        for number, line in enumerate(path.read_bytes().splitlines(), 1)
+    ]
+
+
+async def contents(path: Path) -> AsyncIterator[bytes]:
+    """Yield the file."""
+    yield path.read_bytes()

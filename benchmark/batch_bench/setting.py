@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from batch_bench.batch_server import BatchServer
 from batch_bench.options import Options
-from coserve_bench.model import ServedModel
+from common.batch_server import BatchServer
+from common.model import ServedModel
 
 __all__ = ["Setting"]
 

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Final
 
 import httpx
+import openai
 
-from batch_bench.batch_server import BatchServer, upload
-from batch_bench.figures import Figure
-from batch_bench.input_file import long_lines
-from batch_bench.null_sink import NullSink, lowest_priority
 from batch_bench.setting import Setting
-from coserve_bench.failures import RunFailedError
+from common.batch_server import BatchServer, openai_client, upload
+from common.failures import RunFailedError
+from common.figures import Figure
+from common.input_file import long_lines
+from common.null_server import NullServer, lowest_priority
 from coserve_bench.online_load import OnlineLoad
 from coserve_bench.online_requests import OnlineSpec, online_requests
 from sglang_coserve.metrics import latency_report
@@ -35,8 +36,8 @@ def measure(server: BatchServer, setting: Setting) -> list[Figure]:
     path = setting.work / "upload.jsonl"
     long_lines(path, setting.options.upload_lines, setting.options.upload_mb * 10**6)
     try:
-        with NullSink() as sink:
-            runs = _Runs(server, sink, setting, path)
+        with NullServer(is_idle=True) as sink, openai_client(sink.base_url) as client:
+            runs = _Runs(server, client, setting, path)
             asyncio.run(runs.run())
     finally:
         path.unlink()
@@ -46,7 +47,9 @@ def measure(server: BatchServer, setting: Setting) -> list[Figure]:
 class _Runs:
     """The three kinds of runs in turn, and what they gave."""
 
-    def __init__(self, server: BatchServer, sink: NullSink, setting: Setting, path: Path) -> None:
+    def __init__(
+        self, server: BatchServer, sink: openai.OpenAI, setting: Setting, path: Path
+    ) -> None:
         self._server = server
         self._sink = sink
         self._setting = setting
@@ -125,7 +128,7 @@ class _Runs:
         self._server.client.files.delete(file_id)
 
     def _send_to_nowhere(self) -> None:
-        upload(self._sink.client, self._path)
+        upload(self._sink, self._path)
 
     async def _p99_ttft_ms(self, load: OnlineLoad) -> float:
         options, setting = self._setting.options, self._setting

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from batch_bench.batch_server import BatchServer
-from batch_bench.figures import Figure
-from batch_bench.input_file import long_lines
 from batch_bench.setting import Setting
+from common.batch_server import BatchServer
+from common.figures import Figure
+from common.input_file import long_lines
 
 __all__ = ["measure"]
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import httpx
 import orjson
 
-from chaos_bench.errors import ChaosError
+from chaos_bench.observation import ChaosError
+from common.input_file import COMPLETIONS, completion_body
 
-__all__ = ["COMPLETIONS", "KnownAnswer", "completion_body", "known_answers"]
+__all__ = ["KnownAnswer", "known_answers"]
 
-COMPLETIONS: Final = "/v1/completions"
 _WORDS: Final = ("mill", "river", "lamp", "boat", "rain", "harbour", "letter", "winter", "road")
 _PROMPT_WORDS: Final = (4, 200)
 _OUTPUT_TOKENS: Final = (8, 160)
@@ -30,12 +30,6 @@ class KnownAnswer:
     prompt: str
     max_tokens: int
     text: str
-
-
-def completion_body(prompt: str, max_tokens: int, **extra: Any) -> dict[str, Any]:
-    """Return the body of a greedy completion."""
-    fields = {"model": "default", "temperature": 0, "ignore_eos": True}
-    return {**fields, "prompt": prompt, "max_tokens": max_tokens, **extra}
 
 
 def known_answers(base_url: str, count: int, seed: int) -> list[KnownAnswer]:

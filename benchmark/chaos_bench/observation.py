@@ -1,10 +1,12 @@
-"""What was seen of one request."""
+"""What was seen of one request, and why a run ends early."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Observation"]
+from sglang_coserve.errors import CoserveError
+
+__all__ = ["ChaosError", "Observation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +30,7 @@ class Observation:
 
     detail: str = ""
     """Of a failure: what was answered."""
+
+
+class ChaosError(CoserveError):
+    """The server did not end, start or finish in time; what was seen so far is in the message."""

@@ -19,9 +19,9 @@ from typing import Any, Final
 import httpx
 import orjson
 
-from chaos_bench.answers import COMPLETIONS, KnownAnswer, completion_body
-from chaos_bench.errors import ChaosError
-from chaos_bench.observation import Observation
+from chaos_bench.answers import KnownAnswer
+from chaos_bench.observation import ChaosError, Observation
+from common.input_file import COMPLETIONS, completion_body
 
 __all__ = ["Prober"]
 

@@ -16,7 +16,7 @@ from typing import Final, Self
 
 import psutil
 
-from chaos_bench.errors import ChaosError
+from chaos_bench.observation import ChaosError
 from sglang_coserve.local_server import LocalServer, free_port
 
 __all__ = ["INJURIES", "Interval", "SupervisedServer"]

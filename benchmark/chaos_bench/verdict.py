@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from batch_bench.figures import Figure
 from chaos_bench.batch_load import LineCounts
 from chaos_bench.observation import Observation
 from chaos_bench.supervised_server import Interval
+from common.figures import Figure
 
 __all__ = ["Verdict", "verdict"]
 

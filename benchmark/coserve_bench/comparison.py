@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from rich.console import RenderableType
 
-from coserve_bench.failures import RunFailedError
+from common.failures import RunFailedError
 from coserve_bench.options import Options
 from coserve_bench.outputs import write_comparison, write_searches
 from coserve_bench.plan import RunKey, plan_runs
@@ -17,27 +16,10 @@ from coserve_bench.systems import BASELINE, System
 from sglang_coserve.errors import StartupError
 from sglang_coserve.metrics import SloTargets, violation_rate
 
-__all__ = ["Comparison", "RateSearches", "Started", "Task"]
+__all__ = ["Comparison", "RateSearches", "Started"]
 
 Started = Callable[[RunKey, int, int], None]
 """Is told each run with its place, from 0, and the number of runs, at most."""
-
-
-class Task(Protocol):
-    """What the command does."""
-
-    failed: dict[str, str]
-    """Runs that gave no result, by name, and why."""
-
-    async def run(self, started: Started) -> None:
-        """Make all runs; a run that fails is passed over.
-
-        Raises:
-            CoserveError: nothing can be measured.
-        """
-
-    def report(self) -> RenderableType:
-        """Write what came of the runs so far, and return it in short."""
 
 
 class Comparison:
@@ -47,9 +29,10 @@ class Comparison:
         self._options = options
         self._runner = runner
         self.failed: dict[str, str] = {}
+        """Runs that gave no result, by name, and why."""
 
     async def run(self, started: Started) -> None:
-        """See ``Task.run``. What a failed run costs is its own ratios.
+        """Make all runs. What a failed one costs is its own ratios.
 
         Raises:
             RunFailedError, StartupError: the capacity cannot be measured.
@@ -65,7 +48,7 @@ class Comparison:
                 self.failed[key.name] = str(error)
 
     def report(self) -> RenderableType:
-        """See ``Task.report``."""
+        """Write what came of the runs so far, and return it in short."""
         return write_comparison(self._options, self._runner)
 
 
@@ -80,9 +63,10 @@ class RateSearches:
         self._runner = runner
         self._searches: dict[str, RateSearch] = {}
         self.failed: dict[str, str] = {}
+        """Runs that gave no result, by name, and why."""
 
     async def run(self, started: Started) -> None:
-        """See ``Task.run``. A failed run ends its system's search.
+        """Make all runs. A failed one ends its system's search.
 
         Raises:
             RunFailedError, StartupError: in a run of the baseline, without which nothing goes.
@@ -110,7 +94,7 @@ class RateSearches:
                     break
 
     def report(self) -> RenderableType:
-        """See ``Task.report``."""
+        """Write what came of the runs so far, and return it in short."""
         return write_searches(self._options, self._runner, self._searches)
 
     def _key(self, system: System, load: float, rate_per_s: float) -> RunKey:

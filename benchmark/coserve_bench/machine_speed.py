@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -51,10 +51,6 @@ class MachineSpeed:
         """
         ratios = (self.before_ms / usual_ms, self.after_ms / usual_ms)
         return max(self.stolen, *(abs(ratio - 1) for ratio in ratios))
-
-    def to_dict(self) -> dict[str, float]:
-        """Return the fields by name."""
-        return asdict(self)
 
 
 class SpeedLog:

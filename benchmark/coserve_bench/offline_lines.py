@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import random
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_coserve.client.input_lines import read_lines
-from sglang_coserve.client.line_checker import BatchRequest, LineChecker
+from common.input_file import write_lines
+from common.streamed_load import StreamedRequest
 from sglang_coserve.errors import InputFileError
+from sglang_coserve.jsonl.lines import is_blank, read_lines
+from sglang_coserve.jsonl.request_line import LineError, parse_request_line
+from sglang_coserve.jsonl.seen_ids import SeenIds
 
-__all__ = ["OfflineRequest", "OfflineSpec", "read_requests", "write_sample"]
+__all__ = ["OfflineSpec", "read_requests", "write_sample"]
 
 _MAX_LINE_BYTES = 64 << 20
-_FIRST_TOKEN_ID = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,37 +34,19 @@ class OfflineSpec:
     """Requests that the server has at any time."""
 
 
-@dataclass(frozen=True, slots=True)
-class OfflineRequest:
-    """One line as it is sent."""
-
-    custom_id: str
-    url: str
-    body: Mapping[str, Any]
-
-
 def write_sample(path: Path, spec: OfflineSpec, vocab_size: int, seed: int) -> None:
     """Write lines of exactly the lengths in ``spec``, random and without common prefixes."""
-    rng = random.Random(seed)
-    with path.open("w") as file:
-        for number in range(spec.lines):
-            body = {
-                "model": "default",
-                "prompt": rng.choices(range(_FIRST_TOKEN_ID, vocab_size), k=spec.prompt_tokens),
-                "max_tokens": spec.output_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-            }
-            line = {
-                "custom_id": f"line-{number}",
-                "method": "POST",
-                "url": "/v1/completions",
-                "body": body,
-            }
-            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+    write_lines(
+        path,
+        spec.lines,
+        vocab_size=vocab_size,
+        prompt_tokens=spec.prompt_tokens,
+        output_tokens=spec.output_tokens,
+        seed=seed,
+    )
 
 
-def read_requests(path: Path, extra: Mapping[str, Any]) -> Iterator[OfflineRequest]:
+def read_requests(path: Path, extra: Mapping[str, Any]) -> Iterator[StreamedRequest]:
     """Yield the requests of a file, checked and marked offline as the client does.
 
     They are streamed, unlike the client's, so that each token can be counted
@@ -72,20 +55,21 @@ def read_requests(path: Path, extra: Mapping[str, Any]) -> Iterator[OfflineReque
     Raises:
         InputFileError: a line cannot be used.
     """
-    checker = LineChecker(_MAX_LINE_BYTES)
-    stream = {
+    offline = {
+        "service_tier": "flex",
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
-    try:
-        for line in read_lines(path, _MAX_LINE_BYTES):
-            if line.is_blank:
+    with closing(SeenIds()) as seen, path.open("rb") as file:
+        for line in read_lines(file, _MAX_LINE_BYTES):
+            if is_blank(line.content):
                 continue
-            checked = checker.check(line)
-            if not isinstance(checked, BatchRequest):
-                assert checked.error is not None
-                raise InputFileError(f"{path}, line {line.ref.number}: {checked.error.message}")
-            body = json.loads(checked.content) | stream | dict(extra)
-            yield OfflineRequest(checked.custom_id, checked.url, body)
-    finally:
-        checker.close()
+            try:
+                request = parse_request_line(line.content or b"", None)
+            except LineError as error:
+                raise InputFileError(f"{path}, line {line.number}: {error}") from error
+            if not seen.add(request.custom_id):
+                raise InputFileError(f"{path}, line {line.number}: its custom_id is not unique")
+            yield StreamedRequest(
+                request.custom_id, request.url, request.body | offline | dict(extra)
+            )

@@ -10,15 +10,17 @@ from pathlib import Path
 
 import httpx
 
-from coserve_bench.failures import RunFailedError
+from common.failures import RunFailedError
+from common.model import ServedModel
+from common.streamed_load import StreamedLoad
 from coserve_bench.offline_lines import read_requests
-from coserve_bench.offline_load import OfflineLoad
 from coserve_bench.online_load import OnlineLoad, OnlineResult
+from coserve_bench.options import Options
 from coserve_bench.plan import RunKey
 from coserve_bench.run_record import OfflineRecord
 from coserve_bench.systems import System
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.workload import TraceRequest
+from sglang_coserve.workload import TraceRequest, poisson_arrivals
 
 __all__ = ["Bench", "Measured"]
 
@@ -38,22 +40,10 @@ class Measured:
 class Bench:
     """What all runs have in common."""
 
+    options: Options
+    model: ServedModel
     online: OnlineLoad
     offline_file: Path
-    offline_concurrency: int
-    model: str
-    vocab_size: int
-    window_s: float
-    warmup_s: float
-    """Of offline load alone."""
-
-    online_warmup_s: float
-    """Of both loads; what arrives then is not counted."""
-
-    drain_s: float
-    """Longest time that online requests may take beyond the window."""
-
-    seed: int
 
     async def measure(
         self,
@@ -72,30 +62,35 @@ class Bench:
             RunFailedError: there is no result.
             ConfigError: the offline file was too short.
         """
+        options = self.options
         await self.make_ready(base_url)
         await self.online.load(
             base_url,
-            self.model,
+            self.model.path,
             requests,
-            vocab_size=self.vocab_size,
-            seed=self.seed,
+            vocab_size=self.model.vocab_size,
+            seed=options.seed,
             body=system.online_body,
         )
         offline = self._offline_load(base_url, key, system) if system.has_offline else None
         async with offline or nullcontext():
             if offline is not None:
                 say("warming up")
-                await offline.until_steady(self.warmup_s, _STEADY_TIMEOUT_S)
+                await offline.until_steady(options.warmup_s, _STEADY_TIMEOUT_S)
             say("measuring")
-            result = await self.online.go(self.online_warmup_s + self.window_s + self.drain_s)
-            result = result.since(self.online_warmup_s)
+            result = await self.online.go(
+                self.options.online_warmup_s + self.options.window_s + self.options.drain_s
+            )
+            result = result.since(options.online_warmup_s)
             if offline is not None:
                 self._check(offline)
         if all(not timeline.token_times_s for timeline in result.timelines):
             raise RunFailedError("every online request failed; see the server's log")
         if offline is None:
             return Measured(result, None)
-        return Measured(result, OfflineRecord.of(offline.timelines(result.began_s), self.window_s))
+        return Measured(
+            result, OfflineRecord.of(offline.timelines(result.began_s), self.options.window_s)
+        )
 
     async def make_ready(self, base_url: str) -> None:
         """Take care that nothing that ran before is left, and that no process stops for long.
@@ -120,16 +115,16 @@ class Bench:
         if answer.status_code != 200:
             raise RunFailedError(f"the server did not become idle: {answer.text.strip()[:200]}")
 
-    def _offline_load(self, base_url: str, key: RunKey, system: System) -> OfflineLoad:
-        return OfflineLoad(
+    def _offline_load(self, base_url: str, key: RunKey, system: System) -> StreamedLoad:
+        rate_per_s, seed = key.offline_per_s, self.options.seed
+        return StreamedLoad(
             base_url,
             read_requests(self.offline_file, system.offline_body),
-            concurrency=self.offline_concurrency,
-            rate_per_s=key.offline_per_s,
-            seed=self.seed,
+            concurrency=self.options.offline.concurrency,
+            arrivals_s=None if rate_per_s is None else poisson_arrivals(rate_per_s, seed),
         )
 
-    def _check(self, offline: OfflineLoad) -> None:
+    def _check(self, offline: StreamedLoad) -> None:
         offline.check()
         if offline.has_run_out:
             raise ConfigError(

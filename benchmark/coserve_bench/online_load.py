@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
-from coserve_bench.failures import RunFailedError
+from common.failures import RunFailedError
 from sglang_coserve.metrics import Outcome, RequestTimeline
 from sglang_coserve.workload import TraceRequest, prompt_token_ids
 

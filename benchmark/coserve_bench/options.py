@@ -3,23 +3,48 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from common import stock
+from common.results import settings_of, taken_from
 from coserve_bench.offline_lines import OfflineSpec
 from coserve_bench.online_requests import OnlineSpec
 from coserve_bench.slo import SloRule
-from coserve_bench.systems import BASELINE, SYSTEMS, THROUGHPUT_BOUND, System
+from coserve_bench.systems import BASELINE, SEARCHED, SYSTEMS, THROUGHPUT_BOUND, System
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
 
 __all__ = ["Options", "parse_options"]
 
 _DEFAULT_SYSTEMS = (BASELINE, "stock-fcfs", "stock-priority", THROUGHPUT_BOUND, "coserve")
+
+
+_FLAGS: Final = {
+    **{f"{name}_s": name for name in ("window", "warmup", "online_warmup", "drain")},
+    "loads": "online_load",
+    "capacity_per_s": "capacity",
+    "ready_timeout_s": "ready_timeout",
+    "ooco_first_rate_per_s": "ooco_first_rate",
+}
+"""Fields of ``Options`` whose flags have another name."""
+
+_ONLINE: Final = {
+    "trace": "online_trace",
+    "prompt_tokens": "online_input_len",
+    "output_tokens": "online_output_len",
+    "range_ratio": "online_range_ratio",
+}
+_OFFLINE: Final = {
+    "file": "offline_file",
+    "prompt_tokens": "offline_input_len",
+    "output_tokens": "offline_output_len",
+    "lines": "offline_lines",
+    "concurrency": "offline_concurrency",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +116,8 @@ class Options:
             "server_flags",
             "latency_profile",
         )
-        fields = {name: _plain(getattr(self, name)) for name in names}
-        fields["online"] = _plain(dataclasses.asdict(self.online))
-        fields["offline"] = _plain(dataclasses.asdict(self.offline))
-        return fields
+        settings = settings_of(self)
+        return {name: settings[name] for name in (*names, "online", "offline")}
 
 
 def parse_options(argv: Sequence[str]) -> Options:
@@ -105,55 +128,30 @@ def parse_options(argv: Sequence[str]) -> Options:
         SystemExit: argparse refused the command line, or printed its help.
     """
     flags = _parser().parse_args(argv)
-    return Options(
-        out=flags.out,
-        systems=_systems(flags.systems),
-        loads=(0.5,) if flags.quick and flags.online_load is None else _loads(flags.online_load),
-        repeats=1 if flags.quick else flags.repeats,
-        window_s=8.0 if flags.quick else flags.window,
-        warmup_s=2.0 if flags.quick else flags.warmup,
-        online_warmup_s=0.0 if flags.quick else flags.online_warmup,
-        drain_s=flags.drain,
-        seed=flags.seed,
-        capacity_per_s=flags.capacity,
-        capacity_requests=40 if flags.quick else flags.capacity_requests,
-        model_path=flags.model_path,
-        server_flags=tuple(shlex.split(flags.server_flags)),
-        latency_profile=flags.latency_profile,
-        ready_timeout_s=flags.ready_timeout,
-        online=OnlineSpec(
-            trace=flags.online_trace,
-            cv=flags.cv,
-            prompt_tokens=flags.online_input_len,
-            output_tokens=flags.online_output_len,
-            range_ratio=flags.online_range_ratio,
-        ),
-        offline=OfflineSpec(
-            file=flags.offline_file,
-            prompt_tokens=flags.offline_input_len,
-            output_tokens=flags.offline_output_len,
-            lines=flags.offline_lines,
-            concurrency=flags.offline_concurrency,
-        ),
-        rules=_rules(flags),
-        ooco=flags.ooco,
-        ooco_runs=flags.ooco_runs,
-        ooco_first_rate_per_s=flags.ooco_first_rate,
-        speed_tolerance=flags.speed_tolerance,
-        speed_repeats=0 if flags.quick else flags.speed_repeats,
-    )
+    if flags.quick:
+        flags.online_load = flags.online_load or [0.5]
+        flags.repeats, flags.window, flags.warmup, flags.online_warmup = 1, 8.0, 2.0, 0.0
+        flags.capacity_requests, flags.speed_repeats = 40, 0
+    flags.systems = _systems(flags.systems)
+    flags.online_load = tuple(dict.fromkeys(flags.online_load or (0.2, 0.5, 0.8)))
+    flags.server_flags = tuple(shlex.split(flags.server_flags))
+    flags.rules = _rules(flags)
+    flags.online = taken_from(flags, OnlineSpec, _ONLINE)
+    flags.offline = taken_from(flags, OfflineSpec, _OFFLINE)
+    return taken_from(flags, Options, _FLAGS)
 
 
-def _systems(names: Sequence[str]) -> tuple[System, ...]:
+def _systems(given: Sequence[str]) -> tuple[System, ...]:
+    names = [name for word in given for name in SEARCHED.get(word, [word])]
     unknown = sorted(set(names) - SYSTEMS.keys())
     if unknown:
-        raise ConfigError(f"--systems {', '.join(unknown)}: known are {', '.join(SYSTEMS)}")
+        known = ", ".join([*SEARCHED, *SYSTEMS])
+        raise ConfigError(f"--systems {', '.join(unknown)}: known are {known}")
+    for name in names:
+        if name in SEARCHED["stock-interleaved"]:
+            stock.require_decode_interval(name)
     # Without the baseline there is neither a target nor a ratio.
     return tuple(SYSTEMS[name] for name in dict.fromkeys((BASELINE, *names)))
-
-
-def _loads(loads: Sequence[float] | None) -> tuple[float, ...]:
-    return tuple(dict.fromkeys(loads or (0.2, 0.5, 0.8)))
 
 
 def _rules(flags: argparse.Namespace) -> tuple[SloRule, ...]:
@@ -170,15 +168,6 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 
-def _plain(value: Any) -> Any:
-    """Return ``value`` as JSON would give it back."""
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Compares ways to serve an online and an offline load with one engine."
@@ -190,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=_DEFAULT_SYSTEMS,
         metavar="NAME",
-        help=f"of {', '.join(SYSTEMS)} (default: {' '.join(_DEFAULT_SYSTEMS)})",
+        help=f"of {', '.join([*SEARCHED, *SYSTEMS])} (default: {' '.join(_DEFAULT_SYSTEMS)})",
     )
     add(
         "--online-load",

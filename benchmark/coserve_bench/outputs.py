@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from rich.markdown import Markdown
 from rich.table import Table
 
+from common.results import markdown_table, write_json
 from coserve_bench.options import Options
-from coserve_bench.plots import plot_latency_ratios, plot_offline_throughput, plot_rate_searches
+from coserve_bench.plots import (
+    plot_latency_ratios,
+    plot_offline_throughput,
+    plot_rate_searches,
+    plot_timeline,
+)
 from coserve_bench.rate_search import RateSearch
 from coserve_bench.run_record import RunRecord
 from coserve_bench.runner import Runner
-from coserve_bench.summary import summarize_runs
-from coserve_bench.table import markdown, markdown_table, overview
-from coserve_bench.timeline_plot import plot_timeline
+from coserve_bench.summary import searched, summarize_runs
+from coserve_bench.table import markdown, overview
 
 __all__ = ["write_comparison", "write_searches"]
 
@@ -34,14 +36,18 @@ def write_comparison(options: Options, runner: Runner) -> Table:
     if speeds := _speeds(options, runner):
         text += f"\n{speeds}\n"
     (out / "table.md").write_text(text)
-    _write_json(
+    write_json(
         out / "results.json",
         {
             "machine": runner.machine,
             "capacity_requests_per_s": runner.known_capacity_per_s,
             "machine_speed_ms": runner.speeds.measured_ms,
             "settings": options.of_measurement(),
-            "rows": [row.to_dict() for row in rows],
+            "rows": [asdict(row) for row in rows],
+            "searched": [
+                {"load": load, "kind": kind, "system": name}
+                for (load, kind), name in searched(rows).items()
+            ],
         },
     )
     if rows:
@@ -88,7 +94,7 @@ def write_searches(
         )
     )
     (out / "ooco.md").write_text(text)
-    _write_json(
+    write_json(
         out / "ooco.json",
         {
             "machine": runner.machine,
@@ -136,7 +142,3 @@ def _speeds(options: Options, runner: Runner) -> str:
             f"{len(off)} of {len(runner.records)} runs: {', '.join(off)}."
         )
     return text
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from coserve_bench.slo import SloRule
 from coserve_bench.systems import BASELINE, System
@@ -36,10 +35,6 @@ class RunKey:
         parts += [self.slo] if self.slo else []
         parts += [f"offline{self.offline_per_s:.4g}"] if self.offline_per_s is not None else []
         return "_".join(parts)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return asdict(self)
 
 
 def plan_runs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -68,13 +68,13 @@ def write_record(path: Path, record: RunRecord) -> None:
     """Write a record so that a reader sees all of it or nothing. 10 µs resolution."""
     targets = record.targets
     fields = {
-        "key": record.key.to_dict(),
+        "key": asdict(record.key),
         "targets_s": None if targets is None else [targets.ttft_s, targets.tpot_s],
         "window_s": record.window_s,
         "online": [_timeline_to_list(timeline) for timeline in record.online],
-        "offline": None if record.offline is None else _offline_to_dict(record.offline),
+        "offline": None if record.offline is None else asdict(record.offline),
         "provenance": record.provenance,
-        "speed": None if record.speed is None else record.speed.to_dict(),
+        "speed": None if record.speed is None else asdict(record.speed),
     }
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(fields, separators=(",", ":")) + "\n")
@@ -115,16 +115,6 @@ def _timeline(number: int, row: Sequence[Any]) -> RequestTimeline:
         prompt_tokens=prompt_tokens,
         outcome=Outcome(outcome),
     )
-
-
-def _offline_to_dict(offline: OfflineRecord) -> dict[str, Any]:
-    return {
-        "throughput": offline.throughput.to_dict(),
-        "tokens_by_s": list(offline.tokens_by_s),
-        "sent": offline.sent,
-        "finished": offline.finished,
-        "failed": offline.failed,
-    }
 
 
 def _offline(fields: Mapping[str, Any]) -> OfflineRecord:

@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coserve_bench.failures import RunFailedError
-from coserve_bench.machine import describe_machine
+from common.failures import RunFailedError
+from common.machine import describe_machine
+from common.model import prepare_model
+from common.results import claim_folder
+from common.servers import make_server, module_of
 from coserve_bench.machine_speed import SpeedLog
-from coserve_bench.model import prepare_model
 from coserve_bench.offline_lines import write_sample
 from coserve_bench.one_run import Bench
 from coserve_bench.online_load import OnlineLoad
@@ -21,8 +23,8 @@ from coserve_bench.options import Options
 from coserve_bench.plan import RunKey
 from coserve_bench.run_record import RunRecord, read_record, write_record
 from coserve_bench.slo import SloRule, targets_of
-from coserve_bench.systems import BASELINE, SYSTEMS, ServerPlan, System, server_flags
-from sglang_coserve.errors import ConfigError, StartupError
+from coserve_bench.systems import BASELINE, SYSTEMS, System, server_flags
+from sglang_coserve.errors import StartupError
 from sglang_coserve.local_server import LocalServer
 from sglang_coserve.metrics import SloTargets
 
@@ -51,30 +53,18 @@ class Runner:
         work = options.out / "work"
         for folder in (self._runs, self._logs, work):
             folder.mkdir(parents=True, exist_ok=True)
-        _claim(options.out / "settings.json", options.of_measurement())
+        claim_folder(options.out / "settings.json", options.of_measurement())
         say("making a model")
         self._model = prepare_model(options.model_path, work)
         self._machine = describe_machine()
         self._online = OnlineLoad(work, self._logs / "bench_serving.log")
-        self._bench = Bench(
-            online=self._online,
-            offline_file=options.offline.file or work / "offline.jsonl",
-            offline_concurrency=options.offline.concurrency,
-            model=self._model.path,
-            vocab_size=self._model.vocab_size,
-            window_s=options.window_s,
-            warmup_s=options.warmup_s,
-            online_warmup_s=options.online_warmup_s,
-            drain_s=options.drain_s,
-            seed=options.seed,
-        )
+        offline_file = options.offline.file or work / "offline.jsonl"
+        self._bench = Bench(options, self._model, self._online, offline_file)
         if options.offline.file is None:
-            write_sample(
-                self._bench.offline_file, options.offline, self._model.vocab_size, options.seed
-            )
+            write_sample(offline_file, options.offline, self._model.vocab_size, options.seed)
         self._capacity_file = options.out / "capacity.json"
         self._speeds = SpeedLog(options.out / "machine_speed.json")
-        self._plan: ServerPlan | None = None
+        self._plan: tuple[System, tuple[str, ...]] | None = None
         self._server: LocalServer | None = None
         self._records: dict[RunKey, RunRecord] = {}
 
@@ -150,8 +140,7 @@ class Runner:
         )
         try:
             base_url = await self._serve(system, targets)
-            assert self._plan is not None
-            assert self._server is not None
+            assert self._plan is not None and self._server is not None
             measured, speed = await self._speeds.run_at_usual_speed(
                 partial(self._bench.measure, base_url, key, system, requests, self._say),
                 self._server.standing_still,
@@ -169,7 +158,7 @@ class Runner:
             offline=measured.offline,
             provenance={
                 "machine": self._machine,
-                "server": [self._plan.module, *self._plan.flags],
+                "server": [module_of(is_ours=system.is_ours), *self._plan[1]],
                 "online_requests_per_s": rate_per_s,
                 "seed": self._options.seed,
                 "bench_serving": measured.online.reported,
@@ -215,11 +204,16 @@ class Runner:
             targets,
             self._options.latency_profile,
         )
-        plan = ServerPlan(system, flags)
+        plan = (system, flags)
         if plan != self._plan or self._server is None:
             self.stop_server()
             self._say("starting the server")
-            server = plan.make(self._logs / f"{system.name}.log", self._options.ready_timeout_s)
+            server = make_server(
+                flags,
+                is_ours=system.is_ours,
+                log_path=self._logs / f"{system.name}.log",
+                ready_timeout_s=self._options.ready_timeout_s,
+            )
             self._plan, self._server = plan, server
             try:
                 await asyncio.to_thread(server.start)
@@ -248,16 +242,3 @@ class Runner:
         if not ends_s:
             raise RunFailedError("no request finished while the capacity was measured")
         return len(ends_s) / max(ends_s)
-
-
-def _claim(path: Path, settings: dict[str, Any]) -> None:
-    """Let a folder hold runs of one kind only."""
-    if path.exists():
-        earlier = json.loads(path.read_text())
-        differing = [name for name in settings if settings[name] != earlier.get(name)]
-        if differing:
-            raise ConfigError(
-                f"{path.parent} holds runs with another {', '.join(differing)}: choose another "
-                "--out, or remove it"
-            )
-    path.write_text(json.dumps(settings, indent=2) + "\n")

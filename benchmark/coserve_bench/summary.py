@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
+from common.stock import best_setting
 from coserve_bench.run_record import RunRecord
 from coserve_bench.slo import SloRule, targets_of
-from coserve_bench.systems import BASELINE, THROUGHPUT_BOUND
+from coserve_bench.systems import BASELINE, SEARCHED, THROUGHPUT_BOUND
 from sglang_coserve.metrics import (
     Outcome,
     SloTargets,
@@ -20,7 +21,16 @@ from sglang_coserve.metrics import (
     token_attainment,
 )
 
-__all__ = ["RATIO_TO", "Row", "Spread", "figures_of", "pair_ratios", "spread", "summarize_runs"]
+__all__ = [
+    "RATIO_TO",
+    "Row",
+    "Spread",
+    "figures_of",
+    "pair_ratios",
+    "searched",
+    "spread",
+    "summarize_runs",
+]
 
 RATIO_TO: Final[Mapping[str, str]] = {
     "p50_ttft_ms": BASELINE,
@@ -57,10 +67,6 @@ class Row:
 
     figures: Mapping[str, Spread]
     ratios: Mapping[str, Spread]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row as plain JSON values."""
-        return asdict(self)
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
@@ -126,6 +132,31 @@ def summarize_runs(records: Sequence[RunRecord], rules: Sequence[SloRule]) -> li
     return [
         _row(group, figures, targets[group]) for group in sorted(groups, key=lambda group: group[0])
     ]
+
+
+def searched(rows: Sequence[Row]) -> dict[tuple[float, str], str]:
+    """Return which system counts of those of ``SEARCHED`` at each load: see ``stock``.
+
+    Where ``coserve`` was not measured, the one with the best P99 TTFT.
+    """
+    found = {}
+    for load in dict.fromkeys(row.load for row in rows):
+        at_load = [row for row in rows if row.load == load]
+        ours = [_tokens(row) for row in at_load if row.system == "coserve"]
+        for kind, names in SEARCHED.items():
+            candidates = {
+                row.system: (row.figures["p99_ttft_ms"].median, _tokens(row))
+                for row in at_load
+                if row.system in names and "p99_ttft_ms" in row.figures
+            }
+            if candidates:
+                found[load, kind] = best_setting(candidates, ours[0] if ours else 0.0)
+    return found
+
+
+def _tokens(row: Row) -> float:
+    spread_over_repeats = row.figures.get("offline_tokens_per_s")
+    return spread_over_repeats.median if spread_over_repeats else 0.0
 
 
 def _row(

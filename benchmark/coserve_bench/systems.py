@@ -1,23 +1,16 @@
-"""The systems that are compared, and how the server of each is started."""
+"""The systems that are compared, and the flags of their servers."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from sglang_coserve.local_server import LocalServer
+from common import stock
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.srt import cpu
 
-__all__ = ["BASELINE", "SYSTEMS", "THROUGHPUT_BOUND", "ServerPlan", "System", "server_flags"]
-
-_BENCHMARKS = Path(__file__).resolve().parent.parent
-_OURS = "sglang_coserve.launch_server"
-_STOCK = "sglang.launch_server"
-_STOCK_ON_CPU = "stock_on_cpu"
+__all__ = ["BASELINE", "SEARCHED", "SYSTEMS", "THROUGHPUT_BOUND", "System", "server_flags"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +44,29 @@ def _ours(name: str, policy: str, **more: Any) -> System:
     return System(name, is_ours=True, flags=("--offline-policy", policy), **more)
 
 
+def _stock(name: str, settings: Mapping[str, Any], **more: Any) -> System:
+    return System(name, is_ours=False, flags=stock.as_flags(settings), **more)
+
+
+PRIORITIES: Final[Mapping[str, Any]] = {
+    # The larger number goes first; a difference above 10 preempts running requests.
+    "online_body": {"priority": 100},
+    "offline_body": {"priority": 0},
+}
 SYSTEMS: Final[Mapping[str, System]] = {
     system.name: system
     for system in (
         _ours("online-only", "fifo", has_offline=False),
-        System("stock-fcfs", is_ours=False),
-        System(
-            "stock-priority",
-            is_ours=False,
-            flags=("--enable-priority-scheduling",),
-            # The larger number goes first; a difference above 10 preempts running requests.
-            online_body={"priority": 100},
-            offline_body={"priority": 0},
+        _stock("stock-online-only", {}, has_offline=False),
+        _stock("stock-fcfs", {}),
+        _stock("stock-priority", {"enable_priority_scheduling": True}, **PRIORITIES),
+        *(
+            _stock(f"stock-tuned-{tokens}", stock.tuned(tokens), **PRIORITIES)
+            for tokens in stock.CHUNK_TOKENS
+        ),
+        *(
+            _stock(f"stock-interleaved-{tokens}", stock.interleaved(tokens), **PRIORITIES)
+            for tokens in stock.CHUNK_TOKENS
         ),
         _ours("non-preemptive", "non_preemptive", predicts=True),
         _ours("coserve", "coserve", predicts=True, takes_slo=True),
@@ -74,6 +78,12 @@ SYSTEMS: Final[Mapping[str, System]] = {
     )
 }
 """Every system by name; a new contender is a new entry."""
+
+SEARCHED: Final[Mapping[str, Sequence[str]]] = {
+    kind: [name for name in SYSTEMS if name.startswith(f"{kind}-")]
+    for kind in ("stock-tuned", "stock-interleaved")
+}
+"""Names that stand for several systems, of which the best one counts."""
 
 BASELINE: Final = "online-only"
 """Latencies are divided by this system's."""
@@ -100,37 +110,3 @@ def server_flags(
             if target_s is not None:
                 flags += [flag, f"{target_s * 1e3:.3f}"]
     return tuple(flags)
-
-
-@dataclass(frozen=True, slots=True)
-class ServerPlan:
-    """A server to start. Two runs with equal plans can share one."""
-
-    system: System
-    flags: tuple[str, ...]
-
-    @property
-    def module(self) -> str:
-        """The Python module that is the server."""
-        if self.system.is_ours:
-            return _OURS
-        return _STOCK if cpu.has_cuda() else _STOCK_ON_CPU
-
-    def make(self, log_path: Path, ready_timeout_s: float) -> LocalServer:
-        """Return the server, not started yet."""
-        flags, environment = self.flags, dict(os.environ)
-        if self.module == _STOCK_ON_CPU:
-            # What our launcher defaults to on a CPU; a flag given later wins.
-            flags = (*cpu.default_flags(), *flags)
-            cpu.set_environment_defaults(environment)
-            with cpu.divided_cores(1, environment):
-                environment = dict(environment)
-            paths = (str(_BENCHMARKS), environment.get("PYTHONPATH", ""))
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        return LocalServer(
-            flags,
-            module=self.module,
-            log_path=log_path,
-            ready_timeout_s=ready_timeout_s,
-            extra_env=environment,
-        )

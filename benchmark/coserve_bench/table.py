@@ -8,10 +8,11 @@ from typing import Final
 
 from rich.table import Table
 
-from coserve_bench.summary import Row, Spread
+from common.results import markdown_table
+from coserve_bench.summary import Row, Spread, searched
 from sglang_coserve.metrics import SloTargets
 
-__all__ = ["markdown", "markdown_table", "overview"]
+__all__ = ["markdown", "overview"]
 
 _COLUMNS: Final = (
     "system",
@@ -37,10 +38,16 @@ output tokens over the window."""
 
 def markdown(title: str, rows: Sequence[Row]) -> str:
     """Return the whole comparison, a table for each load."""
-    parts = [f"# {title}", _NOTES]
+    parts, best = [f"# {title}", _NOTES], searched(rows)
     for load, group in groupby(rows, key=lambda row: row.load):
         parts.append(f"## Online load: {load:.0%} of capacity")
         parts.append(markdown_table(_COLUMNS, [_cells(row) for row in group]))
+        parts += [
+            f"*{kind}* is `{name}` here: the best P99 TTFT at coserve's offline tokens/s or more, "
+            "else the most offline tokens/s."
+            for (at, kind), name in best.items()
+            if at == load
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -64,12 +71,6 @@ def overview(rows: Sequence[Row]) -> Table:
             _median(row.ratios.get("offline_tokens_per_s"), "{:.2f}×"),
         )
     return table
-
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table, the first column to the left, the others to the right."""
-    lines = [columns, ["---", *("--:" for _ in columns[1:])], *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _cells(row: Row) -> list[str]:

@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from sglang_coserve.batch.fair_slots import Lane
-from sglang_coserve.batch.output_lengths import OutputLengths
-from sglang_coserve.batch.record import BatchRecord, Progress, Status, Usage
+from sglang_coserve.batch.record import JobRecord, Status
 from sglang_coserve.core.request import RequestClass
+from sglang_coserve.lines.fair_slots import JobShare
+from sglang_coserve.lines.output_lengths import OutputLengths
+from sglang_coserve.lines.progress import Progress, Usage
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.workload import TraceRequest
@@ -32,11 +33,6 @@ class Line:
     limit_tokens: int
     estimated_tokens: int
 
-    @property
-    def body(self) -> dict[str, int]:
-        """What of its body tells how long its answer may be."""
-        return {"max_tokens": self.limit_tokens}
-
     def request(self, seed: int) -> SimRequest:
         """Return it as an offline request of the simulator."""
         trace = TraceRequest(self.index, 0.0, self.prompt_tokens, self.output_tokens)
@@ -54,7 +50,7 @@ class SimBatch:
     owner: str
     arrival_s: float
     lines: Sequence[Line]
-    lane: Lane = field(init=False)
+    share: JobShare = field(init=False)
     unsent: deque[Line] = field(init=False)
     lengths: OutputLengths = field(default_factory=OutputLengths)
     completed: int = 0
@@ -62,7 +58,7 @@ class SimBatch:
     estimated_done_tokens: int = 0
 
     def __post_init__(self) -> None:
-        self.lane = Lane(self.owner, 0, 1.0, math.inf)
+        self.share = JobShare(self.owner, 0, 1.0, math.inf)
         self.unsent = deque(self.lines)
 
     @property
@@ -75,10 +71,10 @@ class SimBatch:
         """True when every line has ended."""
         return self.completed == len(self.lines)
 
-    def record(self) -> BatchRecord:
+    def record(self) -> JobRecord:
         """Return it as the store would keep it."""
         usage = Usage(input_tokens=self.took_tokens)
-        return BatchRecord(
+        return JobRecord(
             id=str(self.number),
             owner=self.owner,
             endpoint="/v1/completions",

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from forecast_bench.batches import Line, SimBatch
 from sglang_coserve.batch.eta import outlooks
-from sglang_coserve.batch.fair_slots import Share
 from sglang_coserve.batch.forecast_errors import Finish, ForecastErrors, Past
 from sglang_coserve.batch.rate_forecast import HOUR_S, RateForecast, Served
 from sglang_coserve.batch.token_rate import TokenRate
+from sglang_coserve.lines.fair_slots import Share
 from sglang_coserve.simulator.observer import IterationRecord, RequestEvent
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.source import Source
@@ -86,15 +86,15 @@ class Feed(Source):
                 key=lambda b: (
                     self._owners[b.owner].taken_per_weight,
                     b.owner,
-                    b.lane.taken_per_weight,
+                    b.share.taken_per_weight,
                 ),
             )
             line = batch.unsent.popleft()
             request = line.request(batch.number)
             request.arrive_at(now_s)
-            request.expected_output_tokens = batch.lengths.expected(line.body)
+            request.expected_output_tokens = batch.lengths.expected(line.limit_tokens)
             self._lines[request.info.rid] = batch, line
-            for share in (batch.lane, self._owners[batch.owner]):
+            for share in (batch.share, self._owners[batch.owner]):
                 share.begin(line.estimated_tokens)
             yield request
 
@@ -105,9 +105,9 @@ class Feed(Source):
         batch, line = self._lines.pop(request.info.rid)
         tokens = line.prompt_tokens + line.output_tokens
         self._rate.add(tokens)
-        for share in (batch.lane, self._owners[batch.owner]):
+        for share in (batch.share, self._owners[batch.owner]):
             share.end(line.estimated_tokens, tokens)
-        batch.lengths.add(line.body, line.output_tokens)
+        batch.lengths.add(line.limit_tokens, line.output_tokens)
         batch.completed += 1
         batch.took_tokens += tokens
         batch.estimated_done_tokens += line.estimated_tokens
@@ -131,7 +131,7 @@ class Feed(Source):
             self._is_working = True
         owner = self._owners.setdefault(batch.owner, Share())
         others = [each for each in self._running if each.owner == batch.owner]
-        batch.lane.level(each.lane for each in others)
+        batch.share.level(each.share for each in others)
         if not others:
             owner.level(self._owners[each.owner] for each in self._running)
         self._running.append(batch)

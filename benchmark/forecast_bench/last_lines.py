@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from forecast_bench.batches import Line
-from sglang_coserve.batch.output_lengths import OutputLengths
 from sglang_coserve.core.policies import make_policy
+from sglang_coserve.lines.output_lengths import OutputLengths
 from sglang_coserve.simulator.engine import Engine
 from sglang_coserve.simulator.executor import Executor
 from sglang_coserve.simulator.observer import IterationRecord, RequestEvent
@@ -70,7 +70,7 @@ class _Feed(Source):
             line = self._unsent.popleft()
             request = line.request(self._seed)
             request.arrive_at(now_s)
-            request.expected_output_tokens = self._lengths.expected(line.body)
+            request.expected_output_tokens = self._lengths.expected(line.limit_tokens)
             self._in_flight[request.info.rid] = line
             yield request
 
@@ -78,7 +78,7 @@ class _Feed(Source):
         """See ``Observer``."""
         if event is RequestEvent.FINISHED:
             line = self._in_flight.pop(request.info.rid)
-            self._lengths.add(line.body, line.output_tokens)
+            self._lengths.add(line.limit_tokens, line.output_tokens)
 
     def on_iteration(self, record: IterationRecord) -> None:
         """See ``Observer``."""

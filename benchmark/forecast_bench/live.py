@@ -11,12 +11,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-import httpx
 import openai
 
-from batch_bench.batch_server import BatchServer
-from batch_bench.input_file import write_lines
-from coserve_bench.model import ServedModel, prepare_model
+from common.batch_server import BatchServer, openai_client
+from common.input_file import write_lines
+from common.model import ServedModel, prepare_model
 
 __all__ = ["live"]
 
@@ -99,13 +98,7 @@ def _online(base_url: str, model: ServedModel, rate_per_s: float, seed: int) -> 
     """Within it online requests come at random times."""
     stop = threading.Event()
     rng = random.Random(seed)
-    client = openai.OpenAI(
-        base_url=f"{base_url}/v1",
-        api_key="none",
-        max_retries=0,
-        timeout=60.0,
-        http_client=httpx.Client(trust_env=False, timeout=60.0),
-    )
+    client = openai_client(base_url)
 
     def ask(prompt: list[int], tokens: int) -> None:
         with suppress(openai.OpenAIError):

@@ -2,53 +2,99 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
-import sys
+import signal
+import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Final
+from typing import IO, Any, Final
 
-from gpu.child import Ended, run_child
-from gpu.record import Status, StepRecord, read_json
-from gpu.setting import Setting
-from gpu.steps import Step
+import psutil
 
-__all__ = ["INCOMPLETE_EXIT", "REFUSED_EXIT", "Driver", "next_step"]
+from common.results import markdown_table, write_json
+from gpu.steps import DRY_RUN_NOTE, Setting, Step
 
-REFUSED_EXIT: Final = 4
-"""Exit status of a step that cannot be measured here; ``reported.json`` says why."""
+__all__ = ["Driver", "Record", "Status", "next_step"]
 
-INCOMPLETE_EXIT: Final = 5
-"""Exit status of a step that had too little time, and can go on."""
-
-_BENCHMARKS: Final = Path(__file__).resolve().parent.parent
-GRACE_S: Final = 45.0
-"""Longer than the processes that a step starts are given by it."""
+_BENCHMARKS: Final = Path(__file__).resolve().parents[1]
+_OTHER_BACKEND: Final = "triton"
+_GRACE_S: Final = 45.0
+"""Longer than the processes that a command starts are given by it."""
 
 _MARGIN_S: Final = 20.0
 _TAIL_LINES: Final = 40
 _TRIES: Final = 3
 """Most attempts at one step in one run; only one that was partial is tried again."""
 
-_RANKS: Final = {None: 0, Status.PARTIAL: 1, Status.REFUSED: 2, Status.FAILED: 2}
+_PR_SET_CHILD_SUBREAPER: Final = 36
+
+
+class Status(StrEnum):
+    """How the last attempt ended."""
+
+    DONE = "done"
+    """Everything is measured; a later run skips the step."""
+
+    PARTIAL = "partial"
+    """Stopped by the time or by Ctrl-C; what it measured is kept, and it can go on."""
+
+    FAILED = "failed"
+
+
+_RANKS: Final = {None: 0, Status.PARTIAL: 1, Status.FAILED: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """``OUT/STEP.json``."""
+
+    step: str
+    question: str
+    status: Status
+    attempts: int
+    seconds: float
+    """Of all attempts."""
+
+    dry_run: bool
+    command: str
+    """Of the run that made the last attempt."""
+
+    machine: Mapping[str, Any]
+    attention_backend: str
+    problem: str = ""
+    log_tail: tuple[str, ...] = ()
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> Record | None:
+        """Return what was written; None where there is no file."""
+        if not path.exists():
+            return None
+        fields = json.loads(path.read_text())
+        fields |= {"status": Status(fields["status"]), "log_tail": tuple(fields["log_tail"])}
+        return cls(**fields)
 
 
 def next_step(
     steps: Sequence[Step],
-    records: Mapping[str, StepRecord],
+    records: Mapping[str, Record],
     remaining_s: float,
     excluded: Collection[str] = (),
 ) -> Step | None:
     """Return what to run next; None when nothing is left that fits into the time.
 
-    First what was never tried, in order of value, then what was stopped, then what
-    failed or was refused: one expensive step must not keep the others from a figure.
+    First what was never tried, in order of value, then what was stopped, then what failed: one
+    expensive step must not keep the others from a figure.
     """
     ranked = []
     for step in steps:
-        record = records.get(step.name)
-        status = record.status if record is not None else None
+        status = records[step.name].status if step.name in records else None
         is_open = status is not Status.DONE and step.name not in excluded
         if is_open and step.least_s <= remaining_s:
             ranked.append((_RANKS[status], step))
@@ -56,10 +102,7 @@ def next_step(
 
 
 class Driver:
-    """The steps of one folder.
-
-    A record on the disk says how each step stands, so that a later process goes on.
-    """
+    """The steps of one folder; a record on the disk says how each stands."""
 
     def __init__(
         self,
@@ -68,32 +111,27 @@ class Driver:
         setting: Setting,
         *,
         command: str,
-        say: Callable[[str], None],
-        changed: Callable[[], None] = lambda: None,
-        grace_s: float = GRACE_S,
+        machine: Mapping[str, Any],
+        say: Callable[[str], None] = print,
+        grace_s: float = _GRACE_S,
     ) -> None:
-        """``say`` is told what happens, ``changed`` called when a record was written.
-
-        A step that is told to end has ``grace_s`` to do so.
-        """
-        self._grace_s = grace_s
+        """``say`` is told what happens; what is told to end has ``grace_s`` to do so."""
         self._steps = steps
         self._out = out
         self._setting = setting
         self._command = command
+        self._machine = machine
         self._say = say
-        self._changed = changed
-        self._records: dict[str, StepRecord] = {}
+        self._grace_s = grace_s
+        self.records: dict[str, Record] = {}
         for step in steps:
             # A record of a dry run must not pass for a measurement, nor the other way round.
-            record = StepRecord.read(self._path(step))
+            record = Record.read(out / f"{step.name}.json")
             if record is not None and record.dry_run == setting.dry_run:
-                self._records[step.name] = record
-
-    @property
-    def records(self) -> list[StepRecord]:
-        """How every step stands that was ever tried, in order of value."""
-        return [self._records[s.name] for s in self._steps if s.name in self._records]
+                self.records[step.name] = record
+        if "smoke" in self.records:
+            backend = self.records["smoke"].attention_backend
+            self._setting = replace(setting, attention_backend=backend)
 
     def run(self, seconds: float) -> None:
         """Run steps for at most so long.
@@ -101,49 +139,107 @@ class Driver:
         Raises:
             KeyboardInterrupt: the step under way has ended and its record is written.
         """
+        # Orphans become our children, whatever they did to their session.
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         end_s = time.monotonic() + seconds
         tries: dict[str, int] = {}
         excluded: set[str] = set()
         while True:
             remaining_s = end_s - time.monotonic() - _MARGIN_S
-            step = next_step(self._steps, self._records, remaining_s, excluded)
+            step = next_step(self._steps, self.records, remaining_s, excluded)
             if step is None:
                 return
             tries[step.name] = tries.get(step.name, 0) + 1
             record = self._attempt(step, min(step.limit_s, remaining_s))
+            if (
+                record.status is Status.FAILED
+                and step.name == "smoke"
+                and self._has_other_backend()
+            ):
+                # The kernels of one backend may not build where those of another do.
+                self._setting = replace(self._setting, attention_backend=_OTHER_BACKEND)
+                remaining_s = end_s - time.monotonic() - _MARGIN_S
+                if step.least_s <= remaining_s:
+                    record = self._attempt(step, min(step.limit_s, remaining_s))
             if record.status is not Status.PARTIAL or tries[step.name] == _TRIES:
                 excluded.add(step.name)
 
-    def _attempt(self, step: Step, limit_s: float) -> StepRecord:
-        folder = self._out / "work" / step.name
+    def markdown(self) -> str:
+        """Return how every step stands, then the tables of each."""
+        lines = ["# Steps on one GPU", ""]
+        if self._setting.dry_run:
+            lines += [f"**{DRY_RUN_NOTE}**", ""]
+        found = [(step, self.records[step.name]) for step in self._steps if self._is_tried(step)]
+        cells = [
+            [
+                step.name,
+                step.question,
+                f"{record.status}: {record.problem}" if record.problem else record.status,
+                str(record.attempts),
+                f"{record.seconds:.0f}",
+            ]
+            for step, record in found
+        ]
+        lines.append(markdown_table(("step", "", "state", "attempts", "s"), cells))
+        for step, record in found:
+            device = record.machine.get("gpu") or record.machine.get("processor")
+            lines += ["", f"## {step.name}: {step.question}", "", f"`{record.command}` on {device}"]
+            table = self._folder(step) / step.tables
+            if step.tables and table.is_file():
+                lines += ["", table.read_text().strip()]
+            if record.log_tail:
+                lines += ["", "```text", *record.log_tail, "```"]
+        return "\n".join(lines) + "\n"
+
+    def _has_other_backend(self) -> bool:
+        return not self._setting.dry_run and self._setting.attention_backend != _OTHER_BACKEND
+
+    def _is_tried(self, step: Step) -> bool:
+        return step.name in self.records
+
+    def _folder(self, step: Step) -> Path:
+        return self._out / "work" / step.name
+
+    def _attempt(self, step: Step, limit_s: float) -> Record:
+        folder = self._folder(step)
         log_path = self._out / "logs" / f"{step.name}.log"
         for needed in (folder, log_path.parent):
             needed.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", step.module, "--folder", str(folder)]
-        command += ["--setting", str(self._out / "setting.json"), "--seconds", f"{limit_s:.0f}"]
         self._say(f"{step.name}: at most {limit_s:.0f} s")
         began_s = time.monotonic()
-        ended = None
+        ended: tuple[Status, str] = (Status.PARTIAL, "interrupted")
         try:
             with log_path.open("wb") as log:
-                ended = run_child(
-                    command, limit_s=limit_s, grace_s=self._grace_s, log=log, env=_environment()
-                )
+                ended = self._run_all(step, folder, limit_s, log)
         finally:
             # Also after Ctrl-C: what was measured is kept.
             record = self._record(step, ended, time.monotonic() - began_s, log_path)
-            record.write(self._path(step))
-            self._records[step.name] = record
-            self._say(": ".join(filter(None, (step.name, record.status.value, record.problem))))
-            self._changed()
+            self.records[step.name] = record
+            write_json(self._out / f"{step.name}.json", asdict(record))
+            self._say(": ".join(filter(None, (step.name, record.status, record.problem))))
+            (self._out / "gpu.md").write_text(self.markdown())
         return record
 
-    def _record(self, step: Step, ended: Ended | None, seconds: float, log: Path) -> StepRecord:
-        reported = read_json(self._out / "work" / step.name / "reported.json") or {}
-        refusal = str(reported.pop("refusal", ""))
-        status, problem = _judge(ended, refusal, has_figures=bool(reported.get("figures")))
-        earlier = self._records.get(step.name)
-        return StepRecord(
+    def _run_all(
+        self, step: Step, folder: Path, limit_s: float, log: IO[bytes]
+    ) -> tuple[Status, str]:
+        """Run the commands of a step, also after one that failed; return how it ended."""
+        end_s = time.monotonic() + limit_s
+        problems = []
+        for command in step.commands(self._setting, folder):
+            code = _run(command, max(1.0, end_s - time.monotonic()), self._grace_s, log)
+            if code is None:
+                return Status.PARTIAL, "stopped at its limit"
+            if code:
+                problems.append(f"{Path(command[1]).name} ended with exit status {code}")
+        return (Status.FAILED, "; ".join(problems)) if problems else (Status.DONE, "")
+
+    def _record(self, step: Step, ended: tuple[Status, str], seconds: float, log: Path) -> Record:
+        status, problem = ended
+        results = self._folder(step) / step.results
+        earlier = self.records.get(step.name)
+        shows_log = status is Status.FAILED or not step.tables
+        return Record(
             step=step.name,
             question=step.question,
             status=status,
@@ -151,37 +247,49 @@ class Driver:
             seconds=round(seconds + (earlier.seconds if earlier else 0.0), 1),
             dry_run=self._setting.dry_run,
             command=self._command,
+            machine=self._machine,
+            attention_backend=self._setting.attention_backend,
             problem=problem,
-            log_tail=_tail(log) if status is Status.FAILED else (),
-            measured=reported,
+            log_tail=_tail(log) if shows_log else (),
+            figures=json.loads(results.read_text()) if results.is_file() else {},
         )
 
-    def _path(self, step: Step) -> Path:
-        return self._out / f"{step.name}.json"
 
+def _run(command: Sequence[str], limit_s: float, grace_s: float, log: IO[bytes]) -> int | None:
+    """Run a command; return its exit status, None where it ran into its limit.
 
-def _judge(ended: Ended | None, refusal: str, *, has_figures: bool) -> tuple[Status, str]:
-    if ended is None:
-        return Status.PARTIAL, "interrupted"
-    if ended.was_killed:
-        return Status.FAILED, "ran past its limit and did not end when it was told to"
-    if ended.was_stopped:
-        problem = "stopped at its limit"
-        return (Status.PARTIAL, problem) if has_figures else (Status.FAILED, problem)
-    if ended.code == 0:
-        return Status.DONE, ""
-    if ended.code == INCOMPLETE_EXIT:
-        return Status.PARTIAL, "more to measure"
-    if ended.code == REFUSED_EXIT:
-        return Status.REFUSED, refusal
-    return Status.FAILED, f"ended with exit status {ended.code}"
-
-
-def _environment() -> dict[str, str]:
-    paths = [str(_BENCHMARKS), str(_BENCHMARKS.parent / "python")]
-    if inherited := os.environ.get("PYTHONPATH"):
-        paths.append(inherited)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    At the limit it gets SIGINT, which it should answer by ending its own processes and keeping
+    its results, and ``grace_s`` later SIGKILL. A KeyboardInterrupt does the same, and is raised
+    again. What is left of its descendants is killed: a server that stayed would keep the GPU's
+    memory.
+    """
+    paths = [str(_BENCHMARKS), str(_BENCHMARKS.parent / "python"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        # A terminal's Ctrl-C reaches only us, and we pass it on.
+        start_new_session=True,
+    )
+    try:
+        return process.wait(limit_s)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as reason:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            process.wait(grace_s)
+        if isinstance(reason, KeyboardInterrupt):
+            raise
+        return None
+    finally:
+        while left := psutil.Process().children(recursive=True):
+            for child in left:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+            psutil.wait_procs(left)
+        process.wait()
 
 
 def _tail(path: Path) -> tuple[str, ...]:

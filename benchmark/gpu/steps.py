@@ -1,46 +1,243 @@
-"""What there is to measure, the most valuable first."""
+"""What there is to measure on a GPU, the most valuable first: command lines of other programs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
-__all__ = ["STEPS", "Step", "select"]
+from gpu.trace_slices import SLICES, write_slice
 
-LIMIT_S: Final = 480.0
+__all__ = ["DRY_RUN_NOTE", "STEPS", "Setting", "Step", "select"]
+
+DRY_RUN_NOTE: Final = (
+    "Dry run on a CPU with a tiny model: no figure here says anything about a GPU."
+)
+_BENCHMARKS: Final = Path(__file__).resolve().parents[1]
+_GPU_TESTS: Final = _BENCHMARKS.parent / "test" / "srt" / "safepoint_cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How servers are started; the same for every system that is compared."""
+
+    dry_run: bool
+    """On this CPU, with a tiny model and tiny counts, to find faults."""
+
+    model_path: str
+    load_format: str = "dummy"
+    attention_backend: str = "flashinfer"
+    sampling_backend: str = "pytorch"
+    more_flags: tuple[str, ...] = ()
+    """Of the user, for every server."""
+
+    def server_settings(self) -> dict[str, Any]:
+        """Return the ``ServerArgs`` fields that every engine gets, but for the model."""
+        if self.dry_run:
+            return {"max_total_tokens": 16384, "chunked_prefill_size": 512}
+        return {
+            "load_format": self.load_format,
+            "dtype": "bfloat16",
+            "attention_backend": self.attention_backend,
+            "sampling_backend": self.sampling_backend,
+            "context_length": 32768,
+            "chunked_prefill_size": 8192,
+            "mem_fraction_static": 0.85,
+            "cuda_graph_max_bs_decode": 256,
+        }
+
+    def server_flags(self) -> list[str]:
+        """Return the same as flags, those of the user behind them."""
+        settings = self.server_settings().items()
+        flags = [word for name, v in settings for word in (f"--{name.replace('_', '-')}", str(v))]
+        return [*flags, *self.more_flags]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One process that measures one thing, and goes on where an earlier one was stopped."""
+    """One thing to measure. Its commands go on where an earlier attempt was stopped."""
 
     name: str
-    module: str
-    """Run with ``python -m``; sees ``benchmark/`` and ``python/`` on its path. Several steps may
-    share one, which knows them by name."""
-
     question: str
     """What its figures answer, for the tables."""
 
     least_s: float
     """With less time than this, it is not worth starting."""
 
-    limit_s: float = LIMIT_S
+    commands: Callable[[Setting, Path], Sequence[Sequence[str]]]
+    """Given the setting and the step's folder, which has ``profile`` and others beside it."""
+
+    results: str = ""
+    """JSON file in the folder that holds the figures."""
+
+    tables: str = ""
+    """Markdown file in the folder; without one the end of the log is shown."""
+
+    limit_s: float = 480.0
     """Longest time of one attempt."""
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Online requests of one co-serving step."""
+
+    rates_per_s: tuple[float, ...]
+    slo_scales: tuple[float, ...] = (1.2,)
+    trace: str | None = None
+    """One of ``SLICES``; None: ConServe §6.2's Gamma arrivals, CV 0.5."""
+
+    systems: tuple[str, ...] = ("online-only", "coserve", "non-preemptive", "stock-priority")
+    """In this order, so that what is stopped early has what matters most."""
+
+    window_s: int = 50
+
+    def commands(self, setting: Setting, folder: Path) -> list[list[str]]:
+        """Return the command line of ``bench_coserve.py``."""
+        dry = setting.dry_run
+        # With a capacity of 1 req/s the load is the rate.
+        flags: dict[str, object] = {
+            "out": folder,
+            "capacity": 1,
+            "repeats": 1,
+            "drain": 120,
+            "model-path": setting.model_path,
+            "window": 5 if dry else self.window_s,
+            "warmup": 1 if dry else 5,
+            "online-warmup": 1 if dry else 5,
+            "ready-timeout": 400,
+            "offline-input-len": 128 if dry else 4096,
+            "offline-output-len": 8 if dry else 128,
+            "offline-lines": 2000 if dry else 2500,
+            "offline-concurrency": 4 if dry else 96,
+        }
+        if self.trace is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            flags["online-trace"] = write_slice(folder / f"{self.trace}.csv", SLICES[self.trace])
+        else:
+            flags |= {"cv": 0.5, "online-range-ratio": 1}
+            flags |= {"online-input-len": 64 if dry else 4096}
+            flags |= {"online-output-len": 8 if dry else 256}
+        # What the first attempt had stays: runs with another profile would not compare.
+        profile, own = folder.parent / "profile" / "profile.json", folder / "latency_profile.json"
+        if profile.is_file() and not (folder / "settings.json").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            own.write_bytes(profile.read_bytes())
+        if own.is_file():
+            flags["latency-profile"] = own
+        command = _python("bench_coserve.py", flags)
+        command += ["--online-load", *map(str, self.rates_per_s), "--systems", *self.systems]
+        command += ["--slo-scale", *map(str, self.slo_scales)]
+        return [[*command, f"--server-flags={' '.join(setting.server_flags())}"]]
+
+
+def _profile(setting: Setting, folder: Path) -> list[list[str]]:
+    command = [sys.executable, "-m", "sglang_coserve", "profile", "--resume"]
+    command += ["--model-path", setting.model_path, "--output", str(folder / "profile.json")]
+    command += ["--plot", str(folder / "profile.png"), "--quiet"]
+    command += ["--time-limit", "12" if setting.dry_run else "240"]
+    command += ["--max-shapes", "30" if setting.dry_run else "400"]
+    return [[*command, "--log-level", "error", *setting.server_flags()]]
+
+
+def _safepoint(setting: Setting, folder: Path) -> list[list[str]]:
+    flags: dict[str, object] = {
+        "model-path": setting.model_path,
+        "out": folder / "safepoint_gpu.json",
+    }
+    if setting.dry_run:
+        flags |= {"chunk-tokens": 256, "prompt-tokens": 256, "offline-requests": 2}
+        flags |= {"online-tokens": 16, "arrivals": 3, "interval": 2}
+    else:
+        flags |= {"load-format": setting.load_format, "repeats": 8, "arrivals": 60}
+        flags |= {"attention-backend": setting.attention_backend}
+    return [[*_python("bench_safepoint_gpu.py", flags), "--intervals", "4", "8"]]
+
+
+def _kv(setting: Setting, folder: Path) -> list[list[str]]:
+    flags: dict[str, object] = {"model-path": setting.model_path}
+    cache = _python("bench_kv_gpu.py", flags | {"out": folder / "kv_gpu.json"})
+    servers = flags | {"out": folder / "servers.json", "repeats": 1, "page-size": 1}
+    servers |= {"seconds": 5 if setting.dry_run else 30}
+    serving = _python("bench_kv_checkpoint.py", servers)
+    serving += ["--loads", "documents", f"--server-flags={' '.join(setting.server_flags())}"]
+    return [[*cache, *(["--tiny"] if setting.dry_run else [])], serving]
+
+
+def _overlap(setting: Setting, folder: Path) -> list[list[str]]:
+    dry = setting.dry_run
+    # On a CPU the schedulers' own defaults serve. No larger decode graphs than the batches.
+    settings = {} if dry else setting.server_settings() | {"cuda_graph_max_bs_decode": 32}
+    flags: dict[str, object] = {
+        "model-path": setting.model_path,
+        "settings": json.dumps(settings),
+        "rounds": 1 if dry else 3,
+        "passes": 10 if dry else 100,
+        "limit-s": 5 if dry else 10,
+        "out": folder / "overhead.json",
+    }
+    systems = [f"{who} overlap {how}" for who in ("coserve", "stock") for how in ("on", "off")]
+    command = [*_python("bench_overhead.py", flags), "--systems", *systems]
+    return [[*command, "--waiting", *(["100"] if dry else ["100", "10000"])]]
+
+
+def _tests(_setting: Setting, _folder: Path) -> list[list[str]]:
+    root = _BENCHMARKS.parent
+    command = [sys.executable, "-m", "pytest", "--rootdir", str(root), "-c"]
+    command += [str(root / "pyproject.toml"), "-p", "no:cacheprovider", "-v", "-m", "gpu"]
+    return [[*command, str(_GPU_TESTS)]]
+
+
+def _python(program: str, flags: Mapping[str, object]) -> list[str]:
+    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+    return [sys.executable, str(_BENCHMARKS / program), *words]
+
+
+def _coload(name: str, question: str, load: Load, least_s: float = 200) -> Step:
+    return Step(name, question, least_s, load.commands, "results.json", "table.md")
+
+
 STEPS: Final = (
-    Step("smoke", "gpu.smoke", "Does the stack serve both classes, with CUDA graphs?", 120),
-    Step("profile", "gpu.profile", "How well are iteration times predicted?", 120),
-    Step("coload", "gpu.coload", "Both classes on one engine, Gamma arrivals at 2 req/s", 200),
-    Step("safepoint", "gpu.safepoint", "What safepoints cost, and how soon they free the GPU", 90),
-    Step("kv", "gpu.kv", "KV checkpoints: bandwidth, reclaim, resume, interference, a race", 60),
-    Step("overlap", "gpu.overlap", "Scheduling overhead of an iteration, overlap on and off", 120),
-    Step("tests", "gpu.gpu_tests", "Tests that need a GPU", 60),
-    Step("coload-rates", "gpu.coload", "The same at 1, 3 and 4 req/s", 200),
-    Step("coload-azure", "gpu.coload", "The same with arrivals like Azure's", 200),
-    Step("coload-burstgpt", "gpu.coload", "The same with arrivals like BurstGPT's", 200),
+    _coload(
+        "smoke",
+        "Does the stack serve both classes?",
+        Load((1.0,), systems=("online-only", "coserve"), window_s=8),
+        least_s=120,
+    ),
+    Step("profile", "How well are step times predicted?", 120, _profile, "profile.json"),
+    _coload(
+        "coload",
+        "Both classes on one engine, Gamma arrivals at 2 req/s",
+        Load((2.0,), slo_scales=(1.0, 1.2)),
+    ),
+    Step(
+        "safepoint",
+        "What safepoints cost, and how soon they free the GPU",
+        90,
+        _safepoint,
+        "safepoint_gpu.json",
+        "safepoint_gpu.md",
+    ),
+    Step(
+        "kv",
+        "KV checkpoints: bandwidth, reclaim, resume, interference, a race",
+        60,
+        _kv,
+        "kv_gpu.json",
+    ),
+    Step(
+        "overlap",
+        "Scheduling overhead of a step, overlap on and off",
+        120,
+        _overlap,
+        "overhead.json",
+    ),
+    Step("tests", "Tests that need a GPU", 60, _tests),
+    _coload("coload-rates", "The same at 1, 3 and 4 req/s", Load((1.0, 3.0, 4.0))),
+    _coload("coload-azure", "With arrivals like Azure's", Load((4.0,), trace="azure")),
+    _coload("coload-burstgpt", "With arrivals like BurstGPT's", Load((2.0,), trace="burstgpt")),
 )
 
 

@@ -6,19 +6,20 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
 import zmq
 
+from common.schedulers import start_scheduler
+from common.tokenized_request import tokenized_request
 from interference_bench.cpu_clock import CpuClock
 from interference_bench.load import Load, OnlineRequest
 from interference_bench.systems import System
-from tokenized_request import tokenized_request
 
-__all__ = ["Engine", "OnlineOutcome", "Outcome", "start_scheduler"]
+__all__ = ["Engine", "OnlineOutcome", "Outcome", "settings_of"]
 
 _WARM_UP_S: Final = 3.0
 """Offline requests run before the first online one, so that none meets an empty engine."""
@@ -37,7 +38,9 @@ class Outcome:
     """Prompt tokens of requests that had their first token, and output tokens."""
 
     num_unfinished: int
-    counters: dict[str, float] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+    """What became of offline requests since the engine began, as in ``/coserve/status``."""
+
     report: dict[str, Any] = field(default_factory=dict)
     """The server's own account of what online requests got, and would have got alone."""
 
@@ -83,7 +86,7 @@ class Engine:
         self._clock = CpuClock()
         self._clock.install()  # Before SGLang, which keeps references to the other.
         self._system = system
-        self._scheduler = start_scheduler(system, model, targets_ms)
+        self._scheduler = start_scheduler(model, *settings_of(system, targets_ms))
         self._vocab_size = int(self._scheduler.model_config.vocab_size)
         self._live: dict[str, _Live] = {}
         self._due: deque[tuple[float, str, OnlineRequest]] = deque()
@@ -285,6 +288,7 @@ class Engine:
             requests=[_online_outcome(live) for live in online],
         )
         if self._system.coserve is not None:
+            outcome.counters = dict(self._scheduler.parts.events)
             outcome.report = self._scheduler.parts.admission.interference.monitor.report(
                 self._clock()
             ).to_dict()
@@ -298,38 +302,19 @@ def _online_outcome(live: _Live) -> OnlineOutcome:
     return OnlineOutcome(live.tenant, ttft_s, tpot_s)
 
 
-def start_scheduler(system: System, model: Path, targets_ms: Mapping[str, float]) -> Any:
-    """Return a scheduler with its model loaded, in this process."""
-    from sglang_coserve.srt import compat, cpu
-
-    cpu.set_environment_defaults()
-    import torch
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.server_args import PortArgs, ServerArgs
-
-    from sglang_coserve.config import CoserveConfig
-    from sglang_coserve.srt.scheduler import CoserveScheduler
-
-    torch.set_num_threads(1)
-    cpu.install_replacements()
-    server_args = ServerArgs(
-        **{
-            **cpu.FLAG_DEFAULTS,
-            "model_path": str(model),
-            "chunked_prefill_size": 2048,
-            "skip_server_warmup": True,
-            "disable_overlap_schedule": True,
-            "log_level": "warning",
-            **system.flags,
-        }
-    )
-    kind: type = Scheduler
-    if system.coserve is not None:
-        targets = targets_ms if system.takes_slo else {}
-        config = CoserveConfig(**{**targets, **system.coserve})
-        if config.offline_policy != "fifo":
-            config = replace(config, startup_profile_seconds=_PROFILE_S)
-        server_args._coserve = config
-        kind = CoserveScheduler
-    port_args = PortArgs.init_new(server_args)
-    return compat.start_scheduler(kind, server_args, port_args, 0, configures=False)
+def settings_of(
+    system: System, targets_ms: Mapping[str, float]
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the settings of SGLang and of co-serving; None for stock SGLang."""
+    settings = {
+        "chunked_prefill_size": 2048,
+        "skip_server_warmup": True,
+        "disable_overlap_schedule": True,
+        **system.flags,
+    }
+    if system.coserve is None:
+        return settings, None
+    coserve = {**(targets_ms if system.takes_slo else {}), **system.coserve}
+    if coserve.get("offline_policy") != "fifo":
+        coserve["startup_profile_seconds"] = _PROFILE_S
+    return settings, coserve

@@ -10,10 +10,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from common.stock import best_setting
 from interference_bench.engine import Outcome
-from interference_bench.systems import ALONE
+from interference_bench.systems import ALONE, SEARCHED
 
-__all__ = ["print_table", "row"]
+__all__ = ["print_table", "row", "searched"]
 
 
 def row(outcome: Outcome) -> dict[str, Any]:
@@ -27,6 +28,7 @@ def row(outcome: Outcome) -> dict[str, Any]:
         "itl_p99_ms": _percentile_ms(outcome.gaps_s, 99),
         "offline_tokens_per_s": outcome.offline_tokens / outcome.seconds,
         "busy_share": outcome.busy_s / outcome.seconds,
+        "counters": outcome.counters,
         "report": outcome.report,
     }
 
@@ -59,7 +61,33 @@ def print_table(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None
                 f"{min(tokens):,.0f}–{max(tokens):,.0f}",
             )
         table.add_section()
-    Console(width=150).print(table)
+    console = Console(width=150)
+    console.print(table)
+    for (traffic, load, kind), name in searched(rows).items():
+        console.print(f"{traffic} at {load:.0%}: {kind} is {name!r}", highlight=False)
+
+
+def searched(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, float, str], str]:
+    """Return which system counts of those of ``SEARCHED`` for each load: see ``stock``."""
+    by_system: dict[tuple[str, float], dict[str, list[Mapping[str, Any]]]] = {}
+    for one in rows:
+        of_load = by_system.setdefault((one["traffic"], one["load"]), {})
+        of_load.setdefault(one["system"], []).append(one)
+    found = {}
+    for (traffic, load), of_load in by_system.items():
+        medians = {
+            name: (
+                statistics.median(one["ttft_p99_ms"] for one in runs),
+                statistics.median(one["offline_tokens_per_s"] for one in runs),
+            )
+            for name, runs in of_load.items()
+        }
+        ours_per_s = medians.get("coserve", (0.0, 0.0))[1]
+        for kind, beginning in SEARCHED.items():
+            candidates = {name: c for name, c in medians.items() if name.startswith(beginning)}
+            if candidates:
+                found[traffic, load, kind] = best_setting(candidates, ours_per_s)
+    return found
 
 
 def _median(runs: Sequence[Mapping[str, Any]], name: str) -> str:

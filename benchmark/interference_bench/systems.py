@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from packaging.version import Version
+from common import stock
 
-__all__ = ["ALONE", "SYSTEMS", "System"]
+__all__ = ["ALONE", "SEARCHED", "SYSTEMS", "System"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,29 +29,6 @@ class System:
 
     offline_logprobs: int = 0
     """How many log-probabilities each of their tokens comes with."""
-
-    since: str = "0.5.17"
-    """The first version of SGLang that has its flags."""
-
-    @property
-    def can_run(self) -> bool:
-        """Whether the SGLang that is installed has its flags."""
-        return Version(importlib.metadata.version("sglang")) >= Version(self.since)
-
-
-def _stock(chunk_tokens: int) -> System:
-    """Stock SGLang as an expert would run both loads on it.
-
-    Online requests have the higher priority, and decodes ride with prompts.
-    """
-    flags = {"enable_priority_scheduling": True, "enable_mixed_chunk": True}
-    return System(flags={**flags, "chunked_prefill_size": chunk_tokens})
-
-
-def _interleaving(chunk_tokens: int) -> System:
-    """Stock SGLang with a step of decodes alone after each of prefills."""
-    flags = {"enable_priority_scheduling": True, "prefill_decode_interval": 1}
-    return System(flags={**flags, "chunked_prefill_size": chunk_tokens}, since="0.5.19")
 
 
 ALONE: Final = "online alone"
@@ -81,11 +57,28 @@ SYSTEMS: Final[Mapping[str, System]] = {
     "coserve, slowdown 10%": System(
         coserve={"offline_policy": "coserve", "online_slowdown": "10%"}
     ),
+    **{
+        f"coserve, {tokens} tokens of KV, checkpoints {mode}": System(
+            coserve={"offline_policy": "coserve", "online_slowdown": "10%", "kv_checkpoint": mode},
+            flags={"max_total_tokens": tokens},
+        )
+        for tokens in (4096, 12288, 65536)
+        for mode in ("off", "eager", "pressure")
+    },
     "fifo": System(coserve={"offline_policy": "fifo"}),
     "non-preemptive": System(
         coserve={"offline_policy": "non_preemptive", "safepoint_interval": 0}, takes_slo=True
     ),
-    **{f"stock, chunks of {tokens}": _stock(tokens) for tokens in (128, 256, 512, 2048)},
-    **{f"stock, decodes between chunks of {n}": _interleaving(n) for n in (128, 256, 512)},
+    **{
+        f"stock, chunks of {tokens}": System(flags=stock.tuned(tokens))
+        for tokens in stock.CHUNK_TOKENS
+    },
+    **{
+        f"stock, decodes between chunks of {tokens}": System(flags=stock.interleaved(tokens))
+        for tokens in stock.CHUNK_TOKENS
+    },
 }
 """By name; latencies are divided by those of ``ALONE``."""
+
+SEARCHED: Final = {"stock tuned": "stock, chunks", "stock interleaved": "stock, decodes between"}
+"""Of the systems whose names begin so the best one counts: see ``stock``."""

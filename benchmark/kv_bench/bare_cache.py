@@ -6,7 +6,6 @@ the right KV can be told at any time. One cache in a process.
 
 from __future__ import annotations
 
-import tempfile
 import zlib
 from array import array
 from types import SimpleNamespace
@@ -14,13 +13,12 @@ from typing import Any
 
 import torch
 
-from kv_bench.rows import Rows, publish_settings, tokens_of
-from sglang_coserve.config import CoserveConfig
+from kv_bench.pools import KvShape, make_pools
+from kv_bench.rows import Rows, tokens_of
 from sglang_coserve.core.kv_checkpoint import CheckpointPolicy
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.srt import compat, cpu
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
-from sglang_coserve.srt.kv_checkpoint.settings import server_settings
 
 __all__ = ["BareEngine"]
 
@@ -44,48 +42,14 @@ class BareEngine:
         rows: int = 128,
         heads: int = 1,
     ) -> None:
-        cpu.set_environment_defaults()
-        from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-        from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+        shape = KvShape(_LAYERS, heads, 1, slots, page_tokens, rows, context, torch.float32)
+        shares = {RequestClass.OFFLINE: 1 - online_share, RequestClass.ONLINE: online_share}
+        pools = make_pools(shape, policy, shares, device="cpu", host_times=host_slots / slots)
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-        from sglang_coserve.srt.kv_checkpoint.cache import CheckpointCache
-        from sglang_coserve.srt.kv_checkpoint.cpu import install_cpu_copies
-
-        install_cpu_copies()
-        if not torch.distributed.is_initialized():
-            with tempfile.NamedTemporaryFile(delete=False) as store:
-                torch.distributed.init_process_group(
-                    "gloo", init_method=f"file://{store.name}", rank=0, world_size=1
-                )
         self.slots, self.page_tokens = slots, page_tokens
-        self.kv = MHATokenToKVPool(
-            slots, page_tokens, torch.float32, heads, 1, _LAYERS, "cpu", enable_memory_saver=False
-        )
-        if page_tokens == 1:
-            self.allocator = TokenToKVPoolAllocator(
-                slots, torch.float32, "cpu", self.kv, need_sort=False
-            )
-        else:
-            self.allocator = PagedTokenToKVPoolAllocator(
-                slots, page_tokens, torch.float32, "cpu", self.kv, need_sort=False
-            )
-        self.table = ReqToTokenPool(rows, context, "cpu", enable_memory_saver=False)
-        settings = server_settings(CoserveConfig(kv_checkpoint="eager"), on_cpu=True)
-        server_args = publish_settings(
-            **settings, hicache_ratio=host_slots / slots, page_size=page_tokens
-        )
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=self.table,
-            token_to_kv_pool_allocator=self.allocator,
-            page_size=page_tokens,
-            tp_cache_group=torch.distributed.group.WORLD,
-        )
-        shares = {RequestClass.OFFLINE: 1 - online_share, RequestClass.ONLINE: online_share}
-        self.cache = CheckpointCache(params, server_args, policy, shares)
+        self.kv, self.allocator = pools.kv, pools.allocator
+        self.table, self.cache = pools.table, pools.cache
         self.hooks = KvCheckpointing(self.cache)
         self.running: list[Req] = []
         self._rows = Rows(self.cache, self.allocator, self.table)

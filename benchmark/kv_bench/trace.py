@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import statistics
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from sglang_coserve.local_server import LocalServer
-from sglang_coserve.srt import cpu
+from common.servers import make_server
+from common.streamed_load import StreamedLoad, StreamedRequest
+from sglang_coserve.metrics import throughput
 
 __all__ = ["LOADS", "Load", "Run", "run"]
 
@@ -103,95 +104,68 @@ def run(
     mode: str,
     *,
     page_size: int,
-    model: Path,
+    flags: Sequence[str],
     work: Path,
     seconds: float,
 ) -> Run:
     """Start a server, load it, and return its figures."""
-    flags = ["--model-path", str(model), "--log-level", "warning"]
+    flags = [*flags, "--log-level", "warning"]
     flags += ["--max-total-tokens", str(load.kv_tokens), "--page-size", str(page_size)]
     flags += ["--offline-policy", "coserve", "--slo-ttft-ms", str(TTFT_TARGET_MS)]
     flags += ["--kv-checkpoint", mode]
-    cores = nullcontext() if cpu.has_cuda() else cpu.divided_cores(1)
     log_path = work / f"{load.name}-{mode}-{repeat}.log"
-    with cores, LocalServer(flags, log_path=log_path) as server:
+    with make_server(flags, is_ours=True, log_path=log_path) as server:
         return asyncio.run(_send(load, server.base_url, repeat, mode, seconds))
 
 
 async def _send(load: Load, base_url: str, repeat: int, mode: str, seconds: float) -> Run:
     """Send both classes for so long; the same prompts for every mode of a repeat."""
-    rng = random.Random(repeat)
-    tokens = [0]
-    ttfts_ms: list[float] = []
-    end_s = time.perf_counter() + seconds
-
-    async with httpx.AsyncClient(base_url=base_url, timeout=None) as client:
-
-        async def offline_loop(stream: random.Random) -> None:
-            while time.perf_counter() < end_s:
-                prompt = stream.choices(range(16, 700), k=load.offline_prompt_tokens)
-                async for _ in generated(client, prompt, load.offline_output_tokens, offline=True):
-                    tokens[0] += time.perf_counter() < end_s
-
-        async def online_request(prompt: list[int]) -> None:
-            begin_s, is_first = time.perf_counter(), True
-            async for _ in generated(client, prompt, load.online_output_tokens, offline=False):
-                if is_first:
-                    ttfts_ms.append((time.perf_counter() - begin_s) * 1e3)
-                is_first = False
-
-        async def bursts() -> None:
-            arrivals = []
-            while time.perf_counter() + load.burst_every_s < end_s:
-                await asyncio.sleep(load.burst_every_s)
-                for _ in range(load.burst_requests):
-                    prompt = rng.choices(range(16, 700), k=load.online_prompt_tokens)
-                    arrivals.append(asyncio.create_task(online_request(prompt)))
-            await asyncio.gather(*arrivals)
-
-        loops = [
-            asyncio.create_task(offline_loop(random.Random((repeat + 1) * 1000 + number)))
-            for number in range(load.offline_concurrency)
-        ]
-        await bursts()
-        await asyncio.sleep(max(0.0, end_s - time.perf_counter()))
-        status = (await client.get("/coserve/status")).json()["replicas"][0]
-        for task in loops:
-            task.cancel()
-        await asyncio.gather(*loops, return_exceptions=True)
+    offline_requests = _requests(
+        random.Random(repeat + 1000),
+        load.offline_prompt_tokens,
+        load.offline_output_tokens,
+        custom_params={"coserve_class": "offline"},
+        stream_interval=OFFLINE_STREAM_INTERVAL,
+    )
+    online_requests = _requests(
+        random.Random(repeat), load.online_prompt_tokens, load.online_output_tokens
+    )
+    bursts = range(1, int(seconds / load.burst_every_s))
+    arrivals_s = [load.burst_every_s * n for n in bursts for _ in range(load.burst_requests)]
+    began_s = time.perf_counter()
+    async with StreamedLoad(
+        base_url, offline_requests, concurrency=load.offline_concurrency
+    ) as offline:
+        async with StreamedLoad(base_url, online_requests, arrivals_s=arrivals_s) as online:
+            await online.finished()
+        await asyncio.sleep(max(0.0, began_s + seconds - time.perf_counter()))
+        async with httpx.AsyncClient(base_url=base_url, trust_env=False) as client:
+            status = (await client.get("/coserve/status")).json()["replicas"][0]
     checkpointing = status["kv_checkpoint"]
-    offline = checkpointing["classes"]["offline"]
-    percentiles = statistics.quantiles(ttfts_ms, n=100)
+    found = checkpointing["classes"]["offline"]
+    ttfts_s = [t.ttft_s for t in online.timelines(began_s) if t.ttft_s is not None]
+    percentiles = statistics.quantiles(ttfts_s, n=100)
     return Run(
         load.name,
         repeat,
         mode,
-        tokens[0] / seconds,
-        percentiles[49],
-        percentiles[98],
-        len(ttfts_ms),
+        throughput(offline.timelines(began_s), 0.0, seconds).output_tokens_per_s,
+        percentiles[49] * 1e3,
+        percentiles[98] * 1e3,
+        len(ttfts_s),
         status["offline"]["evicted"],
-        offline["recomputed_tokens"],
-        offline["recompute_tax"],
+        found["recomputed_tokens"],
+        found["recompute_tax"],
         checkpointing,
     )
 
 
-async def generated(
-    client: httpx.AsyncClient, prompt: list[int], max_new_tokens: int, *, offline: bool
-) -> Any:
-    """Yield once for every token of one request that has come."""
-    sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens, "ignore_eos": True}
-    if offline:
-        sampling["custom_params"] = {"coserve_class": "offline"}
-        sampling["stream_interval"] = OFFLINE_STREAM_INTERVAL
-    body = {"input_ids": prompt, "sampling_params": {**sampling, "temperature": 0.0}}
-    seen = 0
-    async with client.stream("POST", "/generate", json={**body, "stream": True}) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                count = json.loads(line[6:])["meta_info"]["completion_tokens"]
-                for _ in range(count - seen):
-                    yield
-                seen = count
+def _requests(
+    rng: random.Random, prompt_tokens: int, output_tokens: int, **sampling: Any
+) -> Iterator[StreamedRequest]:
+    """Yield requests without end, on SGLang's own route."""
+    params = {"max_new_tokens": output_tokens, "ignore_eos": True, "temperature": 0.0, **sampling}
+    for number in count():
+        prompt = rng.choices(range(16, 700), k=prompt_tokens)
+        body = {"input_ids": prompt, "sampling_params": params, "stream": True}
+        yield StreamedRequest(f"request-{number}", "/generate", body)

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import httpx
 
-from batch_bench.batch_server import BatchServer
-from batch_bench.input_file import COMPLETIONS
+from common.batch_server import BatchServer
+from common.input_file import COMPLETIONS
 
 __all__ = ["LOADS", "Loads"]
 

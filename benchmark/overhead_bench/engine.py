@@ -11,10 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
+from common.schedulers import start_scheduler
+from common.tokenized_request import tokenized_request
 from overhead_bench.systems import RUNNING, System
-from sglang_coserve.config import CoserveConfig
-from sglang_coserve.srt import compat, cpu
-from tokenized_request import tokenized_request
+from sglang_coserve.srt import cpu
 
 __all__ = ["Engine", "Pass"]
 
@@ -47,7 +47,7 @@ class Engine:
     """A scheduler whose event loop runs for some passes at a time."""
 
     def __init__(self, system: System, model: Path) -> None:
-        self.scheduler = start_scheduler(system, model)
+        self.scheduler = start(system, model)
         self._is_stock = system.policy is None
         self._is_planned = system.policy not in (None, "fifo")
         self._clock_s = time.perf_counter if cpu.has_cuda() else time.thread_time
@@ -157,37 +157,22 @@ class Engine:
         self.scheduler.process_input_requests([request])
 
 
-def start_scheduler(system: System, model: Path) -> Any:
-    """Return a scheduler with its model loaded, in this process."""
-    cpu.set_environment_defaults()
-    import torch
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.server_args import PortArgs, ServerArgs
-
-    from sglang_coserve.srt.scheduler import CoserveScheduler
-
+def start(system: System, model: Path) -> Any:
+    """Return a scheduler with as many places as run at a time."""
     settings = {
-        "model_path": str(model),
         "max_running_requests": RUNNING,
         "max_total_tokens": 32768,
         "chunked_prefill_size": 512,
-        "log_level": "warning",
+        **({} if cpu.has_cuda() else {"sleep_on_idle": False}),
         **system.flags,
     }
-    if not cpu.has_cuda():
-        torch.set_num_threads(1)
-        cpu.install_replacements()
-        settings = {**cpu.FLAG_DEFAULTS, "sleep_on_idle": False, **settings}
-    server_args = ServerArgs(**settings)
-    kind: type = Scheduler
-    if system.policy is not None:
-        server_args._coserve = CoserveConfig(
-            offline_policy=system.policy,
-            # So long that no offline request is held back: as many run as with stock SGLang.
-            slo_ttft_ms=5000.0,
-            slo_tpot_ms=2000.0,
-            startup_profile_seconds=0.0,
-        )
-        kind = CoserveScheduler
-    port_args = PortArgs.init_new(server_args)
-    return compat.start_scheduler(kind, server_args, port_args, 0, configures=False)
+    if system.policy is None:
+        return start_scheduler(model, settings, None)
+    coserve = {
+        "offline_policy": system.policy,
+        # So long that no offline request is held back: as many run as with stock SGLang.
+        "slo_ttft_ms": 5000.0,
+        "slo_tpot_ms": 2000.0,
+        "startup_profile_seconds": 0.0,
+    }
+    return start_scheduler(model, settings, coserve)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import psutil
 
-ONLINE_TOKENS: Final = 32
 ONLINE_OUTPUT_TOKENS: Final = 4
 DECODED_TOKENS: Final = 64
 POLL_S: Final = 0.002
@@ -27,8 +26,14 @@ class SystemSpec:
     context: int
     interval: int
     ttft_ms: float
-    is_long: bool
+    is_long: bool = False
     """Offline iterations as long as prompts; else the defaults."""
+
+    online_tokens: int = 32
+    """Of an online prompt."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ``ServerArgs`` in place of those for a CPU."""
 
 
 @dataclass
@@ -51,16 +56,21 @@ class Measured:
         from sglang_coserve.srt.engine import CoserveEngine
 
         self._rng = random.Random(0)
-        self._context = spec.context
+        self._online_tokens = spec.online_tokens
         engine = LongIterationsEngine if spec.is_long else CoserveEngine
         self._engine: Any = engine(
             model_path=str(spec.model),
-            dtype="float32",
-            max_total_tokens=4 * spec.context,
-            chunked_prefill_size=spec.context,
-            max_prefill_tokens=spec.context,
             disable_radix_cache=True,
-            sleep_on_idle=False,  # As wherever there is a GPU.
+            **(
+                spec.settings
+                or {
+                    "dtype": "float32",
+                    "max_total_tokens": 4 * spec.context,
+                    "chunked_prefill_size": spec.context,
+                    "max_prefill_tokens": spec.context,
+                    "sleep_on_idle": False,  # As wherever there is a GPU.
+                }
+            ),
             coserve_config=CoserveConfig(
                 # ConServe's policy does not shorten iterations for those who may arrive.
                 offline_policy="conserve" if spec.is_long else "coserve",
@@ -134,7 +144,7 @@ class Measured:
 
         async def decodes(end_s: float) -> None:
             while time.perf_counter() < end_s:
-                prompt = self._tokens(ONLINE_TOKENS)
+                prompt = self._tokens(self._online_tokens)
                 times_s = await self._token_times_s(prompt, DECODED_TOKENS, offline=False)
                 load.gaps_ms += [(b - a) * 1e3 for a, b in pairwise(times_s)]
 
@@ -164,9 +174,9 @@ class Measured:
         return (after_s - before_s) / seconds
 
     def status(self) -> dict[str, Any]:
-        """Return what the scheduler says of its safepoints."""
+        """Return what the scheduler says of its safepoints; nothing where it has none."""
         (state,) = self._run(self._engine.tokenizer_manager.get_internal_state())
-        return dict(state["coserve"]["safepoints"])
+        return dict(state["coserve"].get("safepoints", {}))
 
     # --- Requests ------------------------------------------------------------------------
 
@@ -174,7 +184,7 @@ class Measured:
         return self._rng.choices(self._vocabulary, k=count)
 
     async def _online_ttft_ms(self) -> float:
-        return await self._first_token_s(self._tokens(ONLINE_TOKENS), offline=False) * 1e3
+        return await self._first_token_s(self._tokens(self._online_tokens), offline=False) * 1e3
 
     async def _first_token_s(self, prompt: list[int], *, offline: bool) -> float:
         """Return when the first token came; the request has ended then."""

@@ -10,10 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
+from common.schedulers import start_scheduler
+from common.tokenized_request import tokenized_request
 from interference_bench.cpu_clock import CpuClock
-from interference_bench.engine import start_scheduler
+from interference_bench.engine import settings_of
 from interference_bench.systems import System
-from tokenized_request import tokenized_request
 
 __all__ = ["Run", "SuspendedEngine"]
 
@@ -45,7 +46,7 @@ class SuspendedEngine:
         os.environ["OMP_NUM_THREADS"] = "1"
         self._clock = CpuClock()
         self._clock.install()
-        self._scheduler = start_scheduler(_SYSTEM, model, {})
+        self._scheduler = start_scheduler(model, *settings_of(_SYSTEM, {}))
         runner = self._scheduler.parts.runner
         assert runner.safepoints is not None, runner.why_no_safepoints
         self._outputs: dict[str, list[int]] = {}

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, get_origin, get_type_hints
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from sglang_coserve.core.kv_checkpoint import CheckpointMode
 from sglang_coserve.core.scheduler_config import OnlineOrder, Overload
 from sglang_coserve.core.slo import Latency, Slo, Statistic, parse_slo, request_targets
+from sglang_coserve.core.validation import STRICT, explain
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
 
@@ -80,6 +82,10 @@ _AUTO = "auto"
 _SLOWDOWN = "10%"
 """What --online-slowdown is where nobody says anything about targets or policy."""
 
+_POSITIVE = Field(gt=0)
+_NOT_NEGATIVE = Field(ge=0)
+_SHARE = Field(ge=0, le=1)
+
 
 def _setting(default: Any, doc: str, **cli: Any) -> Any:
     """A field whose docstring is also the help of its flag."""
@@ -94,14 +100,14 @@ class CoserveConfig:
         ConfigError: on construction, when a value is out of its range.
     """
 
-    slo_ttft_ms: float | None = _setting(
+    slo_ttft_ms: Annotated[float | None, _POSITIVE] = _setting(
         None,
         "Target for the time to first token of every online request that brings none of its own, "
         "in milliseconds. /coserve/status shows the share of requests within it.",
         type=float,
         metavar="MS",
     )
-    slo_tpot_ms: float | None = _setting(
+    slo_tpot_ms: Annotated[float | None, _POSITIVE] = _setting(
         None,
         "Target for the mean time per output token (after the first) of every online request "
         "that brings none of its own, in milliseconds. /coserve/status shows the share of "
@@ -157,7 +163,7 @@ class CoserveConfig:
         nargs="+",
         metavar="NAME",
     )
-    offline_utility_ratio: float | None = _setting(
+    offline_utility_ratio: Annotated[float | None, _SHARE] = _setting(
         None,
         "How often the next offline request is one that shares its prompt's head with those before "
         "it, rather than the one that has waited longest: HyGen's utility ratio, from 0 to 1, 0.95 "
@@ -165,7 +171,7 @@ class CoserveConfig:
         type=float,
         metavar="SHARE",
     )
-    offline_random_picks: int | None = _setting(
+    offline_random_picks: Annotated[int | None, _NOT_NEGATIVE] = _setting(
         None,
         "How many offline decodes are drawn at random for a step that cannot hold all of them, "
         "before the shortest fill it up: K of OOCO's mix decoding selection, 8 by default. For "
@@ -173,7 +179,7 @@ class CoserveConfig:
         type=int,
         metavar="N",
     )
-    offline_max_running: int | None = _setting(
+    offline_max_running: Annotated[int | None, _POSITIVE] = _setting(
         None,
         "Most offline requests that may run at once; by default bounded only by "
         "--max-running-requests and by memory.",
@@ -187,7 +193,7 @@ class CoserveConfig:
         "server profiles briefly at start-up.",
         metavar="PROFILE.json",
     )
-    startup_profile_seconds: float = _setting(
+    startup_profile_seconds: Annotated[float, _NOT_NEGATIVE] = _setting(
         10.0,
         "How long to profile at start-up when there is no --latency-profile; 0: not at all, the "
         "model's shape and the device's peaks give a first guess. In each case every iteration "
@@ -195,7 +201,7 @@ class CoserveConfig:
         type=float,
         metavar="S",
     )
-    iteration_budget_ms: float | None = _setting(
+    iteration_budget_ms: Annotated[float | None, _POSITIVE] = _setting(
         None,
         "Longest iteration, as predicted, that offline work may make, in milliseconds; coserve "
         "profile slo finds the one that just meets given SLOs. By default the deadlines of the "
@@ -203,7 +209,7 @@ class CoserveConfig:
         type=float,
         metavar="MS",
     )
-    safepoint_interval: int | None = _setting(
+    safepoint_interval: Annotated[int | None, _NOT_NEGATIVE] = _setting(
         None,
         "Suspend a batch of offline requests for online ones in the middle of a forward pass, "
         "before every N-th layer of the model; at most a quarter of the layers. It goes on later, "
@@ -227,33 +233,34 @@ class CoserveConfig:
     )
 
     kv_checkpoint: str = _setting(
-        CheckpointMode.OFF.value,
+        _AUTO,
         "Keep the KV of offline requests in host memory, so that it is reclaimed for online ones "
         "at once and comes back without being computed again. eager: copy it as it is made. lazy: "
         "copy only what is reclaimed, while online requests wait. pressure: as eager, while the "
-        "device's KV memory is nearly full.",
-        choices=tuple(mode.value for mode in CheckpointMode),
+        "device's KV memory is nearly full. auto: off for now, on a CPU because the same memory "
+        "does more as KV memory, on a GPU because they have not run there yet.",
+        choices=(_AUTO, *(mode.value for mode in CheckpointMode)),
     )
-    kv_checkpoint_host_gb: float | None = _setting(
+    kv_checkpoint_host_gb: Annotated[float | None, _POSITIVE] = _setting(
         None,
         "Host memory for KV, in GB for each GPU; by default twice the device's KV memory.",
         type=float,
         metavar="GB",
     )
-    kv_checkpoint_offline_share: float = _setting(
+    kv_checkpoint_offline_share: Annotated[float, _SHARE] = _setting(
         1.0,
         "Part of that memory that offline requests may use.",
         type=float,
         metavar="SHARE",
     )
-    kv_checkpoint_online_share: float = _setting(
+    kv_checkpoint_online_share: Annotated[float, _SHARE] = _setting(
         0.0,
         "Part of that memory for cached prefixes of online requests; together with "
         "--kv-checkpoint-offline-share at most 1.",
         type=float,
         metavar="SHARE",
     )
-    kv_checkpoint_watermark: float = _setting(
+    kv_checkpoint_watermark: Annotated[float, _SHARE] = _setting(
         0.8,
         "Part of the device's KV memory in use above which --kv-checkpoint pressure copies.",
         type=float,
@@ -276,28 +283,30 @@ class CoserveConfig:
         "/v1/batches are off, so that nothing is kept unasked.",
         metavar="DIRECTORY",
     )
-    batch_max_upload_mib: int = _setting(
+    batch_max_upload_mib: Annotated[int, _POSITIVE] = _setting(
         200, "Largest file that may be uploaded for a batch, in MiB.", type=int, metavar="MIB"
     )
-    batch_max_lines: int = _setting(50_000, "Most requests in one batch.", type=int, metavar="N")
-    batch_max_in_flight: int = _setting(
+    batch_max_lines: Annotated[int, _POSITIVE] = _setting(
+        50_000, "Most requests in one batch.", type=int, metavar="N"
+    )
+    batch_max_in_flight: Annotated[int, _POSITIVE] = _setting(
         512,
         "Most lines of all batches that the engine has at once: it chooses among them by shared "
         "prefixes, and runs as many as fit.",
         type=int,
         metavar="N",
     )
-    batch_max_active: int = _setting(
+    batch_max_active: Annotated[int, _POSITIVE] = _setting(
         256, "Most unfinished batches, of all API keys together.", type=int, metavar="N"
     )
-    batch_max_active_per_key: int | None = _setting(
+    batch_max_active_per_key: Annotated[int | None, _POSITIVE] = _setting(
         None,
         "Most unfinished batches of one API key. By default as many as are still free of "
         "--batch-max-active, so half of it for one key alone.",
         type=int,
         metavar="N",
     )
-    batch_max_stored_gib_per_key: float | None = _setting(
+    batch_max_stored_gib_per_key: Annotated[float | None, _POSITIVE] = _setting(
         None,
         "Most that the files of one API key may take on the disk, in GiB: uploads and results. "
         "What a running batch writes may exceed it; a new one is refused then. By default as much "
@@ -320,69 +329,17 @@ class CoserveConfig:
     def __post_init__(self) -> None:
         for name in ("slo", "offline_objectives"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # argparse makes a list.
-        for name in ("slo_ttft_ms", "slo_tpot_ms", "iteration_budget_ms"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{_flag(name)} must be a positive number of ms, got {value}")
+        for field in dataclasses.fields(self):
+            _check(field, getattr(self, field.name))
         for text in self.slo:
             _slo(text)
         if self.online_slowdown is not None:
             _slowdown(self.online_slowdown)
-        if not 0 <= self.startup_profile_seconds < math.inf:
-            raise ConfigError(
-                f"{_flag('startup_profile_seconds')} must be a number of seconds, 0 for none, got "
-                f"{self.startup_profile_seconds}"
-            )
         if self.offline_policy == _AUTO:
             object.__setattr__(self, "offline_policy", "coserve")
             if not self.slos():
                 object.__setattr__(self, "online_slowdown", _SLOWDOWN)
-        if self.offline_policy not in OFFLINE_POLICIES:
-            raise ConfigError(
-                f"{_flag('offline_policy')} must be one of {', '.join(OFFLINE_POLICIES)}, "
-                f"got {self.offline_policy!r}"
-            )
-        for name, choices in (("online_order", ONLINE_ORDERS), ("overload", OVERLOADS)):
-            value = getattr(self, name)
-            if value not in choices:
-                raise ConfigError(
-                    f"{_flag(name)} must be one of {', '.join(choices)}, got {value!r}"
-                )
-        ratio, picks = self.offline_utility_ratio, self.offline_random_picks
-        if ratio is not None and not 0 <= ratio <= 1:
-            raise ConfigError(f"{_flag(_UTILITY)} must be from 0 to 1, got {ratio}")
-        if picks is not None and picks < 0:
-            raise ConfigError(f"{_flag(_RANDOM)} must be at least 0, got {picks}")
-        if self.safepoint_interval is not None and self.safepoint_interval < 0:
-            raise ConfigError(
-                f"{_flag('safepoint_interval')} must be a number of layers, 0 for no safepoints, "
-                f"got {self.safepoint_interval}"
-            )
-        if self.media_sources not in MEDIA_SOURCES:
-            raise ConfigError(
-                f"{_flag('media_sources')} must be one of {', '.join(MEDIA_SOURCES)}, got "
-                f"{self.media_sources!r}"
-            )
         _check_kv_checkpoint(self)
-        for name in (
-            "batch_max_upload_mib",
-            "batch_max_lines",
-            "batch_max_in_flight",
-            "batch_max_active",
-            "batch_max_active_per_key",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{_flag(name)} must be at least 1, got {value}")
-        stored_gib = self.batch_max_stored_gib_per_key
-        if stored_gib is not None and not (math.isfinite(stored_gib) and stored_gib > 0):
-            raise ConfigError(
-                f"{_flag('batch_max_stored_gib_per_key')} must be above 0 GiB, got {stored_gib}"
-            )
-        if self.offline_max_running is not None and self.offline_max_running < 1:
-            raise ConfigError(
-                f"{_flag('offline_max_running')} must be at least 1, got {self.offline_max_running}"
-            )
         self._refuse_flags_without_effect()
 
     def _refuse_flags_without_effect(self) -> None:
@@ -407,6 +364,13 @@ class CoserveConfig:
         for name, other in _NEEDS.items():
             if name in changed and other not in changed:
                 raise ConfigError(f"{_flag(name)} has no effect alone: add {_flag(other)}")
+
+    @property
+    def checkpoint_mode(self) -> CheckpointMode:
+        """When KV is copied to the host. ``auto`` takes nothing of it unasked on any machine yet:
+        docs/kv_checkpoint.md says what decided that."""
+        is_auto = self.kv_checkpoint == _AUTO
+        return CheckpointMode.OFF if is_auto else CheckpointMode(self.kv_checkpoint)
 
     @property
     def ignores_targets(self) -> bool:
@@ -470,23 +434,19 @@ class CoserveConfig:
         return dataclasses.asdict(self)
 
 
+def _check(field: dataclasses.Field[Any], value: object) -> None:
+    """Refuse a value that is out of the field's range, or none of its choices."""
+    if field.name in _RANGES:
+        try:
+            _RANGES[field.name].validate_python(value)
+        except ValidationError as error:
+            raise ConfigError(f"{_flag(field.name)} {explain(error)}") from error
+    choices = field.metadata["cli"].get("choices")
+    if choices is not None and value not in choices:
+        raise ConfigError(f"{_flag(field.name)} must be one of {', '.join(choices)}, got {value!r}")
+
+
 def _check_kv_checkpoint(config: CoserveConfig) -> None:
-    modes = [mode.value for mode in CheckpointMode]
-    if config.kv_checkpoint not in modes:
-        raise ConfigError(
-            f"{_flag('kv_checkpoint')} must be one of {', '.join(modes)}, "
-            f"got {config.kv_checkpoint!r}"
-        )
-    host_gb = config.kv_checkpoint_host_gb
-    if host_gb is not None and not (math.isfinite(host_gb) and host_gb > 0):
-        raise ConfigError(f"{_flag('kv_checkpoint_host_gb')} must be above 0 GB, got {host_gb}")
-    for name in (
-        "kv_checkpoint_offline_share",
-        "kv_checkpoint_online_share",
-        "kv_checkpoint_watermark",
-    ):
-        if not 0 <= getattr(config, name) <= 1:
-            raise ConfigError(f"{_flag(name)} must be from 0 to 1, got {getattr(config, name)}")
     if config.kv_checkpoint_offline_share + config.kv_checkpoint_online_share > 1:
         raise ConfigError(
             f"{_flag('kv_checkpoint_offline_share')} and {_flag('kv_checkpoint_online_share')} "
@@ -500,6 +460,15 @@ def _check_kv_checkpoint(config: CoserveConfig) -> None:
                     f"{_flag(field.name)} has no effect with {_flag('kv_checkpoint')} "
                     f"{config.kv_checkpoint}: leave it out, or choose {' or '.join(useful)}"
                 )
+
+
+_RANGES: Mapping[str, TypeAdapter[Any]] = MappingProxyType(
+    {
+        name: TypeAdapter(kind, config=STRICT)
+        for name, kind in get_type_hints(CoserveConfig, include_extras=True).items()
+        if get_origin(kind) is Annotated
+    }
+)
 
 
 def _flag(field_name: str) -> str:

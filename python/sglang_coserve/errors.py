@@ -11,6 +11,7 @@
     ├── InputFileError         a whole file cannot be used (JSONL, trace, profile)
     ├── WorkloadError          one row of a trace or workload is malformed
     ├── InfeasibleError        no schedule can meet the stated target
+    ├── StorageError           the disk is full or failing; what was stored stays
     └── ServerError            the server refused, failed, or is gone
         └── ServerGoneError    no answer after every retry
 
@@ -29,6 +30,7 @@ __all__ = [
     "ServerError",
     "ServerGoneError",
     "StartupError",
+    "StorageError",
     "UnknownClassError",
     "UnsupportedError",
     "WorkloadError",
@@ -69,6 +71,10 @@ class WorkloadError(CoserveError):
 
 class InfeasibleError(CoserveError):
     """No schedule can meet the stated target; the message names the nearest one."""
+
+
+class StorageError(CoserveError):
+    """The disk is full or failing; nothing that was stored is lost."""
 
 
 class ServerError(CoserveError):

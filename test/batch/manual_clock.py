@@ -15,6 +15,9 @@ class ManualClock:
     """A clock of the Batch API. Threads and processes take real time, so waits poll."""
 
     def __init__(self, now_s: float = 1_000_000.0) -> None:
+        self.step_s = STEP_S
+        """What passes between two looks; less of it while what is waited for takes real time."""
+
         self._now_s = now_s
         self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
         self._order = count()
@@ -45,4 +48,4 @@ class ManualClock:
         while not is_true():
             assert loop.time() < give_up_s, f"still waiting: {what or is_true}"
             await asyncio.sleep(0.001)
-            self.advance(STEP_S)
+            self.advance(self.step_s)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sglang_coserve.batch.record import BatchRecord, FileRecord
+from sglang_coserve.batch.record import FileRecord, JobRecord
 
 
-def a_batch(**changes: object) -> BatchRecord:
-    batch = BatchRecord(
+def a_batch(**changes: object) -> JobRecord:
+    batch = JobRecord(
         id="batch_1",
         owner="o",
         endpoint="/v1/completions",

@@ -37,8 +37,8 @@ def test_every_flag_is_taken() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"batch_max_upload_mib": 0}, "--batch-max-upload-mib must be at least 1"),
-        ({"batch_max_lines": -1}, "--batch-max-lines must be at least 1"),
+        ({"batch_max_upload_mib": 0}, "--batch-max-upload-mib must be greater than 0"),
+        ({"batch_max_lines": -1}, "--batch-max-lines must be greater than 0"),
         ({"batch_webhook_url": "https://example.org/"}, "add --coserve-data-dir"),
     ],
 )

@@ -14,11 +14,11 @@ from sglang_coserve.batch.eta import Work, outlooks, remaining_tokens, served_be
 from sglang_coserve.batch.forecast_errors import ForecastErrors, Past
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.rate_forecast import RateForecast
-from sglang_coserve.batch.record import BatchRecord, Progress, Usage
+from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.render import batch_object
-from sglang_coserve.batch.retry import RetryPolicy
 from sglang_coserve.batch.window import window_s
 from sglang_coserve.errors import ConfigError
+from sglang_coserve.lines.progress import Progress, Usage
 
 EXACT = ForecastErrors([Past(1.0, 1.0)] * 20)
 """Nobody was ever wrong."""
@@ -79,7 +79,7 @@ def test_delays_are_those_of_a_simulation(batches: list[Work], tokens_per_s: flo
     assert max(delays) == pytest.approx(total_s)
 
 
-def served(**changes: object) -> BatchRecord:
+def served(**changes: object) -> JobRecord:
     return replace(a_batch(), total_lines=100, estimated_tokens=1000, **changes)  # type: ignore[arg-type]
 
 
@@ -164,19 +164,6 @@ def test_what_is_no_window(text: str) -> None:
     with pytest.raises(BatchRequestError, match="completion_window") as caught:
         window_s(text, 366 * 86400)
     assert caught.value.param == "completion_window"
-
-
-class HalfRandom:
-    """The middle of every range."""
-
-    def uniform(self, low: float, high: float) -> float:
-        return (low + high) / 2
-
-
-def test_retries_wait_longer_and_end() -> None:
-    policy = RetryPolicy(max_attempts=5, first_delay_s=1.0, max_delay_s=3.0)
-    delays = [policy.delay_s(failures, HalfRandom()) for failures in range(1, 6)]  # type: ignore[arg-type]
-    assert delays == [0.75, 1.5, 2.25, 2.25, None]
 
 
 @pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_coserve.batch.fair_slots import FairSlots, Lane
+from sglang_coserve.lines.fair_slots import FairSlots, JobShare
 
 
 async def keep_sending(
-    slots: FairSlots, lane: Lane, name: str, tokens: int, served: Counter[str], lines: int
+    slots: FairSlots, job: JobShare, name: str, tokens: int, served: Counter[str], lines: int
 ) -> None:
     """Send lines one after the other as fast as the slots allow."""
-    slots.join(lane)
+    slots.join(job)
 
     async def one_line() -> None:
         for _ in range(3):
@@ -25,36 +25,36 @@ async def keep_sending(
 
     async with asyncio.TaskGroup() as group:
         for _ in range(lines):
-            await slots.acquire(lane, 1, tokens)
+            await slots.acquire(job, 1, tokens)
             task = group.create_task(one_line())
-            task.add_done_callback(lambda _: slots.release(lane, 1, tokens, tokens))
-    slots.leave(lane)
+            task.add_done_callback(lambda _: slots.release(job, 1, tokens, tokens))
+    slots.leave(job)
 
 
 @settings(deadline=None)
 @given(
-    lanes=st.lists(
+    jobs=st.lists(
         st.tuples(st.sampled_from([0.5, 1.0, 3.0]), st.integers(1, 50)), min_size=2, max_size=4
     ),
     max_lines=st.integers(1, 3),
 )
 def test_lanes_share_by_weight_to_within_one_line(
-    lanes: list[tuple[float, int]], max_lines: int
+    jobs: list[tuple[float, int]], max_lines: int
 ) -> None:
-    """All lanes want more than they get, so that their shares can be compared at any moment."""
+    """All jobs want more than they get, so that their shares can be compared at any moment."""
 
     async def scenario() -> None:
         slots = FairSlots(max_lines, 1000)
-        members = [Lane("a", 0, weight, 0.0) for weight, _ in lanes]
+        members = [JobShare("a", 0, weight, 0.0) for weight, _ in jobs]
         served: Counter[str] = Counter()
         senders = [
-            asyncio.create_task(keep_sending(slots, lane, str(i), tokens, served, 10_000))
-            for i, (lane, (_, tokens)) in enumerate(zip(members, lanes, strict=True))
+            asyncio.create_task(keep_sending(slots, job, str(i), tokens, served, 10_000))
+            for i, (job, (_, tokens)) in enumerate(zip(members, jobs, strict=True))
         ]
         for _ in range(200):
             await asyncio.sleep(0)
-            levels = [lane.taken_per_weight for lane in members]
-            bound = max(tokens / weight for weight, tokens in lanes) + 1e-6
+            levels = [job.taken_per_weight for job in members]
+            bound = max(tokens / weight for weight, tokens in jobs) + 1e-6
             assert max(levels) - min(levels) <= bound
             assert slots.lines_in_flight <= max_lines
         for sender in senders:
@@ -96,9 +96,9 @@ def test_owners_share_alike_whatever_their_batches_ask_for(
         taken: Counter[str] = Counter()
         senders = []
         for i, (owner, priority, weight, is_urgent, expected, tokens) in enumerate(batches):
-            lane = Lane(owner, priority, weight, deadline_s=float(i))
-            lane.is_urgent = is_urgent
-            sending = keep_taking(slots, lane, expected, tokens, taken)
+            job = JobShare(owner, priority, weight, deadline_s=float(i))
+            job.is_urgent = is_urgent
+            sending = keep_taking(slots, job, expected, tokens, taken)
             senders.append(asyncio.create_task(sending))
         most = max(max(expected, tokens) for *_, expected, tokens in batches)
         errors = sum(
@@ -117,11 +117,11 @@ def test_owners_share_alike_whatever_their_batches_ask_for(
 
 
 async def keep_taking(
-    slots: FairSlots, lane: Lane, expected: int, tokens: int, taken: Counter[str]
+    slots: FairSlots, job: JobShare, expected: int, tokens: int, taken: Counter[str]
 ) -> None:
     """Send lines one after the other; ``taken`` counts a line in flight as expected, then as it
     was."""
-    slots.join(lane)
+    slots.join(job)
 
     async def one_line() -> None:
         for _ in range(3):
@@ -129,13 +129,13 @@ async def keep_taking(
 
     def ended(task: asyncio.Task[None]) -> None:
         used = 0 if task.cancelled() else tokens
-        taken[lane.owner] += used - expected
-        slots.release(lane, 1, expected, used)
+        taken[job.owner] += used - expected
+        slots.release(job, 1, expected, used)
 
     async with asyncio.TaskGroup() as group:
         while True:
-            await slots.acquire(lane, 1, expected)
-            taken[lane.owner] += expected
+            await slots.acquire(job, 1, expected)
+            taken[job.owner] += expected
             group.create_task(one_line()).add_done_callback(ended)
 
 
@@ -145,13 +145,13 @@ def test_many_batches_earn_an_owner_no_more_than_one(others: int, tokens: int) -
     async def scenario() -> None:
         slots = FairSlots(2, 1000)
         taken: Counter[str] = Counter()
-        greedy = [Lane("greedy", 100, 100.0, 0.0) for _ in range(others)]
-        for lane in greedy:
-            lane.is_urgent = True
-        modest = Lane("modest", -100, 0.01, 9.0)
+        greedy = [JobShare("greedy", 100, 100.0, 0.0) for _ in range(others)]
+        for job in greedy:
+            job.is_urgent = True
+        modest = JobShare("modest", -100, 0.01, 9.0)
         senders = [
-            asyncio.create_task(keep_taking(slots, lane, tokens, tokens, taken))
-            for lane in (*greedy, modest)
+            asyncio.create_task(keep_taking(slots, job, tokens, tokens, taken))
+            for job in (*greedy, modest)
         ]
         while taken["modest"] < 40 * tokens:
             await asyncio.sleep(0)
@@ -167,19 +167,19 @@ def test_an_owner_who_leaves_after_every_line_earns_nothing_by_it() -> None:
     async def scenario() -> None:
         slots = FairSlots(1, 1000)
         taken: Counter[str] = Counter()
-        staying = Lane("staying", 0, 1.0, 0.0)
+        staying = JobShare("staying", 0, 1.0, 0.0)
         stay = keep_taking(slots, staying, 10, 10, taken)
 
         async def come_and_go() -> None:
             while True:
-                lane = Lane("fickle", 0, 1.0, 0.0)
-                slots.join(lane)
+                job = JobShare("fickle", 0, 1.0, 0.0)
+                slots.join(job)
                 try:
-                    await slots.acquire(lane, 1, 90)
+                    await slots.acquire(job, 1, 90)
                     taken["fickle"] += 90
-                    slots.release(lane, 1, 90, 90)
+                    slots.release(job, 1, 90, 90)
                 finally:
-                    slots.leave(lane)
+                    slots.leave(job)
 
         tasks = [asyncio.create_task(stay), asyncio.create_task(come_and_go())]
         while taken["staying"] < 1000:
@@ -194,8 +194,8 @@ def test_an_owner_who_leaves_after_every_line_earns_nothing_by_it() -> None:
     asyncio.run(scenario())
 
 
-def order_of(lanes: dict[str, Lane], running: Lane) -> list[str]:
-    """The order in which waiting lanes are served when slots come free one at a time."""
+def order_of(jobs: dict[str, JobShare], running: JobShare) -> list[str]:
+    """The order in which waiting jobs are served when slots come free one at a time."""
 
     async def scenario() -> list[str]:
         slots = FairSlots(1, 1000)
@@ -203,13 +203,13 @@ def order_of(lanes: dict[str, Lane], running: Lane) -> list[str]:
         await slots.acquire(running, 1, 1)
         order: list[str] = []
 
-        async def wait(name: str, lane: Lane) -> None:
-            slots.join(lane)
-            await slots.acquire(lane, 1, 1)
+        async def wait(name: str, job: JobShare) -> None:
+            slots.join(job)
+            await slots.acquire(job, 1, 1)
             order.append(name)
-            slots.release(lane, 1, 1, 1)
+            slots.release(job, 1, 1, 1)
 
-        waiting = [asyncio.create_task(wait(name, lane)) for name, lane in lanes.items()]
+        waiting = [asyncio.create_task(wait(name, job)) for name, job in jobs.items()]
         await asyncio.sleep(0)
         slots.release(running, 1, 1, 1)
         await asyncio.gather(*waiting)
@@ -218,27 +218,27 @@ def order_of(lanes: dict[str, Lane], running: Lane) -> list[str]:
     return asyncio.run(scenario())
 
 
-def urgent(deadline_s: float, priority: int = 0) -> Lane:
-    lane = Lane("a", priority, 1.0, deadline_s)
-    lane.is_urgent = True
-    return lane
+def urgent(deadline_s: float, priority: int = 0) -> JobShare:
+    job = JobShare("a", priority, 1.0, deadline_s)
+    job.is_urgent = True
+    return job
 
 
 def test_urgent_lanes_go_first_then_priorities() -> None:
-    lanes = {
-        "low": Lane("a", -1, 1.0, 1.0),
-        "normal": Lane("a", 0, 1.0, 1.0),
-        "high": Lane("a", 5, 1.0, 9.0),
+    jobs = {
+        "low": JobShare("a", -1, 1.0, 1.0),
+        "normal": JobShare("a", 0, 1.0, 1.0),
+        "high": JobShare("a", 5, 1.0, 9.0),
         "late": urgent(20.0),
         "soon": urgent(10.0, priority=-5),
     }
-    assert order_of(lanes, Lane("a", 0, 1.0, 0.0)) == ["soon", "late", "high", "normal", "low"]
+    assert order_of(jobs, JobShare("a", 0, 1.0, 0.0)) == ["soon", "late", "high", "normal", "low"]
 
 
 def test_having_been_away_earns_nothing() -> None:
     async def scenario() -> None:
         slots = FairSlots(1, 1000)
-        busy, away = Lane("a", 0, 1.0, 0.0), Lane("a", 0, 1.0, 0.0)
+        busy, away = JobShare("a", 0, 1.0, 0.0), JobShare("a", 0, 1.0, 0.0)
         slots.join(away)
         slots.join(busy)
         for _ in range(100):
@@ -257,7 +257,7 @@ def test_having_been_away_earns_nothing() -> None:
 def test_an_estimate_that_was_wrong_is_forgotten() -> None:
     async def scenario() -> None:
         slots = FairSlots(1, 1000)
-        old, new = Lane("a", 0, 1.0, 0.0), Lane("a", 0, 1.0, 0.0)
+        old, new = JobShare("a", 0, 1.0, 0.0), JobShare("a", 0, 1.0, 0.0)
         slots.join(old)
         await slots.acquire(old, 1, 1000)
         assert old.taken_per_weight == 1000
@@ -271,17 +271,17 @@ def test_an_estimate_that_was_wrong_is_forgotten() -> None:
 def test_a_large_line_goes_alone_and_bytes_are_bounded() -> None:
     async def scenario() -> None:
         slots = FairSlots(100, 10)
-        lane = Lane("a", 0, 1.0, 0.0)
-        slots.join(lane)
-        await slots.acquire(lane, 50, 1)
-        waiting = asyncio.create_task(slots.acquire(lane, 4, 1))
+        job = JobShare("a", 0, 1.0, 0.0)
+        slots.join(job)
+        await slots.acquire(job, 50, 1)
+        waiting = asyncio.create_task(slots.acquire(job, 4, 1))
         await asyncio.sleep(0)
         assert not waiting.done()
-        slots.release(lane, 50, 1, 1)
+        slots.release(job, 50, 1, 1)
         await waiting
-        await slots.acquire(lane, 6, 1)
+        await slots.acquire(job, 6, 1)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(slots.acquire(lane, 1, 1), 0.01)
+            await asyncio.wait_for(slots.acquire(job, 1, 1), 0.01)
         assert (slots.lines_in_flight, slots.bytes_in_flight) == (2, 10)
 
     asyncio.run(scenario())
@@ -292,11 +292,11 @@ def test_a_large_line_goes_alone_and_bytes_are_bounded() -> None:
 def test_cancelled_waits_leak_nothing(data: st.DataObject) -> None:
     async def scenario() -> None:
         slots = FairSlots(2, 1000)
-        lanes = [Lane("a", 0, 1.0, 0.0) for _ in range(4)]
+        jobs = [JobShare("a", 0, 1.0, 0.0) for _ in range(4)]
         served: Counter[str] = Counter()
         senders = [
-            asyncio.create_task(keep_sending(slots, lane, str(i), 1, served, 20))
-            for i, lane in enumerate(lanes)
+            asyncio.create_task(keep_sending(slots, job, str(i), 1, served, 20))
+            for i, job in enumerate(jobs)
         ]
         for sender in senders[:3]:
             for _ in range(data.draw(st.integers(0, 12))):
@@ -312,9 +312,9 @@ def test_cancelled_waits_leak_nothing(data: st.DataObject) -> None:
 def test_a_grant_that_nobody_takes_is_given_to_the_next() -> None:
     async def scenario() -> None:
         slots = FairSlots(1, 1000)
-        first, second, third = (Lane("a", 0, 1.0, 0.0) for _ in range(3))
-        for lane in (first, second, third):
-            slots.join(lane)
+        first, second, third = (JobShare("a", 0, 1.0, 0.0) for _ in range(3))
+        for job in (first, second, third):
+            slots.join(job)
         await slots.acquire(first, 1, 1)
         leaving = asyncio.create_task(slots.acquire(second, 1, 1))
         staying = asyncio.create_task(slots.acquire(third, 1, 1))

@@ -230,17 +230,17 @@ def crash_while(tmp_path: Path, step: str) -> Scene:
         database = sqlite3.connect(tmp_path / "coserve.sqlite")
         match step:
             case "uploading":
-                directory.doubt("file-" + "0" * 24)
+                directory.mark_in_doubt("file-" + "0" * 24)
                 directory.file("file-" + "0" * 24).write_bytes(b"half")
             case "uploaded":
-                directory.doubt(kept.id)
+                directory.mark_in_doubt(kept.id)
             case "about to be deleted":
-                directory.doubt(kept.id)
+                directory.mark_in_doubt(kept.id)
             case "deleted":
-                directory.doubt(kept.id)
+                directory.mark_in_doubt(kept.id)
                 database.execute("DELETE FROM files")
             case "bytes deleted":
-                directory.doubt(kept.id)
+                directory.mark_in_doubt(kept.id)
                 database.execute("DELETE FROM files")
                 directory.file(kept.id).unlink()
         database.commit()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sglang_coserve.batch import StorageError
-from sglang_coserve.batch.journal import TokenJournal
-from sglang_coserve.batch.line_bitmap import LineBitmap
+from sglang_coserve.lines.journal import TokenJournal
+from sglang_coserve.lines.line_bitmap import LineBitmap
 
 COMPACT_BYTES = 300
 LINES = st.integers(1, 5)

@@ -12,9 +12,9 @@ from batch.scenarios import play
 from sglang_coserve.batch import (
     StorageError,
 )
-from sglang_coserve.batch.line_bitmap import LineBitmap
-from sglang_coserve.batch.line_source import LineSource
-from sglang_coserve.batch.worker_threads import WorkerThreads
+from sglang_coserve.lines.line_bitmap import LineBitmap
+from sglang_coserve.lines.line_source import LineSource
+from sglang_coserve.lines.worker_threads import WorkerThreads
 
 
 @settings(deadline=None, max_examples=50)

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 
 from batch.scenarios import opened, play
 from batch.scripted_backend import ScriptedBackend
-from sglang_coserve.batch.line_source import LineSource
-from sglang_coserve.batch.prefix_order import PrefixOrder
-from sglang_coserve.batch.worker_threads import WorkerThreads
 from sglang_coserve.jsonl.prefix_key import MOST_KEY_BYTES, prefix_key
 from sglang_coserve.jsonl.prefix_order import OrderedLine, read_order, write_order
+from sglang_coserve.lines.line_source import LineSource
+from sglang_coserve.lines.prefix_order import PrefixOrder
+from sglang_coserve.lines.worker_threads import WorkerThreads
 
 COMMON = "You are a lighthouse keeper who answers in one sentence. " * 20
 
@@ -180,10 +180,8 @@ def test_a_source_yields_each_line_once_whenever_the_order_comes(
 def test_the_process_writes_the_order_whole_and_private(tmp_path: Path) -> None:
     lines = shuffled(groups=100, size=6)
     (tmp_path / "in").write_bytes(b"\n".join(lines))
-    order = PrefixOrder(tmp_path / "in", tmp_path / "order", max_in_flight=512)
-    asyncio.run(order.find(512))
-    assert not order.path.exists()
-    asyncio.run(order.find(600))
+    order = PrefixOrder(tmp_path / "in", tmp_path / "order")
+    asyncio.run(order.find())
     assert order.path.stat().st_mode & 0o777 == 0o600
     content = (tmp_path / "in").read_bytes()
     ordered = [content[at:].split(b"\n", 1)[0] for at, _ in entries_of(order.path)]
@@ -196,8 +194,8 @@ def test_a_batch_is_served_where_no_order_can_be_found(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    order = PrefixOrder(tmp_path / "missing", tmp_path / "order", max_in_flight=1)
-    asyncio.run(order.find(600))
+    order = PrefixOrder(tmp_path / "missing", tmp_path / "order")
+    asyncio.run(order.find())
     assert "served in the order of the file" in caplog.text
 
 
@@ -220,16 +218,17 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     assert len(entries_of(tmp_path / "order")) == 30_000
 
 
-def test_the_process_ends_with_the_one_that_started_it() -> None:
+def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
     """Its input goes on, so nothing else would end it."""
     program = (
         "import os, subprocess, sys, time;"
-        "command = [sys.executable, '-m', 'sglang_coserve.jsonl.prefix_order', str(os.getpid())];"
+        "module = 'sglang_coserve.jsonl.prefix_order';"
+        "command = [sys.executable, '-m', module, str(os.getpid()), sys.argv[1]];"
         "child = subprocess.Popen(command, stdout=subprocess.DEVNULL);"
         "print(child.pid, flush=True); time.sleep(60)"
     )
     read_end, write_end = os.pipe()
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", program, str(tmp_path / "order")]
     with subprocess.Popen(command, stdin=read_end, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))

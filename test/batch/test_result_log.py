@@ -11,35 +11,42 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_coserve.batch import LineResult, StorageError
-from sglang_coserve.batch.record import Progress, Usage
-from sglang_coserve.batch.result_log import Recovered, ResultLog
-from sglang_coserve.batch.result_record import (
-    encode_result,
-    encode_unserved,
-    record_line,
+from sglang_coserve.lines.line_bitmap import LineBitmap
+from sglang_coserve.lines.progress import Progress, Usage
+from sglang_coserve.lines.result_log import ResultLog
+from sglang_coserve.lines.result_record import (
+    batch_tag,
+    encode_record,
+    record_identity,
     usage_in_record,
     usage_of,
 )
 
 BATCH = "batch_" + "ab" * 12
-OTHER = "batch_" + "cd" * 12
+TAG = batch_tag(BATCH)
 
 
 def record(line: int, tokens: int = 5) -> bytes:
     usage = {"prompt_tokens": tokens, "completion_tokens": 1}
-    return encode_result(BATCH, line, f"id-{line}", LineResult(200, "r", {"usage": usage}))
+    return encode_record(TAG, line, f"id-{line}", LineResult(200, "r", {"usage": usage}))
 
 
 def unserved(line: int) -> bytes:
-    return encode_unserved(BATCH, line, f"id-{line}", "batch_expired", "too late")
+    return encode_record(TAG, line, f"id-{line}", LineResult.unserved("batch_expired", "too late"))
 
 
 def a_log(directory: Path) -> ResultLog:
-    return ResultLog(BATCH, directory / "output", directory / "errors", lambda: None)
+    return ResultLog(directory / "output", directory / "errors", lambda: None)
 
 
-def lines_in(recovered: Recovered, last: int) -> list[int]:
-    return [line for line in range(1, last + 1) if line in recovered.finished]
+def recover(log: ResultLog, committed: Progress | None, estimate_tokens: int = 0) -> list[int]:
+    """Make the files whole; return the lines that have a record."""
+    finished = LineBitmap()
+    log.scan(
+        lambda tag, line: finished.add(line) if tag == TAG else None, committed, estimate_tokens
+    )
+    log.cut()
+    return [line for line in range(1, 10) if line in finished]
 
 
 @settings(deadline=None)
@@ -62,11 +69,12 @@ def test_a_file_cut_off_anywhere_keeps_its_whole_records(
         usage=Usage(input_tokens=sum(range(1, counted + 1)), output_tokens=counted),
     )
 
-    recovered = a_log(directory).recover(committed, 10)
+    log = a_log(directory)
+    finished = recover(log, committed, 10)
 
     whole = sum(len(b"".join(output[:n])) <= cut for n in range(1, 6))
-    assert lines_in(recovered, 8) == [*range(1, whole + 1), 6, 7, 8]
-    assert recovered.progress == Progress(
+    assert finished == [*range(1, whole + 1), 6, 7, 8]
+    assert log.progress == Progress(
         completed=whole,
         failed=3,
         output_bytes=len(b"".join(output[:whole])),
@@ -75,48 +83,52 @@ def test_a_file_cut_off_anywhere_keeps_its_whole_records(
         estimated_tokens=10 * (whole - counted + 3),
     )
     assert (directory / "output").read_bytes() == b"".join(output[:whole])
-    assert a_log(directory).recover(recovered.progress, 10).progress == recovered.progress
+    again = a_log(directory)
+    recover(again, log.progress, 10)
+    assert again.progress == log.progress
 
 
 def test_what_is_appended_is_recovered(tmp_path: Path) -> None:
     log = a_log(tmp_path)
-    log.append(record(2) + record(9), b"")
-    log.append(b"", unserved(4))
-    log.append(record(1), b"")
-    recovered = log.recover(Progress(), 0)
-    assert lines_in(recovered, 10) == [1, 2, 4, 9]
-    assert recovered.progress.usage.total_tokens == 18
+    first = Progress(completed=2, output_bytes=len(record(2) + record(9)))
+    log.append(record(2) + record(9), b"", first)
+    second = first + Progress(failed=1, error_bytes=len(unserved(4)))
+    log.append(b"", unserved(4), second)
+    log.append(record(1), b"", second)
+    assert recover(log, Progress()) == [1, 2, 4, 9]
+    assert log.progress.usage.total_tokens == 18
 
 
 def test_no_file_is_made_for_nothing(tmp_path: Path) -> None:
     log = a_log(tmp_path)
-    log.append(b"", b"")
-    assert log.recover(Progress(), 0).progress == Progress()
+    log.append(b"", b"", Progress())
+    assert recover(log, Progress()) == []
+    assert log.progress == Progress()
     assert not list(tmp_path.iterdir())
 
 
 def test_results_that_were_counted_and_are_gone_are_no_reason_to_start_over(tmp_path: Path) -> None:
     committed = Progress(completed=2, output_bytes=len(record(1) + record(2)))
     with pytest.raises(StorageError, match="output is gone"):
-        a_log(tmp_path).recover(committed, 0)
+        recover(a_log(tmp_path), committed)
     damaged = record(1) + record(2).replace(b'{"id"', b'{"ID"')
     (tmp_path / "output").write_bytes(damaged)
     with pytest.raises(StorageError, match="damaged after byte"):
-        a_log(tmp_path).recover(committed, 0)
+        recover(a_log(tmp_path), committed)
     assert (tmp_path / "output").read_bytes() == damaged
 
 
 def test_a_line_with_two_records_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "output").write_bytes(record(1))
     (tmp_path / "errors").write_bytes(unserved(1))
-    with pytest.raises(StorageError, match="second record for line 1"):
-        a_log(tmp_path).recover(Progress(), 0)
+    with pytest.raises(StorageError, match="second result for line 1"):
+        recover(a_log(tmp_path), Progress())
 
 
 def test_a_full_disk_is_named() -> None:
-    log = ResultLog(BATCH, Path("/dev/full"), Path("/dev/full"), lambda: None)
+    log = ResultLog(Path("/dev/full"), Path("/dev/full"), lambda: None)
     with pytest.raises(StorageError, match="No space left on device"):
-        log.append(record(1), b"")
+        log.append(record(1), b"", Progress())
 
 
 @pytest.mark.parametrize(
@@ -125,15 +137,21 @@ def test_a_full_disk_is_named() -> None:
         b"",
         b"{}\n",
         record(1).rstrip(),
-        record(1).replace(b"ab", b"cd"),
+        record(1).replace(b"ab", b"xy"),
         record(1).replace(b"_1", b"_0"),
         record(1).replace(b"_1", b"_" + b"9" * 30),
         b" " + record(1),
     ],
 )
-def test_what_is_no_record_of_this_batch(not_ours: bytes) -> None:
-    assert record_line(record(1), BATCH) == 1
-    assert record_line(not_ours, BATCH) is None
+def test_what_is_no_record(not_ours: bytes) -> None:
+    assert record_identity(record(1)) == (TAG, 1)
+    assert record_identity(not_ours) is None
+
+
+def test_records_of_another_batch_are_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "output").write_bytes(record(1) + record(2).replace(b"ab", b"cd") + record(3))
+    assert recover(a_log(tmp_path), Progress()) == [1]
+    assert (tmp_path / "output").read_bytes() == record(1)
 
 
 json_values = st.recursive(
@@ -154,10 +172,9 @@ json_values = st.recursive(
     line=st.integers(1, 10**8), custom_id=st.text(), body=st.dictionaries(st.text(), json_values)
 )
 def test_a_record_says_what_was_answered(line: int, custom_id: str, body: dict[str, Any]) -> None:
-    encoded = encode_result(BATCH, line, custom_id, LineResult(200, "req", body))
+    encoded = encode_record(TAG, line, custom_id, LineResult(200, "req", body))
     assert encoded.count(b"\n") == 1
-    assert record_line(encoded, BATCH) == line
-    assert record_line(encoded, OTHER) is None
+    assert record_identity(encoded) == (TAG, line)
     fields = json.loads(encoded)
     assert list(fields) == ["id", "custom_id", "response", "error"]
     assert fields["custom_id"] == custom_id
@@ -166,7 +183,7 @@ def test_a_record_says_what_was_answered(line: int, custom_id: str, body: dict[s
 
 
 def test_half_a_character_has_a_record_too() -> None:
-    encoded = encode_result(BATCH, 1, "a", LineResult(200, "r", {"text": "\ud800", "n": 1 << 70}))
+    encoded = encode_record(TAG, 1, "a", LineResult(200, "r", {"text": "\ud800", "n": 1 << 70}))
     assert json.loads(encoded)["response"]["body"] == {"text": "\ud800", "n": 1 << 70}
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from batch.manual_clock import ManualClock
-from batch.test_result_log import BATCH, record, unserved
+from batch.test_result_log import record, unserved
 from sglang_coserve.batch import StorageError
-from sglang_coserve.batch.record import Progress, Usage
-from sglang_coserve.batch.result_log import ResultLog
-from sglang_coserve.batch.result_writer import ResultWriter
-from sglang_coserve.batch.worker_threads import WorkerThreads
+from sglang_coserve.lines.progress import Progress, Usage
+from sglang_coserve.lines.result_log import ResultLog
+from sglang_coserve.lines.result_writer import ResultWriter
+from sglang_coserve.lines.worker_threads import WorkerThreads
 
 
 @dataclass
@@ -45,9 +45,9 @@ class Desk:
 def play(desk: Desk, scenario: Callable[[ResultWriter], Coroutine[Any, Any, None]]) -> None:
     async def run() -> None:
         threads = WorkerThreads("test", 1)
-        log = ResultLog(BATCH, desk.output, desk.directory / "errors", lambda: None)
+        log = ResultLog(desk.output, desk.directory / "errors", lambda: None)
         try:
-            writer = ResultWriter(log, Progress(), desk.commit, threads, desk.clock, 1.0)
+            writer = ResultWriter(log, desk.commit, threads, desk.clock, 1.0)
             await scenario(writer)
         finally:
             await threads.close()

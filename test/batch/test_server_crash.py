@@ -17,7 +17,7 @@ import pytest
 from batch.crash_child import NUM_BATCHES, NUM_TOKENS
 from batch.scenarios import OWNER, opened
 from batch.scripted_backend import tokens_of
-from sglang_coserve.batch.result_record import record_line
+from sglang_coserve.lines.result_record import batch_tag, record_identity
 
 TEST_DIRECTORY = Path(__file__).parent.parent
 LINES_PER_KILL = 40
@@ -57,8 +57,9 @@ class Server:
                 if not record.startswith(RECORD_START):
                     break
                 batch_id = "batch_" + record[len(RECORD_START) :][:24].decode()
-                if (line := record_line(record, batch_id)) is not None:
-                    found[batch_id, line] += 1
+                if (identity := record_identity(record)) is not None:
+                    assert identity[0] == batch_tag(batch_id)
+                    found[batch_id, identity[1]] += 1
         assert not [line for line, count in found.items() if count > 1], "a line has two records"
         return set(found)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 from batch.scenarios import OWNER, Scene, line, lines, opened, play, stream, wanted
 from batch.scripted_backend import ScriptedBackend, answer, failure, name_of, tokens_of
@@ -112,6 +114,29 @@ def test_engine_failures_are_retried_within_limits(tmp_path: Path) -> None:
             response = (await scene.records(done))["id-2"]["response"]
             assert response["status_code"] == 500
             assert "out of memory" in response["body"]["error"]["message"]
+
+    play(scenario())
+
+
+def test_each_attempt_has_a_body_of_its_own(tmp_path: Path) -> None:
+    """SGLang's models change what they are given."""
+    bodies: list[dict[str, Any]] = []
+
+    def answers(request: LineRequest) -> LineResult:
+        bodies.append(deepcopy(request.body))
+        if len(bodies) < 3:
+            request.body["response_format"]["schema"].clear()
+            request.body["max_tokens"] = -1
+            return failure(503, is_retryable=True)
+        return answer(request)
+
+    async def scenario() -> None:
+        async with (scene := await opened(tmp_path, ScriptedBackend(answers=answers))).service:
+            content = lines(1, response_format={"schema": {"type": "object"}})
+            done = await scene.ends((await scene.create(content)).id)
+            assert done.request_counts.completed == 1
+            assert bodies[0]["response_format"] == {"schema": {"type": "object"}}
+            assert bodies == [bodies[0]] * 3
 
     play(scenario())
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from batch.manual_clock import STEP_S
 from batch.scenarios import OWNER, lines, opened, play
 from batch.scripted_backend import ScriptedBackend, name_of
-from sglang_coserve.batch import BatchLimits, batch_driver
+from sglang_coserve.batch import BatchLimits, job_driver
 from sglang_coserve.batch.state import Failed, Validated
 
 
@@ -86,7 +87,7 @@ def test_an_owner_gets_half_whatever_the_other_one_has(tmp_path: Path) -> None:
             await scene.reaches(modest.id, "in_progress", owner="modest")
             slots = scene.service._context.slots
             await scene.clock.until(lambda: len(slots._waiting) == 6, "every batch waits")
-            await scene.clock.until(lambda: any(lane.is_urgent for lane in slots._lanes))
+            await scene.clock.until(lambda: any(share.is_urgent for share in slots._jobs))
             seen = len(backend.started)
             for count in range(seen + 1, seen + 21):
                 backend.in_flight[0].finish()
@@ -103,14 +104,14 @@ def test_owners_take_turns_at_validation(tmp_path: Path, monkeypatch: pytest.Mon
     """A file waits for those being read, and not for all that came before it."""
     begun: list[str] = []
     is_open = asyncio.Event()
-    validate = batch_driver.validate
+    validate = job_driver.validate
 
     async def noted(path: Path, endpoint: str, limits: BatchLimits) -> Validated | Failed:
         begun.append(path.name)
         await is_open.wait()
         return await validate(path, endpoint, limits)
 
-    monkeypatch.setattr(batch_driver, "validate", noted)
+    monkeypatch.setattr(job_driver, "validate", noted)
 
     async def scenario() -> None:
         scene = await opened(tmp_path, ScriptedBackend(holds=True))
@@ -154,14 +155,16 @@ def test_a_window_that_tightens_moves_its_lines_up(tmp_path: Path) -> None:
     async def scenario() -> None:
         backend = ScriptedBackend(holds=True, tokens_per_s=10.0)
         async with (scene := await opened(tmp_path, backend, max_in_flight=1)).service:
-            # About 110 tokens a line: 110 s for the first, 220 s for both.
+            # About 130 tokens a line: 130 s for the first, 260 s for both.
+            scene.clock.step_s = 0.001
             await scene.create(lines(10, "first", max_tokens=100))
             await scene.in_flight(1)
-            tight = await scene.create(lines(10, "tight", max_tokens=100), "140s", priority=-1)
+            tight = await scene.create(lines(10, "tight", max_tokens=100), "250s", priority=-1)
             await scene.reaches(tight.id, "in_progress")
             slots = scene.service._context.slots
             await scene.clock.until(lambda: len(slots._waiting) == 2, "both wait")
-            await scene.clock.until(lambda: any(lane.is_urgent for lane in slots._lanes))
+            scene.clock.step_s = STEP_S
+            await scene.clock.until(lambda: any(share.is_urgent for share in slots._jobs))
             for count in range(2, 6):
                 scene.backend.in_flight[0].finish()
                 await scene.clock.until(lambda n=count: len(scene.backend.started) == n)  # type: ignore[misc]

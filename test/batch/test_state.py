@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from batch.records import a_batch
 from sglang_coserve.batch.errors import ConflictError
-from sglang_coserve.batch.record import BatchRecord, LineFault, Progress, Status
+from sglang_coserve.batch.record import JobRecord, LineFault, Status
 from sglang_coserve.batch.state import (
     CancelAsked,
     DeadlinePassed,
@@ -25,6 +25,7 @@ from sglang_coserve.batch.state import (
     Validated,
     transition,
 )
+from sglang_coserve.lines.progress import Progress
 
 USER_EVENTS = (CancelAsked(), PauseAsked(), ResumeAsked())
 LEGAL = {
@@ -128,7 +129,7 @@ class LifeOfABatch(RuleBasedStateMachine):
     @invariant()
     def the_record_tells_its_history(self) -> None:
         assert len(set(self.history)) == len(self.history), "a state was entered twice"
-        for field in fields(BatchRecord):
+        for field in fields(JobRecord):
             if field.name.endswith("_at_s") and field.name not in ("created_at_s", "expires_at_s"):
                 entered = Status(field.name.removesuffix("_at_s")) in self.history
                 assert (getattr(self.batch, field.name) is not None) == entered

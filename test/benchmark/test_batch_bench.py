@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 import bench_batch_api
-from batch_bench.batch_server import upload
-from batch_bench.crashes import Outcome, compare
-from batch_bench.figures import Figure, markdown
-from batch_bench.input_file import COMPLETIONS, long_lines, write_lines
-from batch_bench.null_sink import NullSink
 from batch_bench.options import PARTS, parse_options
 from batch_bench.setting import Setting
-from coserve_bench.model import ServedModel
+from common.batch_server import openai_client, upload
+from common.figures import Figure, markdown
+from common.input_file import COMPLETIONS, long_lines, write_lines
+from common.model import ServedModel
+from common.null_server import NullServer
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.jsonl.check_file import CheckLimits, check_file
 from sglang_coserve.progress_bar import progress_bar
@@ -47,26 +46,23 @@ def test_lines_differ_and_are_the_same_again(tmp_path: Path) -> None:
     assert num_requests(tmp_path / "a") == 20
 
 
-def test_the_sink_takes_an_upload_of_any_size_and_again(tmp_path: Path) -> None:
+def test_a_server_without_work_takes_an_upload_of_any_size_and_again(tmp_path: Path) -> None:
     path = tmp_path / "in"
-    with NullSink() as sink:
+    with NullServer(is_idle=True) as sink, openai_client(sink.base_url) as client:
         for size_bytes in (0, 10, 5_000_000):
             path.write_bytes(bytes(size_bytes))
-            assert upload(sink.client, path) == "file-null"
+            assert upload(client, path) == "file-null"
 
 
-@pytest.mark.parametrize("part", ["validate", "crashes"])
-def test_a_part_that_fails_is_told_and_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
+def test_a_part_that_fails_is_told_and_ends_nothing(tmp_path: Path) -> None:
     options = parse_options(["--quick", "--out", str(tmp_path), "--ready-timeout", "0.01"])
     model = ServedModel(str(tmp_path / "none"), 512, 1024)
     with progress_bar() as progress:
         setting = Setting(options, model, tmp_path, tmp_path, progress)
-        told = bench_batch_api.measure(part, setting)
+        told = bench_batch_api.measure("validate", setting)
     assert isinstance(told, str)
     assert told.startswith("StartupError: the server was not ready")
-    assert "StartupError" in (tmp_path / f"{part}.traceback").read_text()
+    assert "StartupError" in (tmp_path / "validate.traceback").read_text()
 
 
 def test_a_figure_is_judged_by_its_median() -> None:
@@ -88,35 +84,18 @@ def test_the_table_shows_medians_ranges_and_targets() -> None:
     assert second == "| lost | 3 |  | 1 | ≤ 0 | **no** |"
 
 
-@pytest.mark.parametrize(
-    ("records", "outcome"),
-    [
-        ([("a", "x"), ("b", "y")], Outcome(0, 0, 0)),
-        ([("b", "y")], Outcome(1, 0, 0)),
-        ([("a", "x"), ("b", "y"), ("b", "y"), ("b", "y")], Outcome(0, 2, 0)),
-        ([("a", "z"), ("b", None)], Outcome(0, 0, 2)),
-        ([("a", "x"), ("b", "y"), ("c", "z")], Outcome(0, 0, 1)),
-    ],
-    ids=["all there", "lost", "doubled", "different", "unknown"],
-)
-def test_what_a_crash_has_cost(records: list[tuple[str, str | None]], outcome: Outcome) -> None:
-    assert compare({"a": "x", "b": "y"}, records) == outcome
-
-
 def test_options_are_for_the_record_unless_said_otherwise() -> None:
     options = parse_options([])
     assert options.parts == PARTS
     assert (options.repeats, options.upload_mb, options.upload_lines) == (5, 200, 50_000)
-    full = parse_options(["--full", "--crashes", "100", "--parts", "crashes", "memory"])
-    assert full.parts == ("memory", "crashes")
-    assert (full.memory_lines, full.memory_mb, full.crashes) == (1_000_000, 2000, 100)
-    quick = parse_options(["--quick", "--crashes", "7"])
-    assert (quick.repeats, quick.crashes) == (1, 7)
+    full = parse_options(["--full", "--parts", "overhead", "memory", "validate"])
+    assert full.parts == ("validate", "overhead", "memory")
+    assert (full.memory_lines, full.memory_mb) == (1_000_000, 2000)
+    quick = parse_options(["--quick", "--memory-mb", "7"])
+    assert (quick.repeats, quick.memory_mb) == (1, 7)
 
 
-@pytest.mark.parametrize(
-    "flag", ["--repeats", "--crashes", "--upload-mb", "--online-rate", "--serve"]
-)
+@pytest.mark.parametrize("flag", ["--repeats", "--upload-mb", "--online-rate", "--serve"])
 def test_options_that_measure_nothing(flag: str) -> None:
     with pytest.raises(ConfigError, match=f"^{flag} must be greater than 0"):
         parse_options([flag, "0"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from bench_cases import online
 
+from common.stock import best_setting
 from coserve_bench.options import parse_options
 from coserve_bench.plan import plan_runs
 from coserve_bench.slo import SloRule, targets_of
@@ -64,6 +65,37 @@ def test_a_server_is_told_targets_and_profile_only_when_it_uses_them() -> None:
     assert "--latency-profile" in ours
     stock = server_flags(SYSTEMS["stock-priority"], ["--tp", "2"], targets, profile)
     assert stock == ("--tp", "2", "--enable-priority-scheduling")
+
+
+def test_stock_tuned_stands_for_every_chunk_size() -> None:
+    options = parse_options(["--systems", "stock-tuned"])
+    found = {system.name: system.flags for system in options.systems if not system.is_ours}
+    assert [name.rpartition("-")[2] for name in found] == ["128", "256", "512", "1024", "2048"]
+    mixed = ("--enable-priority-scheduling", "--enable-mixed-chunk")
+    assert found["stock-tuned-256"] == (*mixed, "--chunked-prefill-size", "256")
+
+
+@pytest.mark.parametrize("version", ["0.5.18", "0.5.19", "0.5.23"])
+def test_a_decode_interval_is_refused_where_sglang_has_none(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", {"sglang": version}.__getitem__)
+    if version == "0.5.18":
+        with pytest.raises(ConfigError, match=r"0\.5\.19 and later; 0\.5\.18 is"):
+            parse_options(["--systems", "stock-interleaved"])
+    else:
+        systems = parse_options(["--systems", "stock-interleaved"]).systems
+        assert systems[-1].flags[1:] == (
+            *("--prefill-decode-interval", "1"),
+            *("--chunked-prefill-size", "2048"),
+        )
+
+
+def test_of_the_settings_tried_the_best_ttft_at_as_many_offline_tokens_counts() -> None:
+    tried = {"small": (100.0, 50.0), "middle": (200.0, 90.0), "large": (400.0, 120.0)}
+    assert best_setting(tried, 80.0) == "middle"
+    assert best_setting(tried, 0.0) == "small"
+    assert best_setting(tried, 500.0) == "large"
 
 
 def test_the_baseline_is_always_among_the_systems() -> None:

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve_bench.plan import RunKey
-from coserve_bench.run_record import read_record, write_record
+from coserve_bench.plots import plot_latency_ratios, plot_offline_throughput, plot_timeline
+from coserve_bench.run_record import RunRecord, read_record, write_record
 from coserve_bench.slo import SloRule
-from coserve_bench.summary import Row, pair_ratios, spread, summarize_runs
+from coserve_bench.summary import Row, pair_ratios, searched, spread, summarize_runs
 from coserve_bench.systems import BASELINE, THROUGHPUT_BOUND
 from coserve_bench.table import markdown
 from sglang_coserve.metrics import SloTargets
@@ -138,6 +139,38 @@ def test_the_table_has_a_section_for_each_load_and_a_dash_for_what_there_is_not(
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == 2 * 3 and len({line.count("|") for line in lines}) == 1
     assert "| – |" in lines[2] and "100.0 / 10.0" in lines[2]
+
+
+def test_the_tuned_stock_server_is_the_one_that_gets_as_much_offline_work_done() -> None:
+    def run(system: str, ttft_s: float, requests: int, slo: str = "") -> RunRecord:
+        offline = [online(0.5, 0.1, arrival_s) for arrival_s in range(requests)]
+        return record(system, [online(ttft_s, 0.01)], slo=slo, offline=offline)
+
+    runs = [
+        record(BASELINE, [online(0.1, 0.01)]),
+        run("coserve", 0.1, 5, P99.name),
+        run("stock-tuned-128", 0.2, 3),
+        run("stock-tuned-256", 0.3, 5),
+        run("stock-tuned-512", 0.4, 7),
+    ]
+    rows = summarize_runs(runs, [P99])
+    assert searched(rows) == {(0.5, "stock-tuned"): "stock-tuned-256"}
+    assert "*stock-tuned* is `stock-tuned-256`" in markdown("Title", rows)
+
+
+def test_figures_are_drawn_also_where_systems_and_slos_are_missing(tmp_path: Path) -> None:
+    full = [online(0.5, 0.1, arrival_s) for arrival_s in range(9)]
+    runs = [
+        record(BASELINE, [online(0.1, 0.01)]),
+        record("coserve", [online(0.2, 0.01)], slo=P99.name, offline=full),
+        record("coserve", [online(0.3, 0.01)], slo="p99x1.2", offline=full),
+        record("stock-tuned-256", [online(0.3, 0.01)], load=0.8, offline=full),
+    ]
+    rows = summarize_runs(runs, [P99])
+    plot_latency_ratios(rows, tmp_path / "latency.png")
+    plot_offline_throughput(rows, tmp_path / "throughput.png")
+    plot_timeline(runs[:3], tmp_path / "timeline.png")
+    assert len(list(tmp_path.glob("*.png"))) == 3
 
 
 def test_a_run_has_a_name_of_its_own() -> None:

@@ -18,7 +18,7 @@ from bound_bench.upper_bound import (
     required,
 )
 from sglang_coserve.core.batch_stats import BatchStats
-from sglang_coserve.core.latency_model import LinearModel, RooflineModel
+from sglang_coserve.core.latency_model import HYGEN, LinearModel, RooflineModel
 from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import ConfigError
@@ -41,7 +41,7 @@ LARGE = Capacity(batch_tokens=8192, rows=256, kv_tokens=400_000)
 
 def test_without_online_requests_it_is_the_saturated_throughput() -> None:
     # One token a prompt, so nothing decodes: full steps, one after the other.
-    model = LinearModel(prefill_token_s=1e-4, iteration_s=2e-3)
+    model = LinearModel.of(HYGEN, prefill_token_s=1e-4, iteration_s=2e-3)
     step_s = model.predict(BatchStats(prefill_requests=1, prefill_tokens=8192))
     tokens_per_s = 8192 / step_s * 1001 / 1000  # With the token that each prompt gives.
     found = offline_bound(model, LARGE, OfflineShape(1000, 1), Required(), 50.0)
@@ -49,7 +49,7 @@ def test_without_online_requests_it_is_the_saturated_throughput() -> None:
 
 
 def test_decodes_alone_are_bound_by_the_rows_that_fit() -> None:
-    model = LinearModel(iteration_s=1e-2)
+    model = LinearModel.of(HYGEN, iteration_s=1e-2)
     # 10 requests of at least 1,000 tokens fit: a step a token, but at the edges of the window.
     capacity = Capacity(batch_tokens=10**9, rows=256, kv_tokens=10_000)
     found = offline_bound(model, capacity, OfflineShape(1000, 10**6), Required(), 10.0)
@@ -57,7 +57,7 @@ def test_decodes_alone_are_bound_by_the_rows_that_fit() -> None:
 
 
 def test_online_work_takes_its_part_of_the_time() -> None:
-    model = LinearModel(prefill_token_s=1e-4, iteration_s=0.0)
+    model = LinearModel.of(HYGEN, prefill_token_s=1e-4, iteration_s=0.0)
     online = Required(prompts=10, prompt_tokens=50_000)
     alone = offline_bound(model, LARGE, OfflineShape(1000, 1), Required(), 10.0)
     beside = offline_bound(model, LARGE, OfflineShape(1000, 1), online, 10.0)

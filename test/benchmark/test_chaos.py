@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import chaos
-from batch_bench.figures import Figure
+from common.figures import Figure
 
 ZERO = (
     *("ends of the server that nobody asked for", "lines lost", "lines doubled"),

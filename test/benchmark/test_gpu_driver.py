@@ -13,15 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from gpu import overview
-from gpu.driver import INCOMPLETE_EXIT, REFUSED_EXIT, next_step
-from gpu.record import Status, StepRecord
-from gpu.setting import Setting
-from gpu.steps import STEPS, Step, select
+import bench_gpu
+from gpu.driver import Record, Status, next_step
+from gpu.steps import STEPS, Setting, Step, select
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmark"
 TIMEOUT_S = 60
@@ -30,14 +27,20 @@ DRIVE = """
 import json, sys
 from pathlib import Path
 from gpu.driver import Driver
-from gpu.setting import Setting
-from gpu.steps import Step
+from gpu.steps import Setting, Step
 
-out, seconds, steps = Path(sys.argv[1]), float(sys.argv[2]), json.loads(sys.argv[3])
-setting = Setting(dry_run=True)
-setting.claim(out / "setting.json")
-steps = [Step(name, f"steps_{name}", "why", least, limit) for name, least, limit in steps]
-driver = Driver(steps, out, setting, command="test", say=print, grace_s=1.0)
+out, seconds = Path(sys.argv[1]), float(sys.argv[2])
+
+def step(name, least_s, limit_s):
+    def commands(setting, folder):
+        code = (out.parent / f"{name}.py").read_text()
+        return [[sys.executable, "-c", code, str(folder), setting.attention_backend]]
+
+    return Step(name, "why", least_s, commands, "found.json", limit_s=limit_s)
+
+steps = [step(*each) for each in json.loads(sys.argv[3])]
+setting = Setting(dry_run=False, model_path="")
+driver = Driver(steps, out, setting, command="test", machine={"gpu": "none"}, grace_s=1.0)
 try:
     driver.run(seconds)
 except KeyboardInterrupt:
@@ -48,48 +51,38 @@ STEP = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 
-folder = Path(sys.argv[sys.argv.index("--folder") + 1])
+folder = Path(sys.argv[1])
 attempts = folder / "attempts"
 attempts.write_text(attempts.read_text() + "x" if attempts.exists() else "x")
 attempt = len(attempts.read_text())
 with (folder.parents[1] / "order").open("a") as file:
     file.write(folder.name + "\\n")
 
-def report(**fields):
-    (folder / "reported.json").write_text(json.dumps(fields))
-
 def figures(**found):
-    report(figures=found, tables=["| a |"], machine=None)
+    (folder / "found.json").write_text(json.dumps(found))
 
 def wait():
     time.sleep(60)
 
 """
 
-Drive = Callable[..., subprocess.Popen[str]]
+Drive = Callable[[Sequence[tuple[str, float, float]]], "subprocess.Popen[str]"]
 
 
 @pytest.fixture
 def write_step(tmp_path: Path) -> Callable[[str, str], None]:
-    """Writes the module of a step whose code is given."""
-
     def write(name: str, code: str) -> None:
-        (tmp_path / f"steps_{name}.py").write_text(STEP + code)
+        (tmp_path / f"{name}.py").write_text(STEP + code)
 
     return write
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Drive:
-    """Starts a driver of steps, given as (name, least, limit)."""
-
-    def start(
-        steps: Sequence[tuple[str, float, float]], seconds: float = 100
-    ) -> subprocess.Popen[str]:
-        (tmp_path / "out").mkdir(exist_ok=True)
-        paths = (str(BENCHMARKS), str(tmp_path), os.environ.get("PYTHONPATH", ""))
+    def start(steps: Sequence[tuple[str, float, float]]) -> subprocess.Popen[str]:
+        paths = (str(BENCHMARKS), os.environ.get("PYTHONPATH", ""))
         return subprocess.Popen(
-            [sys.executable, "-c", DRIVE, tmp_path / "out", str(seconds), json.dumps(steps)],
+            [sys.executable, "-c", DRIVE, str(tmp_path / "out"), "100", json.dumps(steps)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             text=True,
         )
@@ -97,8 +90,8 @@ def start(tmp_path: Path) -> Drive:
     return start
 
 
-def record(out: Path, name: str) -> StepRecord:
-    found = StepRecord.read(out / "out" / f"{name}.json")
+def record(out: Path, name: str) -> Record:
+    found = Record.read(out / "out" / f"{name}.json")
     assert found is not None
     return found
 
@@ -122,21 +115,25 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def stub(status: Status) -> StepRecord:
-    return StepRecord("s", "", status, attempts=1, seconds=1.0, dry_run=True, command="")
+def stub(status: Status) -> Record:
+    return Record("s", "", status, 1, 1.0, True, command="", machine={}, attention_backend="")
+
+
+def step(name: str, least_s: float) -> Step:
+    return Step(name, "", least_s, lambda _setting, _folder: [])
 
 
 def test_the_untried_come_first_then_the_unfinished_then_the_failed() -> None:
-    steps = [Step(name, "", "", least_s=10) for name in "abcd"]
+    steps = [step(name, 10) for name in "abcd"]
     records = {"a": stub(Status.FAILED), "b": stub(Status.PARTIAL), "c": stub(Status.DONE)}
-    ran = []
-    while step := next_step(steps, records, 10, ran):
-        ran.append(step.name)
+    ran: list[str] = []
+    while found := next_step(steps, records, 10, ran):
+        ran.append(found.name)
     assert ran == ["d", "b", "a"]
 
 
 def test_a_step_that_does_not_fit_leaves_the_time_to_a_shorter_one() -> None:
-    steps = [Step("long", "", "", least_s=100), Step("short", "", "", least_s=10)]
+    steps = [step("long", 100), step("short", 10)]
     assert [next_step(steps, {}, seconds) for seconds in (100, 99, 9)] == [*steps, None]
 
 
@@ -145,18 +142,15 @@ def test_steps_run_in_order_and_one_that_fails_costs_none_of_the_others(
 ) -> None:
     write_step("first", "figures(speed=3)")
     write_step("broken", "print('what went wrong'); sys.exit(3)")
-    write_step("refusing", f"report(refusal='no such thing'); sys.exit({REFUSED_EXIT})")
     write_step("last", "figures(speed=4)")
-    steps = [(name, 0.0, 30.0) for name in ("first", "broken", "refusing", "last")]
+    steps = [(name, 0.0, 30.0) for name in ("first", "broken", "last")]
     steps.insert(1, ("large", 1000.0, 2000.0))
     assert start(steps).wait(TIMEOUT_S) == 0
-    assert order(tmp_path) == ["first", "broken", "refusing", "last"]
-    assert record(tmp_path, "last").measured["figures"] == {"speed": 4}
-    broken, refusing = record(tmp_path, "broken"), record(tmp_path, "refusing")
+    assert order(tmp_path) == ["first", "broken", "last"]
+    assert record(tmp_path, "last").figures == {"speed": 4}
+    broken = record(tmp_path, "broken")
     assert (broken.status, broken.log_tail) == (Status.FAILED, ("what went wrong",))
-    assert (refusing.status, refusing.problem) == (Status.REFUSED, "no such thing")
-    text = overview.markdown([record(tmp_path, name) for name in ("first", "broken")])
-    assert "Dry run" in text and "what went wrong" in text and "| a |" in text
+    assert "what went wrong" in (tmp_path / "out" / "gpu.md").read_text()
 
 
 def test_the_same_command_goes_on_where_it_was(
@@ -164,8 +158,8 @@ def test_the_same_command_goes_on_where_it_was(
 ) -> None:
     write_step("done", "figures(n=1)")
     write_step("flaky", "figures(n=attempt) if attempt > 1 else sys.exit(1)")
-    write_step("parts", f"figures(n=attempt); sys.exit(0 if attempt == 2 else {INCOMPLETE_EXIT})")
-    steps = [(name, 0.0, 30.0) for name in ("done", "flaky", "parts")]
+    write_step("parts", "figures(n=attempt) if attempt > 1 else wait()")
+    steps = [("done", 0.0, 30.0), ("flaky", 0.0, 30.0), ("parts", 0.0, 1.0)]
     assert start(steps).wait(TIMEOUT_S) == 0
     # What is unfinished goes on while there is time; what failed waits for the next run.
     assert order(tmp_path) == ["done", "flaky", "parts", "parts"]
@@ -175,20 +169,34 @@ def test_the_same_command_goes_on_where_it_was(
     assert record(tmp_path, "parts").attempts == 2
 
 
+def test_where_one_attention_backend_does_not_work_all_steps_get_the_other(
+    tmp_path: Path, write_step: Callable[[str, str], None], start: Drive
+) -> None:
+    write_step("smoke", "sys.exit(sys.argv[2] != 'triton')")
+    write_step("next", "figures(backend=sys.argv[2])")
+    steps = [("smoke", 0.0, 30.0), ("next", 0.0, 30.0)]
+    assert start(steps).wait(TIMEOUT_S) == 0
+    assert order(tmp_path) == ["smoke", "smoke", "next"]
+    assert record(tmp_path, "next").figures == {"backend": "triton"}
+    (tmp_path / "out" / "next.json").unlink()
+    assert start(steps).wait(TIMEOUT_S) == 0
+    assert record(tmp_path, "next").figures == {"backend": "triton"}
+
+
 def test_a_step_past_its_limit_ends_with_all_that_it_started_and_keeps_its_figures(
     tmp_path: Path, write_step: Callable[[str, str], None], start: Drive
 ) -> None:
     detached = "subprocess.Popen(['sleep', '60'], start_new_session=True).pid"
-    slow = f"if attempt == 1:\n    figures(pid={detached}); wait()\n"
-    write_step("slow", slow)
-    write_step("deaf", f"signal.signal(signal.SIGINT, signal.SIG_IGN); {detached}; wait()")
+    write_step("slow", f"if attempt == 1:\n    figures(pid={detached}); wait()\n")
+    deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    write_step("deaf", f"{deaf}; figures(pid={detached}); wait()")
     assert start([("slow", 0.0, 1.5), ("deaf", 0.0, 0.5)]).wait(TIMEOUT_S) == 0
-    # The first was stopped, and went on when there was time left.
-    assert order(tmp_path) == ["slow", "deaf", "slow"]
-    stopped, deaf = record(tmp_path, "slow"), record(tmp_path, "deaf")
+    # Both were stopped, and tried again while there was time.
+    assert order(tmp_path) == ["slow", "deaf", "slow", "deaf", "deaf"]
+    stopped, deaf_record = record(tmp_path, "slow"), record(tmp_path, "deaf")
     assert (stopped.status, stopped.attempts) == (Status.DONE, 2)
-    assert not is_alive(stopped.measured["figures"]["pid"])
-    assert deaf.status is Status.FAILED
+    assert deaf_record.status is Status.PARTIAL
+    assert not any(is_alive(each.figures["pid"]) for each in (stopped, deaf_record))
 
 
 def test_ctrl_c_ends_the_step_in_order(
@@ -197,34 +205,29 @@ def test_ctrl_c_ends_the_step_in_order(
     write_step("slow", "figures(pid=os.getpid()); wait()")
     write_step("next", "figures(n=1)")
     driver = start([("slow", 0.0, 60.0), ("next", 0.0, 60.0)])
-    reported = tmp_path / "out" / "work" / "slow" / "reported.json"
-    until(reported.exists)
+    until((tmp_path / "out" / "work" / "slow" / "found.json").exists)
     driver.send_signal(signal.SIGINT)
     assert driver.wait(TIMEOUT_S) == 130
     slow = record(tmp_path, "slow")
     assert (slow.status, order(tmp_path)) == (Status.PARTIAL, ["slow"])
-    assert not is_alive(slow.measured["figures"]["pid"])
+    assert not is_alive(slow.figures["pid"])
 
 
-def test_figures_of_another_setting_are_not_mixed_in(tmp_path: Path) -> None:
-    path = tmp_path / "setting.json"
-    Setting(server_flags=("--tp", "2")).claim(path)
-    Setting(server_flags=("--tp", "2")).claim(path)
-    with pytest.raises(ValueError, match="another dry_run, server_flags"):
-        Setting(dry_run=True).claim(path)
+def test_figures_of_another_setting_are_not_mixed_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--out", str(tmp_path), "--minutes", "0", "--model-path", "none"]
+    assert bench_gpu.main(command) == 0
+    assert bench_gpu.main([*command, "--dry-run-cpu"]) == 2
+    assert "another dry_run_cpu" in capsys.readouterr().err
 
 
-def test_every_step_has_a_module_and_names_are_checked() -> None:
-    modules = [BENCHMARKS / f"{step.module.replace('.', '/')}.py" for step in STEPS]
-    assert all(module.is_file() for module in modules)
-    assert [step.name for step in select(["profile", "smoke"])] == ["smoke", "profile"]
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_every_step_runs_programs_that_are_there(tmp_path: Path, dry_run: bool) -> None:
+    setting = Setting(dry_run=dry_run, model_path="model")
+    for each in STEPS:
+        for command in each.commands(setting, tmp_path / each.name):
+            assert command[1] == "-m" or Path(command[1]).is_file()
+    assert [found.name for found in select(["profile", "smoke"])] == ["smoke", "profile"]
     with pytest.raises(ValueError, match="nothing"):
         select(["nothing"])
-
-
-def test_a_record_survives_the_disk(tmp_path: Path) -> None:
-    written = stub(Status.PARTIAL)
-    written.write(tmp_path / "s.json")
-    fields: dict[str, Any] = json.loads((tmp_path / "s.json").read_text())
-    assert StepRecord.read(tmp_path / "s.json") == written and fields["status"] == "partial"
-    assert StepRecord.read(tmp_path / "none.json") is None

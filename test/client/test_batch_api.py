@@ -17,7 +17,7 @@ from batch.scenarios import line, lines
 from batch.scripted_backend import ScriptedBackend, answer, failure, name_of
 from client.coserve_process import coserve, end, start_submit, submit, submit_json
 from sglang_coserve.batch import LineRequest, LineResult
-from sglang_coserve.client import BatchWish, CoserveClient, JobState, read_results
+from sglang_coserve.client import BatchOptions, CoserveClient, JobState, read_results
 from sglang_coserve.errors import CoserveError, InputFileError, ServerError
 
 GIVE_UP_S = 60
@@ -70,7 +70,7 @@ def custom_ids(path: Path) -> list[str]:
 def test_results_come_through_the_servers_batch(app: LiveApp, source: Path, output: Path) -> None:
     source.write_bytes(lines(20) + line("bad").encode())
     with CoserveClient(app.base_url) as client:
-        job = client.submit_jsonl(source, output, wish=BatchWish("2h"))
+        job = client.submit_jsonl(source, output, batch_options=BatchOptions("2h"))
         results = {result.custom_id: result for result in client.results(job)}
         status = job.wait()
     assert (status.state, status.ok, status.failed) == (JobState.COMPLETED, 20, 1)
@@ -243,8 +243,10 @@ def test_a_window_that_cannot_be_kept_is_refused_unless_it_is_best_effort(
     monkeypatch.setattr(held.backend, "tokens_per_s", 0.1)
     with CoserveClient(held.base_url) as client:
         with pytest.raises(CoserveError, match="completion_window of 1m cannot be kept"):
-            client.submit_jsonl(source, output, wish=BatchWish("1m")).wait()
-        job = client.submit_jsonl(source, output, wish=BatchWish("1m", best_effort=True))
+            client.submit_jsonl(source, output, batch_options=BatchOptions("1m")).wait()
+        job = client.submit_jsonl(
+            source, output, batch_options=BatchOptions("1m", best_effort=True)
+        )
         until(lambda: job.status.batch_state == "in_progress")
         batch_id = job.status.batch_id
         assert batch_id is not None

@@ -9,64 +9,108 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_coserve.client.batch_result import (
-    BatchResult,
-    LineError,
-    Response,
-    decode_record,
-    encode_record,
-    record_identity,
-)
+from sglang_coserve.client.batch_result import BatchResult, LineError, Response, decode_record
+from sglang_coserve.lines.backend import LineResult
+from sglang_coserve.lines.result_record import encode_record, record_identity
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda children: st.lists(children) | st.dictionaries(st.text(), children),
     max_leaves=8,
 )
-results = st.builds(
-    BatchResult,
-    line=st.integers(1, 10**9),
-    custom_id=st.none() | st.text(min_size=1),
-    response=st.none() | st.builds(Response, st.integers(200, 599), st.text(), json_values),
-    error=st.none() | st.builds(LineError, st.text(), st.text()),
-)
+answers = st.builds(LineResult, st.integers(200, 299), st.text(), json_values)
 
 
 @settings(deadline=None)
-@given(results, st.integers(1, 2**64 - 1))
-def test_a_record_is_one_line_and_decodes_to_its_result(result: BatchResult, digest: int) -> None:
-    record = encode_record(result, digest)
+@given(answers, st.integers(1, 10**9), st.none() | st.text(min_size=1), st.integers(1, 2**64 - 1))
+def test_a_record_is_one_line_and_decodes_to_its_result(
+    answer: LineResult, line: int, custom_id: str | None, digest: int
+) -> None:
+    record = encode_record(digest, line, custom_id, answer)
     assert record.count(b"\n") == 1
     assert record.endswith(b"\n")
-    assert record_identity(record) == (result.line, digest)
-    assert decode_record(record) == result
+    assert record_identity(record) == (digest, line)
+    response = Response(answer.status_code, answer.request_id, answer.body)
+    assert decode_record(record) == BatchResult(line, custom_id, response)
 
 
 def test_a_served_line_has_the_four_fields_of_the_format() -> None:
-    record = json.loads(encode_record(BatchResult(7, "a", Response(200, "rid", {"x": 1})), 255))
+    record = json.loads(encode_record(255, 7, "a", LineResult(200, "rid", {"x": 1})))
     assert record == {
-        "id": "batch_req_7_00000000000000ff",
+        "id": "batch_req_0000000000000000000000ff_7",
         "custom_id": "a",
         "response": {"status_code": 200, "request_id": "rid", "body": {"x": 1}},
         "error": None,
     }
 
 
-def test_a_failed_line_says_which_line_it_is() -> None:
-    record = json.loads(encode_record(BatchResult(7, None, None, LineError("code", "why")), 1))
-    assert record["line"] == 7
-    assert record["custom_id"] is None
-    assert record["response"] is None
-    assert record["error"] == {"code": "code", "message": "why"}
+@pytest.mark.parametrize(
+    "body", [{"error": {"message": "no such thing"}}, {"message": "no such thing"}, "no such thing"]
+)
+def test_a_refused_line_is_told_by_its_answer(body: Any) -> None:
+    record = encode_record(1, 7, "a", LineResult(400, "r", body))
+    assert json.loads(record)["error"] is None
+    result = decode_record(record)
+    assert (result.line, result.ok) == (7, False)
+    assert result.response == Response(400, "r", body)
+    assert result.error == LineError("http_400", "no such thing")
+
+
+def test_a_line_without_an_answer_says_why() -> None:
+    record = encode_record(1, 7, None, LineResult.unserved("code", "why"))
+    assert json.loads(record)["response"] is None
+    assert decode_record(record) == BatchResult(7, None, None, LineError("code", "why"))
+
+
+@pytest.mark.parametrize(
+    ("older", "line", "digest"),
+    [
+        (
+            b'{"id":"batch_req_1_97bf38b444301cc2","custom_id":"q-1","response":{"status_code":200,'
+            b'"request_id":"308a7dc9","body":{"choices":[]}},"error":null}\n',
+            1,
+            0x97BF38B444301CC2,
+        ),
+        (
+            b'{"id":"batch_req_2_b79a8e6449fb7f55","custom_id":"q-2","response":{"status_code":400,'
+            b'"request_id":"","body":{"message":"must be positive"}},'
+            b'"error":{"code":"http_400","message":"must be positive"},"line":2}\n',
+            2,
+            0xB79A8E6449FB7F55,
+        ),
+        (
+            b'{"id":"batch_req_3_8b58ad4b603ee27d","custom_id":null,"response":null,'
+            b'"error":{"code":"invalid_json","message":"expected value"},"line":3}\n',
+            3,
+            0x8B58AD4B603EE27D,
+        ),
+    ],
+)
+def test_what_older_versions_wrote_is_read(older: bytes, line: int, digest: int) -> None:
+    assert record_identity(older) == (digest, line)
+    result = decode_record(older)
+    assert result.line == line
+    codes = {1: None, 2: "http_400", 3: "invalid_json"}
+    assert (result.error.code if result.error else None) == codes[line]
 
 
 def test_half_a_surrogate_pair_survives() -> None:
-    result = BatchResult(1, "a", Response(200, "", {"text": "half \ud83d"}))
-    assert decode_record(encode_record(result, 1)) == result
+    answer = LineResult(200, "", {"text": "half \ud83d"})
+    response = Response(200, "", {"text": "half \ud83d"})
+    assert decode_record(encode_record(1, 1, "a", answer)) == BatchResult(1, "a", response)
+
+
+def test_what_json_has_no_number_for_is_null() -> None:
+    record = encode_record(1, 1, "a", LineResult(200, "", {"logprob": float("-inf")}))
+    assert json.loads(record)["response"]["body"] == {"logprob": None}
 
 
 def test_text_stays_readable() -> None:
-    assert "日本".encode() in encode_record(BatchResult(1, "日本"), 1)
+    assert "日本".encode() in encode_record(1, 1, "日本", LineResult(200, "", {}))
 
 
 @pytest.mark.parametrize(

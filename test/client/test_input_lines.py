@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_coserve.client.input_lines import InputLine, read_lines
+from sglang_coserve.client.result_files import open_input
 from sglang_coserve.errors import InputFileError
+from sglang_coserve.jsonl.lines import Line, is_blank, read_lines
 
 
-def read(path: Path, max_line_bytes: int = 1000) -> list[InputLine]:
-    return list(read_lines(path, max_line_bytes))
+def read(path: Path, max_line_bytes: int = 1000) -> list[Line]:
+    with open_input(path) as file:
+        return list(read_lines(file, max_line_bytes, with_digest=True))
 
 
 def contents(path: Path, max_line_bytes: int = 1000) -> list[bytes | None]:
@@ -25,8 +27,8 @@ def test_endings_and_byte_order_mark_are_not_part_of_a_line(tmp_path: Path) -> N
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\n\nfour")
     assert contents(path) == [b"one", b"two", b"", b"four"]
-    assert [line.ref.number for line in read(path)] == [1, 2, 3, 4]
-    assert sum(line.ref.size_bytes for line in read(path)) == path.stat().st_size
+    assert [line.number for line in read(path)] == [1, 2, 3, 4]
+    assert sum(line.size_bytes for line in read(path)) == path.stat().st_size
 
 
 def test_a_line_is_the_same_line_with_any_ending(tmp_path: Path) -> None:
@@ -34,14 +36,14 @@ def test_a_line_is_the_same_line_with_any_ending(tmp_path: Path) -> None:
     for data in (b"one\ntwo", b"one\r\ntwo\r\n", b"\xef\xbb\xbfone\ntwo\n"):
         path = tmp_path / "in.jsonl"
         path.write_bytes(data)
-        digests.append([line.ref.digest for line in read(path)])
+        digests.append([line.digest for line in read(path)])
     assert digests[0] == digests[1] == digests[2]
 
 
 def test_only_white_space_is_blank(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"\n \t\r\n{}\n")
-    assert [line.is_blank for line in read(path)] == [True, True, False]
+    assert [is_blank(line.content) for line in read(path)] == [True, True, False]
 
 
 def test_a_line_at_the_limit_is_read_and_a_longer_one_is_skipped(tmp_path: Path) -> None:
@@ -49,7 +51,7 @@ def test_a_line_at_the_limit_is_read_and_a_longer_one_is_skipped(tmp_path: Path)
     long = b"x" * (3 << 20)
     path.write_bytes(b"a" * 10 + b"\n" + b"b" * 11 + b"\n" + long + b"\nend\n" + b"c" * 11)
     assert contents(path, 10) == [b"a" * 10, None, None, b"end", None]
-    assert sum(line.ref.size_bytes for line in read(path, 10)) == path.stat().st_size
+    assert sum(line.size_bytes for line in read(path, 10)) == path.stat().st_size
 
 
 def test_a_skipped_line_still_has_a_digest_of_all_its_bytes(tmp_path: Path) -> None:
@@ -58,7 +60,7 @@ def test_a_skipped_line_still_has_a_digest_of_all_its_bytes(tmp_path: Path) -> N
     (before,) = read(path, 10)
     path.write_bytes(b"x" * (2 << 20) + b"2\n")
     (after,) = read(path, 10)
-    assert before.ref.digest != after.ref.digest
+    assert before.digest != after.digest
 
 
 @settings(deadline=None)

@@ -9,9 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_coserve.client.batch_result import BatchResult
-from sglang_coserve.client.input_lines import InputLine, LineRef
-from sglang_coserve.client.line_checker import BatchRequest, LineChecker
+from sglang_coserve.client.http_backend import offline_body
+from sglang_coserve.client.line_checker import LineChecker
+from sglang_coserve.jsonl.request_line import RequestLine
+from sglang_coserve.lines.line_run import Unserved
+from sglang_coserve.lines.line_source import InputLine
+
+
+def nothing(_line: int) -> bool:
+    return False
 
 
 def valid(**changes: Any) -> dict[str, Any]:
@@ -24,27 +30,30 @@ def valid(**changes: Any) -> dict[str, Any]:
     return {name: value for name, value in (fields | changes).items() if value is not ...}
 
 
-def check_all(*contents: bytes | dict[str, Any]) -> list[BatchRequest | BatchResult]:
-    checker = LineChecker(max_line_bytes=10_000)
-    checked = []
+def check_all(*contents: bytes | dict[str, Any]) -> list[RequestLine | Unserved | None]:
+    checker = LineChecker(max_line_bytes=10_000, is_finished=nothing)
+    checked: list[RequestLine | Unserved | None] = []
     for number, content in enumerate(contents, 1):
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
-        checked.append(checker.check(InputLine(LineRef(number, 1, len(data)), data)))
+        checked.append(checker.check(InputLine(number, 0, len(data), data, 1)))
     checker.close()
     return checked
 
 
 def error_code(content: bytes | dict[str, Any]) -> str:
     (result,) = check_all(content)
-    assert isinstance(result, BatchResult)
-    assert result.error
-    return result.error.code
+    return code_of(result)
+
+
+def code_of(checked: RequestLine | Unserved | None) -> str:
+    assert isinstance(checked, Unserved)
+    return str(checked.result.body["error"]["code"])
 
 
 def sent_body(content: dict[str, Any]) -> Any:
     (request,) = check_all(content)
-    assert isinstance(request, BatchRequest)
-    return json.loads(request.content)
+    assert isinstance(request, RequestLine)
+    return json.loads(offline_body(request.body))
 
 
 def test_a_valid_line_is_sent_in_the_offline_class() -> None:
@@ -100,29 +109,44 @@ def test_bad_lines(content: bytes | dict[str, Any], code: str) -> None:
 
 
 def test_a_line_that_was_too_long_to_keep() -> None:
-    checker = LineChecker(max_line_bytes=10)
-    result = checker.check(InputLine(LineRef(3, 1, 1_000_000), None))
-    assert isinstance(result, BatchResult)
-    assert result.error
-    assert (result.line, result.error.code) == (3, "line_too_long")
-    assert "1000000 bytes" in result.error.message
+    checker = LineChecker(max_line_bytes=10, is_finished=nothing)
+    refused = checker.check(InputLine(3, 0, 1_000_000, None, 1))
+    assert code_of(refused) == "line_too_long"
+    assert isinstance(refused, Unserved)
+    assert "1000000 bytes" in refused.result.body["error"]["message"]
 
 
-def test_an_error_names_the_line_and_the_id_when_there_is_one() -> None:
+def test_an_error_names_the_id_when_there_is_one() -> None:
     _, bad_url, bad_json = check_all(valid(), valid(custom_id="b", url="/x"), b"{")
-    assert isinstance(bad_url, BatchResult)
-    assert isinstance(bad_json, BatchResult)
-    assert (bad_url.line, bad_url.custom_id) == (2, "b")
-    assert (bad_json.line, bad_json.custom_id) == (3, None)
+    assert isinstance(bad_url, Unserved)
+    assert isinstance(bad_json, Unserved)
+    assert (bad_url.custom_id, bad_json.custom_id) == ("b", None)
+
+
+def test_a_finished_line_is_passed_over_and_its_id_remembered() -> None:
+    checker = LineChecker(max_line_bytes=10_000, is_finished={1}.__contains__)
+    data = json.dumps(valid()).encode()
+    first, second = (checker.check(InputLine(n, 0, len(data), data, 1)) for n in (1, 2))
+    assert first is None
+    assert code_of(second) == "duplicate_custom_id"
+
+
+def test_what_an_order_knows_of_ids_is_taken_from_it() -> None:
+    checker = LineChecker(max_line_bytes=10_000, is_finished=nothing)
+    data = json.dumps(valid()).encode()
+    left_out = checker.check(InputLine(9, 0, len(data), data, 1, is_first=False))
+    first = checker.check(InputLine(3, 0, len(data), data, 1, is_first=True))
+    assert code_of(left_out) == "duplicate_custom_id"
+    assert isinstance(first, RequestLine)
 
 
 def test_every_later_line_with_the_same_id_is_a_duplicate() -> None:
     checked = check_all(
         valid(custom_id="a", url="/bad"), valid(custom_id="a"), valid(custom_id="b"), valid()
     )
-    codes = [line.error and line.error.code for line in checked if isinstance(line, BatchResult)]
+    codes = [code_of(line) for line in checked if isinstance(line, Unserved)]
     assert codes == ["invalid_url", "duplicate_custom_id", "duplicate_custom_id"]
-    assert isinstance(checked[2], BatchRequest)
+    assert isinstance(checked[2], RequestLine)
 
 
 @settings(deadline=None)
@@ -130,11 +154,11 @@ def test_every_later_line_with_the_same_id_is_a_duplicate() -> None:
 def test_exactly_the_first_of_each_id_is_a_request(ids: list[str]) -> None:
     checked = check_all(*(valid(custom_id=each) for each in ids))
     firsts = [ids.index(each) == position for position, each in enumerate(ids)]
-    assert [isinstance(line, BatchRequest) for line in checked] == firsts
+    assert [isinstance(line, RequestLine) for line in checked] == firsts
 
 
 @settings(deadline=None)
 @given(st.binary())
 def test_no_bytes_break_the_checker(content: bytes) -> None:
     (checked,) = check_all(content)
-    assert isinstance(checked, BatchResult)
+    assert isinstance(checked, Unserved)

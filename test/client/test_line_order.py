@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Coroutine
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,7 +17,9 @@ from client.batch_files import line, results_by_line, write_lines
 from client.fault_server import FaultServer
 from client.test_batch_run import options, submit
 from sglang_coserve.client import AsyncCoserveClient, AsyncJob, JobState
-from sglang_coserve.client.line_order import LineOrder
+from sglang_coserve.lines.line_run import LineRun
+from sglang_coserve.lines.line_source import LineSource
+from sglang_coserve.lines.prefix_order import PrefixOrder
 
 GROUPS, MEMBERS = 60, 10
 COMMON = "You are a lighthouse keeper who answers in one sentence. " * 5
@@ -36,15 +40,17 @@ def changes(server: FaultServer) -> int:
 
 @pytest.fixture
 def found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order is there when the next line is asked for, however slow the machine is."""
-    begin = LineOrder.begin
+    """The order is there, or was not found, before the first line is asked for, however slow the
+    machine is."""
+    serve = LineRun.serve
 
-    def begin_and_wait(order: LineOrder) -> None:
-        begin(order)
-        assert order._process is not None
-        order._process.wait(timeout=60)
+    async def serve_in_order(
+        run: LineRun, lines: LineSource, beside: Coroutine[Any, Any, None]
+    ) -> None:
+        await beside
+        await serve(run, lines, asyncio.sleep(0))
 
-    monkeypatch.setattr(LineOrder, "begin", begin_and_wait)
+    monkeypatch.setattr(LineRun, "serve", serve_in_order)
 
 
 @pytest.fixture
@@ -59,15 +65,15 @@ def test_lines_with_a_common_beginning_are_sent_together(server: FaultServer, so
     assert (status.state, status.ok) == (JobState.COMPLETED, GROUPS * MEMBERS)
     assert status.done_bytes == status.total_bytes
     assert status.ordered_share is None
-    # The first two are sent before there is an order.
-    assert changes(server) <= GROUPS + 2
+    assert changes(server) <= GROUPS
+    assert not source.with_name("out.coserve-order").exists()
     assert len(results_by_line(source.with_name("out.jsonl"))) == GROUPS * MEMBERS
 
 
 def test_a_file_that_the_server_has_as_a_whole_is_not_ordered(
     server: FaultServer, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(LineOrder, "begin")
+    monkeypatch.delattr(PrefixOrder, "find")
     write_lines(source, shuffled()[:8])
     assert submit(server.base_url, source, client_options=options(concurrency=8)).ok == 8
 
@@ -145,18 +151,18 @@ def test_the_process_ends_with_the_job(server: FaultServer, source: Path, tmp_pa
     ]
 
 
+@pytest.mark.usefixtures("found_at_once")
 def test_without_an_order_lines_are_sent_as_they_come(
     server: FaultServer,
     source: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    found_at_once: None,
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr("sglang_coserve.client.line_order._MODULE", "no.such.module")
+    monkeypatch.setattr("sglang_coserve.lines.prefix_order._MODULE", "no.such.module")
     write_lines(source, shuffled())
     assert submit(server.base_url, source, client_options=IN_ORDER).ok == GROUPS * MEMBERS
     numbers = [body["prompt"] for body in server.bodies]
-    assert "sent in the order of the file" in caplog.text
+    assert "served in the order of the file" in caplog.text
     assert len(numbers) == len(set(numbers))
     assert changes(server) > GROUPS * MEMBERS * 0.9

@@ -7,28 +7,26 @@ from datetime import UTC, datetime
 
 import pytest
 
-from sglang_coserve.client.retry import (
-    Failure,
-    FailureKind,
-    LineRetries,
-    RetryPolicy,
-    ServerHealth,
-    retry_after_s,
-)
 from sglang_coserve.errors import ServerGoneError
+from sglang_coserve.lines.backend import FailureKind, LineResult
+from sglang_coserve.lines.retry import EngineHealth, LineRetries, RetryPolicy, retry_after_s
 
 POLICY = RetryPolicy(retry_for_s=300.0, max_attempts=3, first_delay_s=1.0, max_delay_s=8.0)
-UNREACHABLE = Failure(FailureKind.UNREACHABLE, "unreachable", "connection refused")
-LOST = Failure(FailureKind.LOST, "connection_lost", "connection lost")
-FAILED = Failure(FailureKind.FAILED, "http_500", "HTTP 500")
+UNREACHABLE = LineResult.unserved("unreachable", "connection refused", FailureKind.UNREACHABLE)
+LOST = LineResult.unserved("connection_lost", "connection lost", FailureKind.LOST)
+FAILED = LineResult(500, "", {"message": "no"}, is_retryable=True)
 
 
-def retries_of(line: int, server: ServerHealth, seed: int = 0) -> LineRetries:
+def unavailable(status: int, retry_after_s: float = 0.0) -> LineResult:
+    return LineResult(status, "", {}, True, FailureKind.UNAVAILABLE, retry_after_s)
+
+
+def retries_of(line: int, server: EngineHealth, seed: int = 0) -> LineRetries:
     return LineRetries(line, POLICY, server, random.Random(seed))
 
 
 def test_delays_double_up_to_a_cap_with_jitter_below() -> None:
-    retries = retries_of(1, ServerHealth(0.0))
+    retries = retries_of(1, EngineHealth())
     delays = [retries.failed(UNREACHABLE, now_s=0.0) for _ in range(6)]
     for delay_s, cap_s in zip(delays, [1, 2, 4, 8, 8, 8], strict=True):
         assert delay_s is not None
@@ -37,7 +35,7 @@ def test_delays_double_up_to_a_cap_with_jitter_below() -> None:
 
 def test_the_same_seed_gives_the_same_delays() -> None:
     def delays(seed: int) -> list[float | None]:
-        retries = retries_of(1, ServerHealth(0.0), seed)
+        retries = retries_of(1, EngineHealth(), seed)
         return [retries.failed(UNREACHABLE, now_s=0.0) for _ in range(5)]
 
     assert delays(1) == delays(1)
@@ -45,7 +43,7 @@ def test_the_same_seed_gives_the_same_delays() -> None:
 
 
 def test_an_unreachable_server_is_given_up_after_the_limit_and_not_before() -> None:
-    retries = retries_of(17, ServerHealth(0.0))
+    retries = retries_of(17, EngineHealth())
     now_s = 100.0
     retries.began(now_s)
     while now_s < 400.0:
@@ -58,7 +56,7 @@ def test_an_unreachable_server_is_given_up_after_the_limit_and_not_before() -> N
 
 
 def test_answers_to_other_lines_keep_the_server_alive() -> None:
-    server = ServerHealth(0.0)
+    server = EngineHealth()
     retries = retries_of(1, server)
     for now_s in (0.0, 200.0, 400.0, 600.0):
         retries.began(now_s)
@@ -68,20 +66,20 @@ def test_answers_to_other_lines_keep_the_server_alive() -> None:
 
 def test_a_line_that_fails_first_after_a_long_silence_does_not_end_the_run() -> None:
     # The others are being generated: silence alone is no outage.
-    retries = retries_of(1, ServerHealth(0.0))
+    retries = retries_of(1, EngineHealth())
     retries.began(10_000.0)
     assert retries.failed(UNREACHABLE, now_s=10_000.0) is not None
 
 
 def test_a_server_that_held_the_line_for_long_was_there() -> None:
-    retries = retries_of(1, ServerHealth(0.0))
+    retries = retries_of(1, EngineHealth())
     for began_s in (0.0, 1000.0, 2000.0):
         retries.began(began_s)
         assert retries.failed(LOST, began_s + 900.0) is not None
 
 
 def test_server_errors_are_counted_against_the_line() -> None:
-    retries = retries_of(1, ServerHealth(0.0))
+    retries = retries_of(1, EngineHealth())
     assert retries.failed(FAILED, 0.0) is not None
     assert retries.failed(FAILED, 1.0) is not None
     assert retries.failed(FAILED, 2.0) is None
@@ -89,8 +87,8 @@ def test_server_errors_are_counted_against_the_line() -> None:
 
 @pytest.mark.parametrize("kind", [FailureKind.LOST, FailureKind.TIMED_OUT])
 def test_a_lost_line_is_to_blame_only_while_others_are_answered(kind: FailureKind) -> None:
-    server = ServerHealth(0.0)
-    failure = Failure(kind, "lost", "lost")
+    server = EngineHealth()
+    failure = LineResult.unserved("lost", "lost", kind)
     alone = retries_of(1, server)
     for now_s in range(10):
         alone.began(now_s)
@@ -107,34 +105,28 @@ def test_a_lost_line_is_to_blame_only_while_others_are_answered(kind: FailureKin
 
 
 def test_a_refusal_is_never_the_lines_fault() -> None:
-    server = ServerHealth(0.0)
+    server = EngineHealth()
     retries = retries_of(1, server)
     for now_s in range(20):
         retries.began(now_s)
         server.answered(now_s)
-        assert (
-            retries.failed(Failure(FailureKind.UNAVAILABLE, "http_503", "HTTP 503"), now_s)
-            is not None
-        )
+        assert retries.failed(unavailable(503), now_s) is not None
 
 
 def test_the_servers_wish_is_honoured_but_not_beyond_the_limit() -> None:
-    retries = retries_of(1, ServerHealth(0.0))
-    delay_s = retries.failed(Failure(FailureKind.UNAVAILABLE, "http_429", "HTTP 429", 20.0), 0.0)
+    retries = retries_of(1, EngineHealth())
+    delay_s = retries.failed(unavailable(429, 20.0), 0.0)
     assert delay_s is not None
     assert 20.0 <= delay_s <= 21.0
-    assert (
-        retries.failed(Failure(FailureKind.UNAVAILABLE, "http_429", "HTTP 429", 9999.0), 50.0)
-        == 250.0
-    )
+    assert retries.failed(unavailable(429, 9999.0), 50.0) == 250.0
 
 
-def test_trouble_lasts_until_the_next_answer() -> None:
-    server = ServerHealth(0.0)
+def test_a_failure_is_remembered_until_the_next_answer() -> None:
+    server = EngineHealth()
     retries_of(1, server).failed(UNREACHABLE, 0.0)
-    assert server.trouble == "connection refused"
+    assert server.last_failure == "connection refused"
     server.answered(1.0)
-    assert server.trouble is None
+    assert server.last_failure is None
 
 
 def test_retry_after_in_both_forms() -> None:

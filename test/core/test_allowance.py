@@ -89,6 +89,18 @@ def test_stalls_count_against_those_alone_whichever_gaps_they_are_in() -> None:
     assert seen.gap_share < 0.5
 
 
+def test_a_relative_target_judges_nobody_before_it_is_known() -> None:
+    """A hundred requests have one that is in the tail of a hundredth."""
+    seen = allowance("ttft p99 <= +10%")
+    for _ in range(99):
+        seen.first_token(INFO, 0.2, 0.1)
+    share = seen.arrival_s / seen.targets.ttft_s
+    for _ in range(10):
+        seen.first_token(INFO, 0.2, 0.1)
+    assert share == pytest.approx(1 / 8)
+    assert seen.arrival_s / seen.targets.ttft_s < 0.9 * share
+
+
 def test_a_relative_target_is_lower_for_what_was_above_it() -> None:
     seen = allowance("tbt p99 <= +10%")
     for _ in range(1000):

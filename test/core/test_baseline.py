@@ -166,3 +166,14 @@ def test_what_is_not_in_is_ignored(rid: str) -> None:
     baseline.produced(rid)
     baseline.ended(rid)
     assert baseline.advance(predict, 9.0) == []
+
+
+def test_a_rid_may_come_again_once_its_request_has_ended() -> None:
+    """Also before the next step, with which the virtual engine drops the one before."""
+    baseline = make()
+    for start_s in (0.0, 5.0):
+        baseline.arrived("a", start_s, 10)
+        baseline.produced("a")
+        (token,) = baseline.advance(predict, start_s + 1.0)
+        assert (token.rid, token.number) == ("a", 1)
+        baseline.ended("a")

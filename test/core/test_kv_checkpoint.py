@@ -53,15 +53,19 @@ class PagesOfARow(RuleBasedStateMachine):
         assert state.value == self.states[page].value + 1
         self.states[page] = state
 
+    @property
+    def dirty(self) -> int:
+        return self.pages.total - self.pages.sent
+
     @rule(new=st.integers(0, 5))
     def compute(self, new: int) -> None:
         self.states += [PageState.DIRTY] * new
         self.pages.grow(len(self.states))
 
-    @precondition(lambda self: self.pages.dirty)
+    @precondition(lambda self: self.dirty)
     @rule(data=st.data())
     def begin_copy(self, data: st.DataObject) -> None:
-        count = data.draw(st.integers(1, self.pages.dirty))
+        count = data.draw(st.integers(1, self.dirty))
         for page in range(self.pages.sent, self.pages.sent + count):
             self.change(page, PageState.COPYING)
         self.copies.append(count)
@@ -79,7 +83,7 @@ class PagesOfARow(RuleBasedStateMachine):
     def illegal_moves_change_nothing(self, count: int) -> None:
         before = replace(self.pages)
         for move, most in (
-            (self.pages.begin_copy, self.pages.dirty),
+            (self.pages.begin_copy, self.dirty),
             (self.pages.end_copy, self.pages.sent - self.pages.saved),
         ):
             with pytest.raises(AssertionError):
@@ -89,7 +93,7 @@ class PagesOfARow(RuleBasedStateMachine):
     @invariant()
     def the_counts_say_what_every_page_is(self) -> None:
         pages, states = self.pages, PageState
-        counts = pages.saved, pages.sent - pages.saved, pages.dirty
+        counts = pages.saved, pages.sent - pages.saved, self.dirty
         expected = [states.SAVED] * counts[0] + [states.COPYING] * counts[1]
         assert expected + [states.DIRTY] * counts[2] == self.states
         assert pages.total == len(self.states)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from sglang_coserve.core.latency_model import LatencyModel, PolynomialModel
+from sglang_coserve.core.latency_model import CONSERVE, LatencyModel, LinearModel
 from sglang_coserve.profiler import BatchShape, ExecutorLimits, Machine
 
 LIMITS = ExecutorLimits(
     max_batch_tokens=2048, max_row_tokens=8192, max_requests=64, kv_capacity_tokens=65536
 )
 
-POLYNOMIAL = PolynomialModel(
-    compute_token_s=8e-5, attention_pair_s=5e-8, context_token_s=2e-6, iteration_s=4e-3
+POLYNOMIAL = LinearModel.of(
+    CONSERVE, compute_token_s=8e-5, attention_pair_s=5e-8, context_token_s=2e-6, iteration_s=4e-3
 )
 
 MACHINE = Machine(

@@ -5,7 +5,7 @@ from itertools import islice
 import pytest
 
 from profiler.modelled_executor import LIMITS, POLYNOMIAL, ModelledExecutor
-from sglang_coserve.core.latency_model import PolynomialModel
+from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.profiler import (
     BatchKind,
     Measurement,
@@ -79,7 +79,7 @@ def test_nothing_left_to_measure_takes_no_time() -> None:
 def test_quick_samples_determine_the_machine() -> None:
     executor = ModelledExecutor(noise=0.01)
     samples = quick_samples(executor, 10.0, clock=executor.clock)
-    fitted = PolynomialModel().fit(samples).model
+    fitted = LinearModel.of(CONSERVE).fit(samples).model
     for shape in SHAPES:
         if shape.kind is not BatchKind.DECODE or len(shape.decodes) < 32:
             exact = POLYNOMIAL.predict(shape.stats)

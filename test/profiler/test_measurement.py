@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from profiler.modelled_executor import LIMITS
 from sglang_coserve.core.batch_stats import BatchStats
-from sglang_coserve.core.latency_model import PolynomialModel
+from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.profiler import (
     BatchShape,
     ExecutorLimits,
@@ -92,11 +92,7 @@ batches = st.builds(
 
 
 eager_prices = st.fixed_dictionaries(
-    {
-        name: st.floats(0, 1e-3)
-        for name in PolynomialModel.coefficient_names
-        if not name.startswith("graph_")
-    }
+    {name: st.floats(0, 1e-3) for name, _ in CONSERVE.features}
 ).filter(lambda prices: any(prices.values()))
 
 
@@ -110,7 +106,7 @@ def has_kinds_of(batch: BatchStats, known: BatchStats) -> bool:
 def test_cost_bound_holds_for_any_prices(
     prices: dict[str, float], measured: list[BatchStats], batch: BatchStats
 ) -> None:
-    model = PolynomialModel(**prices)
+    model = LinearModel.of(CONSERVE, **prices)
     bound = CostBound()
     for known in measured:
         bound.observe(known, model.predict(known))

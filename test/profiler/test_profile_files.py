@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from profiler.modelled_executor import LIMITS, MACHINE, POLYNOMIAL, ModelledExecutor
-from sglang_coserve.core.latency_model import LinearModel, PolynomialModel, RooflineModel
+from sglang_coserve.core.latency_model import RooflineModel
 from sglang_coserve.errors import ConfigError, InputFileError
 from sglang_coserve.profiler import (
     BatchShape,
@@ -92,9 +92,12 @@ def test_another_machine_is_refused(tmp_path: Path, change: dict[str, object], n
         ("{}", "prefill_tokens"),
         ('{"prefill_tokens": [0], "prefill_contexts": [0]}', "prefill_tokens"),
         ('{"prefill_tokens": [1], "prefill_contexts": [], "decodes": [], "runs_s": [1.0]}', "1 pr"),
-        ('{"prefill_tokens": [], "prefill_contexts": [], "decodes": [3], "runs_s": []}', "run"),
+        ('{"prefill_tokens": [], "prefill_contexts": [], "decodes": [3], "runs_s": []}', "runs_s"),
         ('{"prefill_tokens": [], "prefill_contexts": [], "decodes": [], "runs_s": [1.0]}', "row"),
-        ('{"prefill_tokens": [], "prefill_contexts": [], "decodes": [3], "runs_s": [-1.0]}', "pos"),
+        (
+            '{"prefill_tokens": [], "prefill_contexts": [], "decodes": [3], "runs_s": [-1.0]}',
+            "than 0",
+        ),
         ("not JSON", "JSON"),
     ],
 )
@@ -112,9 +115,9 @@ def test_best_is_the_kind_with_the_least_error(measurements: list[Measurement]) 
     assert len(fits) == 4
     assert best.report.mape == min(fit.report.mape for fit in fits)
     # The machine is a polynomial: that kind is as good as the noise, the others lack terms.
-    assert isinstance(best.model, PolynomialModel)
+    assert best.model.kind == "polynomial"
     assert best.report.mape < 0.02
-    assert isinstance(choose(attempts, "linear").model, LinearModel)
+    assert choose(attempts, "linear").model.kind == "linear"
 
 
 def test_a_kind_that_does_not_fit_is_told_and_left_out(measurements: list[Measurement]) -> None:
@@ -131,8 +134,7 @@ def test_a_kind_that_does_not_fit_is_told_and_left_out(measurements: list[Measur
 def test_captured_batch_sizes_are_fitted_apart(measurements: list[Measurement]) -> None:
     machine = replace(MACHINE, captured_batch_sizes=(1, 2, 4, 8, 16, 32, 64))
     model = choose(fit_all([m.sample for m in measurements], machine), "polynomial").model
-    assert isinstance(model, PolynomialModel)
-    assert model.graph_iteration_s > 0
+    assert model.coefficients["graph_iteration_s"] > 0
 
 
 @pytest.mark.parametrize(
@@ -185,13 +187,13 @@ def test_profiles_survive(measurements: list[Measurement], tmp_path: Path) -> No
         write_profile(to_profile(attempt.fit, MACHINE), path)
         profile = load_profile(path)
         assert profile == to_profile(attempt.fit, MACHINE)
-    assert isinstance(profile.latency_model, type(attempt.fit.model))
+    assert profile.latency_model.kind == attempt.fit.model.kind
     assert [file.name for file in tmp_path.iterdir()] == ["profile.json"]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "coserve profile"), (b"\xff\xfe", "coserve profile"), (b"[]", "JSON object")],
+    [(None, "coserve profile"), (b"\xff\xfe", "coserve profile"), (b"[]", "an object")],
 )
 def test_what_is_not_a_profile_is_refused(
     tmp_path: Path, content: bytes | None, message: str

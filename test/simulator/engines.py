@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from sglang_coserve.core.latency_model import LatencyModel, PolynomialModel
+from sglang_coserve.core.latency_model import CONSERVE, LatencyModel, LinearModel
 from sglang_coserve.core.offline_queue import OfflineQueue, pack_tokens
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
@@ -21,7 +21,7 @@ from sglang_coserve.simulator.observer import Observer
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.source import Source
 
-MS_PER_TOKEN = PolynomialModel(compute_token_s=1e-3)
+MS_PER_TOKEN = LinearModel.of(CONSERVE, compute_token_s=1e-3)
 """An iteration takes one millisecond a token, nothing else."""
 
 _serials = itertools.count()

@@ -7,7 +7,7 @@ from itertools import pairwise, repeat, takewhile
 
 import pytest
 
-from sglang_coserve.core.latency_model import PolynomialModel
+from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.step import Eviction, StepPlan
@@ -221,7 +221,7 @@ def test_an_idle_engine_lets_time_pass_only_to_the_limit() -> None:
 
 def test_one_server_with_constant_service_waits_as_queueing_theory_says() -> None:
     # One slot, one token: an M/D/1 queue with D = 10 ms and 70 arrivals a second.
-    model = PolynomialModel(iteration_s=0.010)
+    model = LinearModel.of(CONSERVE, iteration_s=0.010)
     arrivals = takewhile(lambda time_s: time_s < 120, poisson_arrivals(70.0, seed=5))
     requests = list(from_trace(synthesize(arrivals, repeat((1, 1))), RequestClass.ONLINE))
     config = ExecutorConfig(kv_capacity_tokens=100, page_tokens=1, max_running_requests=1)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sglang_coserve.core.latency_model import PolynomialModel
+from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.offline_queue import OfflineQueue
 from sglang_coserve.core.policies.ooco import OocoPolicy, Role
 from sglang_coserve.core.request import RequestState
@@ -22,7 +22,7 @@ from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.source import Source
 from simulator.engines import offline, online
 
-MODEL = PolynomialModel(compute_token_s=1e-3, iteration_s=5e-3)
+MODEL = LinearModel.of(CONSERVE, compute_token_s=1e-3, iteration_s=5e-3)
 TPOT_S = 0.030
 
 

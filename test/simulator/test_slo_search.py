@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.latency_model import LatencyModel, PolynomialModel
+from sglang_coserve.core.latency_model import CONSERVE, LatencyModel, LinearModel
 from sglang_coserve.core.slo import SloCheck, parse_slo
 from sglang_coserve.errors import CoserveError, InfeasibleError
 from sglang_coserve.slo_search.load import Load
@@ -28,7 +28,7 @@ from sglang_coserve.slo_search.simulated import SimulatedBench
 from sglang_coserve.slo_search.validation import Validation
 from sglang_coserve.workload import fit_to_context, poisson_arrivals, synthesize, window
 
-MODEL = PolynomialModel(compute_token_s=1e-4, context_token_s=1e-7, iteration_s=5e-3)
+MODEL = LinearModel.of(CONSERVE, compute_token_s=1e-4, context_token_s=1e-7, iteration_s=5e-3)
 """5 ms and a tenth of one for each token."""
 
 SECONDS = 20.0

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tokenized_request import tokenized_request
+from common.tokenized_request import tokenized_request
 
 MAX_ITERATIONS = 20_000
 CALL_TIMEOUT_S = 300

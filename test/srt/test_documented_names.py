@@ -94,8 +94,8 @@ def test_every_class_that_is_named_is_in_the_sources(page: Path, words: set[str]
 
 
 def test_the_tree_of_the_package_names_its_files(files: list[str]) -> None:
-    """That of docs/architecture.md, which is no code in a line."""
-    (tree,) = FENCED.findall((ROOT / "docs" / "architecture.md").read_text())
+    """That of docs/internals.md, which is no code in a line."""
+    (tree,) = FENCED.findall((ROOT / "docs" / "internals.md").read_text())
     named = FILE.findall(tree)
     assert len(named) > 50
     assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []

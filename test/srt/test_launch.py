@@ -253,4 +253,4 @@ def test_a_bad_value_of_our_flags_is_refused(
     small_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch.main(["--model-path", str(small_model), "--slo-ttft-ms", "-5"]) == 2
-    assert "error: --slo-ttft-ms must be a positive number" in capsys.readouterr().err
+    assert "error: --slo-ttft-ms must be greater than 0" in capsys.readouterr().err

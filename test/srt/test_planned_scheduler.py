@@ -103,6 +103,52 @@ def run_abort_in_every_state(engine: ScriptedEngine) -> dict[str, set[str]]:
     return seen
 
 
+def run_names_used_again(engine: ScriptedEngine, offline: bool) -> list[tuple[bool, list[int]]]:
+    """Abort a request in the middle, or let it end, and send another one of its name at once.
+
+    Every other one has penalties, and cannot be paused. Returns for each whether it has, and
+    its tokens.
+    """
+    outputs: list[tuple[bool, list[int]]] = []
+    engine.reqs.pop("name", None)
+    others: list[Spec] = [("other", scenarios.prompt(1, 40), 200, not offline)]
+
+    def script(iteration: int) -> list[Any]:
+        if iteration == 0:
+            return [engine.request(*spec[:3], offline=spec[3]) for spec in others]
+        if iteration > 100:
+            raise StopIteration
+        known = engine.reqs.get("name")
+        number = len(outputs)
+        is_live = known is not None and not known.finished()
+        # One in three is given up after some tokens.
+        if is_live and (number % 3 or len(known.output_ids) < 5):
+            return []
+        if known is not None:
+            outputs.append((number % 2 == 1, engine.output("name")))
+        number = len(outputs)
+        sampling = {"frequency_penalty": 0.5, "min_new_tokens": 8} if number % 2 else {}
+        again = engine.request("name", scenarios.prompt(7, 30), 12, offline=offline, **sampling)
+        return [engine.abort("name"), again] if is_live else [again]
+
+    engine.run(script)
+    engine.assert_nothing_leaked()
+    parts = engine.scheduler.parts
+    assert not len(parts.ledger)
+    assert not parts.admission.num_waiting()
+    return outputs
+
+
+@pytest.mark.parametrize("offline", [False, True], ids=["online", "offline"])
+def test_a_name_may_be_used_again_before_its_request_has_left_the_engine(
+    planned: EngineProcess, offline: bool
+) -> None:
+    outputs = planned.call(run_names_used_again, offline)
+    whole = [(penalized, tuple(tokens)) for penalized, tokens in outputs if len(tokens) == 12]
+    assert len(outputs) > len(whole) > 2
+    assert len(set(whole)) == 2
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
 def test_parked_and_paused_requests_can_be_aborted(start_engine: Any, overlap: bool) -> None:
     process = start_engine(overlap=overlap, page_size=16, coserve=TIGHT)

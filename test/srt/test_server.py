@@ -18,13 +18,17 @@ from sglang_coserve.local_server import LocalServer
 
 
 @pytest.fixture(scope="module")
-def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
-    log = tmp_path_factory.mktemp("server") / "server.log"
+def log_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server") / "server.log"
+
+
+@pytest.fixture(scope="module")
+def server(small_model: Path, log_path: Path) -> Iterator[LocalServer]:
     flags = ["--model-path", str(small_model), "--dtype", "float32", "--slo-ttft-ms", "400"]
     # Since 0.5.20 SGLang answers requests for a response only if they name its model.
     flags += ["--served-model-name", "m", "--startup-profile-seconds", "0"]
     slos = ["--slo", "ttft p99 <= 300ms", "tpot mean <= 1s"]
-    with LocalServer([*flags, *slos], log_path=log) as running:
+    with LocalServer([*flags, *slos], log_path=log_path) as running:
         yield running
 
 
@@ -81,6 +85,19 @@ def test_status_shows_settings_and_classes(http: httpx.Client) -> None:
     assert replica["config"]["slo"] == ["ttft p99 <= 300ms", "tpot mean <= 1s"]
     assert replica["config"]["offline_policy"] == "coserve"
     assert replica["online"].keys() == {"waiting", "running", "shed"}
+
+
+def test_checkpoints_are_off_unasked_and_one_line_says_why(
+    http: httpx.Client, log_path: Path
+) -> None:
+    replica = status(http)
+    assert replica["config"]["kv_checkpoint"] == "auto"
+    checkpoints = replica["kv_checkpoint"]
+    assert checkpoints["mode"] == "off"
+    assert "--max-total-tokens" in checkpoints["reason"]
+    log = log_path.read_text(encoding="utf-8").splitlines()
+    (line,) = [line for line in log if "no KV checkpoints" in line]
+    assert checkpoints["reason"] in line
 
 
 def test_server_info_names_the_policy(http: httpx.Client) -> None:

@@ -47,7 +47,7 @@ class Engine:
         """One pass; return what it learned of earlier ones."""
         done = self.tracker.next_pass(now_s)
         req = request(f"r{len(self.launched)}", 1 + len(self.launched))
-        self.ledger.add(req, now_s, now_s)
+        self.ledger.add(req, now_s)
         if step is not None:
             self.tracker.started(step)
         self.launched.append(prefill(req))
@@ -99,7 +99,7 @@ class Pipeline:
         batch = None
         if tokens:
             req = request(f"at {now_s}", tokens)
-            self.ledger.add(req, now_s, now_s)
+            self.ledger.add(req, now_s)
             batch = prefill(req)
         self.tracker.launched(batch)
         self.under_way.append(batch)
@@ -173,7 +173,7 @@ def suspended_step() -> StepTracker:
     """A tracker of which the first pass was suspended after 0.5 s."""
     engine = Engine(is_overlapped=False)
     tracker, row = engine.tracker, request("a")
-    engine.ledger.add(row, 1.0, 1.0)
+    engine.ledger.add(row, 1.0)
     tracker.next_pass(1.0)
     tracker.started(0)
     tracker.launched(prefill(row))

@@ -4,7 +4,7 @@
 everything in one directory:
 
 - ``service`` is what the routes call; ``schemas`` are the objects that it takes and gives.
-- ``state`` is the life of a batch as a pure function; ``batch_driver`` does what a state
+- ``state`` is the life of a batch as a pure function; ``job_driver`` does what a state
   calls for, ``batch_run`` takes the lines of a batch to their records.
 - ``store`` is SQLite, for what is known of files and batches; ``result_log`` and
   ``journal`` are append-only files, for what is known of lines.
@@ -14,13 +14,11 @@ everything in one directory:
 - ``stored_jobs`` is what can be done without a server.
 """
 
-from sglang_coserve.batch.backend import Backend, BackendLoad, LineRequest, LineResult
 from sglang_coserve.batch.errors import (
     BatchRequestError,
     ConflictError,
     NotFoundError,
     QuotaError,
-    StorageError,
     TooLargeError,
     TooManyError,
 )
@@ -39,6 +37,8 @@ from sglang_coserve.batch.schemas import (
 )
 from sglang_coserve.batch.service import BatchService, FileContent
 from sglang_coserve.batch.service_status import ServiceStatus
+from sglang_coserve.errors import StorageError
+from sglang_coserve.lines.backend import Backend, BackendLoad, LineRequest, LineResult
 
 __all__ = [
     "Backend",

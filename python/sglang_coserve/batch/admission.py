@@ -5,10 +5,10 @@ from __future__ import annotations
 from hashlib import sha256
 from typing import Final
 
-from sglang_coserve.batch.context import BatchContext, new_id
+from sglang_coserve.batch.context import JobContext, new_id
 from sglang_coserve.batch.errors import BatchRequestError
 from sglang_coserve.batch.eta import Outlook
-from sglang_coserve.batch.record import BatchRecord
+from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.schemas import CreateBatch
 from sglang_coserve.batch.window import window_s, window_text
 
@@ -55,8 +55,8 @@ def check_order(order: str) -> None:
 
 
 def new_batch(
-    owner: str, request: CreateBatch, idempotency_key: str | None, context: BatchContext
-) -> BatchRecord:
+    owner: str, request: CreateBatch, idempotency_key: str | None, context: JobContext
+) -> JobRecord:
     """Return the batch that ``request`` asks for, whose input is still to be looked up.
 
     Raises:
@@ -71,7 +71,7 @@ def new_batch(
         raise BatchRequestError(message, code="invalid_idempotency_key")
     now_s, rng = context.clock.now_s(), context.rng
     expiry = request.output_expires_after
-    return BatchRecord(
+    return JobRecord(
         id=new_id("batch_", rng),
         owner=owner,
         endpoint=request.endpoint,
@@ -90,7 +90,7 @@ def new_batch(
     )
 
 
-def raise_if_too_short(batch: BatchRecord, outlook: Outlook) -> None:
+def raise_if_too_short(batch: JobRecord, outlook: Outlook) -> None:
     """Refuse a batch that would miss its window even if it went first, and all went well.
 
     Raises:

@@ -5,42 +5,23 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from sglang_coserve.batch.backend import Backend
-from sglang_coserve.batch.clock import Clock
 from sglang_coserve.batch.data_directory import DataDirectory
-from sglang_coserve.batch.engine_lines import EngineLines
-from sglang_coserve.batch.fair_slots import FairSlots
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.store import Store
-from sglang_coserve.batch.worker_threads import WorkerThreads
+from sglang_coserve.lines.backend import Backend
+from sglang_coserve.lines.context import LineContext
 
-__all__ = ["BatchContext", "ServiceCounts", "new_id"]
-
-
-@dataclass(slots=True)
-class ServiceCounts:
-    """What has happened since the service was opened."""
-
-    line_retries: int = 0
-    """Attempts at a line that an engine failure before them has made necessary."""
+__all__ = ["JobContext", "new_id"]
 
 
-@dataclass(frozen=True, slots=True)
-class BatchContext:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobContext(LineContext):
     """The means of running batches."""
 
+    backend: Backend
     directory: DataDirectory
     store: Store
-    threads: WorkerThreads
-    slots: FairSlots
-    engine_lines: EngineLines
-    backend: Backend
     limits: BatchLimits
-    clock: Clock
-    rng: random.Random
-    """Of ids and of the jitter between retries."""
-
-    counts: ServiceCounts
 
 
 def new_id(prefix: str, rng: random.Random) -> str:

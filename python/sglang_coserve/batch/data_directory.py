@@ -144,24 +144,24 @@ class DataDirectory:
         """Room that is left on the disk."""
         return shutil.disk_usage(self.root).free
 
-    def doubt(self, file_id: str) -> None:
+    def mark_in_doubt(self, file_id: str) -> None:
         """Mark a file that is about to be added or deleted. Blocks, as all that follow."""
         (self._in_doubt / _checked(file_id)).touch(mode=0o600)
         _sync_directory(self._in_doubt)
 
-    def keep(self, file_id: str) -> None:
-        """Take the mark from a file that the store knows."""
+    def confirm(self, file_id: str) -> None:
+        """Take the mark from a file that the store knows: it is to stay."""
         (self._in_doubt / _checked(file_id)).unlink(missing_ok=True)
 
     def discard(self, file_id: str) -> None:
         """Delete a marked file that the store does not know."""
         self.file(file_id).unlink(missing_ok=True)
-        self.keep(file_id)
+        self.confirm(file_id)
 
     def settle(self, is_known: Callable[[str], bool]) -> None:
         """Keep the marked files that the store knows, and discard the others."""
         for path in list(self._in_doubt.iterdir()):
-            (self.keep if is_known(path.name) else self.discard)(path.name)
+            (self.confirm if is_known(path.name) else self.discard)(path.name)
 
     def sync_files(self) -> None:
         """Force the names in ``files/`` to the disk."""

@@ -10,19 +10,18 @@
     │       ├── TooLargeError      an upload is over the limit (413)
     │       ├── TooManyError       too many unfinished batches, or transfers (429)
     │       └── QuotaError         its owner has too much on the disk (429)
-    └── StorageError             the disk is full or failing (507); what was stored stays
+    └── StorageError             the disk is full or failing (507)
 """
 
 from __future__ import annotations
 
-from sglang_coserve.errors import CoserveError, RequestError
+from sglang_coserve.errors import RequestError
 
 __all__ = [
     "BatchRequestError",
     "ConflictError",
     "NotFoundError",
     "QuotaError",
-    "StorageError",
     "TooLargeError",
     "TooManyError",
 ]
@@ -58,7 +57,3 @@ class TooManyError(BatchRequestError):
 
 class QuotaError(BatchRequestError):
     """The files of the caller take as much of the disk as they may."""
-
-
-class StorageError(CoserveError):
-    """The disk is full or failing; nothing that was stored is lost."""

@@ -16,7 +16,7 @@ from typing import Final
 
 from sglang_coserve.batch.forecast_errors import ForecastErrors
 from sglang_coserve.batch.rate_forecast import RateForecast
-from sglang_coserve.batch.record import BatchRecord
+from sglang_coserve.batch.record import JobRecord
 
 __all__ = ["Outlook", "Work", "outlooks", "remaining_tokens", "served_before"]
 
@@ -65,7 +65,7 @@ class Outlook:
     """P5 of how long it would take were it the first of its owner's."""
 
 
-def remaining_tokens(batch: BatchRecord, token_bias: float = 1.0) -> float:
+def remaining_tokens(batch: JobRecord, token_bias: float = 1.0) -> float:
     """Return the tokens that the unfinished lines of ``batch`` will take.
 
     ``token_bias`` is what lines of other batches took, over what was expected of them.
@@ -131,7 +131,7 @@ def _served_to_owner(works: Sequence[Work]) -> list[float]:
 
 
 def outlooks(
-    batches: Iterable[BatchRecord],
+    batches: Iterable[JobRecord],
     rate: RateForecast | None,
     now_s: float,
     errors: ForecastErrors,
@@ -163,7 +163,7 @@ def outlooks(
 
 
 def _outlook(
-    batch: BatchRecord,
+    batch: JobRecord,
     work: Work,
     forecast_s: float,
     first_s: float,

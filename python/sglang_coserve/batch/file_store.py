@@ -10,13 +10,14 @@ from functools import partial
 from typing import Final
 
 from sglang_coserve.batch.data_directory import DataDirectory
-from sglang_coserve.batch.errors import NotFoundError, StorageError, TooLargeError
+from sglang_coserve.batch.errors import NotFoundError, TooLargeError
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.owner_storage import Upload
 from sglang_coserve.batch.record import FileRecord
 from sglang_coserve.batch.store import Store, file_rows
 from sglang_coserve.batch.upload_pace import UploadPace
-from sglang_coserve.batch.worker_threads import WorkerThreads
+from sglang_coserve.errors import StorageError
+from sglang_coserve.lines.worker_threads import WorkerThreads
 
 __all__ = ["FileStore"]
 
@@ -139,7 +140,7 @@ class FileStore:
 
     def _keep(self, file_id: str) -> None:
         with _disk_errors(f"file {file_id} cannot be kept"):
-            self._directory.keep(file_id)
+            self._directory.confirm(file_id)
 
     def _discard(self, file_id: str) -> None:
         with _disk_errors(f"file {file_id} cannot be deleted"):
@@ -149,11 +150,11 @@ class FileStore:
         file_rows.delete(connection, owner, file_id)
         # Before the transaction ends: from its end on the bytes are there without a row.
         with _disk_errors(f"file {file_id} cannot be deleted"):
-            self._directory.doubt(file_id)
+            self._directory.mark_in_doubt(file_id)
 
     def _begin(self, file_id: str) -> None:
         with _disk_errors("the upload cannot be written"):
-            self._directory.doubt(file_id)
+            self._directory.mark_in_doubt(file_id)
             self._directory.file(file_id).touch(mode=0o600, exist_ok=False)
 
     def _append(self, file_id: str, piece: bytes) -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from sglang_coserve.batch.backend import Backend
-from sglang_coserve.batch.clock import Clock
 from sglang_coserve.batch.eta import Outlook, outlooks
 from sglang_coserve.batch.forecast_errors import ForecastErrors, Past
 from sglang_coserve.batch.rate_forecast import HOUR_S, REMEMBERED_HOURS, RateForecast, Served
-from sglang_coserve.batch.record import BatchRecord, Status
+from sglang_coserve.batch.record import JobRecord, Status
 from sglang_coserve.batch.store import Store, forecast_rows
+from sglang_coserve.lines.backend import Backend
+from sglang_coserve.lines.clock import Clock
 
 __all__ = ["Forecaster"]
 
@@ -46,7 +46,7 @@ class Forecaster:
             self._note(past, tokens, expected)
         self._counted = self._totals()
 
-    def outlooks(self, batches: Iterable[BatchRecord]) -> dict[str, Outlook]:
+    def outlooks(self, batches: Iterable[JobRecord]) -> dict[str, Outlook]:
         """Return what is to be expected of ``batches``, of which no other is served, by id."""
         now_s = self._clock.now_s()
         recent_per_s = self._backend.load().offline_tokens_per_s
@@ -56,7 +56,7 @@ class Forecaster:
             bias = self._took_tokens / self._expected_tokens
         return outlooks(batches, rate, now_s, self._errors, bias)
 
-    def ended(self, batch: BatchRecord) -> None:
+    def ended(self, batch: JobRecord) -> None:
         """Compare a batch in a final state with its forecast, if it is complete and had one."""
         if batch.status is not Status.COMPLETED or batch.forecast_s is None:
             return

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.batch.errors import StorageError
-from sglang_coserve.batch.helper_process import run_module
-from sglang_coserve.batch.line_source import InputLine
-from sglang_coserve.batch.worker_threads import WorkerThreads
+from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyTooLargeError, check_body
 from sglang_coserve.jsonl.request_line import LineError, RequestLine, parse_request_line
+from sglang_coserve.lines.helper_process import run_module
+from sglang_coserve.lines.line_source import InputLine
+from sglang_coserve.lines.worker_threads import WorkerThreads
 
 __all__ = ["LineParser"]
 
@@ -40,7 +40,7 @@ class LineParser:
         Raises:
             BodyTooLargeError: it is more than the limits allow.
         """
-        if len(line.content) <= _SMALL_BYTES:
+        if line.size_bytes <= _SMALL_BYTES:
             return self._parse(line)
         return await self._threads.run(self._parse, line)
 
@@ -55,6 +55,8 @@ class LineParser:
             return str(custom_id)
 
     def _parse(self, line: InputLine) -> RequestLine:
+        if line.content is None:
+            raise StorageError(f"{self._path} has changed since it was checked")
         check_body(line.content, self._limits)
         try:
             return parse_request_line(line.content, self._endpoint)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = ["BatchEvent", "BatchRecord", "FileRecord", "LineFault", "Progress", "Status", "Usage"]
+from sglang_coserve.lines.progress import Progress
+
+__all__ = ["BatchEvent", "FileRecord", "JobRecord", "LineFault", "Status"]
 
 
 class Status(StrEnum):
@@ -40,51 +42,6 @@ class LineFault:
     param: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens, summed over finished lines."""
-
-    input_tokens: int = 0
-    cached_tokens: int = 0
-    """Of ``input_tokens``, those taken from the cache."""
-
-    output_tokens: int = 0
-    reasoning_tokens: int = 0
-    """Of ``output_tokens``, those that are no part of the answer."""
-
-    @property
-    def total_tokens(self) -> int:
-        """Input and output together."""
-        return self.input_tokens + self.output_tokens
-
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(
-            self.input_tokens + other.input_tokens,
-            self.cached_tokens + other.cached_tokens,
-            self.output_tokens + other.output_tokens,
-            self.reasoning_tokens + other.reasoning_tokens,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What the output and error files hold, up to a moment at which both were on the disk."""
-
-    completed: int = 0
-    failed: int = 0
-    output_bytes: int = 0
-    error_bytes: int = 0
-    usage: Usage = Usage()
-
-    estimated_tokens: int = 0
-    """What the finished lines were expected to take; against ``usage`` it calibrates the rest."""
-
-    @property
-    def lines(self) -> int:
-        """Finished lines."""
-        return self.completed + self.failed
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
     """A stored file."""
@@ -99,7 +56,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchRecord:
+class JobRecord:
     """A batch. All times are in seconds since the epoch."""
 
     id: str
@@ -148,7 +105,7 @@ class BatchRecord:
     """What all lines together are expected to take; before the input has been validated, by
     its beginning."""
 
-    progress: Progress = Progress()
+    progress: Progress = field(default_factory=Progress)
     faults: tuple[LineFault, ...] = ()
 
     model: str | None = None

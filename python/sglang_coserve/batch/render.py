@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 
 from sglang_coserve.batch.eta import Outlook
-from sglang_coserve.batch.record import BatchRecord, FileRecord
+from sglang_coserve.batch.record import FileRecord, JobRecord
 from sglang_coserve.batch.schemas import (
     BatchError,
     BatchErrors,
@@ -48,9 +48,9 @@ def batch_list(batches: Iterable[BatchObject], limit: int) -> BatchList:
 
 
 def batch_object(
-    batch: BatchRecord,
+    batch: JobRecord,
     outlook: Outlook | None = None,
-    trouble: str | None = None,
+    stalled_by: str | None = None,
     model: str | None = None,
 ) -> BatchObject:
     """Return a batch as the API shows it; ``model`` is what is loaded now, None if unknown."""
@@ -59,7 +59,7 @@ def batch_object(
         BatchError(code=fault.code, message=fault.message, line=fault.line, param=fault.param)
         for fault in batch.faults
     ]
-    warnings = (trouble or _lateness(batch, outlook), mixed_models(batch, model))
+    warnings = (stalled_by or _lateness(batch, outlook), mixed_models(batch, model))
     return BatchObject(
         id=batch.id,
         endpoint=batch.endpoint,
@@ -102,7 +102,7 @@ def batch_object(
     )
 
 
-def mixed_models(batch: BatchRecord, model: str | None) -> str | None:
+def mixed_models(batch: JobRecord, model: str | None) -> str | None:
     """Say that not all results of a batch are of one model; None if they are.
 
     ``model`` is what is loaded now, None if unknown.
@@ -118,7 +118,7 @@ def mixed_models(batch: BatchRecord, model: str | None) -> str | None:
     )
 
 
-def _lateness(batch: BatchRecord, outlook: Outlook | None) -> str | None:
+def _lateness(batch: JobRecord, outlook: Outlook | None) -> str | None:
     if outlook is None or outlook.eta_s is None or not outlook.is_late:
         return None
     eta = datetime.fromtimestamp(outlook.eta_s, UTC).isoformat(timespec="seconds")

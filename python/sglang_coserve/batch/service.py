@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from dataclasses import dataclass
@@ -12,18 +13,15 @@ from types import TracebackType
 from typing import Final, Self
 
 from sglang_coserve.batch.admission import check_limit, check_order, check_upload, new_batch
-from sglang_coserve.batch.backend import Backend
-from sglang_coserve.batch.batch_runner import BatchRunner
-from sglang_coserve.batch.clock import Clock, SystemClock
-from sglang_coserve.batch.context import BatchContext, ServiceCounts, new_id
+from sglang_coserve.batch.context import JobContext, new_id
 from sglang_coserve.batch.data_directory import DataDirectory
-from sglang_coserve.batch.engine_lines import EngineLines
-from sglang_coserve.batch.errors import BatchRequestError, StorageError
-from sglang_coserve.batch.fair_slots import FairSlots
+from sglang_coserve.batch.engine_death import open_engine_lines
+from sglang_coserve.batch.errors import BatchRequestError
 from sglang_coserve.batch.file_store import FileStore
+from sglang_coserve.batch.job_supervisor import JobSupervisor
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.owner_storage import OwnerStorage
-from sglang_coserve.batch.record import BatchEvent, BatchRecord, FileRecord
+from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord
 from sglang_coserve.batch.render import batch_list, batch_object, file_object
 from sglang_coserve.batch.schemas import (
     BatchList,
@@ -39,8 +37,12 @@ from sglang_coserve.batch.state import CancelAsked, Event, PauseAsked, ResumeAsk
 from sglang_coserve.batch.store import Store, batch_rows, event_rows, file_rows
 from sglang_coserve.batch.transfers import Transfers
 from sglang_coserve.batch.upload_pace import UploadPace
-from sglang_coserve.batch.worker_threads import WorkerThreads
-from sglang_coserve.errors import StartupError
+from sglang_coserve.errors import StartupError, StorageError
+from sglang_coserve.lines.backend import Backend
+from sglang_coserve.lines.clock import Clock, SystemClock
+from sglang_coserve.lines.fair_slots import FairSlots
+from sglang_coserve.lines.retry import EngineHealth, RetryPolicy
+from sglang_coserve.lines.worker_threads import WorkerThreads
 
 __all__ = ["BatchService", "FileContent"]
 
@@ -76,7 +78,7 @@ class BatchService:
     fails. Whatever they have returned survives a crash.
     """
 
-    def __init__(self, context: BatchContext, files: FileStore, runner: BatchRunner) -> None:
+    def __init__(self, context: JobContext, files: FileStore, runner: JobSupervisor) -> None:
         self._context = context
         self._files = files
         self._runner = runner
@@ -130,7 +132,7 @@ class BatchService:
 
         threads = WorkerThreads("coserve-files", _FILE_THREADS)
         try:
-            engine_lines = await EngineLines.open(data, store, threads)
+            engine_lines = await open_engine_lines(data, store, threads)
         except BaseException as error:
             await threads.close()
             await store.close()
@@ -139,7 +141,7 @@ class BatchService:
                 raise StartupError(str(error)) from error
             raise
         backend.when_changing(engine_lines.take_out)
-        context = BatchContext(
+        context = JobContext(
             directory=data,
             store=store,
             threads=threads,
@@ -149,11 +151,19 @@ class BatchService:
             limits=limits,
             clock=clock or SystemClock(),
             rng=rng or random.SystemRandom(),
-            counts=ServiceCounts(),
+            retry_policy=RetryPolicy(
+                math.inf,
+                limits.max_attempts,
+                limits.first_retry_delay_s,
+                limits.max_retry_delay_s,
+            ),
+            health=EngineHealth(),
+            flush_interval_s=limits.flush_interval_s,
+            journal_interval_s=limits.journal_interval_s,
         )
         pace = UploadPace(backend, context.clock, limits.busy_upload_bytes_per_s)
         files = FileStore(data, store, context.threads, limits, pace)
-        service = cls(context, files, BatchRunner(context, record_events=record_events))
+        service = cls(context, files, JobSupervisor(context, record_events=record_events))
         try:
             await service._start()
         except BaseException as error:
@@ -392,7 +402,7 @@ class BatchService:
             self._context.slots,
             self._context.engine_lines.suspects_in_flight,
             self._context.backend.model,
-            self._context.counts.line_retries,
+            self._context.health.num_retries,
             webhooks_pending,
         )
 
@@ -403,15 +413,15 @@ class BatchService:
     async def _change(self, owner: str | None, batch_id: str, event: Event) -> BatchObject:
         return self._shown(await self._runner.change(batch_id, event, owner))
 
-    def _shown(self, batch: BatchRecord) -> BatchObject:
+    def _shown(self, batch: JobRecord) -> BatchObject:
         return self._renderer([batch])(batch)
 
-    def _renderer(self, batches: list[BatchRecord]) -> Callable[[BatchRecord], BatchObject]:
+    def _renderer(self, batches: list[JobRecord]) -> Callable[[JobRecord], BatchObject]:
         """Return what makes objects of ``batches``, in any thread."""
         outlooks = self._runner.outlooks(batches)
-        troubles = {batch.id: self._runner.trouble(batch.id) for batch in batches}
+        stalled = {batch.id: self._runner.stalled_by(batch.id) for batch in batches}
         model = self._context.backend.model
-        return lambda batch: batch_object(batch, outlooks.get(batch.id), troubles[batch.id], model)
+        return lambda batch: batch_object(batch, outlooks.get(batch.id), stalled[batch.id], model)
 
     async def _expire_regularly(self) -> None:
         while True:

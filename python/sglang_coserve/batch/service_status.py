@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from sglang_coserve.batch.fair_slots import FairSlots
-from sglang_coserve.batch.record import BatchRecord, Status
+from sglang_coserve.batch.record import JobRecord, Status
+from sglang_coserve.lines.fair_slots import FairSlots
 
 __all__ = ["ServiceStatus", "service_status"]
 
@@ -43,7 +43,7 @@ class ServiceStatus:
 
 
 def service_status(
-    unfinished: Iterable[BatchRecord],
+    unfinished: Iterable[JobRecord],
     slots: FairSlots,
     suspects_in_flight: int,
     model: str,

@@ -17,7 +17,8 @@ from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from sglang_coserve.batch.errors import ConflictError
-from sglang_coserve.batch.record import BatchRecord, LineFault, Progress, Status
+from sglang_coserve.batch.record import JobRecord, LineFault, Status
+from sglang_coserve.lines.progress import Progress
 
 __all__ = [
     "CancelAsked",
@@ -132,7 +133,7 @@ _USER_VERBS: Final = MappingProxyType(
 )
 
 
-def transition(record: BatchRecord, event: Event, now_s: float) -> BatchRecord:
+def transition(record: JobRecord, event: Event, now_s: float) -> JobRecord:
     """Return ``record`` after ``event``; the record itself when nothing changes.
 
     Raises:
@@ -182,7 +183,7 @@ def transition(record: BatchRecord, event: Event, now_s: float) -> BatchRecord:
             return replace(record, is_paused=False)
 
 
-def _finalized(record: BatchRecord, now_s: float) -> BatchRecord:
+def _finalized(record: JobRecord, now_s: float) -> JobRecord:
     if record.status is _S.CANCELLING:
         return replace(record, status=_S.CANCELLED, cancelled_at_s=now_s)
     assert record.progress.lines == record.total_lines, "finalized with lines unfinished"

@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from sglang_coserve.batch.data_directory import DataDirectory
-from sglang_coserve.batch.record import BatchRecord
+from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.state import Event
 from sglang_coserve.batch.store import batch_rows
 from sglang_coserve.batch.store.database import open_database, transaction
@@ -52,7 +52,7 @@ class StoredJobs:
         finally:
             data.close()
 
-    def newest(self, limit: int) -> list[BatchRecord]:
+    def newest(self, limit: int) -> list[JobRecord]:
         """Return up to ``limit`` batches of all owners, the newest first.
 
         Raises:
@@ -61,7 +61,7 @@ class StoredJobs:
         with transaction(self._connection, self._path):
             return batch_rows.page(self._connection, None, after=None, limit=limit)
 
-    def change(self, batch_id: str, event: Event) -> BatchRecord:
+    def change(self, batch_id: str, event: Event) -> JobRecord:
         """Take a batch through an event that comes from outside; it is on the disk afterwards.
 
         Raises:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from sglang_coserve.batch.backend import Backend
-from sglang_coserve.batch.clock import Clock
+from sglang_coserve.lines.backend import Backend
+from sglang_coserve.lines.clock import Clock
 
 __all__ = ["UploadPace"]
 

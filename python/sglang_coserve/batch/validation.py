@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.batch.helper_process import run_module
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import LineFault
 from sglang_coserve.batch.state import Failed, Validated
+from sglang_coserve.lines.helper_process import run_module
 
 __all__ = ["validate"]
 

@@ -23,11 +23,11 @@ from typing import Final, Self
 
 import httpx
 
-from sglang_coserve.batch.clock import Clock, SystemClock
-from sglang_coserve.batch.errors import StorageError
 from sglang_coserve.batch.record import BatchEvent
 from sglang_coserve.batch.service import BatchService
-from sglang_coserve.errors import ConfigError, CoserveError
+from sglang_coserve.errors import ConfigError, CoserveError, StorageError
+from sglang_coserve.lines.backoff import backoff_s
+from sglang_coserve.lines.clock import Clock, SystemClock
 from sglang_coserve.outbound import OutboundTransport, is_private_literal
 
 __all__ = ["WebhookTarget", "Webhooks", "signed_headers"]
@@ -176,9 +176,9 @@ class Webhooks:
                 _log.error("%s of %s given up: %s", event.type, event.batch_id, reason)
             else:
                 _log.warning("%s of %s not delivered: %s", event.type, event.batch_id, reason)
-                delay_s = min(_FIRST_DELAY_S * 2.0 ** min(event.attempts, 30), _MAX_DELAY_S)
-                at_s = now_s + delay_s * self._rng.uniform(0.5, 1.0)
-                await self._service.retry_event(event.id, at_s)
+                failures = event.attempts + 1
+                pause_s = backoff_s(failures, _FIRST_DELAY_S, _MAX_DELAY_S, self._rng)
+                await self._service.retry_event(event.id, now_s + pause_s)
                 return
         await self._service.settle_event(event.id)
 

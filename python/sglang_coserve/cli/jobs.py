@@ -14,7 +14,7 @@ from sglang_coserve.cli.batches import batch_json, batch_row
 from sglang_coserve.cli.say import say
 
 if TYPE_CHECKING:
-    from sglang_coserve.batch.record import BatchRecord
+    from sglang_coserve.batch.record import JobRecord
     from sglang_coserve.batch.state import Event
     from sglang_coserve.batch.stored_jobs import StoredJobs
 
@@ -104,7 +104,7 @@ def _opened(context: typer.Context) -> Generator[StoredJobs]:
         ) from None
 
 
-def _show(record: BatchRecord, as_json: bool) -> None:
+def _show(record: JobRecord, as_json: bool) -> None:
     from sglang_coserve.batch.render import batch_object
 
     batch: dict[str, Any] = batch_object(record).model_dump(mode="json")

@@ -17,7 +17,7 @@ from sglang_coserve.cli.server_flags import DEFAULT_BASE_URL, ApiKey, BaseUrl
 from sglang_coserve.errors import ConfigError, CoserveError
 
 if TYPE_CHECKING:
-    from sglang_coserve.client import AsyncJob, BatchApi, BatchWish
+    from sglang_coserve.client import AsyncJob, BatchApi, BatchOptions
 
 __all__ = ["submit"]
 
@@ -92,7 +92,7 @@ def submit(
     """
     from sglang_coserve.client import (
         AsyncCoserveClient,
-        BatchWish,
+        BatchOptions,
         ClientOptions,
         JobState,
         RetryPolicy,
@@ -106,7 +106,7 @@ def submit(
         seed=seed,
     )
 
-    wish = BatchWish(window, priority, best_effort)
+    batch_options = BatchOptions(window, priority, best_effort)
 
     async def run() -> int:
         async with AsyncCoserveClient(base_url, api_key=api_key, options=options) as client:
@@ -115,12 +115,12 @@ def submit(
                     raise ConfigError(
                         "without a Batch API of the server, results need a place: add -o FILE"
                     )
-                return await _leave(client.batches, source, wish, wait, quiet, as_json)
+                return await _leave(client.batches, source, batch_options, wait, quiet, as_json)
             job = await client.submit_jsonl(
                 source,
                 output,
                 retry_failed=retry_failed,
-                wish=wish,
+                batch_options=batch_options,
                 use_batch=False if no_batch else None,
             )
             signals = _cancel_on_signal(job)
@@ -143,13 +143,13 @@ def submit(
 
 
 async def _leave(
-    api: BatchApi, source: Path, wish: BatchWish, wait: bool, quiet: bool, as_json: bool
+    api: BatchApi, source: Path, batch_options: BatchOptions, wait: bool, quiet: bool, as_json: bool
 ) -> int:
     """Begin a batch, and wait for its end if that is wanted; results stay with the server."""
-    from sglang_coserve.client.batch_ticket import BatchTicket
     from sglang_coserve.client.server_batch import begin_batch, check_outcome, follow_batch
+    from sglang_coserve.client.submission import Submission
 
-    batch = await begin_batch(api, source, wish, BatchTicket.new(), lambda _: None)
+    batch = await begin_batch(api, source, batch_options, Submission.new(), lambda _: None)
     if wait:
         batch = await follow_batch(api, batch, source, show=not quiet)
     if as_json:

@@ -11,18 +11,18 @@ from sglang_coserve.client.batch_api import Batch, BatchApi
 from sglang_coserve.client.batch_result import BatchResult, LineError, Response
 from sglang_coserve.client.options import ClientOptions
 from sglang_coserve.client.result_stream import read_results
-from sglang_coserve.client.retry import RetryPolicy
-from sglang_coserve.client.server_batch import BatchWish
+from sglang_coserve.client.server_batch import BatchOptions
 from sglang_coserve.client.status import JobState, JobStatus
 from sglang_coserve.client.sync_client import CoserveClient, Job
+from sglang_coserve.lines.retry import RetryPolicy
 
 __all__ = [
     "AsyncCoserveClient",
     "AsyncJob",
     "Batch",
     "BatchApi",
+    "BatchOptions",
     "BatchResult",
-    "BatchWish",
     "ClientOptions",
     "CoserveClient",
     "Job",

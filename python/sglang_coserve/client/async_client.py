@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import TracebackType
@@ -10,24 +11,31 @@ from typing import Protocol, Self
 
 from sglang_coserve.client.batch_api import BatchApi
 from sglang_coserve.client.batch_result import BatchResult
-from sglang_coserve.client.batch_run import BatchRun
-from sglang_coserve.client.batch_ticket import TicketFile, ticket_path
 from sglang_coserve.client.connections import Connections
-from sglang_coserve.client.http_sender import HttpSender
-from sglang_coserve.client.input_lines import open_input
+from sglang_coserve.client.http_backend import HttpBackend
+from sglang_coserve.client.local_batch import LocalBatch
 from sglang_coserve.client.options import ClientOptions
 from sglang_coserve.client.progress import ProgressView
-from sglang_coserve.client.result_files import ResultFiles, errors_path
+from sglang_coserve.client.result_files import ResultFiles, errors_path, open_input
 from sglang_coserve.client.result_stream import ResultStream
-from sglang_coserve.client.server_batch import BatchWish, ServerBatch
+from sglang_coserve.client.server_batch import BatchOptions, ServerBatch
 from sglang_coserve.client.status import JobState, JobStatus
+from sglang_coserve.client.submission import SubmissionFile, submission_path
 from sglang_coserve.errors import InputFileError, ServerError
+from sglang_coserve.lines.clock import SystemClock
+from sglang_coserve.lines.context import LineContext
+from sglang_coserve.lines.engine_lines import EngineLines
+from sglang_coserve.lines.fair_slots import FairSlots
+from sglang_coserve.lines.retry import EngineHealth
+from sglang_coserve.lines.worker_threads import WorkerThreads
 
 __all__ = ["DEFAULT_BASE_URL", "AsyncCoserveClient", "AsyncJob"]
 
 DEFAULT_BASE_URL = "http://127.0.0.1:30000"
 
 _POLL_S = 0.2
+_JOURNAL_S = 0.25
+_THREADS = 2
 
 
 class Run(Protocol):
@@ -92,7 +100,9 @@ class AsyncJob:
 
         A batch that the server runs goes on there: ``batches.cancel`` ends it.
         """
-        self._task.cancel()
+        # Once: the first one has it write what was answered.
+        if not self._task.cancelling():
+            self._task.cancel()
 
     def _state(self) -> JobState:
         if not self._task.done():
@@ -119,6 +129,7 @@ class AsyncCoserveClient:
         """
         self._options = options or ClientOptions()
         self._connections = Connections(base_url, api_key, self._options.concurrency)
+        self._context = _line_context(self._connections, self._options)
         self.batches = BatchApi(base_url, api_key, self._options.retry_policy)
         """The server's Batch API, for batches of any client."""
 
@@ -130,12 +141,12 @@ class AsyncCoserveClient:
         output: str | Path,
         *,
         retry_failed: bool = False,
-        wish: BatchWish | None = None,
+        batch_options: BatchOptions | None = None,
         use_batch: bool | None = None,
     ) -> AsyncJob:
         """Start, or continue, the batch in ``source``.
 
-        The server runs it when it has a Batch API, as ``wish`` says; otherwise its
+        The server runs it when it has a Batch API, as ``batch_options`` says; otherwise its
         lines are sent one by one from here. ``use_batch`` decides it instead of the
         server. An output is continued in the way in which it was begun.
 
@@ -149,7 +160,7 @@ class AsyncCoserveClient:
         """
         source, output = Path(source), Path(output)
         if await self._is_for_server(output, retry_failed, use_batch):
-            job = self._follow(source, output, wish or BatchWish())
+            job = self._follow(source, output, batch_options or BatchOptions())
         else:
             job = await self._send_lines(source, output, retry_failed=retry_failed)
         self._jobs.append(job)
@@ -160,7 +171,7 @@ class AsyncCoserveClient:
     async def _is_for_server(
         self, output: Path, retry_failed: bool, use_batch: bool | None
     ) -> bool:
-        if ticket_path(output).exists():
+        if submission_path(output).exists():
             if retry_failed or use_batch is False:
                 raise InputFileError(
                     f"{output} is filled by a batch that the server runs, which sends no line "
@@ -178,11 +189,11 @@ class AsyncCoserveClient:
             )
         return is_on
 
-    def _follow(self, source: Path, output: Path, wish: BatchWish) -> AsyncJob:
+    def _follow(self, source: Path, output: Path, batch_options: BatchOptions) -> AsyncJob:
         open_input(source).close()
-        ticket = TicketFile(output)
-        ticket.open()
-        run = ServerBatch(source, output, self.batches, wish, ticket)
+        submission = SubmissionFile(output)
+        submission.open()
+        run = ServerBatch(source, output, self.batches, batch_options, submission)
         return AsyncJob(run, output, errors_path(output))
 
     async def _send_lines(self, source: Path, output: Path, *, retry_failed: bool) -> AsyncJob:
@@ -198,8 +209,8 @@ class AsyncCoserveClient:
             # The thread cannot be stopped, and what it locks must not stay locked.
             opening.add_done_callback(lambda _: files.close())
             raise
-        sender = HttpSender(self._connections, self._options)
-        return AsyncJob(BatchRun(source, files, sender, self._options), files.output, files.errors)
+        run = LocalBatch(source, files, self._context, self._options)
+        return AsyncJob(run, files.output, files.errors)
 
     async def results(self, job: AsyncJob) -> AsyncGenerator[BatchResult]:
         """Yield every result of ``job``, those of earlier runs too, until it has ended.
@@ -227,6 +238,7 @@ class AsyncCoserveClient:
             job.cancel()
         for job in self._jobs:
             await job.ended()
+        await self._context.threads.close()
         await self._connections.close()
         await self.batches.close()
 
@@ -240,3 +252,19 @@ class AsyncCoserveClient:
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
+
+
+def _line_context(connections: Connections, options: ClientOptions) -> LineContext:
+    """Return what all jobs of a client share that send lines."""
+    return LineContext(
+        backend=HttpBackend(connections, options.request_timeout_s),
+        engine_lines=EngineLines(),
+        slots=FairSlots(options.concurrency, options.max_inflight_bytes),
+        threads=WorkerThreads("coserve-client-files", _THREADS),
+        clock=SystemClock(),
+        rng=random.Random(options.seed),
+        retry_policy=options.retry_policy,
+        health=EngineHealth(),
+        flush_interval_s=0.0,  # What comes while the disk is busy is written together.
+        journal_interval_s=_JOURNAL_S,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -15,8 +16,9 @@ from typing import Any, BinaryIO, Final, TypeAlias
 import httpx
 
 from sglang_coserve.client.connections import server_address
-from sglang_coserve.client.retry import RetryPolicy
 from sglang_coserve.errors import InputFileError, RequestError, ServerError, ServerGoneError
+from sglang_coserve.lines.backoff import backoff_s
+from sglang_coserve.lines.retry import RetryPolicy
 
 __all__ = ["FINAL_STATUSES", "Batch", "BatchApi"]
 
@@ -57,7 +59,8 @@ class BatchApi:
         )
         self._batches = "/coserve/batches" if as_operator else "/v1/batches"
         self._policy = policy
-        self.trouble: str | None = None
+        self._rng = random.Random()
+        self.last_failure: str | None = None
         """Why a call is being made again; None while the server answers."""
 
     async def is_on(self) -> bool:
@@ -144,9 +147,9 @@ class BatchApi:
                         return
                     await answer.aread()
                     _raise_if_refused(answer)
-                    self.trouble = f"HTTP {answer.status_code}: {_message(answer)}"
+                    self.last_failure = f"HTTP {answer.status_code}: {_message(answer)}"
             except httpx.TransportError as error:
-                self.trouble = str(error) or type(error).__name__
+                self.last_failure = str(error) or type(error).__name__
             await self._pause(began_s, attempt)
 
     async def _call(
@@ -172,12 +175,12 @@ class BatchApi:
                     answer = await self._http.request(method, url, **options)
                 _raise_if_refused(answer)
                 if answer.is_success:
-                    self.trouble = None
+                    self.last_failure = None
                     content: dict[str, Any] = answer.json()
                     return content
-                self.trouble = f"HTTP {answer.status_code}: {_message(answer)}"
+                self.last_failure = f"HTTP {answer.status_code}: {_message(answer)}"
             except httpx.TransportError as error:
-                self.trouble = str(error) or type(error).__name__
+                self.last_failure = str(error) or type(error).__name__
             except ValueError as error:
                 raise ServerError(f"the answer to {method} {url} is not JSON") from error
             await self._pause(began_s, attempt)
@@ -187,10 +190,11 @@ class BatchApi:
         policy = self._policy
         if time.monotonic() - began_s > policy.retry_for_s:
             raise ServerGoneError(
-                f"the server has answered nothing for {policy.retry_for_s:g} s ({self.trouble}); "
-                "a batch that it has accepted goes on without us"
+                f"the server has answered nothing for {policy.retry_for_s:g} s"
+                f" ({self.last_failure}); a batch that it has accepted goes on without us"
             )
-        await asyncio.sleep(min(policy.first_delay_s * 2.0 ** min(attempt, 30), policy.max_delay_s))
+        pause_s = backoff_s(attempt + 1, policy.first_delay_s, policy.max_delay_s, self._rng)
+        await asyncio.sleep(pause_s)
 
 
 def _raise_if_refused(answer: httpx.Response) -> None:
@@ -198,14 +202,14 @@ def _raise_if_refused(answer: httpx.Response) -> None:
     status = answer.status_code
     if answer.is_success or (status in _PASSING and _code(answer) not in _LASTING_CODES):
         return
-    told = f"HTTP {status}: {_message(answer)}"
+    reason = f"HTTP {status}: {_message(answer)}"
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         raise ServerError(
-            f"the server refuses the API key ({told}): check --api-key or COSERVE_API_KEY"
+            f"the server refuses the API key ({reason}): check --api-key or COSERVE_API_KEY"
         )
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        raise ServerError(told)
-    raise RequestError(told)
+        raise ServerError(reason)
+    raise RequestError(reason)
 
 
 def _error(answer: httpx.Response) -> Mapping[str, Any]:

@@ -1,28 +1,14 @@
-"""What became of one line, and its record in OpenAI's batch output format."""
+"""What became of one line, as its record says."""
 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-__all__ = [
-    "RECORD_START",
-    "BatchResult",
-    "LineError",
-    "Response",
-    "decode_record",
-    "encode_record",
-    "record_identity",
-]
+from sglang_coserve.lines.result_record import error_message, record_identity
 
-RECORD_START: Final = b'{"id":"batch_req_'
-"""How every record begins."""
-
-_RECORD = re.compile(rb'\{"id":"batch_req_([1-9][0-9]{0,17})_([0-9a-f]{16})",')
-
-_SERVER_RECORD = re.compile(rb'\{"id":"batch_req_[0-9a-f]{24}_([1-9][0-9]{0,8})",')
+__all__ = ["BatchResult", "LineError", "Response", "decode_record"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,70 +79,19 @@ class BatchResult:
         return 0
 
 
-def encode_record(result: BatchResult, digest: int) -> bytes:
-    """Return the record of ``result``, one line with its ending.
-
-    ``id`` holds the line's number and digest, so that a later run can tell from
-    the record alone which line is finished and whether that line has changed.
-    """
-    response = result.response
-    record: dict[str, Any] = {
-        "id": f"batch_req_{result.line}_{digest:016x}",
-        "custom_id": result.custom_id,
-        "response": response
-        and {
-            "status_code": response.status_code,
-            "request_id": response.request_id,
-            "body": response.body,
-        },
-        "error": result.error and {"code": result.error.code, "message": result.error.message},
-    }
-    if result.error:
-        record["line"] = result.line
-    try:
-        return _dump(record, ensure_ascii=False)
-    except UnicodeEncodeError:
-        # Half a surrogate pair is legal in JSON text but has no UTF-8 form.
-        return _dump(record, ensure_ascii=True)
-
-
-def _dump(record: dict[str, Any], *, ensure_ascii: bool) -> bytes:
-    text = json.dumps(record, ensure_ascii=ensure_ascii, separators=(",", ":"))
-    return text.encode() + b"\n"
-
-
-def record_identity(record: bytes) -> tuple[int, int] | None:
-    """Return (line number, digest) of a whole record, or None when it is not one of ours."""
-    match = _RECORD.match(record)
-    if match is None or not record.endswith(b"}\n"):
-        return None
-    return int(match[1]), int(match[2], 16)
-
-
 def decode_record(record: bytes) -> BatchResult:
-    """Return the result that ``encode_record`` wrote, or a server's Batch API.
+    """Return the result in a record of a batch, whoever wrote it.
 
     Raises:
-        ValueError: ``record`` is from neither.
+        ValueError: ``record`` is none.
     """
     identity = record_identity(record)
-    if identity is not None:
-        line = identity[0]
-    elif (server := _SERVER_RECORD.match(record)) and record.endswith(b"}\n"):
-        line = int(server[1])
-    else:
+    if identity is None:
         raise ValueError("not a record of a batch run")
     fields = json.loads(record)
     response = fields["response"] and Response(**fields["response"])
     error = fields["error"] and LineError(**fields["error"])
-    if identity is None and response and response.status_code not in range(200, 300):
-        # A server writes no error of its own where the answer tells of one.
-        error = LineError(f"http_{response.status_code}", _told(response.body))
-    return BatchResult(line, fields["custom_id"], response, error)
-
-
-def _told(body: Any) -> str:
-    match body:
-        case {"error": {"message": str(message)}}:
-            return message
-    return json.dumps(body)[:500]
+    if error is None and response and response.status_code not in range(200, 300):
+        # A record has no error of its own where the answer tells of one.
+        error = LineError(f"http_{response.status_code}", error_message(response.body))
+    return BatchResult(identity[1], fields["custom_id"], response, error)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sglang_coserve.client.retry import RetryPolicy
 from sglang_coserve.errors import ConfigError
+from sglang_coserve.lines.retry import RetryPolicy
 
 __all__ = ["ClientOptions"]
 

@@ -77,17 +77,17 @@ def _description(status: JobStatus) -> str:
         return _describe_batch(status)
     if status.trouble:
         return f"{status.ok} ok, {status.failed} failed; retrying: {status.trouble[:80]}"
-    told = f"{status.ok} ok, {status.failed} failed, {status.tokens_per_s:.0f} tokens/s"
+    parts = f"{status.ok} ok, {status.failed} failed, {status.tokens_per_s:.0f} tokens/s"
     if status.ordered_share is not None:
-        told += f"; ordering by prefix: {100 * status.ordered_share:.0f}%"
-    return told
+        parts += f"; ordering by prefix: {100 * status.ordered_share:.0f}%"
+    return parts
 
 
 def _describe_batch(status: JobStatus) -> str:
-    told = [f"{status.batch_id} {status.batch_state}: {status.ok} ok, {status.failed} failed"]
+    parts = [f"{status.batch_id} {status.batch_state}: {status.ok} ok, {status.failed} failed"]
     if status.eta_s is not None:
         at = datetime.fromtimestamp(status.eta_s).astimezone()
-        told.append(f"expected at {at:%Y-%m-%d %H:%M:%S}")
+        parts.append(f"expected at {at:%Y-%m-%d %H:%M:%S}")
     if status.trouble:
-        told.append(status.trouble[:80])
-    return ", ".join(told)
+        parts.append(status.trouble[:80])
+    return ", ".join(parts)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from array import array
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
-from sglang_coserve.client.batch_result import BatchResult, encode_record
-from sglang_coserve.client.finished_lines import FinishedLines
-from sglang_coserve.client.input_lines import open_input, read_lines
-from sglang_coserve.client.record_file import RecordFile
-from sglang_coserve.errors import InputFileError
+from sglang_coserve.client.output_lock import lock_output
+from sglang_coserve.errors import InputFileError, StorageError
+from sglang_coserve.jsonl.lines import UTF16_BOMS, Line, read_lines
+from sglang_coserve.lines.result_log import ResultLog
 
-__all__ = ["ResultFiles", "errors_path"]
+__all__ = ["FinishedLines", "ResultFiles", "errors_path", "file_errors", "open_input"]
+
+_READ_BYTES = 1 << 20
 
 
 def errors_path(output: Path) -> Path:
@@ -18,22 +25,100 @@ def errors_path(output: Path) -> Path:
     return output.with_name(output.name.removesuffix(".jsonl") + ".errors.jsonl")
 
 
+def open_input(path: Path) -> BinaryIO:
+    """Open a batch file for reading.
+
+    Raises:
+        InputFileError: it cannot be read, is not a regular file (a resumed run
+            reads it again, so a pipe will not do), or is UTF-16.
+    """
+    if path.exists() and not path.is_file():
+        raise InputFileError(f"{path} is not a regular file: save the lines to a file first")
+    try:
+        file = path.open("rb", buffering=_READ_BYTES)
+    except OSError as error:
+        raise InputFileError(f"cannot read {path}: {error.strerror}") from error
+    if file.read(2) in UTF16_BOMS:
+        file.close()
+        raise InputFileError(f"{path} is UTF-16: save it as UTF-8")
+    file.seek(0)
+    return file
+
+
+@contextmanager
+def file_errors() -> Generator[None]:
+    """Raise InputFileError for StorageError: here the files are the user's."""
+    try:
+        yield
+    except StorageError as error:
+        raise InputFileError(str(error)) from error
+
+
+class FinishedLines:
+    """Line number to digest, in 8 bytes per line up to the last finished one."""
+
+    def __init__(self) -> None:
+        # Indexed by line number; 0 is "no record", which no digest ever is.
+        self._digests = array("Q")
+        self._count = 0
+        self.size_bytes = 0
+        """Of the lines that ``check_unchanged`` found as they were."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, line: int) -> bool:
+        return line < len(self._digests) and self._digests[line] != 0
+
+    def add(self, digest: int, line: int) -> bool:
+        """Note that ``line`` is finished; return False when it already was. O(1) amortized."""
+        if line in self:
+            return False
+        if line >= len(self._digests):
+            self._digests.frombytes(bytes(8 * (line + 1 - len(self._digests))))
+        self._digests[line] = digest
+        self._count += 1
+        return True
+
+    def check_unchanged(self, lines: Iterable[Line]) -> None:
+        """Compare the finished lines with the input they are said to come from.
+
+        Lines that are not finished may change, and lines may be added at the
+        end: neither makes a record wrong.
+
+        Raises:
+            InputFileError: a finished line is gone or says something else.
+        """
+        last = len(self._digests) - 1
+        number = 0
+        if last >= 1:
+            for line in lines:
+                number = line.number
+                if number in self:
+                    if self._digests[number] != line.digest:
+                        raise InputFileError(
+                            f"line {number} of the input has changed since its result was written"
+                        )
+                    self.size_bytes += line.size_bytes
+                if number == last:
+                    return
+            raise InputFileError(
+                f"there is a result for line {last}, but the input ends at line {number}"
+            )
+
+
 class ResultFiles:
     """What a run has written, and the only memory a later run needs.
 
-    There is no journal: the records themselves say which lines are finished.
-    A record is one ``write``, so a process killed at any point leaves at most
-    one unfinished line at the end of a file, which the next ``open`` cuts off.
+    The records themselves say which lines are finished: the tag of each is its line's digest.
     """
 
     def __init__(self, output: Path) -> None:
         self.output = output
         self.errors = errors_path(output)
+        self.log = ResultLog(self.output, self.errors, lambda: None, mode=0o666)
         self.finished = FinishedLines()
-        self.earlier_ok = 0
-        self.earlier_failed = 0
-        self._ok_file = RecordFile(self.output)
-        self._failed_file = RecordFile(self.errors)
+        self._lock: int | None = None
 
     def open(self, source: Path, max_line_bytes: int, *, retry_failed: bool = False) -> None:
         """Lock the files and find out which lines of ``source`` are finished.
@@ -45,70 +130,52 @@ class ResultFiles:
 
         Raises:
             InputFileError: the files are in use, are not ours, or were made
-                from another input; see ``RecordFile`` and ``FinishedLines``.
+                from another input; see ``ResultLog`` and ``FinishedLines``.
         """
         open_input(source).close()
         for path in (self.output, self.errors):
             if path.exists() and path.samefile(source):
                 raise InputFileError(f"{path} would overwrite the input: choose another output")
+            if path.exists() and not path.is_file():
+                raise InputFileError(f"{path} is not a regular file: choose another output")
+        self._lock = lock_output(self.output, self.output)
+        # A line has at least one byte: a number beyond that is from another file,
+        # and must not size an array.
+        last_possible = source.stat().st_size
+        failed = FinishedLines() if retry_failed else self.finished
         try:
-            self._ok_file.open()
-            self._ok_file.lock()
-            self.earlier_ok = self._load(self._ok_file, self.finished, source)
-            failed = FinishedLines() if retry_failed else self.finished
-            self.earlier_failed = self._load(self._failed_file, failed, source)
-            try:
-                self.finished.check_unchanged(read_lines(source, max_line_bytes))
-            except InputFileError as error:
-                raise InputFileError(
-                    f"{self.output} cannot be continued from {source}: {error};"
-                    " choose another output, or move this one away"
-                ) from error
-            self._ok_file.drop_torn_tail()
-            if retry_failed:
-                self._failed_file.clear()
-                self.earlier_failed = 0
-            else:
-                self._failed_file.drop_torn_tail()
+            with file_errors():
+                self.log.scan(
+                    partial(_add, self.finished, last_possible),
+                    add_failed=partial(_add, failed, last_possible),
+                )
+                with open_input(source) as file:
+                    self.finished.check_unchanged(
+                        read_lines(file, max_line_bytes, with_digest=True)
+                    )
+                if retry_failed:
+                    self.log.drop_errors()
+                self.log.cut()
+        except InputFileError as error:
+            self.close()
+            raise InputFileError(
+                f"{self.output} cannot be continued from {source}: {error};"
+                " choose another output, or move this one away"
+            ) from error
         except BaseException:
             self.close()
             raise
 
-    def _load(self, file: RecordFile, finished: FinishedLines, source: Path) -> int:
-        """Add the records of ``file`` to ``finished`` and return how many there are."""
-        # A line has at least one byte: a number beyond that is from another file,
-        # and must not size an array.
-        last_possible = source.stat().st_size
-        count = 0
-        for line, digest in file.scan():
-            if line > last_possible:
-                raise InputFileError(
-                    f"{file.path} has a result for line {line}, which {source} does not have:"
-                    " choose another output, or move this one away"
-                )
-            if not finished.add(line, digest):
-                raise InputFileError(f"{file.path} has a second result for line {line}: remove it")
-            count += 1
-        return count
-
-    def append(self, result: BatchResult, digest: int) -> None:
-        """Write the record of one line, to the output or to the error file.
-
-        Raises:
-            InputFileError: it could not be written.
-        """
-        is_new = self.finished.add(result.line, digest)
-        assert is_new, f"line {result.line} has a record already"
-        (self._ok_file if result.ok else self._failed_file).append(encode_record(result, digest))
-
-    def sync(self) -> None:
-        """Force what was written to the disk."""
-        self._ok_file.sync()
-        self._failed_file.sync()
-
     def close(self) -> None:
-        """Force everything to the disk and let other clients write."""
-        try:
-            self._failed_file.close()
-        finally:
-            self._ok_file.close()
+        """Let other clients write."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _add(finished: FinishedLines, last_possible: int, digest: int, line: int) -> bool | None:
+    if digest >= 1 << 64:
+        return None  # A record of a server's batch.
+    if line > last_possible:
+        raise InputFileError(f"there is a result for line {line}, which the input does not have")
+    return finished.add(digest, line)

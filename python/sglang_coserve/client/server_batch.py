@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from sglang_coserve.client.batch_api import FINAL_STATUSES, Batch, BatchApi
-from sglang_coserve.client.batch_ticket import BatchTicket, TicketFile, file_digest
 from sglang_coserve.client.progress import ProgressView
 from sglang_coserve.client.result_files import errors_path
 from sglang_coserve.client.status import JobState, JobStatus
+from sglang_coserve.client.submission import Submission, SubmissionFile, file_digest
 from sglang_coserve.errors import InputFileError, RequestError, ServerError
 from sglang_coserve.jsonl.lines import read_lines
 
 __all__ = [
-    "BatchWish",
+    "BatchOptions",
     "ServerBatch",
     "batch_status",
     "begin_batch",
@@ -32,12 +32,12 @@ __all__ = [
 _FIRST_POLL_S: Final = 0.05
 _SHOW_POLL_S: Final = 0.5
 _MAX_POLL_S: Final = 2.0
-_FAULTS_TOLD: Final = 5
+_MAX_SHOWN_FAULTS: Final = 5
 _DEFAULT_ENDPOINT: Final = "/v1/chat/completions"
 
 
 @dataclass(frozen=True, slots=True)
-class BatchWish:
+class BatchOptions:
     """How a batch is to be served."""
 
     window: str = "24h"
@@ -54,14 +54,19 @@ class ServerBatch:
     """One batch of the server's, as a job of ours: stopping the job leaves the batch alone."""
 
     def __init__(
-        self, source: Path, output: Path, api: BatchApi, wish: BatchWish, ticket: TicketFile
+        self,
+        source: Path,
+        output: Path,
+        api: BatchApi,
+        batch_options: BatchOptions,
+        submission: SubmissionFile,
     ) -> None:
-        """Take over an open ``ticket``, which is closed when the job ends."""
+        """Take over an open ``submission``, which is closed when the job ends."""
         self._source = source
         self._output = output
         self._api = api
-        self._wish = wish
-        self._ticket = ticket
+        self._batch_options = batch_options
+        self._submission = submission
         self._total_bytes = source.stat().st_size
         self._batch: Batch | None = None
         self._began_s = time.monotonic()
@@ -70,7 +75,7 @@ class ServerBatch:
     def status(self, state: JobState) -> JobStatus:
         """Return how far the batch is, by the server's last word."""
         elapsed_s = (self._ended_s or time.monotonic()) - self._began_s
-        trouble = self._api.trouble if state is JobState.RUNNING else None
+        trouble = self._api.last_failure if state is JobState.RUNNING else None
         return batch_status(self._batch, state, self._total_bytes, elapsed_s, trouble)
 
     async def run(self) -> None:
@@ -92,26 +97,28 @@ class ServerBatch:
                 poll_s = min(2 * poll_s, _MAX_POLL_S)
                 batch = await self._api.retrieve(batch["id"])
             if batch["status"] == "failed":
-                self._ticket.remove()  # It served nothing: a mended input begins another one.
+                self._submission.remove()  # It served nothing: a mended input begins another one.
             else:
                 self._output.touch()  # Even when no line has succeeded.
             check_outcome(batch, self._source)
         finally:
             self._ended_s = time.monotonic()
-            self._ticket.close()
+            self._submission.close()
 
     async def _begin(self) -> Batch:
         digest = await asyncio.to_thread(file_digest, self._source)
-        ticket = self._ticket.load(digest)
-        if ticket.batch_id is not None:
+        submission = self._submission.load(digest)
+        if submission.batch_id is not None:
             try:
-                return await self._api.retrieve(ticket.batch_id)
+                return await self._api.retrieve(submission.batch_id)
             except RequestError as error:
                 raise ServerError(
-                    f"the server does not know {ticket.batch_id}, which {self._output} was begun "
-                    f"with ({error}): use that server and key, or choose another output"
+                    f"the server does not know {submission.batch_id}, which {self._output} was "
+                    f"begun with ({error}): use that server and key, or choose another output"
                 ) from error
-        return await begin_batch(self._api, self._source, self._wish, ticket, self._ticket.save)
+        return await begin_batch(
+            self._api, self._source, self._batch_options, submission, self._submission.save
+        )
 
 
 async def fetch_results(api: BatchApi, batch: Batch, output: Path) -> None:
@@ -149,27 +156,29 @@ def _check_records(path: Path, batch_id: str) -> None:
 async def begin_batch(
     api: BatchApi,
     source: Path,
-    wish: BatchWish,
-    ticket: BatchTicket,
-    save: Callable[[BatchTicket], None],
+    batch_options: BatchOptions,
+    submission: Submission,
+    save: Callable[[Submission], None],
 ) -> Batch:
-    """Upload ``source`` and begin its batch, from where ``ticket`` says it was interrupted.
+    """Upload ``source`` and begin its batch, from where ``submission`` says it was interrupted.
 
     Raises:
         InputFileError: ``source`` cannot be read.
         ServerError, RequestError: see ``BatchApi``.
     """
     endpoint = await asyncio.to_thread(_input_endpoint, source)
-    file_id = ticket.input_file_id
+    file_id = submission.input_file_id
     if file_id is None:
         file_id = await api.upload(source)
-        ticket = replace(ticket, input_file_id=file_id)
-        save(ticket)
-    options: dict[str, Any] = {"priority": wish.priority}
-    if wish.best_effort:
+        submission = replace(submission, input_file_id=file_id)
+        save(submission)
+    options: dict[str, Any] = {"priority": batch_options.priority}
+    if batch_options.best_effort:
         options["best_effort"] = True
-    batch = await api.create(file_id, endpoint, wish.window, ticket.idempotency_key, options)
-    save(replace(ticket, batch_id=batch["id"]))
+    batch = await api.create(
+        file_id, endpoint, batch_options.window, submission.idempotency_key, options
+    )
+    save(replace(submission, batch_id=batch["id"]))
     return batch
 
 
@@ -218,12 +227,16 @@ def check_outcome(batch: Batch, source: Path | str) -> None:
     """
     if batch["status"] == "failed":
         faults = (batch["errors"] or {"data": []})["data"]
-        told = [
+        shown = [
             f"  line {fault['line']}: {fault['message']}" if fault["line"] else fault["message"]
-            for fault in faults[:_FAULTS_TOLD]
+            for fault in faults[:_MAX_SHOWN_FAULTS]
         ]
-        more = [f"  and {len(faults) - _FAULTS_TOLD} more"] if len(faults) > _FAULTS_TOLD else []
-        raise InputFileError("\n".join([f"the server refuses {source}:", *told, *more]))
+        more = (
+            [f"  and {len(faults) - _MAX_SHOWN_FAULTS} more"]
+            if len(faults) > _MAX_SHOWN_FAULTS
+            else []
+        )
+        raise InputFileError("\n".join([f"the server refuses {source}:", *shown, *more]))
     if batch["status"] == "cancelled":
         raise ServerError(f"{batch['id']} was cancelled; what it had finished is here")
 

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 from sglang_coserve.client.async_client import DEFAULT_BASE_URL, AsyncCoserveClient, AsyncJob
 from sglang_coserve.client.batch_result import BatchResult
 from sglang_coserve.client.options import ClientOptions
-from sglang_coserve.client.server_batch import BatchWish
+from sglang_coserve.client.server_batch import BatchOptions
 from sglang_coserve.client.status import JobStatus
 
 __all__ = ["CoserveClient", "Job"]
@@ -102,12 +102,16 @@ class CoserveClient:
         output: str | Path,
         *,
         retry_failed: bool = False,
-        wish: BatchWish | None = None,
+        batch_options: BatchOptions | None = None,
         use_batch: bool | None = None,
     ) -> Job:
         """Start, or continue, a batch; see ``AsyncCoserveClient.submit_jsonl``."""
         submitting = self._client.submit_jsonl(
-            source, output, retry_failed=retry_failed, wish=wish, use_batch=use_batch
+            source,
+            output,
+            retry_failed=retry_failed,
+            batch_options=batch_options,
+            use_batch=use_batch,
         )
         return Job(self._loop.run(submitting), self._loop)
 

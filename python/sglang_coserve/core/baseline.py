@@ -99,6 +99,8 @@ class Baseline:
             prompt_tokens: Length of its prompt.
             cached_tokens: Of the prompt, those that the prefix cache has.
         """
+        if rid in self._requests:
+            self._drop_ended()  # One before it had this rid.
         assert rid not in self._requests
         cached_tokens = min(cached_tokens, prompt_tokens - 1)
         request = _Request(rid, arrival_s, prompt_tokens - cached_tokens, cached_tokens)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import RequestClass, RequestState
-from sglang_coserve.core.snapshot import EngineSnapshot, Row
+from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row
 from sglang_coserve.core.step import Eviction, Expected, Lane, PrefillChunk, StepPlan
 from sglang_coserve.metrics import SloTargets
 
@@ -46,6 +46,7 @@ class BatchBuilder:
         lane: Lane = Lane.SHARED,
         *,
         rides: bool = True,
+        mean_due_s: Callable[[RequestInfo], float] | None = None,
     ) -> None:
         """Sort the rows by what they may do next. O(rows).
 
@@ -56,6 +57,8 @@ class BatchBuilder:
             victim_order: Who gives up KV.
             lane: Of the step.
             rides: Paused offline decodes may join a step of the shared lane.
+            mean_due_s: Tells when an online request's next token is due for the mean of all its
+                gaps to be within target; None: nothing is promised of means.
         """
         self.snapshot = snapshot
         self.lane = lane
@@ -100,6 +103,8 @@ class BatchBuilder:
         """Time until the first online decode misses its TPOT target. One in another micro-batch is
         taken to have got its last token just now."""
         self._due_s: list[float] = []
+        self._mean_due_s = mean_due_s
+        self._offline_slack_s: float | None = None
 
         self._has_online_elsewhere = False
         self._kv_elsewhere = 0
@@ -152,6 +157,20 @@ class BatchBuilder:
     def offline_rows(self) -> list[Row]:
         """All offline rows."""
         return self.offline_decodes + self.staying_decodes + self.offline_prefills
+
+    @property
+    def offline_slack_s(self) -> float:
+        """Time until offline work makes the first online decode late: ``tpot_slack_s``, or less
+        where earlier gaps were so long that their mean is above the target.
+
+        O(online decodes) when asked first.
+        """
+        if self._offline_slack_s is None:
+            self._offline_slack_s = self.tpot_slack_s
+            if self._mean_due_s is not None and self.online_decodes:
+                due_s = min([self._mean_due_s(row.info) for row in self.online_decodes])
+                self._offline_slack_s = min(self.tpot_slack_s, due_s - self.snapshot.now_s)
+        return self._offline_slack_s
 
     def least_tpot_s(self, default_s: float) -> float:
         """Return the strictest TPOT target of the online decodes; ``default_s`` is that of those

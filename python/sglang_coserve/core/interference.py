@@ -129,6 +129,17 @@ class Interference:
         if self._baseline is not None:
             self._baseline.arrived(info.rid, info.arrival_s, info.prompt_tokens, cached_tokens)
 
+    def mean_due_s(self, info: RequestInfo) -> float:
+        """Return when a request's next token is due for its TPOT so far to be within target.
+
+        Infinite before its first token, and where nothing is promised. O(1).
+        """
+        watched = self._watched.get(info.rid)
+        target_s = info.tpot_target_s or self._allowance.tpot_target_s
+        if watched is None or not watched.tokens or target_s is None:
+            return math.inf
+        return watched.first_s + watched.tokens * target_s
+
     def worked(self, online_s: float) -> None:
         """Note how long the step whose tokens come next took for online requests. O(1)."""
         self._online_s += online_s

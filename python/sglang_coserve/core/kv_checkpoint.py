@@ -59,11 +59,6 @@ class RowPages:
 
     total: int = 0
 
-    @property
-    def dirty(self) -> int:
-        """Pages whose copy has not begun."""
-        return self.total - self.sent
-
     def grow(self, total: int) -> None:
         """Note that there are ``total`` full pages, at least as many as before."""
         assert total >= self.total, "computed pages do not shrink"

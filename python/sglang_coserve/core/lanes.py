@@ -43,7 +43,7 @@ def offline_until_s(batch: BatchBuilder, gap_share: float, margin: float) -> flo
         return None
     if not batch.online_decodes:
         return math.inf
-    left_s = _left_s(batch, batch.tpot_slack_s, gap_share, margin)
+    left_s = _left_s(batch, batch.offline_slack_s, gap_share, margin)
     return seen.now_s + left_s if 0 < left_s < math.inf else None
 
 

@@ -138,7 +138,7 @@ def _tokens(prompts: Sequence[Row]) -> int:
 def _gap_budget_s(batch: BatchBuilder, context: PlanContext) -> float:
     """Return how long an iteration offline work may fill because of the decodes: what their own
     work leaves of their slack, or a share of it."""
-    spare_s = batch.tpot_slack_s - batch.predicted_s
+    spare_s = batch.offline_slack_s - batch.predicted_s
     return batch.predicted_s + (context.gap_share * spare_s if spare_s > 0 else spare_s)
 
 

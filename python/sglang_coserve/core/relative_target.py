@@ -48,7 +48,9 @@ class RelativeTarget:
         self._span = span
         self._alone = RecentValues(span)
         self._measured = RecentValues(span)
-        self._count = 0
+        self.num_alone = 0
+        """Values alone so far."""
+
         self._renewed_at = 0.0
         self.limit_s = self.deadline_s = slo.limit_over_value(prior_s)
         self.late_alone_share = 0.0
@@ -60,10 +62,11 @@ class RelativeTarget:
             if alone_s is not None:
                 self._measured.add(measured_s, count)
                 self._alone.add(alone_s, count)
-                self._count += count
-        if not self._count or self._count < self._renewed_at:
+                self.num_alone += count
+        if not self.num_alone or self.num_alone < self._renewed_at:
             return
-        self._renewed_at = self._count + math.ceil(_RENEWED_SHARE * min(self._count, self._span))
+        known = min(self.num_alone, self._span)
+        self._renewed_at = self.num_alone + math.ceil(_RENEWED_SHARE * known)
         statistic = self._slo.statistic
         self.limit_s = self._slo.limit_over_value(self._alone.statistic(statistic))
         self.late_alone_share = self._alone.share_above(self.limit_s)

@@ -296,7 +296,10 @@ class Scheduler:
         self, snapshot: EngineSnapshot, lane: Lane = Lane.SHARED, *, rides: bool = True
     ) -> BatchBuilder:
         targets, victims = self._allowance.targets, self._policy.victims
-        return BatchBuilder(snapshot, self.model, targets, victims, lane, rides=rides)
+        mean_due_s = self._interference.mean_due_s
+        return BatchBuilder(
+            snapshot, self.model, targets, victims, lane, rides=rides, mean_due_s=mean_due_s
+        )
 
     def _compose(self, batch: BatchBuilder, cache: PrefixCache) -> BatchBuilder:
         """Let the policy add the work of the next step to ``batch``; return it."""

@@ -41,10 +41,6 @@ class RequestInfo:
     user: str | None = None
     """Whom fairness counts it for: a key or a user name."""
 
-    seen_s: float | None = None
-    """When the scheduler could first take it into account: at the end of the iteration that ran
-    when it arrived. None: on arrival."""
-
     can_pause: bool = True
     """False when the engine cannot skip steps of it: where a decode would pause, it is evicted."""
 

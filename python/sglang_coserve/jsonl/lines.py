@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from hashlib import blake2b
 from typing import BinaryIO, NamedTuple
 
 __all__ = ["UTF16_BOMS", "Line", "is_blank", "read_lines"]
@@ -26,39 +27,37 @@ class Line(NamedTuple):
     content: bytes | None
     """The line without its line ending; None when it is longer than allowed."""
 
+    digest: int
+    """64-bit BLAKE2b of the line without its line ending, never 0; 0 when not asked for."""
+
 
 def read_lines(
-    file: BinaryIO,
-    max_line_bytes: int,
-    *,
-    after_line: int = 0,
-    on_excess: Callable[[bytes], None] | None = None,
+    file: BinaryIO, max_line_bytes: int, *, after_line: int = 0, with_digest: bool = False
 ) -> Iterator[Line]:
     """Yield the lines of ``file`` from where it stands, which is after line ``after_line``.
 
     A UTF-8 byte order mark, CRLF endings and a last line without an ending are
-    accepted. Memory is bounded by ``max_line_bytes``: a longer line is given to
-    ``on_excess`` piece by piece, without its ending, and dropped.
+    accepted. Memory is bounded by ``max_line_bytes``: what is longer is hashed and dropped.
     """
-    drop = on_excess or _ignore
     number = after_line
     while piece := file.readline(max_line_bytes + 1):
         number += 1
         size_bytes = len(piece)
         if number == 1:
             piece = piece.removeprefix(_UTF8_BOM)
+        content: bytes | None = None
+        hashed = blake2b(digest_size=8)
         if size_bytes > max_line_bytes and not piece.endswith(b"\n"):
-            drop(piece)
+            hashed.update(piece)
             while not piece.endswith(b"\n") and (piece := file.readline(_SKIP_BYTES)):
                 size_bytes += len(piece)
-                drop(_without_ending(piece))
-            yield Line(number, size_bytes, None)
+                hashed.update(_without_ending(piece))
         else:
-            yield Line(number, size_bytes, _without_ending(piece))
-
-
-def _ignore(_: bytes) -> None:
-    pass
+            content = _without_ending(piece)
+            if with_digest:
+                hashed.update(content)
+        digest = (int.from_bytes(hashed.digest()) or 1) if with_digest else 0
+        yield Line(number, size_bytes, content, digest)
 
 
 def is_blank(content: bytes | None) -> bool:

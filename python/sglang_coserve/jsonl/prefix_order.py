@@ -1,10 +1,10 @@
 """The process that finds an order of a file's lines in which common beginnings come together.
 
-``python -m sglang_coserve.jsonl.prefix_order PARENT FILE ORDER`` writes ``ORDER``, which
-``read_order`` reads. Without files it reads standard input, writes standard output, and
-leaves out every line with the ``custom_id`` of an earlier one. Memory is bounded, whatever
-the file: SQLite sorts, in its temporary folder, up to 268 bytes a line. The process ends
-with its parent, whose id it is given: that may have ended before it could look.
+``python -m sglang_coserve.jsonl.prefix_order PARENT ORDER`` reads standard input and writes
+``ORDER``, which ``read_order`` reads; with ``unique-ids`` it leaves out every line with the
+``custom_id`` of an earlier one. Memory is bounded, whatever the file: SQLite sorts, in its
+temporary folder, up to 268 bytes a line. The process ends with its parent, whose id it is
+given: that may have ended before it could look.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 from struct import Struct
 from typing import BinaryIO, Final, NamedTuple
 
-from sglang_coserve.jsonl.line_json import parse_line, usable_id
 from sglang_coserve.jsonl.lines import is_blank, read_lines
 from sglang_coserve.jsonl.prefix_key import prefix_key
+from sglang_coserve.jsonl.request_line import custom_id_of, parse_json
 from sglang_coserve.jsonl.seen_ids import SeenIds
 
 __all__ = ["OrderedLine", "main", "read_order", "write_order"]
@@ -88,8 +88,8 @@ def _keyed(source: BinaryIO, unique_ids: bool) -> Iterator[tuple[bytes, bytes, i
                 continue
             key = b""  # Of what is no request: whoever serves it has something to say of it.
             try:
-                fields = parse_line(line.content)
-                custom_id = usable_id(fields) if unique_ids else None
+                fields = parse_json(line.content)
+                custom_id = custom_id_of(fields) if unique_ids else None
                 if custom_id is not None and not seen.add(custom_id):
                     continue
                 key = prefix_key(fields["body"])
@@ -99,20 +99,16 @@ def _keyed(source: BinaryIO, unique_ids: bool) -> Iterator[tuple[bytes, bytes, i
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Order the file that the command line names, or standard input."""
-    parent, *files = arguments or sys.argv[1:]
+    """Order standard input, as the command line says."""
+    parent, name, *unique_ids = arguments or sys.argv[1:]
     threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
     os.nice(19)  # Whatever serves requests is more urgent.
-    if not files:
-        with open(0, "rb", buffering=_READ_BYTES) as source, open(1, "wb") as file:
-            write_order(source, file, unique_ids=True)
-        return
-    path, order = map(Path, files)
+    order = Path(name)
     # A name of its own: a process of a server that was killed may still be writing.
     unfinished = order.with_name(f"{order.name}.{os.getpid()}.part")
     unfinished.touch(mode=0o600)
-    with path.open("rb", buffering=_READ_BYTES) as source, unfinished.open("wb") as file:
-        write_order(source, file)
+    with open(0, "rb", buffering=_READ_BYTES) as source, unfinished.open("wb") as file:
+        write_order(source, file, unique_ids=bool(unique_ids))
     unfinished.replace(order)
     print("null")  # noqa: T201  (The caller reads JSON.)
 

@@ -6,11 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import orjson
+import msgspec
 
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyTooLargeError, check_body
 
-__all__ = ["LineError", "RequestLine", "estimate_tokens", "output_limit", "parse_request_line"]
+__all__ = [
+    "LineError",
+    "RequestLine",
+    "custom_id_of",
+    "estimate_tokens",
+    "output_limit",
+    "parse_json",
+    "parse_request_line",
+    "request_of",
+]
+
+_ANY_ENDPOINT: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 
 _MAX_VALUES: Final = 1_000_000
 _BYTES_PER_TOKEN: Final = 4
@@ -33,17 +44,53 @@ class RequestLine:
     """What a line asks for. Whether the body is valid is for the engine to say."""
 
     custom_id: str
+    url: str
     body: dict[str, Any]
 
 
-def parse_request_line(content: bytes, endpoint: str) -> RequestLine:
+def parse_request_line(content: bytes, endpoint: str | None) -> RequestLine:
     """Return the request in ``content``, a line without its ending.
 
     Fields that the format does not name are ignored, as OpenAI does.
 
     Raises:
-        LineError: it is not JSON in UTF-8, too deeply nested (1,024 levels), of too
-            many values to be held in memory, or not a request to ``endpoint``.
+        LineError: see ``parse_json`` and ``request_of``.
+    """
+    return request_of(parse_json(content), endpoint)
+
+
+def request_of(fields: object, endpoint: str | None) -> RequestLine:
+    """Return the request in the parsed line ``fields``.
+
+    Raises:
+        LineError: it is not a request to ``endpoint``, or, for None, to one of those that every
+            server has.
+    """
+    if not isinstance(fields, dict):
+        raise LineError("invalid_line", "the line is not a JSON object")
+    for name in ("custom_id", "method", "url", "body"):
+        if name not in fields:
+            raise LineError("missing_field", f"{name} is missing", name)
+    if (custom_id := custom_id_of(fields)) is None:
+        raise LineError("invalid_custom_id", "custom_id must be a string, not empty", "custom_id")
+    url, body = fields["url"], fields["body"]
+    if fields["method"] != "POST":
+        raise LineError("invalid_method", 'method must be "POST"', "method")
+    if endpoint is None and url not in _ANY_ENDPOINT:
+        raise LineError("invalid_url", f"url must be one of {', '.join(_ANY_ENDPOINT)}", "url")
+    if endpoint is not None and url != endpoint:
+        raise LineError("mismatched_url", f'url must be the batch\'s endpoint, "{endpoint}"', "url")
+    if not isinstance(body, dict):
+        raise LineError("invalid_body", "body must be a JSON object", "body")
+    return RequestLine(custom_id, url, body)
+
+
+def parse_json(content: bytes) -> Any:
+    """Return the JSON value of a line.
+
+    Raises:
+        LineError: it is not JSON in UTF-8, too deeply nested (about 1,000 levels), or of too
+            many values to be held in memory.
     """
     # An empty list of 2 bytes becomes an object of 56: the size of a line does not bound it.
     if len(content) > _MAX_VALUES:
@@ -52,25 +99,19 @@ def parse_request_line(content: bytes, endpoint: str) -> RequestLine:
         except BodyTooLargeError:
             raise LineError("line_too_complex", f"more than {_MAX_VALUES:,} values") from None
     try:
-        fields = orjson.loads(content)
-    except orjson.JSONDecodeError as error:
-        code = "invalid_utf8" if "UTF-8" in error.msg else "invalid_json"
-        raise LineError(code, f"not valid JSON: {error.msg} at byte {error.pos}") from None
-    if not isinstance(fields, dict):
-        raise LineError("invalid_line", "the line is not a JSON object")
-    for name in ("custom_id", "method", "url", "body"):
-        if name not in fields:
-            raise LineError("missing_field", f"{name} is missing", name)
-    custom_id, body = fields["custom_id"], fields["body"]
-    if not isinstance(custom_id, str) or not custom_id:
-        raise LineError("invalid_custom_id", "custom_id must be a string, not empty", "custom_id")
-    if fields["method"] != "POST":
-        raise LineError("invalid_method", 'method must be "POST"', "method")
-    if fields["url"] != endpoint:
-        raise LineError("mismatched_url", f'url must be the batch\'s endpoint, "{endpoint}"', "url")
-    if not isinstance(body, dict):
-        raise LineError("invalid_body", "body must be a JSON object", "body")
-    return RequestLine(custom_id, body)
+        return msgspec.json.decode(content)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        try:
+            content.decode()
+        except UnicodeDecodeError as bad:
+            raise LineError("invalid_utf8", f"not valid UTF-8: {bad.reason}") from None
+        raise LineError("invalid_json", f"not valid JSON: {error}") from None
+
+
+def custom_id_of(fields: object) -> str | None:
+    """Return the ``custom_id`` of a parsed line; None where it has none that names it."""
+    custom_id = fields.get("custom_id") if isinstance(fields, dict) else None
+    return custom_id if isinstance(custom_id, str) and custom_id else None
 
 
 def output_limit(body: Mapping[str, Any]) -> int | None:

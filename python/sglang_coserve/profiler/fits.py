@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from typing import Final
 
 from sglang_coserve.core.latency_model import (
+    BROS,
+    CONSERVE,
+    FEATURE_SETS,
+    HYGEN,
     Fit,
     LatencyModel,
     LatencyProfile,
     LinearModel,
     ModelShape,
-    PolynomialModel,
     RooflineModel,
     Sample,
     SampleTable,
-    SplitLinearModel,
 )
-from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
+from sglang_coserve.errors import CoserveError, InputFileError
 from sglang_coserve.profiler.machine import Machine
 
 __all__ = ["BEST", "KINDS", "FitAttempt", "choose", "fit_all", "to_profile"]
@@ -26,12 +28,7 @@ __all__ = ["BEST", "KINDS", "FitAttempt", "choose", "fit_all", "to_profile"]
 BEST: Final = "best"
 """Chooses the kind with the smallest error."""
 
-KINDS: Final = (
-    PolynomialModel.kind,
-    LinearModel.kind,
-    RooflineModel.kind,
-    SplitLinearModel.kind,
-)
+KINDS: Final = (CONSERVE.kind, HYGEN.kind, RooflineModel.kind, BROS.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +82,9 @@ def _attempt(kind: str, machine: Machine, table: SampleTable, seed: int) -> FitA
 
 
 def _form(kind: str, machine: Machine) -> LatencyModel:
-    if kind == PolynomialModel.kind:
-        return PolynomialModel(captured_batch_sizes=machine.captured_batch_sizes)
-    if kind == LinearModel.kind:
-        return LinearModel()
-    if kind == SplitLinearModel.kind:
-        return SplitLinearModel()
     if kind == RooflineModel.kind:
         shape = ModelShape.from_config(machine.model_config)
         return RooflineModel.from_datasheet(shape, machine.datasheet, tp_size=machine.tp_size)
-    raise ConfigError(f"unknown kind {kind!r}: use {BEST} or one of {', '.join(KINDS)}")
+    features = FEATURE_SETS[kind]
+    sizes = machine.captured_batch_sizes if features.replay_coefficients else ()
+    return LinearModel.of(features, captured_batch_sizes=sizes)

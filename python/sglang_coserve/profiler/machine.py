@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from sglang_coserve.core.latency_model import HARDWARE, Hardware
-from sglang_coserve.core.latency_model.json_object import JsonObject
 
 __all__ = ["Machine"]
 
@@ -54,24 +53,3 @@ class Machine:
             return replace(_ANY_CPU, name=self.hardware)
         assumed = "an A100's peaks, assumed for an unknown GPU; only the start of a fit"
         return replace(HARDWARE["a100"], name=self.hardware, source=assumed)
-
-    def to_json(self) -> dict[str, object]:
-        """Return the fields, ready for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: JsonObject) -> Machine:
-        """Return what ``to_json`` gave.
-
-        Raises:
-            InputFileError: a field is missing or malformed.
-        """
-        return cls(
-            hardware=fields.text("hardware"),
-            model=fields.text("model"),
-            tp_size=fields.integer("tp_size", minimum=1),
-            sglang_version=fields.text("sglang_version"),
-            model_config=fields.child("model_config").fields,
-            settings=fields.child("settings").fields,
-            captured_batch_sizes=fields.integers("captured_batch_sizes", minimum=1),
-        )

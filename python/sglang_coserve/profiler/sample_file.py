@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Annotated, Any, Final, Self
 
-from sglang_coserve.core.latency_model.json_object import JsonObject
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from sglang_coserve.core.validation import Document, read_json
 from sglang_coserve.errors import ConfigError, InputFileError
 from sglang_coserve.profiler.executor import BatchShape
 from sglang_coserve.profiler.machine import Machine
@@ -39,7 +41,7 @@ class SampleFile:
         exists = path.exists()
         if exists and not resume:
             raise ConfigError(f"{path}: measurements exist: add --resume, or remove the file")
-        header = {"schema_version": _SCHEMA_VERSION, **machine.to_json()}
+        header = {"schema_version": _SCHEMA_VERSION, **asdict(machine)}
         # Through JSON, as a list and a tuple are the same there.
         expected = json.loads(json.dumps(header))
         if exists:
@@ -64,66 +66,65 @@ class SampleFile:
 
     def append(self, measurement: Measurement) -> None:
         """Add a measurement; it is in the file when this returns."""
-        shape = measurement.shape
-        self._write(
-            {
-                "prefill_tokens": [tokens for tokens, _ in shape.prefills],
-                "prefill_contexts": [context for _, context in shape.prefills],
-                "decodes": shape.decodes,
-                "runs_s": measurement.runs_s,
-            }
-        )
+        self._write(_Line.of(measurement).model_dump())
         self.measurements.append(measurement)
 
-    def _write(self, fields: dict[str, object]) -> None:
+    def _write(self, fields: dict[str, Any]) -> None:
         self._file.write(json.dumps(fields) + "\n")
         self._file.flush()
 
 
-def _read(path: Path) -> tuple[JsonObject, list[Measurement], int]:
+class _Line(Document):
+    """A measurement as it stands in the file."""
+
+    prefill_tokens: tuple[PositiveInt, ...]
+    prefill_contexts: tuple[NonNegativeInt, ...]
+    decodes: tuple[PositiveInt, ...]
+    runs_s: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
+
+    @classmethod
+    def of(cls, measurement: Measurement) -> _Line:
+        """Return the line of a measurement."""
+        shape = measurement.shape
+        return cls(
+            prefill_tokens=tuple(tokens for tokens, _ in shape.prefills),
+            prefill_contexts=tuple(context for _, context in shape.prefills),
+            decodes=shape.decodes,
+            runs_s=measurement.runs_s,
+        )
+
+    def measurement(self, source: str) -> Measurement:
+        """Return the measurement; ``source`` names the line in messages."""
+        tokens, contexts = self.prefill_tokens, self.prefill_contexts
+        if len(tokens) != len(contexts):
+            raise InputFileError(
+                f"{source}: prefill_contexts: {len(contexts)} values for {len(tokens)} prefills"
+            )
+        if not (tokens or self.decodes):
+            raise InputFileError(f"{source}: a measurement has at least one row: remove the line")
+        prefills = tuple(zip(tokens, contexts, strict=True))
+        return Measurement(BatchShape(prefills, self.decodes), self.runs_s)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[Measurement], int]:
     """Return the header, the measurements, and the length in bytes of the whole lines."""
     text = path.read_bytes()
     length = text.rfind(b"\n") + 1
-    lines = text[:length].decode("utf-8", errors="replace").splitlines()
+    lines = text[:length].splitlines()
     if not lines:
         raise InputFileError(f"{path}: not even a first line: remove the file")
-    header = JsonObject.parse(lines[0], f"{path}:1")
-    measurements = [
-        _measurement(JsonObject.parse(line, f"{path}:{number}"))
-        for number, line in enumerate(lines[1:], start=2)
-    ]
+    header = read_json(dict[str, Any], lines[0], f"{path}:1")
+    measurements = []
+    for number, line in enumerate(lines[1:], start=2):
+        source = f"{path}:{number}"
+        measurements.append(read_json(_Line, line, source).measurement(source))
     return header, measurements, length
 
 
-def _reject_other_machine(path: Path, expected: dict[str, object], found: JsonObject) -> None:
+def _reject_other_machine(path: Path, expected: dict[str, Any], found: dict[str, Any]) -> None:
     for name, value in expected.items():
-        if found.fields.get(name) != value:
+        if found.get(name) != value:
             raise InputFileError(
-                f"{path}: {name} was {found.fields.get(name)!r:.200}, now it is {value!r:.200}: "
+                f"{path}: {name} was {found.get(name)!r:.200}, now it is {value!r:.200}: "
                 "measurements of both do not belong together; use another output"
             )
-
-
-def _measurement(fields: JsonObject) -> Measurement:
-    tokens = fields.integers("prefill_tokens", minimum=1)
-    contexts = fields.integers("prefill_contexts", minimum=0)
-    decodes = fields.integers("decodes", minimum=1)
-    runs_s = tuple(_seconds(fields, value) for value in _list(fields, "runs_s"))
-    if len(tokens) != len(contexts):
-        fields.fail("prefill_contexts", f"{len(contexts)} values for {len(tokens)} prefills")
-    if not runs_s or not (tokens or decodes):
-        fields.fail("runs_s", "a measurement has at least one row and one run: remove the line")
-    return Measurement(BatchShape(tuple(zip(tokens, contexts, strict=True)), decodes), runs_s)
-
-
-def _list(fields: JsonObject, name: str) -> list[object]:
-    value = fields.fields.get(name)
-    if not isinstance(value, list):
-        fields.fail(name, f"expected a list, found {value!r:.40}")
-    return value
-
-
-def _seconds(fields: JsonObject, value: object) -> float:
-    if not isinstance(value, float) or not 0 < value < math.inf:
-        fields.fail("runs_s", f"expected positive numbers, found {value!r:.40}")
-    return value

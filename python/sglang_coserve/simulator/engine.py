@@ -163,8 +163,6 @@ class Engine:
     def _take_arrivals(self, until_s: float, now_s: float) -> list[SimRequest]:
         arrived = list(self._source.arrived(until_s))
         for request in arrived:
-            if request.info.is_online and request.info.arrival_s < now_s:
-                request.seen_at(now_s)
             self._arrive(request, now_s)
         return arrived
 

@@ -177,11 +177,6 @@ class SimRequest:
         self.info = replace(self.info, arrival_s=now_s)
         self.refresh_row()
 
-    def seen_at(self, now_s: float) -> None:
-        """Note when the scheduler could first take it into account."""
-        self.info = replace(self.info, seen_s=now_s)
-        self.refresh_row()
-
     def move(self, state: RequestState) -> None:
         """Enter a state, which must be a legal transition."""
         if state is not self.state:

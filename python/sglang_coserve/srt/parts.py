@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import Any
 
@@ -15,6 +16,7 @@ from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.core_setup import make_core_scheduler
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
+from sglang_coserve.srt.kv_checkpoint.settings import why_off
 from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.latency_source import latency_profile
 from sglang_coserve.srt.offline_eviction import OfflineEviction
@@ -26,6 +28,10 @@ from sglang_coserve.srt.status import SchedulerStatus
 from sglang_coserve.srt.step_runner import StepRunner
 
 __all__ = ["CoserveParts"]
+
+Req = Any
+
+logger = logging.getLogger(__name__)
 
 
 class CoserveParts:
@@ -43,7 +49,10 @@ class CoserveParts:
         """What became of offline requests so far."""
 
         self.ledger = RequestLedger(scheduler.tree_cache)
-        self.checkpointing = KvCheckpointing(scheduler.tree_cache)
+        reason = why_off(config, on_cpu=scheduler.device == "cpu")
+        if reason is not None and compat.is_first_rank(scheduler):
+            logger.info("no KV checkpoints: %s", reason)
+        self.checkpointing = KvCheckpointing(scheduler.tree_cache, reason)
         self.view = EngineView(scheduler, micro_batches=compat.parallel(scheduler).pp_size)
         self.pools = KvPools(scheduler)
         self.eviction = OfflineEviction(scheduler, self.pools, self.view, self.events)
@@ -102,18 +111,25 @@ class CoserveParts:
             plans_online=config.plans_online,
         )
 
-    def forget(self, rid: str, ending: Ending = Ending.ABORTED) -> None:
-        """Drop what is kept of a request that has ended."""
-        # The admission asks the ledger whether there was one.
+    def forget(self, req: Req, ending: Ending = Ending.ABORTED) -> None:
+        """Drop what is kept of a request that has ended; nothing, if that was done before.
+
+        Under overlap scheduling a row is in one more batch after its end. By then its name may
+        be another request's.
+        """
+        if not self.ledger.has(req):
+            return
+        rid = req.rid
         self.admission.forget(rid, ending)
         self.ledger.forget(rid)
         self.checkpointing.forget(rid)
         self.runner.forget(rid)
+        self.intake.name_is_free(rid)
 
     def forget_all(self) -> None:
         """Drop what is kept of all requests."""
-        for rid in self.ledger.rids():
-            self.forget(rid)
+        for req in self.ledger.reqs():
+            self.forget(req)
 
 
 def _engine_size(scheduler: Any) -> EngineSize:

@@ -10,7 +10,12 @@ from typing import Any
 from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_coserve.srt.admission.protocol import Admission
-from sglang_coserve.srt.compat import check_logit_processor, lowest_priority, refused_request
+from sglang_coserve.srt.compat import (
+    check_logit_processor,
+    holds_kv,
+    lowest_priority,
+    refused_request,
+)
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.offline_marks import restore_generated
 from sglang_coserve.srt.rank_clock import RankClock
@@ -36,9 +41,9 @@ class RequestIntake:
         clock: RankClock,
         ledger: RequestLedger,
         events: Counter[str],
-        forget: Callable[[str], None],
+        forget: Callable[[Req], None],
     ) -> None:
-        """``forget`` is called with the name of each request that is aborted while it waits."""
+        """``forget`` is called with each request that is aborted while it waits."""
         self._scheduler = scheduler
         self._admission = admission
         self._view = view
@@ -46,6 +51,8 @@ class RequestIntake:
         self._ledger = ledger
         self._events = events
         self._forget = forget
+        self._deferred: dict[str, list[Req]] = {}
+        """By name: requests that arrived while another one of that name had not ended here."""
 
     def take_in(self, recv_req: Any, handle: Callable[[Any], None]) -> None:
         """Let SGLang ``handle`` a request; one that it fails on is refused, and harms no other."""
@@ -65,9 +72,18 @@ class RequestIntake:
         scheduler._add_request_to_queue(req)
 
     def enqueue(self, req: Req, is_retracted: bool, enqueue: Callable[[Req, bool], None]) -> None:
-        """Let a request wait, one that may have run before; ``enqueue`` is SGLang's way."""
+        """Let a request wait, one that may have run before; ``enqueue`` is SGLang's way.
+
+        A client may use a name again as soon as it has the answer, or has hung up. The request
+        then waits until the scheduler, too, is done with the one before.
+        """
+        while (namesake := self._ledger.namesake(req)) is not None:
+            if self._is_here(namesake):
+                self._deferred.setdefault(req.rid, []).append(req)
+                return
+            self._forget(namesake)
         now_s = self._clock.now_s()
-        info = self._ledger.add(req, self._clock.arrival_s(req, now_s), now_s)
+        info = self._ledger.add(req, self._clock.arrival_s(req, now_s))
         if info.is_online and not is_retracted:
             self._admission.arrived(req, info)
         # A request that failed validation takes SGLang's way out whatever its class.
@@ -88,16 +104,43 @@ class RequestIntake:
         self._admission.enqueue(req)
         self._events["put_back" if req.retraction_count else "received"] += 1
 
+    def name_is_free(self, rid: str) -> None:
+        """Let requests wait that were deferred because of their name."""
+        if rid in self._deferred:
+            # All of them: those after the first are deferred again.
+            for req in self._deferred.pop(rid):
+                self._scheduler._add_request_to_queue(req)
+
     def abort(self, recv_req: AbortReq, abort: Callable[[AbortReq], None]) -> None:
         """Abort requests in every state: SGLang's by ``abort``, the waiting offline ones here."""
-        waiting = {req.rid for req in self._view.waiting}
+        deferred = self._take_deferred(recv_req)
+        waiting = list(self._view.waiting)
         abort(recv_req)
-        for rid in waiting.difference(req.rid for req in self._view.waiting):
-            self._forget(rid)
+        left = {id(req) for req in self._view.waiting}
+        for req in waiting:
+            if id(req) not in left:
+                self._forget(req)
         aborted = self._admission.remove(
             lambda req: recv_req.abort_all or req.rid.startswith(recv_req.rid)
         )
         for req in aborted:
-            self._forget(req.rid)
-            self._scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), req)
+            self._forget(req)
         self._events["aborted_waiting"] += len(aborted)
+        for req in (*aborted, *deferred):
+            self._scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), req)
+
+    def _is_here(self, req: Req) -> bool:
+        """Tell whether a request that the ledger has is still in the engine.
+
+        SGLang refuses requests of its queue, and drops those that waited too long, by itself.
+        """
+        if req.finished():
+            return self._admission.is_ending(req)
+        if holds_kv(req) or not self._ledger[req.rid].is_online:
+            return True
+        return any(waiting is req for waiting in self._view.waiting)
+
+    def _take_deferred(self, recv_req: AbortReq) -> list[Req]:
+        """Take out the deferred requests that are to be aborted."""
+        rids = [r for r in self._deferred if recv_req.abort_all or r.startswith(recv_req.rid)]
+        return [req for rid in rids for req in self._deferred.pop(rid)]

@@ -26,6 +26,7 @@ class RequestLedger:
     def __init__(self, tree_cache: Any) -> None:
         self._tree_cache = tree_cache
         self._infos: dict[str, RequestInfo] = {}
+        self._reqs: dict[str, Req] = {}
         self._last_token_s: dict[str, float] = {}
 
     def __len__(self) -> int:
@@ -37,12 +38,22 @@ class RequestLedger:
     def __getitem__(self, rid: str) -> RequestInfo:
         return self._infos[rid]
 
-    def add(self, req: Req, arrival_s: float, now_s: float) -> RequestInfo:
+    def has(self, req: Req) -> bool:
+        """Tell whether this request is in, not just one of its name."""
+        return self._reqs.get(req.rid) is req
+
+    def namesake(self, req: Req) -> Req | None:
+        """Return another request that is in under the same name."""
+        known = self._reqs.get(req.rid)
+        return None if known is req else known
+
+    def add(self, req: Req, arrival_s: float) -> RequestInfo:
         """Take a request in that arrived earlier; one that is in already stays as it is."""
         known = self._infos.get(req.rid)
         if known is not None:
             return known
         ttft_target_s, tpot_target_s = targets_of(req)
+        self._reqs[req.rid] = req
         info = self._infos[req.rid] = RequestInfo(
             rid=req.rid,
             # One that failed validation takes SGLang's way out, as an online one.
@@ -56,7 +67,6 @@ class RequestLedger:
             arrival_s=arrival_s,
             ttft_target_s=ttft_target_s,
             tpot_target_s=tpot_target_s,
-            seen_s=now_s,
             can_pause=has_plain_state(req),
             user=user_of(req),
         )
@@ -70,14 +80,15 @@ class RequestLedger:
         """Return when its last token came out; None before the first."""
         return self._last_token_s.get(rid)
 
-    def rids(self) -> list[str]:
-        """Return all rids."""
-        return list(self._infos)
+    def reqs(self) -> list[Req]:
+        """Return all requests."""
+        return list(self._reqs.values())
 
     def forget(self, rid: str) -> None:
         """Drop a request, if it is in."""
         self._last_token_s.pop(rid, None)
         self._infos.pop(rid, None)
+        self._reqs.pop(rid, None)
 
     def decode_rows(self, reqs: Iterable[Req], state: RequestState) -> list[Row]:
         """Return the rows of requests that generate or are paused."""

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from sglang_coserve.batch.worker_threads import WorkerThreads
+from sglang_coserve.lines.worker_threads import WorkerThreads
 from sglang_coserve.srt.prompt_limit import BoundedManager, prompt_limit
 from sglang_coserve.srt.request_gate import body_bytes
 from sglang_coserve.srt.thread_loop import thread_loop

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import (
+    BROS,
+    CONSERVE,
     HARDWARE,
+    HYGEN,
     LatencyModel,
     LinearModel,
     ModelShape,
-    PolynomialModel,
     RooflineModel,
     Sample,
     SampleTable,
-    SplitLinearModel,
-    with_coefficients,
 )
 
 LLAMA_3_1_8B = {
@@ -44,7 +44,8 @@ CAPTURED = (1, 2, 4, 8, *range(16, 161, 8))
 
 # Costs of the order of an 8B model on one H100, so that every term matters somewhere. Decodes
 # cost less in a replayed graph than in any mixed batch, as they do on a real machine.
-POLYNOMIAL = PolynomialModel(
+POLYNOMIAL = LinearModel.of(
+    CONSERVE,
     compute_token_s=2.5e-5,
     attention_pair_s=8e-10,
     context_token_s=4e-8,
@@ -56,7 +57,8 @@ POLYNOMIAL = PolynomialModel(
     graph_iteration_s=4e-3,
     captured_batch_sizes=CAPTURED,
 )
-EAGER_POLYNOMIAL = PolynomialModel(
+EAGER_POLYNOMIAL = LinearModel.of(
+    CONSERVE,
     compute_token_s=2.5e-5,
     attention_pair_s=8e-10,
     context_token_s=4e-8,
@@ -64,7 +66,8 @@ EAGER_POLYNOMIAL = PolynomialModel(
     decode_request_s=2e-5,
     iteration_s=6e-3,
 )
-LINEAR = LinearModel(
+LINEAR = LinearModel.of(
+    HYGEN,
     prefill_token_s=2.5e-5,
     prefill_token_squared_s=2e-9,
     prefill_request_s=3e-4,
@@ -73,7 +76,8 @@ LINEAR = LinearModel(
     decode_request_s=2e-5,
     iteration_s=6e-3,
 )
-SPLIT_LINEAR = SplitLinearModel(
+SPLIT_LINEAR = LinearModel.of(
+    BROS,
     prefill_token_s=2.5e-5,
     prefill_pair_s=8e-10,
     prefill_s=3e-3,
@@ -99,7 +103,7 @@ def unfitted(model: LatencyModel) -> LatencyModel:
     """The form of a machine: what a profiler starts from."""
     if isinstance(model, RooflineModel):
         return RooflineModel.from_datasheet(model.shape, model.hardware, tp_size=model.tp_size)
-    return with_coefficients(model, dict.fromkeys(model.coefficient_names, 0.0))
+    return model.with_coefficients(dict.fromkeys(model.coefficients, 0.0))
 
 
 def random_batches(n: int, seed: int, *, prefills: bool = True) -> SampleTable:
@@ -183,9 +187,9 @@ def models(draw: st.DrawFn) -> LatencyModel:
     """Any model of any kind, with coefficients that need not make sense."""
     form: LatencyModel = draw(
         st.one_of(
-            st.builds(PolynomialModel, captured_batch_sizes=_captured),
-            st.just(LinearModel()),
-            st.just(SplitLinearModel()),
+            st.builds(LinearModel.of, st.just(CONSERVE), captured_batch_sizes=_captured),
+            st.just(LinearModel.of(HYGEN)),
+            st.just(LinearModel.of(BROS)),
             st.builds(
                 RooflineModel.from_datasheet,
                 shape=_shapes,
@@ -194,5 +198,5 @@ def models(draw: st.DrawFn) -> LatencyModel:
             ),
         )
     )
-    values = {name: draw(_seconds_per_unit) for name in form.coefficient_names}
-    return with_coefficients(form, values)
+    values = {name: draw(_seconds_per_unit) for name in form.coefficients}
+    return form.with_coefficients(values)

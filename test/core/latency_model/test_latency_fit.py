@@ -22,14 +22,14 @@ from latency_cases import (
 
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import (
+    BROS,
+    CONSERVE,
+    HYGEN,
     FitReport,
     LatencyModel,
     LinearModel,
-    PolynomialModel,
     Sample,
     SampleTable,
-    SplitLinearModel,
-    coefficients,
 )
 from sglang_coserve.errors import InputFileError
 
@@ -51,20 +51,21 @@ def test_fit_recovers_the_machine(machine: LatencyModel) -> None:
 @pytest.mark.parametrize("machine", [POLYNOMIAL, LINEAR, SPLIT_LINEAR], ids=machine_id)
 def test_fit_recovers_each_coefficient(machine: LatencyModel) -> None:
     samples = measure(machine, random_batches(20_000, seed=1), seed=2, noise=0.01)
-    found = coefficients(unfitted(machine).fit(samples).model)
-    assert found == pytest.approx(coefficients(machine), rel=0.05)
+    found = unfitted(machine).fit(samples).model.coefficients
+    assert found == pytest.approx(machine.coefficients, rel=0.05)
 
 
 def test_samples_and_columns_give_the_same_fit() -> None:
     table = measure(POLYNOMIAL, random_batches(400, seed=1), seed=2)
-    form = PolynomialModel(captured_batch_sizes=CAPTURED)
+    form = LinearModel.of(CONSERVE, captured_batch_sizes=CAPTURED)
     assert form.fit(as_samples(table)) == form.fit(table)
 
 
 def test_the_split_is_seeded() -> None:
     table = measure(LINEAR, random_batches(400, seed=1), seed=2)
-    assert LinearModel().fit(table, seed=7) == LinearModel().fit(table, seed=7)
-    assert LinearModel().fit(table, seed=7).report != LinearModel().fit(table, seed=8).report
+    form = LinearModel.of(HYGEN)
+    assert form.fit(table, seed=7) == form.fit(table, seed=7)
+    assert form.fit(table, seed=7).report != form.fit(table, seed=8).report
 
 
 def test_a_report_counts_under_prediction_as_negative_bias() -> None:
@@ -80,7 +81,7 @@ def test_the_relative_error_counts_not_the_absolute() -> None:
     # Half of the batches run at twice the cost: relative least squares settles
     # where both halves are off by the same share, whatever their lengths.
     slow = np.random.default_rng(2).random(len(table)) < 0.5
-    fit = LinearModel().fit(replace(table, seconds=exact * np.where(slow, 2.0, 1.0)))
+    fit = LinearModel.of(HYGEN).fit(replace(table, seconds=exact * np.where(slow, 2.0, 1.0)))
     # min Σ(x/t − 1)² over x for t in {1, 2} is x = (1 + 1/2) / (1 + 1/4) = 1.2.
     ratio = fit.model.contributions(table).sum(axis=1) / exact
     assert ratio.mean() == pytest.approx(1.2, abs=0.03)
@@ -91,21 +92,23 @@ def test_coefficients_stay_non_negative_where_the_data_fall() -> None:
     """More decode requests at the same keys make this machine faster; the model must not say so."""
     table = random_batches(3000, seed=1)
     exact = LINEAR.contributions(table).sum(axis=1) + 4e-3 - 2e-5 * 2 * table.decode_requests
-    model = LinearModel().fit(replace(table, seconds=exact)).model
-    assert model.decode_request_s == 0
-    assert all(value >= 0 for value in coefficients(model).values())
+    model = LinearModel.of(HYGEN).fit(replace(table, seconds=exact)).model
+    assert model.coefficients["decode_request_s"] == 0
+    assert all(value >= 0 for value in model.coefficients.values())
 
 
 def test_replayed_graphs_are_fitted_apart() -> None:
     """An eager polynomial cannot follow steps at the captured sizes; with the sizes it can."""
-    coarse = replace(POLYNOMIAL, captured_batch_sizes=(64, 128, 256), graph_row_s=2e-4)
+    coarse = replace(
+        POLYNOMIAL.with_coefficients({"graph_row_s": 2e-4}), captured_batch_sizes=(64, 128, 256)
+    )
     table = random_batches(5000, seed=1)
     replayed_s = coarse.contributions(table)[:, -3:].sum(axis=1)
     # Without mixed batches at the lower bound, which is not part of the fit.
     kept = np.flatnonzero((table.prefill_requests == 0) | (replayed_s == 0))
     both = measure(coarse, table.take(kept), seed=2, noise=0.001)
     apart = unfitted(coarse).fit(both)
-    together = PolynomialModel().fit(both)
+    together = LinearModel.of(CONSERVE).fit(both)
     assert apart.report.mape < 0.002
     assert together.report.mape > 0.05
     sixty_five = BatchStats.of([], [100] * 65)
@@ -157,42 +160,47 @@ DECODES = [[context] * n for context in (10, 500, 4000) for n in (1, 3, 8, 20)]
 @pytest.mark.parametrize(
     ("form", "table", "message"),
     [
-        pytest.param(LinearModel(), grid([], DECODES[:1]), r"1 given.*at least 2", id="one sample"),
         pytest.param(
-            LinearModel(), grid(PROMPTS[:1], DECODES[:4]), r"5 left to fit 7", id="few samples"
+            LinearModel.of(HYGEN), grid([], DECODES[:1]), r"1 given.*at least 2", id="one sample"
         ),
         pytest.param(
-            SplitLinearModel(),
+            LinearModel.of(HYGEN),
+            grid(PROMPTS[:1], DECODES[:4]),
+            r"5 left to fit 7",
+            id="few samples",
+        ),
+        pytest.param(
+            LinearModel.of(BROS),
             grid([], DECODES),
             r"no batch does the work that prefill_token_s, prefill_pair_s, prefill_s prices",
             id="no prefill",
         ),
         pytest.param(
-            PolynomialModel(captured_batch_sizes=CAPTURED),
+            LinearModel.of(CONSERVE, captured_batch_sizes=CAPTURED),
             grid(DEEP_PROMPTS, []),
             r"graph_row_s, graph_context_token_s, graph_iteration_s",
             id="no decode-only batch",
         ),
         pytest.param(
-            PolynomialModel(),
+            LinearModel.of(CONSERVE),
             grid(PROMPTS, []),
             r"no batch does the work that decode_request_s prices",
             id="no decode",
         ),
         pytest.param(
-            PolynomialModel(captured_batch_sizes=CAPTURED),
+            LinearModel.of(CONSERVE, captured_batch_sizes=CAPTURED),
             grid(DEEP_PROMPTS, DECODES),
             r"no batch does the work that decode_request_s prices",
             id="no decode beside a prefill",
         ),
         pytest.param(
-            PolynomialModel(),
+            LinearModel.of(CONSERVE),
             one_row_each(DEEP_PROMPTS, [500, 600, 700, 4000]),
             r"do not tell prefill_request_s, decode_request_s, iteration_s apart",
             id="one row a batch",
         ),
         pytest.param(
-            PolynomialModel(),
+            LinearModel.of(CONSERVE),
             grid([(100, 50)] * 20, [[10, 10]] * 20),
             r"do not tell .* apart: vary",
             id="two batches, many times",
@@ -209,7 +217,7 @@ def test_samples_that_determine_nothing_are_refused(
 def test_a_grid_that_varies_everything_is_enough() -> None:
     table = grid(DEEP_PROMPTS, DECODES, mixed=True)
     exact = POLYNOMIAL.contributions(table).sum(axis=1)
-    form = PolynomialModel(captured_batch_sizes=CAPTURED)
+    form = LinearModel.of(CONSERVE, captured_batch_sizes=CAPTURED)
     assert form.fit(replace(table, seconds=exact)).report.mape < 1e-6
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -84,32 +85,62 @@ def nonsense(document: dict[str, Any], path: list[str]) -> None:
     ("model", "path", "value", "message"),
     [
         (LINEAR, "schema_version", 2, "schema_version: 2 is not 1"),
-        (LINEAR, "kind", "cubic", "unknown kind 'cubic': use one of linear, polynomial, roofline"),
-        (LINEAR, "tp_size", 0, "tp_size: must be at least 1, found 0"),
-        (LINEAR, "coefficients", [], "coefficients: expected an object, found"),
-        (LINEAR, "coefficients.iteration_s", -1e-3, "iteration_s: must be at least 0"),
+        (
+            LINEAR,
+            "kind",
+            "cubic",
+            "kind: must be 'linear', 'polynomial', .*, found 'cubic'",
+        ),
+        (LINEAR, "tp_size", 0, "tp_size: must be greater than 0, found 0"),
+        (LINEAR, "coefficients", [], r"coefficients: must be .* object, found \[\]"),
+        (
+            LINEAR,
+            "coefficients.iteration_s",
+            -1e-3,
+            "iteration_s: .* greater than or equal to 0",
+        ),
         (
             LINEAR,
             "coefficients.iteration_s",
             "1e-3",
-            "iteration_s: expected a number, found '1e-3'",
+            "iteration_s: must be a valid number, found '1e-3'",
         ),
-        (LINEAR, "coefficients.iteration_s", True, "expected a number, found True"),
+        (LINEAR, "coefficients.iteration_s", True, "must be a valid number, found True"),
         (LINEAR, "coefficients.iteration_s", 10**400, "must be a finite number"),
         (LINEAR, "coefficients.iteration", 1e-3, "coefficients.iteration: a linear model has only"),
         (POLYNOMIAL, "form.captured_batch_sizes", [1, 4, 2], "captured_batch_sizes: must ascend"),
         (POLYNOMIAL, "form.captured_batch_sizes", [1, 1], "captured_batch_sizes: must ascend"),
-        (POLYNOMIAL, "form.captured_batch_sizes", [0], r"captured_batch_sizes\[0\]: must be at"),
-        (POLYNOMIAL, "form.captured_batch_sizes", 8, "expected a list of integers, found 8"),
-        (ROOFLINE, "form.tp_size", 3, "form.tp_size: must divide the 32 attention heads"),
-        (ROOFLINE, "form.shape.num_layers", 0, "form.shape.num_layers: must be at least 1"),
+        (
+            POLYNOMIAL,
+            "form.captured_batch_sizes",
+            [0],
+            r"captured_batch_sizes\[0\]: must",
+        ),
+        (
+            POLYNOMIAL,
+            "form.captured_batch_sizes",
+            8,
+            "captured_batch_sizes: must be .*, found 8",
+        ),
+        (ROOFLINE, "form.tp_size", 3, "form.tp_size: 32 attention heads cannot be split"),
+        (
+            ROOFLINE,
+            "form.shape.num_layers",
+            0,
+            "form.shape.num_layers: .* greater than 0",
+        ),
         (
             ROOFLINE,
             "form.hardware.memory_byte_per_s",
             0,
-            "form.hardware.memory_byte_per_s: must be positive",
+            "form.hardware.memory_byte_per_s: must be greater than 0",
         ),
-        (LINEAR, "fit_report.mape", None, "fit_report.mape: expected a number, found null"),
+        (
+            LINEAR,
+            "fit_report.mape",
+            None,
+            "fit_report.mape: .* valid number, found null",
+        ),
     ],
 )
 def test_a_wrong_value_is_named(
@@ -130,8 +161,11 @@ def test_a_wrong_value_is_named(
     [
         ("", "a.json: not valid JSON"),
         ('{"kind": ', "a.json: not valid JSON"),
-        ('{"x": NaN}', "a.json: not valid JSON: NaN is not JSON"),
-        ("[1]", r"a.json: expected a JSON object, found \[1\]"),
+        (
+            '{"schema_version": NaN}',
+            "a.json: schema_version: .* integer, found nan",
+        ),
+        ("[1]", r"a.json: must be an object, found \[1\]"),
         ("[" * 100_000, "a.json: not valid JSON"),
         ("{}", "a.json: schema_version: this field is missing"),
     ],
@@ -139,3 +173,18 @@ def test_a_wrong_value_is_named(
 def test_a_text_that_is_no_profile_is_refused(text: str, message: str) -> None:
     with pytest.raises(InputFileError, match=f"^{message}"):
         LatencyProfile.from_json(text, "a.json")
+
+
+def test_a_profile_from_before_the_linear_models_were_one_class_still_loads() -> None:
+    text = """{
+  "schema_version": 1, "kind": "polynomial", "hardware": "h100", "model": "llama-3.1-8b",
+  "tp_size": 2, "sglang_version": "0.5.17", "fit_report": {"fitted_samples": 800,
+  "held_out_samples": 200, "mape": 0.012, "p99_ape": 0.05, "bias": -0.001, "seed": 3},
+  "form": {"captured_batch_sizes": [4, 8]},
+  "coefficients": {"compute_token_s": 2.5e-05, "attention_pair_s": 8e-10,
+  "context_token_s": 4e-08, "prefill_request_s": 0.0005, "decode_request_s": 2e-05,
+  "iteration_s": 0.006, "graph_row_s": 1.5e-05, "graph_context_token_s": 4e-08,
+  "graph_iteration_s": 0.004}
+}"""
+    model = replace(POLYNOMIAL, captured_batch_sizes=(4, 8))
+    assert LatencyProfile.from_json(text, "profile.json") == profile(model)

@@ -56,7 +56,7 @@ def test_nothing_takes_no_time(model: LatencyModel) -> None:
 @given(models(), rows.filter(lambda batch: not batch.stats.is_empty))
 def test_contributions_sum_to_the_prediction(model: LatencyModel, batch: Rows) -> None:
     parts = model.contributions(SampleTable.of([Sample(batch.stats, 1.0)]))
-    assert parts.shape == (1, len(model.coefficient_names))
+    assert parts.shape == (1, len(model.coefficients))
     assert (parts >= 0).all()
     assert parts.sum() == pytest.approx(model.predict(batch.stats), rel=1e-9)
 

@@ -1,52 +1,49 @@
-"""The active set method against trying every active set."""
+"""A fit against trying every set of positive coefficients."""
 
 from __future__ import annotations
 
-from itertools import chain, combinations
+from itertools import combinations
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_coserve.core.latency_model.least_squares import solve_nonnegative
+from sglang_coserve.core.latency_model.least_squares import fit_relative
 
 
-def by_enumeration(gram: np.ndarray, moment: np.ndarray) -> float:
-    """The least objective over all sets of positive variables."""
-    indices = range(len(moment))
-    best = 0.0
-    for subset in chain.from_iterable(combinations(indices, size) for size in indices):
-        chosen = list(subset)
-        best = min(best, objective_on(gram, moment, chosen))
-    return min(best, objective_on(gram, moment, list(indices)))
+def error(relative: np.ndarray, x: np.ndarray) -> float:
+    return float(((relative @ x - 1) ** 2).sum())
 
 
-def objective_on(gram: np.ndarray, moment: np.ndarray, chosen: list[int]) -> float:
-    x = np.zeros(len(moment))
-    if chosen:
-        x[chosen] = np.linalg.solve(gram[np.ix_(chosen, chosen)], moment[chosen])
-    return objective(gram, moment, x) if (x >= 0).all() else 0.0
-
-
-def objective(gram: np.ndarray, moment: np.ndarray, x: np.ndarray) -> float:
-    return float(x @ gram @ x / 2 - moment @ x)
+def least_by_enumeration(relative: np.ndarray) -> float:
+    num_terms = relative.shape[1]
+    best = float(len(relative))
+    for size in range(1, num_terms + 1):
+        for chosen in map(list, combinations(range(num_terms), size)):
+            x = np.zeros(num_terms)
+            x[chosen] = np.linalg.lstsq(relative[:, chosen], np.ones(len(relative)))[0]
+            if (x >= 0).all():
+                best = min(best, error(relative, x))
+    return best
 
 
 @settings(deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    variables=st.integers(1, 6),
+    num_terms=st.integers(1, 6),
     correlation=st.floats(0, 0.999),
+    decades=st.integers(0, 12),
 )
-def test_solution_is_the_best_of_all_active_sets(
-    seed: int, variables: int, correlation: float
+def test_no_set_of_positive_coefficients_has_a_smaller_error(
+    seed: int, num_terms: int, correlation: float, decades: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    columns = rng.normal(size=(20, variables)) + 30 * correlation * rng.normal(size=(20, 1))
-    columns /= np.linalg.norm(columns, axis=0)
-    gram = columns.T @ columns
-    moment = columns.T @ rng.normal(size=20)
-    x = solve_nonnegative(gram, moment)
+    terms = rng.normal(size=(20, num_terms)) + 30 * correlation * rng.normal(size=(20, 1))
+    # A constant beside ΣP·(P + C): columns of one fit differ by as much.
+    terms *= 10 ** np.linspace(0, decades, num_terms)
+    seconds = np.exp(rng.normal(size=20))
+    found = fit_relative(terms, seconds, [str(number) for number in range(num_terms)])
+    x = np.array(list(found.values()))
     assert (x >= 0).all()
-    best = by_enumeration(gram, moment)
-    assert objective(gram, moment, x) <= best + 1e-8 * (1 + abs(best))
+    relative = terms / seconds[:, np.newaxis]
+    assert error(relative, x) <= least_by_enumeration(relative) + 1e-8

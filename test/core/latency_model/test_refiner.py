@@ -28,8 +28,6 @@ from sglang_coserve.core.latency_model import (
     LatencyModel,
     Refiner,
     Sample,
-    coefficients,
-    with_coefficients,
 )
 
 CHECK = random_batches(1000, seed=99)
@@ -37,10 +35,10 @@ CHECK = random_batches(1000, seed=99)
 
 def scaled(machine: LatencyModel, *factors: float) -> LatencyModel:
     """The machine with its coefficients multiplied, the factors repeated as needed."""
-    values = coefficients(machine)
+    values = machine.coefficients
     cycle = [factors[i % len(factors)] for i in range(len(values))]
-    return with_coefficients(
-        machine, {name: value * f for (name, value), f in zip(values.items(), cycle, strict=True)}
+    return machine.with_coefficients(
+        {name: value * f for (name, value), f in zip(values.items(), cycle, strict=True)}
     )
 
 
@@ -119,10 +117,10 @@ def test_work_once_observed_is_not_forgotten_for_lack_of_it() -> None:
 def test_the_refiner_starts_from_the_profile_and_leaves_it_alone() -> None:
     refiner = Refiner(ROOFLINE)
     assert refiner.model is ROOFLINE
-    before = coefficients(ROOFLINE)
+    before = ROOFLINE.coefficients
     new = refiner.refine(Sample(BatchStats.of([(2048, 0)]), 0.07))
     assert new is refiner.model
-    assert coefficients(ROOFLINE) == before
+    assert ROOFLINE.coefficients == before
     assert new != ROOFLINE
 
 

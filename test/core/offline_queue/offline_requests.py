@@ -56,9 +56,15 @@ def queue_of(*requests: QueuedRequest, config: OfflineQueueConfig = PREFIX_ONLY)
     return queue
 
 
+def pick(queue: OfflineQueue, now_s: float = 0.0) -> QueuedRequest | None:
+    """Take the next request."""
+    request = queue.peek(now_s)
+    return None if request is None else queue.take(request.rid)
+
+
 def pick_all(queue: OfflineQueue, now_s: float = 0.0) -> list[str]:
     """Pick until nothing waits."""
     rids = []
-    while request := queue.pick(now_s):
+    while request := pick(queue, now_s):
         rids.append(request.rid)
     return rids

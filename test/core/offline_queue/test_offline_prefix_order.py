@@ -9,6 +9,7 @@ from core.offline_queue.offline_requests import (
     PREFIX_ONLY,
     num_shared_tokens,
     offline,
+    pick,
     pick_all,
     queue_of,
 )
@@ -63,7 +64,7 @@ def test_equal_prompts_follow_each_other_in_order_of_arrival() -> None:
 
 def test_an_arrival_does_not_displace_the_branch_that_is_served() -> None:
     queue = queue_of(offline("a-1", "a x"), offline("a-2", "a y"), offline("a-3", "a z"))
-    assert queue.pick(0.0) == offline("a-1", "a x")
+    assert pick(queue, 0.0) == offline("a-1", "a x")
     queue.add(offline("b-1", "b x"))
     queue.add(offline("a-4", "a w"))
     assert pick_all(queue) == ["a-2", "a-3", "a-4", "b-1"]
@@ -85,7 +86,7 @@ def test_a_preempted_request_returns_to_its_place() -> None:
     assert [queue.take(rid).rid for rid in ("a-1", "a-2")] == ["a-1", "a-2"]
     queue.restore("a-1", num_generated_tokens=7)
     assert [request.rid for request in queue.candidates(0.0)] == ["a-1", "a-3", "b-1"]
-    resumed = queue.pick(0.0)
+    resumed = pick(queue, 0.0)
     assert resumed is not None
     assert (resumed.rid, resumed.num_generated_tokens) == ("a-1", 7)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from core.offline_queue.offline_requests import PREFIX_ONLY, offline, pick_all, queue_of
+from core.offline_queue.offline_requests import PREFIX_ONLY, offline, pick, pick_all, queue_of
 from sglang_coserve.core.offline_queue import OfflineQueue, OfflineQueueConfig, QueuedRequest
 from sglang_coserve.errors import ConfigError, RequestError
 
@@ -31,7 +31,7 @@ def test_a_request_waits_runs_waits_again_and_leaves() -> None:
 
     queue.add(offline("r", "a b"))
     assert states() == (True, False, 1, 0)
-    assert queue.pick(0.0) == offline("r", "a b")
+    assert pick(queue, 0.0) == offline("r", "a b")
     assert states() == (False, True, 0, 1)
     restored = queue.restore("r", num_generated_tokens=3)
     assert restored == replace(offline("r", "a b"), num_generated_tokens=3)
@@ -43,7 +43,7 @@ def test_a_request_waits_runs_waits_again_and_leaves() -> None:
 def test_an_empty_queue_has_nothing_to_pick() -> None:
     queue = OfflineQueue(OfflineQueueConfig())
     assert queue.peek(0.0) is None
-    assert queue.pick(0.0) is None
+    assert pick(queue, 0.0) is None
     assert list(queue.candidates(0.0)) == []
 
 
@@ -92,7 +92,7 @@ def test_looking_changes_nothing() -> None:
     for number in range(100):
         ahead = [request.rid for request in itertools.islice(looked_at.candidates(0.0), number)]
         first = looked_at.peek(0.0)
-        picked = looked_at.pick(0.0)
+        picked = pick(looked_at, 0.0)
         assert picked is not None
         assert picked is first
         assert ahead[:1] in ([], [picked.rid])
@@ -114,7 +114,7 @@ def test_changing_the_queue_under_its_candidates_is_a_bug() -> None:
     queue = queue_of(*groups(2, 2))
     candidates = queue.candidates(0.0)
     next(candidates)
-    queue.pick(0.0)
+    pick(queue, 0.0)
     with pytest.raises(AssertionError, match="changed under its candidates"):
         next(candidates)
 

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from core.offline_queue.naive_trie import NaiveTrie, Prompt
-from core.offline_queue.offline_requests import num_shared_tokens, offline
+from core.offline_queue.offline_requests import num_shared_tokens, offline, pick
 from sglang_coserve.core.offline_queue import (
     OfflineQueue,
     OfflineQueueConfig,
@@ -152,7 +152,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def pick(self) -> None:
         number = self.naive.next(self.now_s)
-        request = self.queue.pick(self.now_s)
+        request = pick(self.queue, self.now_s)
         if number is None:
             assert request is None
         else:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.offline_queue.offline_requests import PREFIX_ONLY, offline, pick_all, queue_of
+from core.offline_queue.offline_requests import PREFIX_ONLY, offline, pick, pick_all, queue_of
 from sglang_coserve.core.offline_queue import OfflineQueue, OfflineQueueConfig, QueuedRequest
 
 
@@ -28,11 +28,11 @@ def picks_until_cold(
 ) -> int | None:
     """Count the picks that a cold request needs while each second one more request arrives."""
     queue = queue_of(hot(0, 0.0), config=config)
-    queue.pick(0.0)
+    pick(queue, 0.0)
     queue.add(offline("cold", "cold prefix", arrival_s=0.5))
     for number in range(1, 300):
         queue.add(arrival(number, float(number)))
-        picked = queue.pick(float(number))
+        picked = pick(queue, float(number))
         if picked is not None and picked.rid == "cold":
             return number
     return None
@@ -104,7 +104,7 @@ def test_the_stated_bound_holds(
             )
             age[rid] = (arrival_s, number)
             let_wait(rid)
-        elif event == "pick" and (request := queue.pick(now_s)):
+        elif event == "pick" and (request := pick(queue, now_s)):
             for rid in num_picks:
                 num_picks[rid] += 1
                 assert num_picks[rid] <= (more_stale[rid] + 1) * (max_overtakes + 1) - (
@@ -129,7 +129,7 @@ def test_the_stated_bound_holds(
 def test_the_stated_bound_is_reached() -> None:
     """Two requests are more stale than the cold one and K = 3: it is the last of 3·4 picks."""
     queue = queue_of(hot(0, 0.0), config=replace(PREFIX_ONLY, max_overtakes=3))
-    queue.pick(0.0)
+    pick(queue, 0.0)
     for rid in ("old-1", "old-2", "cold"):
         queue.add(offline(rid, rid, arrival_s=1.0))
     for number in range(1, 20):

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from sglang_coserve.core.batch_stats import BatchStats
-from sglang_coserve.core.latency_model import PolynomialModel
+from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest, pack_tokens
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policy import Policy
@@ -19,8 +19,8 @@ from sglang_coserve.core.step import PrefillChunk, Served, StepPlan, StepResult
 from sglang_coserve.metrics import SloTargets
 
 # 10 ms an iteration, 0.1 ms a token, and a little for context.
-MODEL = PolynomialModel(
-    compute_token_s=1e-4, attention_pair_s=1e-9, context_token_s=1e-7, iteration_s=0.010
+MODEL = LinearModel.of(
+    CONSERVE, compute_token_s=1e-4, attention_pair_s=1e-9, context_token_s=1e-7, iteration_s=0.010
 )
 TARGETS = SloTargets(ttft_s=1.0, tpot_s=0.1)
 
@@ -130,7 +130,7 @@ def scheduler(
     *waiting: QueuedRequest,
     targets: SloTargets = TARGETS,
     slos: Sequence[str] = (),
-    model: PolynomialModel = MODEL,
+    model: LinearModel = MODEL,
     **config: object,
 ) -> Scheduler:
     """A scheduler with a margin of 0, so that budgets are the numbers of the scenario.

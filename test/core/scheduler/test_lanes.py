@@ -19,7 +19,7 @@ from core.scheduler.scenarios import (
     snapshot,
 )
 from sglang_coserve.core.batch_stats import BatchStats
-from sglang_coserve.core.latency_model import PolynomialModel
+from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
@@ -139,7 +139,7 @@ def test_its_result_comes_after_those_of_steps_that_ran_meanwhile() -> None:
 # --- Beside decodes, or between them ------------------------------------------------------
 
 
-def lane_beside_decodes(model: PolynomialModel, arrival_wait_s: float) -> Lane:
+def lane_beside_decodes(model: LinearModel, arrival_wait_s: float) -> Lane:
     core = scheduler("coserve", queued(4000), model=model, arrival_wait_s=arrival_wait_s)
     return plan_of(core, seen(online(100, DECODING), stop_share=0.02)).lane
 
@@ -155,7 +155,7 @@ def test_it_runs_between_them_where_an_arrival_cannot_wait_for_a_step() -> None:
 
 
 def test_a_step_of_its_own_stops_soon_enough_for_an_arrival_and_fits_between_decodes() -> None:
-    model = PolynomialModel(compute_token_s=1e-4, iteration_s=0.010)
+    model = LinearModel.of(CONSERVE, compute_token_s=1e-4, iteration_s=0.010)
     for wait_s, longest_s in ((0.02, 0.08), (math.inf, 4 * 0.089)):
         core = scheduler("coserve", queued(8000), model=model, arrival_wait_s=wait_s)
         plan = plan_of(core, seen())
@@ -165,7 +165,7 @@ def test_a_step_of_its_own_stops_soon_enough_for_an_arrival_and_fits_between_dec
 def test_decodes_that_run_to_their_end_are_as_short_as_what_an_arrival_may_wait() -> None:
     """On a GPU they are one graph, but a step with prefills stops."""
     rows = [offline(2000, PAUSED) for _ in range(40)]
-    model = PolynomialModel(context_token_s=1e-6, iteration_s=0.001)
+    model = LinearModel.of(CONSERVE, context_token_s=1e-6, iteration_s=0.001)
     core = scheduler("coserve", model=model, arrival_wait_s=0.04)
     stops = plan_of(core, seen(*rows))
     assert stops.batch.decode_requests == 40
@@ -180,7 +180,7 @@ def test_decodes_that_run_to_their_end_are_as_short_as_what_an_arrival_may_wait(
 def test_decodes_that_run_to_their_end_are_not_begun_before_a_decode_that_is_due() -> None:
     work = BatchStats(decode_requests=8, decode_context_tokens=8000)
     engine = replace(seen(online(100, DECODING)), now_s=0.08, suspended=SuspendedStep(7, work, 0.0))
-    model = PolynomialModel(context_token_s=3e-6)
+    model = LinearModel.of(CONSERVE, context_token_s=3e-6)
     core = scheduler("coserve", model=model)
     assert plan_of(core, engine).resumes
     assert not plan_of(core, replace(engine, decodes_stop=False)).resumes

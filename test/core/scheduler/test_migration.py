@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.bottleneck import is_compute_saturated, saturated_batch_size
-from sglang_coserve.core.latency_model import PolynomialModel
+from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.migration import LengthPreference, closest_lengths, preferred_length
 
 # Saturates where 20 µs a row exceed the 6.4 ms all share: at 320 rows, so 512 of the powers.
-MODEL = PolynomialModel(compute_token_s=2e-5, context_token_s=1e-7, iteration_s=0.0064)
+MODEL = LinearModel.of(CONSERVE, compute_token_s=2e-5, context_token_s=1e-7, iteration_s=0.0064)
 
 
 def prefer(

@@ -18,7 +18,7 @@ from core.scheduler.scenarios import (
     snapshot,
 )
 from sglang_coserve.core.batch_stats import BatchStats
-from sglang_coserve.core.latency_model import PolynomialModel
+from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.step import PrefillChunk
 from sglang_coserve.metrics import SloTargets
@@ -194,7 +194,7 @@ def test_the_last_decode_pauses_rather_than_starting_over() -> None:
 
 def test_without_online_traffic_tokens_per_second_peak() -> None:
     """Where attention dominates, a longer prefill is not a faster one: sqrt(0.01/1e-8) = 1000."""
-    model = PolynomialModel(attention_pair_s=1e-8, iteration_s=0.010, compute_token_s=1e-6)
+    model = LinearModel.of(CONSERVE, attention_pair_s=1e-8, iteration_s=0.010, compute_token_s=1e-6)
     plan = scheduler("conserve", queued(8192), model=model).plan(snapshot(), NO_CACHE)
     assert [chunk.tokens for chunk in plan.prefills] == [1024]
     assert plan.budget_s == math.inf

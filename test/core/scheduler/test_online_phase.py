@@ -235,6 +235,31 @@ def test_offline_work_gets_the_part_of_a_gap_that_harm_has_left_it() -> None:
     assert harmed_s < 0.97 * first_s
 
 
+@pytest.mark.parametrize(
+    ("slo", "budget_s"), [("tpot p99 <= 100ms", 0.05), ("tbt p99 <= 100ms", 0.1)]
+)
+def test_what_is_promised_of_the_mean_gap_is_made_up_for(slo: str, budget_s: float) -> None:
+    """The only gap so far took 150 ms. The next token is due 200 ms after the first, if the mean
+    is to be 100 ms; a gap that is too long stays so."""
+    core = scheduler("coserve", queued(5000), slos=(slo,))
+    row = online(10, DECODING, generated=2, last_token_s=0.15)
+    core.arrived(row.info)
+    for at_s in (0.0, 0.15):
+        core.interference.produced(row.info.rid, at_s)
+    plan = core.plan(snapshot(row, now_s=0.15), NO_CACHE)
+    assert plan.budget_s == pytest.approx(budget_s)
+
+
+def test_a_request_is_held_to_its_own_mean_gap() -> None:
+    core = scheduler("coserve", queued(5000), slos=("tbt p99 <= 100ms",))
+    row = online(10, DECODING, generated=2, last_token_s=0.1, tpot_s=0.08)
+    core.arrived(row.info)
+    for at_s in (0.0, 0.1):
+        core.interference.produced(row.info.rid, at_s)
+    plan = core.plan(snapshot(row, now_s=0.1), NO_CACHE)
+    assert plan.budget_s == pytest.approx(0.06)
+
+
 OVERLOADED = [online(1000, DECODING, tpot_s=0.005) for _ in range(4)]
 
 

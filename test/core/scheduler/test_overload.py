@@ -106,4 +106,4 @@ def test_a_step_full_of_prompts_is_short_where_another_tenant_may_arrive(
     long = [online(8000, user="flood"), *rows]
     plan = brain.plan(snapshot(*long, max_batch_tokens=30_000), NO_CACHE)
     assert plan.prefills[0].tokens == 8000
-    assert plan.predicted_s >= MODEL.compute_token_s * 8000
+    assert plan.predicted_s >= MODEL.coefficients["compute_token_s"] * 8000

@@ -17,7 +17,7 @@ from core.scheduler.scenarios import (
     scheduler,
     snapshot,
 )
-from sglang_coserve.core.latency_model import PolynomialModel
+from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.policies.bros import BrosPolicy
 from sglang_coserve.core.policies.fcfs import FcfsPolicy
@@ -142,12 +142,12 @@ class TestBros:
 
 class TestOoco:
     MEMORY_BOUND = MODEL
-    COMPUTE_BOUND = PolynomialModel(compute_token_s=1e-2, iteration_s=1e-3)
+    COMPUTE_BOUND = LinearModel.of(CONSERVE, compute_token_s=1e-2, iteration_s=1e-3)
 
     @pytest.mark.parametrize(
         ("model", "victim"), [(MEMORY_BOUND, "short"), (COMPUTE_BOUND, "long")]
     )
-    def test_the_bottleneck_picks_the_victim(self, model: PolynomialModel, victim: str) -> None:
+    def test_the_bottleneck_picks_the_victim(self, model: LinearModel, victim: str) -> None:
         rows = (offline(900, rid="long"), offline(100, rid="short"))
         plan = scheduler("ooco", model=model, targets=SloTargets()).plan(
             snapshot(*rows, online(20), free_slots=0), NO_CACHE

@@ -10,6 +10,7 @@ from collections import abc
 from dataclasses import replace
 from enum import Enum
 from itertools import pairwise
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -22,7 +23,7 @@ from core.scheduler.scenarios import MODEL, NO_CACHE, Cache, offline, online, qu
 from core.scheduler.test_scheduler_machine import SchedulerMachine, configs, slo_targets
 from sglang_coserve.core.baseline import EngineSize
 from sglang_coserve.core.batch_stats import BatchStats
-from sglang_coserve.core.latency_model import LatencyProfile, LinearModel
+from sglang_coserve.core.latency_model import HYGEN, LatencyProfile, LinearModel
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.recording import (
@@ -123,7 +124,6 @@ def test_random_traffic_replays_to_the_same_plans(policy: str) -> None:
 
 # --- Any event ----------------------------------------------------------------------------
 
-times = st.floats(allow_nan=False)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 names = st.text(max_size=8)
 queued_requests = st.builds(
@@ -137,7 +137,7 @@ queued_requests = st.builds(
     estimated_service_s=st.floats(0, 1e300),
 )
 SIMPLE = {
-    float: times,
+    float: finite,
     int: st.integers(),
     str: names,
     bool: st.booleans(),
@@ -156,7 +156,10 @@ def anything(kind: Any) -> st.SearchStrategy[Any]:
             return st.sampled_from(kind)
         case None:
             hints = get_type_hints(kind)
-            return st.builds(kind, **{name: anything(hint) for name, hint in hints.items()})
+            values = {name: anything(hint) for name, hint in hints.items()}
+            if kind is StepPlan:  # Its bounds are infinite where there is none.
+                values |= dict.fromkeys(("until_s", "budget_s"), finite | st.just(float("inf")))
+            return st.builds(kind, **values)
         case types.UnionType:
             return st.one_of(*map(anything, arguments))
         case abc.Mapping:
@@ -194,9 +197,18 @@ def test_every_event_survives_the_way_through_a_file(events: list[Event]) -> Non
 def test_the_setup_survives_the_way_through_a_file(
     config: SchedulerConfig, slos: tuple[Slo, ...], engine: EngineSize
 ) -> None:
-    profile = replace(PROFILE, latency_model=LinearModel(prefill_token_s=0.1, iteration_s=1 / 3))
+    profile = replace(
+        PROFILE, latency_model=LinearModel.of(HYGEN, prefill_token_s=0.1, iteration_s=1 / 3)
+    )
     made_of = SchedulerSetup("hygen", slos, config, profile, engine)
     assert read([encode_setup(made_of)]) == (made_of, [])
+
+
+def test_settings_without_a_bound_are_read_also_as_they_were_written_before() -> None:
+    made_of = setup(arrival_wait_s=float("inf"))
+    line = encode_setup(made_of)
+    assert '"arrival_wait_s":"Infinity"' in line
+    assert read([line.replace('"Infinity"', '"inf"')]) == (made_of, [])
 
 
 def test_results_refer_to_requests_by_number_also_to_those_that_have_ended() -> None:
@@ -238,6 +250,15 @@ def test_a_request_is_described_again_when_its_id_is_used_again() -> None:
     lines = lines_of(setup(), events)
     assert read(lines)[1] == events
     assert [line.count('"rid":"a"') for line in lines[1:]] == [1, 1, 1, 1]
+
+
+def test_a_recording_of_an_earlier_version_still_loads_and_replays() -> None:
+    path = Path(__file__).with_name("recorded_before_pydantic.jsonl")
+    with path.open(encoding="utf-8") as lines:
+        made_of, events = read_recording(lines, path.name)
+        replays = list(replay(events, made_of.make()))
+    assert len(replays) > 20
+    assert not any(replayed.differences for replayed in replays)
 
 
 # --- Recording ----------------------------------------------------------------------------
@@ -375,21 +396,21 @@ def test_every_wrong_value_is_refused_with_its_line() -> None:
     ("line", "message"),
     [
         ("nonsense", "not valid JSON"),
-        ('{"event":"restored","rid":"a","generated_tokens":NaN}', "NaN is not JSON"),
+        ('{"event":"restored","rid":"a","generated_tokens":NaN}', "not valid JSON"),
         ("[]", "expected a JSON object"),
-        ("{}", "event: this field is missing"),
+        ("{}", "event: expected one of arrived, added, planned"),
         ('{"event":"vanished"}', "event: expected one of arrived, added, planned"),
         ('{"event":["added"]}', "event: expected one of arrived, added, planned"),
         ('{"event":"finished"}', "rid: this field is missing"),
         ('{"event":"finished","rid":"a","why":"b"}', "why: there is no such field"),
-        ('{"event":"restored","rid":"a","generated_tokens":true}', "expected int, found True"),
+        ('{"event":"restored","rid":"a","generated_tokens":true}', "valid integer, found True"),
         (
-            '{"event":"updated","new":[],"result":{"step":1,"started_s":0,"batch":[1,2]}}',
-            "result.batch: expected a list of 6",
+            '{"event":"updated","new":[],"result":{"step":1,"started_s":0,"batch":[1,2,3,4,5,6,7]}}',
+            "result.batch: .* at most 6 items",
         ),
         (
             '{"event":"updated","new":[],"result":{"step":1,"started_s":1' + "0" * 400 + "}}",
-            "result.started_s: expected a number that fits a float",
+            "result.started_s: .* finite number",
         ),
         (
             '{"event":"updated","new":[],"result":{"started_s":1}}',
@@ -411,7 +432,7 @@ def test_every_wrong_value_is_refused_with_its_line() -> None:
         ),
         (
             '{"event":"started","chunks":[["a"]]}',
-            r"chunks\[0\]: expected a list",
+            r"chunks\[0\]\[1\]: this field is missing",
         ),
     ],
 )
@@ -439,8 +460,11 @@ def test_columns_that_do_not_fit_together_are_refused(changes: dict[str, object]
         ({"format": "csv"}, "format: expected 'coserve plans'"),
         ({"version": 1}, "version: 1 is not 7, .* record again"),
         ({"config": {"margin": 3.0}}, "config: scheduler: margin is 3.0"),
-        ({"config": {"online_order": "lifo"}}, "config.online_order: expected 'fcfs' or 'vtc'"),
-        ({"engine": {"max_rows": "many"}}, "engine.*expected int, found 'many'"),
+        (
+            {"config": {"online_order": "lifo"}},
+            "config.online_order: .* 'fcfs' or 'vtc', found",
+        ),
+        ({"engine": {"max_rows": "many"}}, "engine.max_rows: .* valid integer, found 'many'"),
         ({"profile": {}}, "profile: schema_version: this field is missing"),
     ],
 )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sglang_coserve.batch.backend import LineRequest, LineResult
+from sglang_coserve.lines.backend import LineRequest, LineResult
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
@@ -49,7 +50,7 @@ class Served:
             batch_id="batch_1",
             line=1,
             endpoint=endpoint,
-            body=body,
+            body=copy.deepcopy(body),  # The backend may change it.
             generated=tuple(generated),
             deadline_s=time.time() + 3600,
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.batch.backend import LineResult
+from sglang_coserve.lines.backend import LineResult
 from srt.batch_backend.served import (
     CHAT,
     COMPLETION,

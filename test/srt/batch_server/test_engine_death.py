@@ -13,8 +13,8 @@ import openai
 import psutil
 import pytest
 
-from sglang_coserve.batch.in_flight_file import InFlightFile
 from sglang_coserve.errors import StartupError
+from sglang_coserve.lines.in_flight_file import InFlightFile
 from srt.batch_server.deployment import (
     GIVE_UP_S,
     Deployment,

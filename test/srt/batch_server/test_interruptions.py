@@ -14,9 +14,9 @@ import openai
 import pytest
 from openai.types import Batch
 
-from sglang_coserve.batch.journal import TokenJournal
-from sglang_coserve.batch.line_bitmap import LineBitmap
-from sglang_coserve.batch.result_record import record_line
+from sglang_coserve.lines.journal import TokenJournal
+from sglang_coserve.lines.line_bitmap import LineBitmap
+from sglang_coserve.lines.result_record import batch_tag, record_identity
 from srt.batch_server.deployment import (
     CHAT,
     Deployment,
@@ -60,7 +60,9 @@ def unfinished(
     assert batch.output_file_id is not None
     output = (deployment.data / "files" / batch.output_file_id).read_bytes()
     for record in output.splitlines(keepends=True):
-        if (number := record_line(record, batch.id)) is not None:
+        if (found := record_identity(record)) is not None:
+            tag, number = found
+            assert tag == batch_tag(batch.id)
             finished.add(number)
     # A copy: reading a journal mends it.
     copy = shutil.copy(deployment.data / "journal" / batch.id, scratch / "journal")

@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 from sglang.srt.managers.io_struct import ShutdownReq
 
-from sglang_coserve.core.latency_model import PolynomialModel
+from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from srt.scripted_engine import Iteration, ScriptedEngine
 
 WAIT_S = 60.0
@@ -95,7 +95,8 @@ def slow_down(engine: ScriptedEngine, layer_s: float) -> list[int]:
     core = engine.scheduler.parts.admission.core
     core._refiner = None
     layers = decoder_layers(engine.scheduler.tp_worker.model_runner.model)
-    core._model = PolynomialModel(
+    core._model = LinearModel.of(
+        CONSERVE,
         compute_token_s=len(layers) * layer_s / 128,
         attention_pair_s=0.0,
         context_token_s=0.0,

@@ -13,7 +13,7 @@ from sglang_coserve.errors import ConfigError
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"safepoint_interval": -1}, "--safepoint-interval must be a number of layers"),
+        ({"safepoint_interval": -1}, "--safepoint-interval must be greater than or equal to 0"),
     ],
 )
 def test_bad_values_are_named(values: dict[str, Any], message: str) -> None:

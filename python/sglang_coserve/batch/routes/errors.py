@@ -20,12 +20,11 @@ from sglang_coserve.batch.errors import (
     ConflictError,
     NotFoundError,
     QuotaError,
-    StorageError,
     TooLargeError,
     TooManyError,
 )
 from sglang_coserve.batch.routes.patience import SlowClientError
-from sglang_coserve.errors import CoserveError
+from sglang_coserve.errors import CoserveError, StorageError
 
 __all__ = [
     "ERROR_RESPONSES",

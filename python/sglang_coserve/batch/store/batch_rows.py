@@ -14,22 +14,15 @@ from sglang_coserve.batch.errors import (
     NotFoundError,
     TooManyError,
 )
-from sglang_coserve.batch.record import (
-    BatchEvent,
-    BatchRecord,
-    FileRecord,
-    LineFault,
-    Progress,
-    Status,
-    Usage,
-)
+from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord, LineFault, Status
 from sglang_coserve.batch.state import Event, Failed, Finalized, Progressed, transition
 from sglang_coserve.batch.store import event_rows, file_rows
+from sglang_coserve.lines.progress import Progress, Usage
 
 __all__ = ["apply", "create", "find", "page", "unfinished"]
 
 _NESTED: Final = ("progress", "faults", "metadata")
-_PLAIN: Final = tuple(field.name for field in fields(BatchRecord) if field.name not in _NESTED)
+_PLAIN: Final = tuple(field.name for field in fields(JobRecord) if field.name not in _NESTED)
 _PROGRESS: Final = (
     "completed_lines",
     "failed_lines",
@@ -45,12 +38,12 @@ _UNFINISHED: Final = "status IN ('validating', 'in_progress', 'finalizing', 'can
 
 def create(
     connection: sqlite3.Connection,
-    record: BatchRecord,
+    record: JobRecord,
     now_s: float,
     max_active: int,
     max_active_of_owner: int | None = None,
     check: Callable[[int], None] | None = None,
-) -> tuple[BatchRecord, bool]:
+) -> tuple[JobRecord, bool]:
     """Add a batch; return it and True, or an earlier one with the same key and False.
 
     Of ``max_active`` unfinished ones an owner may have ``max_active_of_owner``, or as many
@@ -93,7 +86,7 @@ def create(
     return record, True
 
 
-def find(connection: sqlite3.Connection, batch_id: str, owner: str | None = None) -> BatchRecord:
+def find(connection: sqlite3.Connection, batch_id: str, owner: str | None = None) -> JobRecord:
     """Return a batch: of ``owner``, or of anybody when that is None.
 
     Raises:
@@ -115,7 +108,7 @@ def page(
     after: str | None,
     limit: int,
     status: str | None = None,
-) -> list[BatchRecord]:
+) -> list[JobRecord]:
     """Return up to ``limit`` batches of ``owner``, or of all, the newest first.
 
     Raises:
@@ -136,7 +129,7 @@ def page(
     return [_record(row) for row in rows]
 
 
-def unfinished(connection: sqlite3.Connection) -> list[BatchRecord]:
+def unfinished(connection: sqlite3.Connection) -> list[JobRecord]:
     """Return the batches that are in no final state, the oldest first."""
     return [
         _record(row) for row in connection.execute(f"{_SELECT} WHERE {_UNFINISHED} ORDER BY seq")
@@ -152,7 +145,7 @@ def apply(
     owner: str | None = None,
     expected: Status | None = None,
     outbox_id: str | None = None,
-) -> BatchRecord:
+) -> JobRecord:
     """Take a batch through one transition, its files and its outbox event with it.
 
     Nothing happens when ``expected`` is given and the batch is in another state.
@@ -186,7 +179,7 @@ def apply(
     return after
 
 
-def _put_outputs(connection: sqlite3.Connection, batch: BatchRecord, now_s: float) -> None:
+def _put_outputs(connection: sqlite3.Connection, batch: JobRecord, now_s: float) -> None:
     """Note what the output and error files hold. They live from when they are complete."""
     after_s = batch.output_expires_after_s
     expires_at_s = now_s + after_s if after_s is not None and batch.status.is_final else None
@@ -209,7 +202,7 @@ def _put_outputs(connection: sqlite3.Connection, batch: BatchRecord, now_s: floa
             )
 
 
-def _same_request(earlier: BatchRecord, record: BatchRecord) -> BatchRecord:
+def _same_request(earlier: JobRecord, record: JobRecord) -> JobRecord:
     if earlier.fingerprint != record.fingerprint:
         raise ConflictError(
             f"the idempotency key {record.idempotency_key!r} was used for another request,"
@@ -220,7 +213,7 @@ def _same_request(earlier: BatchRecord, record: BatchRecord) -> BatchRecord:
     return earlier
 
 
-def _row(record: BatchRecord) -> dict[str, Any]:
+def _row(record: JobRecord) -> dict[str, Any]:
     progress = record.progress
     counts = (
         progress.completed,
@@ -237,7 +230,7 @@ def _row(record: BatchRecord) -> dict[str, Any]:
     return row
 
 
-def _record(values: tuple[Any, ...]) -> BatchRecord:
+def _record(values: tuple[Any, ...]) -> JobRecord:
     row = dict(zip(_COLUMNS, values, strict=True))
     completed, failed, output_bytes, error_bytes, estimated = (row[name] for name in _PROGRESS)
     usage = Usage(**{name: row[name] for name in _USAGE})
@@ -247,7 +240,7 @@ def _record(values: tuple[Any, ...]) -> BatchRecord:
         "is_paused": bool(plain["is_paused"]),
         "is_past_deadline": bool(plain["is_past_deadline"]),
     }
-    return BatchRecord(
+    return JobRecord(
         **plain,
         progress=Progress(completed, failed, output_bytes, error_bytes, usage, estimated),
         faults=tuple(LineFault(**fault) for fault in json.loads(row["faults"])),

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.batch.errors import StorageError
 from sglang_coserve.batch.store.migrations import MIGRATIONS
-from sglang_coserve.errors import StartupError
+from sglang_coserve.errors import StartupError, StorageError
 
 __all__ = ["open_database", "transaction"]
 

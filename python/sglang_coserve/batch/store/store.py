@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from sglang_coserve.batch.store.database import open_database, transaction
-from sglang_coserve.batch.worker_threads import WorkerThreads
+from sglang_coserve.lines.worker_threads import WorkerThreads
 
 __all__ = ["Store"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
-from sglang_coserve.batch.in_flight_file import LastRun
+from sglang_coserve.lines.in_flight_file import LastRun
 
 __all__ = ["count_death", "known"]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import numpy as np
+from pydantic import NonNegativeFloat, NonNegativeInt
 
 from sglang_coserve.core.latency_model.samples import Floats, Sample, SampleTable
 from sglang_coserve.errors import InputFileError
@@ -29,16 +30,16 @@ class FitReport:
     Errors are relative to the measured time and are fractions: 0.02 is 2%.
     """
 
-    fitted_samples: int
+    fitted_samples: NonNegativeInt
     """Samples that determined the coefficients."""
 
-    held_out_samples: int
+    held_out_samples: NonNegativeInt
     """Samples that the errors below are measured on."""
 
-    mape: float
+    mape: NonNegativeFloat
     """Mean absolute percentage error, as a fraction."""
 
-    p99_ape: float
+    p99_ape: NonNegativeFloat
     """99th percentile of the absolute relative error."""
 
     bias: float

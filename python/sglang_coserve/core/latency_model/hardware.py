@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from sglang_coserve.core.latency_model.json_object import JsonObject
+from pydantic import PositiveFloat
+
 from sglang_coserve.errors import ConfigError
 
 __all__ = ["HARDWARE", "Hardware", "find_hardware"]
@@ -17,43 +18,16 @@ class Hardware:
     """What one device can do at best, as its vendor states it."""
 
     name: str
-    bf16_flop_per_s: float
+    bf16_flop_per_s: PositiveFloat
     """Dense BF16 matrix multiplication, without structured sparsity."""
 
-    memory_byte_per_s: float
-    link_byte_per_s: float
+    memory_byte_per_s: PositiveFloat
+    link_byte_per_s: PositiveFloat
     """Between devices of one node, in one direction."""
 
-    memory_bytes: float
+    memory_bytes: PositiveFloat
     source: str
     """Where the figures were published."""
-
-    def to_json(self) -> dict[str, object]:
-        """Return the figures, ready for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, figures: JsonObject) -> Hardware:
-        """Return what ``to_json`` gave, or a description written by hand.
-
-        Raises:
-            InputFileError: a field is missing, malformed or not positive.
-        """
-
-        def positive(name: str) -> float:
-            value = figures.number(name)
-            if not value > 0:
-                figures.fail(name, f"must be positive, found {value}")
-            return value
-
-        return cls(
-            name=figures.text("name"),
-            bf16_flop_per_s=positive("bf16_flop_per_s"),
-            memory_byte_per_s=positive("memory_byte_per_s"),
-            link_byte_per_s=positive("link_byte_per_s"),
-            memory_bytes=positive("memory_bytes"),
-            source=figures.text("source"),
-        )
 
 
 HARDWARE: Final = MappingProxyType(

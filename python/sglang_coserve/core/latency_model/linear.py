@@ -1,23 +1,21 @@
-"""HyGen's linear regression."""
+"""The papers' linear models: one class, told apart by their features."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import ClassVar
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.latency_model.features import FeatureSet
 from sglang_coserve.core.latency_model.fitting import Fit, fit_and_report
-from sglang_coserve.core.latency_model.json_object import JsonObject
 from sglang_coserve.core.latency_model.least_squares import fit_relative
 from sglang_coserve.core.latency_model.prefill_search import longest_prefill, solve_chunk
-from sglang_coserve.core.latency_model.protocol import (
-    assert_coefficients,
-    coefficient_vector,
-    with_coefficients,
-)
+from sglang_coserve.core.latency_model.protocol import assert_coefficients
 from sglang_coserve.core.latency_model.samples import Floats, Sample, SampleTable
 
 __all__ = ["LinearModel"]
@@ -25,106 +23,172 @@ __all__ = ["LinearModel"]
 
 @dataclass(frozen=True, slots=True)
 class LinearModel:
-    """T = f(S_p, S_d, S_p², S_d², N_p, N_d), linear, plus a constant (HyGen §4.2, Eq. 1).
+    """T = Σ coefficient · feature, of ConServe's, HyGen's or BROS's features; built by ``of``.
 
-    S_p does not count what a prefill finds cached, so a chunk costs the same
-    at any depth of its prompt: choose it for prompts that fit one chunk.
+    A decode-only batch that replays a CUDA graph runs as the next captured batch size and
+    without the launch costs of the other batches. With ``captured_batch_sizes`` (ConServe's
+    features only) such batches have a line of their own,
+
+        T = g1·captured(N) + g2·Σ(C + 1) + g3,
+
+    which is also the least that a batch with the same decodes takes: a prefill that joins
+    never makes an iteration shorter.
     """
 
-    prefill_token_s: float = 0.0
-    """Of S_p, the prompt tokens computed."""
+    features: FeatureSet
+    coefficients: Mapping[str, float]
+    captured_batch_sizes: tuple[int, ...] = ()
+    """Of the decode CUDA graphs, ascending; empty when nothing is captured."""
 
-    prefill_token_squared_s: float = 0.0
-    """Of S_p²."""
+    _prices: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    """Of each of ``SUMS``: a prediction is then the same few products for all features."""
 
-    prefill_request_s: float = 0.0
-    """Of N_p."""
-
-    decode_token_s: float = 0.0
-    """Of S_d, the keys that decodes read."""
-
-    decode_token_squared_s: float = 0.0
-    """Of S_d²."""
-
-    decode_request_s: float = 0.0
-    """Of N_d."""
-
-    iteration_s: float = 0.0
-    """The constant."""
-
-    kind: ClassVar[str] = "linear"
-    coefficient_names: ClassVar[tuple[str, ...]] = (
-        "prefill_token_s",
-        "prefill_token_squared_s",
-        "prefill_request_s",
-        "decode_token_s",
-        "decode_token_squared_s",
-        "decode_request_s",
-        "iteration_s",
-    )
+    _replay_prices: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        assert tuple(self.coefficients) == self.features.coefficient_names
         assert_coefficients(self)
+        assert self.features.replay_coefficients or not self.captured_batch_sizes
+        sizes = (0, *self.captured_batch_sizes)
+        assert all(a < b for a, b in pairwise(sizes)), f"not ascending: {sizes}"
+        object.__setattr__(self, "_prices", self.features.prices(self.coefficients))
+        replay = tuple(self.coefficients[name] for name in self.features.replay_coefficients)
+        object.__setattr__(self, "_replay_prices", replay)
+
+    @classmethod
+    def of(
+        cls,
+        features: FeatureSet,
+        *,
+        captured_batch_sizes: tuple[int, ...] = (),
+        **coefficients: float,
+    ) -> LinearModel:
+        """Return a model with these coefficients, and zero for the others."""
+        values = dict.fromkeys(features.coefficient_names, 0.0)
+        return cls(features, values | coefficients, captured_batch_sizes)
+
+    @property
+    def kind(self) -> str:
+        """See ``LatencyModel.kind``."""
+        return self.features.kind
+
+    def with_coefficients(self, values: Mapping[str, float]) -> LinearModel:
+        """See ``LatencyModel.with_coefficients``."""
+        return replace(self, coefficients={**self.coefficients, **values})
 
     def predict(self, batch: BatchStats) -> float:
         """See ``LatencyModel.predict``."""
-        if batch.is_empty:
+        prefills, prefill_tokens, prefill_context, pairs, decodes, decode_tokens = batch
+        (
+            prefill_request_s,
+            prefill_token_s,
+            prefill_context_s,
+            prefill_pair_s,
+            prefill_token_squared_s,
+            any_prefill_s,
+            decode_request_s,
+            decode_token_s,
+            decode_token_squared_s,
+            any_decode_s,
+            any_row_s,
+        ) = self._prices
+        if not prefills and not decodes:
             return 0.0
-        prefill_tokens = batch.prefill_tokens
-        decode_tokens = batch.decode_context_tokens
-        return (
-            self.prefill_token_s * prefill_tokens
-            + self.prefill_token_squared_s * prefill_tokens * prefill_tokens
-            + self.prefill_request_s * batch.prefill_requests
-            + self.decode_token_s * decode_tokens
-            + self.decode_token_squared_s * decode_tokens * decode_tokens
-            + self.decode_request_s * batch.decode_requests
-            + self.iteration_s
+        seconds = any_row_s
+        if prefills:
+            seconds += (
+                prefill_token_s * prefill_tokens
+                + prefill_pair_s * pairs
+                + prefill_context_s * prefill_context
+                + prefill_token_squared_s * prefill_tokens * prefill_tokens
+                + prefill_request_s * prefills
+                + any_prefill_s
+            )
+        if not decodes:
+            return seconds
+        seconds += (
+            decode_request_s * decodes
+            + decode_token_s * decode_tokens
+            + decode_token_squared_s * decode_tokens * decode_tokens
+            + any_decode_s
         )
+        return self._with_graphs(seconds, batch) if self.captured_batch_sizes else seconds
 
     def max_prefill_tokens(
         self, batch: BatchStats, context_tokens: int, limit_tokens: int, budget_s: float
     ) -> int:
         """See ``LatencyModel.max_prefill_tokens``; closed form."""
-        # Beyond the first token, m more add (S_p + m)² − S_p² = 2·S_p·m + m² to S_p².
+        # Beyond the first token, m more add m·(C + 2) + m² to ΣP·(P + C), 2·S_p·m + m² to S_p².
         first = batch.with_prefill(1, context_tokens)
-        slope_s = self.prefill_token_s + 2 * self.prefill_token_squared_s * first.prefill_tokens
-        more = solve_chunk(budget_s - self.predict(first), slope_s, self.prefill_token_squared_s)
+        token_s, _, pair_s, token_squared_s = self._prices[1:5]
+        slope_s = (
+            token_s + pair_s * (context_tokens + 2) + 2 * token_squared_s * first.prefill_tokens
+        )
+        slack_s = budget_s - self.predict(first)
+        more = solve_chunk(slack_s, slope_s, pair_s + token_squared_s)
         return longest_prefill(self, batch, context_tokens, limit_tokens, budget_s, 1 + more)
 
     def contributions(self, table: SampleTable) -> Floats:
         """See ``LatencyModel.contributions``."""
-        return self._terms(table) * coefficient_vector(self)
+        values = np.array(list(self.coefficients.values()))
+        num_features = len(self.features.features)
+        eager = self.features.terms(table) * values[:num_features]
+        if not self.captured_batch_sizes:
+            return np.hstack([eager, np.zeros((len(table), len(values) - num_features))])
+        replay = self._replay_terms(table) * values[num_features:]
+        use_replay = self._is_replayed(table) | (
+            (table.decode_requests > 0) & (replay.sum(axis=1) > eager.sum(axis=1))
+        )
+        return _choose(use_replay, eager, replay)
 
     def fit(self, samples: Iterable[Sample] | SampleTable, *, seed: int = 0) -> Fit[LinearModel]:
-        """See ``LatencyModel.fit``."""
+        """See ``LatencyModel.fit``.
+
+        With captured batch sizes the samples must hold decode-only batches and
+        mixed ones, because the two parts are fitted apart.
+        """
         return fit_and_report(self._fit_all, samples, seed)
 
     def form(self) -> dict[str, object]:
-        """See ``LatencyModel.form``; there is nothing but coefficients."""
-        return {}
+        """See ``LatencyModel.form``."""
+        if not self.features.replay_coefficients:
+            return {}
+        return {"captured_batch_sizes": list(self.captured_batch_sizes)}
 
-    @classmethod
-    def from_form(cls, _form: JsonObject) -> LinearModel:
-        """Return a model without coefficients."""
-        return cls()
+    def _with_graphs(self, eager_s: float, batch: BatchStats) -> float:
+        sizes, decodes = self.captured_batch_sizes, batch.decode_requests
+        row_s, context_token_s, iteration_s = self._replay_prices
+        replayable = decodes <= sizes[-1]
+        rows = sizes[bisect_left(sizes, decodes)] if replayable else decodes
+        replay_s = row_s * rows + context_token_s * batch.decode_context_tokens + iteration_s
+        if replayable and batch.prefill_requests == 0:
+            return replay_s
+        return max(eager_s, replay_s)
 
     def _fit_all(self, table: SampleTable) -> LinearModel:
-        values = fit_relative(self._terms(table), table.seconds, self.coefficient_names)
-        return with_coefficients(self, values)
+        terms = self.features.terms(table)
+        names = self.features.coefficient_names[: len(self.features.features)]
+        if self.captured_batch_sizes:
+            # Each batch has work in one part only, so this one fit is two separate ones. The
+            # lower bound of mixed batches is not part of it: a machine hardly ever reaches that.
+            terms = _choose(self._is_replayed(table), terms, self._replay_terms(table))
+            names = self.features.coefficient_names
+        return self.with_coefficients(fit_relative(terms, table.seconds, names))
 
-    @staticmethod
-    def _terms(table: SampleTable) -> Floats:
-        prefill_tokens = table.prefill_tokens.astype(np.float64)
-        decode_tokens = table.decode_context_tokens.astype(np.float64)
-        return np.column_stack(
-            [
-                prefill_tokens,
-                prefill_tokens**2,
-                table.prefill_requests,
-                decode_tokens,
-                decode_tokens**2,
-                table.decode_requests,
-                np.ones(len(table)),
-            ]
+    def _is_replayed(self, table: SampleTable) -> NDArray[np.bool_]:
+        largest = self.captured_batch_sizes[-1]
+        replayed: NDArray[np.bool_] = (table.prefill_requests == 0) & (
+            table.decode_requests <= largest
         )
+        return replayed
+
+    def _replay_terms(self, table: SampleTable) -> Floats:
+        sizes = np.array(self.captured_batch_sizes)
+        next_size = np.minimum(np.searchsorted(sizes, table.decode_requests), len(sizes) - 1)
+        rows = np.maximum(sizes[next_size], table.decode_requests)
+        return np.column_stack([rows, table.decode_context_tokens, np.ones(len(table))])
+
+
+def _choose(use_replay: NDArray[np.bool_], eager: Floats, replay: Floats) -> Floats:
+    mask = use_replay[:, np.newaxis]
+    return np.hstack([eager * ~mask, replay * mask])

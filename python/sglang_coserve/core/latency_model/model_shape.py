@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Final
 
-from sglang_coserve.core.latency_model.json_object import JsonObject
+from pydantic import PositiveInt, ValidationError
+
+from sglang_coserve.core.validation import Document, explain
 from sglang_coserve.errors import ConfigError
 
 __all__ = ["ModelShape"]
@@ -23,13 +25,13 @@ class ModelShape:
     16 bits.
     """
 
-    hidden_size: int
-    num_layers: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
+    hidden_size: PositiveInt
+    num_layers: PositiveInt
+    num_query_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    intermediate_size: PositiveInt
+    vocab_size: PositiveInt
 
     @classmethod
     def from_config(
@@ -42,54 +44,52 @@ class ModelShape:
                 latent or sliding-window attention, quantized weights, another
                 family), or a dimension is missing or malformed.
         """
-        fields = JsonObject(config, source, error=ConfigError)
         architectures = config.get("architectures")
         if not isinstance(architectures, list) or not set(architectures) & set(_SUPPORTED):
-            fields.fail(
-                "architectures", f"{architectures} is not one of {', '.join(_SUPPORTED)}: {_ADVICE}"
+            raise ConfigError(
+                f"{source}: architectures: {architectures} is not one of "
+                f"{', '.join(_SUPPORTED)}: {_ADVICE}"
             )
-        if fields.has("quantization_config"):
-            fields.fail("quantization_config", f"quantized weights are not modelled: {_ADVICE}")
+        if config.get("quantization_config") is not None:
+            raise ConfigError(
+                f"{source}: quantization_config: quantized weights are not modelled: {_ADVICE}"
+            )
         if config.get("use_sliding_window"):
-            fields.fail("use_sliding_window", f"window attention is not modelled: {_ADVICE}")
-        hidden_size = fields.integer("hidden_size", minimum=1)
-        heads = fields.integer("num_attention_heads", minimum=1)
-
-        def optional(name: str, default: int) -> int:
-            return fields.integer(name, minimum=1) if fields.has(name) else default
-
-        kv_heads = optional("num_key_value_heads", heads)
+            raise ConfigError(
+                f"{source}: use_sliding_window: window attention is not modelled: {_ADVICE}"
+            )
+        try:
+            dimensions = _Dimensions.model_validate(config)
+        except ValidationError as error:
+            raise ConfigError(f"{source}: {explain(error)}") from error
+        heads = dimensions.num_attention_heads
+        kv_heads = dimensions.num_key_value_heads or heads
         if heads % kv_heads:
-            fields.fail("num_key_value_heads", f"{kv_heads} does not divide {heads} heads")
-        if hidden_size < heads:
-            fields.fail("hidden_size", f"{hidden_size} is too small for {heads} heads")
+            raise ConfigError(
+                f"{source}: num_key_value_heads: {kv_heads} does not divide {heads} heads"
+            )
+        if dimensions.hidden_size < heads:
+            raise ConfigError(
+                f"{source}: hidden_size: {dimensions.hidden_size} is too small for {heads} heads"
+            )
         return cls(
-            hidden_size=hidden_size,
-            num_layers=fields.integer("num_hidden_layers", minimum=1),
+            hidden_size=dimensions.hidden_size,
+            num_layers=dimensions.num_hidden_layers,
             num_query_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=optional("head_dim", hidden_size // heads),
-            intermediate_size=fields.integer("intermediate_size", minimum=1),
-            vocab_size=fields.integer("vocab_size", minimum=1),
+            head_dim=dimensions.head_dim or dimensions.hidden_size // heads,
+            intermediate_size=dimensions.intermediate_size,
+            vocab_size=dimensions.vocab_size,
         )
 
-    def to_json(self) -> dict[str, object]:
-        """Return the dimensions, ready for JSON."""
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, dimensions: JsonObject) -> ModelShape:
-        """Return what ``to_json`` gave.
+class _Dimensions(Document):
+    """Those of a config, under its names."""
 
-        Raises:
-            InputFileError: a dimension is missing or malformed.
-        """
-        return cls(
-            hidden_size=dimensions.integer("hidden_size", minimum=1),
-            num_layers=dimensions.integer("num_layers", minimum=1),
-            num_query_heads=dimensions.integer("num_query_heads", minimum=1),
-            num_kv_heads=dimensions.integer("num_kv_heads", minimum=1),
-            head_dim=dimensions.integer("head_dim", minimum=1),
-            intermediate_size=dimensions.integer("intermediate_size", minimum=1),
-            vocab_size=dimensions.integer("vocab_size", minimum=1),
-        )
+    hidden_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    intermediate_size: PositiveInt
+    vocab_size: PositiveInt

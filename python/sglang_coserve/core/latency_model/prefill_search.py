@@ -42,7 +42,7 @@ def longest_prefill(
     assert limit_tokens >= 0, f"negative limit: {limit_tokens}"
     low, high = 0, limit_tokens + 1  # low fits, high does not
     step = 1 if guess is not None else high
-    probe = high // 2 if guess is None else int(min(guess, limit_tokens))
+    probe = high // 2 if guess is None else round(min(guess, limit_tokens))
     while high - low > 1:
         if model.predict(batch.with_prefill(probe, context_tokens)) <= budget_s:
             low, probe = probe, probe + step

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
-from typing import Final
+from typing import Annotated, Final, Literal
 
+from pydantic import AfterValidator, NonNegativeFloat, PositiveInt
+
+from sglang_coserve.core.latency_model.features import FEATURE_SETS
 from sglang_coserve.core.latency_model.fitting import FitReport
-from sglang_coserve.core.latency_model.json_object import JsonObject
+from sglang_coserve.core.latency_model.hardware import Hardware
 from sglang_coserve.core.latency_model.linear import LinearModel
-from sglang_coserve.core.latency_model.polynomial import PolynomialModel
-from sglang_coserve.core.latency_model.protocol import (
-    LatencyModel,
-    coefficients,
-    with_coefficients,
-)
+from sglang_coserve.core.latency_model.model_shape import ModelShape
+from sglang_coserve.core.latency_model.protocol import LatencyModel
 from sglang_coserve.core.latency_model.roofline import RooflineModel
-from sglang_coserve.core.latency_model.split_linear import SplitLinearModel
+from sglang_coserve.core.validation import Document, read_json
+from sglang_coserve.errors import ConfigError, InputFileError
 
 __all__ = ["LatencyProfile"]
 
 _SCHEMA_VERSION: Final = 1
-
-_FROM_FORM: Final[Mapping[str, Callable[[JsonObject], LatencyModel]]] = MappingProxyType(
-    {
-        LinearModel.kind: LinearModel.from_form,
-        PolynomialModel.kind: PolynomialModel.from_form,
-        RooflineModel.kind: RooflineModel.from_form,
-        SplitLinearModel.kind: SplitLinearModel.from_form,
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +49,7 @@ class LatencyProfile:
             "sglang_version": self.sglang_version,
             "fit_report": None if self.report is None else asdict(self.report),
             "form": self.latency_model.form(),
-            "coefficients": coefficients(self.latency_model),
+            "coefficients": dict(self.latency_model.coefficients),
         }
         return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
@@ -72,45 +61,84 @@ class LatencyProfile:
             InputFileError: not JSON, another schema version, an unknown kind,
                 or a field that is missing or malformed.
         """
-        document = JsonObject.parse(text, source)
-        version = document.integer("schema_version")
-        if version != _SCHEMA_VERSION:
-            document.fail(
-                "schema_version",
-                f"{version} is not {_SCHEMA_VERSION}, which this version reads: profile again",
-            )
+        document = read_json(_Profile, text, source)
+        model = _form(document.kind, text, source)
+        given, names = document.coefficients, model.coefficients
+        for name in names:
+            if name not in given:
+                raise InputFileError(f"{source}: coefficients.{name}: this field is missing")
+        for name in given:
+            # A misspelt name would otherwise silently cost nothing.
+            if name not in names:
+                raise InputFileError(
+                    f"{source}: coefficients.{name}: a {document.kind} model has only "
+                    f"{', '.join(names)}"
+                )
         return cls(
-            latency_model=_read_model(document),
-            report=_read_report(document) if document.has("fit_report") else None,
-            hardware=document.text("hardware"),
-            model=document.text("model"),
-            tp_size=document.integer("tp_size", minimum=1),
-            sglang_version=document.text("sglang_version"),
+            model.with_coefficients(given),
+            document.fit_report,
+            document.hardware,
+            document.model,
+            document.tp_size,
+            document.sglang_version,
         )
 
 
-def _read_model(document: JsonObject) -> LatencyModel:
-    kind = document.text("kind")
-    if kind not in _FROM_FORM:
-        document.fail("kind", f"unknown kind {kind!r}: use one of {', '.join(sorted(_FROM_FORM))}")
-    model = _FROM_FORM[kind](document.child("form"))
-    values = document.child("coefficients")
-    for name in values.fields:
-        # A misspelt optional name would otherwise silently cost nothing.
-        if name not in model.coefficient_names:
-            values.fail(name, f"a {kind} model has only {', '.join(model.coefficient_names)}")
-    return with_coefficients(
-        model, {name: values.number(name, minimum=0) for name in model.coefficient_names}
-    )
+def _this_version(version: int) -> int:
+    if version != _SCHEMA_VERSION:
+        raise ValueError(
+            f"{version} is not {_SCHEMA_VERSION}, which this version reads: profile again"
+        )
+    return version
 
 
-def _read_report(document: JsonObject) -> FitReport:
-    report = document.child("fit_report")
-    return FitReport(
-        fitted_samples=report.integer("fitted_samples", minimum=0),
-        held_out_samples=report.integer("held_out_samples", minimum=0),
-        mape=report.number("mape", minimum=0),
-        p99_ape=report.number("p99_ape", minimum=0),
-        bias=report.number("bias"),
-        seed=report.integer("seed"),
-    )
+class _Profile(Document):
+    """A profile but for its form, which depends on its kind."""
+
+    schema_version: Annotated[int, AfterValidator(_this_version)]
+    kind: Literal["linear", "polynomial", "roofline", "split_linear"]
+    hardware: str
+    model: str
+    tp_size: PositiveInt
+    sglang_version: str
+    fit_report: FitReport | None = None
+    coefficients: dict[str, NonNegativeFloat]
+
+
+def _ascending(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if list(sizes) != sorted(set(sizes)):
+        raise ValueError("must ascend, without repetition")
+    return sizes
+
+
+class _GraphForm(Document):
+    captured_batch_sizes: Annotated[tuple[PositiveInt, ...], AfterValidator(_ascending)]
+
+
+class _RooflineForm(Document):
+    shape: ModelShape
+    hardware: Hardware
+    tp_size: PositiveInt
+
+
+class _WithGraphForm(Document):
+    form: _GraphForm
+
+
+class _WithRooflineForm(Document):
+    form: _RooflineForm
+
+
+def _form(kind: str, text: str, source: str) -> LatencyModel:
+    """Return a model of the document's form, with coefficients that are not the document's."""
+    if kind == RooflineModel.kind:
+        form = read_json(_WithRooflineForm, text, source).form
+        try:
+            return RooflineModel.from_datasheet(form.shape, form.hardware, tp_size=form.tp_size)
+        except ConfigError as error:
+            raise InputFileError(f"{source}: form.tp_size: {error}") from error
+    features = FEATURE_SETS[kind]
+    if not features.replay_coefficients:
+        return LinearModel.of(features)
+    sizes = read_json(_WithGraphForm, text, source).form.captured_batch_sizes
+    return LinearModel.of(features, captured_batch_sizes=sizes)

@@ -4,41 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, replace
-from typing import Any, ClassVar, Protocol, Self, TypeVar
-
-import numpy as np
+from typing import Protocol, Self
 
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model.fitting import Fit
 from sglang_coserve.core.latency_model.samples import Floats, Sample, SampleTable
 
-__all__ = [
-    "LatencyModel",
-    "assert_coefficients",
-    "coefficient_vector",
-    "coefficients",
-    "with_coefficients",
-]
+__all__ = ["LatencyModel", "assert_coefficients"]
 
 
 class LatencyModel(Protocol):
     """How long one iteration takes, as a function of sums over its rows.
 
-    An implementation is a frozen dataclass. Its *coefficients* are fields that
-    hold seconds per unit of some work, finite and never negative: so a
-    prediction never shrinks when a batch grows, and never is negative, however
-    far from the measured batches. The other fields are its *form*, which a fit
-    does not change. A regression is made with coefficients of zero, as a form to fit.
+    An implementation is a frozen dataclass. Its *coefficients* are seconds per unit of some
+    work, finite and never negative: so a prediction never shrinks when a batch grows, and never
+    is negative, however far from the measured batches. The rest is its *form*, which a fit does
+    not change. A regression is made with coefficients of zero, as a form to fit.
     """
 
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    @property
+    def kind(self) -> str:
+        """Names the model in a saved profile."""
+        ...
 
-    kind: ClassVar[str]
-    """Names the implementation in a saved profile."""
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """The coefficients by name, in the order of ``contributions``."""
+        ...
 
-    coefficient_names: ClassVar[tuple[str, ...]]
-    """The fields that are coefficients, in the order of ``contributions``."""
+    def with_coefficients(self, values: Mapping[str, float]) -> Self:
+        """Return the same form with the named coefficients replaced."""
+        ...
 
     def predict(self, batch: BatchStats) -> float:
         """Return the seconds this batch takes; 0 for a batch without rows. O(1)."""
@@ -77,29 +73,11 @@ class LatencyModel(Protocol):
         ...
 
     def form(self) -> dict[str, object]:
-        """Return the fields that are not coefficients, ready for JSON."""
+        """Return what is not a coefficient, ready for JSON."""
         ...
-
-
-M = TypeVar("M", bound=LatencyModel)
-
-
-def coefficients(model: LatencyModel) -> dict[str, float]:
-    """Return the coefficients by name."""
-    return {name: getattr(model, name) for name in model.coefficient_names}
-
-
-def coefficient_vector(model: LatencyModel) -> Floats:
-    """Return the coefficients in the order of ``coefficient_names``."""
-    return np.array([getattr(model, name) for name in model.coefficient_names], dtype=np.float64)
-
-
-def with_coefficients(model: M, values: Mapping[str, float]) -> M:
-    """Return the same form with the named coefficients replaced."""
-    return replace(model, **values)
 
 
 def assert_coefficients(model: LatencyModel) -> None:
     """Check the invariant that makes every prediction monotone and non-negative."""
-    for name, value in coefficients(model).items():
+    for name, value in model.coefficients.items():
         assert math.isfinite(value) and value >= 0, f"{model.kind}: {name} = {value}"

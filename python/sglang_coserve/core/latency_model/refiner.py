@@ -53,7 +53,7 @@ class Refiner(Generic[M]):
     def __init__(self, model: M, *, window_samples: int = 100) -> None:
         """Start from a fitted model; older samples fade with ``window_samples``."""
         assert window_samples > 1, f"the window must hold samples: {window_samples}"
-        k = len(model.coefficient_names)
+        k = len(model.coefficients)
         self._profiled = model
         self._model = model
         self._keep = 1 - 1 / window_samples

@@ -7,11 +7,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from sglang_coserve.core.latency_model.protocol import (
-    LatencyModel,
-    coefficient_vector,
-    with_coefficients,
-)
+from sglang_coserve.core.latency_model.protocol import LatencyModel
 from sglang_coserve.core.latency_model.samples import Floats, SampleTable
 
 __all__ = ["fit_rescaled", "rescaled"]
@@ -31,9 +27,12 @@ _TOLERANCE: Final = 1e-4
 
 def rescaled(model: M, log_factors: Floats) -> M:
     """Return the model with each coefficient multiplied by exp(log_factor)."""
-    values = coefficient_vector(model) * np.exp(log_factors)
-    return with_coefficients(
-        model, dict(zip(model.coefficient_names, values.tolist(), strict=True))
+    factors = np.exp(log_factors).tolist()
+    return model.with_coefficients(
+        {
+            name: value * factor
+            for (name, value), factor in zip(model.coefficients.items(), factors, strict=True)
+        }
     )
 
 
@@ -49,7 +48,7 @@ def fit_rescaled(start: M, table: SampleTable) -> M:
         for first in range(0, len(table), _BLOCK)
     ]
     model = start
-    log_factors: Floats = np.zeros(len(start.coefficient_names))
+    log_factors: Floats = np.zeros(len(start.coefficients))
     gram, gradient, loss = _expand(model, blocks, log_factors)
     for _ in range(_MAX_ROUNDS):
         step = np.linalg.solve(gram, gradient)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Final
 
 import numpy as np
@@ -11,7 +11,6 @@ import numpy as np
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model.fitting import Fit, fit_and_report
 from sglang_coserve.core.latency_model.hardware import Hardware
-from sglang_coserve.core.latency_model.json_object import JsonObject
 from sglang_coserve.core.latency_model.model_shape import ModelShape
 from sglang_coserve.core.latency_model.operators import Gemm, Operators
 from sglang_coserve.core.latency_model.prefill_search import longest_prefill, solve_chunk
@@ -35,6 +34,18 @@ _REQUEST_S: Final = 1e-6
 _CLOSED_FORMS: Final = 2
 """The first starts at one token, perhaps bound by memory; the second mostly is exact."""
 
+_COEFFICIENTS: Final = (
+    "gemm_flop_s",
+    "gemm_byte_s",
+    "prefill_attention_flop_s",
+    "decode_attention_flop_s",
+    "attention_byte_s",
+    "communication_byte_s",
+    "prefill_step_s",
+    "decode_step_s",
+    "prefill_request_s",
+    "decode_request_s",
+)
 
 _GemmLine = tuple[float, float, float]
 """Seconds of computing a row, of moving a row, and of reading the weights."""
@@ -47,7 +58,7 @@ class RooflineModel:
     The coefficients are the inverses of the paper's Table 4, so that all of
     them are seconds per unit. A batch with prefill and decode rows pays the
     larger of the two static overheads; each row adds a price of its own, which
-    the paper does not have (``PolynomialModel`` says why). Built from the
+    the paper does not have (``CONSERVE`` says why). Built from the
     model's config and the device's datasheet it predicts before anything was
     measured; ``fit`` replaces the assumed efficiencies by measured ones.
     """
@@ -99,18 +110,6 @@ class RooflineModel:
     _decode_pair_s: float = field(init=False, repr=False, compare=False)
 
     kind: ClassVar[str] = "roofline"
-    coefficient_names: ClassVar[tuple[str, ...]] = (
-        "gemm_flop_s",
-        "gemm_byte_s",
-        "prefill_attention_flop_s",
-        "decode_attention_flop_s",
-        "attention_byte_s",
-        "communication_byte_s",
-        "prefill_step_s",
-        "decode_step_s",
-        "prefill_request_s",
-        "decode_request_s",
-    )
 
     def __post_init__(self) -> None:
         assert_coefficients(self)
@@ -154,17 +153,14 @@ class RooflineModel:
         )
 
     @property
-    def efficiencies(self) -> dict[str, float]:
-        """The achieved share of the datasheet's peak, by coefficient; all must be positive."""
-        peaks = {
-            "gemm_flop_s": self.hardware.bf16_flop_per_s,
-            "gemm_byte_s": self.hardware.memory_byte_per_s,
-            "prefill_attention_flop_s": self.hardware.bf16_flop_per_s,
-            "decode_attention_flop_s": self.hardware.bf16_flop_per_s,
-            "attention_byte_s": self.hardware.memory_byte_per_s,
-            "communication_byte_s": self.hardware.link_byte_per_s,
-        }
-        return {name: 1 / (getattr(self, name) * peak) for name, peak in peaks.items()}
+    def coefficients(self) -> dict[str, float]:
+        """See ``LatencyModel.coefficients``."""
+        return {name: getattr(self, name) for name in _COEFFICIENTS}
+
+    def with_coefficients(self, values: Mapping[str, float]) -> RooflineModel:
+        """See ``LatencyModel.with_coefficients``."""
+        coefficients = {**self.coefficients, **values}
+        return RooflineModel(self.shape, self.hardware, self.tp_size, **coefficients)
 
     def predict(self, batch: BatchStats) -> float:
         """See ``LatencyModel.predict``."""
@@ -273,24 +269,10 @@ class RooflineModel:
     def form(self) -> dict[str, object]:
         """See ``LatencyModel.form``."""
         return {
-            "shape": self.shape.to_json(),
-            "hardware": self.hardware.to_json(),
+            "shape": asdict(self.shape),
+            "hardware": asdict(self.hardware),
             "tp_size": self.tp_size,
         }
-
-    @classmethod
-    def from_form(cls, form: JsonObject) -> RooflineModel:
-        """Return a model with assumed efficiencies.
-
-        Raises:
-            InputFileError: a field is missing or malformed.
-        """
-        shape = ModelShape.from_json(form.child("shape"))
-        tp_size = form.integer("tp_size", minimum=1)
-        if shape.num_query_heads % tp_size:
-            form.fail("tp_size", f"must divide the {shape.num_query_heads} attention heads")
-        hardware = Hardware.from_json(form.child("hardware"))
-        return cls.from_datasheet(shape, hardware, tp_size=tp_size)
 
     def _line(self, gemm: Gemm) -> _GemmLine:
         return (

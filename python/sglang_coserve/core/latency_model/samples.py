@@ -92,16 +92,6 @@ class SampleTable:
         """ConServe's ΣP of each batch."""
         return self.prefill_tokens + self.decode_requests
 
-    @property
-    def attention_pairs(self) -> Ints:
-        """ΣP·(P + C) of each batch."""
-        return self.prefill_attention_pairs + self.decode_context_tokens
-
-    @property
-    def total_tokens(self) -> Ints:
-        """Σ(P + C) of each batch."""
-        return self.prefill_tokens + self.prefill_context_tokens + self.decode_context_tokens
-
 
 def _reject_rows(wrong: NDArray[np.bool_], what: str) -> None:
     if wrong.any():

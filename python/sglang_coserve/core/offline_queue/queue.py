@@ -132,7 +132,7 @@ class OfflineQueue:
         self._let_wait(leaf)
 
     def candidates(self, now_s: float) -> Iterator[QueuedRequest]:
-        """Yield the waiting requests in the order in which ``pick`` would return them.
+        """Yield the waiting requests in the order in which they should be taken.
 
         Looking decides nothing: ``take`` those the batch has room for. The queue
         must not change while the iterator is in use. Each candidate costs O(nodes
@@ -143,13 +143,8 @@ class OfflineQueue:
         return (leaf.request for leaf in in_order)
 
     def peek(self, now_s: float) -> QueuedRequest | None:
-        """Return what ``pick`` would, and leave it waiting."""
+        """Return the first candidate, ``None`` if none waits."""
         return next(self.candidates(now_s), None)
-
-    def pick(self, now_s: float) -> QueuedRequest | None:
-        """Take the next request, ``None`` if none waits. O(prompt tokens + log n)."""
-        request = self.peek(now_s)
-        return None if request is None else self.take(request.rid)
 
     def take(self, rid: str) -> QueuedRequest:
         """Let a waiting request run. O(prompt tokens + log n).

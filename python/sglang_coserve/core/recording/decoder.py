@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
-from types import MappingProxyType
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, TypeVar
 
-from sglang_coserve.core.baseline import EngineSize
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import from_json, to_json
+
 from sglang_coserve.core.latency_model import LatencyProfile
-from sglang_coserve.core.latency_model.json_object import JsonObject
-from sglang_coserve.core.recording.events import Arrived, Event, Finished, Planned, Updated
-from sglang_coserve.core.recording.line_format import EVENTS, FORMAT, STATE_LETTERS, VERSION
-from sglang_coserve.core.recording.plain import from_plain, read_dataclass
+from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
+from sglang_coserve.core.recording.events import (
+    Arrived,
+    Event,
+    Finished,
+    OfflineAdded,
+    Planned,
+    Updated,
+)
+from sglang_coserve.core.recording.line_format import (
+    EVENTS,
+    FORMAT,
+    VERSION,
+    AddedLine,
+    ArrivedLine,
+    Header,
+    PlannedLine,
+    RowColumns,
+    ServedColumns,
+    UpdatedLine,
+)
 from sglang_coserve.core.recording.setup import SchedulerSetup
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.slo import Slo
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row
 from sglang_coserve.core.step import Served, StepPlan, StepResult
-from sglang_coserve.errors import InputFileError
+from sglang_coserve.core.validation import explain
+from sglang_coserve.errors import CoserveError, InputFileError
 
 __all__ = ["read_recording"]
 
-_STATES: Final = MappingProxyType({letter: state for state, letter in STATE_LETTERS.items()})
-
-_Line = Mapping[str, object]
+T = TypeVar("T")
 
 
 def read_recording(lines: Iterable[str], source: str) -> tuple[SchedulerSetup, Iterator[Event]]:
@@ -39,110 +54,108 @@ def read_recording(lines: Iterable[str], source: str) -> tuple[SchedulerSetup, I
         InputFileError: a line is not as it was written: the first one now, another when
             its event is asked for. The message starts with ``source:number``.
     """
-    documents = (
-        JsonObject.parse(line, f"{source}:{number}")
+    numbered = (
+        (f"{source}:{number}", line)
         for number, line in enumerate(lines, start=1)
         if line.endswith("\n")
     )
-    header = next(documents, None)
-    if header is None:
+    first = next(numbered, None)
+    if first is None:
         raise InputFileError(f"{source}: nothing is recorded in it")
-    return _read_setup(header), _read_events(documents)
+    setup = _read_setup(*first)
+    decoder = _EventDecoder()
+    return setup, (decoder.decode(*line) for line in numbered)
 
 
-def _read_setup(header: JsonObject) -> SchedulerSetup:
-    if header.fields.get("format") != FORMAT:
-        header.fail("format", f"expected {FORMAT!r}, which --record-plans writes")
-    version = header.integer("version")
-    if version != VERSION:
-        header.fail(
-            "version",
-            f"{version} is not {VERSION}, which this version reads: replay it with the version "
-            "of sglang_coserve that recorded it, or record again",
+def _read_setup(source: str, line: str) -> SchedulerSetup:
+    fields = _object(source, line)
+    if fields.get("format") != FORMAT:
+        raise InputFileError(f"{source}: format: expected {FORMAT!r}, which --record-plans writes")
+    if fields.get("version") != VERSION:
+        raise InputFileError(
+            f"{source}: version: {fields.get('version')!r:.40} is not {VERSION}, which this "
+            "version reads: replay it with the version of sglang_coserve that recorded it, or "
+            "record again"
         )
-    try:
-        slos = _field(header.fields, "slos", partial(from_plain, tuple[Slo, ...]))
-        engine = _field(header.fields, "engine", partial(from_plain, EngineSize))
-        config = _field(header.fields, "config", partial(from_plain, SchedulerConfig))
-    except ValueError as error:
-        raise _at_line(header, error) from error
-    profile = json.dumps(header.child("profile").fields)
+    header = _read(Header, fields, source)
+    profile = to_json(header.profile).decode()
     return SchedulerSetup(
-        header.text("policy"),
-        slos,
-        config,
-        LatencyProfile.from_json(profile, f"{header.source}: profile"),
-        engine,
+        header.policy,
+        header.slos,
+        # Its times may be infinite, which JSON has only as a string.
+        _read(SchedulerConfig, header.config, source, "config", strict=False),
+        LatencyProfile.from_json(profile, f"{source}: profile"),
+        header.engine,
     )
 
 
-def _read_events(documents: Iterable[JsonObject]) -> Iterator[Event]:
-    decoder = _EventDecoder()
-    for document in documents:
-        try:
-            event = decoder.decode(document.fields)
-        except ValueError as error:
-            raise _at_line(document, error) from error
-        yield event
-
-
 class _EventDecoder:
-    """Turns the lines of one recording, in order, into events.
-
-    Every method raises ``ValueError`` where a line is not as it was written.
-    """
+    """Turns the lines of one recording, in order, into events."""
 
     def __init__(self) -> None:
         self._infos: dict[int, RequestInfo] = {}
         self._numbers: dict[str, int] = {}
         self._num_known = 0
 
-    def decode(self, line: _Line) -> Event:
-        """Return the event of a line."""
-        kind = _field(line, "event", _event_kind)
+    def decode(self, source: str, line: str) -> Event:
+        """Return the event of a line.
+
+        Raises:
+            InputFileError: the line is not as it was written.
+        """
+        fields = _object(source, line)
+        name = fields.pop("event", None)
+        _drop_seen_s(fields.get("new"))
+        kind = EVENTS.get(name) if isinstance(name, str) else None
+        if kind is None:
+            raise InputFileError(
+                f"{source}: event: expected one of {', '.join(EVENTS)}, found {name!r:.40}"
+            )
         if kind is Planned:
-            return self._planned_event(line)
+            return self._planned(source, _read(PlannedLine, fields, source))
         if kind is Updated:
-            return self._updated_event(line)
+            return self._updated(source, _read(UpdatedLine, fields, source))
         if kind is Arrived:
-            return self._arrived_event(line)
-        event: Event = read_dataclass(
-            kind, {name: value for name, value in line.items() if name != "event"}
-        )
+            return self._arrived(source, _read(ArrivedLine, fields, source))
+        if kind is OfflineAdded:
+            return OfflineAdded(_read_queued(source, fields))
+        event: Event = _read(kind, fields, source)
         if isinstance(event, Finished) and event.rid in self._numbers:
             del self._infos[self._numbers.pop(event.rid)]
         return event
 
-    def _arrived_event(self, line: _Line) -> Arrived:
-        self._new(line, is_kept=True)
-        number = _field(line, "request", partial(from_plain, int))
-        if number not in self._infos:
-            raise ValueError(f"request: no request has the number {number}")
-        return Arrived(self._infos[number], _field(line, "cached_tokens", partial(from_plain, int)))
+    def _arrived(self, source: str, line: ArrivedLine) -> Arrived:
+        self._new(line.new, is_kept=True)
+        if line.request not in self._infos:
+            raise InputFileError(f"{source}: request: no request has the number {line.request}")
+        return Arrived(self._infos[line.request], line.cached_tokens)
 
-    def _planned_event(self, line: _Line) -> Planned:
-        self._new(line, is_kept=True)
-        rows, waiting = (_field(line, name, self._rows) for name in ("rows", "waiting"))
-        elsewhere = tuple(_field(line, "elsewhere", self._rows))
-        engine = partial(
-            read_dataclass, EngineSnapshot, rows=rows, waiting=waiting, elsewhere=elsewhere
+    def _planned(self, source: str, line: PlannedLine) -> Planned:
+        self._new(line.new, is_kept=True)
+        engine = _read(EngineSnapshot, {**line.engine, "rows": [], "waiting": []}, source, "engine")
+        snapshot = replace(
+            engine,
+            rows=self._rows(f"{source}: rows", line.rows),
+            waiting=self._rows(f"{source}: waiting", line.waiting),
+            elsewhere=tuple(self._rows(f"{source}: elsewhere", line.elsewhere)),
         )
-        return Planned(
-            _field(line, "engine", engine),
-            _field(line, "cached_tokens", partial(from_plain, Mapping[str, int])),
-            _field(line, "plan", partial(read_dataclass, StepPlan)),
-        )
+        plan = _read(StepPlan, line.plan, source, "plan")
+        return Planned(snapshot, dict(line.cached_tokens), plan)
 
-    def _updated_event(self, line: _Line) -> Updated:
-        new = self._new(line, is_kept=False)
-        event = Updated(_field(line, "result", self._result))
+    def _updated(self, source: str, line: UpdatedLine) -> Updated:
+        new = self._new(line.new, is_kept=False)
+        result = dict(line.result)
+        served: list[Served] = []
+        if "served" in result:
+            path = "result.served"
+            columns = _read(ServedColumns, result.pop("served"), source, path)
+            served = _joined(f"{source}: {path}", columns.served, self._infos)
         for number in new:
             del self._infos[number]
-        return event
+        return Updated(replace(_read(StepResult, result, source, "result"), served=tuple(served)))
 
-    def _new(self, line: _Line, *, is_kept: bool) -> dict[int, RequestInfo]:
-        """Return the requests that this line describes, by number."""
-        infos = _field(line, "new", partial(from_plain, tuple[RequestInfo, ...]))
+    def _new(self, infos: Sequence[RequestInfo], *, is_kept: bool) -> dict[int, RequestInfo]:
+        """Return the requests that a line describes, by number."""
         new = dict(enumerate(infos, start=self._num_known))
         self._infos |= new
         self._num_known += len(new)
@@ -150,89 +163,69 @@ class _EventDecoder:
             self._numbers |= {info.rid: number for number, info in new.items()}
         return new
 
-    def _result(self, value: object) -> StepResult:
-        served: list[Served] = []
-        if isinstance(value, dict) and "served" in value:
-            value = dict(value)
-            columns = _field(value, "served", partial(from_plain, _ServedColumns))
-            try:
-                served = columns.served(self._infos)
-            except (KeyError, IndexError, ValueError) as error:
-                raise ValueError(f".served: the columns do not fit together: {error}") from error
-            del value["served"]
-        result: StepResult = read_dataclass(StepResult, value, served=tuple(served))
-        return result
-
-    def _rows(self, value: object) -> list[Row]:
-        if value is None:
-            return []
-        columns: _Columns = from_plain(_Columns, value)
-        try:
-            return columns.rows(self._infos)
-        except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(f": the columns do not fit together: {error}") from error
+    def _rows(self, place: str, columns: RowColumns | None) -> list[Row]:
+        return [] if columns is None else _joined(place, columns.rows, self._infos)
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """Rows by column."""
-
-    request: tuple[int, ...]
-    state: str
-    generated: tuple[int, ...]
-    computed: tuple[int, ...]
-    cached: tuple[int, ...]
-    last_token: tuple[int, ...]
-    times_s: tuple[float | None, ...]
-
-    def rows(self, infos: Mapping[int, RequestInfo]) -> list[Row]:
-        """Return the rows; a ``LookupError`` or ``ValueError`` tells that there are none."""
-        return [
-            Row(infos[number], _STATES[letter], generated, computed, cached, self.times_s[place])
-            for number, letter, generated, computed, cached, place in zip(
-                self.request,
-                self.state,
-                self.generated,
-                self.computed,
-                self.cached,
-                self.last_token,
-                strict=True,
-            )
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class _ServedColumns:
-    """What online requests got, by column."""
-
-    request: tuple[int, ...]
-    last_token: tuple[int, ...]
-    token: tuple[int, ...]
-    times_s: tuple[float | None, ...]
-
-    def served(self, infos: Mapping[int, RequestInfo]) -> list[Served]:
-        """As ``_Columns.rows``."""
-        times_s = self.times_s
-        return [
-            Served(infos[number], times_s[last], times_s[token])
-            for number, last, token in zip(self.request, self.last_token, self.token, strict=True)
-        ]
-
-
-def _event_kind(name: object) -> Any:
-    if not isinstance(name, str) or name not in EVENTS:
-        raise ValueError(f": expected one of {', '.join(EVENTS)}, found {name!r:.40}")
-    return EVENTS[name]
-
-
-def _field(line: _Line, name: str, read: Callable[[object], Any]) -> Any:
-    if name not in line:
-        raise ValueError(f"{name}: this field is missing")
+def _joined(
+    place: str,
+    join: Callable[[Mapping[int, RequestInfo]], list[T]],
+    infos: Mapping[int, RequestInfo],
+) -> list[T]:
     try:
-        return read(line[name])
+        return join(infos)
+    except (KeyError, IndexError, ValueError) as error:
+        raise InputFileError(f"{place}: the columns do not fit together: {error}") from error
+
+
+def _read_queued(source: str, fields: dict[str, Any]) -> QueuedRequest:
+    """Return the offline request of an ``added`` line, whose tokens are a list of ids."""
+    request = _read(AddedLine, fields, source).request
+    try:
+        tokens = pack_tokens(request.get("token_ids", ()))
+    except CoserveError as error:
+        raise InputFileError(f"{source}: request.token_ids: {error}") from error
+    return _read(QueuedRequest, {**request, "token_ids": tokens.hex()}, source, "request")
+
+
+def _drop_seen_s(infos: object) -> None:
+    """Drop a time that recordings had of requests, and that no plan followed from."""
+    for info in infos if isinstance(infos, list) else ():
+        if isinstance(info, dict):
+            info.pop("seen_s", None)
+
+
+def _object(source: str, line: str) -> dict[str, Any]:
+    try:
+        value = from_json(line, allow_inf_nan=False)
     except ValueError as error:
-        raise ValueError(f"{name}{error}") from error
+        raise InputFileError(f"{source}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InputFileError(f"{source}: expected a JSON object, found {value!r:.40}")
+    return value
 
 
-def _at_line(document: JsonObject, error: ValueError) -> InputFileError:
-    return InputFileError(f"{document.source}: {str(error).lstrip('.: ')}")
+def _read(kind: type[T], value: object, source: str, path: str = "", *, strict: bool = True) -> T:
+    """Return the value of this kind that was written as ``value``, in the field ``path``.
+
+    Raises:
+        InputFileError: there is none.
+    """
+    try:
+        # As JSON again: there a list may become a tuple, and an object a dataclass.
+        adapter = _adapter(kind, strict=strict)  # type: ignore[arg-type]  # A type is hashable.
+        read: tuple[T] = adapter.validate_json(to_json([value]))
+    except (ValidationError, CoserveError) as error:
+        problem = explain(error) if isinstance(error, ValidationError) else f": {error}"
+        place = path + problem.removeprefix("[0]")
+        raise InputFileError(f"{source}: {place.lstrip('.: ')}") from error
+    return read[0]
+
+
+@cache
+def _adapter(kind: Any, *, strict: bool) -> TypeAdapter[Any]:
+    # A dataclass has the configuration of the tuple that it is in.
+    config = ConfigDict(
+        strict=strict, allow_inf_nan=not strict, extra="forbid", val_json_bytes="hex"
+    )
+    return TypeAdapter(tuple[kind], config=config)

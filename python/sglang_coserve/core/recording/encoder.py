@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from sglang_coserve.core.recording.events import Arrived, Event, Finished, Planned, Updated
-from sglang_coserve.core.recording.line_format import EVENTS, FORMAT, STATE_LETTERS, VERSION
-from sglang_coserve.core.recording.plain import to_plain
+from pydantic_core import from_json, to_json
+
+from sglang_coserve.core.offline_queue import unpack_tokens
+from sglang_coserve.core.recording.events import (
+    Arrived,
+    Event,
+    Finished,
+    OfflineAdded,
+    Planned,
+    Updated,
+)
+from sglang_coserve.core.recording.line_format import (
+    EVENTS,
+    FORMAT,
+    STATE_LETTERS,
+    VERSION,
+    AddedLine,
+    ArrivedLine,
+    Header,
+    PlannedLine,
+    RowColumns,
+    ServedColumns,
+    UpdatedLine,
+)
 from sglang_coserve.core.recording.setup import SchedulerSetup
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row
 from sglang_coserve.core.step import Served, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 __all__ = ["EventEncoder", "encode_setup"]
 
@@ -28,17 +51,9 @@ _EMPTY_PLAN: Final = StepPlan()
 
 def encode_setup(setup: SchedulerSetup) -> str:
     """Return the first line of a recording."""
-    return _line(
-        {
-            "format": FORMAT,
-            "version": VERSION,
-            "policy": setup.policy,
-            "slos": to_plain(setup.slos),
-            "engine": to_plain(setup.engine),
-            "config": to_plain(setup.config),
-            "profile": json.loads(setup.profile.to_json()),
-        }
-    )
+    profile = from_json(setup.profile.to_json())
+    config = _fields(setup.config)
+    return _text(Header(FORMAT, VERSION, setup.policy, setup.slos, setup.engine, config, profile))
 
 
 class EventEncoder:
@@ -50,71 +65,59 @@ class EventEncoder:
 
     def encode(self, event: Event) -> str:
         """Return the line of an event; O(rows) for a plan."""
-        if isinstance(event, Planned):
-            values = self._planned_values(event)
-        elif isinstance(event, Updated):
-            values = self._updated_values(event.result)
-        elif isinstance(event, Arrived):
-            new: list[RequestInfo] = []
-            number = self._number(event.info, new)
-            values = {"new": to_plain(new), "request": number, "cached_tokens": event.cached_tokens}
-        else:
-            values = to_plain(event)
+        line = self._line(event)
         if isinstance(event, Finished):
             self._known.pop(event.rid, None)
-        return _line({"event": _NAMES[type(event)], **values})
+        return _text({"event": _NAMES[type(event)], **_fields(line)})
 
-    def _planned_values(self, event: Planned) -> dict[str, Any]:
-        snapshot = event.snapshot
+    def _line(self, event: Event) -> Event | AddedLine | ArrivedLine | PlannedLine | UpdatedLine:
         new: list[RequestInfo] = []
-        rows, waiting = self._columns(snapshot.rows, new), self._columns(snapshot.waiting, new)
-        elsewhere = self._columns(snapshot.elsewhere, new)
-        return {
-            "engine": {name: to_plain(getattr(snapshot, name)) for name in _ENGINE_FIELDS},
-            "new": to_plain(new),
-            "rows": rows,
-            "waiting": waiting,
-            "elsewhere": elsewhere,
-            "cached_tokens": to_plain(event.cached_tokens),
-            "plan": _changes(event.plan, _EMPTY_PLAN),
-        }
+        match event:
+            case Arrived(info, cached_tokens):
+                return ArrivedLine(new, self._number(info, new), cached_tokens)
+            case OfflineAdded(request):
+                token_ids = unpack_tokens(request.token_ids).tolist()
+                return AddedLine(_fields(request) | {"token_ids": token_ids})
+            case Planned(snapshot, answers, plan):
+                return PlannedLine(
+                    {name: getattr(snapshot, name) for name in _ENGINE_FIELDS},
+                    new,
+                    self._columns(snapshot.rows, new),
+                    self._columns(snapshot.waiting, new),
+                    self._columns(snapshot.elsewhere, new),
+                    list(answers.items()),
+                    _changes(plan, _EMPTY_PLAN),
+                )
+            case Updated(result):
+                return UpdatedLine(new, self._result(result, new))
+            case _:
+                return event
 
-    def _updated_values(self, result: StepResult) -> dict[str, Any]:
-        new: list[RequestInfo] = []
+    def _result(self, result: StepResult, new: list[RequestInfo]) -> dict[str, Any]:
         empty = StepResult(result.step, result.started_s, served=result.served)
-        values = {"step": result.step, "started_s": to_plain(result.started_s)}
+        values: dict[str, Any] = {"step": result.step, "started_s": result.started_s}
         values |= _changes(result, empty)
         if result.served:
             values["served"] = self._served_columns(result.served, new)
         # They have ended, or a snapshot would have named them: no later line refers to them.
         for info in new:
             self._known.pop(info.rid, None)
-        return {"new": to_plain(new), "result": values}
+        return values
 
-    def _served_columns(self, served: Sequence[Served], new: list[RequestInfo]) -> dict[str, Any]:
+    def _served_columns(self, served: Sequence[Served], new: list[RequestInfo]) -> ServedColumns:
         infos, last_tokens, tokens = zip(*served, strict=True)
         times, places = _numbered([*last_tokens, *tokens])
-        return {
-            "request": [self._number(info, new) for info in infos],
-            "last_token": places[: len(served)],
-            "token": places[len(served) :],
-            "times_s": to_plain(times),
-        }
+        numbers = [self._number(info, new) for info in infos]
+        return ServedColumns(numbers, places[: len(served)], places[len(served) :], times)
 
-    def _columns(self, rows: Sequence[Row], new: list[RequestInfo]) -> dict[str, Any] | None:
+    def _columns(self, rows: Sequence[Row], new: list[RequestInfo]) -> RowColumns | None:
         if not rows:
             return None
         infos, states, generated, computed, cached, last_tokens = zip(*rows, strict=True)
         times, places = _numbered(last_tokens)
-        return {
-            "request": [self._number(info, new) for info in infos],
-            "state": "".join([STATE_LETTERS[state] for state in states]),
-            "generated": generated,
-            "computed": computed,
-            "cached": cached,
-            "last_token": places,
-            "times_s": to_plain(times),
-        }
+        numbers = [self._number(info, new) for info in infos]
+        letters = "".join([STATE_LETTERS[state] for state in states])
+        return RowColumns(numbers, letters, generated, computed, cached, places, times)
 
     def _number(self, info: RequestInfo, new: list[RequestInfo]) -> int:
         known = self._known.get(info.rid)
@@ -125,11 +128,8 @@ class EventEncoder:
         return known[0]
 
 
-_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-
-
-def _line(values: Mapping[str, Any]) -> str:
-    return _to_json(values) + "\n"
+def _text(line: object) -> str:
+    return to_json(line, inf_nan_mode="strings", ensure_ascii=True).decode() + "\n"
 
 
 def _numbered(times_s: Sequence[float | None]) -> tuple[list[float | None], list[int]]:
@@ -143,8 +143,8 @@ def _numbered(times_s: Sequence[float | None]) -> tuple[list[float | None], list
 
 def _changes(value: StepPlan | StepResult, base: StepPlan | StepResult) -> dict[str, Any]:
     """Return the fields in which ``value`` is not as ``base``."""
-    return {
-        field.name: to_plain(item)
-        for field in fields(value)
-        if (item := getattr(value, field.name)) != getattr(base, field.name)
-    }
+    return {name: item for name, item in _fields(value).items() if item != getattr(base, name)}
+
+
+def _fields(value: DataclassInstance) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in fields(value)}

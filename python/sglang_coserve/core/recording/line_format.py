@@ -1,26 +1,19 @@
-"""The names in a recording's lines: what the encoder and the decoder agree on.
+"""The lines of a recording: what the encoder writes and the decoder reads.
 
-Line 1 is an object with ``format``, ``version``, ``policy``, ``slos``, ``engine``
-(the size of the baseline's), ``config`` and ``profile`` (a latency profile). Every other
-line is an event under its name:
-
-- ``added``, ``cached``, ``started``, ``restored``, ``finished``: the fields of the event.
-- ``arrived``: ``request``, by number; ``cached_tokens``; and ``new``, what does not change
-  of the requests seen for the first time. Lines refer to them by number, counted from 0
-  over the whole recording until they finish.
-- ``planned``: ``engine``, the snapshot without its rows; ``rows``, ``waiting`` and ``elsewhere``,
-  by column, null when there are none; ``new``; ``cached_tokens``; and ``plan``, its fields
-  that are not those of an empty plan.
-- ``updated``: ``result``, its fields that are not those of an empty result, but for
-  ``served``, which is by column; and ``new``.
+Line 1 is a ``Header``. Every other line is an event under its name in ``EVENTS``: an
+``ArrivedLine``, ``PlannedLine`` or ``UpdatedLine``, or the fields of the event. Lines refer
+to requests by number, counted from 0 over the whole recording until they finish; ``new``
+describes those that are seen for the first time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
+from sglang_coserve.core.baseline import EngineSize
 from sglang_coserve.core.recording.events import (
     Arrived,
     Cached,
@@ -33,8 +26,23 @@ from sglang_coserve.core.recording.events import (
     Updated,
 )
 from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.slo import Slo
+from sglang_coserve.core.snapshot import RequestInfo, Row
+from sglang_coserve.core.step import Served
 
-__all__ = ["EVENTS", "FORMAT", "STATE_LETTERS", "VERSION"]
+__all__ = [
+    "EVENTS",
+    "FORMAT",
+    "STATE_LETTERS",
+    "VERSION",
+    "AddedLine",
+    "ArrivedLine",
+    "Header",
+    "PlannedLine",
+    "RowColumns",
+    "ServedColumns",
+    "UpdatedLine",
+]
 
 FORMAT: Final = "coserve plans"
 VERSION: Final = 7
@@ -64,3 +72,116 @@ STATE_LETTERS: Final[Mapping[RequestState, str]] = MappingProxyType(
         RequestState.ABORTED: "A",
     }
 )
+
+_STATES: Final = MappingProxyType({letter: state for state, letter in STATE_LETTERS.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the scheduler was made of."""
+
+    format: str
+    version: int
+    policy: str
+    slos: tuple[Slo, ...]
+    engine: EngineSize
+    """Of the no-interference baseline."""
+
+    config: Mapping[str, Any]
+    """The fields of a ``SchedulerConfig``; an infinite time is the string ``Infinity``."""
+
+    profile: Mapping[str, Any]
+    """As ``LatencyProfile.to_json`` writes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowColumns:
+    """Rows by column."""
+
+    request: Sequence[int]
+    state: str
+    """Of ``STATE_LETTERS``, one for each row."""
+
+    generated: Sequence[int]
+    computed: Sequence[int]
+    cached: Sequence[int]
+    last_token: Sequence[int]
+    """Where in ``times_s`` the time of each row's last token stands: most have the same."""
+
+    times_s: Sequence[float | None]
+
+    def rows(self, infos: Mapping[int, RequestInfo]) -> list[Row]:
+        """Return the rows; a ``LookupError`` or ``ValueError`` tells that there are none."""
+        columns = zip(
+            self.request,
+            self.state,
+            self.generated,
+            self.computed,
+            self.cached,
+            self.last_token,
+            strict=True,
+        )
+        return [
+            Row(infos[number], _STATES[letter], generated, computed, cached, self.times_s[last])
+            for number, letter, generated, computed, cached, last in columns
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedColumns:
+    """What online requests got, by column; their times as in ``RowColumns``."""
+
+    request: Sequence[int]
+    last_token: Sequence[int]
+    token: Sequence[int]
+    times_s: Sequence[float | None]
+
+    def served(self, infos: Mapping[int, RequestInfo]) -> list[Served]:
+        """As ``RowColumns.rows``."""
+        times_s = self.times_s
+        columns = zip(self.request, self.last_token, self.token, strict=True)
+        return [
+            Served(infos[number], times_s[last], times_s[token]) for number, last, token in columns
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedLine:
+    """``Arrived``."""
+
+    new: Sequence[RequestInfo]
+    request: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLine:
+    """``Planned``."""
+
+    engine: Mapping[str, Any]
+    """The snapshot without its rows."""
+
+    new: Sequence[RequestInfo]
+    rows: RowColumns | None
+    waiting: RowColumns | None
+    elsewhere: RowColumns | None
+    cached_tokens: Sequence[tuple[str, int]]
+    plan: Mapping[str, Any]
+    """The fields that are not those of an empty plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddedLine:
+    """``OfflineAdded``."""
+
+    request: Mapping[str, Any]
+    """The fields of a ``QueuedRequest``; its tokens are a list of ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatedLine:
+    """``Updated``."""
+
+    new: Sequence[RequestInfo]
+    result: Mapping[str, Any]
+    """The fields that are not those of an empty result; ``served`` as ``ServedColumns``."""

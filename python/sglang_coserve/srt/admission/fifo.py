@@ -55,9 +55,9 @@ class FifoAdmission:
         eviction: OfflineEviction,
         clock: RankClock,
         events: Counter[str],
-        forget: Callable[[str, Ending], None],
+        forget: Callable[[Req, Ending], None],
     ) -> None:
-        """``forget`` is called with the name of each request that has ended, and how."""
+        """``forget`` is called with each request that has ended, and how."""
         self.interference = Interference.measured(config.slos())
         self._scheduler = scheduler
         self._config = config
@@ -98,6 +98,11 @@ class FifoAdmission:
     def num_running(self) -> int:
         """See ``Admission``."""
         return 0  # All are in the running batch.
+
+    def is_ending(self, req: Req) -> bool:
+        """See ``Admission``: who ended is forgotten at once."""
+        del req
+        return False
 
     def forget(self, rid: str, ending: Ending) -> None:
         """See ``Admission``."""
@@ -147,7 +152,7 @@ class FifoAdmission:
             if has:
                 self.interference.produced(req.rid, now_s)
             if req.finished():
-                self._forget(req.rid, ending_of(req))
+                self._forget(req, ending_of(req))
 
     def _online_waits(self) -> bool:
         """True when an online request has no first token yet; between passes SGLang's

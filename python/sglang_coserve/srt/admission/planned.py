@@ -65,12 +65,12 @@ class PlannedAdmission:
         ledger: RequestLedger,
         checkpointing: KvCheckpointing,
         events: Counter[str],
-        forget: Callable[[str, Ending], None],
+        forget: Callable[[Req, Ending], None],
         plans_online: bool,
     ) -> None:
         """Admit nothing yet.
 
-        ``forget`` is called with the name of each request that has ended, and how.
+        ``forget`` is called with each request that has ended, and how.
         ``plans_online`` has the core plan passes without offline requests, too.
         """
         self.core = core
@@ -146,11 +146,14 @@ class PlannedAdmission:
         """See ``Admission``."""
         return 0 if self._lane is None else self._lane.num_running
 
+    def is_ending(self, req: Req) -> bool:
+        """See ``Admission``."""
+        return any(ended is req for ended in self._ended)
+
     def forget(self, rid: str, ending: Ending) -> None:
         """See ``Admission``; to be called before the ledger forgets."""
-        if rid in self._ledger:
-            self.core.finish(rid, ending)
-            self._waiting.reqs.pop(rid, None)
+        self.core.finish(rid, ending)
+        self._waiting.reqs.pop(rid, None)
 
     # --- One pass ------------------------------------------------------------------------
 
@@ -253,7 +256,7 @@ class PlannedAdmission:
         if results and self._drift_warning is not None:
             self._drift_warning.check(self.core.prediction_error, now_s)
         for req in self._ended:
-            self._forget(req.rid, ending_of(req))
+            self._forget(req, ending_of(req))
         self._ended = []
         for req in self._waiting.start_pass():
             self.core.restore(req.rid, len(req.output_ids))
@@ -295,7 +298,7 @@ class PlannedAdmission:
             self._scheduler.ipc_channels.send_to_tokenizer.send_output(
                 AbortReq(rid=rid, finished_reason=reason), req
             )
-            self._forget(rid, Ending.REFUSED)
+            self._forget(req, Ending.REFUSED)
             self._events["shed"] += 1
 
     # --- What others ask about -----------------------------------------------------------

@@ -60,6 +60,10 @@ class Admission(Protocol):
         """Count the offline requests that run, and are not in SGLang's running batch."""
         ...
 
+    def is_ending(self, req: Req) -> bool:
+        """Tell whether a request that has ended is yet to be forgotten."""
+        ...
+
     def forget(self, rid: str, ending: Ending) -> None:
         """Drop what is kept of a request that has ended, if anything is."""
         ...

@@ -9,7 +9,7 @@ import orjson
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from sglang_coserve.batch.backend import LineResult
+from sglang_coserve.lines.backend import LineResult
 
 __all__ = ["engine_failure", "invalid_request", "line_result"]
 

@@ -8,10 +8,10 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sglang_coserve.batch.backend import Backend, BackendLoad, LineRequest, LineResult
 from sglang_coserve.batch.token_rate import TokenRate
 from sglang_coserve.errors import RequestError
 from sglang_coserve.jsonl.body_limits import BodyLimits
+from sglang_coserve.lines.backend import Backend, BackendLoad, LineRequest, LineResult
 from sglang_coserve.srt.batch_backend.answer import engine_failure, invalid_request, line_result
 from sglang_coserve.srt.batch_backend.endpoints import Endpoint, model_endpoints
 from sglang_coserve.srt.batch_backend.handler_thread import HandlerThread
@@ -115,11 +115,11 @@ class BatchBackend(Backend):
             message = f"this model does not serve {request.endpoint}: use one of {known}"
             return invalid_request(request_id, message)
 
-        num_told = 0
+        num_reported = 0
 
-        def tell(token_ids: Sequence[int]) -> None:
-            nonlocal num_told
-            num_told += len(token_ids)
+        def report(token_ids: Sequence[int]) -> None:
+            nonlocal num_reported
+            num_reported += len(token_ids)
             self._rate.add(len(token_ids))
             on_tokens(token_ids)
 
@@ -128,7 +128,7 @@ class BatchBackend(Backend):
             due_in_s=request.deadline_s - self._now_s(),
             generated=request.generated,
             expected_output_tokens=request.expected_output_tokens,
-            on_tokens=tell,
+            on_tokens=report,
         )
         manager = LineManager(self._tokenizer_manager, task, self._stream_interval_tokens)
         with self._rate.in_flight():
@@ -142,7 +142,7 @@ class BatchBackend(Backend):
             if manager.failure is not None:
                 return engine_failure(request_id, manager.failure)
             usage = result.body.get("usage") or {}
-            self._rate.add(max(0, usage.get("total_tokens", 0) - num_told))
+            self._rate.add(max(0, usage.get("total_tokens", 0) - num_reported))
         return result
 
 

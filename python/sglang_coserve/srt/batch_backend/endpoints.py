@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from sglang.srt.entrypoints.openai import protocol
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
@@ -21,7 +20,7 @@ from sglang_coserve.srt.request_marks import check_line_marks
 __all__ = ["Endpoint", "model_endpoints"]
 
 _MOST_FAULTS = 3
-"""Faults of a body that are told: a bad member of a union has one for each alternative."""
+"""Faults of a body that are shown: a bad member of a union has one for each alternative."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +43,10 @@ class Endpoint:
         """
         check_line_marks(body)
         try:
-            # SGLang's models change what they are given, and a line may be tried again.
-            fields = orjson.loads(orjson.dumps(dict(body)))
-            request: BaseModel = self.body_type.validate_python({**fields, **self.fixed_fields})
+            # SGLang's models change what they are given: the body is this attempt's own.
+            request: BaseModel = self.body_type.validate_python({**body, **self.fixed_fields})
         except ValidationError as error:
-            raise RequestError(_told(error)) from None
+            raise RequestError(_message(error)) from None
         except Exception as error:
             # Models also look into a body before its types are checked.
             raise RequestError(f"malformed body: {type(error).__name__}: {error}") from error
@@ -110,12 +108,12 @@ def _responses_handler(tokenizer_manager: Any, template_manager: Any) -> Any:
         return None
 
 
-def _told(error: ValidationError) -> str:
+def _message(error: ValidationError) -> str:
     faults = error.errors(include_url=False, include_context=False, include_input=False)
-    told = [
+    shown = [
         f"{'.'.join(map(str, fault['loc'])) or 'body'}: {fault['msg']}"
         for fault in faults[:_MOST_FAULTS]
     ]
     if len(faults) > _MOST_FAULTS:
-        told.append(f"and {len(faults) - _MOST_FAULTS} more")
-    return "; ".join(told)
+        shown.append(f"and {len(faults) - _MOST_FAULTS} more")
+    return "; ".join(shown)

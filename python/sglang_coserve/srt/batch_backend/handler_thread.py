@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from sglang_coserve.batch.worker_threads import WorkerThreads
+from sglang_coserve.lines.worker_threads import WorkerThreads
 from sglang_coserve.srt.thread_loop import thread_loop
 
 __all__ = ["HandlerThread", "OnLoop"]

@@ -100,7 +100,7 @@ class LineManager(BoundedManager):
                     else:
                         output_ids = output["output_ids"]
                     if output["meta_info"]["finish_reason"] is None:
-                        feed.hear(output_ids)
+                        feed.update(output_ids)
         if is_delta:
             output = {**output, "text": "".join(texts), "output_ids": output_ids}
         return output
@@ -139,18 +139,18 @@ class _TokenFeed:
     def __init__(self, task: LineTask) -> None:
         self._generated = list(task.generated)
         self._on_tokens = task.on_tokens
-        self._num_told = len(self._generated)
+        self._num_reported = len(self._generated)
         self._is_checked = False
 
-    def hear(self, output_ids: list[int]) -> None:
+    def update(self, output_ids: list[int]) -> None:
         """Take all output tokens so far; they only ever become more."""
         if not self._is_checked:
             self._is_checked = True
             if output_ids[: len(self._generated)] != self._generated:
                 # The scheduler started over, and what it generates does not follow on these.
                 self._on_tokens = _ignore
-        new_ids = output_ids[self._num_told :]
-        self._num_told = len(output_ids)
+        new_ids = output_ids[self._num_reported :]
+        self._num_reported = len(output_ids)
         if new_ids:
             self._on_tokens(new_ids)
 

@@ -257,7 +257,7 @@ def _ours(args: Any, config: CoserveConfig) -> Iterable[_Refusal]:
             "remove the setting",
         ),
         _Refusal(
-            CheckpointMode(config.kv_checkpoint) is not CheckpointMode.OFF and args.pp_size > 1,
+            config.checkpoint_mode is not CheckpointMode.OFF and args.pp_size > 1,
             "--kv-checkpoint with pipeline parallelism (--pp-size > 1)",
             "SGLang's stages do not agree when a copy has ended",
             "remove one of the two",

@@ -40,20 +40,17 @@ _WAIT_S: Final = 10.0
 class KvCheckpointing:
     """Checkpointing as one scheduler sees it. See the module's docstring."""
 
-    def __init__(self, tree_cache: Any) -> None:
+    def __init__(self, tree_cache: Any, why_off: str | None = None) -> None:
+        """Watch the cache of a scheduler; ``why_off``: why it is not ours, if nobody asked."""
         # Without it SGLang's hierarchical cache need not even be imported.
         is_ours = hasattr(tree_cache, "checkpoint_step")
         self._cache: CheckpointCache | None = tree_cache if is_ours else None
+        self._why_off = why_off
         self._meter = RecomputeMeter()
         self._wanted: dict[str, Req] = {}
         self._no_room: set[str] = set()
         self._held_since_s: dict[str, float] = {}
         self._now_s = 0.0
-
-    @property
-    def is_on(self) -> bool:
-        """True when offline KV is copied to the host."""
-        return self._cache is not None
 
     def processed(self, batch: ScheduleBatch) -> None:
         """Save what a batch has computed; call it once its results are processed."""
@@ -129,6 +126,7 @@ class KvCheckpointing:
         checkpointed = counts.get("checkpointed_tokens", 0)
         return CheckpointStats(
             mode=cache.policy.mode.value if cache is not None else "off",
+            reason=self._why_off,
             checkpointed_tokens=checkpointed,
             checkpointed_bytes=checkpointed * bytes_per_token,
             lag_tokens=cache.copies.in_flight_tokens if cache is not None else 0,

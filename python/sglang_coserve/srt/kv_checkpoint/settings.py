@@ -18,6 +18,7 @@ __all__ = [
     "check_model",
     "register_cache",
     "server_settings",
+    "why_off",
 ]
 
 BACKEND: Final = "coserve_checkpoint"
@@ -31,12 +32,21 @@ _OTHER_CACHES: Final = (
 )
 
 
+def why_off(config: CoserveConfig, *, on_cpu: bool) -> str | None:
+    """Return why ``auto`` copies nothing on this machine; None where a mode was chosen."""
+    if config.kv_checkpoint == config.checkpoint_mode.value:
+        return None
+    if on_cpu:
+        return "on a CPU the same memory does more as KV memory (--max-total-tokens)"
+    return "on a GPU, where they have not run yet, only with --kv-checkpoint eager"
+
+
 def server_settings(config: CoserveConfig, *, on_cpu: bool) -> dict[str, Any]:
     """Return the fields of SGLang's ``ServerArgs`` that checkpointing needs; none when it is off.
 
     They must be set before ``ServerArgs`` is made, which derives others from them.
     """
-    if CheckpointMode(config.kv_checkpoint) is CheckpointMode.OFF:
+    if config.checkpoint_mode is CheckpointMode.OFF:
         return {}
     return {
         "enable_hierarchical_cache": True,
@@ -55,7 +65,7 @@ def check_combination(settings: Mapping[str, Any], config: CoserveConfig) -> Non
     Raises:
         UnsupportedError: one line per such setting.
     """
-    if CheckpointMode(config.kv_checkpoint) is CheckpointMode.OFF:
+    if config.checkpoint_mode is CheckpointMode.OFF:
         return
     lines = [
         f"--kv-checkpoint {config.kv_checkpoint} keeps KV in a cache of its own, which "
@@ -73,7 +83,7 @@ def check_in_place(server_args: Any, config: CoserveConfig) -> None:
     Raises:
         UnsupportedError: checkpointing is on, and SGLang would use another cache.
     """
-    is_on = CheckpointMode(config.kv_checkpoint) is not CheckpointMode.OFF
+    is_on = config.checkpoint_mode is not CheckpointMode.OFF
     if is_on and server_args.radix_cache_backend != BACKEND:
         raise UnsupportedError(
             "--kv-checkpoint sets fields of ServerArgs before it is made: pass SGLang's settings "
@@ -87,7 +97,7 @@ def check_model(server_args: Any, config: CoserveConfig, *, on_cpu: bool) -> Non
     Raises:
         UnsupportedError: checkpointing is on, and some layers keep less than their whole KV.
     """
-    if CheckpointMode(config.kv_checkpoint) is CheckpointMode.OFF:
+    if config.checkpoint_mode is CheckpointMode.OFF:
         return
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
@@ -117,7 +127,7 @@ def register_cache(config: CoserveConfig, *, on_cpu: bool) -> None:
         registered_radix_cache_backends,
     )
 
-    mode = CheckpointMode(config.kv_checkpoint)
+    mode = config.checkpoint_mode
     if mode is CheckpointMode.OFF or BACKEND in registered_radix_cache_backends():
         return
     if on_cpu:

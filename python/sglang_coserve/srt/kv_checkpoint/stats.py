@@ -40,6 +40,9 @@ class CheckpointStats:
     """Totals since the start, but for what is said to be of now."""
 
     mode: str
+    reason: str | None
+    """Why ``auto`` has it off; None where a mode was chosen."""
+
     checkpointed_tokens: int
     """Tokens whose copy to the host began."""
 

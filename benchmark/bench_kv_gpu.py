@@ -1,0 +1,118 @@
+"""Checkpoints of offline KV on a GPU, the cache on its own: no model, KV of Llama-3.1-8B's shape.
+
+    python benchmark/bench_kv_gpu.py --model-path MODEL --out kv_gpu.json
+
+With pages of 1 and of 16 tokens: bandwidth of a checkpoint, what a step of 64 decoding requests
+spends, reclaim of 40,000 saved tokens, time to resume, and what copies do to decode steps beside
+them (the matrix products of the model's layers). Then the race that the design names: a page that
+is freed with a token in flight and loaded into at once. A part that fails costs none of the
+others; what is in the file is not measured again. Without a GPU, or with ``--tiny``, a rehearsal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from common.machine import describe_machine
+from common.results import markdown_table, write_json
+from kv_bench import device_parts
+from kv_bench.device_cache import KvEngine
+from kv_bench.interference import decode_interference, late_write
+from kv_bench.pools import KvShape
+from sglang_coserve.srt import cpu
+
+TARGETS: Final = {"gb_per_s": 40.0, "reclaim_ms": 2.0}
+"""ConServe reports 37 GB/s; the time is that of 40,000 tokens."""
+
+Part = Callable[[], dict[str, Any]]
+
+
+def main() -> int:
+    """Measure what is not in the file yet; return 1 where a part failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model-path", type=Path, required=True, help="for decode steps")
+    parser.add_argument("--tiny", action="store_true", help="tiny counts, to find faults")
+    parser.add_argument("--out", type=Path, required=True, metavar="JSON")
+    options = parser.parse_args()
+    found: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    found |= {"machine": describe_machine(), "targets": TARGETS}
+    figures: dict[str, dict[str, Any]] = found.setdefault("figures", {})
+    for page_tokens in (1, 16):
+        measure(parts_of(page_tokens, options), figures, found, options.out)
+    if cpu.has_cuda():
+        measure(race(), figures, found, options.out)
+    print(table(figures))
+    return int(any("failed" in values for values in figures.values()))
+
+
+def measure(
+    parts: Mapping[str, Part],
+    figures: dict[str, dict[str, Any]],
+    found: Mapping[str, Any],
+    out: Path,
+) -> None:
+    """Measure the parts that gave no figures yet; write the file after each."""
+    for name, part in parts.items():
+        if "failed" not in figures.get(name, {"failed": "not measured yet"}):
+            continue
+        try:
+            figures[name] = part()
+        except Exception as error:
+            figures[name] = {"failed": repr(error)[:2000]}
+        write_json(out, found)
+
+
+def parts_of(page_tokens: int, options: argparse.Namespace) -> dict[str, Part]:
+    """Return the parts with pages of one size, on one engine."""
+    if options.tiny or not cpu.has_cuda():
+        shape = KvShape(layers=2, heads=1, head_dim=16, slots=2048, page_tokens=page_tokens)
+        sizes = {"bulk": 512, "rows": 4, "steps": 3, "reclaim": 1024, "resume": 512, "repeats": 1}
+    else:
+        shape = KvShape(page_tokens=page_tokens)
+        sizes = {"bulk": 8192, "rows": 64, "steps": 100}
+        sizes |= {"reclaim": 40_000, "resume": 8192, "repeats": 5}
+    engine, repeats = KvEngine(shape), sizes["repeats"]
+    parts: dict[str, Part] = {
+        "bandwidth": partial(device_parts.bandwidth, engine, sizes["bulk"], repeats),
+        "step": partial(device_parts.iteration_ms, engine, sizes["rows"], sizes["steps"]),
+        "reclaim": partial(device_parts.reclaim, engine, sizes["reclaim"], 10, repeats),
+        "resume": partial(device_parts.resume, engine, sizes["resume"], 4096, repeats),
+    }
+    if cpu.has_cuda():
+        parts["interference"] = partial(decode_interference, engine, options.model_path)
+    return {f"{name}, page {page_tokens}": part for name, part in parts.items()}
+
+
+def race() -> dict[str, Part]:
+    """Return the search for a write that comes after the load which took its page."""
+    engine = KvEngine(KvShape(slots=4096, context=8192))
+    return {
+        "race, as it is": partial(late_write, engine, 20, is_ordered=False),
+        "race, behind the pass": partial(late_write, engine, 20, is_ordered=True),
+    }
+
+
+def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a row for each part."""
+    rows = [
+        [
+            name,
+            ", ".join(
+                f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
+                for key, value in values.items()
+                if not key.startswith("all")
+            ),
+        ]
+        for name, values in figures.items()
+    ]
+    return markdown_table(("part", "found"), rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What several benchmarks share: processes, servers, loads, results."""

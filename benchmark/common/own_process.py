@@ -1,0 +1,126 @@
+"""An object in a process of its own, whose methods are called from here."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Final, Protocol, Self
+
+import psutil
+
+__all__ = ["Closable", "OwnProcess"]
+
+_ANSWER_TIMEOUT_S: Final = 600
+
+
+class Closable(Protocol):
+    """What can live in such a process."""
+
+    def close(self) -> None:
+        """End what the object has started."""
+
+
+class OwnProcess:
+    """Makes the object in a new process; a context that ends the process and its children."""
+
+    def __init__(
+        self, make: Callable[..., Closable], *arguments: Any, stands_still: bool = False
+    ) -> None:
+        """Start, and wait until the object is made.
+
+        Args:
+            make: returns the object; it and its arguments are pickled.
+            arguments: of ``make``.
+            stands_still: stop all its processes while none of its methods runs.
+        """
+        self._stands_still = stands_still
+        context = multiprocessing.get_context("spawn")
+        self._connection, remote = context.Pipe()
+        self._process = context.Process(target=_serve, args=(remote, make, arguments))
+        self._process.start()
+        remote.close()
+        try:
+            self._answer()
+        except BaseException:
+            self._end()  # Nobody else will: the context is not entered.
+            raise
+        self._signal(signal.SIGSTOP)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Return what the object's method returned.
+
+        Raises:
+            SystemExit: it raised, with the traceback; or the process ended, or took ten minutes.
+        """
+        self._signal(signal.SIGCONT)
+        self._connection.send((name, arguments))
+        answer = self._answer()
+        self._signal(signal.SIGSTOP)
+        return answer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self._connection.close()
+        for process in self._tree():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.join()
+
+    def _answer(self) -> Any:
+        if not self._connection.poll(_ANSWER_TIMEOUT_S):
+            raise SystemExit(f"no answer in {_ANSWER_TIMEOUT_S} s")
+        try:
+            result, error = self._connection.recv()
+        except EOFError:
+            raise SystemExit("the process has ended; its own output says why") from None
+        if error is not None:
+            raise SystemExit(error)
+        return result
+
+    def _signal(self, number: signal.Signals) -> None:
+        if not self._stands_still:
+            return
+        for process in self._tree():
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def _tree(self) -> list[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(self._process.pid)
+            return [*parent.children(recursive=True), parent]
+        return []
+
+
+def _serve(connection: Any, make: Callable[..., Closable], arguments: tuple[Any, ...]) -> None:
+    """Run the methods that are asked for, until the connection closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The benchmark ends its processes itself.
+    made = None
+    try:
+        made = make(*arguments)
+        connection.send((None, None))
+        while True:
+            name, given = connection.recv()
+            connection.send((getattr(made, name)(*given), None))
+    except EOFError:
+        pass
+    except BaseException:
+        connection.send((None, traceback.format_exc()))
+    finally:
+        if made is not None:
+            made.close()
+        os._exit(0)

@@ -1,0 +1,94 @@
+"""Figures as text: medians with their ranges, Markdown tables, JSON files."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common.machine import describe_machine
+from sglang_coserve.errors import ConfigError
+
+__all__ = [
+    "claim_folder",
+    "markdown_table",
+    "median_and_range",
+    "settings_of",
+    "taken_from",
+    "write_json",
+    "write_results",
+]
+
+
+T = TypeVar("T")
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table, the first column to the left, the others to the right."""
+    lines = [columns, ["---", *("--:" for _ in columns[1:])], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def median_and_range(values: Sequence[float], form: str = "{:.2f}") -> str:
+    """Return the median of some values and, in brackets, the least and the largest."""
+    low, middle, high = (
+        form.format(value) for value in (min(values), statistics.median(values), max(values))
+    )
+    return f"{middle} ({low}–{high})"
+
+
+def taken_from(flags: Namespace, kind: type[T], names: Mapping[str, str]) -> T:
+    """Return a dataclass of a command line's options; ``names``: of fields whose flags differ."""
+    assert is_dataclass(kind)
+    return kind(**{f.name: getattr(flags, names.get(f.name, f.name)) for f in fields(kind)})
+
+
+def settings_of(options: Any) -> dict[str, Any]:
+    """Return a command line's options, but for ``out``, as JSON values."""
+    is_parsed = isinstance(options, Namespace)
+    values = vars(options) if is_parsed else asdict(options)
+    return {name: _plain(value) for name, value in values.items() if name != "out"}
+
+
+def claim_folder(path: Path, settings: Mapping[str, Any]) -> None:
+    """Let a folder hold figures of one setting only: ``path`` in it says which.
+
+    Raises:
+        ConfigError: the folder holds figures of another one.
+    """
+    if path.exists():
+        earlier = json.loads(path.read_text())
+        differing = [name for name in settings if settings[name] != earlier.get(name)]
+        if differing:
+            raise ConfigError(
+                f"{path.parent} holds runs with another {', '.join(differing)}: choose another "
+                "--out, or remove it"
+            )
+    write_json(path, settings)
+
+
+def write_results(path: Path | None, options: Any, **figures: Any) -> None:
+    """Write figures with the machine and the settings; nothing where no path was asked for."""
+    if path is not None:
+        record = {"machine": describe_machine(), "settings": settings_of(options)}
+        write_json(path, {**record, **figures})
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a file so that a reader sees all of it or the former one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    partial.replace(path)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

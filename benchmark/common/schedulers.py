@@ -1,0 +1,52 @@
+"""A real scheduler with its model in this process, ours or SGLang's; for ``OwnProcess``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["start_scheduler"]
+
+
+def start_scheduler(
+    model: Path, settings: Mapping[str, Any], coserve: Mapping[str, Any] | None
+) -> Any:
+    """Return a scheduler that computes with one thread on a CPU; one a process.
+
+    Args:
+        model: its folder.
+        settings: fields of ``ServerArgs``, in place of what is usual on a CPU.
+        coserve: fields of ``CoserveConfig``; None: stock SGLang's scheduler.
+    """
+    from sglang_coserve.srt import compat, cpu
+
+    cpu.set_environment_defaults()
+    import torch
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    from sglang_coserve.config import CoserveConfig
+    from sglang_coserve.srt.kv_checkpoint.settings import register_cache, server_settings
+    from sglang_coserve.srt.scheduler import CoserveScheduler
+
+    on_cpu = not cpu.has_cuda()
+    usual: Mapping[str, Any] = {}
+    if on_cpu:
+        torch.set_num_threads(1)
+        cpu.install_replacements()
+        usual = cpu.FLAG_DEFAULTS
+    config, caches = None, {}
+    if coserve is not None:
+        config = CoserveConfig(**coserve)
+        register_cache(config, on_cpu=on_cpu)
+        caches = server_settings(config, on_cpu=on_cpu)
+    server_args = ServerArgs(
+        **{**usual, "model_path": str(model), "log_level": "warning", **settings, **caches}
+    )
+    kind: type = Scheduler
+    if config is not None:
+        server_args._coserve = config
+        kind = CoserveScheduler
+    port_args = PortArgs.init_new(server_args)
+    return compat.start_scheduler(kind, server_args, port_args, 0, configures=False)

@@ -1,0 +1,45 @@
+"""Servers that are compared: ours and stock SGLang, on a CPU with the same kernels and threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from sglang_coserve.local_server import LocalServer
+from sglang_coserve.srt import cpu
+
+__all__ = ["make_server", "module_of"]
+
+_BENCHMARKS: Final = Path(__file__).resolve().parents[1]
+
+
+def module_of(*, is_ours: bool) -> str:
+    """Return the Python module that is the server."""
+    if is_ours:
+        return "sglang_coserve.launch_server"
+    return "sglang.launch_server" if cpu.has_cuda() else "stock_on_cpu"
+
+
+def make_server(
+    flags: Sequence[str], *, is_ours: bool, log_path: Path, ready_timeout_s: float = 180.0
+) -> LocalServer:
+    """Return a server, not started yet; its flags win over what is usual on a CPU."""
+    # On a busy machine SGLang's five seconds pass while the next request waits to be read.
+    environment = {"SGLANG_TIMEOUT_KEEP_ALIVE": "600", **os.environ}
+    if not is_ours and not cpu.has_cuda():
+        # What our launcher defaults to on a CPU; a flag given later wins.
+        flags = (*cpu.default_flags(), *flags)
+        cpu.set_environment_defaults(environment)
+        with cpu.divided_cores(1, environment):
+            environment = dict(environment)
+        paths = (str(_BENCHMARKS), environment.get("PYTHONPATH", ""))
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return LocalServer(
+        list(flags),
+        module=module_of(is_ours=is_ours),
+        log_path=log_path,
+        ready_timeout_s=ready_timeout_s,
+        extra_env=environment,
+    )

@@ -1,0 +1,114 @@
+"""The checkpointing cache with its pools on a device, but without a model.
+
+KV is random numbers: what matters is how long copies take, and that they are equal.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import count
+from typing import Any, Final
+
+import torch
+
+from kv_bench.pools import KvShape, make_pools
+from kv_bench.rows import Rows, new_request
+from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.srt import compat, cpu
+
+__all__ = ["KvEngine"]
+
+Req = Any
+
+_LOAD_TIMEOUT_S: Final = 30.0
+_HOST_TIMES: Final = 1.5
+"""Host memory over the device's."""
+
+
+class KvEngine:
+    """Rows that are admitted, grow, are checkpointed and preempted. All tokens in whole pages."""
+
+    def __init__(self, shape: KvShape) -> None:
+        self.shape, self.device = shape, "cuda" if cpu.has_cuda() else "cpu"
+        pools = make_pools(
+            shape,
+            CheckpointPolicy(CheckpointMode.EAGER),
+            {RequestClass.OFFLINE: 1.0, RequestClass.ONLINE: 0.0},
+            device=self.device,
+            host_times=_HOST_TIMES,
+        )
+        self.kv, self.allocator = pools.kv, pools.allocator
+        self.table, self.cache = pools.table, pools.cache
+        for buffer in (*self.kv.k_buffer, *self.kv.v_buffer):
+            buffer.normal_()
+        self.running: list[Req] = []
+        self._rows = Rows(self.cache, self.allocator, self.table)
+        self._numbers = count(1)
+
+    def admit(self, tokens: int) -> Req:
+        """Add an offline row whose prompt has so many tokens and KV; nobody else has its prefix."""
+        number = next(self._numbers)
+        req = new_request(f"row-{number}", [number, *range(1, tokens)], offline=True)
+        assert self._rows.admit(req), "the parts below fit into the pool"
+        self._give(req, tokens)
+        self._rows.prefilled(req)
+        req.output_ids.append(number)
+        self.running.append(req)
+        return req
+
+    def grow(self, req: Req, tokens: int) -> None:
+        """Give a row the KV of so many more tokens."""
+        self._give(req, tokens)
+        req.output_ids.extend([1] * tokens)
+
+    def checkpoint(self) -> int:
+        """Begin the copies of an iteration; return their tokens."""
+        rows = ((req, compat.computed_tokens(req)) for req in self.running)
+        copied: int = self.cache.checkpoint_step(rows)
+        return copied
+
+    def release(self, req: Req) -> None:
+        """Preempt a row; it can be resumed."""
+        self._rows.preempt(req)
+        self.running.remove(req)
+
+    def load(self, req: Req, budget_tokens: int) -> None:
+        """Bring back what a preempted row has on the host, ``budget_tokens`` a pass."""
+        deadline_s = time.monotonic() + _LOAD_TIMEOUT_S
+        while True:
+            self.cache.prefetch_step(req, budget_tokens)
+            if not req.host_hit_length:
+                return
+            self.cache.check_hicache_events()
+            assert time.monotonic() < deadline_s, "a load does not come back"
+
+    def settle(self) -> None:
+        """Wait for all copies and loads, and let their ends be seen."""
+        for stream in compat.copy_streams(self.cache.cache_controller):
+            stream.synchronize()
+        self.cache.check_hicache_events()
+
+    def clear(self) -> None:
+        """Forget everything; the random numbers stay."""
+        self.settle()
+        for req in list(self.running):
+            self.release(req)
+        self.settle()
+        self.cache.reset()
+        self.allocator.clear()
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def device_kv(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return the KV in some slots, of all layers: (2, layers, slots, heads, head size)."""
+        stacks = ([b[slots] for b in buffers] for buffers in (self.kv.k_buffer, self.kv.v_buffer))
+        return torch.stack([torch.stack(layers) for layers in stacks])
+
+    def _give(self, req: Req, tokens: int) -> None:
+        slots = self.allocator.alloc(tokens)
+        assert slots is not None, "the parts below fit into the pool"
+        self._rows.extend(req, slots)

@@ -1,0 +1,100 @@
+"""SGLang's KV pools with the checkpointing cache on top of them, without a model."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kv_bench.rows import publish_settings
+from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.kv_checkpoint import CheckpointPolicy
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.srt import cpu
+from sglang_coserve.srt.kv_checkpoint.settings import server_settings
+
+__all__ = ["KvShape", "Pools", "make_pools"]
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """KV of one token, and how much there is."""
+
+    layers: int = 32
+    heads: int = 8
+    head_dim: int = 128
+    slots: int = 49152
+    page_tokens: int = 1
+    rows: int = 128
+    context: int = 16384
+    dtype: Any = torch.bfloat16
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of all layers."""
+        return int(2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """What a scheduler has in place of KV memory."""
+
+    kv: Any
+    allocator: Any
+    table: Any
+    cache: Any
+
+
+def make_pools(
+    shape: KvShape,
+    policy: CheckpointPolicy,
+    shares: dict[RequestClass, float],
+    *,
+    device: str,
+    host_times: float,
+) -> Pools:
+    """Return pools of this shape with host memory ``host_times`` as large. Once in a process."""
+    cpu.set_environment_defaults()
+    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+
+    from sglang_coserve.srt.kv_checkpoint.cache import CheckpointCache
+
+    on_cpu = device == "cpu"
+    if on_cpu:
+        from sglang_coserve.srt.kv_checkpoint.cpu import install_cpu_copies
+
+        install_cpu_copies()
+    if not torch.distributed.is_initialized():
+        with tempfile.NamedTemporaryFile(delete=False) as store:
+            torch.distributed.init_process_group(
+                "gloo", init_method=f"file://{store.name}", rank=0, world_size=1
+            )
+    slots, page, dtype = shape.slots, shape.page_tokens, shape.dtype
+    kv = MHATokenToKVPool(
+        *(slots, page, dtype, shape.heads, shape.head_dim, shape.layers, device),
+        enable_memory_saver=False,
+    )
+    allocator: Any
+    if page == 1:
+        allocator = TokenToKVPoolAllocator(slots, dtype, device, kv, need_sort=False)
+    else:
+        allocator = PagedTokenToKVPoolAllocator(slots, page, dtype, device, kv, need_sort=False)
+    table = ReqToTokenPool(shape.rows, shape.context, device, enable_memory_saver=False)
+    settings = server_settings(CoserveConfig(kv_checkpoint="eager"), on_cpu=on_cpu)
+    defaults = {"hicache_mem_layout": "layer_first", "hicache_io_backend": "kernel"}
+    server_args = publish_settings(
+        **{**defaults, **settings, "hicache_ratio": host_times, "page_size": page}
+    )
+    params = CacheInitParams(
+        disable=False,
+        req_to_token_pool=table,
+        token_to_kv_pool_allocator=allocator,
+        page_size=page,
+        tp_cache_group=torch.distributed.group.WORLD,
+    )
+    return Pools(kv, allocator, table, CheckpointCache(params, server_args, policy, shares))

@@ -1,0 +1,1 @@
+"""The papers' experiments, simulated; ``bench_papers.py`` runs them."""

@@ -1,0 +1,224 @@
+"""What the experiments share: workloads, machines, and runs of one policy.
+
+Everything here is simulated: the production scheduler on a roofline of the paper's hardware.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Final
+
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.policies import make_policy
+from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.metrics import SloTargets, latency_report
+from sglang_coserve.simulator import (
+    CheckpointConfig,
+    ExecutorConfig,
+    SafepointConfig,
+    Setup,
+    SimulationResult,
+    Workload,
+    simulate,
+)
+from sglang_coserve.simulator.assemble import Machine
+from sglang_coserve.simulator.binding import from_trace
+from sglang_coserve.simulator.models import kv_capacity_tokens
+from sglang_coserve.simulator.request import SimRequest
+from sglang_coserve.workload import (
+    TraceRequest,
+    fit_to_context,
+    gamma_arrivals,
+    read_trace,
+    sample_path,
+    scale_rate,
+    synthesize,
+    thin,
+    window,
+)
+
+__all__ = [
+    "Lengths",
+    "Requests",
+    "Testbed",
+    "azure_online",
+    "gamma_arriving",
+    "mixed",
+    "offline_backlog",
+    "offline_per_s",
+    "p99_itl_ms",
+    "p99_ttft_ms",
+    "run",
+]
+
+Requests = Callable[[], Iterable[SimRequest]]
+"""Makes the same requests at each call."""
+
+_Z99: Final = 2.3263
+"""The 99th percentile of a standard normal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Prompt and output lengths: lognormal, with the mean and the P99 that a paper states."""
+
+    prompt_mean: float
+    prompt_p99: float
+    output_mean: float
+    output_p99: float
+
+    @classmethod
+    def fixed(cls, prompt_tokens: int, output_tokens: int) -> Lengths:
+        """Return lengths that do not vary."""
+        return cls(prompt_tokens, prompt_tokens, output_tokens, output_tokens)
+
+    @classmethod
+    def of_deviation(
+        cls, prompt_mean: float, prompt_std: float, output_mean: float, output_std: float
+    ) -> Lengths:
+        """Return lognormal lengths by mean and standard deviation."""
+        return cls(
+            prompt_mean,
+            _p99(prompt_mean, prompt_std),
+            output_mean,
+            _p99(output_mean, output_std),
+        )
+
+    def draws(self, seed: int) -> Iterator[tuple[int, int]]:
+        """Yield endless (prompt, output) pairs, cut at twice the P99."""
+        rng = random.Random(seed)
+        while True:
+            yield (
+                _draw(rng, self.prompt_mean, self.prompt_p99),
+                _draw(rng, self.output_mean, self.output_p99),
+            )
+
+
+def _p99(mean: float, std: float) -> float:
+    sigma = math.sqrt(math.log1p((std / mean) ** 2))
+    return mean * math.exp(_Z99 * sigma - sigma**2 / 2)
+
+
+def _draw(rng: random.Random, mean: float, p99: float) -> int:
+    # ln(p99 / mean) = z·σ − σ²/2, the smaller root.
+    sigma = _Z99 - math.sqrt(_Z99**2 - 2 * math.log(p99 / mean))
+    value = rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
+    return max(1, round(min(value, 2 * p99)))
+
+
+def mixed(parts: Sequence[Lengths], seed: int) -> Iterator[tuple[int, int]]:
+    """Yield pairs from the parts, each equally often, in random order."""
+    rng = random.Random(seed)
+    streams = [part.draws(seed + place) for place, part in enumerate(parts, start=1)]
+    while True:
+        yield next(rng.choice(streams))
+
+
+def gamma_arriving(
+    rate_per_s: float,
+    cv: float,
+    lengths: Lengths,
+    seconds: float,
+    seed: int = 1,
+    request_class: RequestClass = RequestClass.ONLINE,
+) -> Requests:
+    """Return requests that come as a Gamma process."""
+    trace = list(
+        takewhile(
+            lambda request: request.arrival_s < seconds,
+            synthesize(gamma_arrivals(rate_per_s, cv, seed), lengths.draws(seed)),
+        )
+    )
+    return partial(from_trace, trace, request_class)
+
+
+def azure_online(path: Path | None, qps: float, seconds: float, seed: int = 1) -> Requests:
+    """Return online requests sampled from a trace to a mean rate, as HyGen §5.1 does.
+
+    The beginning of the trace is thinned, and compressed first where it has fewer
+    requests than that; without a path the bundled sample is.
+    """
+    for factor in count(1):
+        whole = scale_rate(read_trace(path or sample_path("online")), factor)
+        part = list(window(whole, 0.0, seconds))
+        keep = qps * seconds / len(part)
+        if keep <= 1:
+            break
+    kept, _ = fit_to_context(thin(part, keep, seed), max_context_tokens=4096)
+    return partial(from_trace, kept, RequestClass.ONLINE)
+
+
+def offline_backlog(pairs: Callable[[], Iterator[tuple[int, int]]]) -> Requests:
+    """Return endless offline requests of these lengths, without common prefixes."""
+    return lambda: from_trace(
+        (TraceRequest(index, 0.0, *pair) for index, pair in zip(count(), pairs(), strict=False)),
+        RequestClass.OFFLINE,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Testbed:
+    """The paper's machine. ConServe's mechanisms are off unless asked for."""
+
+    machine: Machine
+    checkpoint_byte_per_s: float = 0.0
+    safepoint_layers: int = 0
+    max_running_requests: int = 256
+    kv_tokens: int | None = None
+    prefix_cache: bool = True
+
+    def setup(self, targets: SloTargets, believed: LatencyModel | None = None) -> Setup:
+        """Return the machine with these targets; the scheduler may believe another model."""
+        machine = self.machine
+        model = machine.roofline()
+        copied = machine.copied_tokens_per_s(self.checkpoint_byte_per_s)
+        layers = machine.shape.num_layers
+        capacity = self.kv_tokens or kv_capacity_tokens(
+            machine.shape, machine.hardware, tp_size=machine.tp_size
+        )
+        return Setup(
+            model=believed or model,
+            true_model=model,
+            targets=targets,
+            executor=ExecutorConfig(
+                kv_capacity_tokens=capacity,
+                max_running_requests=self.max_running_requests,
+                max_batch_tokens=8192,
+                checkpoint=CheckpointConfig(copied) if copied else None,
+                safepoint=SafepointConfig(layers, self.safepoint_layers)
+                if self.safepoint_layers
+                else None,
+                noise_cv=0.02,  # Steps on a real device are not all alike.
+                prefix_cache=self.prefix_cache,
+            ),
+        )
+
+
+def run(workload: Workload, setup: Setup, policy: str | Policy) -> SimulationResult:
+    """Run one policy, by name or with settings of its own."""
+    chosen = make_policy(policy) if isinstance(policy, str) else policy
+    sys.stderr.write(f"  simulating {chosen.name} ...\n")
+    return simulate(workload, setup, chosen)
+
+
+def p99_ttft_ms(result: SimulationResult) -> float:
+    """Return the P99 time to first token of the online requests."""
+    return (latency_report(result.online).ttft.p99_s or math.nan) * 1e3
+
+
+def p99_itl_ms(result: SimulationResult) -> float:
+    """Return the P99 of the gaps between online tokens, the papers' TBT."""
+    return (latency_report(result.online).itl.p99_s or math.nan) * 1e3
+
+
+def offline_per_s(result: SimulationResult) -> float:
+    """Return prompt and output tokens a second of the offline requests."""
+    return result.offline_throughput.total_tokens_per_s

@@ -1,0 +1,139 @@
+"""Decode steps as one CUDA graph and as one graph per group of layers, without SGLang's engine.
+
+The matrix products of the model's layers are captured by ``GroupedDecodeBackend``, as
+the engine would have them captured.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+
+from safepoint_bench.stream import decoder_layers, raise_after
+from sglang_coserve.srt.safepoint.flag import PreemptionFlag
+from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
+from sglang_coserve.srt.safepoint.local_gate import LocalGate
+from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, cuda_events
+
+__all__ = ["measure_decode_graphs"]
+
+_ROWS: Final = 64
+_INTERVAL: Final = 4
+_REPLAYS: Final = 100
+_STOPS: Final = 100
+
+
+class Variants:
+    """A decode step of ``_ROWS`` rows, captured both ways."""
+
+    def __init__(self, model_path: Path) -> None:
+        from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
+        from sglang_coserve.srt.safepoint.grouped_decode_graph import GroupedDecodeBackend
+        from sglang_coserve.srt.safepoint.resumption import Resumption
+
+        self.layers = decoder_layers(model_path)
+        self.flag = PreemptionFlag(pinned=True)
+        self.gate = RunAheadGate(LocalGate(self.flag), self.flag, cuda_events(1))
+        self.x = torch.randn(_ROWS, self.layers[0].hidden, device="cuda", dtype=torch.bfloat16)
+        cuts = GraphCuts(self.layers, _INTERVAL, self.gate, Resumption(self.layers))
+        group = SimpleNamespace(barrier=lambda: None)
+        runner = SimpleNamespace(
+            device_module=torch.cuda, model_runner=SimpleNamespace(tp_group=group)
+        )
+        self.backend = GroupedDecodeBackend(runner, cuts, self.gate)
+        # What SGLang's runner does before it captures.
+        self.backend._pool = torch.cuda.graph_pool_handle()
+        self.backend._capture_stream = torch.cuda.Stream()
+        before = torch.cuda.memory_allocated()
+        with torch.cuda.stream(self.backend._capture_stream):
+            self.step()
+            self.backend.capture_one("step", self.step)
+        torch.cuda.synchronize()
+        self.memory_mib = (torch.cuda.memory_allocated() - before) / 2**20
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self) -> torch.Tensor:
+        """Launch all layers."""
+        x = self.x
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def replay(self) -> torch.Tensor:
+        """Replay the whole graph, or the groups if a batch is armed."""
+        output: torch.Tensor = self.backend.replay("step", None)
+        return output
+
+    def armed(self, batch: int) -> torch.Tensor:
+        """Replay the groups."""
+        self.gate.arm(batch)
+        try:
+            return self.replay()
+        finally:
+            self.gate.disarm()
+
+
+def measure_decode_graphs(model_path: Path) -> dict[str, Any]:
+    """Return the time of a step each way, and from the flag until the device is free.
+
+    Raises:
+        RuntimeError: the capture failed, or the groups compute something else.
+    """
+    variants = Variants(model_path)
+    expected = variants.replay().clone()
+    torch.cuda.synchronize()
+    found = variants.armed(1)
+    torch.cuda.synchronize()
+    if not torch.equal(found, expected):
+        raise RuntimeError("the grouped graphs compute something else than the whole one")
+    whole_ms = step_ms(variants.replay)
+    grouped_ms = step_ms(lambda: variants.armed(2))
+    delays_ms = stop_delays_ms(variants, grouped_ms)
+    after = variants.armed(10_000)
+    torch.cuda.synchronize()
+    return {
+        "rows": _ROWS,
+        "interval": _INTERVAL,
+        "whole_ms": whole_ms,
+        "grouped_ms": grouped_ms,
+        "overhead_share": grouped_ms / whole_ms - 1.0,
+        "stops": len(delays_ms),
+        "flag_to_free_p50_ms": delays_ms[len(delays_ms) // 2] if delays_ms else None,
+        "flag_to_free_max_ms": delays_ms[-1] if delays_ms else None,
+        "is_equal_after_stops": bool(torch.equal(after, expected)),
+        "captured_mib": variants.memory_mib,
+    }
+
+
+def step_ms(run: Callable[[], object]) -> float:
+    """Return the median time of a step; the host waits for the end of each, as for a token."""
+    times = []
+    for _ in range(_REPLAYS):
+        began_s = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - began_s) * 1e3)
+    return sorted(times)[len(times) // 2]
+
+
+def stop_delays_ms(variants: Variants, step_ms: float) -> list[float]:
+    """Return, ascending, times from a flag raised at random until the device is free."""
+    rng, delays = random.Random(0), []
+    for batch in range(100, 100 + _STOPS):
+        variants.flag.lower()
+        raised = raise_after(variants.flag, rng.uniform(0.0, step_ms * 1e-3), batch)
+        try:
+            variants.armed(batch)
+        except ForwardPreempted:
+            torch.cuda.synchronize()
+            delays.append((time.perf_counter() - raised()) * 1e3)
+        raised()
+        torch.cuda.synchronize()
+    variants.flag.lower()
+    return sorted(delays)

@@ -1,0 +1,217 @@
+"""Leads one batch from state to state until it is in a final one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from sglang_coserve.batch.context import JobContext
+from sglang_coserve.batch.job_lines import JobLines
+from sglang_coserve.batch.record import JobRecord, LineFault, Status
+from sglang_coserve.batch.render import mixed_models
+from sglang_coserve.batch.state import (
+    DeadlinePassed,
+    Event,
+    Failed,
+    Finalized,
+    LinesFinished,
+    Progressed,
+    ServedBy,
+    Validated,
+)
+from sglang_coserve.batch.store import batch_rows
+from sglang_coserve.batch.validation import validate
+from sglang_coserve.errors import StorageError
+from sglang_coserve.lines.backoff import backoff_s
+from sglang_coserve.lines.fair_slots import FairSlots, JobShare
+from sglang_coserve.lines.progress import Progress
+
+__all__ = ["JobDriver"]
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_FIRST_PAUSE_S = 1.0
+_MAX_PAUSE_S = 30.0
+"""Of a batch that waits for its disk to recover."""
+
+_MAX_FAILURES = 5
+"""How often a batch tries to end well once its window has closed, or it is cancelled."""
+
+Apply: TypeAlias = Callable[[str, Event, Status | None], Awaitable[JobRecord]]
+
+
+class JobDriver:
+    """Does what the state of a batch calls for, and again whenever the state has changed.
+
+    A restart of the server and a disk that was full for a while need nothing of their
+    own: a state says what is to be done next, whatever came before.
+    """
+
+    def __init__(
+        self,
+        record: JobRecord,
+        context: JobContext,
+        validating: FairSlots,
+        apply: Apply,
+    ) -> None:
+        self.record = record
+        """The latest state that this driver has seen."""
+
+        self.share = JobShare(record.owner, record.priority, record.weight, record.expires_at_s)
+        self.stalled_by: str | None = None
+        """Why the batch makes no progress; None while it does."""
+
+        self._context = context
+        self._validating = validating
+        self._apply_event = apply
+        self._changed = asyncio.Event()
+        self._failures = 0
+
+    def notice_change(self) -> None:
+        """Leave what the state called for: the state is another one."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Lead the batch to its end. Cancelling leaves it for the next driver to continue."""
+        while not self.record.status.is_final:
+            # Before the state is read: a change after that is noticed.
+            self._changed.clear()
+            try:
+                self.record = await self._context.store.run(batch_rows.find, self.record.id)
+                await self._advance(self.record)
+                self._forget_failures()
+            except _InterruptedError:
+                continue
+            except StorageError as error:
+                self._note_failure(str(error))
+                with suppress(_InterruptedError, StorageError):
+                    await self._wait_for_disk()
+
+    def _forget_failures(self) -> None:
+        self.stalled_by = None
+        self._failures = 0
+
+    def _note_failure(self, reason: str) -> None:
+        if reason != self.stalled_by:
+            _log.error("batch %s waits: %s", self.record.id, reason)
+        self.stalled_by = reason
+        self._failures += 1
+
+    async def _wait_for_disk(self) -> None:
+        """Wait for the disk to recover, then give up a batch that has nothing left to wait for."""
+        context = self._context
+        pause_s = backoff_s(self._failures, _FIRST_PAUSE_S, _MAX_PAUSE_S, context.rng)
+        await self._uninterrupted(context.clock.sleep(pause_s))
+        batch = self.record
+        is_over = batch.status is Status.CANCELLING or self._left_s(batch) <= 0
+        if is_over and self._failures >= _MAX_FAILURES:
+            await self._apply(Failed((LineFault("storage_failed", str(self.stalled_by)),)), batch)
+
+    async def _advance(self, batch: JobRecord) -> None:
+        match batch.status:
+            case Status.VALIDATING:
+                await self._apply(await self._uninterrupted(self._check_input(batch)), batch)
+            case Status.IN_PROGRESS if self._left_s(batch) <= 0:
+                await self._apply(DeadlinePassed(), batch)
+            case Status.IN_PROGRESS if batch.is_paused:
+                await self._uninterrupted(self._context.clock.sleep(self._left_s(batch)))
+            case Status.IN_PROGRESS:
+                await self._serve(batch)
+            case Status.FINALIZING:
+                await self._finalize(batch)
+            case Status.CANCELLING:
+                await self._lines(batch).settle()
+                await self._apply(Finalized(), batch)
+
+    async def _check_input(self, batch: JobRecord) -> Validated | Failed:
+        context = self._context
+        path = context.directory.file(batch.input_file_id)
+        size_bytes = await context.threads.run(_size_bytes, path)
+        # Owners take turns by the bytes that are read for them.
+        share = JobShare(batch.owner, batch.priority, batch.weight, batch.expires_at_s)
+        self._validating.join(share)
+        try:
+            await self._validating.acquire(share, 0, size_bytes)
+            try:
+                return await validate(path, batch.endpoint, context.limits)
+            finally:
+                self._validating.release(share, 0, size_bytes, size_bytes)
+        finally:
+            self._validating.leave(share)
+
+    async def _serve(self, batch: JobRecord) -> None:
+        await self._uninterrupted(self._lines(batch).serve(), self._left_s(batch))
+        served = self.record.progress.lines
+        if served != batch.total_lines:
+            raise StorageError(
+                f"{batch.input_file_id} has changed: {served} of {batch.total_lines} requests"
+                " are there; restore it, or cancel the batch"
+            )
+        await self._apply(LinesFinished(), batch)
+
+    async def _finalize(self, batch: JobRecord) -> None:
+        lines = self._lines(batch)
+        if batch.is_past_deadline:
+            message = f"the window of {batch.completion_window} closed before this line was served"
+            await lines.give_up("batch_expired", message)
+        await lines.settle()
+        await self._apply(Finalized(), batch)
+
+    def _lines(self, batch: JobRecord) -> JobLines:
+        return JobLines(batch, self.share, self._context, self._commit, self._served_by)
+
+    async def _commit(self, progress: Progress) -> None:
+        if progress.lines > self.record.progress.lines:
+            self._forget_failures()
+        self.record = await self._apply_event(self.record.id, Progressed(progress), None)
+
+    async def _served_by(self, event: ServedBy) -> None:
+        self.record = await self._apply_event(self.record.id, event, None)
+        if self.record.earlier_model_lines:
+            _log.warning("batch %s: %s", self.record.id, mixed_models(self.record, event.model))
+
+    async def _apply(self, event: Event, batch: JobRecord) -> None:
+        """Take the batch through ``event``, unless its state is no longer that of ``batch``."""
+        self.record = await self._apply_event(batch.id, event, batch.status)
+
+    def _left_s(self, batch: JobRecord) -> float:
+        return batch.expires_at_s - self._context.clock.now_s()
+
+    async def _uninterrupted(
+        self, work: Coroutine[Any, Any, _T], time_limit_s: float | None = None
+    ) -> _T:
+        """Return what ``work`` returns.
+
+        Raises:
+            _InterruptedError: the state has changed, or the time was up, before that.
+                ``work`` has been cancelled and has ended.
+        """
+        task = asyncio.create_task(work)
+        interrupts: list[asyncio.Task[Any]] = [asyncio.create_task(self._changed.wait())]
+        if time_limit_s is not None:
+            interrupts.append(asyncio.create_task(self._context.clock.sleep(time_limit_s)))
+        try:
+            await asyncio.wait({task, *interrupts}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise _InterruptedError
+            return task.result()
+        finally:
+            for each in (task, *interrupts):
+                each.cancel()
+            await asyncio.gather(task, *interrupts, return_exceptions=True)
+
+
+def _size_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0  # The check of the file will say what is wrong with it.
+
+
+class _InterruptedError(Exception):
+    """The state has changed, or the time was up, before the work was done."""

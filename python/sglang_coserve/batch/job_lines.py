@@ -1,0 +1,190 @@
+"""The lines of one batch: served, given up, or counted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from pathlib import Path
+
+from sglang_coserve.batch.context import JobContext
+from sglang_coserve.batch.line_parser import LineParser
+from sglang_coserve.batch.record import JobRecord
+from sglang_coserve.batch.state import ServedBy
+from sglang_coserve.jsonl.body_limits import BodyTooLargeError
+from sglang_coserve.jsonl.request_line import RequestLine
+from sglang_coserve.lines.backend import LineResult
+from sglang_coserve.lines.fair_slots import JobShare
+from sglang_coserve.lines.journal import TokenJournal
+from sglang_coserve.lines.line_bitmap import LineBitmap
+from sglang_coserve.lines.line_run import LineRun, Unserved
+from sglang_coserve.lines.line_source import InputLine, LineSource
+from sglang_coserve.lines.prefix_order import PrefixOrder
+from sglang_coserve.lines.progress import Progress, Usage
+from sglang_coserve.lines.result_log import ResultLog
+from sglang_coserve.lines.result_record import batch_tag, encode_record
+from sglang_coserve.lines.result_writer import ResultWriter
+from sglang_coserve.lines.worker_threads import WorkerThreads
+
+__all__ = ["JobLines"]
+
+_log = logging.getLogger(__name__)
+
+
+class JobLines:
+    """A batch as a job of the line engine (``LineJob``).
+
+    ``commit`` is told what is on the disk, ``served_by`` what model the results are of.
+    """
+
+    def __init__(
+        self,
+        batch: JobRecord,
+        share: JobShare,
+        context: JobContext,
+        commit: Callable[[Progress], Awaitable[None]],
+        served_by: Callable[[ServedBy], Awaitable[None]],
+    ) -> None:
+        self.id = batch.id
+        self.share = share
+        self.deadline_s = batch.expires_at_s
+        self.model = batch.model
+        self._batch = batch
+        self._context = context
+        self._commit = commit
+        self._served_by = served_by
+        self._tag = batch_tag(batch.id)
+        directory = context.directory
+        self._input = directory.file(batch.input_file_id)
+        self._parser = LineParser(
+            self._input, batch.endpoint, context.backend.limits, context.threads
+        )
+        self._log = ResultLog(
+            directory.file(batch.output_file_id),
+            directory.file(batch.error_file_id),
+            directory.sync_files,
+            name=f"the results of batch {batch.id}",
+        )
+        self._journal = TokenJournal(
+            directory.journal(batch.id),
+            context.backend.model,
+            context.limits.journal_compact_bytes,
+        )
+        self._order = PrefixOrder(self._input, directory.order(batch.id))
+
+    async def serve(self) -> None:
+        """Have the engine serve every unfinished line.
+
+        Raises:
+            StorageError: the disk is full or failing.
+        """
+        suspects = self._context.engine_lines.suspects_of(self.id)
+        async with self._open() as (finished, writer):
+            num_foreign = await self._context.threads.run(self._journal.load, finished)
+            if num_foreign:
+                _log.warning(
+                    "batch %s: %d half-done lines start over: another model began them",
+                    *(self.id, num_foreign),
+                )
+            unfinished = {line for line in suspects if line not in finished}
+            lines = LineSource(
+                *self._source(lambda line: line not in finished and line not in unfinished),
+                self._order.path,
+            )
+            alone = LineSource(*self._source(unfinished.__contains__)) if unfinished else None
+            run = LineRun(self, self._context, writer, self._journal)
+            await run.serve(lines, self._find_order(), alone)
+
+    async def give_up(self, code: str, message: str) -> None:
+        """Write an error record for every unfinished line.
+
+        Raises:
+            StorageError: the disk is full or failing.
+        """
+        result = LineResult.unserved(code, message)
+        async with self._open() as (finished, writer):
+            async for line in LineSource(*self._source(lambda line: line not in finished)):
+                await writer.room()
+                custom_id = await self._parser.custom_id(line)
+                record = encode_record(self._tag, line.number, custom_id, result)
+                writer.add(record, is_ok=False, usage=Usage(), estimated_tokens=0)
+
+    async def settle(self) -> None:
+        """Count what the files hold, and forget the tokens of unfinished lines.
+
+        Raises:
+            StorageError: the disk is full or failing.
+        """
+        async with self._open():
+            pass
+        await self._context.threads.run(self._journal.delete)
+        await self._context.threads.run(self._order.delete)
+
+    def tag(self, _line: InputLine) -> int:
+        """See ``LineJob``."""
+        return self._tag
+
+    async def parse(self, line: InputLine) -> RequestLine | Unserved:
+        """See ``LineJob``."""
+        try:
+            request = await self._parser.parse(line)
+        except BodyTooLargeError as error:
+            custom_id = await self._parser.custom_id(line)
+            return Unserved(custom_id, _refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error)))
+        if request.body.get("stream"):
+            message = "a batch line cannot stream: remove stream from its body"
+            return Unserved(request.custom_id, _refusal(HTTPStatus.BAD_REQUEST, message))
+        return request
+
+    async def model_changed(self, model: str, completed: int) -> None:
+        """See ``LineJob``."""
+        await self._served_by(ServedBy(model, completed))
+
+    @asynccontextmanager
+    async def _open(self) -> AsyncGenerator[tuple[LineBitmap, ResultWriter]]:
+        finished = LineBitmap()
+        await self._context.threads.run(self._recover, finished)
+        writer = ResultWriter(
+            self._log,
+            self._commit,
+            self._context.threads,
+            self._context.clock,
+            self._context.flush_interval_s,
+        )
+        try:
+            yield finished, writer
+        finally:
+            await writer.close()
+
+    def _recover(self, finished: LineBitmap) -> None:
+        """Find the records that there are, and cut off what a crash left unfinished. Blocks."""
+
+        def add(tag: int, line: int) -> bool | None:
+            return finished.add(line) if tag == self._tag else None
+
+        batch = self._batch
+        mean_estimate_tokens = batch.estimated_tokens // max(1, batch.total_lines)
+        self._log.scan(add, batch.progress, mean_estimate_tokens)
+        self._log.cut()
+
+    def _source(
+        self, is_wanted: Callable[[int], bool]
+    ) -> tuple[Path, int, Callable[[int], bool], WorkerThreads]:
+        context = self._context
+        return self._input, context.limits.max_line_bytes, is_wanted, context.threads
+
+    async def _find_order(self) -> None:
+        # The engine orders by itself what it has at once.
+        if self._batch.total_lines > self._context.limits.max_in_flight:
+            await self._order.find()
+
+
+def _refusal(status: HTTPStatus, message: str) -> LineResult:
+    error = {
+        "message": message,
+        "type": "invalid_request_error",
+        "param": None,
+        "code": None,
+    }
+    return LineResult(status, "", {"error": error})

@@ -1,0 +1,205 @@
+"""Every unfinished batch, each with its driver."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final
+
+from sglang_coserve.batch.admission import raise_if_too_short
+from sglang_coserve.batch.context import JobContext, new_id
+from sglang_coserve.batch.errors import NotFoundError
+from sglang_coserve.batch.eta import Outlook
+from sglang_coserve.batch.forecaster import Forecaster
+from sglang_coserve.batch.job_driver import JobDriver
+from sglang_coserve.batch.owner_storage import raise_if_over
+from sglang_coserve.batch.record import JobRecord, Status
+from sglang_coserve.batch.state import Event
+from sglang_coserve.batch.store import batch_rows, file_rows
+from sglang_coserve.errors import StorageError
+from sglang_coserve.jsonl.file_estimate import estimate_file
+from sglang_coserve.lines.fair_slots import FairSlots
+
+__all__ = ["JobSupervisor"]
+
+_log = logging.getLogger(__name__)
+
+_MAX_VALIDATING: Final = 2
+_LOOK_INTERVAL_S: Final = 1.0
+
+
+class JobSupervisor:
+    """Starts the drivers, tells them of changes, and compares their prospects."""
+
+    def __init__(self, context: JobContext, *, record_events: bool) -> None:
+        self._context = context
+        self._record_events = record_events
+        self._forecaster = Forecaster(context.backend, context.store, context.clock)
+        self._validating = FairSlots(_MAX_VALIDATING, max_bytes=1)
+        self._drivers: dict[str, JobDriver] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._watching: asyncio.Task[None] | None = None
+        self.event_added = asyncio.Event()
+        """Set when an event has been put into the outbox."""
+
+    async def start(self) -> None:
+        """Continue every batch that is unfinished.
+
+        Raises:
+            StorageError: the database cannot be read.
+        """
+        await self._forecaster.load()
+        for record in await self._context.store.run(batch_rows.unfinished):
+            self._lead(record)
+        self._watching = asyncio.create_task(self._watch())
+
+    async def create(self, wanted: JobRecord, *, best_effort: bool = False) -> JobRecord:
+        """Store a batch and lead it to its end; see ``batch_rows.create`` for what it raises.
+
+        Unless with ``best_effort``, one whose window cannot be kept is refused, too.
+        """
+        return await _to_its_end(self._create(wanted, best_effort))
+
+    async def change(self, batch_id: str, event: Event, owner: str | None) -> JobRecord:
+        """Take a batch of ``owner``, or of anybody, through an event that comes from outside.
+
+        Raises:
+            NotFoundError: the owner has no such batch.
+            ConflictError: its state forbids it.
+            StorageError: the database cannot be written.
+        """
+        return await _to_its_end(self._change(batch_id, event, owner))
+
+    def outlooks(self, latest: Iterable[JobRecord] = ()) -> dict[str, Outlook]:
+        """Return what is to be expected of every batch that is, or soon will be, served, by id.
+
+        ``latest`` are batches as they are now, which their drivers may not have seen yet.
+        """
+        records = {driver.record.id: driver.record for driver in self._drivers.values()}
+        records |= {record.id: record for record in latest}
+        return self._forecaster.outlooks(r for r in records.values() if r.will_be_served)
+
+    def stalled_by(self, batch_id: str) -> str | None:
+        """Return why a batch makes no progress; None while it does."""
+        driver = self._drivers.get(batch_id)
+        return driver.stalled_by if driver else None
+
+    def unfinished(self) -> list[JobRecord]:
+        """Return the batches that are in no final state."""
+        return [driver.record for driver in self._drivers.values()]
+
+    async def close(self) -> None:
+        """Stop every batch where it is; its engine requests are aborted, its results written."""
+        tasks = [*self._tasks.values()]
+        if self._watching is not None:
+            tasks.append(self._watching)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with suppress(StorageError):
+            await self._forecaster.write()
+
+    async def _create(self, wanted: JobRecord, best_effort: bool) -> JobRecord:
+        limits, directory = self._context.limits, self._context.directory
+        wanted = replace(wanted, estimated_tokens=await self._estimate_tokens(wanted))
+        outlook = self.outlooks([wanted])[wanted.id]
+        wanted = replace(wanted, forecast_s=outlook.forecast_s)
+
+        def check(used_bytes: int) -> None:
+            raise_if_over(used_bytes, limits.max_stored_bytes_per_owner, directory.free_bytes)
+            if not best_effort:
+                raise_if_too_short(wanted, outlook)
+
+        record, is_new = await self._context.store.run(
+            batch_rows.create,
+            wanted,
+            wanted.created_at_s,
+            limits.max_active_batches,
+            limits.max_active_batches_per_owner,
+            check,
+        )
+        if is_new:
+            self._lead(record)
+        return record
+
+    async def _estimate_tokens(self, wanted: JobRecord) -> int:
+        """Return what the input is expected to take; 0 if there is none to look at."""
+        context = self._context
+        try:
+            file = await context.store.run(
+                file_rows.find, wanted.owner, wanted.input_file_id, wanted.created_at_s
+            )
+        except NotFoundError:
+            return 0  # The same call again may not need the file.
+        path = context.directory.file(file.id)
+        return await context.threads.run(
+            estimate_file, path, wanted.endpoint, context.limits.max_line_bytes
+        )
+
+    async def _change(self, batch_id: str, event: Event, owner: str | None) -> JobRecord:
+        record = await self._apply(batch_id, event, None, owner)
+        if batch_id in self._tasks:
+            self._drivers[batch_id].notice_change()
+        elif not record.status.is_final:
+            # Its driver has died of an internal error; a new one may fare better.
+            self._lead(record)
+        return record
+
+    def _lead(self, record: JobRecord) -> None:
+        driver = JobDriver(record, self._context, self._validating, self._apply)
+        task = asyncio.create_task(driver.run())
+        self._drivers[record.id] = driver
+        self._tasks[record.id] = task
+        task.add_done_callback(lambda task: self._ended(record.id, task))
+
+    async def _apply(
+        self, batch_id: str, event: Event, expected: Status | None, owner: str | None = None
+    ) -> JobRecord:
+        context = self._context
+        record = await context.store.run(
+            batch_rows.apply,
+            batch_id,
+            event,
+            context.clock.now_s(),
+            owner=owner,
+            expected=expected,
+            outbox_id=new_id("evt_", context.rng) if self._record_events else None,
+        )
+        if record.status.is_final:
+            self._forecaster.ended(record)
+            self.event_added.set()
+        return record
+
+    def _ended(self, batch_id: str, task: asyncio.Task[None]) -> None:
+        del self._tasks[batch_id]
+        if task.cancelled() or task.exception() is None:
+            del self._drivers[batch_id]
+            return
+        # The driver stays, to say so to whoever asks.
+        error = task.exception()
+        self._drivers[
+            batch_id
+        ].stalled_by = f"internal error: {error!r}; resume or cancel the batch"
+        _log.error("batch %s stands still", batch_id, exc_info=error)
+
+    async def _watch(self) -> None:
+        while True:
+            await self._context.clock.sleep(_LOOK_INTERVAL_S)
+            for batch_id, outlook in self.outlooks().items():
+                self._drivers[batch_id].share.is_urgent = outlook.is_urgent
+            try:
+                await self._forecaster.look()
+            except StorageError as error:
+                _log.warning("the history of rates could not be written: %s", error)
+
+
+async def _to_its_end(work: Coroutine[Any, Any, JobRecord]) -> JobRecord:
+    """Await ``work``, which goes on when the caller is cancelled.
+
+    Otherwise a client that hangs up could leave a change in the store that no driver
+    has heard of.
+    """
+    return await asyncio.shield(asyncio.ensure_future(work))

@@ -1,0 +1,109 @@
+"""What a submission must remember of its batch, beside the output it will fill."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Self
+from uuid import uuid4
+
+from sglang_coserve.client.output_lock import lock_output
+from sglang_coserve.errors import InputFileError
+
+__all__ = ["Submission", "SubmissionFile", "file_digest", "submission_path"]
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One batch, from before it exists."""
+
+    input_digest: str
+    idempotency_key: str
+    input_file_id: str | None = None
+    batch_id: str | None = None
+
+    @classmethod
+    def new(cls, input_digest: str = "") -> Self:
+        """Return a submission for a batch that nobody has begun."""
+        return cls(input_digest, uuid4().hex)
+
+
+def submission_path(output: Path) -> Path:
+    """Return where the submission of ``output`` is: ``a.jsonl`` → ``a.batch.json``."""
+    return output.with_name(output.name.removesuffix(".jsonl") + ".batch.json")
+
+
+def file_digest(path: Path) -> str:
+    """Return a digest of a whole file. Blocks.
+
+    Raises:
+        InputFileError: it cannot be read.
+    """
+    digest = blake2b(digest_size=16)
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+    except OSError as error:
+        raise InputFileError(f"cannot read {path}: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+class SubmissionFile:
+    """The submission of an output, which nobody else may fill while this is open."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        self._path = submission_path(output)
+        self._fd: int | None = None
+
+    def open(self) -> None:
+        """Open the file, making it when it is not there, and lock it.
+
+        Raises:
+            InputFileError: another client has it, or it cannot be written.
+        """
+        self._fd = lock_output(self._output, self._path)
+
+    def close(self) -> None:
+        """Let others have the output."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def remove(self) -> None:
+        """Forget the batch."""
+        self._path.unlink(missing_ok=True)
+
+    def load(self, input_digest: str) -> Submission:
+        """Return the submission, or a new one for an output that has none.
+
+        Raises:
+            InputFileError: it is not one of ours, or belongs to another input.
+        """
+        assert self._fd is not None, "load() before open()"
+        text = os.pread(self._fd, 1 << 16, 0)
+        if not text:
+            return Submission.new(input_digest)
+        try:
+            submission = Submission(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise InputFileError(f"{self._path} is not from coserve submit: remove it") from error
+        if submission.input_digest != input_digest:
+            raise InputFileError(
+                f"the input has changed since {self._output} was begun:"
+                " choose another output, or move this one and its .batch.json away"
+            )
+        return submission
+
+    def save(self, submission: Submission) -> None:
+        """Keep ``submission``, on the disk."""
+        assert self._fd is not None, "save() before open()"
+        text = json.dumps(asdict(submission)).encode()
+        # Only ever longer than what it replaces.
+        os.pwrite(self._fd, text, 0)
+        os.ftruncate(self._fd, len(text))
+        os.fsync(self._fd)

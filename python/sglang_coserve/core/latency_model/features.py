@@ -1,0 +1,153 @@
+"""The features of the papers' linear models: three sets, made of the same sums over a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from sglang_coserve.core.latency_model.samples import Floats, SampleTable
+
+__all__ = ["BROS", "CONSERVE", "FEATURE_SETS", "HYGEN", "SUMS", "FeatureSet"]
+
+SUMS: Final = (
+    "prefill_requests",
+    "prefill_tokens",
+    "prefill_context_tokens",
+    "prefill_attention_pairs",
+    "prefill_tokens_squared",
+    "has_prefills",
+    "decode_requests",
+    "decode_context_tokens",
+    "decode_context_tokens_squared",
+    "has_decodes",
+    "has_rows",
+)
+"""What features are sums of: the fields of ``BatchStats``, the squares of two of them, and 1 for
+a batch with rows (of a kind)."""
+
+
+class Feature(NamedTuple):
+    """What a coefficient multiplies."""
+
+    coefficient: str
+    """Its name; its value is in seconds per unit of the feature."""
+
+    sums: tuple[str, ...]
+    """Which of ``SUMS`` the feature adds up."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureSet:
+    """The features of a linear model."""
+
+    kind: str
+    """Names the model in a saved profile."""
+
+    features: tuple[Feature, ...]
+
+    replay_coefficients: tuple[str, ...] = ()
+    """Of batches that replay a decode CUDA graph; empty where the model knows no graphs."""
+
+    @property
+    def coefficient_names(self) -> tuple[str, ...]:
+        """All coefficients, those of replayed graphs last."""
+        return (*(name for name, _ in self.features), *self.replay_coefficients)
+
+    def prices(self, coefficients: Mapping[str, float]) -> tuple[float, ...]:
+        """Return the seconds that one unit of each of ``SUMS`` costs."""
+        prices = dict.fromkeys(SUMS, 0.0)
+        for name, sums in self.features:
+            for added in sums:
+                prices[added] += coefficients[name]
+        return tuple(prices.values())
+
+    def terms(self, table: SampleTable) -> Floats:
+        """Return the features of every batch; the shape is (n, number of features)."""
+        prefill_tokens = table.prefill_tokens.astype(np.float64)
+        decode_tokens = table.decode_context_tokens.astype(np.float64)
+        columns = {
+            "prefill_requests": table.prefill_requests,
+            "prefill_tokens": prefill_tokens,
+            "prefill_context_tokens": table.prefill_context_tokens,
+            "prefill_attention_pairs": table.prefill_attention_pairs,
+            "prefill_tokens_squared": prefill_tokens**2,
+            "has_prefills": table.prefill_requests > 0,
+            "decode_requests": table.decode_requests,
+            "decode_context_tokens": decode_tokens,
+            "decode_context_tokens_squared": decode_tokens**2,
+            "has_decodes": table.decode_requests > 0,
+            "has_rows": np.ones(len(table)),
+        }
+        terms = [np.sum([columns[name] for name in sums], axis=0) for _, sums in self.features]
+        return np.column_stack(terms).astype(np.float64)
+
+
+CONSERVE: Final = FeatureSet(
+    "polynomial",
+    (
+        Feature("compute_token_s", ("prefill_tokens", "decode_requests")),
+        Feature("attention_pair_s", ("prefill_attention_pairs", "decode_context_tokens")),
+        Feature(
+            "context_token_s",
+            ("prefill_tokens", "prefill_context_tokens", "decode_context_tokens"),
+        ),
+        Feature("prefill_request_s", ("prefill_requests",)),
+        Feature("decode_request_s", ("decode_requests",)),
+        Feature("iteration_s", ("has_rows",)),
+    ),
+    replay_coefficients=("graph_row_s", "graph_context_token_s", "graph_iteration_s"),
+)
+"""T = k1·ΣP + k2·ΣP·(P + C) + k4·Σ(P + C) + k5 (ConServe §4.2), and a price of each row.
+
+The paper's communication term k3·P multiplies the same P as k1, so only k1 + k3 can be
+measured: one coefficient, valid for one tensor-parallel size.
+
+The paper has no term for rows. It profiles a GPU, where one kernel serves all rows;
+elsewhere each row has kernels of its own, and the work of a row that does not depend on its
+length (logits, sampling) is no token's. Prefill and decode rows have a coefficient each,
+because their kernels differ.
+"""
+
+HYGEN: Final = FeatureSet(
+    "linear",
+    (
+        Feature("prefill_token_s", ("prefill_tokens",)),
+        Feature("prefill_token_squared_s", ("prefill_tokens_squared",)),
+        Feature("prefill_request_s", ("prefill_requests",)),
+        Feature("decode_token_s", ("decode_context_tokens",)),
+        Feature("decode_token_squared_s", ("decode_context_tokens_squared",)),
+        Feature("decode_request_s", ("decode_requests",)),
+        Feature("iteration_s", ("has_rows",)),
+    ),
+)
+"""T = f(S_p, S_d, S_p², S_d², N_p, N_d), linear, plus a constant (HyGen §4.2, Eq. 1).
+
+S_p does not count what a prefill finds cached, so a chunk costs the same at any depth of
+its prompt: choose it for prompts that fit one chunk.
+"""
+
+BROS: Final = FeatureSet(
+    "split_linear",
+    (
+        Feature("prefill_token_s", ("prefill_tokens",)),
+        Feature("prefill_pair_s", ("prefill_attention_pairs",)),
+        Feature("prefill_s", ("has_prefills",)),
+        Feature("decode_request_s", ("decode_requests",)),
+        Feature("decode_pair_s", ("decode_context_tokens",)),
+        Feature("decode_s", ("has_decodes",)),
+    ),
+)
+"""α0·Lⁿ + α1·Lⁿ·Lᵃ + β for prefill rows, and again for decode rows, summed (BROS §IV-A).
+
+Lⁿ are the tokens to compute and Lᵃ the keys they attend to. Lⁿ·Lᵃ is taken row by row,
+because requests do not attend to each other; and a prefill's Lᵃ counts its cached tokens,
+which the paper's prefills do not have. The time is the paper's t_exec: no step waits for KV
+from the host. A fit on samples without mixed batches is the paper's two separate ones.
+"""
+
+FEATURE_SETS: Final = MappingProxyType({each.kind: each for each in (CONSERVE, HYGEN, BROS)})
+"""By kind."""

@@ -1,0 +1,53 @@
+"""Typed values from JSON, with errors that name the file and the field."""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from sglang_coserve.errors import InputFileError
+
+__all__ = ["STRICT", "Document", "explain", "read_json"]
+
+T = TypeVar("T")
+
+STRICT: Final = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+"""For documents in JSON: a number is no string, true is no number, and NaN is not JSON."""
+
+
+class Document(BaseModel):
+    """A JSON object with these fields; others are ignored."""
+
+    model_config = STRICT
+
+
+def read_json(kind: type[T], text: str | bytes, source: str) -> T:
+    """Return the value of this kind that a JSON text holds.
+
+    Raises:
+        InputFileError: it holds none; the message is ``source: path.to.field: what is wrong``.
+    """
+    try:
+        return TypeAdapter(kind).validate_json(text)
+    except ValidationError as error:
+        raise InputFileError(f"{source}: {explain(error)}") from error
+
+
+def explain(error: ValidationError) -> str:
+    """Return where the first fault is, and what it is."""
+    fault = error.errors(include_url=False)[0]
+    found = "null" if fault["input"] is None else f"{fault['input']!r:.40}"
+    match fault["type"]:
+        case "json_invalid":
+            return f"not valid JSON: {fault['ctx']['error']}"
+        case "missing":
+            problem = "this field is missing"
+        case "value_error":
+            problem = str(fault["ctx"]["error"])
+        case "unexpected_keyword_argument":
+            problem = "there is no such field"
+        case _:
+            problem = f"{fault['msg'].replace('Input should', 'must')}, found {found}"
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in fault["loc"])
+    return f"{path.removeprefix('.')}: {problem}" if path else problem

@@ -1,0 +1,163 @@
+"""Generated tokens of lines that are not finished, so that a crash costs little work."""
+
+from __future__ import annotations
+
+import os
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+from zlib import crc32
+
+from sglang_coserve.errors import StorageError
+from sglang_coserve.lines.line_bitmap import LineBitmap
+
+__all__ = ["TokenJournal"]
+
+_MAGIC: Final = b"coserve journal 1\n"
+_HEADER: Final = struct.Struct("<III")
+"""Line number, number of tokens, CRC-32 of the two and of the tokens."""
+
+_MAX_ENTRY_TOKENS: Final = 1 << 24
+
+
+class TokenJournal:
+    """The tokens of one batch's unfinished lines, in memory and in an append-only file.
+
+    An entry holds tokens that follow those of the line's earlier entries. The file
+    is not forced to the disk: it outlives the process at once and the machine
+    within seconds, and what is lost is only computed again. Tokens mean something
+    to the model that made them only, so the file names it.
+    """
+
+    def __init__(self, path: Path, model: str, compact_bytes: int) -> None:
+        self.model = model
+        self._path = path
+        self._head = _MAGIC + blake2b(model.encode(), digest_size=16).digest()
+        self._compact_bytes = compact_bytes
+        self._size_bytes = 0
+        self._tokens: dict[int, array[int]] = {}
+        self._unwritten: dict[int, array[int]] = {}
+
+    def load(self, finished: LineBitmap) -> int:
+        """Read the file, cut off what a crash left unfinished, forget ``finished`` lines. Blocks.
+
+        Returns how many unfinished lines' tokens are forgotten for being another model's.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        self._tokens.clear()
+        self._unwritten.clear()
+        self._size_bytes = 0
+        try:
+            if not self._path.exists():
+                return 0
+            with self._path.open("r+b", buffering=1 << 20) as file:
+                head = file.read(len(self._head))
+                size_bytes = len(head)
+                while (entry := _read_entry(file.read)) is not None:
+                    line, tokens = entry
+                    size_bytes += _HEADER.size + 4 * len(tokens)
+                    if line not in finished:
+                        self._tokens.setdefault(line, array("I")).extend(tokens)
+                num_foreign = 0
+                if head == self._head:
+                    self._size_bytes = size_bytes
+                else:
+                    num_foreign = len(self._tokens)
+                    self._tokens.clear()
+                file.truncate(self._size_bytes)
+                return num_foreign
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def tokens(self, line: int) -> tuple[int, ...]:
+        """Return what was generated for ``line`` so far."""
+        return tuple(self._tokens.get(line, ()))
+
+    def add(self, line: int, tokens: Sequence[int]) -> None:
+        """Note that ``tokens`` follow what was generated for ``line`` so far."""
+        for lines in (self._tokens, self._unwritten):
+            if line not in lines:
+                lines[line] = array("I")
+            lines[line].extend(tokens)
+
+    def drop(self, line: int) -> None:
+        """Forget a line: it is finished, or has to start over."""
+        self._tokens.pop(line, None)
+        self._unwritten.pop(line, None)
+
+    @property
+    def has_unwritten(self) -> bool:
+        """True when ``take_unwritten`` has something to write."""
+        return bool(self._unwritten)
+
+    def take_unwritten(self) -> tuple[bytes, bool]:
+        """Return what ``write`` is to write, and whether it is to replace the file.
+
+        It replaces the file when that is larger than ``compact_bytes`` and most of
+        it is of finished lines.
+        """
+        live_bytes = sum(_HEADER.size + 4 * len(tokens) for tokens in self._tokens.values())
+        is_rewrite = self._size_bytes > max(self._compact_bytes, 2 * live_bytes)
+        entries = self._tokens if is_rewrite else self._unwritten
+        written = b"".join(_entry(line, tokens) for line, tokens in entries.items())
+        self._unwritten.clear()
+        if is_rewrite or not self._size_bytes:
+            written = self._head + written
+        self._size_bytes = len(written) + (0 if is_rewrite else self._size_bytes)
+        return written, is_rewrite
+
+    def write(self, written: bytes, is_rewrite: bool) -> None:
+        """Write what ``take_unwritten`` returned. Blocks; one call at a time.
+
+        Raises:
+            StorageError: the disk is full or failing.
+        """
+        path = self._path.with_suffix(".new") if is_rewrite else self._path
+        flags = os.O_TRUNC if is_rewrite else os.O_APPEND
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
+            try:
+                rest = memoryview(written)
+                while rest:
+                    rest = rest[os.write(fd, rest) :]
+            finally:
+                os.close(fd)
+            if is_rewrite:
+                path.replace(self._path)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def delete(self) -> None:
+        """Delete the file: no line is unfinished. Blocks."""
+        self._path.unlink(missing_ok=True)
+
+    def _failed(self, error: OSError) -> StorageError:
+        return StorageError(f"the journal {self._path} failed: {error.strerror}")
+
+
+def _entry(line: int, tokens: array[int]) -> bytes:
+    content = tokens.tobytes()
+    return _HEADER.pack(line, len(tokens), _checksum(line, len(tokens), content)) + content
+
+
+def _read_entry(read: Callable[[int], bytes]) -> tuple[int, array[int]] | None:
+    """Return the next whole entry; None at the end, or where the file is cut off or damaged."""
+    header = read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        return None
+    line, count, checksum = _HEADER.unpack(header)
+    if count > _MAX_ENTRY_TOKENS:
+        return None
+    content = read(4 * count)
+    if len(content) < 4 * count or _checksum(line, count, content) != checksum:
+        return None
+    return line, array("I", content)
+
+
+def _checksum(line: int, count: int, content: bytes) -> int:
+    return crc32(content, crc32(struct.pack("<II", line, count)))

@@ -1,0 +1,248 @@
+"""Takes the unfinished lines of one job to their records."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Coroutine, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from sglang_coserve.errors import CoserveError
+from sglang_coserve.jsonl.request_line import (
+    RequestLine,
+    estimate_tokens,
+    output_limit,
+    parse_json,
+)
+from sglang_coserve.lines.backend import LineRequest, LineResult
+from sglang_coserve.lines.context import LineContext
+from sglang_coserve.lines.engine_lines import MAX_DEATHS
+from sglang_coserve.lines.fair_slots import JobShare
+from sglang_coserve.lines.journal import TokenJournal
+from sglang_coserve.lines.line_source import InputLine, LineSource
+from sglang_coserve.lines.output_lengths import OutputLengths
+from sglang_coserve.lines.result_record import encode_record, usage_of
+from sglang_coserve.lines.result_writer import ResultWriter
+from sglang_coserve.lines.serve_line import serve_line
+
+__all__ = ["LineJob", "LineRun", "Unserved"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Unserved:
+    """A line that the engine is not to get."""
+
+    custom_id: str | None
+    result: LineResult
+
+
+class LineJob(Protocol):
+    """What the lines of a job are, and who hears of them."""
+
+    @property
+    def id(self) -> str:
+        """What the engine knows the job by."""
+
+    @property
+    def share(self) -> JobShare:
+        """Its place among the other jobs."""
+
+    @property
+    def deadline_s(self) -> float:
+        """When it should be complete, in seconds since the epoch."""
+
+    @property
+    def model(self) -> str | None:
+        """What made its latest result; None before there is one."""
+
+    def tag(self, line: InputLine) -> int:
+        """Return the tag of a line's record; see ``encode_record``."""
+
+    async def parse(self, line: InputLine) -> RequestLine | Unserved | None:
+        """Return what a line asks for; None for one that has a record. Called in their order."""
+
+    async def model_changed(self, model: str, completed: int) -> None:
+        """Note that results are of another ``model`` after ``completed`` lines."""
+
+
+class LineRun:
+    """One pass over the lines of a job that have no record, however earlier passes ended.
+
+    A pass that is cancelled, or fails, has recorded what was finished, and another one goes on
+    from there.
+    """
+
+    def __init__(
+        self, job: LineJob, context: LineContext, writer: ResultWriter, journal: TokenJournal
+    ) -> None:
+        self._job = job
+        self._context = context
+        self._writer = writer
+        self._journal = journal
+        self._model = job.model
+        self._lengths = OutputLengths()
+        self.recorded_bytes = 0
+        """Of the input, for the lines that have got a record in this pass."""
+
+    async def serve(
+        self,
+        lines: LineSource,
+        beside: Coroutine[Any, Any, None],
+        suspects: LineSource | None = None,
+    ) -> None:
+        """Have every line served, ``suspects`` alone, and ``beside`` run meanwhile.
+
+        Raises:
+            StorageError: the disk is full or failing.
+            ServerError: no line can be served any more.
+        """
+        self._context.slots.join(self._job.share)
+        try:
+            await _unwrapped(self._serve_all(lines, beside, suspects))
+        finally:
+            self._context.slots.leave(self._job.share)
+            await self._write_journal()
+
+    async def _serve_all(
+        self, lines: LineSource, beside: Coroutine[Any, Any, None], suspects: LineSource | None
+    ) -> None:
+        job, slots = self._job, self._context.slots
+        async with asyncio.TaskGroup() as watchers:
+            meanwhile = [
+                watchers.create_task(work)
+                for work in (beside, self._writer.failure(), self._journal_regularly())
+            ]
+            async with asyncio.TaskGroup() as tasks:
+                if suspects is not None:
+                    tasks.create_task(self._serve_suspects(suspects))
+                async for line in lines:
+                    request = await self._request(line)
+                    if request is None:
+                        continue
+                    estimated_tokens = estimate_tokens(line.size_bytes, request.body)
+                    await slots.acquire(job.share, line.size_bytes, estimated_tokens)
+                    task = tasks.create_task(self._serve(line, request, estimated_tokens))
+                    # Not in the task: one that is cancelled before its first step runs no code.
+                    release = partial(self._release, line.size_bytes, estimated_tokens)
+                    task.add_done_callback(release)
+            for each in meanwhile:
+                each.cancel()
+
+    async def _serve_suspects(self, lines: LineSource) -> None:
+        """Serve lines that the engine may have died of, and give up those of which it surely did.
+
+        They take no slots: each is alone in the engine.
+        """
+        engine_lines = self._context.engine_lines
+        deaths: Mapping[int, int] = engine_lines.suspects_of(self._job.id)
+        with engine_lines.serving_suspects():
+            async for line in lines:
+                request = await self._request(line)
+                if request is None:
+                    continue
+                if deaths[line.number] < MAX_DEATHS:
+                    estimated_tokens = estimate_tokens(line.size_bytes, request.body)
+                    await self._serve(line, request, estimated_tokens)
+                    continue
+                message = (
+                    f"the engine ended {MAX_DEATHS} times while it served this line,"
+                    " which is not tried again"
+                )
+                _log.error("%s, line %d: %s", self._job.id, line.number, message)
+                result = LineResult.unserved("engine_failed", message)
+                await self._record(line, request.custom_id, result)
+
+    async def _request(self, line: InputLine) -> RequestLine | None:
+        """Return what a line asks for; None where that is settled."""
+        await self._writer.room()
+        parsed = await self._job.parse(line)
+        if isinstance(parsed, Unserved):
+            await self._record(line, parsed.custom_id, parsed.result)
+            return None
+        return parsed
+
+    async def _serve(self, line: InputLine, request: RequestLine, estimated_tokens: int) -> int:
+        """Return the tokens that the line took."""
+        limit = output_limit(request.body)
+        line_request = LineRequest(
+            batch_id=self._job.id,
+            line=line.number,
+            endpoint=request.url,
+            body=request.body,
+            generated=(),
+            deadline_s=self._job.deadline_s,
+            expected_output_tokens=self._lengths.expected(limit),
+        )
+
+        async def fresh_body() -> Any:
+            assert line.content is not None
+            return (await self._context.threads.run(parse_json, line.content))["body"]
+
+        result, model = await serve_line(line_request, fresh_body, self._journal, self._context)
+        usage = usage_of(result.body)
+        if result.is_ok:
+            self._lengths.add(limit, usage.output_tokens)
+        await self._record(line, request.custom_id, result, estimated_tokens, model)
+        self._journal.drop(line.number)
+        return usage.total_tokens
+
+    async def _record(
+        self,
+        line: InputLine,
+        custom_id: str | None,
+        result: LineResult,
+        estimated_tokens: int | None = None,
+        model: str | None = None,
+    ) -> None:
+        """Write the record of a line, which ``model`` has answered; None if none has."""
+        record = await self._context.threads.run(
+            encode_record, self._job.tag(line), line.number, custom_id, result
+        )
+        if estimated_tokens is None:
+            estimated_tokens = estimate_tokens(line.size_bytes, {})
+        try:
+            if model not in (None, self._model):
+                # At once, so that whoever is next does not say it again with another number.
+                self._model = model
+                await self._job.model_changed(str(model), self._writer.progress.completed)
+        finally:
+            # The answer counts, also when the job is stopped meanwhile.
+            self._writer.add(
+                record,
+                is_ok=result.is_ok,
+                usage=usage_of(result.body),
+                estimated_tokens=estimated_tokens,
+            )
+            self.recorded_bytes += line.size_bytes
+
+    def _release(self, size_bytes: int, estimated_tokens: int, task: asyncio.Task[int]) -> None:
+        tokens = 0 if task.cancelled() or task.exception() else task.result()
+        self._context.slots.release(self._job.share, size_bytes, estimated_tokens, tokens)
+
+    async def _journal_regularly(self) -> None:
+        while True:
+            await self._context.clock.sleep(self._context.journal_interval_s)
+            await self._write_journal()
+
+    async def _write_journal(self) -> None:
+        if self._journal.has_unwritten:
+            written, is_rewrite = self._journal.take_unwritten()
+            await self._context.threads.run(self._journal.write, written, is_rewrite)
+
+
+async def _unwrapped(work: Awaitable[None]) -> None:
+    """Await ``work``, whose task groups would hide a CoserveError in groups of errors."""
+    try:
+        await work
+    except BaseExceptionGroup as group:
+        expected, others = group.split(CoserveError)
+        if expected is None or others is not None:
+            raise
+        first: BaseException = expected
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from group

@@ -1,0 +1,154 @@
+"""The unfinished lines of an input file, read a little ahead: in its order, or in a better one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from sglang_coserve.errors import StorageError
+from sglang_coserve.jsonl.lines import Line, is_blank, read_lines
+from sglang_coserve.jsonl.prefix_order import read_order
+from sglang_coserve.lines.line_bitmap import LineBitmap
+from sglang_coserve.lines.worker_threads import WorkerThreads
+
+__all__ = ["InputLine", "LineSource"]
+
+_AHEAD_LINES: Final = 256
+_AHEAD_BYTES: Final = 1 << 20
+_SKIPPED_AT_ONCE: Final = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class InputLine:
+    """A line that is not blank."""
+
+    number: int
+    offset: int
+    """Where it begins in the file."""
+
+    size_bytes: int
+    content: bytes | None
+    """None when it is longer than allowed."""
+
+    digest: int
+    """See ``jsonl.lines.Line.digest``."""
+
+    is_first: bool | None = None
+    """Of the lines with its ``custom_id``; None where that is not known."""
+
+
+class LineSource:
+    """Yields the lines of a file whose numbers ``is_wanted``, each of them once.
+
+    They come in the file's order until there is an order (``prefix_order``), and in that one
+    from then on. Holds at most 256 lines, about 1 MiB, or one line if that is longer.
+
+    With ``unique_ids`` the order has only the first line of each ``custom_id``. Before there is
+    an order the lines come that are not wanted, too, for whoever is to tell which ids have been
+    there; those that it leaves out come last, in the file's order.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        max_line_bytes: int,
+        is_wanted: Callable[[int], bool],
+        threads: WorkerThreads,
+        order: Path | None = None,
+        *,
+        unique_ids: bool = False,
+    ) -> None:
+        """``order`` need not be there yet; None: there will be none."""
+        self._path = path
+        self._max_line_bytes = max_line_bytes
+        self._is_wanted = is_wanted
+        self._threads = threads
+        self._order = order
+        self._unique_ids = unique_ids
+        self._is_ordered = False
+        self._is_order_over = False
+        self._place = 0
+        self._taken = LineBitmap()
+        self._offset = 0
+        self._number = 0
+        self._is_at_end = False
+        self._ahead: deque[InputLine] = deque()
+
+    def __aiter__(self) -> LineSource:
+        return self
+
+    async def __anext__(self) -> InputLine:
+        while not self._ahead and not self._is_at_end:
+            await self._threads.run(self._read_ahead)
+        if not self._ahead:
+            raise StopAsyncIteration
+        return self._ahead.popleft()
+
+    def _read_ahead(self) -> None:
+        """Read some lines. A file that is mostly finished is passed over in several calls."""
+        if not self._is_ordered and self._order is not None:
+            self._is_ordered = self._order.exists()
+        try:
+            if self._is_ordered and not self._is_order_over:
+                self._read_in_order()
+            else:
+                self._read_on()
+        except OSError as error:
+            raise StorageError(f"{self._path} cannot be read: {error.strerror}") from error
+
+    def _read_on(self) -> None:
+        takes_all = self._unique_ids and not self._is_ordered
+        is_first = False if self._is_order_over else None
+        size_bytes = 0
+        with self._path.open("rb", buffering=_AHEAD_BYTES) as file:
+            file.seek(self._offset)
+            for line in self._lines(file, self._number):
+                offset = self._offset
+                self._offset += line.size_bytes
+                self._number = line.number
+                is_wanted = takes_all or self._is_wanted(line.number)
+                if is_wanted and line.number not in self._taken and not is_blank(line.content):
+                    self._take(line, offset, is_first)
+                    size_bytes += line.size_bytes
+                if self._is_enough(size_bytes) or line.number % _SKIPPED_AT_ONCE == 0:
+                    return
+        self._is_at_end = True
+
+    def _read_in_order(self) -> None:
+        assert self._order is not None
+        with self._order.open("rb") as order:
+            entries = read_order(order, self._place, _SKIPPED_AT_ONCE)
+        if not entries:
+            self._is_order_over = True
+            self._is_at_end = not self._unique_ids
+        size_bytes = 0
+        with self._path.open("rb") as file:
+            for offset, number in entries:
+                if self._is_enough(size_bytes):
+                    return
+                self._place += 1
+                if self._is_wanted(number) and number not in self._taken:
+                    file.seek(offset)
+                    line = next(self._lines(file, number - 1), None)
+                    if line is None:
+                        raise StorageError(f"{self._path} has changed since it was checked")
+                    self._take(line, offset, is_first=True)
+                    size_bytes += line.size_bytes
+
+    def _lines(self, file: BinaryIO, after_line: int) -> Iterator[Line]:
+        return read_lines(
+            file, self._max_line_bytes, after_line=after_line, with_digest=self._unique_ids
+        )
+
+    def _take(self, line: Line, offset: int, is_first: bool | None) -> None:
+        if self._order is not None:
+            self._taken.add(line.number)
+        self._ahead.append(
+            InputLine(line.number, offset, line.size_bytes, line.content, line.digest, is_first)
+        )
+
+    def _is_enough(self, size_bytes: int) -> bool:
+        return size_bytes >= _AHEAD_BYTES or len(self._ahead) >= _AHEAD_LINES

@@ -1,0 +1,123 @@
+"""When a line may go to the engine: beside others, or, under suspicion, alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Final
+
+__all__ = ["LineTurns"]
+
+_TURN_S: Final = 60.0
+"""How long one kind may go on while the other waits. Short against windows of hours; long
+against what a turn's beginning costs, which is to wait for the lines in flight to end."""
+
+
+class LineTurns:
+    """Suspects are served one at a time and with no other line, over all batches.
+
+    So when the engine dies again it is known of which one, and nobody else is suspected.
+    As long as there are suspects, they and the other lines take turns, suspects first:
+    a server that dies soon after every start settles at least one of them each time.
+    """
+
+    def __init__(self, monotonic_s: Callable[[], float], turn_s: float = _TURN_S) -> None:
+        self._monotonic_s = monotonic_s
+        self._turn_s = turn_s
+        self._is_suspects_turn = True
+        self._turn_ends_s = 0.0
+        self._num_runs = 0
+        self._num_beside = 0
+        self._num_waiting_beside = 0
+        self._num_waiting_alone = 0
+        self._has_suspect = False
+        self._changed = asyncio.Event()
+
+    @property
+    def suspects_in_flight(self) -> int:
+        """1 while a suspect is being served, else 0."""
+        return int(self._has_suspect)
+
+    @contextmanager
+    def suspects(self) -> Generator[None]:
+        """Within it there are suspects to be served, one after the other."""
+        if not self._num_runs:
+            self._begin_turn(is_suspects=True)
+        self._num_runs += 1
+        try:
+            yield
+        finally:
+            self._num_runs -= 1
+            self._wake_all()
+
+    @asynccontextmanager
+    async def beside(self) -> AsyncGenerator[None]:
+        """Serve an ordinary line within it; waits for the turn of those."""
+        self._num_waiting_beside += 1
+        try:
+            while not self._may_begin_beside():
+                await self._changed.wait()
+        finally:
+            self._num_waiting_beside -= 1
+            self._wake_all()
+        self._num_beside += 1
+        try:
+            yield
+        finally:
+            self._num_beside -= 1
+            self._wake_all()
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncGenerator[None]:
+        """Serve a suspect within it; waits until nothing else is being served."""
+        self._num_waiting_alone += 1
+        try:
+            while not self._may_begin_alone():
+                await self._changed.wait()
+        finally:
+            self._num_waiting_alone -= 1
+            self._wake_all()
+        self._has_suspect = True
+        try:
+            yield
+        finally:
+            self._has_suspect = False
+            self._wake_all()
+
+    def _may_begin_beside(self) -> bool:
+        if self._has_suspect:
+            return False
+        if not self._num_runs:
+            return True
+        if self._is_suspects_turn and self._is_turn_over:
+            self._begin_turn(is_suspects=False)
+        if self._is_suspects_turn:
+            return False
+        return not (self._is_turn_over and self._num_waiting_alone)
+
+    def _may_begin_alone(self) -> bool:
+        if self._has_suspect or self._num_beside:
+            return False
+        is_over, others_wait = self._is_turn_over, self._num_waiting_beside > 0
+        if self._is_suspects_turn:
+            if is_over and others_wait:
+                self._begin_turn(is_suspects=False)
+                return False
+        elif is_over or not others_wait:
+            self._begin_turn(is_suspects=True)
+        return self._is_suspects_turn
+
+    @property
+    def _is_turn_over(self) -> bool:
+        return self._monotonic_s() >= self._turn_ends_s
+
+    def _begin_turn(self, *, is_suspects: bool) -> None:
+        self._is_suspects_turn = is_suspects
+        self._turn_ends_s = self._monotonic_s() + self._turn_s
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        """Have everybody who waits look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,131 @@
+"""Records of finished lines, in OpenAI's batch output format."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+import orjson
+
+from sglang_coserve.lines.backend import LineResult
+from sglang_coserve.lines.progress import Usage
+
+__all__ = [
+    "RECORD_START",
+    "batch_tag",
+    "encode_record",
+    "error_message",
+    "record_identity",
+    "usage_in_record",
+    "usage_of",
+]
+
+RECORD_START: Final = b'{"id":"batch_req_'
+"""How every record begins."""
+
+_HEAD: Final = re.compile(RECORD_START + rb'([0-9a-f]{24})_([1-9][0-9]{0,17})",')
+
+_OLDER_HEAD: Final = re.compile(RECORD_START + rb'([1-9][0-9]{0,17})_([0-9a-f]{16})",')
+"""As ``coserve submit`` wrote them before they had one format with those of servers."""
+
+_MESSAGE_CHARS: Final = 500
+
+
+def batch_tag(batch_id: str) -> int:
+    """Return the tag of a batch's records: its id as a number."""
+    return int(batch_id.removeprefix("batch_"), 16)
+
+
+def encode_record(tag: int, line: int, custom_id: str | None, result: LineResult) -> bytes:
+    """Return the record of a line, with its line ending.
+
+    ``tag``, of 96 bits, says whose record it is: the server writes the batch, whose lines
+    cannot change; the client, whose input may, writes the line's digest.
+    """
+    error = None
+    if not result.status_code:
+        error = {name: result.body["error"][name] for name in ("code", "message")}
+    record = {
+        # First, and of a fixed form: ``record_identity`` reads it without parsing the record.
+        "id": f"batch_req_{tag:024x}_{line}",
+        "custom_id": custom_id,
+        "response": None
+        if error
+        else {
+            "status_code": result.status_code,
+            "request_id": result.request_id,
+            "body": result.body,
+        },
+        "error": error,
+    }
+    try:
+        return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:
+        # Half a surrogate pair and integers beyond 64 bits have a JSON form, but not orjson's.
+        return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+
+
+def record_identity(record: bytes) -> tuple[int, int] | None:
+    """Return (tag, line) of a whole record; None when it is not one."""
+    if not record.endswith(b"}\n"):
+        return None
+    if match := _HEAD.match(record):
+        return int(match[1], 16), int(match[2])
+    if match := _OLDER_HEAD.match(record):
+        return int(match[2], 16), int(match[1])
+    return None
+
+
+def error_message(body: object) -> str:
+    """Return a server's own words, from OpenAI's nested or SGLang's flat error object."""
+    match body:
+        case {"error": {"message": str(message)}} | {"message": str(message)}:
+            return message
+        case str(text) if text:
+            return text[:_MESSAGE_CHARS]
+    return json.dumps(body)[:_MESSAGE_CHARS]
+
+
+def usage_in_record(record: bytes) -> Usage:
+    """Return the tokens that a record says its line took."""
+    response = json.loads(record)["response"]
+    return usage_of(response["body"]) if response else Usage()
+
+
+def usage_of(body: object) -> Usage:
+    """Return the tokens in the ``usage`` of a response.
+
+    Chat completions and completions say prompt and completion, responses say
+    input and output, embeddings have a prompt only.
+    """
+    usage = body.get("usage") if isinstance(body, Mapping) else None
+    if not isinstance(usage, Mapping):
+        return Usage()
+    return Usage(
+        input_tokens=_count(usage, "input_tokens", "prompt_tokens"),
+        cached_tokens=_detail(
+            usage, "input_tokens_details", "prompt_tokens_details", "cached_tokens"
+        ),
+        output_tokens=_count(usage, "output_tokens", "completion_tokens"),
+        reasoning_tokens=_detail(
+            usage, "output_tokens_details", "completion_tokens_details", "reasoning_tokens"
+        ),
+    )
+
+
+def _count(fields: Mapping[str, Any], *names: str) -> int:
+    for name in names:
+        value = fields.get(name)
+        if type(value) is int and value >= 0:
+            return value
+    return 0
+
+
+def _detail(usage: Mapping[str, Any], first: str, second: str, name: str) -> int:
+    for group in (first, second):
+        details = usage.get(group)
+        if isinstance(details, Mapping):
+            return _count(details, name)
+    return 0

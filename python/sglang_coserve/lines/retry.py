@@ -1,0 +1,141 @@
+"""When to try a line again, when to give the line up, and when to give the server up.
+
+Pure decisions: the clock and the random numbers come from outside.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+
+from sglang_coserve.errors import ServerGoneError
+from sglang_coserve.lines.backend import FailureKind, LineResult
+from sglang_coserve.lines.backoff import backoff_s
+from sglang_coserve.lines.result_record import error_message
+
+__all__ = ["EngineHealth", "LineRetries", "RetryPolicy", "retry_after_s"]
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """The bounds of every retry."""
+
+    retry_for_s: float = 300.0
+    """Give the server up when it has answered no line for this long; infinity for never."""
+
+    max_attempts: int = 5
+    """Give a line up after this many failures that are its own."""
+
+    first_delay_s: float = 0.5
+    max_delay_s: float = 10.0
+
+
+class EngineHealth:
+    """What all lines together know of the server."""
+
+    def __init__(self) -> None:
+        self.last_answer_s = -math.inf
+        self.num_answers = 0
+        self.num_retries = 0
+        """Attempts at a line that a failure before them has made necessary."""
+
+        self.last_failure: str | None = None
+        """Why an attempt failed; None once a line has been answered since."""
+
+    def answered(self, now_s: float) -> None:
+        """Note that the server finished with some line, well or badly."""
+        self.last_answer_s = now_s
+        self.num_answers += 1
+        self.last_failure = None
+
+
+class LineRetries:
+    """The retries of one line: exponential backoff with jitter.
+
+    A failure is the line's own when the server says so (5xx), or when it was
+    lost or timed out and other lines were answered since it failed before: one
+    bad line must not stop the rest. Otherwise the server is to blame, and the
+    line is retried until nothing at all has been answered for ``retry_for_s``.
+    """
+
+    def __init__(
+        self, line: int, policy: RetryPolicy, server: EngineHealth, rng: random.Random
+    ) -> None:
+        self._line = line
+        self._policy = policy
+        self._server = server
+        self._rng = rng
+        self._num_retries = 0
+        self._own_failures = 0
+        self._failing_since_s: float | None = None
+        self._attempt_began_s = 0.0
+        self._answers_before = server.num_answers
+
+    def began(self, now_s: float) -> None:
+        """Note that an attempt starts."""
+        self._attempt_began_s = now_s
+
+    def failed(self, result: LineResult, now_s: float) -> float | None:
+        """Return how long to wait before the next attempt, or None to give the line up.
+
+        ``result`` is a retryable one.
+
+        Raises:
+            ServerGoneError: the server has answered nothing for ``retry_for_s``.
+        """
+        others_answered = self._server.num_answers > self._answers_before
+        self._answers_before = self._server.num_answers
+        reason = error_message(result.body)
+        if result.status_code:
+            reason = f"HTTP {result.status_code}: {reason}"
+        if result.kind is FailureKind.FAILED:
+            self._server.answered(now_s)
+            self._own_failures += 1
+        elif others_answered and result.kind in (FailureKind.LOST, FailureKind.TIMED_OUT):
+            self._own_failures += 1
+        if self._own_failures >= self._policy.max_attempts:
+            return None
+        self._server.last_failure = reason
+        left_s = self._time_left_s(result.kind, reason, now_s)
+        self._num_retries += 1
+        policy = self._policy
+        pause_s = backoff_s(self._num_retries, policy.first_delay_s, policy.max_delay_s, self._rng)
+        return min(result.retry_after_s + pause_s, left_s)
+
+    def _time_left_s(self, kind: FailureKind, reason: str, now_s: float) -> float:
+        retry_for_s = self._policy.retry_for_s
+        # A server that kept the line for this long was there: the outage starts now.
+        was_held = kind is FailureKind.LOST and now_s - self._attempt_began_s >= retry_for_s
+        if self._failing_since_s is None or was_held:
+            self._failing_since_s = now_s
+        # Lines that are being served do not prove an outage, only lines that fail do.
+        outage_since_s = max(self._failing_since_s, self._server.last_answer_s)
+        left_s = outage_since_s + retry_for_s - now_s
+        if left_s <= 0:
+            raise ServerGoneError(
+                f"the server has answered nothing for {retry_for_s:g} s"
+                f" (line {self._line}: {reason})"
+            )
+        return left_s
+
+
+def retry_after_s(header: str | None, now: datetime) -> float | None:
+    """Return the seconds a ``Retry-After`` header asks for (RFC 9110 §10.2.3).
+
+    Takes both forms, seconds and a date; None for no header or one that is neither.
+    ``now`` is aware of its time zone.
+    """
+    if header is None:
+        return None
+    if header.strip().isdecimal():
+        return float(header)
+    try:
+        when = parsedate_to_datetime(header)
+    except ValueError:
+        return None
+    if when.tzinfo is None:
+        return None
+    return max(0.0, (when - now).total_seconds())

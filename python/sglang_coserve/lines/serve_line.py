@@ -1,0 +1,84 @@
+"""Takes one line through the engine, as often as it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from http import HTTPStatus
+from typing import Any
+
+from sglang_coserve.errors import ServerError
+from sglang_coserve.lines.backend import LineRequest, LineResult
+from sglang_coserve.lines.context import LineContext
+from sglang_coserve.lines.journal import TokenJournal
+from sglang_coserve.lines.retry import LineRetries
+
+__all__ = ["serve_line"]
+
+_log = logging.getLogger(__name__)
+
+
+async def serve_line(
+    request: LineRequest,
+    fresh_body: Callable[[], Awaitable[dict[str, Any]]],
+    journal: TokenJournal,
+    context: LineContext,
+) -> tuple[LineResult, str]:
+    """Return the engine's answer to ``request``, or its last failure, and the model it is of.
+
+    An attempt continues from the tokens of those before it, of an earlier run too, if they
+    are of the same model. When the engine gets other weights while it serves the line, it
+    starts over: an answer is of one model. Each attempt has a body of its own: the first that of
+    ``request``, each later one a ``fresh_body``.
+
+    Raises:
+        StorageError: it cannot be noted that the engine has the line.
+        ServerError: no line can be served any more.
+    """
+    backend, now_s = context.backend, asyncio.get_running_loop().time
+    retries = LineRetries(request.line, context.retry_policy, context.health, context.rng)
+
+    def journal_tokens(tokens: Sequence[int]) -> None:
+        if backend.model == journal.model:
+            journal.add(request.line, tokens)
+
+    is_first = True
+    while True:
+        await backend.settled()
+        async with context.engine_lines.in_engine(request.batch_id, request.line) as limit:
+            model = backend.model
+            generated = journal.tokens(request.line) if model == journal.model else ()
+            body = request.body if is_first else await fresh_body()
+            is_first = False
+            retries.began(now_s())
+            try:
+                async with limit:
+                    result = await backend.run(
+                        replace(request, body=body, generated=generated), journal_tokens
+                    )
+            except ServerError:
+                raise
+            except Exception as error:
+                if limit.expired():
+                    continue
+                # Whatever goes wrong in an engine is one line's misfortune, not the job's.
+                _log.exception("%s, line %d: the engine failed", request.batch_id, request.line)
+                result = _engine_failed(error)
+        if backend.model != model or (result.is_retryable and backend.is_changing):
+            continue
+        if not result.is_retryable:
+            context.health.answered(now_s())
+            return result, model
+        delay_s = retries.failed(result, now_s())
+        if delay_s is None:
+            return result, model
+        await context.clock.sleep(delay_s)
+        context.health.num_retries += 1
+
+
+def _engine_failed(error: Exception) -> LineResult:
+    message = f"the engine failed: {error}"
+    body = {"error": {"message": message, "type": "server_error", "param": None, "code": None}}
+    return LineResult(HTTPStatus.INTERNAL_SERVER_ERROR, "", body, is_retryable=True)
