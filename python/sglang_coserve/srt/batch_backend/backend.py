@@ -69,7 +69,7 @@ class BatchBackend(Backend):
 
     def when_changing(self, take_out: Callable[[], None]) -> None:
         """See ``Backend.when_changing``."""
-        self._tokenizer_manager.coserve_weights.on_update = take_out
+        self._tokenizer_manager.coserve_weights.on_update.append(take_out)
 
     async def settled(self) -> None:
         """See ``Backend.settled``."""
