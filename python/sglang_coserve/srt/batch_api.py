@@ -24,7 +24,6 @@ from sglang_coserve.batch.routes import (
 )
 from sglang_coserve.batch.webhooks import Webhooks, WebhookTarget
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.srt import compat
 
 __all__ = [
     "batch_api_status",
@@ -107,19 +106,15 @@ def open_routes_warning(api_key: str | None, admin_api_key: str | None) -> str |
 async def _served(http_server: Any, config: CoserveConfig) -> AsyncGenerator[None]:
     from sglang_coserve.srt.batch_backend import BatchBackend
     from sglang_coserve.srt.engine_death import fatal_signals_told_to
-    from sglang_coserve.srt.loaded_model import loaded_fingerprint
     from sglang_coserve.srt.replicas import EXPECTED_RATE_KEY, STATE_KEY
 
     assert config.coserve_data_dir is not None
     state = http_server._global_state
     manager = state.tokenizer_manager
-    # In a thread: it reads parts of all weights.
-    loaded = await asyncio.to_thread(loaded_fingerprint, compat.settings_of(manager.server_args))
-    logger.info("the model's fingerprint is %s", loaded)
     backend = BatchBackend(
         manager,
         state.template_manager,
-        fingerprint=loaded,
+        fingerprint=await manager.coserve_fingerprint(),
         expected_tokens_per_s=state.scheduler_info[STATE_KEY][EXPECTED_RATE_KEY],
     )
     target = _webhook_target(config)
