@@ -9,7 +9,7 @@ what goes on after which tokens. A connection that closes aborts the attempt.
 from sglang_coserve.http_lines.engine_connection import EngineConnection
 from sglang_coserve.http_lines.failures import EngineLostError, EngineRefusesError, LineMovedError
 from sglang_coserve.http_lines.line_server import LineServer
-from sglang_coserve.http_lines.messages import LINES_PATH, EngineDescription
+from sglang_coserve.http_lines.messages import LINES_PATH, LOAD_PATH, EngineDescription
 from sglang_coserve.http_lines.routes import (
     add_line_routes,
     line_endpoints,
@@ -18,6 +18,7 @@ from sglang_coserve.http_lines.routes import (
 
 __all__ = [
     "LINES_PATH",
+    "LOAD_PATH",
     "EngineConnection",
     "EngineDescription",
     "EngineLostError",

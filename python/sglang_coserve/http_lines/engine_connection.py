@@ -9,8 +9,9 @@ from types import TracebackType
 from typing import Final, Self
 
 import aiohttp
+import httpx
 
-from sglang_coserve.errors import RequestError
+from sglang_coserve.errors import ConfigError, RequestError
 from sglang_coserve.http_lines.failures import (
     EngineLostError,
     EngineRefusesError,
@@ -43,10 +44,16 @@ _ELSEWHERE: Final = (HTTPStatus.CONFLICT, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 class EngineConnection:
-    """Speaks with the engine at ``url``, whose admin key is ``admin_key``."""
+    """Speaks with the engine at ``url``, whose admin key is ``admin_key``.
+
+    Raises:
+        ConfigError: the address or the key cannot be used.
+    """
 
     def __init__(self, url: str, admin_key: str, *, now_s: Callable[[], float] = time.time) -> None:
-        self.url = url
+        self.url = _checked(url)
+        if not admin_key.isascii() or not admin_key.isprintable():
+            raise ConfigError("the engines' admin key has characters that no header can carry")
         self._now_s = now_s
         self._session = aiohttp.ClientSession(
             url,
@@ -90,8 +97,8 @@ class EngineConnection:
         """Return what the engine answers to GET.
 
         Raises:
-            EngineLostError: it does not answer.
-            EngineRefusesError: it answers with an error.
+            EngineLostError: it does not answer, or says that it cannot yet.
+            EngineRefusesError: it answers with another error.
         """
         timeout = aiohttp.ClientTimeout(_ASK_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S)
         try:
@@ -99,9 +106,12 @@ class EngineConnection:
                 content = await answer.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineLostError(self._failed(error), had_the_line=False) from None
-        if answer.status != HTTPStatus.OK:
-            raise EngineRefusesError(self._refused(path, answer.status, content))
-        return content
+        if answer.status == HTTPStatus.OK:
+            return content
+        message = self._refused(path, answer.status, content)
+        if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            raise EngineLostError(message, had_the_line=False)
+        raise EngineRefusesError(message)
 
     async def run(
         self, request: LineRequest, model: str, on_tokens: Callable[[Sequence[int]], None]
@@ -157,6 +167,16 @@ class EngineConnection:
 
     def _failed(self, error: BaseException) -> str:
         return f"{self.url}: {str(error) or type(error).__name__}"
+
+
+def _checked(url: str) -> str:
+    try:
+        address = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{url!r} is no address of an engine: {error}") from error
+    if address.scheme not in ("http", "https") or not address.host or address.path != "/":
+        raise ConfigError(f"{url!r} is no address of an engine: use http://HOST:PORT")
+    return url
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

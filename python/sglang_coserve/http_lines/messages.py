@@ -14,6 +14,7 @@ from sglang_coserve.lines.backend import Backend, FailureKind, LineRequest, Line
 __all__ = [
     "HEARTBEAT",
     "LINES_PATH",
+    "LOAD_PATH",
     "EngineDescription",
     "LineAttempt",
     "LineEvent",
@@ -27,6 +28,8 @@ __all__ = [
 ]
 
 LINES_PATH: Final = "/coserve/lines"
+LOAD_PATH: Final = "/coserve/load"
+"""Where an engine says how loaded it is (``core.engine_load``)."""
 
 HEARTBEAT: Final = b"\n"
 """Says that the line still waits or is being served."""

@@ -33,7 +33,6 @@ from sglang_coserve.http_lines import (
     line_endpoints,
     set_line_server,
 )
-from sglang_coserve.srt import compat
 
 if TYPE_CHECKING:
     from sglang_coserve.srt.batch_backend import BatchBackend
@@ -136,18 +135,14 @@ async def _served(http_server: Any, config: CoserveConfig) -> AsyncGenerator[Non
 
 async def _backend(http_server: Any) -> BatchBackend:
     from sglang_coserve.srt.batch_backend import BatchBackend
-    from sglang_coserve.srt.loaded_model import loaded_fingerprint
     from sglang_coserve.srt.replicas import EXPECTED_RATE_KEY, STATE_KEY
 
     state = http_server._global_state
     manager = state.tokenizer_manager
-    # In a thread: it reads parts of all weights.
-    loaded = await asyncio.to_thread(loaded_fingerprint, compat.settings_of(manager.server_args))
-    logger.info("the model's fingerprint is %s", loaded)
     return BatchBackend(
         manager,
         state.template_manager,
-        fingerprint=loaded,
+        fingerprint=await manager.coserve_fingerprint(),
         expected_tokens_per_s=state.scheduler_info[STATE_KEY][EXPECTED_RATE_KEY],
     )
 
