@@ -11,11 +11,44 @@ from fastapi import FastAPI
 
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.routes import set_admin_key
-from sglang_coserve.http_lines import LineServer, add_line_routes, set_line_server
+from sglang_coserve.core.engine_load import ClassLoad, EngineLoad, KvFormat, Versions
+from sglang_coserve.http_lines import LOAD_PATH, LineServer, add_line_routes, set_line_server
 from sglang_coserve.lines.backend import Backend
 
 ADMIN_KEY = "engine's admin"
 READY_S = 30
+
+
+def engine_load(
+    model: str, *, running: int = 0, waiting: int = 0, is_draining: bool = False
+) -> EngineLoad:
+    """What an engine without online work says of itself."""
+    nothing = ClassLoad(running=0, waiting=0, outstanding_tokens=0)
+    return EngineLoad(
+        online=nothing,
+        offline=ClassLoad(running=running, waiting=waiting, outstanding_tokens=0),
+        kv_tokens=1 << 16,
+        online_kv_tokens=0,
+        reclaimable_kv_tokens=0,
+        reclaim_s=0.0,
+        headroom_tokens_per_s=1000.0,
+        max_lines=64,
+        replicas=1,
+        age_s=0.0,
+        is_draining=is_draining,
+        model_name="scripted",
+        model=model,
+        kv_fingerprint="kv",
+        kv_format=KvFormat(
+            dtype="float32",
+            kv_cache_dtype="auto",
+            quantization=None,
+            tp_size=1,
+            pp_size=1,
+            page_size=1,
+        ),
+        versions=Versions(sglang_coserve="0", sglang="0"),
+    )
 
 
 class LiveEngine:
@@ -33,6 +66,14 @@ class LiveEngine:
         add_line_routes(self.app)
         set_admin_key(self.app, ADMIN_KEY)
         set_line_server(self.app, self.lines)
+        self.app.add_api_route(LOAD_PATH, self._load)
+
+    async def _load(self) -> EngineLoad:
+        return engine_load(
+            self.backend.model,
+            running=len(self.backend.in_flight),
+            is_draining=self.lines.refuses is not None,
+        )
 
     async def __aenter__(self) -> Self:
         config = uvicorn.Config(self.app, log_level="error", lifespan="off")

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     invariant,
-    multiple,
     precondition,
     rule,
 )
@@ -112,11 +110,9 @@ def test_a_line_that_several_engines_died_of_is_served_alone_and_then_given_up()
         placed = placement.offer_again("poison", engine_died=True)
         assert placed is not None and len(placed) == 1, "it goes to another engine beside others"
     assert placement.offer_again("poison", engine_died=True) == [], "it waits for an empty engine"
-    kept = None
-    for name in others:
-        for line, kept in placement.end(name):
-            assert line == "poison"
-    assert kept is not None
+    alone = [placed for name in others for placed in placement.end(name)]
+    assert [placed.line for placed in alone] == ["poison"]
+    kept = alone[0].engine
     assert placement.in_flight(kept) == 1
     other = {"a": "b", "b": "a"}[kept]
     more = offered(placement, [(f"more {n}", key(f"more {n}")) for n in range(8)])
@@ -145,8 +141,16 @@ def test_windows_leave_a_few_lines_ahead_of_what_runs() -> None:
 def test_a_rolling_exchange_changes_the_model_once() -> None:
     present: str | None = None
     seen = []
-    for models in (["v1"] * 3, ["v1"] * 2, ["v1", "v1", "v2"], ["v1", "v2"], [], ["v2", "v2", "v1"],
-                   ["v2", "v2"], ["v2"] * 3):
+    for models in (
+        ["v1"] * 3,
+        ["v1"] * 2,
+        ["v1", "v1", "v2"],
+        ["v1", "v2"],
+        [],
+        ["v2", "v2", "v1"],
+        ["v2", "v2"],
+        ["v2"] * 3,
+    ):
         present = model_of_most(models, present)
         seen.append(present)
     assert seen == ["v1"] * 5 + ["v2"] * 3
@@ -246,8 +250,7 @@ class Fleet(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_for_nothing(self) -> None:
-        suspects = [n for n, where in self.where.items()
-                    if self.deaths[n] >= DEATHS_BEFORE_ALONE]
+        suspects = [n for n, where in self.where.items() if self.deaths[n] >= DEATHS_BEFORE_ALONE]
         waiting = [n for n, where in self.where.items() if where is None and n not in suspects]
         if not suspects and waiting:
             for name, window in self.open.items():

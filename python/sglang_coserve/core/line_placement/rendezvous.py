@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,15 +34,16 @@ class Rendezvous:
         return [self._names[index] for index in np.argsort(self._scores(key))[::-1]]
 
     def _scores(self, key: bytes) -> npt.NDArray[np.uint64]:
-        return _mixed(self._seeds ^ np.uint64(_hash(key)))
+        hashes: npt.NDArray[np.uint64] = self._seeds ^ np.uint64(_hash(key))
+        return _mixed(hashes)
 
 
 def _hash(content: bytes) -> int:
     return int.from_bytes(blake2b(content, digest_size=8).digest())
 
 
-def _mixed(values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Finish a hash so that every bit depends on every other (splitmix64's last steps)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        values = np.multiply(values ^ (values >> np.uint64(shift)), np.uint64(factor))
+    return np.bitwise_xor(values, values >> np.uint64(31))
