@@ -166,8 +166,13 @@ def test_a_line_that_engines_die_of_is_given_up_and_no_other() -> None:
             assert deadly is not None
             assert len(deadly.backend.in_flight) == 1, "it is alone"
             await deadly.kill()
-            await until(lambda: served.tasks["poison"].done())
-            finish_all(*engines)
+
+            def are_all_done() -> bool:
+                finish_all(*engines)  # Other suspects are served alone, too, one after the other.
+                return all(task.done() for task in served.tasks.values())
+
+            await until(served.tasks["poison"].done)
+            await until(are_all_done)
             results = await served.results()
             poison = results.pop("poison")
             assert (poison.status_code, poison.is_retryable) == (0, False)
@@ -183,17 +188,17 @@ def test_a_cancelled_line_is_aborted_and_makes_room() -> None:
     async def scenario() -> None:
         a = LiveEngine()
         async with fleet_of(a) as fleet:
-            served = Lines(fleet, [f"{n}" for n in range(LINES_AHEAD + 1)])
-            await a.holds(LINES_AHEAD)
-            first = a.backend.in_flight[0].request.body["prompt"]
-            served.tasks[first].cancel()
+            names = [f"{n}" for n in range(10 * LINES_AHEAD)]
+            served = Lines(fleet, names)
+            await until(lambda: len(a.backend.in_flight) >= LINES_AHEAD)
+            served.tasks[names[0]].cancel()
             await until(lambda: len(a.backend.aborted) == 1)
-            await until(lambda: fleet.lines_waiting == 0)
-            waiting = [task for name, task in served.tasks.items() if name != first]
-            for task in waiting:
+            # Some wait, some are on their way, some are there.
+            for task in served.tasks.values():
                 task.cancel()
-            await asyncio.wait(waiting)
+            await asyncio.wait(served.tasks.values())
             await a.holds(0)
+            assert fleet.lines_waiting == 0
             assert fleet.lines_in(next(iter(fleet.engines))) == 0
 
     play(scenario())

@@ -97,6 +97,8 @@ class LiveEngine:
             connection.transport.abort()
         async with asyncio.timeout(READY_S):
             await self._task
+            while self.lines.num_in_flight:
+                await asyncio.sleep(0.002)
 
     async def holds(self, count: int) -> None:
         """Wait until the engine has ``count`` lines."""

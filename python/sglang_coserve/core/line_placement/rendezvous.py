@@ -46,4 +46,5 @@ def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Finish a hash so that every bit depends on every other (splitmix64's last steps)."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         values = np.multiply(values ^ (values >> np.uint64(shift)), np.uint64(factor))
-    return np.bitwise_xor(values, values >> np.uint64(31))
+    finished: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
+    return finished
