@@ -1,4 +1,4 @@
-"""``python -m fleet.without_sglang``: the gateway where neither torch nor SGLang can be imported."""
+"""``python -m fleet.without_sglang``: the gateway where torch and SGLang cannot be imported."""
 
 from __future__ import annotations
 
