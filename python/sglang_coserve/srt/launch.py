@@ -35,6 +35,7 @@ from sglang_coserve.srt.kv_checkpoint.settings import (
 )
 from sglang_coserve.srt.latency_source import check_profile
 from sglang_coserve.srt.listen_address import check_listen_address
+from sglang_coserve.srt.load_route import install_load_route
 from sglang_coserve.srt.malformed_bodies import install_body_errors
 from sglang_coserve.srt.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.paced_protocol import install_paced_protocol
@@ -191,6 +192,7 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
     app.add_middleware(UnreadBodyMiddleware)
     app.add_api_route(STATUS_PATH, status, methods=["GET"])
     install_fail_fast(app)  # Before ours are there, which read little.
+    install_load_route(http_server)
     install_batch_api(http_server, server_args.admin_api_key)
     install_body_errors(app)
     check = StartCheck(http_server)

@@ -105,8 +105,10 @@ def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
     """Make SGLang's tokenizer manager, with more checks of every request."""
     from sglang.srt.entrypoints import engine
 
+    from sglang_coserve.srt.load_snapshot import read_our_snapshots
     from sglang_coserve.srt.tokenizer_manager import CoserveTokenizerManager
 
+    read_our_snapshots()
     managers: tuple[Any, Any] = engine.init_tokenizer_manager(
         server_args, port_args, CoserveTokenizerManager
     )
