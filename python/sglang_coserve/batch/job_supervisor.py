@@ -14,6 +14,7 @@ from sglang_coserve.batch.context import JobContext, new_id
 from sglang_coserve.batch.errors import NotFoundError
 from sglang_coserve.batch.eta import Outlook
 from sglang_coserve.batch.forecaster import Forecaster
+from sglang_coserve.batch.headroom import Headroom
 from sglang_coserve.batch.job_driver import JobDriver
 from sglang_coserve.batch.owner_storage import raise_if_over
 from sglang_coserve.batch.record import JobRecord, Status
@@ -82,6 +83,10 @@ class JobSupervisor:
         records = {driver.record.id: driver.record for driver in self._drivers.values()}
         records |= {record.id: record for record in latest}
         return self._forecaster.outlooks(r for r in records.values() if r.will_be_served)
+
+    def headroom(self) -> Headroom:
+        """Return how much offline work could be added, and still be done in time."""
+        return self._forecaster.headroom(r for r in self.unfinished() if r.will_be_served)
 
     def stalled_by(self, batch_id: str) -> str | None:
         """Return why a batch makes no progress; None while it does."""

@@ -57,6 +57,11 @@ class KvPools:
         return int(self._allocator.swa_available_size() + self._tree.swa_evictable_size())
 
     @property
+    def used_tokens(self) -> int:
+        """Slots of that pool that requests hold."""
+        return max(0, self._total_tokens - self.free_tokens - self.evictable_tokens)
+
+    @property
     def headroom_tokens(self) -> int:
         """How many tokens have a slot in every pool now, or after the radix cache gave some up."""
         free_tokens = self.free_tokens + self.evictable_tokens

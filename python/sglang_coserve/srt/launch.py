@@ -42,6 +42,7 @@ from sglang_coserve.srt.paced_protocol import install_paced_protocol
 from sglang_coserve.srt.prompt_limit import body_limits
 from sglang_coserve.srt.request_gate import RequestGateMiddleware, set_body_limits
 from sglang_coserve.srt.unread_body import UnreadBodyMiddleware
+from sglang_coserve.srt.view_routes import Keys, View
 
 __all__ = ["launch_server", "parse_server_args"]
 
@@ -195,6 +196,8 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
     install_load_route(http_server)
     install_batch_api(http_server, server_args.admin_api_key)
     install_body_errors(app)
+    keys = Keys(server_args.api_key, server_args.admin_api_key, is_open=config.open_view)
+    View(http_server, keys).install(app)
     check = StartCheck(http_server)
 
     def verify_and_serve(

@@ -73,6 +73,7 @@ class CoserveParts:
             config,
             admission=self.admission,
             view=self.view,
+            pools=self.pools,
             runner=self.runner,
             checkpointing=self.checkpointing,
             events=self.events,
