@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
@@ -17,6 +16,7 @@ from sglang_coserve.srt.exporter import Exporter
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.replicas import EXPECTED_RATE_KEY
+from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.step_runner import StepRunner
 
@@ -36,6 +36,7 @@ class SchedulerStatus:
         admission: Admission,
         view: EngineView,
         pools: KvPools,
+        ledger: RequestLedger,
         runner: StepRunner,
         checkpointing: KvCheckpointing,
         events: Counter[str],
@@ -43,6 +44,7 @@ class SchedulerStatus:
         self._scheduler = scheduler
         self._view = view
         self._pools = pools
+        self._ledger = ledger
         self._config = config
         self._admission = admission
         self._runner = runner
@@ -68,6 +70,8 @@ class SchedulerStatus:
         running = self._view.running_rows()
         num_offline = sum(is_offline(req) for req in running)
         prefilling = scheduler.chunked_req
+        reqs = self._ledger.reqs()
+        online = [req for req in reqs if compat.holds_kv(req) and not is_offline(req)]
         return {
             "slo": self._admission.interference.monitor.report(time.perf_counter()).to_dict(),
             "online": {
@@ -81,7 +85,7 @@ class SchedulerStatus:
                 "prefilling": int(prefilling is not None and is_offline(prefilling)),
                 **self._counted_events(),
             },
-            "kv_tokens": self._kv_tokens(running),
+            "kv_tokens": self._pools.by_class(online)._asdict(),
             "kv_checkpoint": self._checkpointing.stats().to_dict(),
             **self._admission.state(),
             **self._runner.state(),
@@ -97,28 +101,6 @@ class SchedulerStatus:
         warning = self._admission.interference.monitor.warning(now_s)
         if warning is not None:
             logger.warning("%s", warning)
-
-    def _kv_tokens(self, running: Sequence[Any]) -> dict[str, int]:
-        """Return who holds how many slots. One that several requests use is an online one's, if
-        any of them is."""
-        used = self._pools.used_tokens
-        # What was prefilled in the last pass runs from the next one on.
-        last = self._scheduler.last_batch
-        rows = {id(req): req for req in (*running, *(last.reqs if last else ()))}
-        if (prefilling := self._scheduler.chunked_req) is not None:
-            rows[id(prefilling)] = prefilling
-        online = sum(
-            compat.computed_tokens(req)
-            for req in rows.values()
-            if not is_offline(req) and compat.holds_kv(req)
-        )
-        online = min(online, used)
-        return {
-            "online": online,
-            "offline": used - online,
-            "cached": self._pools.evictable_tokens,
-            "free": self._pools.free_tokens,
-        }
 
     def _counted_events(self) -> dict[str, int]:
         return {name: self._events[name] for name in self._admission.event_names}
