@@ -44,6 +44,9 @@ class Outcome:
     report: dict[str, Any] = field(default_factory=dict)
     """The server's own account of what online requests got, and would have got alone."""
 
+    bill: dict[str, float] = field(default_factory=dict)
+    """What the server says that offline work delayed them by in this run: ``BillReport``."""
+
     busy_s: float = 0.0
     """In which a step ran."""
 
@@ -104,6 +107,7 @@ class Engine:
         self._num_runs += 1
         self._live.clear()
         self._scheduler.flush_cache()
+        billed_before = self._billed()
         begin_s = self._clock() + (_WARM_UP_S if load.offline_in_flight else 0.0)
         for number, request in enumerate(load.online(self._vocab_size)):
             rid = f"online-{self._num_runs}-{number}"
@@ -134,7 +138,9 @@ class Engine:
         self._scheduler.idle_sleeper = None  # Nothing comes that would wake it.
         self._scheduler.gracefully_exit = False
         self._scheduler.run_event_loop()
-        return self._outcome(begin_s, end_s, num_online, self._busy_s - busy_s)
+        outcome = self._outcome(begin_s, end_s, num_online, self._busy_s - busy_s)
+        outcome.bill = {name: s - billed_before[name] for name, s in self._billed().items()}
+        return outcome
 
     # --- What comes ----------------------------------------------------------------------
 
@@ -263,6 +269,15 @@ class Engine:
     def _arrival_s(self, req: Any, now_s: float) -> float:
         live = self._live.get(req.rid)
         return now_s if live is None else live.at_s
+
+    def _billed(self) -> dict[str, float]:
+        if self._system.coserve is None:
+            return {}
+        bill = self._scheduler.parts.admission.interference.bill
+        if bill is None:
+            return {}
+        found = bill.report()
+        return {"requests": found.requests, "ttft_s": found.ttft_s, "gaps_s": found.gaps_s}
 
     def _outcome(self, begin_s: float, end_s: float, num_online: int, busy_s: float) -> Outcome:
         online = [live for live in self._live.values() if not live.is_offline]

@@ -330,21 +330,26 @@ class Scheduler:
         """How long an arrival may wait for a step that cannot be suspended for it."""
         return self._config.arrival_wait_s or self._allowance.arrival_s
 
-    def _online_s(self, plan: StepPlan | None, result: StepResult) -> float:
-        """Return how long a step took for its online requests, of the time of all steps."""
-        if result.batch.is_empty or (plan is not None and plan.lane is Lane.OFFLINE):
-            return 0.0
+    def _split(self, plan: StepPlan | None, result: StepResult) -> tuple[float, float]:
+        """Return how long a step took for its online requests, and for offline ones, of the time
+        of all steps."""
+        if result.batch.is_empty:
+            return 0.0, 0.0
         seconds = result.seconds
         if seconds is None:
             seconds = self._learned.predict_now(result.batch)
-        if plan is not None and result.has_offline:
-            seconds = min(plan.expected.online_part_s, seconds)
-        return seconds / result.concurrency
+        seconds /= result.concurrency
+        if plan is None or not result.has_offline:
+            return seconds, 0.0
+        if plan.lane is Lane.OFFLINE:
+            return 0.0, seconds
+        online_s = min(plan.expected.online_part_s / result.concurrency, seconds)
+        return online_s, seconds - online_s
 
     def _learn_from_tokens(self, plan: StepPlan | None, result: StepResult) -> None:
         """Learn from when online requests got their tokens."""
         interference = self._interference
-        interference.worked(self._online_s(plan, result))
+        interference.worked(*self._split(plan, result), result.jobs)
         for info, _, token_s in result.served:
             if token_s is not None:
                 interference.produced(info.rid, token_s)

@@ -125,6 +125,7 @@ class BatchBackend(Backend):
 
         task = LineTask(
             request_id=request_id,
+            batch_id=request.batch_id,
             due_in_s=request.deadline_s - self._now_s(),
             generated=request.generated,
             expected_output_tokens=request.expected_output_tokens,
