@@ -96,7 +96,7 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
         runs = [one for one in rows if (one["traffic"], one["load"], one["system"]) == key]
 
         def total(name: str, runs: Sequence[Mapping[str, Any]] = runs) -> float:
-            return sum(one[name] for one in runs)
+            return float(sum(one[name] for one in runs))
 
         ratio = total("billed_s") / total("measured_s")
         table.add_row(

@@ -61,21 +61,28 @@ class Bill:
     A request's first token is charged to what ran from its arrival until then, the rest to
     what ran from there to its last token, in proportion to the time. Where nothing ran
     meanwhile, a delay is that of the requests before it, and goes to all offline work since
-    the engine last had no online request. Was there none, whatever the difference is has
-    other reasons, and nobody is billed.
+    the engine last had no online request, with the step that ran then. Was there none,
+    whatever the difference is has other reasons, and nobody is billed.
     """
 
     def __init__(self) -> None:
         """Start with nothing billed."""
         self._work_s: dict[str | None, float] = {}
+        self._last_s: dict[str | None, float] = {}
+        """Of the last step with offline work."""
+
         self._billed_s: dict[str | None, float] = {}
         self._requests = 0
         self._ttft_s = 0.0
         self._gaps_s = 0.0
 
-    def period_begins(self) -> None:
-        """Note that no online request is in: no delay is left over. O(1)."""
-        self._work_s = {}
+    def period_begins(self, *, beside_offline: bool) -> None:
+        """Note that no online request is in: no delay is left over. O(jobs of a step).
+
+        ``beside_offline`` says that the engine has offline requests. What it does of them may be
+        suspended, and be told of only when it has gone on.
+        """
+        self._work_s = self._last_s.copy() if beside_offline else {}
 
     def worked(self, offline_s: float, jobs: Sequence[JobTokens]) -> None:
         """Note how long a step took for offline work; O(jobs in it).
@@ -87,9 +94,12 @@ class Bill:
         if offline_s <= 0:
             return
         total = sum(tokens for _, tokens in jobs)
-        for job, tokens in jobs if total else (JobTokens(None, 1),):
-            share = tokens / (total or 1)
-            self._work_s[job] = self._work_s.get(job, 0.0) + offline_s * share
+        if total:
+            self._last_s = {job: offline_s * tokens / total for job, tokens in jobs}
+        else:
+            self._last_s = {None: offline_s}
+        for job, seconds in self._last_s.items():
+            self._work_s[job] = self._work_s.get(job, 0.0) + seconds
 
     def mark(self) -> WorkMark:
         """Return the work so far; O(jobs of this busy period)."""

@@ -129,16 +129,23 @@ class Interference:
     def __len__(self) -> int:
         return len(self._watched)
 
-    def arrived(self, info: RequestInfo, cached_tokens: int = 0) -> None:
-        """Follow a request from now on; one that is offline, or is followed, is left alone. O(1).
+    def arrived(
+        self, info: RequestInfo, cached_tokens: int = 0, *, beside_offline: bool = False
+    ) -> None:
+        """Follow a request from now on; one that is offline, or is followed, is left alone.
 
-        ``cached_tokens`` of its prompt need not be computed.
+        O(jobs that work).
+
+        Args:
+            info: The request.
+            cached_tokens: Of its prompt, those that need not be computed.
+            beside_offline: The engine has offline requests.
         """
         if not info.is_online or info.rid in self._watched:
             return
         self._now_s = max(self._now_s, info.arrival_s)
         if not self._watched:
-            self._bill.period_begins()
+            self._bill.period_begins(beside_offline=beside_offline)
         work = self._bill.mark()
         self._watched[info.rid] = _Watched(info, work, work, arrived_at_s=self._online_s)
         if self._baseline is not None:

@@ -113,7 +113,8 @@ class Scheduler:
         Of one that is not told, nothing is learned. ``cached_tokens`` of its prompt need not
         be computed.
         """
-        self._interference.arrived(info, cached_tokens)
+        beside_offline = self._queue.num_running > 0
+        self._interference.arrived(info, cached_tokens, beside_offline=beside_offline)
 
     def add_offline(self, request: QueuedRequest) -> None:
         """Let an offline request wait; how long it will run is predicted here.
@@ -211,7 +212,8 @@ class Scheduler:
             sample = Sample(result.batch, result.seconds)
             self._learned.observe(sample, result.beside)
             if not result.has_offline:
-                self._learned_alone.observe(sample, result.beside)
+                alone = Sample(result.batch, result.seconds - result.planning_s)
+                self._learned_alone.observe(alone, result.beside)
 
     def restore(self, rid: str, generated_tokens: int) -> None:
         """Let an evicted offline request wait again, with its progress.

@@ -178,6 +178,10 @@ class StepResult:
     jobs: tuple[JobTokens, ...] = ()
     """Whose the offline rows were; empty where nobody says."""
 
+    planning_s: float = 0.0
+    """Of ``seconds``, what went into deciding: an engine alone with its online requests has none of
+    it. 0 also where that happens beside a batch that runs."""
+
     @property
     def has_offline(self) -> bool:
         """True when offline rows were computed."""

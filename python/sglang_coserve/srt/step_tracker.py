@@ -32,6 +32,7 @@ class _Step:
     jobs: tuple[JobTokens, ...]
     seconds: float | None = None
     served: tuple[Served, ...] = ()
+    planning_s: float = 0.0
     spent_s: float = 0.0
     """How long it ran before it was suspended."""
 
@@ -53,6 +54,7 @@ class _Step:
             self.served,
             beside=self.beside,
             jobs=self.jobs,
+            planning_s=self.planning_s,
         )
 
 
@@ -80,6 +82,7 @@ class StepTracker:
         self._micro_batches = micro_batches
         self._pass_s: float | None = None
         self._planned: int | None = None
+        self._planning_s = 0.0
         self._suspended: _Step | None = None
         self._resumed: _Step | None = None
         self._last: deque[_Step | None] = deque(maxlen=max(self._lag + 1, 2 * micro_batches - 1))
@@ -107,6 +110,12 @@ class StepTracker:
             results.append(step.result())
         return results
 
+    def decided(self, now_s: float) -> None:
+        """Note that what is to be run in this pass was decided by now."""
+        # Beside a running batch, or another stage's, it takes no time of its own.
+        if not self._lag and self._micro_batches == 1 and self._pass_s is not None:
+            self._planning_s = now_s - self._pass_s
+
     def started(self, step: int) -> None:
         """Note that this pass carries out a step of the core."""
         self._planned = step
@@ -114,6 +123,7 @@ class StepTracker:
     def launched(self, batch: ScheduleBatch | None) -> None:
         """Note the batch with which the pass ends; None if nothing is to run. O(rows)."""
         number, self._planned = self._planned, None
+        planning_s, self._planning_s = self._planning_s, 0.0
         step, self._resumed = self._resumed, None
         if step is not None:
             step.is_suspended = False
@@ -121,6 +131,7 @@ class StepTracker:
         elif number is not None or batch:
             assert self._pass_s is not None
             step = _Step(number, self._pass_s, *self._content(batch), is_told=not batch)
+            step.planning_s = planning_s
             self._open.append(step)
         self._last.append(step)
         if batch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sglang_coserve.batch.token_rate import TokenRate
@@ -17,6 +17,7 @@ from sglang_coserve.srt.batch_backend.endpoints import Endpoint, model_endpoints
 from sglang_coserve.srt.batch_backend.handler_thread import HandlerThread
 from sglang_coserve.srt.batch_backend.line_manager import LineManager, LineTask
 from sglang_coserve.srt.prompt_limit import body_limits
+from sglang_coserve.srt.replicas import batch_delays_s
 
 __all__ = ["BatchBackend"]
 
@@ -103,6 +104,10 @@ class BatchBackend(Backend):
             total_tokens=self._rate.total_tokens,
             busy_s=self._rate.busy_s,
         )
+
+    async def online_delays_s(self) -> Mapping[str, float] | None:
+        """See ``Backend.online_delays_s``; the schedulers are asked."""
+        return batch_delays_s(await self._tokenizer_manager.get_internal_state())
 
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
