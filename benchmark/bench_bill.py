@@ -79,6 +79,7 @@ def compared(outcome: Outcome, alone: Outcome) -> dict[str, Any]:
         "billed_s": billed_s,
         "billed_ttft_s": outcome.bill["ttft_s"],
         "billed_gaps_s": outcome.bill["gaps_s"],
+        "billed_late_only_s": outcome.bill["late_only_s"],
         "billed_requests": outcome.bill["requests"],
         "ratio": billed_s / (ttft_s + gaps_s),
         "offline_tokens_per_s": outcome.offline_tokens / outcome.seconds,
@@ -92,6 +93,7 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
         table.add_column(heading)
     for heading in ("requests", "measured", "billed", "÷", "single repeats", "TTFT ÷", "gaps ÷"):
         table.add_column(heading, justify="right")
+    table.add_column("late ones only ÷", justify="right")
     for key in dict.fromkeys((one["traffic"], one["load"], one["system"]) for one in rows):
         runs = [one for one in rows if (one["traffic"], one["load"], one["system"]) == key]
 
@@ -110,6 +112,7 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
             " ".join(f"{one['ratio']:.2f}" for one in runs),
             f"{total('billed_ttft_s') / total('measured_ttft_s'):.2f}",
             f"{total('billed_gaps_s') / total('measured_gaps_s'):.2f}",
+            f"{total('billed_late_only_s') / total('measured_s'):.2f}",
         )
     console = Console(width=130)
     console.print(table)

@@ -18,6 +18,7 @@ from common.tokenized_request import tokenized_request
 from interference_bench.cpu_clock import CpuClock
 from interference_bench.load import Load, OnlineRequest
 from interference_bench.systems import System
+from sglang_coserve.core.bill import Delay, WorkMark
 
 __all__ = ["Engine", "OnlineOutcome", "Outcome", "settings_of"]
 
@@ -45,7 +46,8 @@ class Outcome:
     """The server's own account of what online requests got, and would have got alone."""
 
     bill: dict[str, float] = field(default_factory=dict)
-    """What the server says that offline work delayed them by in this run: ``BillReport``."""
+    """What the server billed in this run, as in ``BillReport``; of requests that were late alone,
+    too."""
 
     busy_s: float = 0.0
     """In which a step ran."""
@@ -96,7 +98,9 @@ class Engine:
         self._num_runs = 0
         self._busy_s = 0.0
         self._inbox: Any = None
+        self._delays: list[Delay] = []
         self._watch_results()
+        self._watch_bill()
         self._arrive_within_steps()
 
     def close(self) -> None:
@@ -270,6 +274,23 @@ class Engine:
         live = self._live.get(req.rid)
         return now_s if live is None else live.at_s
 
+    def _watch_bill(self) -> None:
+        """Note each request's delay, too: the bill has only their sums."""
+        if self._system.coserve is None:
+            return
+        bill = self._scheduler.parts.admission.interference.bill
+        if bill is None:
+            return
+        charge = bill.charge
+
+        def noted(delay: Delay, arrived: WorkMark, first: WorkMark) -> bool:
+            is_billed = bool(charge(delay, arrived, first))
+            if is_billed:
+                self._delays.append(delay)
+            return is_billed
+
+        bill.charge = noted
+
     def _billed(self) -> dict[str, float]:
         if self._system.coserve is None:
             return {}
@@ -277,7 +298,9 @@ class Engine:
         if bill is None:
             return {}
         found = bill.report()
-        return {"requests": found.requests, "ttft_s": found.ttft_s, "gaps_s": found.gaps_s}
+        late_s = sum(max(0.0, delay.total_s) for delay in self._delays)
+        sums = {"requests": found.requests, "ttft_s": found.ttft_s, "gaps_s": found.gaps_s}
+        return {**sums, "late_only_s": late_s}
 
     def _outcome(self, begin_s: float, end_s: float, num_online: int, busy_s: float) -> Outcome:
         online = [live for live in self._live.values() if not live.is_offline]

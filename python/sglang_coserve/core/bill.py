@@ -22,7 +22,8 @@ class Delay(NamedTuple):
     """How much later than in the no-interference baseline the tokens of a request came."""
 
     ttft_s: float
-    """The first one; negative where it came earlier."""
+    """The first one; negative where the baseline promises less than there was, since predictions
+    err to both sides. Sums of these are right where sums of the positive ones would be too much."""
 
     total_s: float
     """The last one. What is between is made up for: a later gap that is shorter than in the
@@ -30,7 +31,8 @@ class Delay(NamedTuple):
 
     @property
     def gaps_s(self) -> float:
-        """What the gaps between its tokens added, together."""
+        """What the gaps between its tokens added together; negative where they made up for a
+        late first token."""
         return self.total_s - self.ttft_s
 
 
