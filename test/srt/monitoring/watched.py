@@ -7,18 +7,19 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from sglang_coserve.batch.online_delays import COUNT_INTERVAL_S
 from srt.batch_server.deployment import (
     API_KEY,
     Deployment,
     create,
     eventually,
-    extra_of,
     lines,
     until,
 )
@@ -82,14 +83,11 @@ class Watched:
                 self.online = list(threads.map(self._stream, range(ONLINE_REQUESTS)))
             self.seconds = time.perf_counter() - began_s
             self.samples_under_load = self.samples()
-            batch = until(client, self.batch_id, "completed")
+            until(client, self.batch_id, "completed")
             # Counted now and then, and exported once a second.
-            eventually(
-                lambda: extra_of(client.batches.retrieve(self.batch_id)).get("online_delay_s")
-            )
-            time.sleep(2.5)
-            batch = client.batches.retrieve(self.batch_id)
-            self.batch = batch.to_dict()
+            eventually(lambda: self.status()["online"]["running"] == 0)
+            time.sleep(2 * COUNT_INTERVAL_S)
+            self.batch = client.batches.retrieve(self.batch_id).to_dict()
 
     def _stream(self, number: int) -> Measured:
         body = {
@@ -98,15 +96,13 @@ class Watched:
             "stream": True,
         }
         sent_s = time.perf_counter()
-        times_s: list[float] = []
         headers = {"authorization": f"Bearer {API_KEY}"}
         with httpx.stream(
             "POST", f"{self.base_url}/generate", json=body, headers=headers, timeout=60
         ) as response:
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    times_s.append(time.perf_counter())
-        gaps_s = [after - before for before, after in zip(times_s, times_s[1:], strict=False)]
+            tokens = (line for line in response.iter_lines() if line.startswith("data: {"))
+            times_s = [time.perf_counter() for _ in tokens]
+        gaps_s = [after - before for before, after in pairwise(times_s)]
         return Measured(times_s[0] - sent_s, gaps_s)
 
 
