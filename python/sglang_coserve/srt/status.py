@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.bill import BillReport
 from sglang_coserve.core.offline_rate import expected_tokens_per_s
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.protocol import Admission
@@ -15,7 +16,7 @@ from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.exporter import Exporter
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_pools import KvPools
-from sglang_coserve.srt.replicas import EXPECTED_RATE_KEY
+from sglang_coserve.srt.replicas import BATCH_DELAYS_KEY, EXPECTED_RATE_KEY
 from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.step_runner import StepRunner
@@ -61,6 +62,7 @@ class SchedulerStatus:
         return {
             "config": self._config.to_dict(),
             EXPECTED_RATE_KEY: self.expected_offline_rate(),
+            BATCH_DELAYS_KEY: None if (bill := self._bill()) is None else bill.jobs,
             **self.state(),
         }
 
@@ -78,6 +80,7 @@ class SchedulerStatus:
                 "waiting": len(scheduler.waiting_queue),
                 "running": len(running) - num_offline,
                 "shed": self._events["shed"],
+                **self._delays(),
             },
             "offline": {
                 "waiting": self._admission.num_waiting(),
@@ -101,6 +104,20 @@ class SchedulerStatus:
         warning = self._admission.interference.monitor.warning(now_s)
         if warning is not None:
             logger.warning("%s", warning)
+
+    def _bill(self) -> BillReport | None:
+        bill = self._admission.interference.bill
+        return None if bill is None else bill.report()
+
+    def _delays(self) -> dict[str, float | int | None]:
+        """Return by how much offline work has delayed online requests since the start."""
+        bill = self._bill()
+        return {
+            "delay_s": None if bill is None else bill.total_s,
+            "delay_ttft_s": None if bill is None else bill.ttft_s,
+            "delay_gaps_s": None if bill is None else bill.gaps_s,
+            "billed": 0 if bill is None else bill.requests,
+        }
 
     def _counted_events(self) -> dict[str, int]:
         return {name: self._events[name] for name in self._admission.event_names}
