@@ -372,6 +372,14 @@ class CoserveConfig(BatchApiConfig):
         choices=MEDIA_SOURCES,
     )
 
+    open_view: bool = _setting(
+        False,
+        "Let everybody who reaches the port look at /coserve without a key: at the engine's "
+        "figures, at no batches, and without buttons. Otherwise the page asks for --api-key or "
+        "--admin-api-key where --api-key is set.",
+        action="store_true",
+    )
+
     def __post_init__(self) -> None:
         for name in ("slo", "offline_objectives"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # argparse makes a list.
