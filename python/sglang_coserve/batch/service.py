@@ -404,6 +404,7 @@ class BatchService:
             self._context.backend.model,
             self._context.health.num_retries,
             webhooks_pending,
+            self._context.clock.now_s(),
         )
 
     async def _find_file(self, owner: str, file_id: str) -> FileRecord:

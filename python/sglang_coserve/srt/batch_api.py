@@ -25,6 +25,7 @@ from sglang_coserve.batch.routes import (
 from sglang_coserve.batch.webhooks import Webhooks, WebhookTarget
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.srt import compat
+from sglang_coserve.srt.batch_exporter import batches_exported
 
 __all__ = [
     "batch_api_status",
@@ -131,6 +132,9 @@ async def _served(http_server: Any, config: CoserveConfig) -> AsyncGenerator[Non
         stack.push_async_callback(_close, http_server.app, service)
         stack.enter_context(fatal_signals_told_to(service.fatal_signal_path))
         manager.coserve_on_death = service.note_engine_death
+        args = compat.settings_of(manager.server_args)
+        if args.enable_metrics:
+            await stack.enter_async_context(batches_exported(service, args.served_model_name))
         if target is not None:
             await stack.enter_async_context(Webhooks(service, target))
         stopping = asyncio.create_task(_close_when_stopping(backend, stack))

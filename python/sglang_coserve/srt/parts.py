@@ -71,6 +71,7 @@ class CoserveParts:
             scheduler,
             config,
             admission=self.admission,
+            ledger=self.ledger,
             view=self.view,
             runner=self.runner,
             checkpointing=self.checkpointing,
@@ -124,6 +125,7 @@ class CoserveParts:
         self.ledger.forget(rid)
         self.checkpointing.forget(rid)
         self.runner.forget(rid)
+        self.status.forget(rid)
         self.intake.name_is_free(rid)
 
     def forget_all(self) -> None:

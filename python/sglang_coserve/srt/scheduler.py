@@ -123,6 +123,7 @@ class CoserveScheduler(Scheduler):
         plan = super().get_next_batch_to_run(running_batch=running_batch, last_batch=last_batch)
         self.parts.view.end_turn(plan.batch_to_run)
         self.parts.admission.launched(plan.batch_to_run)
+        self.parts.status.launched(plan.batch_to_run)
         return plan
 
     def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> Any:
@@ -172,8 +173,8 @@ class CoserveScheduler(Scheduler):
         end_unusable(batch, result)
         super().process_batch_result(batch, result)
         self.parts.checkpointing.processed(batch)
-        self.parts.status.publish()
         has_token = [len(req.output_ids) > count for req, count in zip(reqs, before, strict=True)]
+        self.parts.status.processed(reqs, has_token)
         self.parts.admission.processed(reqs, has_token)
         self.parts.runner.processed(batch.reqs)
 

@@ -5,21 +5,28 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.bill import BillReport
 from sglang_coserve.core.offline_rate import expected_tokens_per_s
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.protocol import Admission
+from sglang_coserve.srt.busy_share import BusyShare
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.exporter import Exporter
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
+from sglang_coserve.srt.latencies import Latencies
 from sglang_coserve.srt.replicas import BATCH_DELAYS_KEY, EXPECTED_RATE_KEY
+from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.step_runner import StepRunner
 
 __all__ = ["SchedulerStatus"]
+
+_EXPECTED_INTERVAL_S: Final = 60.0
+"""It changes slowly, and under ``fifo`` its model is read from the disk."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +40,7 @@ class SchedulerStatus:
         config: CoserveConfig,
         *,
         admission: Admission,
+        ledger: RequestLedger,
         view: EngineView,
         runner: StepRunner,
         checkpointing: KvCheckpointing,
@@ -47,9 +55,15 @@ class SchedulerStatus:
         self._events = events
         args = compat.settings_of(scheduler.server_args)
         self._is_rank_0 = compat.is_first_rank(scheduler)
-        wants_metrics = args.enable_metrics and self._is_rank_0
-        dp_rank = compat.parallel(scheduler).dp_rank
-        self._exporter = Exporter(args.served_model_name, dp_rank) if wants_metrics else None
+        self._exporter: Exporter | None = None
+        self._latencies: Latencies | None = None
+        self._expected_per_s: float | None = None
+        self._next_expected_s = 0.0
+        self._busy = BusyShare(time.perf_counter())
+        if args.enable_metrics and self._is_rank_0:
+            dp_rank = compat.parallel(scheduler).dp_rank
+            self._exporter = Exporter(args.served_model_name, dp_rank)
+            self._latencies = Latencies(ledger)
 
     def internal_state(self) -> dict[str, Any]:
         """Return what ``/coserve/status`` shows."""
@@ -85,16 +99,53 @@ class SchedulerStatus:
             **self._runner.state(),
         }
 
+    def launched(self, batch: Any) -> None:
+        """Note the batch with which a pass ends; None if nothing is to run."""
+        if self._latencies is not None:
+            now_s = time.perf_counter()
+            self._busy.passes(now_s, is_busy=bool(batch))
+            self._latencies.launched(batch, now_s)
+
+    def processed(self, reqs: Sequence[Any], has_token: Sequence[bool]) -> None:
+        """Note the results of a batch, and publish."""
+        if self._latencies is not None:
+            self._latencies.processed(reqs, has_token, time.perf_counter())
+        self.publish()
+
+    def forget(self, rid: str) -> None:
+        """Drop what is kept of a request that has ended."""
+        if self._latencies is not None:
+            self._latencies.forget(rid)
+
     def publish(self) -> None:
         """Renew the Prometheus metrics, where they are wanted and due; warn of missed targets."""
         if not self._is_rank_0:
             return  # All ranks see the same.
         now_s = time.perf_counter()
         if self._exporter is not None and self._exporter.is_due(now_s):
-            self._exporter.publish(self.state(), self._counted_events(), now_s)
+            self._publish(self._exporter, now_s)
         warning = self._admission.interference.monitor.warning(now_s)
         if warning is not None:
             logger.warning("%s", warning)
+
+    def _publish(self, exporter: Exporter, now_s: float) -> None:
+        assert self._latencies is not None
+        exporter.publish(self.state(), self._counted_events(), now_s)
+        exporter.publish_latencies(self._latencies)
+        if (bill := self._admission.interference.bill) is not None:
+            exporter.publish_delays(bill.take_delays())
+        if now_s >= self._next_expected_s:
+            self._next_expected_s = now_s + _EXPECTED_INTERVAL_S
+            self._expected_per_s = self._expected_offline_rate()
+        expected_per_s = self._expected_per_s
+        exporter.publish_load(
+            outstanding_tokens=self._latencies.outstanding_tokens(),
+            oldest_waiting_s=self._latencies.oldest_waiting_s(now_s),
+            headroom_per_s=(
+                None if expected_per_s is None else (1 - self._busy.share(now_s)) * expected_per_s
+            ),
+            budget_s=self._admission.budget_s,
+        )
 
     def _bill(self) -> BillReport | None:
         bill = self._admission.interference.bill
