@@ -26,6 +26,7 @@ from sglang_coserve.batch.webhooks import Webhooks, WebhookTarget
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_exporter import batches_exported
+from sglang_coserve.srt.trace_route import install_trace_route
 
 __all__ = [
     "batch_api_status",
@@ -56,13 +57,14 @@ def install_batch_api(http_server: Any, admin_api_key: str | None) -> None:
     """Add the routes to SGLang's app, and have them served for as long as the server runs."""
     app: FastAPI = http_server.app
     add_batch_routes(app)
+    trace = install_trace_route(http_server)
     if admin_api_key:
         from sglang.srt.utils.auth import AuthLevel, auth_level
 
         set_admin_key(app, admin_api_key)
         # Else SGLang would let nobody pass who has not --api-key. Without an admin key the
         # routes say so themselves, and SGLang need not look at every request.
-        for endpoint in operator_endpoints():
+        for endpoint in (*operator_endpoints(), trace):
             auth_level(AuthLevel.ADMIN_FORCE)(endpoint)
     stock_lifespan = app.router.lifespan_context
 

@@ -11,6 +11,7 @@ __all__ = [
     "BATCH_DELAYS_KEY",
     "EXPECTED_RATE_KEY",
     "STATE_KEY",
+    "TRACE_KEY",
     "batch_delays_s",
     "replicas_info",
     "shown_states",
@@ -25,11 +26,17 @@ EXPECTED_RATE_KEY: Final = "expected_offline_tokens_per_s"
 BATCH_DELAYS_KEY: Final = "batch_delays_s"
 """And there, by how many seconds each batch has delayed online requests; not for everybody."""
 
+TRACE_KEY: Final = "coserve_trace_seconds"
+"""And there, its last steps, if somebody asked for so many seconds of them: under this name among
+what SGLang's ``set_internal_state`` sets."""
+
+_NOT_SHOWN: Final = (BATCH_DELAYS_KEY, TRACE_KEY)
+
 
 def shown_states(states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what ``/coserve/status`` says of each replica: no batch of anybody is named."""
+    """Return what ``/coserve/status`` says of each replica: nobody's batch or request is named."""
     return [
-        {name: value for name, value in state[STATE_KEY].items() if name != BATCH_DELAYS_KEY}
+        {name: value for name, value in state[STATE_KEY].items() if name not in _NOT_SHOWN}
         for state in states
     ]
 

@@ -19,7 +19,7 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.grammar_cache import GrammarCache
 from sglang_coserve.srt.parts import CoserveParts
 from sglang_coserve.srt.rank_clock import RankClock, Tick
-from sglang_coserve.srt.replicas import STATE_KEY
+from sglang_coserve.srt.replicas import STATE_KEY, TRACE_KEY
 from sglang_coserve.srt.safepoint.install import install_safepoints
 from sglang_coserve.srt.step_runner import SUSPENDED
 from sglang_coserve.srt.usable_logits import end_unusable
@@ -164,6 +164,7 @@ class CoserveScheduler(Scheduler):
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         """Let SGLang send out what a batch came to, and tell the parts."""
         if result is SUSPENDED:
+            self.parts.status.stopped(batch)
             self.parts.admission.stopped()
             return
         reqs = list(batch.reqs)
@@ -174,7 +175,7 @@ class CoserveScheduler(Scheduler):
         super().process_batch_result(batch, result)
         self.parts.checkpointing.processed(batch)
         has_token = [len(req.output_ids) > count for req, count in zip(reqs, before, strict=True)]
-        self.parts.status.processed(reqs, has_token)
+        self.parts.status.processed(batch, reqs, has_token)
         self.parts.admission.processed(reqs, has_token)
         self.parts.runner.processed(batch.reqs)
 
@@ -199,6 +200,13 @@ class CoserveScheduler(Scheduler):
             return idle and not any(self.parts.view.rows_with_kv(self.running_batch))
         idle = bool(super().is_fully_idle(for_health_check))
         return idle and (for_health_check or not self.parts.admission.num_waiting())
+
+    def set_internal_state(self, recv_req: Any) -> Any:
+        """Let the next state have the last steps, if that is what is to be set."""
+        seconds = recv_req.server_args.pop(TRACE_KEY, None)
+        if seconds is not None:
+            self.parts.status.wanted_trace_s = seconds
+        return super().set_internal_state(recv_req)
 
     def get_internal_state(self, recv_req: Any) -> Any:
         """Add the state of both classes, by which it is known that this scheduler is in place."""

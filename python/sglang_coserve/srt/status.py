@@ -18,10 +18,12 @@ from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.exporter import Exporter
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.latencies import Latencies
-from sglang_coserve.srt.replicas import BATCH_DELAYS_KEY, EXPECTED_RATE_KEY
+from sglang_coserve.srt.replicas import BATCH_DELAYS_KEY, EXPECTED_RATE_KEY, TRACE_KEY
 from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.request_marks import is_offline
+from sglang_coserve.srt.safepoint.batch_kind import kind_of
 from sglang_coserve.srt.step_runner import StepRunner
+from sglang_coserve.srt.step_trace import StepTrace
 
 __all__ = ["SchedulerStatus"]
 
@@ -55,13 +57,17 @@ class SchedulerStatus:
         self._events = events
         args = compat.settings_of(scheduler.server_args)
         self._is_rank_0 = compat.is_first_rank(scheduler)
+        dp_rank = compat.parallel(scheduler).dp_rank
         self._exporter: Exporter | None = None
         self._latencies: Latencies | None = None
+        self._trace = StepTrace(ledger, process=1 + (dp_rank or 0)) if self._is_rank_0 else None
+        self.wanted_trace_s: float | None = None
+        """How much of the past the next state is to have; None: none of it."""
+
         self._expected_per_s: float | None = None
         self._next_expected_s = 0.0
         self._busy = BusyShare(time.perf_counter())
         if args.enable_metrics and self._is_rank_0:
-            dp_rank = compat.parallel(scheduler).dp_rank
             self._exporter = Exporter(args.served_model_name, dp_rank)
             self._latencies = Latencies(ledger)
 
@@ -70,6 +76,7 @@ class SchedulerStatus:
         return {
             "config": self._config.to_dict(),
             EXPECTED_RATE_KEY: self._expected_offline_rate(),
+            TRACE_KEY: self._take_trace(),
             BATCH_DELAYS_KEY: None if (bill := self._bill()) is None else bill.jobs,
             **self.state(),
         }
@@ -101,19 +108,35 @@ class SchedulerStatus:
 
     def launched(self, batch: Any) -> None:
         """Note the batch with which a pass ends; None if nothing is to run."""
+        if self._trace is None:
+            return
+        now_s = time.perf_counter()
+        self._trace.launched(batch, now_s, self._runner.lane)
         if self._latencies is not None:
-            now_s = time.perf_counter()
             self._busy.passes(now_s, is_busy=bool(batch))
             self._latencies.launched(batch, now_s)
 
-    def processed(self, reqs: Sequence[Any], has_token: Sequence[bool]) -> None:
-        """Note the results of a batch, and publish."""
-        if self._latencies is not None:
-            self._latencies.processed(reqs, has_token, time.perf_counter())
+    def stopped(self, batch: Any) -> None:
+        """Note that the batch that was launched first has been suspended."""
+        lane = self._runner.lane
+        if self._trace is not None and lane is not None and lane.suspended is not None:
+            self._trace.ended(
+                batch.reqs, kind_of(batch), time.perf_counter(), stopped_at=lane.suspended.layer
+            )
+
+    def processed(self, batch: Any, reqs: Sequence[Any], has_token: Sequence[bool]) -> None:
+        """Note the results of a batch, whose rows were ``reqs``, and publish."""
+        if self._trace is not None:
+            now_s = time.perf_counter()
+            self._trace.ended(reqs, kind_of(batch), now_s, has_token)
+            if self._latencies is not None:
+                self._latencies.processed(reqs, has_token, now_s)
         self.publish()
 
     def forget(self, rid: str) -> None:
         """Drop what is kept of a request that has ended."""
+        if self._trace is not None:
+            self._trace.forget(rid, time.perf_counter())
         if self._latencies is not None:
             self._latencies.forget(rid)
 
@@ -127,6 +150,13 @@ class SchedulerStatus:
         warning = self._admission.interference.monitor.warning(now_s)
         if warning is not None:
             logger.warning("%s", warning)
+
+    def _take_trace(self) -> list[str] | None:
+        """Return the last steps, if somebody has asked for them."""
+        seconds, self.wanted_trace_s = self.wanted_trace_s, None
+        if seconds is None or self._trace is None:
+            return None
+        return self._trace.since(time.perf_counter() - seconds)
 
     def _publish(self, exporter: Exporter, now_s: float) -> None:
         assert self._latencies is not None
