@@ -53,6 +53,7 @@ class JobSupervisor:
             StorageError: the database cannot be read.
         """
         await self._forecaster.load()
+        self._size_slots()
         for record in await self._context.store.run(batch_rows.unfinished):
             self._lead(record)
         self._watching = asyncio.create_task(self._watch())
@@ -190,9 +191,16 @@ class JobSupervisor:
         ].stalled_by = f"internal error: {error!r}; resume or cancel the batch"
         _log.error("batch %s stands still", batch_id, exc_info=error)
 
+    def _size_slots(self) -> None:
+        """Have no more lines in flight than the backend has use for: the rest keeps its order."""
+        most = self._context.limits.max_in_flight
+        useful = self._context.backend.load().max_in_flight
+        self._context.slots.resize(most if useful is None else min(most, useful))
+
     async def _watch(self) -> None:
         while True:
             await self._context.clock.sleep(_LOOK_INTERVAL_S)
+            self._size_slots()
             for batch_id, outlook in self.outlooks().items():
                 self._drivers[batch_id].share.is_urgent = outlook.is_urgent
             try:

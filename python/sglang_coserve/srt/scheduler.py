@@ -17,6 +17,7 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.grammar_cache import GrammarCache
+from sglang_coserve.srt.load_snapshot import ReportingLoadInquirer
 from sglang_coserve.srt.parts import CoserveParts
 from sglang_coserve.srt.rank_clock import RankClock, Tick
 from sglang_coserve.srt.replicas import SAMPLE_RID, STATE_KEY
@@ -42,6 +43,7 @@ class CoserveScheduler(Scheduler):
 
     # State of SGLang's that is assigned here too.
     idle_sleeper: Any
+    load_inquirer: Any
     input_blocker: Any
     recv_from_tokenizer: Any
 
@@ -81,6 +83,13 @@ class CoserveScheduler(Scheduler):
             self.recv_from_tokenizer = ingress.inbox
             self.idle_sleeper = ingress.parking
         super().init_request_receiver()
+
+    def init_load_inquirer(self) -> None:
+        """Publish our load with SGLang's."""
+        super().init_load_inquirer()
+        self.load_inquirer = ReportingLoadInquirer.like(
+            self.load_inquirer, lambda: self.parts.load.load()
+        )
 
     def init_invariant_checker(self) -> None:
         """Let the memory check of a busy engine count the rows beside SGLang's batches."""

@@ -58,7 +58,7 @@ class SchedulerStatus:
         """Return what ``/coserve/status`` shows."""
         return {
             "config": self._config.to_dict(),
-            EXPECTED_RATE_KEY: self._expected_offline_rate(),
+            EXPECTED_RATE_KEY: self.expected_offline_rate(),
             **self.state(),
         }
 
@@ -123,7 +123,7 @@ class SchedulerStatus:
     def _counted_events(self) -> dict[str, int]:
         return {name: self._events[name] for name in self._admission.event_names}
 
-    def _expected_offline_rate(self) -> float | None:
+    def expected_offline_rate(self) -> float | None:
         """Return the tokens a second that offline requests would get now; None if unknown."""
         model = self._admission.latency_model()
         if model is None:
