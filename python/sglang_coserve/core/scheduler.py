@@ -120,7 +120,8 @@ class Scheduler:
         Of one that is not told, nothing is learned. ``cached_tokens`` of its prompt need not
         be computed.
         """
-        self._interference.arrived(info, cached_tokens)
+        beside_offline = self._queue.num_running > 0
+        self._interference.arrived(info, cached_tokens, beside_offline=beside_offline)
 
     def add_offline(self, request: QueuedRequest) -> None:
         """Let an offline request wait; how long it will run is predicted here.
@@ -206,11 +207,11 @@ class Scheduler:
         if result.step is not None:
             plan = self._in_flight.pop(result.step, None)
             assert plan is not None, f"step {result.step} is not in flight"
-        online_s = self._online_s(plan, result)
-        self._work.ended(plan, result, online_s)
+        online_s, offline_s = self._split(plan, result)
+        self._work.ended(plan, result, online_s, offline_s)
         if plan is not None and result.batch.is_empty:
             return
-        self._learn_from_tokens(result, online_s)
+        self._learn_from_tokens(result, online_s, offline_s)
         self._service_time.observe(result, is_busy=self._queue.num_running > 0)
         if result.batch.is_empty:
             return
@@ -221,7 +222,8 @@ class Scheduler:
             sample = Sample(result.batch, result.seconds)
             self._learned.observe(sample, result.beside)
             if not result.has_offline:
-                self._learned_alone.observe(sample, result.beside)
+                alone = Sample(result.batch, result.seconds - result.planning_s)
+                self._learned_alone.observe(alone, result.beside)
 
     def restore(self, rid: str, generated_tokens: int) -> None:
         """Let an evicted offline request wait again, with its progress.
@@ -340,21 +342,26 @@ class Scheduler:
         """How long an arrival may wait for a step that cannot be suspended for it."""
         return self._config.arrival_wait_s or self._allowance.arrival_s
 
-    def _online_s(self, plan: StepPlan | None, result: StepResult) -> float:
-        """Return how long a step took for its online requests, of the time of all steps."""
-        if result.batch.is_empty or (plan is not None and plan.lane is Lane.OFFLINE):
-            return 0.0
+    def _split(self, plan: StepPlan | None, result: StepResult) -> tuple[float, float]:
+        """Return how long a step took for its online requests, and for offline ones, of the time
+        of all steps."""
+        if result.batch.is_empty:
+            return 0.0, 0.0
         seconds = result.seconds
         if seconds is None:
             seconds = self._learned.predict_now(result.batch)
-        if plan is not None and result.has_offline:
-            seconds = min(plan.expected.online_part_s, seconds)
-        return seconds / result.concurrency
+        seconds /= result.concurrency
+        if plan is None or not result.has_offline:
+            return seconds, 0.0
+        if plan.lane is Lane.OFFLINE:
+            return 0.0, seconds
+        online_s = min(plan.expected.online_part_s / result.concurrency, seconds)
+        return online_s, seconds - online_s
 
-    def _learn_from_tokens(self, result: StepResult, online_s: float) -> None:
+    def _learn_from_tokens(self, result: StepResult, online_s: float, offline_s: float) -> None:
         """Learn from when online requests got their tokens."""
         interference = self._interference
-        interference.worked(online_s)
+        interference.worked(online_s, offline_s, result.jobs)
         for info, _, token_s in result.served:
             if token_s is not None:
                 interference.produced(info.rid, token_s)

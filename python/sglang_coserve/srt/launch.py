@@ -40,6 +40,7 @@ from sglang_coserve.srt.malformed_bodies import install_body_errors
 from sglang_coserve.srt.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.paced_protocol import install_paced_protocol
 from sglang_coserve.srt.prompt_limit import body_limits
+from sglang_coserve.srt.replicas import shown_states
 from sglang_coserve.srt.request_gate import RequestGateMiddleware, set_body_limits
 from sglang_coserve.srt.unread_body import UnreadBodyMiddleware
 from sglang_coserve.srt.view_routes import Keys, View
@@ -176,7 +177,7 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
         manager = http_server._global_state.tokenizer_manager
         states = await manager.get_internal_state()
         return {
-            "replicas": [state["coserve"] for state in states],
+            "replicas": shown_states(states),
             "output_delay_ms": manager.coserve_output_delay.mean_s * 1e3,
             "batch_api": await batch_api_status(app),
         }

@@ -74,6 +74,7 @@ class CoserveParts:
             admission=self.admission,
             view=self.view,
             pools=self.pools,
+            ledger=self.ledger,
             runner=self.runner,
             checkpointing=self.checkpointing,
             events=self.events,

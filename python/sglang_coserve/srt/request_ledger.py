@@ -8,7 +8,7 @@ from typing import Any
 from sglang_coserve.core.request import Ending, RequestClass, RequestState
 from sglang_coserve.core.snapshot import RequestInfo, Row
 from sglang_coserve.srt.compat import computed_tokens, prefix_tokens
-from sglang_coserve.srt.offline_marks import user_of
+from sglang_coserve.srt.offline_marks import job_of, user_of
 from sglang_coserve.srt.request_marks import is_offline, targets_of
 from sglang_coserve.srt.row_groups import has_plain_state
 
@@ -67,6 +67,7 @@ class RequestLedger:
             arrival_s=arrival_s,
             ttft_target_s=ttft_target_s,
             tpot_target_s=tpot_target_s,
+            job=job_of(req),
             can_pause=has_plain_state(req),
             user=user_of(req),
         )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.bill import BillReport
 from sglang_coserve.core.offline_rate import expected_tokens_per_s
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.protocol import Admission
@@ -16,7 +16,8 @@ from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.exporter import Exporter
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_pools import KvPools
-from sglang_coserve.srt.replicas import EXPECTED_RATE_KEY
+from sglang_coserve.srt.replicas import BATCH_DELAYS_KEY, EXPECTED_RATE_KEY
+from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.step_runner import StepRunner
 
@@ -36,6 +37,7 @@ class SchedulerStatus:
         admission: Admission,
         view: EngineView,
         pools: KvPools,
+        ledger: RequestLedger,
         runner: StepRunner,
         checkpointing: KvCheckpointing,
         events: Counter[str],
@@ -43,6 +45,7 @@ class SchedulerStatus:
         self._scheduler = scheduler
         self._view = view
         self._pools = pools
+        self._ledger = ledger
         self._config = config
         self._admission = admission
         self._runner = runner
@@ -59,6 +62,7 @@ class SchedulerStatus:
         return {
             "config": self._config.to_dict(),
             EXPECTED_RATE_KEY: self.expected_offline_rate(),
+            BATCH_DELAYS_KEY: None if (bill := self._bill()) is None else bill.jobs,
             **self.state(),
         }
 
@@ -68,12 +72,15 @@ class SchedulerStatus:
         running = self._view.running_rows()
         num_offline = sum(is_offline(req) for req in running)
         prefilling = scheduler.chunked_req
+        reqs = self._ledger.reqs()
+        online = [req for req in reqs if compat.holds_kv(req) and not is_offline(req)]
         return {
             "slo": self._admission.interference.monitor.report(time.perf_counter()).to_dict(),
             "online": {
                 "waiting": len(scheduler.waiting_queue),
                 "running": len(running) - num_offline,
                 "shed": self._events["shed"],
+                **self._delays(),
             },
             "offline": {
                 "waiting": self._admission.num_waiting(),
@@ -81,7 +88,7 @@ class SchedulerStatus:
                 "prefilling": int(prefilling is not None and is_offline(prefilling)),
                 **self._counted_events(),
             },
-            "kv_tokens": self._kv_tokens(running),
+            "kv_tokens": self._pools.by_class(online)._asdict(),
             "kv_checkpoint": self._checkpointing.stats().to_dict(),
             **self._admission.state(),
             **self._runner.state(),
@@ -98,26 +105,18 @@ class SchedulerStatus:
         if warning is not None:
             logger.warning("%s", warning)
 
-    def _kv_tokens(self, running: Sequence[Any]) -> dict[str, int]:
-        """Return who holds how many slots. One that several requests use is an online one's, if
-        any of them is."""
-        used = self._pools.used_tokens
-        # What was prefilled in the last pass runs from the next one on.
-        last = self._scheduler.last_batch
-        rows = {id(req): req for req in (*running, *(last.reqs if last else ()))}
-        if (prefilling := self._scheduler.chunked_req) is not None:
-            rows[id(prefilling)] = prefilling
-        online = sum(
-            compat.computed_tokens(req)
-            for req in rows.values()
-            if not is_offline(req) and compat.holds_kv(req)
-        )
-        online = min(online, used)
+    def _bill(self) -> BillReport | None:
+        bill = self._admission.interference.bill
+        return None if bill is None else bill.report()
+
+    def _delays(self) -> dict[str, float | int | None]:
+        """Return by how much offline work has delayed online requests since the start."""
+        bill = self._bill()
         return {
-            "online": online,
-            "offline": used - online,
-            "cached": self._pools.evictable_tokens,
-            "free": self._pools.free_tokens,
+            "delay_s": None if bill is None else bill.total_s,
+            "delay_ttft_s": None if bill is None else bill.ttft_s,
+            "delay_gaps_s": None if bill is None else bill.gaps_s,
+            "billed": 0 if bill is None else bill.requests,
         }
 
     def _counted_events(self) -> dict[str, int]:
