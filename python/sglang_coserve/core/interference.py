@@ -110,6 +110,11 @@ class Interference:
         return self._monitor
 
     @property
+    def online_s(self) -> float:
+        """What all steps so far took for online requests, in seconds."""
+        return self._online_s
+
+    @property
     def gaps_per_request(self) -> float:
         """Mean gaps between the tokens of the requests that ended lately, at least 1."""
         return max(self._gaps_per_request, 1.0)

@@ -7,7 +7,11 @@ from typing import Any, Final
 
 from sglang_coserve.errors import StartupError
 
-__all__ = ["EXPECTED_RATE_KEY", "STATE_KEY", "replicas_info"]
+__all__ = ["EXPECTED_RATE_KEY", "SAMPLE_RID", "STATE_KEY", "replicas_info"]
+
+SAMPLE_RID: Final = "coserve-sample"
+"""The name of a request for the internal state that wants nothing but ours: what SGLang adds takes
+time, and some of it (means since the last call) starts anew with each call."""
 
 STATE_KEY: Final = "coserve"
 """Where the internal state of a scheduler has ours, by which one knows that it is in place."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
@@ -14,6 +15,7 @@ from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.exporter import Exporter
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
+from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.replicas import EXPECTED_RATE_KEY
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.step_runner import StepRunner
@@ -33,12 +35,14 @@ class SchedulerStatus:
         *,
         admission: Admission,
         view: EngineView,
+        pools: KvPools,
         runner: StepRunner,
         checkpointing: KvCheckpointing,
         events: Counter[str],
     ) -> None:
         self._scheduler = scheduler
         self._view = view
+        self._pools = pools
         self._config = config
         self._admission = admission
         self._runner = runner
@@ -54,7 +58,7 @@ class SchedulerStatus:
         """Return what ``/coserve/status`` shows."""
         return {
             "config": self._config.to_dict(),
-            EXPECTED_RATE_KEY: self._expected_offline_rate(),
+            EXPECTED_RATE_KEY: self.expected_offline_rate(),
             **self.state(),
         }
 
@@ -77,6 +81,7 @@ class SchedulerStatus:
                 "prefilling": int(prefilling is not None and is_offline(prefilling)),
                 **self._counted_events(),
             },
+            "kv_tokens": self._kv_tokens(running),
             "kv_checkpoint": self._checkpointing.stats().to_dict(),
             **self._admission.state(),
             **self._runner.state(),
@@ -93,10 +98,32 @@ class SchedulerStatus:
         if warning is not None:
             logger.warning("%s", warning)
 
+    def _kv_tokens(self, running: Sequence[Any]) -> dict[str, int]:
+        """Return who holds how many slots. One that several requests use is an online one's, if
+        any of them is."""
+        used = self._pools.used_tokens
+        # What was prefilled in the last pass runs from the next one on.
+        last = self._scheduler.last_batch
+        rows = {id(req): req for req in (*running, *(last.reqs if last else ()))}
+        if (prefilling := self._scheduler.chunked_req) is not None:
+            rows[id(prefilling)] = prefilling
+        online = sum(
+            compat.computed_tokens(req)
+            for req in rows.values()
+            if not is_offline(req) and compat.holds_kv(req)
+        )
+        online = min(online, used)
+        return {
+            "online": online,
+            "offline": used - online,
+            "cached": self._pools.evictable_tokens,
+            "free": self._pools.free_tokens,
+        }
+
     def _counted_events(self) -> dict[str, int]:
         return {name: self._events[name] for name in self._admission.event_names}
 
-    def _expected_offline_rate(self) -> float | None:
+    def expected_offline_rate(self) -> float | None:
         """Return the tokens a second that offline requests would get now; None if unknown."""
         model = self._admission.latency_model()
         if model is None:

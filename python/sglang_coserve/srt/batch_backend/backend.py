@@ -16,6 +16,7 @@ from sglang_coserve.srt.batch_backend.answer import engine_failure, invalid_requ
 from sglang_coserve.srt.batch_backend.endpoints import Endpoint, model_endpoints
 from sglang_coserve.srt.batch_backend.handler_thread import HandlerThread
 from sglang_coserve.srt.batch_backend.line_manager import LineManager, LineTask
+from sglang_coserve.srt.loaded_model import model_in_use
 from sglang_coserve.srt.prompt_limit import body_limits
 
 __all__ = ["BatchBackend"]
@@ -57,10 +58,7 @@ class BatchBackend(Backend):
     @property
     def model(self) -> str:
         """What the tokens belong to; weights that are exchanged while it runs have another name."""
-        # Not from the server's arguments: those stay what they were at the start.
-        version = self._tokenizer_manager.config_value("weight_version") or ""
-        updates = self._tokenizer_manager.coserve_weights.name
-        return "|".join(filter(None, (self._fingerprint, str(version), updates)))
+        return model_in_use(self._tokenizer_manager, self._fingerprint)
 
     @property
     def is_changing(self) -> bool:
@@ -69,7 +67,7 @@ class BatchBackend(Backend):
 
     def when_changing(self, take_out: Callable[[], None]) -> None:
         """See ``Backend.when_changing``."""
-        self._tokenizer_manager.coserve_weights.on_update = take_out
+        self._tokenizer_manager.coserve_weights.on_update.append(take_out)
 
     async def settled(self) -> None:
         """See ``Backend.settled``."""

@@ -106,6 +106,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
             "handle_generate_request": "recv_req",
             "init_grammar_manager": "",
             "init_invariant_checker": "",
+            "init_load_inquirer": "",
             "init_request_dispatcher": "",
             "init_request_receiver": "",
             "init_watch_dog_memory_saver_input_blocker": "",
@@ -149,13 +150,33 @@ SEAMS: Final[tuple[Seam, ...]] = (
             *("_pending_chunked_abort_req", "_request_dispatcher", "chunked_prefill_size"),
             *("chunked_req", "disaggregation_mode", "future_map", "grammar_manager"),
             *("idle_sleeper", "input_blocker", "invariant_checker", "ipc_channels"),
-            *("is_hybrid_swa", "is_mixed_chunk", "last_batch", "max_prefill_tokens"),
-            *("max_req_len", "max_running_requests", "model_config", "recv_from_tokenizer"),
+            *("is_hybrid_swa", "is_mixed_chunk", "last_batch", "load_inquirer"),
+            *(
+                "max_prefill_tokens",
+                "max_req_len",
+                "max_running_requests",
+                "model_config",
+                "recv_from_tokenizer",
+            ),
             *("running_batch", "server_args", "spec_algorithm", "token_to_kv_pool_allocator"),
             *("tokenizer", "tp_cpu_group", "tp_worker", "tree_cache", "waiting_queue"),
         ),
     ),
     *_of(_SCHEDULER, Use.READ, _names("ps"), last="0.5.20"),
+    # --- Load ----------------------------------------------------------------------------
+    *_of(
+        "srt.managers.scheduler_components.load_inquirer.SchedulerLoadInquirer",
+        Use.OVERRIDDEN,
+        {"get_loads": ""},
+    ),
+    *_of("srt.managers.load_snapshot", Use.REPLACED, _names("snapshot_decoder")),
+    *_of("srt.managers.load_snapshot.LoadSnapshot", Use.READ, _names("timestamp")),
+    *_of(
+        "srt.managers.tokenizer_control_mixin.TokenizerControlMixin",
+        Use.CALLED,
+        {"get_loads": "include dp_rank"},
+    ),
+    # --- The scheduler, on ---------------------------------------------------------------
     *_of(
         "srt.managers.scheduler",
         Use.REPLACED,
