@@ -31,9 +31,11 @@ METRIC = re.compile(r"\bcoserve_\w+_(?:total|seconds)\b")
 
 METRICS_SCRIPT = """
 from prometheus_client import REGISTRY
+from sglang_coserve.srt.batch_exporter import BatchExporter
 from sglang_coserve.srt.exporter import Exporter
 
 Exporter("m")
+BatchExporter("m")
 for family in REGISTRY.collect():
     if family.name.startswith("coserve_"):
         print(family.name + ("_total" if family.type == "counter" else ""))

@@ -23,6 +23,7 @@ from sglang_coserve.cli.say import say
 from sglang_coserve.cli.serve import PASS_THROUGH, serve
 from sglang_coserve.cli.simulate import simulate
 from sglang_coserve.cli.submit import submit
+from sglang_coserve.cli.top import top
 from sglang_coserve.cli.version import version
 from sglang_coserve.errors import CoserveError
 
@@ -43,6 +44,7 @@ app.command("list")(list_batches)
 app.command()(cancel)
 app.command()(results)
 app.add_typer(jobs, name="jobs")
+app.command()(top)
 app.command(context_settings=PROFILE_SETTINGS)(profile)
 app.command("profile slo", cls=SeveralSlosCommand, context_settings=SLO_SETTINGS)(profile_slo)
 app.command()(simulate)

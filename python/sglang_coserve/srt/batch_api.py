@@ -30,6 +30,9 @@ from sglang_coserve.http_lines import (
     line_endpoints,
     set_line_server,
 )
+from sglang_coserve.srt import compat
+from sglang_coserve.srt.batch_exporter import batches_exported
+from sglang_coserve.srt.trace_route import install_trace_route
 
 if TYPE_CHECKING:
     from sglang_coserve.srt.batch_backend import BatchBackend
@@ -62,13 +65,14 @@ def install_batch_api(http_server: Any, admin_api_key: str | None) -> None:
     app: FastAPI = http_server.app
     add_batch_routes(app)
     add_line_routes(app)
+    trace = install_trace_route(http_server)
     if admin_api_key:
         from sglang.srt.utils.auth import AuthLevel, auth_level
 
         set_admin_key(app, admin_api_key)
         # Else SGLang would let nobody pass who has not --api-key. Without an admin key the
         # routes say so themselves, and SGLang need not look at every request.
-        for endpoint in (*operator_endpoints(), *line_endpoints()):
+        for endpoint in (*operator_endpoints(), *line_endpoints(), trace):
             auth_level(AuthLevel.ADMIN_FORCE)(endpoint)
     stock_lifespan = app.router.lifespan_context
 
@@ -144,6 +148,9 @@ async def _open_service(
     stack.enter_context(fatal_signals_told_to(service.fatal_signal_path))
     manager = http_server._global_state.tokenizer_manager
     manager.coserve_on_death = service.note_engine_death
+    args = compat.settings_of(manager.server_args)
+    if args.enable_metrics:
+        await stack.enter_async_context(batches_exported(service, args.served_model_name))
     if target is not None:
         await stack.enter_async_context(Webhooks(service, target))
 

@@ -10,16 +10,11 @@ from sglang_coserve.errors import StartupError
 __all__ = [
     "BATCH_DELAYS_KEY",
     "EXPECTED_RATE_KEY",
-    "SAMPLE_RID",
     "STATE_KEY",
     "batch_delays_s",
     "replicas_info",
     "shown_states",
 ]
-
-SAMPLE_RID: Final = "coserve-sample"
-"""The name of a request for the internal state that wants nothing but ours: what SGLang adds takes
-time, and some of it (means since the last call) starts anew with each call."""
 
 STATE_KEY: Final = "coserve"
 """Where the internal state of a scheduler has ours, by which one knows that it is in place."""
@@ -32,7 +27,7 @@ BATCH_DELAYS_KEY: Final = "batch_delays_s"
 
 
 def shown_states(states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what ``/coserve/status`` says of each replica: no batch of anybody is named."""
+    """Return what ``/coserve/status`` says of each replica: nobody's batch is named."""
     return [
         {name: value for name, value in state[STATE_KEY].items() if name != BATCH_DELAYS_KEY}
         for state in states

@@ -12,7 +12,13 @@ from sglang_coserve.batch.routes.caller import (
     set_not_ready,
     set_service,
 )
-from sglang_coserve.batch.routes.errors import BatchApiNotReadyError, BatchApiOffError
+from sglang_coserve.batch.routes.errors import (
+    ERROR_RESPONSES,
+    OPERATOR_ERROR_RESPONSES,
+    BatchApiNotReadyError,
+    BatchApiOffError,
+    JsonRoute,
+)
 from sglang_coserve.batch.routes.operator import check_admin_key, set_admin_key
 from sglang_coserve.batch.routes.routing import (
     add_batch_routes,
@@ -21,8 +27,11 @@ from sglang_coserve.batch.routes.routing import (
 )
 
 __all__ = [
+    "ERROR_RESPONSES",
+    "OPERATOR_ERROR_RESPONSES",
     "BatchApiNotReadyError",
     "BatchApiOffError",
+    "JsonRoute",
     "add_batch_routes",
     "batch_api_status",
     "check_admin_key",
