@@ -9,7 +9,7 @@ from common.figures import Figure
 
 KINDS = ("kill -9 of an engine", "kill -9 of the gateway")
 ZERO = (
-    *("engines that did not start again", "lines lost", "lines doubled"),
+    *("engines that did not end or start as they should", "lines lost", "lines doubled"),
     *("lines different", "lines given up"),
 )
 
