@@ -14,6 +14,7 @@ from sglang_coserve.batch.context import JobContext, new_id
 from sglang_coserve.batch.errors import NotFoundError
 from sglang_coserve.batch.eta import Outlook
 from sglang_coserve.batch.forecaster import Forecaster
+from sglang_coserve.batch.headroom import Headroom
 from sglang_coserve.batch.job_driver import JobDriver
 from sglang_coserve.batch.online_delays import COUNT_INTERVAL_S, OnlineDelays
 from sglang_coserve.batch.owner_storage import raise_if_over
@@ -54,6 +55,7 @@ class JobSupervisor:
             StorageError: the database cannot be read.
         """
         await self._forecaster.load()
+        self._size_slots()
         for record in await self._context.store.run(batch_rows.unfinished):
             self._lead(record)
         self._watching = [
@@ -87,6 +89,10 @@ class JobSupervisor:
         records = {driver.record.id: driver.record for driver in self._drivers.values()}
         records |= {record.id: record for record in latest}
         return self._forecaster.outlooks(r for r in records.values() if r.will_be_served)
+
+    def headroom(self) -> Headroom:
+        """Return how much offline work could be added, and still be done in time."""
+        return self._forecaster.headroom(r for r in self.unfinished() if r.will_be_served)
 
     def stalled_by(self, batch_id: str) -> str | None:
         """Return why a batch makes no progress; None while it does."""
@@ -189,9 +195,16 @@ class JobSupervisor:
         ].stalled_by = f"internal error: {error!r}; resume or cancel the batch"
         _log.error("batch %s stands still", batch_id, exc_info=error)
 
+    def _size_slots(self) -> None:
+        """Have no more lines in flight than the backend has use for: the rest keeps its order."""
+        most = self._context.limits.max_in_flight
+        useful = self._context.backend.load().max_in_flight
+        self._context.slots.resize(most if useful is None else min(most, useful))
+
     async def _watch(self) -> None:
         while True:
             await self._context.clock.sleep(_LOOK_INTERVAL_S)
+            self._size_slots()
             for batch_id, outlook in self.outlooks().items():
                 self._drivers[batch_id].share.is_urgent = outlook.is_urgent
             try:

@@ -117,6 +117,11 @@ class Interference:
         return self._monitor
 
     @property
+    def online_s(self) -> float:
+        """What all steps so far took for online requests, in seconds."""
+        return self._online_s
+
+    @property
     def bill(self) -> Bill | None:
         """How much later than alone requests were; None without a baseline."""
         return None if self._baseline is None else self._bill

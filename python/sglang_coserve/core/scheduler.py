@@ -32,6 +32,7 @@ from sglang_coserve.core.service_time import ServiceTime
 from sglang_coserve.core.slo import Slo
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
 from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan, StepResult
+from sglang_coserve.core.work_log import WorkLog
 
 __all__ = ["Scheduler"]
 
@@ -86,6 +87,7 @@ class Scheduler:
         self._waiting_order: WaitingOrder = VirtualTokenCounter() if fair else ArrivalOrder()
         self._next_step = 0
         self._in_flight: dict[int, StepPlan] = {}
+        self._work = WorkLog()
 
     @property
     def model(self) -> LatencyModel:
@@ -106,6 +108,11 @@ class Scheduler:
     def interference(self) -> Interference:
         """What online requests got, beside what they would have got alone."""
         return self._interference
+
+    @property
+    def work(self) -> WorkLog:
+        """Where the time of the steps went, and what was decided of them."""
+        return self._work
 
     def arrived(self, info: RequestInfo, cached_tokens: int = 0) -> None:
         """Note that an online request has arrived, in order of arrival. O(1).
@@ -181,6 +188,7 @@ class Scheduler:
         assert {chunk.rid for chunk in chunks} <= planned, f"step {plan.step} has other prefills"
         self._next_step += 1
         self._in_flight[plan.step] = plan
+        self._work.started(plan, self._arrival_s)
         for chunk in chunks:
             if chunk.rid in self._queue:
                 self._queue.take(chunk.rid)
@@ -199,9 +207,11 @@ class Scheduler:
         if result.step is not None:
             plan = self._in_flight.pop(result.step, None)
             assert plan is not None, f"step {result.step} is not in flight"
-            if result.batch.is_empty:
-                return
-        self._learn_from_tokens(plan, result)
+        online_s, offline_s = self._split(plan, result)
+        self._work.ended(plan, result, online_s, offline_s)
+        if plan is not None and result.batch.is_empty:
+            return
+        self._learn_from_tokens(result, online_s, offline_s)
         self._service_time.observe(result, is_busy=self._queue.num_running > 0)
         if result.batch.is_empty:
             return
@@ -348,10 +358,10 @@ class Scheduler:
         online_s = min(plan.expected.online_part_s / result.concurrency, seconds)
         return online_s, seconds - online_s
 
-    def _learn_from_tokens(self, plan: StepPlan | None, result: StepResult) -> None:
+    def _learn_from_tokens(self, result: StepResult, online_s: float, offline_s: float) -> None:
         """Learn from when online requests got their tokens."""
         interference = self._interference
-        interference.worked(*self._split(plan, result), result.jobs)
+        interference.worked(online_s, offline_s, result.jobs)
         for info, _, token_s in result.served:
             if token_s is not None:
                 interference.produced(info.rid, token_s)

@@ -114,6 +114,9 @@ class BackendLoad:
     busy_s: float = 0.0
     """The time since the start in which there were any."""
 
+    max_in_flight: int | None = None
+    """Lines that it has use for at a time; None: as many as there may be."""
+
 
 class LineBackend(Protocol):
     """What serves lines in the offline class: an engine in this process, or servers."""

@@ -115,16 +115,6 @@ class Latencies:
         self._last.pop(rid, None)
         self._begun.discard(rid)
 
-    def outstanding_tokens(self) -> int:
-        """Return the tokens that online requests may yet take: prompts that have no token, and
-        what is left of the outputs at most. O(online requests)."""
-        total = 0
-        for req in self._ledger.online_reqs():
-            info, generated = self._ledger[req.rid], len(req.output_ids)
-            total += max(0, info.max_new_tokens - generated)
-            total += 0 if generated else info.prompt_tokens
-        return total
-
     def oldest_waiting_s(self, now_s: float) -> dict[str, float]:
         """Return how long the request has waited that came first, of those of a class that have
         never run; 0 where there is none. O(online and begun requests)."""

@@ -21,6 +21,7 @@ from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.latency_source import latency_profile
 from sglang_coserve.srt.offline_eviction import OfflineEviction
 from sglang_coserve.srt.rank_clock import RankClock
+from sglang_coserve.srt.replica_load import LoadReporter
 from sglang_coserve.srt.request_intake import RequestIntake
 from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.safepoint.install import Installed
@@ -71,11 +72,23 @@ class CoserveParts:
             scheduler,
             config,
             admission=self.admission,
-            ledger=self.ledger,
             view=self.view,
+            pools=self.pools,
+            ledger=self.ledger,
             runner=self.runner,
             checkpointing=self.checkpointing,
             events=self.events,
+            load=lambda: self.load.load(),
+        )
+        self.load = LoadReporter(
+            scheduler,
+            config,
+            admission=self.admission,
+            view=self.view,
+            pools=self.pools,
+            ledger=self.ledger,
+            runner=self.runner,
+            rate_alone=self.status.expected_offline_rate,
         )
 
     def _make_admission(self, scheduler: Any, config: CoserveConfig, clock: RankClock) -> Admission:

@@ -8,14 +8,25 @@ from typing import Any, Final
 from sglang_coserve.errors import StartupError
 
 __all__ = [
-    "BATCH_DELAYS_KEY",
+    "DELAYS_RID",
     "EXPECTED_RATE_KEY",
+    "SAMPLE_RID",
     "STATE_KEY",
-    "TRACE_KEY",
-    "batch_delays_s",
+    "TRACE_RID",
+    "asked_of",
     "replicas_info",
-    "shown_states",
+    "sum_of_delays_s",
 ]
+
+SAMPLE_RID: Final = "coserve-sample"
+"""The name of a request for the internal state that wants nothing but ours: what SGLang adds takes
+time, and some of it (means since the last call) starts anew with each call."""
+
+DELAYS_RID: Final = "coserve-delays"
+"""Of one that wants by how many seconds each batch has delayed online requests."""
+
+TRACE_RID: Final = "coserve-trace-"
+"""Of one that wants the last steps: it ends with the seconds."""
 
 STATE_KEY: Final = "coserve"
 """Where the internal state of a scheduler has ours, by which one knows that it is in place."""
@@ -23,34 +34,28 @@ STATE_KEY: Final = "coserve"
 EXPECTED_RATE_KEY: Final = "expected_offline_tokens_per_s"
 """And there, what offline requests alone would get of the engine."""
 
-BATCH_DELAYS_KEY: Final = "batch_delays_s"
-"""And there, by how many seconds each batch has delayed online requests; not for everybody."""
 
-TRACE_KEY: Final = "coserve_trace_seconds"
-"""And there, its last steps, if somebody asked for so many seconds of them: under this name among
-what SGLang's ``set_internal_state`` sets."""
+async def asked_of(manager: Any, rid: str) -> list[Any]:
+    """Return what each scheduler answers to a request of one of these names.
 
-_NOT_SHOWN: Final = (BATCH_DELAYS_KEY, TRACE_KEY)
+    ``manager`` is SGLang's tokenizer manager.
+    """
+    from sglang.srt.managers.io_struct import GetInternalStateReq
 
-
-def shown_states(states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what ``/coserve/status`` says of each replica: nobody's batch or request is named."""
-    return [
-        {name: value for name, value in state[STATE_KEY].items() if name not in _NOT_SHOWN}
-        for state in states
-    ]
+    manager.auto_create_handle_loop()
+    answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=rid))
+    return [answer.internal_state[STATE_KEY] for answer in answers]
 
 
-def batch_delays_s(states: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+def sum_of_delays_s(of_replicas: Sequence[Mapping[str, float] | None]) -> dict[str, float] | None:
     """Return by how much each batch has delayed online requests, on all replicas together.
 
     None where that is not known: without a no-interference baseline.
     """
-    of_replicas = [state[STATE_KEY][BATCH_DELAYS_KEY] for state in states]
-    if None in of_replicas:
-        return None
     delays_s: dict[str, float] = {}
     for of_replica in of_replicas:
+        if of_replica is None:
+            return None
         for batch_id, seconds in of_replica.items():
             delays_s[batch_id] = delays_s.get(batch_id, 0.0) + seconds
     return delays_s

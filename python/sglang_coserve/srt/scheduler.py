@@ -10,16 +10,17 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import AbortReq, GetInternalStateReqOutput
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.grammar_cache import GrammarCache
+from sglang_coserve.srt.load_snapshot import ReportingLoadInquirer
 from sglang_coserve.srt.parts import CoserveParts
 from sglang_coserve.srt.rank_clock import RankClock, Tick
-from sglang_coserve.srt.replicas import STATE_KEY, TRACE_KEY
+from sglang_coserve.srt.replicas import STATE_KEY
 from sglang_coserve.srt.safepoint.install import install_safepoints
 from sglang_coserve.srt.step_runner import SUSPENDED
 from sglang_coserve.srt.usable_logits import end_unusable
@@ -42,6 +43,7 @@ class CoserveScheduler(Scheduler):
 
     # State of SGLang's that is assigned here too.
     idle_sleeper: Any
+    load_inquirer: Any
     input_blocker: Any
     recv_from_tokenizer: Any
 
@@ -81,6 +83,13 @@ class CoserveScheduler(Scheduler):
             self.recv_from_tokenizer = ingress.inbox
             self.idle_sleeper = ingress.parking
         super().init_request_receiver()
+
+    def init_load_inquirer(self) -> None:
+        """Publish our load with SGLang's."""
+        super().init_load_inquirer()
+        self.load_inquirer = ReportingLoadInquirer.like(
+            self.load_inquirer, lambda: self.parts.load.load()
+        )
 
     def init_invariant_checker(self) -> None:
         """Let the memory check of a busy engine count the rows beside SGLang's batches."""
@@ -201,15 +210,12 @@ class CoserveScheduler(Scheduler):
         idle = bool(super().is_fully_idle(for_health_check))
         return idle and (for_health_check or not self.parts.admission.num_waiting())
 
-    def set_internal_state(self, recv_req: Any) -> Any:
-        """Let the next state have the last steps, if that is what is to be set."""
-        seconds = recv_req.server_args.pop(TRACE_KEY, None)
-        if seconds is not None:
-            self.parts.status.wanted_trace_s = seconds
-        return super().set_internal_state(recv_req)
-
     def get_internal_state(self, recv_req: Any) -> Any:
         """Add the state of both classes, by which it is known that this scheduler is in place."""
+        status = self.parts.status
+        if status.is_asked_by(recv_req.rid):
+            state = {STATE_KEY: status.answer(recv_req.rid)}
+            return GetInternalStateReqOutput(internal_state=state)
         output = super().get_internal_state(recv_req)
-        output.internal_state[STATE_KEY] = self.parts.status.internal_state()
+        output.internal_state[STATE_KEY] = status.internal_state()
         return output

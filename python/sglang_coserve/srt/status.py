@@ -5,20 +5,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.bill import BillReport
+from sglang_coserve.core.engine_load import ReplicaLoad
 from sglang_coserve.core.offline_rate import expected_tokens_per_s
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.protocol import Admission
-from sglang_coserve.srt.busy_share import BusyShare
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.exporter import Exporter
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
+from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.latencies import Latencies
-from sglang_coserve.srt.replicas import BATCH_DELAYS_KEY, EXPECTED_RATE_KEY, TRACE_KEY
+from sglang_coserve.srt.replicas import DELAYS_RID, EXPECTED_RATE_KEY, SAMPLE_RID, TRACE_RID
 from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.safepoint.batch_kind import kind_of
@@ -26,9 +27,6 @@ from sglang_coserve.srt.step_runner import StepRunner
 from sglang_coserve.srt.step_trace import StepTrace
 
 __all__ = ["SchedulerStatus"]
-
-_EXPECTED_INTERVAL_S: Final = 60.0
-"""It changes slowly, and under ``fifo`` its model is read from the disk."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,31 +40,31 @@ class SchedulerStatus:
         config: CoserveConfig,
         *,
         admission: Admission,
-        ledger: RequestLedger,
         view: EngineView,
+        pools: KvPools,
+        ledger: RequestLedger,
         runner: StepRunner,
         checkpointing: KvCheckpointing,
         events: Counter[str],
+        load: Callable[[], ReplicaLoad],
     ) -> None:
+        """``load`` says how loaded the replica is now."""
         self._scheduler = scheduler
         self._view = view
+        self._pools = pools
+        self._ledger = ledger
         self._config = config
         self._admission = admission
         self._runner = runner
         self._checkpointing = checkpointing
         self._events = events
+        self._load = load
         args = compat.settings_of(scheduler.server_args)
         self._is_rank_0 = compat.is_first_rank(scheduler)
         dp_rank = compat.parallel(scheduler).dp_rank
         self._exporter: Exporter | None = None
         self._latencies: Latencies | None = None
         self._trace = StepTrace(ledger, process=1 + (dp_rank or 0)) if self._is_rank_0 else None
-        self.wanted_trace_s: float | None = None
-        """How much of the past the next state is to have; None: none of it."""
-
-        self._expected_per_s: float | None = None
-        self._next_expected_s = 0.0
-        self._busy = BusyShare(time.perf_counter())
         if args.enable_metrics and self._is_rank_0:
             self._exporter = Exporter(args.served_model_name, dp_rank)
             self._latencies = Latencies(ledger)
@@ -75,11 +73,23 @@ class SchedulerStatus:
         """Return what ``/coserve/status`` shows."""
         return {
             "config": self._config.to_dict(),
-            EXPECTED_RATE_KEY: self._expected_offline_rate(),
-            TRACE_KEY: self._take_trace(),
-            BATCH_DELAYS_KEY: None if (bill := self._bill()) is None else bill.jobs,
+            EXPECTED_RATE_KEY: self.expected_offline_rate(),
             **self.state(),
         }
+
+    @staticmethod
+    def is_asked_by(rid: str | None) -> bool:
+        """Tell whether a request for the state has a name of ours (``replicas``)."""
+        return rid is not None and rid.startswith((SAMPLE_RID, DELAYS_RID, TRACE_RID))
+
+    def answer(self, rid: str) -> Any:
+        """Return what a request of such a name wants, in plain values."""
+        if rid == SAMPLE_RID:
+            return self.state()
+        if rid == DELAYS_RID:
+            return None if (bill := self._bill()) is None else dict(bill.jobs)
+        since_s = time.perf_counter() - float(rid.removeprefix(TRACE_RID))
+        return [] if self._trace is None else self._trace.since(since_s)
 
     def state(self) -> dict[str, Any]:
         """Return how both classes stand now."""
@@ -87,6 +97,8 @@ class SchedulerStatus:
         running = self._view.running_rows()
         num_offline = sum(is_offline(req) for req in running)
         prefilling = scheduler.chunked_req
+        reqs = self._ledger.reqs()
+        online = [req for req in reqs if compat.holds_kv(req) and not is_offline(req)]
         return {
             "slo": self._admission.interference.monitor.report(time.perf_counter()).to_dict(),
             "online": {
@@ -101,6 +113,7 @@ class SchedulerStatus:
                 "prefilling": int(prefilling is not None and is_offline(prefilling)),
                 **self._counted_events(),
             },
+            "kv_tokens": self._pools.by_class(online)._asdict(),
             "kv_checkpoint": self._checkpointing.stats().to_dict(),
             **self._admission.state(),
             **self._runner.state(),
@@ -113,7 +126,6 @@ class SchedulerStatus:
         now_s = time.perf_counter()
         self._trace.launched(batch, now_s, self._runner.lane)
         if self._latencies is not None:
-            self._busy.passes(now_s, is_busy=bool(batch))
             self._latencies.launched(batch, now_s)
 
     def stopped(self, batch: Any) -> None:
@@ -151,29 +163,17 @@ class SchedulerStatus:
         if warning is not None:
             logger.warning("%s", warning)
 
-    def _take_trace(self) -> list[str] | None:
-        """Return the last steps, if somebody has asked for them."""
-        seconds, self.wanted_trace_s = self.wanted_trace_s, None
-        if seconds is None or self._trace is None:
-            return None
-        return self._trace.since(time.perf_counter() - seconds)
-
     def _publish(self, exporter: Exporter, now_s: float) -> None:
         assert self._latencies is not None
         exporter.publish(self.state(), self._counted_events(), now_s)
         exporter.publish_latencies(self._latencies)
         if (bill := self._admission.interference.bill) is not None:
             exporter.publish_delays(bill.take_delays())
-        if now_s >= self._next_expected_s:
-            self._next_expected_s = now_s + _EXPECTED_INTERVAL_S
-            self._expected_per_s = self._expected_offline_rate()
-        expected_per_s = self._expected_per_s
+        load = self._load()
         exporter.publish_load(
-            outstanding_tokens=self._latencies.outstanding_tokens(),
+            outstanding_tokens=load.online.outstanding_tokens,
             oldest_waiting_s=self._latencies.oldest_waiting_s(now_s),
-            headroom_per_s=(
-                None if expected_per_s is None else (1 - self._busy.share(now_s)) * expected_per_s
-            ),
+            headroom_per_s=load.headroom_tokens_per_s,
             budget_s=self._admission.budget_s,
         )
 
@@ -194,7 +194,7 @@ class SchedulerStatus:
     def _counted_events(self) -> dict[str, int]:
         return {name: self._events[name] for name in self._admission.event_names}
 
-    def _expected_offline_rate(self) -> float | None:
+    def expected_offline_rate(self) -> float | None:
         """Return the tokens a second that offline requests would get now; None if unknown."""
         model = self._admission.latency_model()
         if model is None:

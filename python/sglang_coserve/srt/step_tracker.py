@@ -155,7 +155,9 @@ class StepTracker:
         """Return the result of the suspended step, which is dropped."""
         step, self._suspended = self._suspended, None
         assert step is not None
-        return StepResult(step.number, step.started_s, given_up=tuple(rids))
+        # What it ran is lost, and not known where another batch may have taken some of the time.
+        seconds = step.spent_s if step.spent_s > 0 else None
+        return StepResult(step.number, step.started_s, seconds, given_up=tuple(rids))
 
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
         """Note the results of the batch that was launched first: rows, and who got a token."""

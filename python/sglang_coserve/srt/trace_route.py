@@ -14,7 +14,7 @@ from sglang_coserve.batch.routes import (
     JsonRoute,
     check_admin_key,
 )
-from sglang_coserve.srt.replicas import STATE_KEY, TRACE_KEY
+from sglang_coserve.srt.replicas import TRACE_RID, asked_of
 from sglang_coserve.trace_events import process_name, trace_text
 
 __all__ = ["TRACE_PATH", "install_trace_route"]
@@ -32,19 +32,12 @@ def install_trace_route(http_server: Any) -> Any:
         responses=ERROR_RESPONSES | OPERATOR_ERROR_RESPONSES,
         dependencies=[Depends(check_admin_key)],
     )
-    one_at_a_time = asyncio.Lock()
 
     @router.get(TRACE_PATH, response_class=Response)
     async def trace(seconds: Annotated[float, Query(gt=0, le=_MOST_S)] = 60.0) -> Response:
         """Return the steps of the last ``seconds``, as far as they are kept: Trace Event Format."""
-        from sglang.srt.managers.io_struct import SetInternalStateReq
-
         manager = http_server._global_state.tokenizer_manager
-        # Setting it asks for it, and the next state that is told has it.
-        async with one_at_a_time:
-            await manager.set_internal_state(SetInternalStateReq(server_args={TRACE_KEY: seconds}))
-            states = await manager.get_internal_state()
-        traces = [state[STATE_KEY].get(TRACE_KEY) or () for state in states]
+        traces = await asked_of(manager, f"{TRACE_RID}{seconds}")
         content = await asyncio.to_thread(_file, traces)
         headers = {"content-disposition": 'attachment; filename="coserve-trace.json"'}
         return Response(content, media_type="application/json", headers=headers)

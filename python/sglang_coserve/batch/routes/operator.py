@@ -36,11 +36,11 @@ def check_admin_key(
         Depends(HTTPBearer(auto_error=False, scheme_name="admin key")),
     ],
 ) -> None:
-    """Let only those through who bring the admin key; for routes of other routers, too.
+    """Let a request pass that brings the admin key; for a route's dependencies.
 
     Raises:
         NoAdminKeyError: the server has none.
-        AdminKeyError: they bring another one, or none.
+        AdminKeyError: the request brings another one, or none.
     """
     key = getattr(request.app.state, _STATE, None)
     if key is None:

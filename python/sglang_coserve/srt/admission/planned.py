@@ -320,5 +320,9 @@ class PlannedAdmission:
 
     def state(self) -> dict[str, Any]:
         """See ``Admission``."""
-        error, model = self.core.prediction_error, self.core.model
-        return {"prediction": {"model": model.kind, "mape": error.mape, "bias": error.bias}}
+        error, model, work = self.core.prediction_error, self.core.model, self.core.work
+        return {
+            "prediction": {"model": model.kind, "mape": error.mape, "bias": error.bias},
+            "work": work.totals.to_dict(),
+            "decisions": work.decisions.to_list(self._clock.now_s()),
+        }

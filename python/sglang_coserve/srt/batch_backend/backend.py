@@ -16,8 +16,9 @@ from sglang_coserve.srt.batch_backend.answer import engine_failure, invalid_requ
 from sglang_coserve.srt.batch_backend.endpoints import Endpoint, model_endpoints
 from sglang_coserve.srt.batch_backend.handler_thread import HandlerThread
 from sglang_coserve.srt.batch_backend.line_manager import LineManager, LineTask
+from sglang_coserve.srt.loaded_model import model_in_use
 from sglang_coserve.srt.prompt_limit import body_limits
-from sglang_coserve.srt.replicas import batch_delays_s
+from sglang_coserve.srt.replicas import DELAYS_RID, asked_of, sum_of_delays_s
 
 __all__ = ["BatchBackend"]
 
@@ -58,10 +59,7 @@ class BatchBackend(Backend):
     @property
     def model(self) -> str:
         """What the tokens belong to; weights that are exchanged while it runs have another name."""
-        # Not from the server's arguments: those stay what they were at the start.
-        version = self._tokenizer_manager.config_value("weight_version") or ""
-        updates = self._tokenizer_manager.coserve_weights.name
-        return "|".join(filter(None, (self._fingerprint, str(version), updates)))
+        return model_in_use(self._tokenizer_manager, self._fingerprint)
 
     @property
     def is_changing(self) -> bool:
@@ -70,7 +68,7 @@ class BatchBackend(Backend):
 
     def when_changing(self, take_out: Callable[[], None]) -> None:
         """See ``Backend.when_changing``."""
-        self._tokenizer_manager.coserve_weights.on_update = take_out
+        self._tokenizer_manager.coserve_weights.on_update.append(take_out)
 
     async def settled(self) -> None:
         """See ``Backend.settled``."""
@@ -107,7 +105,7 @@ class BatchBackend(Backend):
 
     async def online_delays_s(self) -> Mapping[str, float] | None:
         """See ``Backend.online_delays_s``; the schedulers are asked."""
-        return batch_delays_s(await self._tokenizer_manager.get_internal_state())
+        return sum_of_delays_s(await asked_of(self._tokenizer_manager, DELAYS_RID))
 
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
