@@ -64,7 +64,7 @@ class Exporter:
         self._delay = gauge(
             "safepoint_delay_seconds",
             "The way from an online arrival to its first token through a suspension, step by step.",
-            *("step", "quantile"),
+            *("step", "statistic"),
         )
         self._host_tokens = gauge(
             "kv_host_tokens", "KV tokens in host memory, by class.", "request_class"
@@ -194,10 +194,10 @@ class Exporter:
             self._count(self._suspended, count, kind)
         self._count(self._resumed, safepoints["resumed"])
         for step, delays_ms in safepoints["delays_ms"].items():
-            for quantile in ("p50", "p99"):
-                if delays_ms[quantile] is not None:
-                    gauge = self._delay.labels(*self._common, step, f"0.{quantile[1:]}")
-                    gauge.set(delays_ms[quantile] / 1e3)
+            for statistic in ("p50", "p99"):
+                if delays_ms[statistic] is not None:
+                    gauge = self._delay.labels(*self._common, step, statistic)
+                    gauge.set(delays_ms[statistic] / 1e3)
 
     def _count(self, counter: Any, total: float, *labels: str) -> None:
         """Bring a counter to a total that never shrinks."""
