@@ -99,7 +99,7 @@ class Exporter:
             "oldest_waiting_seconds", "Of requests that never ran, how long one waits.", by_class
         )
         self._headroom = gauge(
-            "headroom_tokens_per_second", "Offline tokens that the idle part of the time would do."
+            "headroom_tokens_per_second", "Tokens a second that offline work would get now."
         )
         self._budget = gauge("budget_seconds", "Latency budget that offline work had lately.")
         self._counted: dict[tuple[Any, ...], float] = {}

@@ -68,18 +68,6 @@ class CoserveParts:
             events=self.events,
             forget=self.forget,
         )
-        self.status = SchedulerStatus(
-            scheduler,
-            config,
-            admission=self.admission,
-            view=self.view,
-            pools=self.pools,
-            ledger=self.ledger,
-            runner=self.runner,
-            checkpointing=self.checkpointing,
-            events=self.events,
-            load=lambda: self.load.load(),
-        )
         self.load = LoadReporter(
             scheduler,
             config,
@@ -88,7 +76,18 @@ class CoserveParts:
             pools=self.pools,
             ledger=self.ledger,
             runner=self.runner,
-            rate_alone=self.status.expected_offline_rate,
+        )
+        self.status = SchedulerStatus(
+            scheduler,
+            config,
+            admission=self.admission,
+            ledger=self.ledger,
+            view=self.view,
+            pools=self.pools,
+            load=self.load,
+            runner=self.runner,
+            checkpointing=self.checkpointing,
+            events=self.events,
         )
 
     def _make_admission(self, scheduler: Any, config: CoserveConfig, clock: RankClock) -> Admission:

@@ -8,43 +8,17 @@ from typing import Any, Final
 from sglang_coserve.errors import StartupError
 
 __all__ = [
-    "DELAYS_RID",
     "EXPECTED_RATE_KEY",
-    "SAMPLE_RID",
     "STATE_KEY",
-    "TRACE_RID",
-    "asked_of",
     "replicas_info",
     "sum_of_delays_s",
 ]
-
-SAMPLE_RID: Final = "coserve-sample"
-"""The name of a request for the internal state that wants nothing but ours: what SGLang adds takes
-time, and some of it (means since the last call) starts anew with each call."""
-
-DELAYS_RID: Final = "coserve-delays"
-"""Of one that wants by how many seconds each batch has delayed online requests."""
-
-TRACE_RID: Final = "coserve-trace-"
-"""Of one that wants the last steps: it ends with the seconds."""
 
 STATE_KEY: Final = "coserve"
 """Where the internal state of a scheduler has ours, by which one knows that it is in place."""
 
 EXPECTED_RATE_KEY: Final = "expected_offline_tokens_per_s"
 """And there, what offline requests alone would get of the engine."""
-
-
-async def asked_of(manager: Any, rid: str) -> list[Any]:
-    """Return what each scheduler answers to a request of one of these names.
-
-    ``manager`` is SGLang's tokenizer manager.
-    """
-    from sglang.srt.managers.io_struct import GetInternalStateReq
-
-    manager.auto_create_handle_loop()
-    answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=rid))
-    return [answer.internal_state[STATE_KEY] for answer in answers]
 
 
 def sum_of_delays_s(of_replicas: Sequence[Mapping[str, float] | None]) -> dict[str, float] | None:

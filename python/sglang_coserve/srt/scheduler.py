@@ -22,6 +22,7 @@ from sglang_coserve.srt.parts import CoserveParts
 from sglang_coserve.srt.rank_clock import RankClock, Tick
 from sglang_coserve.srt.replicas import STATE_KEY
 from sglang_coserve.srt.safepoint.install import install_safepoints
+from sglang_coserve.srt.scheduler_query import answer
 from sglang_coserve.srt.step_runner import SUSPENDED
 from sglang_coserve.srt.usable_logits import end_unusable
 
@@ -212,10 +213,8 @@ class CoserveScheduler(Scheduler):
 
     def get_internal_state(self, recv_req: Any) -> Any:
         """Add the state of both classes, by which it is known that this scheduler is in place."""
-        status = self.parts.status
-        if status.is_asked_by(recv_req.rid):
-            state = {STATE_KEY: status.answer(recv_req.rid)}
-            return GetInternalStateReqOutput(internal_state=state)
+        if (answered := answer(recv_req.rid, self.parts.status)) is not None:
+            return GetInternalStateReqOutput(internal_state=answered)
         output = super().get_internal_state(recv_req)
-        output.internal_state[STATE_KEY] = status.internal_state()
+        output.internal_state[STATE_KEY] = self.parts.status.internal_state()
         return output

@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.bill import BillReport
-from sglang_coserve.core.engine_load import ReplicaLoad
-from sglang_coserve.core.offline_rate import expected_tokens_per_s
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.engine_view import EngineView
@@ -19,7 +17,8 @@ from sglang_coserve.srt.exporter import Exporter
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.latencies import Latencies
-from sglang_coserve.srt.replicas import DELAYS_RID, EXPECTED_RATE_KEY, SAMPLE_RID, TRACE_RID
+from sglang_coserve.srt.replica_load import LoadReporter
+from sglang_coserve.srt.replicas import EXPECTED_RATE_KEY
 from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.safepoint.batch_kind import kind_of
@@ -40,25 +39,24 @@ class SchedulerStatus:
         config: CoserveConfig,
         *,
         admission: Admission,
+        ledger: RequestLedger,
         view: EngineView,
         pools: KvPools,
-        ledger: RequestLedger,
+        load: LoadReporter,
         runner: StepRunner,
         checkpointing: KvCheckpointing,
         events: Counter[str],
-        load: Callable[[], ReplicaLoad],
     ) -> None:
-        """``load`` says how loaded the replica is now."""
         self._scheduler = scheduler
         self._view = view
         self._pools = pools
         self._ledger = ledger
+        self._load = load
         self._config = config
         self._admission = admission
         self._runner = runner
         self._checkpointing = checkpointing
         self._events = events
-        self._load = load
         args = compat.settings_of(scheduler.server_args)
         self._is_rank_0 = compat.is_first_rank(scheduler)
         dp_rank = compat.parallel(scheduler).dp_rank
@@ -73,23 +71,9 @@ class SchedulerStatus:
         """Return what ``/coserve/status`` shows."""
         return {
             "config": self._config.to_dict(),
-            EXPECTED_RATE_KEY: self.expected_offline_rate(),
+            EXPECTED_RATE_KEY: self._load.rate_alone_per_s(),
             **self.state(),
         }
-
-    @staticmethod
-    def is_asked_by(rid: str | None) -> bool:
-        """Tell whether a request for the state has a name of ours (``replicas``)."""
-        return rid is not None and rid.startswith((SAMPLE_RID, DELAYS_RID, TRACE_RID))
-
-    def answer(self, rid: str) -> Any:
-        """Return what a request of such a name wants, in plain values."""
-        if rid == SAMPLE_RID:
-            return self.state()
-        if rid == DELAYS_RID:
-            return None if (bill := self._bill()) is None else dict(bill.jobs)
-        since_s = time.perf_counter() - float(rid.removeprefix(TRACE_RID))
-        return [] if self._trace is None else self._trace.since(since_s)
 
     def state(self) -> dict[str, Any]:
         """Return how both classes stand now."""
@@ -118,6 +102,15 @@ class SchedulerStatus:
             **self._admission.state(),
             **self._runner.state(),
         }
+
+    def batch_delays_s(self) -> dict[str, float] | None:
+        """Return by how much each batch has delayed online requests; None if that is not known."""
+        bill = self._bill()
+        return None if bill is None else dict(bill.jobs)
+
+    def last_steps(self, seconds: float) -> list[str]:
+        """Return the events of the last ``seconds`` of steps, as far as they are kept."""
+        return [] if self._trace is None else self._trace.since(time.perf_counter() - seconds)
 
     def launched(self, batch: Any) -> None:
         """Note the batch with which a pass ends; None if nothing is to run."""
@@ -169,7 +162,7 @@ class SchedulerStatus:
         exporter.publish_latencies(self._latencies)
         if (bill := self._admission.interference.bill) is not None:
             exporter.publish_delays(bill.take_delays())
-        load = self._load()
+        load = self._load.load()
         exporter.publish_load(
             outstanding_tokens=load.online.outstanding_tokens,
             oldest_waiting_s=self._latencies.oldest_waiting_s(now_s),
@@ -193,17 +186,3 @@ class SchedulerStatus:
 
     def _counted_events(self) -> dict[str, int]:
         return {name: self._events[name] for name in self._admission.event_names}
-
-    def expected_offline_rate(self) -> float | None:
-        """Return the tokens a second that offline requests would get now; None if unknown."""
-        model = self._admission.latency_model()
-        if model is None:
-            return None
-        scheduler = self._scheduler
-        limit = self._config.offline_max_running or scheduler.max_running_requests
-        return expected_tokens_per_s(
-            model,
-            kv_tokens=scheduler.max_total_num_tokens,
-            max_rows=min(limit, scheduler.max_running_requests),
-            chunk_tokens=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
-        )

@@ -14,7 +14,7 @@ from sglang_coserve.batch.routes import (
     JsonRoute,
     check_admin_key,
 )
-from sglang_coserve.srt.replicas import TRACE_RID, asked_of
+from sglang_coserve.srt.scheduler_query import ask, last_steps
 from sglang_coserve.trace_events import process_name, trace_text
 
 __all__ = ["TRACE_PATH", "install_trace_route"]
@@ -37,7 +37,7 @@ def install_trace_route(http_server: Any) -> Any:
     async def trace(seconds: Annotated[float, Query(gt=0, le=_MOST_S)] = 60.0) -> Response:
         """Return the steps of the last ``seconds``, as far as they are kept: Trace Event Format."""
         manager = http_server._global_state.tokenizer_manager
-        traces = await asked_of(manager, f"{TRACE_RID}{seconds}")
+        traces = await ask(manager, last_steps(seconds))
         content = await asyncio.to_thread(_file, traces)
         headers = {"content-disposition": 'attachment; filename="coserve-trace.json"'}
         return Response(content, media_type="application/json", headers=headers)

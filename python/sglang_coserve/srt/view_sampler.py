@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-from sglang_coserve.srt.replicas import SAMPLE_RID, asked_of
+from sglang_coserve.srt.scheduler_query import STANDING, ask
 from sglang_coserve.view import History
 
 __all__ = ["sampled"]
@@ -35,7 +35,7 @@ async def _sample(manager: Any, history: History) -> None:
     has_failed = False
     while True:
         try:
-            states = await asked_of(manager, SAMPLE_RID)
+            states = await ask(manager, STANDING)
             history.add(time.time(), states)
             has_failed = False
         except Exception:
