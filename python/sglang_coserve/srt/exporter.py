@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sglang_coserve.core.engine_load import ReplicaLoad
 from sglang_coserve.srt.kv_checkpoint.stats import COUNTED
 
 __all__ = ["Exporter"]
@@ -37,6 +38,19 @@ class Exporter:
         self._common = tuple(common.values())
         self._next_s = 0.0
         self._requests = gauge("requests", "Requests by class and state.", "request_class", "state")
+        self._outstanding = gauge(
+            "outstanding_tokens", "Tokens yet to be computed, by class.", "request_class"
+        )
+        self._kv_tokens = gauge(
+            "kv_tokens", "Device KV by what becomes of it: online, reclaimable or free.", "state"
+        )
+        self._reclaim = gauge(
+            "reclaim_seconds", "Predicted time until reclaimable KV is an online request's."
+        )
+        self._headroom = gauge(
+            "headroom_tokens_per_second", "What offline work would get now, predicted."
+        )
+        self._max_lines = gauge("max_lines", "Offline requests that fit in at a time.")
         self._attainment = gauge("slo_attainment", "Share of late requests within their targets.")
         self._measured = gauge("slo_measured_seconds", "Statistic that an SLO bounds.", "slo")
         self._alone = gauge(
@@ -73,14 +87,21 @@ class Exporter:
         """Tell whether to publish now."""
         return now_s >= self._next_s
 
-    def publish(self, state: Mapping[str, Any], events: Mapping[str, int], now_s: float) -> None:
-        """Publish what ``/coserve/status`` says of a replica, and its events so far."""
+    def publish(
+        self,
+        state: Mapping[str, Any],
+        events: Mapping[str, int],
+        load: ReplicaLoad,
+        now_s: float,
+    ) -> None:
+        """Publish what ``/coserve/status`` says of a replica, its events so far, and its load."""
         self._next_s = now_s + _INTERVAL_S
         common = self._common
         for request_class in ("online", "offline"):
             for kind in ("waiting", "running"):
                 value = state[request_class][kind]
                 self._requests.labels(*common, request_class, kind).set(value)
+        self._publish_load(load)
         self._count(self._shed, state["online"]["shed"])
         for event, count in events.items():
             self._count(self._events, count, event)
@@ -103,6 +124,21 @@ class Exporter:
         safepoints = state.get("safepoints")
         if safepoints is not None and safepoints["enabled"]:
             self._publish_safepoints(safepoints)
+
+    def _publish_load(self, load: ReplicaLoad) -> None:
+        common = self._common
+        for request_class, requests in (("online", load.online), ("offline", load.offline)):
+            labels = (*common, request_class)
+            self._outstanding.labels(*labels).set(requests.outstanding_tokens)
+        taken = {"online": load.online_kv_tokens, "reclaimable": load.reclaimable_kv_tokens}
+        free = load.kv_tokens - sum(taken.values())
+        for state, tokens in (*taken.items(), ("free", free)):
+            self._kv_tokens.labels(*common, state).set(tokens)
+        if load.reclaim_s is not None:
+            self._reclaim.labels(*common).set(load.reclaim_s)
+        if load.headroom_tokens_per_s is not None:
+            self._headroom.labels(*common).set(load.headroom_tokens_per_s)
+        self._max_lines.labels(*common).set(load.max_lines)
 
     def _publish_checkpoints(self, checkpoints: Mapping[str, Any]) -> None:
         for request_class, values in checkpoints["classes"].items():

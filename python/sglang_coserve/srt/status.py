@@ -8,12 +8,12 @@ from collections import Counter
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.offline_rate import expected_tokens_per_s
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.exporter import Exporter
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
+from sglang_coserve.srt.replica_load import LoadReporter
 from sglang_coserve.srt.replicas import EXPECTED_RATE_KEY
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.step_runner import StepRunner
@@ -35,6 +35,7 @@ class SchedulerStatus:
         view: EngineView,
         runner: StepRunner,
         checkpointing: KvCheckpointing,
+        load: LoadReporter,
         events: Counter[str],
     ) -> None:
         self._scheduler = scheduler
@@ -43,6 +44,7 @@ class SchedulerStatus:
         self._admission = admission
         self._runner = runner
         self._checkpointing = checkpointing
+        self._load = load
         self._events = events
         args = compat.settings_of(scheduler.server_args)
         self._is_rank_0 = compat.is_first_rank(scheduler)
@@ -54,7 +56,7 @@ class SchedulerStatus:
         """Return what ``/coserve/status`` shows."""
         return {
             "config": self._config.to_dict(),
-            EXPECTED_RATE_KEY: self.expected_offline_rate(),
+            EXPECTED_RATE_KEY: self._load.rate_alone(),
             **self.state(),
         }
 
@@ -88,24 +90,11 @@ class SchedulerStatus:
             return  # All ranks see the same.
         now_s = time.perf_counter()
         if self._exporter is not None and self._exporter.is_due(now_s):
-            self._exporter.publish(self.state(), self._counted_events(), now_s)
+            state, events = self.state(), self._counted_events()
+            self._exporter.publish(state, events, self._load.load(), now_s)
         warning = self._admission.interference.monitor.warning(now_s)
         if warning is not None:
             logger.warning("%s", warning)
 
     def _counted_events(self) -> dict[str, int]:
         return {name: self._events[name] for name in self._admission.event_names}
-
-    def expected_offline_rate(self) -> float | None:
-        """Return the tokens a second that offline requests would get now; None if unknown."""
-        model = self._admission.latency_model()
-        if model is None:
-            return None
-        scheduler = self._scheduler
-        limit = self._config.offline_max_running or scheduler.max_running_requests
-        return expected_tokens_per_s(
-            model,
-            kv_tokens=scheduler.max_total_num_tokens,
-            max_rows=min(limit, scheduler.max_running_requests),
-            chunk_tokens=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
-        )
