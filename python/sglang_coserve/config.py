@@ -276,6 +276,14 @@ class CoserveConfig:
         choices=MEDIA_SOURCES,
     )
 
+    open_view: bool = _setting(
+        False,
+        "Let everybody who reaches the port look at /coserve without a key: at the engine's "
+        "figures, at no batches, and without buttons. Otherwise the page asks for --api-key or "
+        "--admin-api-key where --api-key is set.",
+        action="store_true",
+    )
+
     coserve_data_dir: str | None = _setting(
         None,
         "Directory of the Batch API: what users upload, its results, and what is still to do. "

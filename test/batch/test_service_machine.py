@@ -18,6 +18,7 @@ from batch.manual_clock import ManualClock
 from batch.scenarios import FINAL, OWNER, Scene, lines, opened
 from batch.scripted_backend import ScriptedBackend, answer, failure
 from sglang_coserve.batch import BatchObject, ConflictError
+from sglang_coserve.batch.schemas import RequestCounts
 
 T = TypeVar("T")
 
@@ -60,6 +61,15 @@ class AnyOrder(RuleBasedStateMachine):
 
     async def batches(self) -> list[BatchObject]:
         return (await self.scene.service.list_batches(OWNER, limit=100)).data
+
+    async def counts_and_records(self, batch_id: str) -> tuple[RequestCounts, int]:
+        """What a batch counts and how many records its files have, at one time."""
+        while True:
+            batch = await self.scene.service.retrieve_batch(OWNER, batch_id)
+            records = await self.scene.records(batch)
+            after = await self.scene.service.retrieve_batch(OWNER, batch_id)
+            if after.request_counts == batch.request_counts:
+                return after.request_counts, len(records)
 
     def picked(self, pick: int) -> str | None:
         ids = sorted(self.sizes)
@@ -128,11 +138,11 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def counts_only_grow_and_are_what_the_files_hold(self) -> None:
         for batch in self.run(self.batches()):
-            counts = batch.request_counts
+            counts, records = self.run(self.counts_and_records(batch.id))
             finished = counts.completed + counts.failed
             assert self.finished_lines.get(batch.id, 0) <= finished <= counts.total
             self.finished_lines[batch.id] = finished
-            assert len(self.run(self.scene.records(batch))) == finished
+            assert records == finished
 
     def teardown(self) -> None:
         self.run(self.everything_ends())

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from sglang_coserve.batch.routes import add_batch_routes
 from sglang_coserve.errors import StartupError
+from sglang_coserve.http_lines import add_line_routes
 from sglang_coserve.srt.in_place import STATUS_PATH, StartCheck, verify_app
 from sglang_coserve.srt.load_route import LOAD_PATH
 from sglang_coserve.srt.marks_middleware import MarksMiddleware
@@ -33,6 +34,7 @@ def complete_app() -> FastAPI:
     app.add_api_route(STATUS_PATH, answer)
     app.add_api_route(LOAD_PATH, answer)
     add_batch_routes(app)
+    add_line_routes(app)
     return app
 
 

@@ -47,7 +47,6 @@ def request(rid: str, *, is_offline: bool) -> Any:
     return SimpleNamespace(
         rid=rid,
         sampling_params=SimpleNamespace(custom_params=params),
-        kv=SimpleNamespace(holds_kv=True),
         priority=None,
     )
 
@@ -59,11 +58,8 @@ class Ledger:
     def __init__(self, rows: list[Any]) -> None:
         self.rows = rows
 
-    def reqs(self) -> list[Any]:
-        return self.rows
-
-    def __getitem__(self, rid: str) -> Any:
-        return SimpleNamespace(is_online=rid == "on")
+    def with_kv(self) -> tuple[list[Any], list[Any]]:
+        return self.rows[:1], self.rows[1:]
 
 
 def online_load(rows: list[Any]) -> OnlineLoad:
@@ -75,7 +71,7 @@ def online_load(rows: list[Any]) -> OnlineLoad:
         enable_priority_scheduling=False,
     )
     pools: Any = SimpleNamespace(
-        held_alone=lambda _reqs, besides: 600 if besides else 800,
+        by_class=lambda _online, _offline: SimpleNamespace(offline=600),
         held_in_window=lambda reqs: 60 * len(reqs),
     )
     ledger: Any = Ledger(rows)

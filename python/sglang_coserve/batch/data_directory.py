@@ -17,7 +17,6 @@ are made with the mode 0600 and directories with 0700, and wider ones are refuse
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -28,6 +27,7 @@ from shlex import quote
 from typing import Final
 
 from sglang_coserve.errors import StartupError
+from sglang_coserve.lines.file_lock import lock_file, unlock_file
 
 __all__ = ["DataDirectory", "InUseError"]
 
@@ -111,11 +111,9 @@ class DataDirectory:
             )
 
     def _lock(self) -> None:
-        self._lock_fd = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock_fd = lock_file(self.root / "lock", 0o600)
         except BlockingIOError:
-            self.close()
             raise InUseError(
                 f"the data directory {self.root} is in use by another server:"
                 " stop that one, or name another --coserve-data-dir"
@@ -124,7 +122,7 @@ class DataDirectory:
     def close(self) -> None:
         """Let another server have the directory."""
         if self._lock_fd is not None:
-            os.close(self._lock_fd)
+            unlock_file(self._lock_fd)
             self._lock_fd = None
 
     def file(self, file_id: str) -> Path:

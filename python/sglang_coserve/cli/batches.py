@@ -186,6 +186,8 @@ def _details(batch: Batch) -> str:
         lines.append(f"expected to be complete {_time(extra['eta'])} (P50), at {rate:.1f} tokens/s")
     if extra.get("eta_p95") is not None:
         lines.append(f"and with 95% certainty by {_time(extra['eta_p95'])} (P95)")
+    if extra.get("online_delay_s") is not None:
+        lines.append(f"delayed online requests by {extra['online_delay_s']:.1f} s in all")
     if extra.get("warning"):
         lines.append(f"warning: {extra['warning']}")
     for fault in (batch["errors"] or {"data": []})["data"]:

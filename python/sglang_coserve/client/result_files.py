@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import BinaryIO
 from sglang_coserve.client.output_lock import lock_output
 from sglang_coserve.errors import InputFileError, StorageError
 from sglang_coserve.jsonl.lines import UTF16_BOMS, Line, read_lines
+from sglang_coserve.lines.file_lock import unlock_file
 from sglang_coserve.lines.result_log import ResultLog
 
 __all__ = ["FinishedLines", "ResultFiles", "errors_path", "file_errors", "open_input"]
@@ -169,7 +169,7 @@ class ResultFiles:
     def close(self) -> None:
         """Let other clients write."""
         if self._lock is not None:
-            os.close(self._lock)
+            unlock_file(self._lock)
             self._lock = None
 
 

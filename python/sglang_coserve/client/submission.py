@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from sglang_coserve.client.output_lock import lock_output
 from sglang_coserve.errors import InputFileError
+from sglang_coserve.lines.file_lock import unlock_file
 
 __all__ = ["Submission", "SubmissionFile", "file_digest", "submission_path"]
 
@@ -71,7 +72,7 @@ class SubmissionFile:
     def close(self) -> None:
         """Let others have the output."""
         if self._fd is not None:
-            os.close(self._fd)
+            unlock_file(self._fd)
             self._fd = None
 
     def remove(self) -> None:

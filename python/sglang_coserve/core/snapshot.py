@@ -41,6 +41,9 @@ class RequestInfo:
     user: str | None = None
     """Whom fairness counts it for: a key or a user name."""
 
+    job: str | None = None
+    """The batch that an offline request is a line of, if it is."""
+
     can_pause: bool = True
     """False when the engine cannot skip steps of it: where a decode would pause, it is evicted."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, Self
@@ -114,6 +114,9 @@ class BackendLoad:
     busy_s: float = 0.0
     """The time since the start in which there were any."""
 
+    max_in_flight: int | None = None
+    """Lines that it has use for at a time; None: as many as there may be."""
+
 
 class LineBackend(Protocol):
     """What serves lines in the offline class: an engine in this process, or servers."""
@@ -165,3 +168,9 @@ class Backend(LineBackend, Protocol):
 
     def load(self) -> BackendLoad:
         """Return how busy the engine is now. Cheap; called often."""
+
+    async def online_delays_s(self) -> Mapping[str, float] | None:
+        """Return by how many seconds each batch has delayed online requests since the start.
+
+        None where that is not known. A batch that delayed none, or for long none, is left out.
+        """

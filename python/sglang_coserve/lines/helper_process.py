@@ -62,8 +62,8 @@ async def _run(
     try:
         process = await asyncio.shield(starting)
     except asyncio.CancelledError:
+        # A second cancellation does not wait, and the process is to end all the same.
         starting.add_done_callback(_end)
-        # Until it runs its own program the child has our files, the lock on the directory, too.
         await asyncio.wait({starting})
         raise
     try:

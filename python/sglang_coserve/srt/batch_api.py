@@ -1,4 +1,7 @@
-"""The Batch API inside SGLang's server: opened with its event loop, closed with it."""
+"""Lines of batches inside SGLang's server: its own Batch API, and lines that a gateway sends.
+
+Both are opened with the server's event loop, and closed with it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import FastAPI
 
@@ -24,6 +27,15 @@ from sglang_coserve.batch.routes import (
 )
 from sglang_coserve.batch.webhooks import Webhooks, WebhookTarget
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.http_lines import (
+    LineServer,
+    add_line_routes,
+    line_endpoints,
+    set_line_server,
+)
+
+if TYPE_CHECKING:
+    from sglang_coserve.srt.batch_backend import BatchBackend
 
 __all__ = [
     "batch_api_status",
@@ -54,13 +66,14 @@ def install_batch_api(http_server: Any, admin_api_key: str | None) -> None:
     """Add the routes to SGLang's app, and have them served for as long as the server runs."""
     app: FastAPI = http_server.app
     add_batch_routes(app)
+    add_line_routes(app)
     if admin_api_key:
         from sglang.srt.utils.auth import AuthLevel, auth_level
 
         set_admin_key(app, admin_api_key)
         # Else SGLang would let nobody pass who has not --api-key. Without an admin key the
         # routes say so themselves, and SGLang need not look at every request.
-        for endpoint in operator_endpoints():
+        for endpoint in (*operator_endpoints(), *line_endpoints()):
             auth_level(AuthLevel.ADMIN_FORCE)(endpoint)
     stock_lifespan = app.router.lifespan_context
 
@@ -69,7 +82,7 @@ def install_batch_api(http_server: Any, admin_api_key: str | None) -> None:
         async with AsyncExitStack() as stack:
             # The service first: what it finds wrong must stop the start before the warm-up.
             config: CoserveConfig = app.server_args._coserve  # type: ignore[attr-defined]
-            if config.coserve_data_dir is not None:
+            if config.coserve_data_dir is not None or admin_api_key:
                 await stack.enter_async_context(_served(http_server, config))
             yield await stack.enter_async_context(stock_lifespan(app))
 
@@ -95,39 +108,22 @@ def open_routes_warning(api_key: str | None, admin_api_key: str | None) -> str |
     if api_key or not admin_api_key:
         return None
     return (
-        "--admin-api-key without --api-key: only SGLang's management routes and /coserve/batches "
-        "need a key; requests, /v1/files, /v1/batches and /coserve/status are open to everybody "
-        "who reaches the port, and each key, checked by nobody here, is an owner: add --api-key, "
-        "or let a gateway check keys"
+        "--admin-api-key without --api-key: only SGLang's management routes, /coserve/batches and "
+        "/coserve/lines need a key; requests, /v1/files, /v1/batches and /coserve/status are open "
+        "to everybody who reaches the port, and each key, checked by nobody here, is an owner: "
+        "add --api-key, or let a gateway check keys"
     )
 
 
 @asynccontextmanager
 async def _served(http_server: Any, config: CoserveConfig) -> AsyncGenerator[None]:
-    from sglang_coserve.srt.batch_backend import BatchBackend
-    from sglang_coserve.srt.engine_death import fatal_signals_told_to
-    from sglang_coserve.srt.replicas import EXPECTED_RATE_KEY, STATE_KEY
-
-    assert config.coserve_data_dir is not None
-    state = http_server._global_state
-    manager = state.tokenizer_manager
-    backend = BatchBackend(
-        manager,
-        state.template_manager,
-        fingerprint=await manager.coserve_fingerprint(),
-        expected_tokens_per_s=state.scheduler_info[STATE_KEY][EXPECTED_RATE_KEY],
-    )
-    target = _webhook_target(config)
-    service = await BatchService.open(
-        Path(config.coserve_data_dir), backend, _limits(config), record_events=target is not None
-    )
-    set_service(http_server.app, service)
+    backend = await _backend(http_server)
+    lines = LineServer(backend)
+    set_line_server(http_server.app, lines)
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(_close, http_server.app, service)
-        stack.enter_context(fatal_signals_told_to(service.fatal_signal_path))
-        manager.coserve_on_death = service.note_engine_death
-        if target is not None:
-            await stack.enter_async_context(Webhooks(service, target))
+        if config.coserve_data_dir is not None:
+            await _open_service(http_server, config, backend, stack)
+        stack.callback(lines.close, "the engine is stopping")
         stopping = asyncio.create_task(_close_when_stopping(backend, stack))
         try:
             yield
@@ -135,6 +131,40 @@ async def _served(http_server: Any, config: CoserveConfig) -> AsyncGenerator[Non
             if not backend.is_stopping:
                 stopping.cancel()
             await asyncio.wait({stopping})
+
+
+async def _backend(http_server: Any) -> BatchBackend:
+    from sglang_coserve.srt.batch_backend import BatchBackend
+    from sglang_coserve.srt.replicas import EXPECTED_RATE_KEY, STATE_KEY
+
+    state = http_server._global_state
+    manager = state.tokenizer_manager
+    return BatchBackend(
+        manager,
+        state.template_manager,
+        fingerprint=await manager.coserve_fingerprint(),
+        expected_tokens_per_s=state.scheduler_info[STATE_KEY][EXPECTED_RATE_KEY],
+    )
+
+
+async def _open_service(
+    http_server: Any, config: CoserveConfig, backend: BatchBackend, stack: AsyncExitStack
+) -> None:
+    """Open the Batch API for as long as ``stack``."""
+    from sglang_coserve.srt.engine_death import fatal_signals_told_to
+
+    assert config.coserve_data_dir is not None
+    target = _webhook_target(config)
+    service = await BatchService.open(
+        Path(config.coserve_data_dir), backend, _limits(config), record_events=target is not None
+    )
+    set_service(http_server.app, service)
+    stack.push_async_callback(_close, http_server.app, service)
+    stack.enter_context(fatal_signals_told_to(service.fatal_signal_path))
+    manager = http_server._global_state.tokenizer_manager
+    manager.coserve_on_death = service.note_engine_death
+    if target is not None:
+        await stack.enter_async_context(Webhooks(service, target))
 
 
 async def _close_when_stopping(backend: Any, stack: AsyncExitStack) -> None:

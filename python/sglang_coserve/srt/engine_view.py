@@ -218,10 +218,6 @@ class EngineView:
             counted=scheduler.last_batch.reqs if scheduler.last_batch else (),
         )
 
-    def put_running(self, batch: ScheduleBatch) -> None:
-        """Let ``batch`` be the running batch."""
-        self._scheduler.running_batch = batch
-
     def give_back(self, reqs: Sequence[Req]) -> None:
         """Let SGLang retract these rows, and those set aside, with the running ones."""
         running = self._scheduler.running_batch

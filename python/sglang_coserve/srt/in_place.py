@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from sglang_coserve.batch.routes import missing_routes
 from sglang_coserve.errors import CoserveError, StartupError
+from sglang_coserve.http_lines import LINES_PATH
 from sglang_coserve.srt.load_route import LOAD_PATH
 from sglang_coserve.srt.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.replicas import STATE_KEY, replicas_info
@@ -67,7 +68,7 @@ def verify_app(app: FastAPI) -> None:
     paths = {getattr(route, "path", None) for route in app.routes}
     problems += [
         f"the route {path} is not installed"
-        for path in (STATUS_PATH, LOAD_PATH)
+        for path in (STATUS_PATH, LOAD_PATH, LINES_PATH)
         if path not in paths
     ]
     problems += [f"the batch route {path} is not installed" for path in missing_routes(app)]

@@ -8,17 +8,28 @@ window's back once it is behind the window: either pool may be the one that is f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_coserve.srt import compat
 
-__all__ = ["KvPools"]
+__all__ = ["KvByClass", "KvPools"]
+
+
+class KvByClass(NamedTuple):
+    """Slots of the pool of whole contexts: what requests hold, what only the radix cache does,
+    and the rest."""
+
+    online: int
+    offline: int
+    cached: int
+    free: int
+
 
 Req = Any
 
 
 class KvPools:
-    """The pools of one scheduler; each call is O(1)."""
+    """The pools of one scheduler; each call is O(1), unless it says otherwise."""
 
     def __init__(self, scheduler: Any) -> None:
         self._allocator = scheduler.token_to_kv_pool_allocator
@@ -63,7 +74,18 @@ class KvPools:
         free_tokens = self.free_tokens + self.evictable_tokens
         return min(free_tokens, self.free_window_tokens) if self._has_window else free_tokens
 
-    def held_alone(self, reqs: Sequence[Req], *, besides: Sequence[Req]) -> int:
+    def by_class(self, online: Sequence[Req], offline: Sequence[Req]) -> KvByClass:
+        """Return who holds the slots of that pool, given the requests with KV of each class.
+
+        What requests of both use is an online one's, and what is not of these requests, too: it
+        gives way to nobody. O(requests + nodes of the radix cache above them).
+        """
+        free, cached = self.free_tokens, self.evictable_tokens
+        used = max(0, self.total_tokens - free - cached)
+        held = min(self._held_alone(offline, besides=online), used)
+        return KvByClass(online=used - held, offline=held, cached=cached, free=free)
+
+    def _held_alone(self, reqs: Sequence[Req], *, besides: Sequence[Req]) -> int:
         """Return the slots of that pool that only these requests hold, and not those ``besides``.
 
         Those are the nodes of the radix cache with their KV, each once, and the pages behind

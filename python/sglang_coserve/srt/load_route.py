@@ -6,18 +6,17 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Any
 
 from fastapi import FastAPI, HTTPException
 
 from sglang_coserve import __version__
 from sglang_coserve.core.engine_load import EngineLoad, ReplicaLoad, Versions, total
+from sglang_coserve.http_lines import LOAD_PATH
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.loaded_model import kv_fingerprint, kv_format, model_in_use
 
 __all__ = ["LOAD_PATH", "install_load_route"]
-
-LOAD_PATH: Final = "/coserve/load"
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_coserve.srt.compat import holds_kv
 from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.request_marks import is_offline
@@ -53,17 +52,15 @@ class OnlineLoad:
         O(rows with KV + nodes of the radix cache above them).
         """
         stats = self._scheduler.pool_stats_observer.get_pool_stats()
-        rows = [req for req in self._ledger.reqs() if holds_kv(req)]
-        offline = [req for req in rows if not self._ledger[req.rid].is_online]
+        online, offline = self._ledger.with_kv()
         if not offline:
             return stats
-        online = [req for req in rows if self._ledger[req.rid].is_online]
-        changed = _less("full", stats, self._pools.held_alone(offline, besides=online))
+        changed = _less("full", stats, self._pools.by_class(online, offline).offline)
         if stats.is_hybrid_swa:
             changed |= _less("swa", stats, self._pools.held_in_window(offline))
         if stats.is_hybrid_ssm:
-            # Each row has as many states as any other.
-            changed |= _less("mamba", stats, stats.mamba_num_used * len(offline) // len(rows))
+            num_rows = len(offline) + len(online)  # Each has as many states as any other.
+            changed |= _less("mamba", stats, stats.mamba_num_used * len(offline) // num_rows)
         return replace(stats, **changed)
 
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:

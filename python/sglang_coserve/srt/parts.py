@@ -84,6 +84,8 @@ class CoserveParts:
             config,
             admission=self.admission,
             view=self.view,
+            pools=self.pools,
+            ledger=self.ledger,
             runner=self.runner,
             checkpointing=self.checkpointing,
             load=self.load,

@@ -7,8 +7,11 @@ them by name.
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
+from sglang_coserve.errors import CoserveError
 from sglang_coserve.srt import compat, cpu
 
 __all__ = [
@@ -26,15 +29,31 @@ def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers import scheduler as sglang_scheduler
 
     from sglang_coserve.srt.kv_checkpoint.settings import register_cache
-    from sglang_coserve.srt.scheduler import CoserveScheduler, config_of
+    from sglang_coserve.srt.scheduler import config_of
 
     on_cpu = not cpu.has_cuda()
     if on_cpu:
         cpu.install_replacements()
     install_safeguards()
     register_cache(config_of(server_args), on_cpu=on_cpu)
-    compat.replace("sglang.srt.managers.scheduler.Scheduler", CoserveScheduler)
+    compat.replace("sglang.srt.managers.scheduler.Scheduler", _make_scheduler)
     sglang_scheduler.run_scheduler_process(server_args, *args, **kwargs)
+
+
+def _make_scheduler(*args: Any, **kwargs: Any) -> Any:
+    """Return a ``CoserveScheduler``; end the process with our error, if there is one.
+
+    SGLang would log a traceback, and kill the server before it can say anything.
+    """
+    from sglang_coserve.srt.scheduler import CoserveScheduler
+
+    try:
+        return CoserveScheduler(*args, **kwargs)
+    except CoserveError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr, flush=True)  # noqa: T201
+        # Threads of SGLang's would keep an ordinary exit waiting.
+        os._exit(2)
 
 
 def install_safeguards() -> None:

@@ -83,20 +83,18 @@ class LoadReporter:
                 info = self._ledger[req.rid]
                 (online if info.is_online else offline).add(req, info)
         pools = self._pools
-        taken_tokens = pools.total_tokens - pools.free_tokens - pools.evictable_tokens
-        offline_tokens = pools.held_alone(offline.running, besides=online.running)
-        online_tokens = max(0, taken_tokens - offline_tokens)
+        kv = pools.by_class(online.running, offline.running)
         rows = min(self._max_offline, self._max_rows - len(online.running))
         return ReplicaLoad(
             online=online.load(),
             offline=offline.load(),
             kv_tokens=pools.total_tokens,
-            online_kv_tokens=online_tokens,
-            reclaimable_kv_tokens=pools.total_tokens - pools.free_tokens - online_tokens,
+            online_kv_tokens=kv.online,
+            reclaimable_kv_tokens=kv.offline + kv.cached,
             reclaim_s=self._reclaim_s(offline.running, online.running),
             headroom_tokens_per_s=self._headroom_tokens_per_s(has_online=bool(online.running)),
             max_lines=lines_at_a_time(
-                kv_tokens=pools.total_tokens - online_tokens, rows=rows, lengths=offline.lengths
+                kv_tokens=pools.total_tokens - kv.online, rows=rows, lengths=offline.lengths
             ),
         )
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import AbortReq, GetInternalStateReqOutput
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.utils import TypeBasedDispatcher
 
@@ -20,7 +20,7 @@ from sglang_coserve.srt.grammar_cache import GrammarCache
 from sglang_coserve.srt.load_snapshot import ReportingLoadInquirer
 from sglang_coserve.srt.parts import CoserveParts
 from sglang_coserve.srt.rank_clock import RankClock, Tick
-from sglang_coserve.srt.replicas import STATE_KEY
+from sglang_coserve.srt.replicas import SAMPLE_RID, STATE_KEY
 from sglang_coserve.srt.safepoint.install import install_safepoints
 from sglang_coserve.srt.step_runner import SUSPENDED
 from sglang_coserve.srt.usable_logits import end_unusable
@@ -225,6 +225,8 @@ class CoserveScheduler(Scheduler):
 
     def get_internal_state(self, recv_req: Any) -> Any:
         """Add the state of both classes, by which it is known that this scheduler is in place."""
+        if recv_req.rid == SAMPLE_RID:
+            return GetInternalStateReqOutput(internal_state={STATE_KEY: self.parts.status.state()})
         output = super().get_internal_state(recv_req)
         output.internal_state[STATE_KEY] = self.parts.status.internal_state()
         return output

@@ -8,13 +8,16 @@ from collections import Counter
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.bill import BillReport
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.exporter import Exporter
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
+from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.replica_load import LoadReporter
-from sglang_coserve.srt.replicas import EXPECTED_RATE_KEY
+from sglang_coserve.srt.replicas import BATCH_DELAYS_KEY, EXPECTED_RATE_KEY
+from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.step_runner import StepRunner
 
@@ -33,6 +36,8 @@ class SchedulerStatus:
         *,
         admission: Admission,
         view: EngineView,
+        pools: KvPools,
+        ledger: RequestLedger,
         runner: StepRunner,
         checkpointing: KvCheckpointing,
         load: LoadReporter,
@@ -40,6 +45,8 @@ class SchedulerStatus:
     ) -> None:
         self._scheduler = scheduler
         self._view = view
+        self._pools = pools
+        self._ledger = ledger
         self._config = config
         self._admission = admission
         self._runner = runner
@@ -57,6 +64,7 @@ class SchedulerStatus:
         return {
             "config": self._config.to_dict(),
             EXPECTED_RATE_KEY: self._load.rate_alone(),
+            BATCH_DELAYS_KEY: None if (bill := self._bill()) is None else bill.jobs,
             **self.state(),
         }
 
@@ -66,12 +74,14 @@ class SchedulerStatus:
         running = self._view.running_rows()
         num_offline = sum(is_offline(req) for req in running)
         prefilling = scheduler.chunked_req
+        online, offline = self._ledger.with_kv()
         return {
             "slo": self._admission.interference.monitor.report(time.perf_counter()).to_dict(),
             "online": {
                 "waiting": len(scheduler.waiting_queue),
                 "running": len(running) - num_offline,
                 "shed": self._events["shed"],
+                **self._delays(),
             },
             "offline": {
                 "waiting": self._admission.num_waiting(),
@@ -79,6 +89,7 @@ class SchedulerStatus:
                 "prefilling": int(prefilling is not None and is_offline(prefilling)),
                 **self._counted_events(),
             },
+            "kv_tokens": self._pools.by_class(online, offline)._asdict(),
             "kv_checkpoint": self._checkpointing.stats().to_dict(),
             **self._admission.state(),
             **self._runner.state(),
@@ -95,6 +106,20 @@ class SchedulerStatus:
         warning = self._admission.interference.monitor.warning(now_s)
         if warning is not None:
             logger.warning("%s", warning)
+
+    def _bill(self) -> BillReport | None:
+        bill = self._admission.interference.bill
+        return None if bill is None else bill.report()
+
+    def _delays(self) -> dict[str, float | int | None]:
+        """Return by how much offline work has delayed online requests since the start."""
+        bill = self._bill()
+        return {
+            "delay_s": None if bill is None else bill.total_s,
+            "delay_ttft_s": None if bill is None else bill.ttft_s,
+            "delay_gaps_s": None if bill is None else bill.gaps_s,
+            "billed": 0 if bill is None else bill.requests,
+        }
 
     def _counted_events(self) -> dict[str, int]:
         return {name: self._events[name] for name in self._admission.event_names}

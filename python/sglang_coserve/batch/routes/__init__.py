@@ -8,7 +8,7 @@ check; here it only says whose things are whose. Only the operator's routes chec
 
 from sglang_coserve.batch.routes.caller import find_service, set_service
 from sglang_coserve.batch.routes.errors import BatchApiOffError
-from sglang_coserve.batch.routes.operator import set_admin_key
+from sglang_coserve.batch.routes.operator import check_admin_key, set_admin_key
 from sglang_coserve.batch.routes.routing import (
     add_batch_routes,
     missing_routes,
@@ -18,6 +18,7 @@ from sglang_coserve.batch.routes.routing import (
 __all__ = [
     "BatchApiOffError",
     "add_batch_routes",
+    "check_admin_key",
     "find_service",
     "missing_routes",
     "operator_endpoints",

@@ -1,0 +1,53 @@
+"""Samples what the schedulers say of themselves, once a second, for as long as the server runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from sglang_coserve.srt.replicas import SAMPLE_RID, STATE_KEY
+from sglang_coserve.view import History
+
+__all__ = ["sampled"]
+
+_INTERVAL_S: Final = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def sampled(manager: Any, history: History) -> AsyncGenerator[None]:
+    """Within it, ``history`` follows the schedulers of SGLang's tokenizer ``manager``."""
+    task = asyncio.create_task(_sample(manager, history))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def _sample(manager: Any, history: History) -> None:
+    """A scheduler that does not answer is waited for: the age of the last sample tells of it."""
+    has_failed = False
+    while True:
+        try:
+            states = await _states(manager)
+            history.add(time.time(), states)
+            has_failed = False
+        except Exception:
+            if not has_failed:
+                logger.exception("the schedulers could not be sampled for /coserve/view")
+            has_failed = True
+        await asyncio.sleep(_INTERVAL_S)
+
+
+async def _states(manager: Any) -> list[dict[str, Any]]:
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+
+    manager.auto_create_handle_loop()
+    answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=SAMPLE_RID))
+    return [answer.internal_state[STATE_KEY] for answer in answers]
