@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sglang_coserve.core.bill import Delay
+from sglang_coserve.core.engine_load import ReplicaLoad
 from sglang_coserve.srt.kv_checkpoint.stats import COUNTED
 from sglang_coserve.srt.latencies import (
     DELAY_BUCKETS_S,
@@ -48,6 +49,19 @@ class Exporter:
         self._common = tuple(common.values())
         self._next_s = 0.0
         self._requests = gauge("requests", "Requests by class and state.", "request_class", "state")
+        self._outstanding = gauge(
+            "online_outstanding_tokens", "Tokens of online requests yet to be computed."
+        )
+        self._kv_tokens = gauge(
+            "kv_tokens", "Device KV by what becomes of it: online, reclaimable or free.", "state"
+        )
+        self._reclaim = gauge(
+            "reclaim_seconds", "Predicted time until reclaimable KV is an online request's."
+        )
+        self._headroom = gauge(
+            "headroom_tokens_per_second", "What offline work would get now, predicted."
+        )
+        self._max_lines = gauge("max_lines", "Offline requests that fit in at a time.")
         self._attainment = gauge("slo_attainment", "Share of late requests within their targets.")
         self._measured = gauge("slo_measured_seconds", "Statistic that an SLO bounds.", "slo")
         self._alone = gauge(
@@ -92,14 +106,8 @@ class Exporter:
             DELAY_BUCKETS_S,
         )
         self._prompt_tokens = counter("prompt_tokens", "Of requests that ran.", by_class, "source")
-        self._outstanding = gauge(
-            "online_outstanding_tokens", "Tokens that online requests may yet take."
-        )
         self._oldest = gauge(
             "oldest_waiting_seconds", "Of requests that never ran, how long one waits.", by_class
-        )
-        self._headroom = gauge(
-            "headroom_tokens_per_second", "Tokens a second that offline work would get now."
         )
         self._budget = gauge("budget_seconds", "Latency budget that offline work had lately.")
         self._counted: dict[tuple[Any, ...], float] = {}
@@ -108,7 +116,12 @@ class Exporter:
         """Tell whether to publish now."""
         return now_s >= self._next_s
 
-    def publish(self, state: Mapping[str, Any], events: Mapping[str, int], now_s: float) -> None:
+    def publish(
+        self,
+        state: Mapping[str, Any],
+        events: Mapping[str, int],
+        now_s: float,
+    ) -> None:
         """Publish what ``/coserve/status`` says of a replica, and its events so far."""
         self._next_s = now_s + _INTERVAL_S
         common = self._common
@@ -165,18 +178,25 @@ class Exporter:
 
     def publish_load(
         self,
+        load: ReplicaLoad,
         *,
-        outstanding_tokens: int,
         oldest_waiting_s: Mapping[str, float],
-        headroom_per_s: float | None,
         budget_s: float | None,
     ) -> None:
         """Publish what is asked of the engine, and what it could do beside that."""
-        self._outstanding.labels(*self._common).set(outstanding_tokens)
+        common = self._common
+        self._outstanding.labels(*common).set(load.online.outstanding_tokens)
+        taken = {"online": load.online_kv_tokens, "reclaimable": load.reclaimable_kv_tokens}
+        free = load.kv_tokens - sum(taken.values())
+        for state, tokens in (*taken.items(), ("free", free)):
+            self._kv_tokens.labels(*common, state).set(tokens)
+        if load.reclaim_s is not None:
+            self._reclaim.labels(*common).set(load.reclaim_s)
+        if load.headroom_tokens_per_s is not None:
+            self._headroom.labels(*common).set(load.headroom_tokens_per_s)
+        self._max_lines.labels(*common).set(load.max_lines)
         for request_class, waited_s in oldest_waiting_s.items():
             self._oldest.labels(*self._common, request_class).set(waited_s)
-        if headroom_per_s is not None:
-            self._headroom.labels(*self._common).set(headroom_per_s)
         if budget_s is not None:
             self._budget.labels(*self._common).set(budget_s)
 

@@ -20,6 +20,7 @@ from sglang_coserve.srt.kv_checkpoint.settings import why_off
 from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.latency_source import latency_profile
 from sglang_coserve.srt.offline_eviction import OfflineEviction
+from sglang_coserve.srt.online_load import OnlineLoad
 from sglang_coserve.srt.rank_clock import RankClock
 from sglang_coserve.srt.replica_load import LoadReporter
 from sglang_coserve.srt.request_intake import RequestIntake
@@ -68,6 +69,7 @@ class CoserveParts:
             events=self.events,
             forget=self.forget,
         )
+        self.online_load = OnlineLoad(scheduler, self.pools, self.ledger)
         self.load = LoadReporter(
             scheduler,
             config,

@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_coserve.core.request import Ending, RequestClass, RequestState
 from sglang_coserve.core.snapshot import RequestInfo, Row
-from sglang_coserve.srt.compat import computed_tokens, prefix_tokens
+from sglang_coserve.srt.compat import computed_tokens, holds_kv, prefix_tokens
 from sglang_coserve.srt.offline_marks import job_of, user_of
 from sglang_coserve.srt.request_marks import is_offline, targets_of
 from sglang_coserve.srt.row_groups import has_plain_state
@@ -95,6 +95,15 @@ class RequestLedger:
     def reqs(self) -> list[Req]:
         """Return all requests."""
         return list(self._reqs.values())
+
+    def with_kv(self) -> tuple[list[Req], list[Req]]:
+        """Return the online and the offline requests that hold KV. O(requests)."""
+        online: list[Req] = []
+        offline: list[Req] = []
+        for rid, req in self._reqs.items():
+            if holds_kv(req):
+                (online if self._infos[rid].is_online else offline).append(req)
+        return online, offline
 
     def forget(self, rid: str) -> None:
         """Drop a request, if it is in."""

@@ -45,6 +45,7 @@ class CoserveScheduler(Scheduler):
     # State of SGLang's that is assigned here too.
     idle_sleeper: Any
     load_inquirer: Any
+    metrics_reporter: Any
     input_blocker: Any
     recv_from_tokenizer: Any
 
@@ -71,6 +72,19 @@ class CoserveScheduler(Scheduler):
         super().init_request_dispatcher()
         self._request_dispatcher += TypeBasedDispatcher([(Tick, self._rank_clock.take)])
 
+    def init_metrics_reporter(self, *args: Any) -> None:
+        """Let SGLang's metrics, too, say what online requests find."""
+        super().init_metrics_reporter(*args)
+        collector = self.metrics_reporter.metrics_collector
+        if collector is not None:
+            log_stats = collector.log_stats
+
+            def log_online(stats: Any) -> None:
+                self.parts.online_load.put_into(stats)
+                log_stats(stats)
+
+            collector.log_stats = log_online
+
     def init_grammar_manager(self) -> None:
         """Let SGLang set up grammars; bound how many it keeps."""
         super().init_grammar_manager()
@@ -86,10 +100,10 @@ class CoserveScheduler(Scheduler):
         super().init_request_receiver()
 
     def init_load_inquirer(self) -> None:
-        """Publish our load with SGLang's."""
+        """Publish the load as online requests find it, with ours."""
         super().init_load_inquirer()
         self.load_inquirer = ReportingLoadInquirer.like(
-            self.load_inquirer, lambda: self.parts.load.load()
+            self.load_inquirer, lambda: self.parts.online_load, lambda: self.parts.load.load()
         )
 
     def init_invariant_checker(self) -> None:
@@ -187,6 +201,7 @@ class CoserveScheduler(Scheduler):
         has_token = [len(req.output_ids) > count for req, count in zip(reqs, before, strict=True)]
         self.parts.status.processed(batch, reqs, has_token)
         self.parts.admission.processed(reqs, has_token)
+        self.parts.online_load.processed(reqs, has_token)
         self.parts.runner.processed(batch.reqs)
 
     def pause_generation(self, recv_req: Any) -> None:

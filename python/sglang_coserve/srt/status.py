@@ -56,6 +56,7 @@ class SchedulerStatus:
         self._admission = admission
         self._runner = runner
         self._checkpointing = checkpointing
+        self._load = load
         self._events = events
         args = compat.settings_of(scheduler.server_args)
         self._is_rank_0 = compat.is_first_rank(scheduler)
@@ -81,8 +82,7 @@ class SchedulerStatus:
         running = self._view.running_rows()
         num_offline = sum(is_offline(req) for req in running)
         prefilling = scheduler.chunked_req
-        reqs = self._ledger.reqs()
-        online = [req for req in reqs if compat.holds_kv(req) and not is_offline(req)]
+        online, offline = self._ledger.with_kv()
         return {
             "slo": self._admission.interference.monitor.report(time.perf_counter()).to_dict(),
             "online": {
@@ -97,7 +97,7 @@ class SchedulerStatus:
                 "prefilling": int(prefilling is not None and is_offline(prefilling)),
                 **self._counted_events(),
             },
-            "kv_tokens": self._pools.by_class(online)._asdict(),
+            "kv_tokens": self._pools.by_class(online, offline)._asdict(),
             "kv_checkpoint": self._checkpointing.stats().to_dict(),
             **self._admission.state(),
             **self._runner.state(),
@@ -162,11 +162,9 @@ class SchedulerStatus:
         exporter.publish_latencies(self._latencies)
         if (bill := self._admission.interference.bill) is not None:
             exporter.publish_delays(bill.take_delays())
-        load = self._load.load()
         exporter.publish_load(
-            outstanding_tokens=load.online.outstanding_tokens,
+            self._load.load(),
             oldest_waiting_s=self._latencies.oldest_waiting_s(now_s),
-            headroom_per_s=load.headroom_tokens_per_s,
             budget_s=self._admission.budget_s,
         )
 
