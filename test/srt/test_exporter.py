@@ -50,6 +50,7 @@ def test_gauges_show_the_last_state_and_counters_add_up() -> None:
         'coserve_kv_tokens{model_name="m",state="free"} 96.0',
         'coserve_reclaim_seconds{model_name="m"} 0.02',
         'coserve_max_lines{model_name="m"} 6.0',
+        'coserve_online_outstanding_tokens{model_name="m"} 700.0',
     ):
         assert line in lines
     for unknown in ("coserve_slo_alone_seconds{", "coserve_headroom_tokens_per_second{"):
