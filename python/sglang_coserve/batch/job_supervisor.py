@@ -16,6 +16,7 @@ from sglang_coserve.batch.eta import Outlook
 from sglang_coserve.batch.forecaster import Forecaster
 from sglang_coserve.batch.headroom import Headroom
 from sglang_coserve.batch.job_driver import JobDriver
+from sglang_coserve.batch.online_delays import COUNT_INTERVAL_S, OnlineDelays
 from sglang_coserve.batch.owner_storage import raise_if_over
 from sglang_coserve.batch.record import JobRecord, Status
 from sglang_coserve.batch.state import Event
@@ -39,10 +40,11 @@ class JobSupervisor:
         self._context = context
         self._record_events = record_events
         self._forecaster = Forecaster(context.backend, context.store, context.clock)
+        self._delays = OnlineDelays(context.backend, context.store)
         self._validating = FairSlots(_MAX_VALIDATING, max_bytes=1)
         self._drivers: dict[str, JobDriver] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
         self.event_added = asyncio.Event()
         """Set when an event has been put into the outbox."""
 
@@ -56,7 +58,11 @@ class JobSupervisor:
         self._size_slots()
         for record in await self._context.store.run(batch_rows.unfinished):
             self._lead(record)
-        self._watching = asyncio.create_task(self._watch())
+        self._watching = [
+            asyncio.create_task(self._watch()),
+            # By itself: an engine that hangs does not answer.
+            asyncio.create_task(self._count_delays()),
+        ]
 
     async def create(self, wanted: JobRecord, *, best_effort: bool = False) -> JobRecord:
         """Store a batch and lead it to its end; see ``batch_rows.create`` for what it raises.
@@ -99,9 +105,7 @@ class JobSupervisor:
 
     async def close(self) -> None:
         """Stop every batch where it is; its engine requests are aborted, its results written."""
-        tasks = [*self._tasks.values()]
-        if self._watching is not None:
-            tasks.append(self._watching)
+        tasks = [*self._tasks.values(), *self._watching]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -207,6 +211,14 @@ class JobSupervisor:
                 await self._forecaster.look()
             except StorageError as error:
                 _log.warning("the history of rates could not be written: %s", error)
+
+    async def _count_delays(self) -> None:
+        while True:
+            await self._context.clock.sleep(COUNT_INTERVAL_S)
+            try:
+                await self._delays.count(self._drivers.keys())
+            except StorageError as error:
+                _log.warning("the delays of online requests could not be written: %s", error)
 
 
 async def _to_its_end(work: Coroutine[Any, Any, JobRecord]) -> JobRecord:

@@ -1,4 +1,4 @@
-"""What online requests got, beside what they would have got alone."""
+"""Compares the latencies of online requests with those of the no-interference baseline."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Final
 from sglang_coserve.core.allowance import Allowance
 from sglang_coserve.core.baseline import Baseline, EngineSize
 from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.bill import Bill, Delay, WorkMark
 from sglang_coserve.core.bottleneck import fixed_s
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.pipeline import PipelineBaseline, baseline_of
@@ -18,18 +19,24 @@ from sglang_coserve.core.request import Ending
 from sglang_coserve.core.slo import Slo, request_targets
 from sglang_coserve.core.slo_monitor import SloMonitor, TokenTimes
 from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.core.step import JobTokens
 
 __all__ = ["Interference"]
 
 
 _FEW_REQUESTS: Final = 64
+"""Requests in the moving average of gaps per request."""
 
 
 @dataclass(slots=True)
 class _Watched:
-    """An online request that has not ended, or has not ended in the baseline."""
+    """An online request that has not ended yet, in the engine or in the baseline."""
 
     info: RequestInfo
+    arrived_work: WorkMark
+    first_work: WorkMark
+    """What the bill knew of offline work when it arrived and at its first token."""
+
     first_s: float = 0.0
     last_s: float = 0.0
     tokens: int = 0
@@ -39,23 +46,24 @@ class _Watched:
     arrived_at_s: float = 0.0
     first_at_s: float = 0.0
     last_at_s: float = 0.0
-    """How long the engine had worked for online requests when it arrived, and at its first and
-    last token."""
+    """Total time that the engine had spent on online requests when this one arrived, at its first
+    token and at its last token."""
 
     is_finished: bool = False
     gaps_s: deque[tuple[float, float]] = field(default_factory=deque)
-    """Of the engine, and its online work in them; those that are not known in the baseline yet."""
+    """Measured gaps that the baseline has not reached yet, each with the time that the engine spent
+    on online requests in it."""
 
 
 class Interference:
-    """Follows online requests from arrival to end, in the engine and in the baseline.
+    """Tracks online requests from arrival to end, in the engine and in the baseline.
 
-    Without offline work a request would have waited at least for what the engine did for
-    online requests meanwhile: where the baseline promises less, that counts. So what takes the
-    machine longer than predicted, and queues that only seem to be short, are no harm.
+    Without offline work a request would have taken at least the time that the engine spent
+    on online requests meanwhile; that time counts where the baseline promises less. So steps
+    slower than predicted, and queues that the baseline underestimates, do not count as harm.
 
-    A request is judged once it has ended in both. Without a baseline (a server that has
-    no latency model) it is judged by what was measured.
+    A request is judged once it has ended in both. Without a baseline (a server without
+    a latency model) it is judged by its measured latencies alone.
     """
 
     def __init__(
@@ -64,14 +72,15 @@ class Interference:
         baseline: Baseline | PipelineBaseline | None,
         allowance: Allowance,
     ) -> None:
-        """``allowance`` is told of each latency once it is known in both."""
+        """Start without requests; ``allowance`` gets each latency once it is known in both."""
         self._monitor = monitor
         self._baseline = baseline
         self._allowance = allowance
+        self._bill = Bill()
         self._watched: dict[str, _Watched] = {}
         self._num_judged = 0
         self._online_s = 0.0
-        """What all steps so far took for online requests."""
+        """Total time that the steps so far spent on online requests."""
 
         self._now_s = -math.inf
         self._gaps_per_request = 0.0
@@ -80,10 +89,10 @@ class Interference:
     def of(
         cls, slos: Sequence[Slo], model: LatencyModel, engine: EngineSize | None = None
     ) -> Interference:
-        """Judge by SLOs, beside an engine of this size that has only online requests.
+        """Return one that judges by ``slos``, with a baseline engine of the size ``engine``.
 
-        What requests get alone is taken, until that is known, for what ``model`` says of one
-        step: with a whole chunk of prompts, and of one decode.
+        Until baseline latencies are known, the TTFT is assumed to be the predicted time of a step
+        with one full prefill chunk, and the gap that of a single decode.
         """
         engine = engine or EngineSize()
         allowance = Allowance(
@@ -95,18 +104,19 @@ class Interference:
 
     @classmethod
     def measured(cls, slos: Sequence[Slo]) -> Interference:
-        """Judge by what is measured alone, and steer nothing: there is no latency model."""
+        """Return one without a baseline, for lack of a latency model: it judges by ``slos``, and
+        its allowance bounds nothing."""
         steers_nothing = Allowance((), ttft_prior_s=1.0, gap_prior_s=1.0)
         return cls(_monitor(slos), None, steers_nothing)
 
     @property
     def allowance(self) -> Allowance:
-        """What learns from the harm."""
+        """The bounds on offline work, learned from the harm."""
         return self._allowance
 
     @property
     def monitor(self) -> SloMonitor:
-        """What judges the requests."""
+        """The monitor that judges the requests that ended."""
         return self._monitor
 
     @property
@@ -115,29 +125,44 @@ class Interference:
         return self._online_s
 
     @property
+    def bill(self) -> Bill | None:
+        """How much later than alone requests were; None without a baseline."""
+        return None if self._baseline is None else self._bill
+
+    @property
     def gaps_per_request(self) -> float:
-        """Mean gaps between the tokens of the requests that ended lately, at least 1."""
+        """Mean number of gaps between tokens per request, of recent requests; at least 1."""
         return max(self._gaps_per_request, 1.0)
 
     def __len__(self) -> int:
         return len(self._watched)
 
-    def arrived(self, info: RequestInfo, cached_tokens: int = 0) -> None:
-        """Follow a request from now on; one that is offline, or is followed, is left alone. O(1).
+    def arrived(
+        self, info: RequestInfo, cached_tokens: int = 0, *, beside_offline: bool = False
+    ) -> None:
+        """Start to track an online request; ignored if it is offline or tracked already.
 
-        ``cached_tokens`` of its prompt need not be computed.
+        O(jobs that have requests in the engine).
+
+        Args:
+            info: The request.
+            cached_tokens: How many tokens of its prompt are in the prefix cache.
+            beside_offline: The engine has offline requests.
         """
         if not info.is_online or info.rid in self._watched:
             return
         self._now_s = max(self._now_s, info.arrival_s)
-        self._watched[info.rid] = _Watched(info, arrived_at_s=self._online_s)
+        if not self._watched:
+            self._bill.period_begins(beside_offline=beside_offline)
+        work = self._bill.mark()
+        self._watched[info.rid] = _Watched(info, work, work, arrived_at_s=self._online_s)
         if self._baseline is not None:
             self._baseline.arrived(info.rid, info.arrival_s, info.prompt_tokens, cached_tokens)
 
     def mean_due_s(self, info: RequestInfo) -> float:
-        """Return when a request's next token is due for its TPOT so far to be within target.
+        """Return when a request's next token is due, for its mean gap so far to stay within target.
 
-        Infinite before its first token, and where nothing is promised. O(1).
+        Infinite before its first token, and without a TPOT target. O(1).
         """
         watched = self._watched.get(info.rid)
         target_s = info.tpot_target_s or self._allowance.tpot_target_s
@@ -145,12 +170,18 @@ class Interference:
             return math.inf
         return watched.first_s + watched.tokens * target_s
 
-    def worked(self, online_s: float) -> None:
-        """Note how long the step whose tokens come next took for online requests. O(1)."""
+    def worked(
+        self, online_s: float, offline_s: float = 0.0, jobs: Sequence[JobTokens] = ()
+    ) -> None:
+        """Record the time that a step spent on each class, before its tokens. O(jobs).
+
+        ``jobs`` are those of its offline rows.
+        """
         self._online_s += online_s
+        self._bill.worked(offline_s, jobs)
 
     def produced(self, rid: str, now_s: float) -> None:
-        """Note that a token came out; of a request that is not followed it says nothing. O(1)."""
+        """Record a token of a request; ignored if it is not tracked. O(1)."""
         self._now_s = now_s
         watched = self._watched.get(rid)
         if watched is None:
@@ -159,6 +190,7 @@ class Interference:
         if watched.tokens == 1:
             watched.first_s = now_s
             watched.first_at_s = self._online_s
+            watched.first_work = self._bill.mark()
             self._learn_first_token(watched)
         else:
             self._measure_gap(watched, now_s)
@@ -168,7 +200,7 @@ class Interference:
             self._baseline.produced(rid)
 
     def ended(self, rid: str, ending: Ending) -> None:
-        """Note that a request has ended; of one that is not followed it says nothing. O(1)."""
+        """Record that a request has ended; ignored if it is not tracked. O(1)."""
         watched = self._watched.get(rid)
         if watched is None or watched.is_finished:
             return
@@ -182,11 +214,11 @@ class Interference:
             self._monitor.failed(watched.info, self._now_s, _times(watched))
 
     def advance(self, predict: Callable[[BatchStats], float], now_s: float) -> None:
-        """Run the baseline on as far as it is known; O(online rows) a step of the engine.
+        """Advance the baseline as far as its tokens are known. O(online rows) per engine step.
 
         Args:
-            predict: Seconds of a step.
-            now_s: Every request that arrived by now is followed.
+            predict: Returns the duration of a step in seconds.
+            now_s: The current time; every request that arrived by then is tracked.
         """
         self._now_s = max(self._now_s, now_s)
         if self._baseline is None:
@@ -225,7 +257,7 @@ class Interference:
             self._judge_if_complete(watched)
 
     def _learn_first_token(self, watched: _Watched) -> None:
-        """Tell of a first token once it is known in both."""
+        """Pass the TTFT to the allowance once the first token is known in both."""
         if not watched.tokens:
             return
         info, ttft_s = watched.info, watched.first_s - watched.info.arrival_s
@@ -259,6 +291,9 @@ class Interference:
         measured = _times(watched)
         if measured is None:
             return
+        if alone is not None:
+            delay = Delay(measured.first_s - alone.first_s, measured.last_s - alone.last_s)
+            self._bill.charge(delay, watched.arrived_work, watched.first_work)
         self._num_judged += 1
         gaps = measured.tokens - 1
         weight = 1 / min(self._num_judged, _FEW_REQUESTS)

@@ -58,13 +58,16 @@ class WorkLog:
         """Note a plan that is carried out, and how long an arrival may wait for its step. O(1)."""
         self._arrival_s[plan.step] = arrival_s
 
-    def ended(self, plan: StepPlan | None, result: StepResult, online_s: float) -> None:
+    def ended(
+        self, plan: StepPlan | None, result: StepResult, online_s: float, offline_s: float
+    ) -> None:
         """Note what came of a step. O(rows that were prefilled + online rows).
 
         Args:
             plan: None of a step that the engine took without one.
             result: What came of it.
             online_s: What of its time, of that of all steps, was online requests'.
+            offline_s: What of it was offline requests'.
         """
         totals = self.totals
         if plan is not None:
@@ -77,9 +80,6 @@ class WorkLog:
             totals.lost_s += result.seconds or 0.0
         if result.batch.is_empty:
             return
-        offline_s = 0.0
-        if result.has_offline and result.seconds is not None:
-            offline_s = max(result.seconds / result.concurrency - online_s, 0.0)
         totals.steps += 1
         totals.online_s += online_s
         totals.offline_s += offline_s

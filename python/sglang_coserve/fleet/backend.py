@@ -178,6 +178,10 @@ class FleetBackend(Backend):
             max_in_flight=max(1, sum(engine.window + LINES_AHEAD for engine in up)),
         )
 
+    async def online_delays_s(self) -> None:
+        """See ``Backend.online_delays_s``: each engine knows of its own."""
+        return
+
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
     ) -> LineResult:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, Self
@@ -168,3 +168,9 @@ class Backend(LineBackend, Protocol):
 
     def load(self) -> BackendLoad:
         """Return how busy the engine is now. Cheap; called often."""
+
+    async def online_delays_s(self) -> Mapping[str, float] | None:
+        """Return by how many seconds each batch has delayed online requests since the start.
+
+        None where that is not known. A batch that delayed none, or for long none, is left out.
+        """

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from sglang_coserve.core.bill import Delay
 from sglang_coserve.srt.kv_checkpoint.stats import COUNTED
+from sglang_coserve.srt.latencies import (
+    DELAY_BUCKETS_S,
+    GAP_BUCKETS_S,
+    WAIT_BUCKETS_S,
+    Buckets,
+    Latencies,
+)
 
 __all__ = ["Exporter"]
 
@@ -21,7 +29,7 @@ class Exporter:
     def __init__(self, model_name: str, dp_rank: int | None = None) -> None:
         """``dp_rank`` is that of one replica of several, as in SGLang's own metrics."""
         # SGLang sets where the processes of a server leave their metrics before the first import.
-        from prometheus_client import Counter, Gauge
+        from prometheus_client import Counter, Gauge, Histogram
 
         common = {"model_name": model_name}
         if dp_rank is not None:
@@ -33,6 +41,9 @@ class Exporter:
 
         def counter(name: str, text: str, *labels: str) -> Any:
             return Counter(f"coserve_{name}", text, (*common, *labels))
+
+        def histogram(name: str, text: str, label: str, bounds_s: Sequence[float]) -> Any:
+            return Histogram(f"coserve_{name}", text, (*common, label), buckets=bounds_s)
 
         self._common = tuple(common.values())
         self._next_s = 0.0
@@ -67,6 +78,30 @@ class Exporter:
             "What became of the KV of offline requests, in tokens or in cases.",
             "event",
         )
+        self._bias = gauge("prediction_bias", "Mean error of predicted iterations; above 0: long.")
+        by_class = "request_class"
+        self._ttft = histogram("ttft_seconds", "Time to first token.", by_class, WAIT_BUCKETS_S)
+        self._itl = histogram("itl_seconds", "Gaps between tokens.", by_class, GAP_BUCKETS_S)
+        self._queued = histogram(
+            "queue_seconds", "From arrival to a request's first step.", by_class, WAIT_BUCKETS_S
+        )
+        self._delays = histogram(
+            "interference_seconds",
+            "How much later than alone online requests had their first token, and their last.",
+            "token",
+            DELAY_BUCKETS_S,
+        )
+        self._prompt_tokens = counter("prompt_tokens", "Of requests that ran.", by_class, "source")
+        self._outstanding = gauge(
+            "online_outstanding_tokens", "Tokens that online requests may yet take."
+        )
+        self._oldest = gauge(
+            "oldest_waiting_seconds", "Of requests that never ran, how long one waits.", by_class
+        )
+        self._headroom = gauge(
+            "headroom_tokens_per_second", "Tokens a second that offline work would get now."
+        )
+        self._budget = gauge("budget_seconds", "Latency budget that offline work had lately.")
         self._counted: dict[tuple[Any, ...], float] = {}
 
     def is_due(self, now_s: float) -> bool:
@@ -97,12 +132,53 @@ class Exporter:
         prediction = state.get("prediction")
         if prediction is not None and prediction["mape"] is not None:
             self._error.labels(*common).set(prediction["mape"])
+            self._bias.labels(*common).set(prediction["bias"])
         checkpoints = state.get("kv_checkpoint")
         if checkpoints is not None:
             self._publish_checkpoints(checkpoints)
         safepoints = state.get("safepoints")
         if safepoints is not None and safepoints["enabled"]:
             self._publish_safepoints(safepoints)
+
+    def publish_latencies(self, latencies: Latencies) -> None:
+        """Publish what was gathered since the last time."""
+        for metric, by_class in (
+            (self._ttft, latencies.ttft),
+            (self._itl, latencies.gaps),
+            (self._queued, latencies.queued),
+        ):
+            for request_class, buckets in by_class.items():
+                _add(metric.labels(*self._common, request_class), buckets)
+        for request_class, total in latencies.prompt_tokens.items():
+            cached = latencies.cached_tokens[request_class]
+            self._count(self._prompt_tokens, cached, request_class, "cached")
+            self._count(self._prompt_tokens, total - cached, request_class, "computed")
+
+    def publish_delays(self, delays: Iterable[Delay]) -> None:
+        """Publish what was billed since the last time; early tokens are not delayed."""
+        first, last = Buckets(DELAY_BUCKETS_S), Buckets(DELAY_BUCKETS_S)
+        for delay in delays:
+            first.add(max(0.0, delay.ttft_s))
+            last.add(max(0.0, delay.total_s))
+        _add(self._delays.labels(*self._common, "first"), first)
+        _add(self._delays.labels(*self._common, "last"), last)
+
+    def publish_load(
+        self,
+        *,
+        outstanding_tokens: int,
+        oldest_waiting_s: Mapping[str, float],
+        headroom_per_s: float | None,
+        budget_s: float | None,
+    ) -> None:
+        """Publish what is asked of the engine, and what it could do beside that."""
+        self._outstanding.labels(*self._common).set(outstanding_tokens)
+        for request_class, waited_s in oldest_waiting_s.items():
+            self._oldest.labels(*self._common, request_class).set(waited_s)
+        if headroom_per_s is not None:
+            self._headroom.labels(*self._common).set(headroom_per_s)
+        if budget_s is not None:
+            self._budget.labels(*self._common).set(budget_s)
 
     def _publish_checkpoints(self, checkpoints: Mapping[str, Any]) -> None:
         for request_class, values in checkpoints["classes"].items():
@@ -128,3 +204,12 @@ class Exporter:
         key = (counter, *labels)
         counter.labels(*self._common, *labels).inc(total - self._counted.get(key, 0))
         self._counted[key] = total
+
+
+def _add(histogram: Any, buckets: Buckets) -> None:
+    """Add what was gathered to one of Prometheus's, which takes single values only."""
+    counts, sum_s = buckets.take()
+    for value, count in zip(histogram._buckets, counts, strict=True):
+        if count:
+            value.inc(count)
+    histogram._sum.inc(sum_s)

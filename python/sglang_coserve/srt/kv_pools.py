@@ -8,15 +8,25 @@ window's back once it is behind the window: either pool may be the one that is f
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_coserve.srt.compat import computed_tokens, protected_tokens
 
-__all__ = ["KvPools"]
+__all__ = ["KvByClass", "KvPools"]
+
+
+class KvByClass(NamedTuple):
+    """Slots of the pool of whole contexts: what requests hold, what only the radix cache does,
+    and the rest."""
+
+    online: int
+    offline: int
+    cached: int
+    free: int
 
 
 class KvPools:
-    """The pools of one scheduler; each call is O(1)."""
+    """The pools of one scheduler; each call is O(1), unless it says otherwise."""
 
     def __init__(self, scheduler: Any) -> None:
         self._allocator = scheduler.token_to_kv_pool_allocator
@@ -57,17 +67,22 @@ class KvPools:
         return int(self._allocator.swa_available_size() + self._tree.swa_evictable_size())
 
     @property
-    def used_tokens(self) -> int:
-        """Slots of that pool that requests hold."""
-        return max(0, self._total_tokens - self.free_tokens - self.evictable_tokens)
-
-    @property
     def headroom_tokens(self) -> int:
         """How many tokens have a slot in every pool now, or after the radix cache gave some up."""
         free_tokens = self.free_tokens + self.evictable_tokens
         return min(free_tokens, self.free_window_tokens) if self._has_window else free_tokens
 
-    def held_tokens(self, reqs: Iterable[Any]) -> int:
+    def by_class(self, online: Iterable[Any]) -> KvByClass:
+        """Return who holds the slots of that pool, given the online requests with KV.
+
+        What requests of both classes use is an online one's. O(requests + nodes above them).
+        """
+        free, cached = self.free_tokens, self.evictable_tokens
+        used = max(0, self.total_tokens - free - cached)
+        held = min(self._held_tokens(online), used)
+        return KvByClass(online=held, offline=used - held, cached=cached, free=free)
+
+    def _held_tokens(self, reqs: Iterable[Any]) -> int:
         """Return the slots of that pool that these requests hold, each slot counted once.
 
         Those are the nodes of the radix cache above each of them, and what is behind these in

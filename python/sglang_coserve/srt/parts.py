@@ -68,16 +68,6 @@ class CoserveParts:
             events=self.events,
             forget=self.forget,
         )
-        self.status = SchedulerStatus(
-            scheduler,
-            config,
-            admission=self.admission,
-            view=self.view,
-            pools=self.pools,
-            runner=self.runner,
-            checkpointing=self.checkpointing,
-            events=self.events,
-        )
         self.load = LoadReporter(
             scheduler,
             config,
@@ -86,7 +76,18 @@ class CoserveParts:
             pools=self.pools,
             ledger=self.ledger,
             runner=self.runner,
-            rate_alone=self.status.expected_offline_rate,
+        )
+        self.status = SchedulerStatus(
+            scheduler,
+            config,
+            admission=self.admission,
+            ledger=self.ledger,
+            view=self.view,
+            pools=self.pools,
+            load=self.load,
+            runner=self.runner,
+            checkpointing=self.checkpointing,
+            events=self.events,
         )
 
     def _make_admission(self, scheduler: Any, config: CoserveConfig, clock: RankClock) -> Admission:
@@ -136,6 +137,7 @@ class CoserveParts:
         self.ledger.forget(rid)
         self.checkpointing.forget(rid)
         self.runner.forget(rid)
+        self.status.forget(rid)
         self.intake.name_is_free(rid)
 
     def forget_all(self) -> None:

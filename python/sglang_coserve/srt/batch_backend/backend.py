@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sglang_coserve.batch.token_rate import TokenRate
@@ -18,6 +18,7 @@ from sglang_coserve.srt.batch_backend.handler_thread import HandlerThread
 from sglang_coserve.srt.batch_backend.line_manager import LineManager, LineTask
 from sglang_coserve.srt.loaded_model import model_in_use
 from sglang_coserve.srt.prompt_limit import body_limits
+from sglang_coserve.srt.replicas import batch_delays_s
 
 __all__ = ["BatchBackend"]
 
@@ -102,6 +103,10 @@ class BatchBackend(Backend):
             busy_s=self._rate.busy_s,
         )
 
+    async def online_delays_s(self) -> Mapping[str, float] | None:
+        """See ``Backend.online_delays_s``; the schedulers are asked."""
+        return batch_delays_s(await self._tokenizer_manager.get_internal_state())
+
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
     ) -> LineResult:
@@ -123,6 +128,7 @@ class BatchBackend(Backend):
 
         task = LineTask(
             request_id=request_id,
+            batch_id=request.batch_id,
             due_in_s=request.deadline_s - self._now_s(),
             generated=request.generated,
             expected_output_tokens=request.expected_output_tokens,

@@ -101,6 +101,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
             "_add_request_to_queue": "req is_retracted",
             "abort_request": "recv_req",
             "get_internal_state": "recv_req",
+            "set_internal_state": "recv_req",
             "get_new_batch_prefill": "running_batch",
             "get_next_batch_to_run": "running_batch last_batch",
             "handle_generate_request": "recv_req",
