@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_batch_settings(config: CoserveConfig) -> None:
-    """Find out before the model is loaded whether the Batch API will start.
+    """Check, before the model is loaded, that the Batch API will be able to start.
 
     Raises:
         StartupError: the data directory cannot be used.
@@ -52,15 +52,15 @@ def check_batch_settings(config: CoserveConfig) -> None:
 
 
 def install_batch_api(http_server: Any, admin_api_key: str | None) -> None:
-    """Add the routes to SGLang's app, and have them served for as long as the server runs."""
+    """Add the Batch API's routes to SGLang's app, and run its service while the server runs."""
     app: FastAPI = http_server.app
     add_batch_routes(app)
     if admin_api_key:
         from sglang.srt.utils.auth import AuthLevel, auth_level
 
         set_admin_key(app, admin_api_key)
-        # Else SGLang would let nobody pass who has not --api-key. Without an admin key the
-        # routes say so themselves, and SGLang need not look at every request.
+        # Otherwise SGLang would require --api-key for these routes. Without an admin key the
+        # routes refuse by themselves, and SGLang need not check every request.
         for endpoint in operator_endpoints():
             auth_level(AuthLevel.ADMIN_FORCE)(endpoint)
     stock_lifespan = app.router.lifespan_context
@@ -68,7 +68,7 @@ def install_batch_api(http_server: Any, admin_api_key: str | None) -> None:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[Any]:
         async with AsyncExitStack() as stack:
-            # The service first: what it finds wrong must stop the start before the warm-up.
+            # The service starts first, so that its errors stop the start before the warm-up.
             config: CoserveConfig = app.server_args._coserve  # type: ignore[attr-defined]
             if config.coserve_data_dir is not None:
                 await stack.enter_async_context(_served(http_server, config))
@@ -80,8 +80,8 @@ def install_batch_api(http_server: Any, admin_api_key: str | None) -> None:
 async def batch_api_status(app: FastAPI) -> dict[str, Any] | None:
     """Return the ``ServiceStatus`` in plain values; None while the Batch API is off.
 
-    Whoever watches the server is to see the rest of it also when the disk has failed:
-    there is only an ``error`` then.
+    If the disk has failed, only an ``error`` is returned, so that the rest of the server's
+    status can still be shown.
     """
     try:
         return asdict(await find_service(app).status())
@@ -92,14 +92,14 @@ async def batch_api_status(app: FastAPI) -> dict[str, Any] | None:
 
 
 def open_routes_warning(api_key: str | None, admin_api_key: str | None) -> str | None:
-    """Return what who has set keys should know of the routes that they do not close."""
+    """Return a warning if the keys that are set leave routes open; None otherwise."""
     if api_key or not admin_api_key:
         return None
     return (
         "--admin-api-key without --api-key: only SGLang's management routes and /coserve/batches "
         "need a key; requests, /v1/files, /v1/batches and /coserve/status are open to everybody "
-        "who reaches the port, and each key, checked by nobody here, is an owner: add --api-key, "
-        "or let a gateway check keys"
+        "who reaches the port, and each key that a client sends is taken, unchecked, for an owner: "
+        "add --api-key, or let a gateway check keys"
     )
 
 
@@ -143,7 +143,10 @@ async def _served(http_server: Any, config: CoserveConfig) -> AsyncGenerator[Non
 
 
 async def _close_when_stopping(backend: Any, stack: AsyncExitStack) -> None:
-    """SGLang waits for all requests, lines in flight too, before it ends without a word."""
+    """Close the service when the server is told to stop.
+
+    SGLang waits for all requests, including lines in flight, before it shuts its app down.
+    """
     while not backend.is_stopping:
         await asyncio.sleep(_POLL_S)
     logger.info("batches stop where they are; the next start continues them")

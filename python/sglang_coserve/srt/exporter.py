@@ -1,4 +1,4 @@
-"""The state of both classes as Prometheus metrics, beside SGLang's own (``--enable-metrics``)."""
+"""Publishes co-serving state as Prometheus metrics beside SGLang's (``--enable-metrics``)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _INTERVAL_S = 1.0
 
 
 class Exporter:
-    """Publishes a scheduler's state, at most once a second; one exporter a process.
+    """Publishes a scheduler's state at most once a second; at most one exporter per process.
 
-    The names and meanings are listed in ``docs/metrics.md``.
+    ``docs/metrics.md`` documents the metrics.
     """
 
     def __init__(self, model_name: str, dp_rank: int | None = None) -> None:
-        """``dp_rank`` is that of one replica of several, as in SGLang's own metrics."""
-        # SGLang sets where the processes of a server leave their metrics before the first import.
+        """``dp_rank`` is the replica's rank if there are several, as in SGLang's metrics."""
+        # SGLang sets the directory for multiprocess metrics before prometheus_client is imported.
         from prometheus_client import Counter, Gauge
 
         common = {"model_name": model_name}
@@ -37,44 +37,44 @@ class Exporter:
         self._common = tuple(common.values())
         self._next_s = 0.0
         self._requests = gauge("requests", "Requests by class and state.", "request_class", "state")
-        self._attainment = gauge("slo_attainment", "Share of late requests within their targets.")
-        self._measured = gauge("slo_measured_seconds", "Statistic that an SLO bounds.", "slo")
+        self._attainment = gauge("slo_attainment", "Share of recent requests within their targets.")
+        self._measured = gauge("slo_measured_seconds", "Statistic bounded by an SLO.", "slo")
         self._alone = gauge(
             "slo_alone_seconds", "The same in the no-interference baseline, predicted.", "slo"
         )
-        self._error = gauge("prediction_mape", "Mean absolute error of predicted iterations.")
-        self._events = counter("offline_events", "What became of offline requests.", "event")
+        self._error = gauge("prediction_mape", "Mean absolute error of predicted step times.")
+        self._events = counter("offline_events", "Events of offline requests.", "event")
         self._shed = counter(
             "online_shed",
-            "Online requests refused since they could not meet their target any more.",
+            "Online requests refused because they could no longer meet their target.",
         )
         self._suspended = counter("safepoint_suspended", "Steps suspended at a safepoint.", "kind")
-        self._resumed = counter("safepoint_resumed", "Suspended steps that went on.")
+        self._resumed = counter("safepoint_resumed", "Suspended steps that were resumed.")
         self._delay = gauge(
             "safepoint_delay_seconds",
-            "The way from an online arrival to its first token through a suspension, step by step.",
+            "Delays from an online arrival to its first token through a suspension, by stage.",
             *("step", "quantile"),
         )
         self._host_tokens = gauge(
             "kv_host_tokens", "KV tokens in host memory, by class.", "request_class"
         )
         self._recompute_tax = gauge(
-            "recompute_tax", "Share of the computed tokens computed before.", "request_class"
+            "recompute_tax", "Share of computed tokens that were recomputed.", "request_class"
         )
-        self._lag_tokens = gauge("kv_checkpoint_lag_tokens", "KV tokens being copied to the host.")
+        self._lag_tokens = gauge("kv_checkpoint_lag_tokens", "KV tokens in flight to the host.")
         self._checkpoint_events = counter(
             "kv_checkpoint_events",
-            "What became of the KV of offline requests, in tokens or in cases.",
+            "Events of KV checkpoints, in tokens or occurrences.",
             "event",
         )
         self._counted: dict[tuple[Any, ...], float] = {}
 
     def is_due(self, now_s: float) -> bool:
-        """Tell whether to publish now."""
+        """Return whether the next publication is due."""
         return now_s >= self._next_s
 
     def publish(self, state: Mapping[str, Any], events: Mapping[str, int], now_s: float) -> None:
-        """Publish what ``/coserve/status`` says of a replica, and its events so far."""
+        """Publish the ``/coserve/status`` of a replica, and the counts of its events so far."""
         self._next_s = now_s + _INTERVAL_S
         common = self._common
         for request_class in ("online", "offline"):
@@ -124,7 +124,7 @@ class Exporter:
                     gauge.set(delays_ms[quantile] / 1e3)
 
     def _count(self, counter: Any, total: float, *labels: str) -> None:
-        """Bring a counter to a total that never shrinks."""
+        """Increase a counter to a total, which must not decrease."""
         key = (counter, *labels)
         counter.labels(*self._common, *labels).inc(total - self._counted.get(key, 0))
         self._counted[key] = total
