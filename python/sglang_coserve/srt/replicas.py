@@ -1,4 +1,4 @@
-"""What the schedulers of a server say of themselves in SGLang's internal state."""
+"""Keys and summary of the co-serving part of SGLang's internal scheduler state."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from sglang_coserve.errors import StartupError
 __all__ = ["EXPECTED_RATE_KEY", "STATE_KEY", "replicas_info"]
 
 STATE_KEY: Final = "coserve"
-"""Where the internal state of a scheduler has ours, by which one knows that it is in place."""
+"""Key of our part in a scheduler's internal state; its presence shows that it is ours."""
 
 EXPECTED_RATE_KEY: Final = "expected_offline_tokens_per_s"
-"""And there, what offline requests alone would get of the engine."""
+"""Key, within it, of the expected throughput of offline requests on an idle engine."""
 
 
 def replicas_info(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what ``/server_info`` says of co-serving, from the internal state of each replica.
+    """Return the co-serving part of ``/server_info`` from the internal state of each replica.
 
     Raises:
-        StartupError: a scheduler is not ours.
+        StartupError: a scheduler is not ``CoserveScheduler``.
     """
     problems = [
         f"scheduler {rank} is not CoserveScheduler (its state has no {STATE_KEY!r})"

@@ -1,4 +1,4 @@
-"""What a scheduler tells of itself, to ``/coserve/status`` and to Prometheus."""
+"""Reports the state of a scheduler to ``/coserve/status`` and Prometheus."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerStatus:
-    """Gathers the state of both classes, in plain values."""
+    """Collects the state of both request classes as plain values."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class SchedulerStatus:
         self._exporter = Exporter(args.served_model_name, dp_rank) if wants_metrics else None
 
     def internal_state(self) -> dict[str, Any]:
-        """Return what ``/coserve/status`` shows."""
+        """Return the state of this replica for ``/coserve/status``."""
         return {
             "config": self._config.to_dict(),
             EXPECTED_RATE_KEY: self._expected_offline_rate(),
@@ -59,7 +59,7 @@ class SchedulerStatus:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return how both classes stand now."""
+        """Return the current state of both classes."""
         scheduler = self._scheduler
         running = self._view.running_rows()
         num_offline = sum(is_offline(req) for req in running)
@@ -83,9 +83,9 @@ class SchedulerStatus:
         }
 
     def publish(self) -> None:
-        """Renew the Prometheus metrics, where they are wanted and due; warn of missed targets."""
+        """Publish Prometheus metrics, if enabled and due; log a warning about missed targets."""
         if not self._is_rank_0:
-            return  # All ranks see the same.
+            return  # All ranks have the same state.
         now_s = time.perf_counter()
         if self._exporter is not None and self._exporter.is_due(now_s):
             self._exporter.publish(self.state(), self._counted_events(), now_s)
@@ -97,7 +97,7 @@ class SchedulerStatus:
         return {name: self._events[name] for name in self._admission.event_names}
 
     def _expected_offline_rate(self) -> float | None:
-        """Return the tokens a second that offline requests would get now; None if unknown."""
+        """Return the predicted offline tokens/s of an idle engine; None if unknown."""
         model = self._admission.latency_model()
         if model is None:
             return None
