@@ -12,6 +12,7 @@ import typer
 
 from sglang_coserve.cli import exit_codes
 from sglang_coserve.cli.batches import cancel, list_batches, results, status
+from sglang_coserve.cli.gateway import gateway
 from sglang_coserve.cli.groups import CommandGroup, SeveralSlosCommand
 from sglang_coserve.cli.jobs import jobs
 from sglang_coserve.cli.make_model import make_model
@@ -37,6 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(context_settings=PASS_THROUGH)(serve)
+app.command(context_settings=PASS_THROUGH)(gateway)
 app.command()(submit)
 app.command()(status)
 app.command("list")(list_batches)

@@ -7,10 +7,10 @@ window's back once it is behind the window: either pool may be the one that is f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sglang_coserve.srt.compat import computed_tokens, protected_tokens
+from sglang_coserve.srt import compat
 
 __all__ = ["KvByClass", "KvPools"]
 
@@ -25,6 +25,9 @@ class KvByClass(NamedTuple):
     free: int
 
 
+Req = Any
+
+
 class KvPools:
     """The pools of one scheduler; each call is O(1), unless it says otherwise."""
 
@@ -37,7 +40,6 @@ class KvPools:
         self.total_tokens = int(scheduler.max_total_num_tokens)
         """Slots of the pool of whole contexts."""
 
-        self._page_tokens = int(self._tree.page_size)
         self.window_tokens = self._most_window_tokens(scheduler) if self._has_window else 0
         """As of ``EngineSnapshot``."""
 
@@ -72,38 +74,42 @@ class KvPools:
         free_tokens = self.free_tokens + self.evictable_tokens
         return min(free_tokens, self.free_window_tokens) if self._has_window else free_tokens
 
-    def by_class(self, online: Iterable[Any]) -> KvByClass:
-        """Return who holds the slots of that pool, given the online requests with KV.
+    def by_class(self, online: Sequence[Req], offline: Sequence[Req]) -> KvByClass:
+        """Return who holds the slots of that pool, given the requests with KV of each class.
 
-        What requests of both classes use is an online one's. O(requests + nodes above them).
+        What requests of both use is an online one's, and what is not of these requests, too: it
+        gives way to nobody. O(requests + nodes of the radix cache above them).
         """
         free, cached = self.free_tokens, self.evictable_tokens
         used = max(0, self.total_tokens - free - cached)
-        held = min(self._held_tokens(online), used)
-        return KvByClass(online=held, offline=used - held, cached=cached, free=free)
+        held = min(self._held_alone(offline, besides=online), used)
+        return KvByClass(online=used - held, offline=held, cached=cached, free=free)
 
-    def _held_tokens(self, reqs: Iterable[Any]) -> int:
-        """Return the slots of that pool that these requests hold, each slot counted once.
+    def _held_alone(self, reqs: Sequence[Req], *, besides: Sequence[Req]) -> int:
+        """Return the slots of that pool that only these requests hold, and not those ``besides``.
 
-        Those are the nodes of the radix cache above each of them, and what is behind these in
-        its own pages. O(requests + nodes). Where the cache shows no nodes (SGLang's in Rust), what
-        requests share counts for each.
+        Those are the nodes of the radix cache with their KV, each once, and the pages behind
+        these. O(requests + nodes).
         """
-        page, tokens = self._page_tokens, 0
-        seen: set[int] = set()
-        for req in reqs:
-            own_tokens = computed_tokens(req) - protected_tokens(req)
-            tokens += max(0, -(-own_tokens // page) * page)
-            try:
-                node = self._tree.resolve_node_handle(req.last_node)
-            except NotImplementedError:
-                tokens += protected_tokens(req)
-                continue
-            while node is not None and node.parent is not None and id(node) not in seen:
-                seen.add(id(node))
-                tokens += len(node.key)
-                node = node.parent
-        return tokens
+        held, others = (compat.cached_nodes(self._tree, some) for some in (reqs, besides))
+        cached = {name: tokens for path in held for name, tokens in path}
+        for path in others:
+            for name, _ in path:
+                cached.pop(name, None)
+        own_tokens = sum(
+            self._whole_pages(req.kv.kv_allocated_len) - compat.protected_tokens(req)
+            for req in reqs
+        )
+        return sum(cached.values()) + own_tokens
+
+    def held_in_window(self, reqs: Sequence[Req]) -> int:
+        """Return the slots that requests hold at most of the pool of a window. O(requests)."""
+        most = self.window_tokens
+        return sum(min(self._whole_pages(req.kv.kv_allocated_len), most) for req in reqs)
+
+    def _whole_pages(self, tokens: int) -> int:
+        page = int(self._tree.page_size)
+        return -(-tokens // page) * page
 
     def _most_window_tokens(self, scheduler: Any) -> int:
         page = scheduler.page_size

@@ -16,11 +16,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from sglang_coserve.batch.routes import batch_api_status
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.errors import StartupError
+from sglang_coserve.listen_address import check_listen_address
 from sglang_coserve.srt import compat, cpu
 from sglang_coserve.srt.batch_api import (
-    batch_api_status,
     check_batch_settings,
     install_batch_api,
     open_routes_warning,
@@ -34,16 +35,14 @@ from sglang_coserve.srt.kv_checkpoint.settings import (
     server_settings,
 )
 from sglang_coserve.srt.latency_source import check_profile
-from sglang_coserve.srt.listen_address import check_listen_address
 from sglang_coserve.srt.load_route import install_load_route
 from sglang_coserve.srt.malformed_bodies import install_body_errors
 from sglang_coserve.srt.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.paced_protocol import install_paced_protocol
 from sglang_coserve.srt.prompt_limit import body_limits
-from sglang_coserve.srt.replicas import shown_states
 from sglang_coserve.srt.request_gate import RequestGateMiddleware, set_body_limits
-from sglang_coserve.srt.unread_body import UnreadBodyMiddleware
 from sglang_coserve.srt.view_routes import Keys, View
+from sglang_coserve.unread_body import UnreadBodyMiddleware
 
 __all__ = ["launch_server", "parse_server_args"]
 
@@ -177,7 +176,7 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
         manager = http_server._global_state.tokenizer_manager
         states = await manager.get_internal_state()
         return {
-            "replicas": shown_states(states),
+            "replicas": [state["coserve"] for state in states],
             "output_delay_ms": manager.coserve_output_delay.mean_s * 1e3,
             "batch_api": await batch_api_status(app),
         }

@@ -20,6 +20,7 @@ from sglang_coserve.srt.kv_checkpoint.settings import why_off
 from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.latency_source import latency_profile
 from sglang_coserve.srt.offline_eviction import OfflineEviction
+from sglang_coserve.srt.online_load import OnlineLoad
 from sglang_coserve.srt.rank_clock import RankClock
 from sglang_coserve.srt.replica_load import LoadReporter
 from sglang_coserve.srt.request_intake import RequestIntake
@@ -68,17 +69,7 @@ class CoserveParts:
             events=self.events,
             forget=self.forget,
         )
-        self.status = SchedulerStatus(
-            scheduler,
-            config,
-            admission=self.admission,
-            view=self.view,
-            pools=self.pools,
-            ledger=self.ledger,
-            runner=self.runner,
-            checkpointing=self.checkpointing,
-            events=self.events,
-        )
+        self.online_load = OnlineLoad(scheduler, self.pools, self.ledger)
         self.load = LoadReporter(
             scheduler,
             config,
@@ -87,7 +78,18 @@ class CoserveParts:
             pools=self.pools,
             ledger=self.ledger,
             runner=self.runner,
-            rate_alone=self.status.expected_offline_rate,
+        )
+        self.status = SchedulerStatus(
+            scheduler,
+            config,
+            admission=self.admission,
+            ledger=self.ledger,
+            view=self.view,
+            pools=self.pools,
+            load=self.load,
+            runner=self.runner,
+            checkpointing=self.checkpointing,
+            events=self.events,
         )
 
     def _make_admission(self, scheduler: Any, config: CoserveConfig, clock: RankClock) -> Admission:
@@ -137,6 +139,7 @@ class CoserveParts:
         self.ledger.forget(rid)
         self.checkpointing.forget(rid)
         self.runner.forget(rid)
+        self.status.forget(rid)
         self.intake.name_is_free(rid)
 
     def forget_all(self) -> None:

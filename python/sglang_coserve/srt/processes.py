@@ -89,8 +89,10 @@ def run_data_parallel_controller_process(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers import data_parallel_controller
 
     from sglang_coserve.srt.child_watch import end_with_children
+    from sglang_coserve.srt.load_snapshot import count_offline_in_snapshots
 
     end_with_children()
+    count_offline_in_snapshots()
     data_parallel_controller.run_data_parallel_controller_process(*args, **kwargs)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.engine_load import ClassLoad, OnlineShare, ReplicaLoad
-from sglang_coserve.core.offline_rate import lines_at_a_time
+from sglang_coserve.core.offline_rate import expected_tokens_per_s, lines_at_a_time
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.compat import computed_tokens, holds_kv
@@ -64,16 +63,13 @@ class LoadReporter:
         pools: KvPools,
         ledger: RequestLedger,
         runner: StepRunner,
-        rate_alone: Callable[[], float | None],
     ) -> None:
-        """``rate_alone`` is what offline work would get of the engine alone, in tokens a second."""
         self._is_predicted = config.offline_policy != "fifo"
         self._admission = admission
         self._view = view
         self._pools = pools
         self._ledger = ledger
         self._runner = runner
-        self._rate_alone = rate_alone
         self._max_rows: int = scheduler.max_running_requests
         self._chunk_tokens: int = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
         self._max_offline = min(config.offline_max_running or self._max_rows, self._max_rows)
@@ -87,7 +83,7 @@ class LoadReporter:
                 info = self._ledger[req.rid]
                 (online if info.is_online else offline).add(req, info)
         pools = self._pools
-        kv = pools.by_class(online.running)
+        kv = pools.by_class(online.running, offline.running)
         rows = min(self._max_offline, self._max_rows - len(online.running))
         return ReplicaLoad(
             online=online.load(),
@@ -100,6 +96,19 @@ class LoadReporter:
             max_lines=lines_at_a_time(
                 kv_tokens=pools.total_tokens - kv.online, rows=rows, lengths=offline.lengths
             ),
+        )
+
+    def rate_alone_per_s(self) -> float | None:
+        """Return the tokens a second that offline work would get of the engine alone, now; None if
+        that is not known. Under ``fifo`` this reads the profile."""
+        model = self._admission.latency_model()
+        if model is None:
+            return None
+        return expected_tokens_per_s(
+            model,
+            kv_tokens=self._pools.total_tokens,
+            max_rows=self._max_offline,
+            chunk_tokens=self._chunk_tokens,
         )
 
     def _reclaim_s(self, offline: list[Req], online: list[Req]) -> float | None:
@@ -122,7 +131,7 @@ class LoadReporter:
         return step_s if online else step_s * self._runner.stop_share
 
     def _headroom_tokens_per_s(self, *, has_online: bool) -> float | None:
-        rate = self._rate_alone() if self._is_predicted else None
+        rate = self.rate_alone_per_s() if self._is_predicted else None
         if rate is None:
             return None
         interference = self._admission.interference

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from sglang_coserve.asgi import App, Receive, Scope, Send, replay, send_error
 from sglang_coserve.http_lines import LINES_PATH
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError
-from sglang_coserve.srt.asgi import App, Receive, Scope, Send, replay, send_error
 
 __all__ = ["RequestGateMiddleware", "body_bytes", "set_body_limits"]
 

@@ -20,9 +20,9 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route, Router
 
+from sglang_coserve.asgi import App, Receive, Scope, Send, send_error
 from sglang_coserve.batch import BatchObject, StorageError, owner_of
 from sglang_coserve.batch.routes import BatchApiOffError, find_service
-from sglang_coserve.srt.asgi import App, Receive, Scope, Send, send_error
 from sglang_coserve.srt.view_sampler import sampled
 from sglang_coserve.view import History, Page, standing
 
