@@ -104,12 +104,12 @@ def test_the_tree_of_the_package_names_its_files(files: list[str]) -> None:
 
 
 def exported_by_gateway() -> set[str]:
+    from sglang_coserve.batch.service_status import ServiceStatus
     from sglang_coserve.fleet import FleetBackend
     from sglang_coserve.fleet.report import fleet_metrics
 
-    counts = {"lines_waiting": 1, "paused_batches": 0, "required_tokens_per_s": 1.0}
-    batch_api = {"batches": {"in_progress": 1}, **counts}
-    text = fleet_metrics(FleetBackend("key"), batch_api).decode()
+    status = ServiceStatus({"in_progress": 1}, 0, 0, 0, 1, 0, 0, "model")
+    text = fleet_metrics(FleetBackend("key"), status, required_tokens_per_s=1.0).decode()
     return set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
 
 

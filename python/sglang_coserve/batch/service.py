@@ -405,7 +405,6 @@ class BatchService:
             self._context.backend.model,
             self._context.health.num_retries,
             webhooks_pending,
-            self._context.clock.now_s(),
         )
 
     def headroom(self) -> Headroom:

@@ -43,9 +43,6 @@ class ServiceStatus:
     webhooks_pending: int
     """Ends of batches that no receiver has taken yet."""
 
-    required_tokens_per_s: float
-    """What offline work must get for every batch that is served to be complete in its window."""
-
     model: str
     """What lines are answered by; half-done ones go on after a restart if it is the same."""
 
@@ -57,7 +54,6 @@ def service_status(
     model: str,
     line_retries: int,
     webhooks_pending: int,
-    now_s: float,
 ) -> ServiceStatus:
     """Return the status of a service whose batches in no final state are ``unfinished``."""
     records = list(unfinished)
@@ -74,14 +70,5 @@ def service_status(
         lines_waiting=max(0, lines_left - slots.lines_in_flight),
         line_retries=line_retries,
         webhooks_pending=webhooks_pending,
-        required_tokens_per_s=sum(
-            _required_per_s(record, now_s) for record in records if record.will_be_served
-        ),
         model=model,
     )
-
-
-def _required_per_s(record: JobRecord, now_s: float) -> float:
-    left_tokens = max(0, record.estimated_tokens - record.progress.estimated_tokens)
-    # What is due at once, or was, is wanted within a second.
-    return left_tokens / max(1.0, record.expires_at_s - now_s)

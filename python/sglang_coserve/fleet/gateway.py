@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from sglang_coserve.batch.routes import (
 )
 from sglang_coserve.batch.settings import limits_of, webhook_target_of
 from sglang_coserve.batch.webhooks import Webhooks
-from sglang_coserve.errors import CoserveError
+from sglang_coserve.errors import CoserveError, StorageError
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.fleet.discovery import follow
 from sglang_coserve.fleet.key_check import KeyCheck
@@ -151,5 +151,9 @@ async def _status(request: Request) -> dict[str, Any]:
 
 async def _metrics(request: Request) -> Response:
     """Say the same in numbers, for Prometheus."""
-    content = fleet_metrics(request.app.state.fleet, await batch_api_status(request.app))
+    status, required_per_s = None, 0.0
+    with suppress(BatchApiOffError, StorageError):
+        service = find_service(request.app)
+        status, required_per_s = await service.status(), service.headroom().required_tokens_per_s
+    content = fleet_metrics(request.app.state.fleet, status, required_per_s)
     return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from sglang_coserve.batch.service_status import EXPORTED_STATES
+from sglang_coserve.batch.service_status import EXPORTED_STATES, ServiceStatus
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.fleet.engine import Engine, EngineState
 
@@ -29,10 +29,15 @@ def fleet_status(fleet: FleetBackend) -> dict[str, Any]:
     }
 
 
-def fleet_metrics(fleet: FleetBackend, batch_api: Mapping[str, Any] | None) -> bytes:
-    """Return the same, and the numbers of the Batch API, for Prometheus."""
+def fleet_metrics(
+    fleet: FleetBackend, batches: ServiceStatus | None, required_tokens_per_s: float
+) -> bytes:
+    """Return the same, and the numbers of the Batch API, for Prometheus.
+
+    Without ``batches`` there is no Batch API now.
+    """
     registry = CollectorRegistry()
-    registry.register(_Families(fleet, batch_api or {}))
+    registry.register(_Families(fleet, batches, required_tokens_per_s))
     return generate_latest(registry)
 
 
@@ -56,9 +61,12 @@ def _engine_status(fleet: FleetBackend, engine: Engine) -> dict[str, Any]:
 
 
 class _Families(Collector):
-    def __init__(self, fleet: FleetBackend, batch_api: Mapping[str, Any]) -> None:
+    def __init__(
+        self, fleet: FleetBackend, batches: ServiceStatus | None, required_tokens_per_s: float
+    ) -> None:
         self._fleet = fleet
-        self._batch_api = batch_api
+        self._batches = batches
+        self._required_tokens_per_s = required_tokens_per_s
 
     def collect(self) -> Iterator[Metric]:
         fleet, name = self._fleet, "coserve_gateway"
@@ -92,27 +100,26 @@ class _Families(Collector):
         yield served
         tokens = "Prompt and output tokens of lines."
         yield CounterMetricFamily(f"{name}_tokens", tokens, fleet.load().total_tokens)
-        if "batches" in self._batch_api:
-            yield from self._batch_families()
+        if self._batches is not None:
+            yield from self._batch_families(self._batches)
 
-    def _batch_families(self) -> Iterator[Metric]:
+    def _batch_families(self, told: ServiceStatus) -> Iterator[Metric]:
         """Yield what a single server exports of its batches, under the same names."""
-        told = self._batch_api
         loads = [engine.load for engine in self._fleet.engines if engine.load is not None]
         model_name = loads[0].model_name if loads else ""
         batches = GaugeMetricFamily(
             "coserve_batches", "Unfinished batches by state.", labels=["model_name", "state"]
         )
         for state in EXPORTED_STATES:
-            batches.add_metric([model_name, state], told["batches"].get(state, 0))
-        batches.add_metric([model_name, "paused"], told["paused_batches"])
+            batches.add_metric([model_name, state], told.batches.get(state, 0))
+        batches.add_metric([model_name, "paused"], told.paused_batches)
         yield batches
         for name, text, value in (
-            ("batch_lines_waiting", "Lines that no engine has got yet.", told["lines_waiting"]),
+            ("batch_lines_waiting", "Lines that no engine has got yet.", told.lines_waiting),
             (
                 "batch_required_tokens_per_second",
                 "What all batches that are served need to be complete in their windows.",
-                told["required_tokens_per_s"],
+                self._required_tokens_per_s,
             ),
         ):
             family = GaugeMetricFamily(f"coserve_{name}", text, labels=["model_name"])

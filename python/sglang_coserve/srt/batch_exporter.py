@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from sglang_coserve.batch import BatchService, StorageError
+from sglang_coserve.batch.headroom import Headroom
 from sglang_coserve.batch.service_status import EXPORTED_STATES, ServiceStatus
 
 __all__ = ["BatchExporter", "batches_exported"]
@@ -40,14 +41,14 @@ class BatchExporter:
             "What all batches that are served need to be complete in their windows.",
         )
 
-    def publish(self, status: ServiceStatus) -> None:
+    def publish(self, status: ServiceStatus, headroom: Headroom) -> None:
         """Publish a moment of the service."""
         name = self._model_name
         for state in EXPORTED_STATES:
             self._batches.labels(name, state).set(status.batches.get(state, 0))
         self._batches.labels(name, "paused").set(status.paused_batches)
         self._waiting.labels(name).set(status.lines_waiting)
-        self._required.labels(name).set(status.required_tokens_per_s)
+        self._required.labels(name).set(headroom.required_tokens_per_s)
 
 
 @asynccontextmanager
@@ -64,7 +65,7 @@ async def batches_exported(service: BatchService, model_name: str) -> AsyncGener
 async def _publish(service: BatchService, exporter: BatchExporter) -> None:
     while True:
         try:
-            exporter.publish(await service.status())
+            exporter.publish(await service.status(), service.headroom())
         except StorageError as error:
             logger.warning("the batches cannot be counted for /metrics: %s", error)
         await asyncio.sleep(_INTERVAL_S)

@@ -83,7 +83,7 @@ class LoadReporter:
                 info = self._ledger[req.rid]
                 (online if info.is_online else offline).add(req, info)
         pools = self._pools
-        kv = pools.by_class(online.running)
+        kv = pools.by_class(online.running, offline.running)
         rows = min(self._max_offline, self._max_rows - len(online.running))
         return ReplicaLoad(
             online=online.load(),

@@ -10,10 +10,13 @@ from typing import Any, Final
 
 from sglang_coserve.srt.status import SchedulerStatus
 
-__all__ = ["STANDING", "answer", "ask", "last_steps"]
+__all__ = ["BATCH_DELAYS", "STANDING", "answer", "ask", "last_steps"]
 
 STANDING: Final = "coserve-standing"
 """How both classes stand now: ``SchedulerStatus.state``."""
+
+BATCH_DELAYS: Final = "coserve-batch-delays"
+"""By how much batches have delayed online requests: ``SchedulerStatus.batch_delays_s``."""
 
 _LAST_STEPS: Final = "coserve-last-steps-"
 _ANSWER_KEY: Final = "coserve_answer"
@@ -37,6 +40,8 @@ def answer(question: str | None, status: SchedulerStatus) -> dict[str, Any] | No
     """Return the internal state that answers ``question``; None if it is none of ours."""
     if question == STANDING:
         return {_ANSWER_KEY: status.state()}
+    if question == BATCH_DELAYS:
+        return {_ANSWER_KEY: status.batch_delays_s()}
     if question is not None and question.startswith(_LAST_STEPS):
         return {_ANSWER_KEY: status.last_steps(float(question.removeprefix(_LAST_STEPS)))}
     return None

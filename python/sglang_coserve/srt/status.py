@@ -1,4 +1,4 @@
-"""What a scheduler tells of itself, to ``/coserve/status`` and to Prometheus."""
+"""Reports the state of a scheduler to ``/coserve/status`` and Prometheus."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.latencies import Latencies
 from sglang_coserve.srt.replica_load import LoadReporter
-from sglang_coserve.srt.replicas import BATCH_DELAYS_KEY, EXPECTED_RATE_KEY
+from sglang_coserve.srt.replicas import EXPECTED_RATE_KEY
 from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.safepoint.batch_kind import kind_of
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerStatus:
-    """Gathers the state of both classes, in plain values."""
+    """Collects the state of both request classes as plain values."""
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class SchedulerStatus:
         self._admission = admission
         self._runner = runner
         self._checkpointing = checkpointing
+        self._load = load
         self._events = events
         args = compat.settings_of(scheduler.server_args)
         self._is_rank_0 = compat.is_first_rank(scheduler)
@@ -68,22 +69,20 @@ class SchedulerStatus:
             self._latencies = Latencies(ledger)
 
     def internal_state(self) -> dict[str, Any]:
-        """Return what ``/coserve/status`` shows."""
+        """Return the state of this replica for ``/coserve/status``."""
         return {
             "config": self._config.to_dict(),
             EXPECTED_RATE_KEY: self._load.rate_alone_per_s(),
-            BATCH_DELAYS_KEY: None if (bill := self._bill()) is None else bill.jobs,
             **self.state(),
         }
 
     def state(self) -> dict[str, Any]:
-        """Return how both classes stand now."""
+        """Return the current state of both classes."""
         scheduler = self._scheduler
         running = self._view.running_rows()
         num_offline = sum(is_offline(req) for req in running)
         prefilling = scheduler.chunked_req
-        reqs = self._ledger.reqs()
-        online = [req for req in reqs if compat.holds_kv(req) and not is_offline(req)]
+        online, offline = self._ledger.with_kv()
         return {
             "slo": self._admission.interference.monitor.report(time.perf_counter()).to_dict(),
             "online": {
@@ -98,11 +97,16 @@ class SchedulerStatus:
                 "prefilling": int(prefilling is not None and is_offline(prefilling)),
                 **self._counted_events(),
             },
-            "kv_tokens": self._pools.by_class(online)._asdict(),
+            "kv_tokens": self._pools.by_class(online, offline)._asdict(),
             "kv_checkpoint": self._checkpointing.stats().to_dict(),
             **self._admission.state(),
             **self._runner.state(),
         }
+
+    def batch_delays_s(self) -> dict[str, float] | None:
+        """Return by how much each batch has delayed online requests; None if that is not known."""
+        bill = self._bill()
+        return None if bill is None else dict(bill.jobs)
 
     def last_steps(self, seconds: float) -> list[str]:
         """Return the events of the last ``seconds`` of steps, as far as they are kept."""
@@ -142,9 +146,9 @@ class SchedulerStatus:
             self._latencies.forget(rid)
 
     def publish(self) -> None:
-        """Renew the Prometheus metrics, where they are wanted and due; warn of missed targets."""
+        """Publish Prometheus metrics, if enabled and due; log a warning about missed targets."""
         if not self._is_rank_0:
-            return  # All ranks see the same.
+            return  # All ranks have the same state.
         now_s = time.perf_counter()
         if self._exporter is not None and self._exporter.is_due(now_s):
             self._publish(self._exporter, now_s)
@@ -158,11 +162,9 @@ class SchedulerStatus:
         exporter.publish_latencies(self._latencies)
         if (bill := self._admission.interference.bill) is not None:
             exporter.publish_delays(bill.take_delays())
-        load = self._load.load()
         exporter.publish_load(
-            outstanding_tokens=load.online.outstanding_tokens,
+            self._load.load(),
             oldest_waiting_s=self._latencies.oldest_waiting_s(now_s),
-            headroom_per_s=load.headroom_tokens_per_s,
             budget_s=self._admission.budget_s,
         )
 
