@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
 
@@ -43,14 +43,6 @@ _NO_MORE: Final = "it is none of the fleet any more"
 _log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False, slots=True)
-class _Waiting:
-    """A line that is being served, from its first attempt to its answer."""
-
-    turn: asyncio.Future[Engine]
-    """The engine that is to have it next."""
-
-
 class FleetBackend(Backend):
     """See ``Backend``. Lives on one event loop.
 
@@ -74,7 +66,9 @@ class FleetBackend(Backend):
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._wanted: frozenset[str] = frozenset()
         self._placement = LinePlacement()
-        self._lines: dict[int, _Waiting] = {}
+        self._turns: dict[int, asyncio.Future[Engine]] = {}
+        """For each line that is being served, the engine that is to have it next."""
+
         self._num_lines = 0
         self._model: str | None = None
         self._endpoints: frozenset[str] = frozenset()
@@ -191,14 +185,15 @@ class FleetBackend(Backend):
         model, generated = self.model, list(request.generated)
         number = self._num_lines
         self._num_lines += 1
-        line = self._lines[number] = _Waiting(asyncio.get_running_loop().create_future())
+        new_turn = asyncio.get_running_loop().create_future
+        self._turns[number] = new_turn()
         is_known = True
         deaths: list[str] = []
         try:
             self._carry_out(self._placement.offer(number, prefix_key(request.body)))
             while True:
-                engine = await line.turn
-                line.turn = asyncio.get_running_loop().create_future()
+                engine = await self._turns[number]
+                self._turns[number] = new_turn()
                 attempt = replace(request, generated=tuple(generated))
                 try:
                     return await self._attempt(engine, attempt, model, generated, on_tokens)
@@ -227,7 +222,7 @@ class FleetBackend(Backend):
                     return LineResult.unserved("engine_failed", message)
                 self._carry_out(placed)
         finally:
-            del self._lines[number]
+            del self._turns[number]
             if is_known:
                 self._carry_out(self._placement.end(number))
 
@@ -275,7 +270,7 @@ class FleetBackend(Backend):
     def _carry_out(self, placed: Iterable[Placed]) -> None:
         for number, url in placed:
             assert isinstance(number, int)
-            turn = self._lines[number].turn
+            turn = self._turns[number]
             if not turn.done():  # Nobody waits for it who is being cancelled.
                 turn.set_result(self._engines[url])
 
