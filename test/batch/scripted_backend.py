@@ -71,6 +71,7 @@ class ScriptedBackend:
     is_online_busy: bool = False
     total_tokens: int = 0
     busy_s: float = 0.0
+    max_in_flight: int | None = None
     model: str = "scripted"
     endpoints: frozenset[str] = frozenset({ENDPOINT, "/v1/chat/completions"})
     limits: BodyLimits = field(default_factory=BodyLimits)
@@ -117,6 +118,7 @@ class ScriptedBackend:
             self.is_online_busy,
             self.total_tokens,
             self.busy_s,
+            self.max_in_flight,
         )
 
     def held(self, custom_id: str) -> InFlight:

@@ -38,6 +38,23 @@ def test_the_engine_never_has_more_than_it_may(tmp_path: Path) -> None:
     play(scenario())
 
 
+def test_no_more_lines_are_in_flight_than_the_backend_has_use_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        backend = ScriptedBackend(holds=True, max_in_flight=3)
+        scene = await opened(tmp_path, backend, max_in_flight=8)
+        async with scene.service:
+            batch = await scene.create(lines(40))
+            for useful, in_flight in ((3, 3), (6, 6), (100, 8)):
+                backend.max_in_flight = useful
+                await scene.in_flight(in_flight)
+            backend.holds = False
+            for entry in backend.in_flight:
+                entry.finish()
+            assert (await scene.ends(batch.id)).status == "completed"
+
+    play(scenario())
+
+
 def test_batches_share_by_weight_and_priority(tmp_path: Path) -> None:
     async def scenario() -> None:
         scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=1)
