@@ -35,6 +35,10 @@ _CONNECT_TIMEOUT_S: Final = 5.0
 _ASK_TIMEOUT_S: Final = 10.0
 """For what an engine answers at once; its event loop may be late by some seconds."""
 
+_KEEPALIVE_S: Final = 2.0
+"""Servers close connections that were idle for 5 s; a line that is sent on one just then would look
+as if the engine had died with it."""
+
 _SILENT_S: Final = 4 * HEARTBEAT_S
 """An engine that has been silent for so long hangs."""
 
@@ -59,7 +63,7 @@ class EngineConnection:
             url,
             headers={"authorization": f"Bearer {admin_key}"},
             # As many connections as lines: how many those are is for others to decide.
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(
                 None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=_SILENT_S
             ),
