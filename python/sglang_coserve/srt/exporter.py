@@ -1,4 +1,4 @@
-"""The state of both classes as Prometheus metrics, beside SGLang's own (``--enable-metrics``)."""
+"""Publishes co-serving state as Prometheus metrics beside SGLang's (``--enable-metrics``)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _INTERVAL_S = 1.0
 
 
 class Exporter:
-    """Publishes a scheduler's state, at most once a second; one exporter a process.
+    """Publishes a scheduler's state at most once a second; at most one exporter per process.
 
-    The names and meanings are listed in ``docs/metrics.md``.
+    ``docs/metrics.md`` documents the metrics.
     """
 
     def __init__(self, model_name: str, dp_rank: int | None = None) -> None:
@@ -67,14 +67,14 @@ class Exporter:
         self._alone = gauge(
             "slo_alone_seconds", "The same in the no-interference baseline, predicted.", "slo"
         )
-        self._error = gauge("prediction_mape", "Mean absolute error of predicted iterations.")
-        self._events = counter("offline_events", "What became of offline requests.", "event")
+        self._error = gauge("prediction_mape", "Mean absolute error of predicted step times.")
+        self._events = counter("offline_events", "Events of offline requests.", "event")
         self._shed = counter(
             "online_shed",
-            "Online requests refused since they could not meet their target any more.",
+            "Online requests refused because they could no longer meet their target.",
         )
         self._suspended = counter("safepoint_suspended", "Steps suspended at a safepoint.", "kind")
-        self._resumed = counter("safepoint_resumed", "Suspended steps that went on.")
+        self._resumed = counter("safepoint_resumed", "Suspended steps that were resumed.")
         self._delay = gauge(
             "safepoint_delay_seconds",
             "The way from an online arrival to its first token through a suspension, step by step.",
@@ -84,12 +84,12 @@ class Exporter:
             "kv_host_tokens", "KV tokens in host memory, by class.", "request_class"
         )
         self._recompute_tax = gauge(
-            "recompute_tax", "Share of the computed tokens computed before.", "request_class"
+            "recompute_tax", "Share of computed tokens that were recomputed.", "request_class"
         )
-        self._lag_tokens = gauge("kv_checkpoint_lag_tokens", "KV tokens being copied to the host.")
+        self._lag_tokens = gauge("kv_checkpoint_lag_tokens", "KV tokens in flight to the host.")
         self._checkpoint_events = counter(
             "kv_checkpoint_events",
-            "What became of the KV of offline requests, in tokens or in cases.",
+            "Events of KV checkpoints, in tokens or occurrences.",
             "event",
         )
         self._bias = gauge("prediction_bias", "Mean error of predicted iterations; above 0: long.")
@@ -113,7 +113,7 @@ class Exporter:
         self._counted: dict[tuple[Any, ...], float] = {}
 
     def is_due(self, now_s: float) -> bool:
-        """Tell whether to publish now."""
+        """Return whether the next publication is due."""
         return now_s >= self._next_s
 
     def publish(
@@ -220,7 +220,7 @@ class Exporter:
                     gauge.set(delays_ms[statistic] / 1e3)
 
     def _count(self, counter: Any, total: float, *labels: str) -> None:
-        """Bring a counter to a total that never shrinks."""
+        """Increase a counter to a total, which must not decrease."""
         key = (counter, *labels)
         counter.labels(*self._common, *labels).inc(total - self._counted.get(key, 0))
         self._counted[key] = total

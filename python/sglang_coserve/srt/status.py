@@ -1,4 +1,4 @@
-"""What a scheduler tells of itself, to ``/coserve/status`` and to Prometheus."""
+"""Reports the state of a scheduler to ``/coserve/status`` and Prometheus."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerStatus:
-    """Gathers the state of both classes, in plain values."""
+    """Collects the state of both request classes as plain values."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class SchedulerStatus:
             self._latencies = Latencies(ledger)
 
     def internal_state(self) -> dict[str, Any]:
-        """Return what ``/coserve/status`` shows."""
+        """Return the state of this replica for ``/coserve/status``."""
         return {
             "config": self._config.to_dict(),
             EXPECTED_RATE_KEY: self._load.rate_alone_per_s(),
@@ -77,7 +77,7 @@ class SchedulerStatus:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return how both classes stand now."""
+        """Return the current state of both classes."""
         scheduler = self._scheduler
         running = self._view.running_rows()
         num_offline = sum(is_offline(req) for req in running)
@@ -146,9 +146,9 @@ class SchedulerStatus:
             self._latencies.forget(rid)
 
     def publish(self) -> None:
-        """Renew the Prometheus metrics, where they are wanted and due; warn of missed targets."""
+        """Publish Prometheus metrics, if enabled and due; log a warning about missed targets."""
         if not self._is_rank_0:
-            return  # All ranks see the same.
+            return  # All ranks have the same state.
         now_s = time.perf_counter()
         if self._exporter is not None and self._exporter.is_due(now_s):
             self._publish(self._exporter, now_s)
