@@ -75,7 +75,7 @@ def result(ours: SystemResult, stock: SystemResult) -> DemoResult:
         (
             system("coserve", 0.2, 0.01, 100, unfinished=5),
             system("stock", 0.2, 0.01, 100),
-            ["did not finish, of 20: 5 with the coserve", "too busy"],
+            ["too busy", "5 of 20 online requests did not finish"],
         ),
     ],
 )

@@ -33,6 +33,9 @@ __all__ = [
 _ALIKE: Final = 0.1
 """Ratios that differ by less are called alike: windows are short, and a P99 is of few values."""
 
+_UNFINISHED: Final = 0.1
+"""Where a larger part of the requests did not finish, latencies are of the others alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class OfflineResult:
@@ -177,6 +180,12 @@ def sentence(result: DemoResult) -> str:
             f"{ours.offline.tokens_per_s:,.0f} tokens/s; without --quick it is compared."
         )
     assert stock.offline is not None
+    unfinished = max(sum(_is_unfinished(t) for t in s.online) for s in result.systems)
+    if unfinished > _UNFINISHED * len(ours.online):
+        return (
+            f"The machine is too slow or too busy for this trace: {unfinished} of "
+            f"{len(ours.online)} online requests did not finish, so nothing can be compared."
+        )
     harm, stock_harm = _ratios(ours, alone), _ratios(stock, alone)
     if harm is None or stock_harm is None:
         return "Too few tokens came to compare the systems: give it more --seconds."
@@ -186,7 +195,7 @@ def sentence(result: DemoResult) -> str:
         f"alone; with stock SGLang {stock_harm[0]:.1f} × and {stock_harm[1]:.1f} ×: online users "
         f"were {_compared(max(harm), max(stock_harm), 'hurt')}, and offline work got "
         f"{_share(more)} ({ours.offline.tokens_per_s:,.0f} and {stock.offline.tokens_per_s:,.0f} "
-        f"tokens/s){_ran_out(ours, stock)}.{_unfinished(result)}"
+        f"tokens/s){_ran_out(ours, stock)}."
     )
 
 
@@ -217,18 +226,8 @@ def _ran_out(*systems: SystemResult) -> str:
     return f"; the offline lines of {' and '.join(ended)} ended before the window" if ended else ""
 
 
-def _unfinished(result: DemoResult) -> str:
-    """Say where latencies are those of a part of the requests."""
-    missing = [
-        f"{sum(t.outcome is not Outcome.FINISHED for t in system.online)} with {system.label}"
-        for system in result.systems
-        if any(t.outcome is not Outcome.FINISHED for t in system.online)
-    ]
-    if not missing:
-        return ""
-    return f" Online requests that did not finish, of {len(result.ours.online)}: " + (
-        f"{', '.join(missing)}; the machine is too slow or too busy for this trace."
-    )
+def _is_unfinished(timeline: RequestTimeline) -> bool:
+    return timeline.outcome is not Outcome.FINISHED
 
 
 def _latency(value: float | None, alone: float | None) -> str:

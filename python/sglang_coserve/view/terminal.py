@@ -169,7 +169,7 @@ def _headroom(headroom: View | None) -> Text:
 
 def _table(first: str, *others: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column(first)
+    table.add_column(first, overflow="fold")  # A batch's id is to be read as a whole.
     for name in others:
         table.add_column(name, justify="right")
     return table
