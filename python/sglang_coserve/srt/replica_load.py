@@ -75,6 +75,15 @@ class LoadReporter:
         self._max_offline = min(config.offline_max_running or self._max_rows, self._max_rows)
         self._share = OnlineShare()
 
+    def online_load(self) -> tuple[ClassLoad, float | None]:
+        """Return the online part of ``load``, and the head-room. O(online requests)."""
+        online = _Class()
+        for req in self._ledger.online_reqs():
+            if not req.finished():
+                online.add(req, self._ledger[req.rid])
+        headroom_per_s = self._headroom_tokens_per_s(has_online=bool(online.running))
+        return online.load(), headroom_per_s
+
     def load(self) -> ReplicaLoad:
         """Return the load as it is now. O(requests + nodes of the radix tree under online ones)."""
         online, offline = _Class(), _Class()

@@ -162,11 +162,11 @@ class SchedulerStatus:
         exporter.publish_latencies(self._latencies)
         if (bill := self._admission.interference.bill) is not None:
             exporter.publish_delays(bill.take_delays())
-        load = self._load.load()
+        online, headroom_per_s = self._load.online_load()
         exporter.publish_load(
-            outstanding_tokens=load.online.outstanding_tokens,
+            outstanding_tokens=online.outstanding_tokens,
             oldest_waiting_s=self._latencies.oldest_waiting_s(now_s),
-            headroom_per_s=load.headroom_tokens_per_s,
+            headroom_per_s=headroom_per_s,
             budget_s=self._admission.budget_s,
         )
 
