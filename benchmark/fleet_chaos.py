@@ -111,7 +111,12 @@ def _hurt(fleet: FleetProcesses, options: argparse.Namespace, rng: random.Random
 def _figures(fleet: FleetProcesses, counts: LineCounts, span_s: float) -> list[Figure]:
     return [
         *(Figure(name, "", (count,)) for name, count in fleet.injuries.items()),
-        Figure("engines that did not start again", "", (len(fleet.failures),), at_most=0),
+        Figure(
+            "engines that did not end or start as they should",
+            "",
+            (len(fleet.failures),),
+            at_most=0,
+        ),
         Figure("batches", "", (counts.batches,)),
         Figure("lines", "", (counts.lines,)),
         Figure("lines lost", "", (counts.lost,), at_most=0),

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Final, Self
 
 import httpx
+import psutil
 
 from sglang_coserve.errors import StartupError
 from sglang_coserve.local_server import LocalServer
@@ -21,6 +22,8 @@ from sglang_coserve.local_server import LocalServer
 __all__ = ["INJURIES", "FleetProcesses"]
 
 _KEY: Final = "the engines' admin key"
+_END_TIMEOUT_S: Final = 60.0
+_POLL_S: Final = 0.2
 _FROZEN_S: Final = 25.0
 """Longer than a gateway listens to an engine that says nothing."""
 
@@ -125,6 +128,24 @@ class FleetProcesses:
         """End an engine at once; it is started again while the others go on."""
         return self._hurt_engine(LocalServer.kill)
 
+    def kill_scheduler(self) -> bool:
+        """Let the scheduler of an engine die; its server has to notice and end."""
+
+        def kill(engine: LocalServer) -> None:
+            for child in psutil.Process(engine.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    if any("sglang::scheduler" in part for part in child.cmdline()):
+                        child.kill()
+            give_up_s = time.monotonic() + _END_TIMEOUT_S
+            while not engine.has_ended and not self._is_ending:
+                if time.monotonic() > give_up_s:
+                    self.failures.append(f"{engine.base_url} runs on without its scheduler")
+                    engine.kill()
+                time.sleep(_POLL_S)
+            engine.stop()
+
+        return self._hurt_engine(kill)
+
     def drain_engine(self) -> bool:
         """Stop an engine as an operator does, and start it again."""
         return self._hurt_engine(LocalServer.stop)
@@ -176,6 +197,7 @@ class FleetProcesses:
 INJURIES: Final[dict[str, Callable[[FleetProcesses], bool]]] = {
     "kill -9 of an engine": FleetProcesses.kill_engine,
     "kill -9 of the gateway": FleetProcesses.kill_gateway,
+    "kill -9 of a scheduler": FleetProcesses.kill_scheduler,
     "drain of an engine": FleetProcesses.drain_engine,
     "SIGSTOP of an engine": FleetProcesses.freeze_engine,
 }

@@ -61,10 +61,11 @@ def test_a_router_tells_its_workers(router: Any) -> None:
     workers = [
         {"id": "1", "url": "http://10.0.0.1:30000", "is_healthy": False},
         {"id": "2", "url": "http://10.0.0.2:30000/"},
+        {"id": "3", "url": "http://10.0.0.3:30000@1"},
     ]
     router.content = json.dumps({"workers": workers, "total": 2}).encode()
     found = urls(Router(url, "router's key"))
-    assert found == ["http://10.0.0.1:30000", "http://10.0.0.2:30000"]
+    assert found == [f"http://10.0.0.{number}:30000" for number in (1, 2, 3)]
     with pytest.raises(ServerError, match="401"):
         urls(Router(url))
     for content in (b"", b"[]", b'{"workers": [{}]}', b'{"workers": [{"url": "grpc://x:1"}]}'):

@@ -98,6 +98,8 @@ def test_status_and_metrics_tell_of_engines_and_batches(
     metrics = get(server, "/metrics").text
     assert 'coserve_gateway_engines{state="up"} 2.0' in metrics
     assert "coserve_gateway_lines_waiting 0.0" in metrics
+    assert 'coserve_batches{model_name="scripted",state="in_progress"} 0.0' in metrics
+    assert 'coserve_batch_required_tokens_per_second{model_name="scripted"} 0.0' in metrics
     assert get(server, "/health").status_code == 200
 
 

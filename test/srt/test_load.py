@@ -1,4 +1,8 @@
-"""``/coserve/load`` of a real server, full of offline work and with online requests beside it."""
+"""The load of a real server, full of offline work and with online requests beside it.
+
+``/coserve/load`` and ``coserve_*`` tell of both classes, SGLang's own names of what online
+requests find.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,7 @@ def http(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     flags = [
         *("--model-path", str(small_model), "--dtype", "float32", "--served-model-name", "m"),
         *("--max-total-tokens", str(KV_TOKENS), "--startup-profile-seconds", "1"),
+        "--enable-metrics",
     ]
     log_path = tmp_path_factory.mktemp("load") / "server.log"
     with (
@@ -37,6 +42,23 @@ def http(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def load_of(http: httpx.Client) -> EngineLoad:
     return read_json(EngineLoad, http.get("/coserve/load").raise_for_status().text, "load")
+
+
+def sglangs_load(http: httpx.Client) -> dict[str, float]:
+    (load,) = http.get("/v1/loads").raise_for_status().json()["loads"]
+    assert isinstance(load, dict)
+    return load
+
+
+def gauge(http: httpx.Client, name: str) -> float:
+    """Return a metric that has one value; ``name`` may have a label, as it is written."""
+    lines = http.get("/metrics/").raise_for_status().text.splitlines()
+    (value,) = {
+        float(line.rpartition(" ")[2])
+        for line in lines
+        if line.startswith(name.partition("{")[0] + "{") and name.partition("{")[2] in line
+    }
+    return value
 
 
 def until(http: httpx.Client, holds: Callable[[EngineLoad], bool]) -> EngineLoad:
@@ -105,15 +127,28 @@ def test_offline_work_gives_way_and_online_work_does_not(http: httpx.Client) -> 
         assert full.reclaim_s > 0
         # By the length of those that are there.
         assert full.max_lines <= KV_TOKENS // OFFLINE_TOKENS
+        found = sglangs_load(http)
+        assert (found["num_running_reqs"], found["num_waiting_reqs"]) == (0, 0)
+        assert (found["num_used_tokens"], found["token_usage"]) == (0, 0)
+        assert (found["num_total_tokens"], found["num_waiting_uncached_tokens"]) == (0, 0)
+        for name in ("num_running_reqs", "num_queue_reqs", "token_usage", "kv_used_tokens"):
+            assert gauge(http, f"sglang:{name}") == 0
+        assert gauge(http, 'coserve_kv_tokens{state="reclaimable"') > 0
         body = {
             "text": "Who repaired the boat?",
             "sampling_params": {"max_new_tokens": 500, "ignore_eos": True},
         }
         sender = threading.Thread(target=lambda: http.post("/generate", json=body))
         sender.start()
-        beside = until(http, lambda load: load.online.running == 1 and load.offline.running > 0)
+        # What SGLang prefills runs, for it, from the next step on.
+        until(http, lambda _load: sglangs_load(http)["num_running_reqs"] == 1)
+        beside = load_of(http)
         assert 0 < beside.online_kv_tokens <= 520
         assert 0 < beside.online.outstanding_tokens <= 520
+        found = sglangs_load(http)
+        assert found["num_running_reqs"] == 1
+        assert 0 < found["num_used_tokens"] <= 520
+        assert found["token_usage"] == pytest.approx(found["num_used_tokens"] / KV_TOKENS, abs=1e-3)
         assert beside.online_kv_tokens + beside.reclaimable_kv_tokens <= KV_TOKENS
         sender.join(GIVE_UP_S)
     after = until(http, lambda load: not load.offline.running and not load.online.running)

@@ -22,6 +22,7 @@ def view(**changes: Any) -> dict[str, Any]:
             "text": "No online request has ended in the last 10 minutes.",
             "requests": 0,
             "slos": [],
+            "bill": None,
         },
         "replicas": [],
         "decisions": [],
@@ -78,11 +79,13 @@ def test_values_and_curves_are_shown() -> None:
         "met": True,
         "feasible": True,
     }
-    users = {"level": "ok", "text": "Fine.", "requests": 5, "slos": [slo]}
+    bill = {"requests": 5.0, "mean_ms": 34.0, "ttft_ms": 31.0, "gaps_ms": 3.0}
+    users = {"level": "ok", "text": "Fine.", "requests": 5, "slos": [slo], "bill": bill}
     history = {"at": [1.0, 2.0], "offline_share": [None, 0.5], "offline_tokens_per_s": [0.0, 1500]}
     known = view(online_users=users, history=history)
     line = as_line(known)
     assert "ttft p99 241 ms (+31 ms)" in line
+    assert "delayed by 34 ms a request" in line
     assert "offline 1,500 tokens/s 50% of the time" in line
     text = shown(known)
     assert "+31 ms" in text

@@ -25,6 +25,7 @@ from sglang_coserve.cli.simulate import simulate
 from sglang_coserve.cli.submit import submit
 from sglang_coserve.cli.top import top
 from sglang_coserve.cli.version import version
+from sglang_coserve.cli.what_if import what_if
 from sglang_coserve.errors import CoserveError
 
 __all__ = ["app", "main"]
@@ -49,6 +50,7 @@ app.command(context_settings=PROFILE_SETTINGS)(profile)
 app.command("profile slo", cls=SeveralSlosCommand, context_settings=SLO_SETTINGS)(profile_slo)
 app.command()(simulate)
 app.command()(replay)
+app.command("what-if", cls=SeveralSlosCommand)(what_if)
 app.command()(make_model)
 app.command()(version)
 

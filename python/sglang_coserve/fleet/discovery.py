@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
@@ -91,7 +92,9 @@ class Router(EngineSource):
         try:
             async with httpx.AsyncClient(headers=self._headers, timeout=_TIMEOUT_S) as client:
                 answer = (await client.get(self._url)).raise_for_status()
-            urls = [str(worker["url"]) for worker in json.loads(answer.content)["workers"]]
+            workers = json.loads(answer.content)["workers"]
+            # With --dp-aware a worker is one rank of an engine: http://HOST:PORT@RANK.
+            urls = [re.sub(r"@\d+$", "", str(worker["url"])) for worker in workers]
             return [str(_address(url, "a worker")).rstrip("/") for url in urls]
         except httpx.HTTPError as error:
             raise ServerError(f"{self._url}: {error or type(error).__name__}") from error

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from sglang_coserve.batch.service_status import EXPORTED_STATES
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.fleet.engine import Engine, EngineState
 
@@ -92,11 +93,28 @@ class _Families(Collector):
         tokens = "Prompt and output tokens of lines."
         yield CounterMetricFamily(f"{name}_tokens", tokens, fleet.load().total_tokens)
         if "batches" in self._batch_api:
-            batches = GaugeMetricFamily(
-                f"{name}_batches", "Unfinished batches by status.", labels=["status"]
-            )
-            for status, count in self._batch_api["batches"].items():
-                batches.add_metric([status], count)
-            yield batches
-            left = "Lines of batches in progress that no engine has yet."
-            yield GaugeMetricFamily(f"{name}_lines_left", left, self._batch_api["lines_waiting"])
+            yield from self._batch_families()
+
+    def _batch_families(self) -> Iterator[Metric]:
+        """Yield what a single server exports of its batches, under the same names."""
+        told = self._batch_api
+        loads = [engine.load for engine in self._fleet.engines if engine.load is not None]
+        model_name = loads[0].model_name if loads else ""
+        batches = GaugeMetricFamily(
+            "coserve_batches", "Unfinished batches by state.", labels=["model_name", "state"]
+        )
+        for state in EXPORTED_STATES:
+            batches.add_metric([model_name, state], told["batches"].get(state, 0))
+        batches.add_metric([model_name, "paused"], told["paused_batches"])
+        yield batches
+        for name, text, value in (
+            ("batch_lines_waiting", "Lines that no engine has got yet.", told["lines_waiting"]),
+            (
+                "batch_required_tokens_per_second",
+                "What all batches that are served need to be complete in their windows.",
+                told["required_tokens_per_s"],
+            ),
+        ):
+            family = GaugeMetricFamily(f"coserve_{name}", text, labels=["model_name"])
+            family.add_metric([model_name], value)
+            yield family

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_batch_settings(config: CoserveConfig) -> None:
-    """Find out before the model is loaded whether the Batch API will start.
+    """Check, before the model is loaded, that the Batch API will be able to start.
 
     Raises:
         StartupError: the data directory cannot be used.
@@ -61,7 +61,7 @@ def check_batch_settings(config: CoserveConfig) -> None:
 
 
 def install_batch_api(http_server: Any, admin_api_key: str | None) -> None:
-    """Add the routes to SGLang's app, and have them served for as long as the server runs."""
+    """Add the Batch API's routes to SGLang's app, and run its service while the server runs."""
     app: FastAPI = http_server.app
     add_batch_routes(app)
     add_line_routes(app)
@@ -79,7 +79,7 @@ def install_batch_api(http_server: Any, admin_api_key: str | None) -> None:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[Any]:
         async with AsyncExitStack() as stack:
-            # The service first: what it finds wrong must stop the start before the warm-up.
+            # The service starts first, so that its errors stop the start before the warm-up.
             config: CoserveConfig = app.server_args._coserve  # type: ignore[attr-defined]
             if config.coserve_data_dir is not None or admin_api_key:
                 await stack.enter_async_context(_served(http_server, config))
@@ -89,7 +89,7 @@ def install_batch_api(http_server: Any, admin_api_key: str | None) -> None:
 
 
 def open_routes_warning(api_key: str | None, admin_api_key: str | None) -> str | None:
-    """Return what who has set keys should know of the routes that they do not close."""
+    """Return a warning if the keys that are set leave routes open; None otherwise."""
     if api_key or not admin_api_key:
         return None
     return (
@@ -156,7 +156,10 @@ async def _open_service(
 
 
 async def _close_when_stopping(backend: Any, stack: AsyncExitStack) -> None:
-    """SGLang waits for all requests, lines in flight too, before it ends without a word."""
+    """Close the service when the server is told to stop.
+
+    SGLang waits for all requests, including lines in flight, before it shuts its app down.
+    """
     while not backend.is_stopping:
         await asyncio.sleep(_POLL_S)
     logger.info("batches stop where they are; the next start continues them")

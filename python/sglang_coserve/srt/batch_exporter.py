@@ -10,12 +10,11 @@ from typing import Any, Final
 
 from sglang_coserve.batch import BatchService, StorageError
 from sglang_coserve.batch.headroom import Headroom
-from sglang_coserve.batch.service_status import ServiceStatus
+from sglang_coserve.batch.service_status import EXPORTED_STATES, ServiceStatus
 
 __all__ = ["BatchExporter", "batches_exported"]
 
 _INTERVAL_S: Final = 1.0
-_STATES: Final = ("validating", "in_progress", "finalizing", "cancelling")
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class BatchExporter:
     def publish(self, status: ServiceStatus, headroom: Headroom) -> None:
         """Publish a moment of the service."""
         name = self._model_name
-        for state in _STATES:
+        for state in EXPORTED_STATES:
             self._batches.labels(name, state).set(status.batches.get(state, 0))
         self._batches.labels(name, "paused").set(status.paused_batches)
         self._waiting.labels(name).set(status.lines_waiting)

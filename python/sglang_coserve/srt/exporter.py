@@ -1,4 +1,4 @@
-"""The state of both classes as Prometheus metrics, beside SGLang's own (``--enable-metrics``)."""
+"""Publishes co-serving state as Prometheus metrics beside SGLang's (``--enable-metrics``)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sglang_coserve.core.bill import Delay
+from sglang_coserve.core.engine_load import ReplicaLoad
 from sglang_coserve.srt.kv_checkpoint.stats import COUNTED
 from sglang_coserve.srt.latencies import (
     DELAY_BUCKETS_S,
@@ -21,9 +22,9 @@ _INTERVAL_S = 1.0
 
 
 class Exporter:
-    """Publishes a scheduler's state, at most once a second; one exporter a process.
+    """Publishes a scheduler's state at most once a second; at most one exporter per process.
 
-    The names and meanings are listed in ``docs/metrics.md``.
+    ``docs/metrics.md`` documents the metrics.
     """
 
     def __init__(self, model_name: str, dp_rank: int | None = None) -> None:
@@ -48,19 +49,32 @@ class Exporter:
         self._common = tuple(common.values())
         self._next_s = 0.0
         self._requests = gauge("requests", "Requests by class and state.", "request_class", "state")
+        self._outstanding = gauge(
+            "online_outstanding_tokens", "Tokens of online requests yet to be computed."
+        )
+        self._kv_tokens = gauge(
+            "kv_tokens", "Device KV by what becomes of it: online, reclaimable or free.", "state"
+        )
+        self._reclaim = gauge(
+            "reclaim_seconds", "Predicted time until reclaimable KV is an online request's."
+        )
+        self._headroom = gauge(
+            "headroom_tokens_per_second", "What offline work would get now, predicted."
+        )
+        self._max_lines = gauge("max_lines", "Offline requests that fit in at a time.")
         self._attainment = gauge("slo_attainment", "Share of late requests within their targets.")
         self._measured = gauge("slo_measured_seconds", "Statistic that an SLO bounds.", "slo")
         self._alone = gauge(
             "slo_alone_seconds", "The same in the no-interference baseline, predicted.", "slo"
         )
-        self._error = gauge("prediction_mape", "Mean absolute error of predicted iterations.")
-        self._events = counter("offline_events", "What became of offline requests.", "event")
+        self._error = gauge("prediction_mape", "Mean absolute error of predicted step times.")
+        self._events = counter("offline_events", "Events of offline requests.", "event")
         self._shed = counter(
             "online_shed",
-            "Online requests refused since they could not meet their target any more.",
+            "Online requests refused because they could no longer meet their target.",
         )
         self._suspended = counter("safepoint_suspended", "Steps suspended at a safepoint.", "kind")
-        self._resumed = counter("safepoint_resumed", "Suspended steps that went on.")
+        self._resumed = counter("safepoint_resumed", "Suspended steps that were resumed.")
         self._delay = gauge(
             "safepoint_delay_seconds",
             "The way from an online arrival to its first token through a suspension, step by step.",
@@ -70,12 +84,12 @@ class Exporter:
             "kv_host_tokens", "KV tokens in host memory, by class.", "request_class"
         )
         self._recompute_tax = gauge(
-            "recompute_tax", "Share of the computed tokens computed before.", "request_class"
+            "recompute_tax", "Share of computed tokens that were recomputed.", "request_class"
         )
-        self._lag_tokens = gauge("kv_checkpoint_lag_tokens", "KV tokens being copied to the host.")
+        self._lag_tokens = gauge("kv_checkpoint_lag_tokens", "KV tokens in flight to the host.")
         self._checkpoint_events = counter(
             "kv_checkpoint_events",
-            "What became of the KV of offline requests, in tokens or in cases.",
+            "Events of KV checkpoints, in tokens or occurrences.",
             "event",
         )
         self._bias = gauge("prediction_bias", "Mean error of predicted iterations; above 0: long.")
@@ -92,23 +106,22 @@ class Exporter:
             DELAY_BUCKETS_S,
         )
         self._prompt_tokens = counter("prompt_tokens", "Of requests that ran.", by_class, "source")
-        self._outstanding = gauge(
-            "online_outstanding_tokens", "Tokens that online requests may yet take."
-        )
         self._oldest = gauge(
             "oldest_waiting_seconds", "Of requests that never ran, how long one waits.", by_class
-        )
-        self._headroom = gauge(
-            "headroom_tokens_per_second", "Tokens a second that offline work would get now."
         )
         self._budget = gauge("budget_seconds", "Latency budget that offline work had lately.")
         self._counted: dict[tuple[Any, ...], float] = {}
 
     def is_due(self, now_s: float) -> bool:
-        """Tell whether to publish now."""
+        """Return whether the next publication is due."""
         return now_s >= self._next_s
 
-    def publish(self, state: Mapping[str, Any], events: Mapping[str, int], now_s: float) -> None:
+    def publish(
+        self,
+        state: Mapping[str, Any],
+        events: Mapping[str, int],
+        now_s: float,
+    ) -> None:
         """Publish what ``/coserve/status`` says of a replica, and its events so far."""
         self._next_s = now_s + _INTERVAL_S
         common = self._common
@@ -165,18 +178,25 @@ class Exporter:
 
     def publish_load(
         self,
+        load: ReplicaLoad,
         *,
-        outstanding_tokens: int,
         oldest_waiting_s: Mapping[str, float],
-        headroom_per_s: float | None,
         budget_s: float | None,
     ) -> None:
         """Publish what is asked of the engine, and what it could do beside that."""
-        self._outstanding.labels(*self._common).set(outstanding_tokens)
+        common = self._common
+        self._outstanding.labels(*common).set(load.online.outstanding_tokens)
+        taken = {"online": load.online_kv_tokens, "reclaimable": load.reclaimable_kv_tokens}
+        free = load.kv_tokens - sum(taken.values())
+        for state, tokens in (*taken.items(), ("free", free)):
+            self._kv_tokens.labels(*common, state).set(tokens)
+        if load.reclaim_s is not None:
+            self._reclaim.labels(*common).set(load.reclaim_s)
+        if load.headroom_tokens_per_s is not None:
+            self._headroom.labels(*common).set(load.headroom_tokens_per_s)
+        self._max_lines.labels(*common).set(load.max_lines)
         for request_class, waited_s in oldest_waiting_s.items():
             self._oldest.labels(*self._common, request_class).set(waited_s)
-        if headroom_per_s is not None:
-            self._headroom.labels(*self._common).set(headroom_per_s)
         if budget_s is not None:
             self._budget.labels(*self._common).set(budget_s)
 
@@ -200,7 +220,7 @@ class Exporter:
                     gauge.set(delays_ms[statistic] / 1e3)
 
     def _count(self, counter: Any, total: float, *labels: str) -> None:
-        """Bring a counter to a total that never shrinks."""
+        """Increase a counter to a total, which must not decrease."""
         key = (counter, *labels)
         counter.labels(*self._common, *labels).inc(total - self._counted.get(key, 0))
         self._counted[key] = total

@@ -1,16 +1,16 @@
-"""What the engine's KV pools have left, for plans and before evictions.
+"""Free space in the engine's KV pools, for plans and before retractions.
 
-Most models keep all KV in one pool. Where layers with a sliding window have one of their own
-(hybrid SWA: gpt-oss, Gemma 4, Llama 4, …), a token takes a slot of both, and gives that of the
-window's back once it is behind the window: either pool may be the one that is full.
+Most models keep all KV in one pool. If layers with a sliding window have a separate pool
+(hybrid SWA: gpt-oss, Gemma 4, Llama 4, …), a token takes a slot of both, and frees its slot of
+the window's pool once it is behind the window: either pool may run full first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sglang_coserve.srt.compat import computed_tokens, protected_tokens
+from sglang_coserve.srt import compat
 
 __all__ = ["KvByClass", "KvPools"]
 
@@ -25,6 +25,9 @@ class KvByClass(NamedTuple):
     free: int
 
 
+Req = Any
+
+
 class KvPools:
     """The pools of one scheduler; each call is O(1), unless it says otherwise."""
 
@@ -32,18 +35,17 @@ class KvPools:
         self._allocator = scheduler.token_to_kv_pool_allocator
         self._tree = scheduler.tree_cache
         self._has_window = scheduler.is_hybrid_swa
-        # Without layers of whole contexts nothing but the window's pool is ever short.
+        # Without full-attention layers only the window's pool can run full.
         self._has_full = not self._has_window or bool(scheduler.full_tokens_per_layer)
         self.total_tokens = int(scheduler.max_total_num_tokens)
         """Slots of the pool of whole contexts."""
 
-        self._page_tokens = int(self._tree.page_size)
         self.window_tokens = self._most_window_tokens(scheduler) if self._has_window else 0
-        """As of ``EngineSnapshot``."""
+        """See ``EngineSnapshot``."""
 
     @property
     def free_tokens(self) -> int:
-        """Slots that nothing holds, of the pool of whole contexts."""
+        """Unused slots of the full-attention pool."""
         if not self._has_window:
             return int(self._allocator.available_size())
         if not self._has_full:
@@ -52,7 +54,7 @@ class KvPools:
 
     @property
     def evictable_tokens(self) -> int:
-        """Slots of that pool that only the radix cache holds."""
+        """Slots of the full-attention pool that only the radix cache holds."""
         if not self._has_window:
             return int(self._tree.evictable_size())
         if not self._has_full:
@@ -61,52 +63,57 @@ class KvPools:
 
     @property
     def free_window_tokens(self) -> int:
-        """As of ``EngineSnapshot``."""
+        """See ``EngineSnapshot``."""
         if not self._has_window:
             return 0
         return int(self._allocator.swa_available_size() + self._tree.swa_evictable_size())
 
     @property
     def headroom_tokens(self) -> int:
-        """How many tokens have a slot in every pool now, or after the radix cache gave some up."""
+        """Number of tokens for which every pool has a free slot, or one held only by the radix
+        cache."""
         free_tokens = self.free_tokens + self.evictable_tokens
         return min(free_tokens, self.free_window_tokens) if self._has_window else free_tokens
 
-    def by_class(self, online: Iterable[Any]) -> KvByClass:
-        """Return who holds the slots of that pool, given the online requests with KV.
+    def by_class(self, online: Sequence[Req], offline: Sequence[Req]) -> KvByClass:
+        """Return who holds the slots of that pool, given the requests with KV of each class.
 
-        What requests of both classes use is an online one's. O(requests + nodes above them).
+        What requests of both use is an online one's, and what is not of these requests, too: it
+        gives way to nobody. O(requests + nodes of the radix cache above them).
         """
         free, cached = self.free_tokens, self.evictable_tokens
         used = max(0, self.total_tokens - free - cached)
-        held = min(self._held_tokens(online), used)
-        return KvByClass(online=held, offline=used - held, cached=cached, free=free)
+        held = min(self._held_alone(offline, besides=online), used)
+        return KvByClass(online=used - held, offline=held, cached=cached, free=free)
 
-    def _held_tokens(self, reqs: Iterable[Any]) -> int:
-        """Return the slots of that pool that these requests hold, each slot counted once.
+    def _held_alone(self, reqs: Sequence[Req], *, besides: Sequence[Req]) -> int:
+        """Return the slots of that pool that only these requests hold, and not those ``besides``.
 
-        Those are the nodes of the radix cache above each of them, and what is behind these in
-        its own pages. O(requests + nodes). Where the cache shows no nodes (SGLang's in Rust), what
-        requests share counts for each.
+        Those are the nodes of the radix cache with their KV, each once, and the pages behind
+        these. O(requests + nodes).
         """
-        page, tokens = self._page_tokens, 0
-        seen: set[int] = set()
-        for req in reqs:
-            own_tokens = computed_tokens(req) - protected_tokens(req)
-            tokens += max(0, -(-own_tokens // page) * page)
-            try:
-                node = self._tree.resolve_node_handle(req.last_node)
-            except NotImplementedError:
-                tokens += protected_tokens(req)
-                continue
-            while node is not None and node.parent is not None and id(node) not in seen:
-                seen.add(id(node))
-                tokens += len(node.key)
-                node = node.parent
-        return tokens
+        held, others = (compat.cached_nodes(self._tree, some) for some in (reqs, besides))
+        cached = {name: tokens for path in held for name, tokens in path}
+        for path in others:
+            for name, _ in path:
+                cached.pop(name, None)
+        own_tokens = sum(
+            self._whole_pages(req.kv.kv_allocated_len) - compat.protected_tokens(req)
+            for req in reqs
+        )
+        return sum(cached.values()) + own_tokens
+
+    def held_in_window(self, reqs: Sequence[Req]) -> int:
+        """Return the slots that requests hold at most of the pool of a window. O(requests)."""
+        most = self.window_tokens
+        return sum(min(self._whole_pages(req.kv.kv_allocated_len), most) for req in reqs)
+
+    def _whole_pages(self, tokens: int) -> int:
+        page = int(self._tree.page_size)
+        return -(-tokens // page) * page
 
     def _most_window_tokens(self, scheduler: Any) -> int:
         page = scheduler.page_size
         window_pages = -(-self._tree.sliding_window_size // page) + 1
-        # A pool that is smaller than that has room for one request at a time.
+        # If the pool is smaller than that, it has room for only one request at a time.
         return int(min(window_pages * page, scheduler.swa_tokens_per_layer - page))

@@ -1,4 +1,4 @@
-"""The parts that co-serve beside SGLang's scheduler, and what each of them is given."""
+"""Creates the co-serving parts of a scheduler and connects them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from sglang_coserve.srt.kv_checkpoint.settings import why_off
 from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.latency_source import latency_profile
 from sglang_coserve.srt.offline_eviction import OfflineEviction
+from sglang_coserve.srt.online_load import OnlineLoad
 from sglang_coserve.srt.rank_clock import RankClock
 from sglang_coserve.srt.replica_load import LoadReporter
 from sglang_coserve.srt.request_intake import RequestIntake
@@ -36,18 +37,18 @@ logger = logging.getLogger(__name__)
 
 
 class CoserveParts:
-    """What one scheduler is composed of beside SGLang's own."""
+    """The co-serving parts of one scheduler."""
 
     def __init__(
         self, scheduler: Any, config: CoserveConfig, clock: RankClock, installed: Installed
     ) -> None:
-        """Make the parts of a scheduler that is started, with its model, and has no requests.
+        """Create the parts of a scheduler that has loaded its model and has no requests yet.
 
         Raises:
-            CoserveError: the latency profile cannot be used, or the recording not be written.
+            CoserveError: the latency profile cannot be used, or the recording cannot be written.
         """
         self.events: Counter[str] = Counter()
-        """What became of offline requests so far."""
+        """Counts of the events of offline requests so far."""
 
         self.ledger = RequestLedger(scheduler.tree_cache)
         reason = why_off(config, on_cpu=scheduler.device == "cpu")
@@ -68,6 +69,7 @@ class CoserveParts:
             events=self.events,
             forget=self.forget,
         )
+        self.online_load = OnlineLoad(scheduler, self.pools, self.ledger)
         self.load = LoadReporter(
             scheduler,
             config,
@@ -125,10 +127,10 @@ class CoserveParts:
         )
 
     def forget(self, req: Req, ending: Ending = Ending.ABORTED) -> None:
-        """Drop what is kept of a request that has ended; nothing, if that was done before.
+        """Remove all state of a request that has ended; does nothing if already done.
 
-        Under overlap scheduling a row is in one more batch after its end. By then its name may
-        be another request's.
+        Under overlap scheduling a row is in one more batch after its end. By then another request
+        may have its id.
         """
         if not self.ledger.has(req):
             return
@@ -141,13 +143,13 @@ class CoserveParts:
         self.intake.name_is_free(rid)
 
     def forget_all(self) -> None:
-        """Drop what is kept of all requests."""
+        """Remove all state of all requests."""
         for req in self.ledger.reqs():
             self.forget(req)
 
 
 def _engine_size(scheduler: Any) -> EngineSize:
-    """Return the limits by which SGLang composes its steps."""
+    """Return the limits within which SGLang composes its batches."""
     return EngineSize(
         chunk_tokens=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
         max_rows=scheduler.max_running_requests,

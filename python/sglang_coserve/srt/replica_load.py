@@ -75,15 +75,6 @@ class LoadReporter:
         self._max_offline = min(config.offline_max_running or self._max_rows, self._max_rows)
         self._share = OnlineShare()
 
-    def online_load(self) -> tuple[ClassLoad, float | None]:
-        """Return the online part of ``load``, and the head-room. O(online requests)."""
-        online = _Class()
-        for req in self._ledger.online_reqs():
-            if not req.finished():
-                online.add(req, self._ledger[req.rid])
-        headroom_per_s = self._headroom_tokens_per_s(has_online=bool(online.running))
-        return online.load(), headroom_per_s
-
     def load(self) -> ReplicaLoad:
         """Return the load as it is now. O(requests + nodes of the radix tree under online ones)."""
         online, offline = _Class(), _Class()
@@ -92,7 +83,7 @@ class LoadReporter:
                 info = self._ledger[req.rid]
                 (online if info.is_online else offline).add(req, info)
         pools = self._pools
-        kv = pools.by_class(online.running)
+        kv = pools.by_class(online.running, offline.running)
         rows = min(self._max_offline, self._max_rows - len(online.running))
         return ReplicaLoad(
             online=online.load(),

@@ -1,4 +1,4 @@
-"""What the schedulers of a server say of themselves in SGLang's internal state."""
+"""Keys and summary of the co-serving part of SGLang's internal scheduler state."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = [
 ]
 
 STATE_KEY: Final = "coserve"
-"""Where the internal state of a scheduler has ours, by which one knows that it is in place."""
+"""Key of our part in a scheduler's internal state; its presence shows that it is ours."""
 
 EXPECTED_RATE_KEY: Final = "expected_offline_tokens_per_s"
-"""And there, what offline requests alone would get of the engine."""
+"""Key, within it, of the expected throughput of offline requests on an idle engine."""
 
 
 def sum_of_delays_s(of_replicas: Sequence[Mapping[str, float] | None]) -> dict[str, float] | None:
@@ -36,10 +36,10 @@ def sum_of_delays_s(of_replicas: Sequence[Mapping[str, float] | None]) -> dict[s
 
 
 def replicas_info(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what ``/server_info`` says of co-serving, from the internal state of each replica.
+    """Return the co-serving part of ``/server_info`` from the internal state of each replica.
 
     Raises:
-        StartupError: a scheduler is not ours.
+        StartupError: a scheduler is not ``CoserveScheduler``.
     """
     problems = [
         f"scheduler {rank} is not CoserveScheduler (its state has no {STATE_KEY!r})"

@@ -1,7 +1,7 @@
-"""SGLang's scheduler with a second class of requests behind the first.
+"""SGLang's scheduler with offline requests beside online ones.
 
-The one subclass of it. Each override hands over to the part whose task it is (``parts``),
-with SGLang's own method where that is needed.
+The only subclass of it. Each override delegates to a part (``parts``), and passes SGLang's own
+method on where needed.
 """
 
 from __future__ import annotations
@@ -33,31 +33,32 @@ ScheduleBatch = Any
 
 
 def config_of(server_args: Any) -> CoserveConfig:
-    """Return the co-serving settings that travel on SGLang's ``ServerArgs``."""
+    """Return the co-serving settings attached to SGLang's ``ServerArgs``."""
     config = getattr(server_args, "_coserve", None)
     assert isinstance(config, CoserveConfig), "ServerArgs carries no co-serving settings"
     return config
 
 
 class CoserveScheduler(Scheduler):
-    """See the module's docstring. Runs in the scheduler process, one per rank."""
+    """SGLang's scheduler with co-serving; runs in the scheduler process of each rank."""
 
-    # State of SGLang's that is assigned here too.
+    # SGLang's attributes that are assigned here.
     idle_sleeper: Any
     load_inquirer: Any
+    metrics_reporter: Any
     input_blocker: Any
     recv_from_tokenizer: Any
 
     # --- Set-up, in the order in which SGLang calls it -------------------------------------
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Start SGLang's scheduler; then, with its model in place and nobody waiting, the parts."""
+        """Start SGLang's scheduler and load the model; then create the parts."""
         super().__init__(*args, **kwargs)
         config = config_of(self.server_args)
         self.parts = CoserveParts(self, config, self._rank_clock, self._installed)
 
     def init_watch_dog_memory_saver_input_blocker(self) -> None:
-        """Broadcast rank 0's clock where there are several ranks that decide by it."""
+        """Broadcast rank 0's time if there are several ranks and decisions depend on time."""
         super().init_watch_dog_memory_saver_input_blocker()
         is_planned = config_of(self.server_args).offline_policy != "fifo"
         self._rank_clock = RankClock(
@@ -67,18 +68,31 @@ class CoserveScheduler(Scheduler):
         self.input_blocker = self._rank_clock.carried_by(self.input_blocker)
 
     def init_request_dispatcher(self) -> None:
-        """Take ticks from the broadcast."""
+        """Handle ticks in the broadcast."""
         super().init_request_dispatcher()
         self._request_dispatcher += TypeBasedDispatcher([(Tick, self._rank_clock.take)])
 
+    def init_metrics_reporter(self, *args: Any) -> None:
+        """Let SGLang's metrics, too, say what online requests find."""
+        super().init_metrics_reporter(*args)
+        collector = self.metrics_reporter.metrics_collector
+        if collector is not None:
+            log_stats = collector.log_stats
+
+            def log_online(stats: Any) -> None:
+                self.parts.online_load.put_into(stats)
+                log_stats(stats)
+
+            collector.log_stats = log_online
+
     def init_grammar_manager(self) -> None:
-        """Let SGLang set up grammars; bound how many it keeps."""
+        """Set up grammars as SGLang does, with a bounded cache."""
         super().init_grammar_manager()
         if self.grammar_manager.grammar_backend is not None:
             self.grammar_manager.grammar_backend.cache = GrammarCache()
 
     def init_request_receiver(self) -> None:
-        """Put safepoints into the model, and let a thread receive what comes meanwhile."""
+        """Install safepoints in the model, and receive requests in a thread if they need it."""
         self._installed = install_safepoints(self, config_of(self.server_args))
         if (ingress := self._installed.ingress) is not None:
             self.recv_from_tokenizer = ingress.inbox
@@ -86,21 +100,21 @@ class CoserveScheduler(Scheduler):
         super().init_request_receiver()
 
     def init_load_inquirer(self) -> None:
-        """Publish our load with SGLang's."""
+        """Publish the load as online requests find it, with ours."""
         super().init_load_inquirer()
         self.load_inquirer = ReportingLoadInquirer.like(
-            self.load_inquirer, lambda: self.parts.load.load()
+            self.load_inquirer, lambda: self.parts.online_load, lambda: self.parts.load.load()
         )
 
     def init_invariant_checker(self) -> None:
-        """Let the memory check of a busy engine count the rows beside SGLang's batches."""
+        """Make SGLang's memory check count the rows outside of its batches, too."""
         super().init_invariant_checker()
         self.invariant_checker.get_running_batch = lambda: self.parts.view.held_rows()
 
     # --- Requests arrive and leave -------------------------------------------------------
 
     def handle_generate_request(self, recv_req: Any, **options: Any) -> None:
-        """Take a request in, or refuse it."""
+        """Accept a request, or refuse it."""
         take_in = partial(super().handle_generate_request, **options)
         self.parts.intake.take_in(recv_req, take_in)
 
@@ -108,26 +122,26 @@ class CoserveScheduler(Scheduler):
         self.parts.intake.enqueue(req, is_retracted, super()._add_request_to_queue)
 
     def abort_request(self, recv_req: AbortReq) -> None:
-        """Abort requests in every state; the waiting offline ones are ours to find."""
+        """Abort requests in any state, including waiting offline ones."""
         self.parts.intake.abort(recv_req, super().abort_request)
 
     def on_idle(self) -> None:
-        """Drop what is left of requests that SGLang refused by itself."""
+        """Publish metrics, and remove the state of requests that SGLang refused by itself."""
         super().on_idle()
         self.parts.status.publish()
         if len(self.parts.ledger) and self.is_fully_idle():
             self.parts.forget_all()
 
-    # --- One iteration -------------------------------------------------------------------
+    # --- One step ------------------------------------------------------------------------
 
     def run_event_loop(self) -> None:
-        """Receive requests as long as the event loop runs."""
+        """Run SGLang's event loop, with the receiving thread beside it if there is one."""
         ingress = self._installed.ingress
         with nullcontext() if ingress is None else ingress.running():
             super().run_event_loop()
 
     def get_next_batch_to_run(self, running_batch: ScheduleBatch, last_batch: Any) -> Any:
-        """Note the batch that a pass ends with."""
+        """Run one scheduling round, and tell the parts which batch it launches."""
         self.parts.view.begin_turn()
         last_batch = self.parts.admission.settle(last_batch)
         plan = super().get_next_batch_to_run(running_batch=running_batch, last_batch=last_batch)
@@ -137,15 +151,15 @@ class CoserveScheduler(Scheduler):
         return plan
 
     def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> Any:
-        """Let the admission decide what SGLang prefills."""
+        """Let the admission decide what to prefill."""
         return self.parts.admission.admit(running_batch, super().get_new_batch_prefill)
 
     def _can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
-        """Keep the places of the adapters of all rows: those of both lanes may come together."""
+        """Count the adapters of all rows, since rows of both lanes may end up in one batch."""
         return bool(super()._can_schedule_lora_req(req, running_loras | self._kept_loras()))
 
     def can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
-        """As ``_can_schedule_lora_req``, which has this name since SGLang 0.5.20."""
+        """See ``_can_schedule_lora_req``; it has this name since SGLang 0.5.20."""
         return bool(super().can_schedule_lora_req(req, running_loras | self._kept_loras()))
 
     def _kept_loras(self) -> set[str | None]:
@@ -154,25 +168,25 @@ class CoserveScheduler(Scheduler):
         return {row.lora_id for row in rows if not row.finished()}
 
     def update_running_batch(self, batch: ScheduleBatch) -> Any:
-        """Before a decode step, evict offline rows rather than let SGLang pick victims."""
+        """Before a decode step, retract offline rows so that SGLang need not choose victims."""
         self.parts.eviction.make_room_for_decodes(batch)
         return super().update_running_batch(batch)
 
     def is_disable_overlap_for_batch(
         self, batch: ScheduleBatch | None, last_batch: ScheduleBatch | None
     ) -> bool:
-        """Take the last batch's results before one that may be suspended runs."""
+        """Process the last batch's results before a batch that may be suspended runs."""
         if self.parts.runner.needs_results(batch, self.parts.admission.terms):
             return True
         return bool(super().is_disable_overlap_for_batch(batch, last_batch))
 
     def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:
-        """Run a batch, which may be suspended."""
+        """Run a batch, which may be suspended at a safepoint."""
         forward = partial(super().run_batch, pp_proxy_tensors=pp_proxy_tensors)
         return self.parts.runner.run(batch, self.parts.admission.terms, forward)
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
-        """Let SGLang send out what a batch came to, and tell the parts."""
+        """Let SGLang process and send the results of a batch, and tell the parts."""
         if result is SUSPENDED:
             self.parts.status.stopped(batch)
             self.parts.admission.stopped()
@@ -187,23 +201,24 @@ class CoserveScheduler(Scheduler):
         has_token = [len(req.output_ids) > count for req, count in zip(reqs, before, strict=True)]
         self.parts.status.processed(batch, reqs, has_token)
         self.parts.admission.processed(reqs, has_token)
+        self.parts.online_load.processed(reqs, has_token)
         self.parts.runner.processed(batch.reqs)
 
     def pause_generation(self, recv_req: Any) -> None:
-        """Let SGLang retract the rows beside its batches with the running ones."""
+        """Drop the suspended step, and let SGLang retract paused and parked rows, too."""
         self.parts.admission.give_up()
         if recv_req.mode != "in_place":
             self.parts.view.give_back(self.parts.admission.take_launched())
         super().pause_generation(recv_req)
 
-    # --- What SGLang asks about ----------------------------------------------------------
+    # --- Queries -------------------------------------------------------------------------
 
     def is_fully_idle(self, for_health_check: bool = False, ignore_waiting: bool = False) -> bool:
-        """Count waiting offline requests as work, except for the health check, which asks
-        whether a batch is about to report back.
+        """Return whether the engine is idle, where waiting offline requests count as work.
 
-        With ``ignore_waiting``, which SGLang has since 0.5.21, those that hold KV still count: it
-        is about to flush its cache.
+        They do not count for the health check, which asks whether a batch is about to report
+        results. With ``ignore_waiting`` (since SGLang 0.5.21) requests that hold KV still count,
+        because SGLang is about to flush its cache.
         """
         if ignore_waiting:
             idle = bool(super().is_fully_idle(for_health_check, ignore_waiting=True))

@@ -1,4 +1,4 @@
-"""What a scheduler tells of itself, to ``/coserve/status`` and to Prometheus."""
+"""Reports the state of a scheduler to ``/coserve/status`` and Prometheus."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerStatus:
-    """Gathers the state of both classes, in plain values."""
+    """Collects the state of both request classes as plain values."""
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class SchedulerStatus:
         self._admission = admission
         self._runner = runner
         self._checkpointing = checkpointing
+        self._load = load
         self._events = events
         args = compat.settings_of(scheduler.server_args)
         self._is_rank_0 = compat.is_first_rank(scheduler)
@@ -68,7 +69,7 @@ class SchedulerStatus:
             self._latencies = Latencies(ledger)
 
     def internal_state(self) -> dict[str, Any]:
-        """Return what ``/coserve/status`` shows."""
+        """Return the state of this replica for ``/coserve/status``."""
         return {
             "config": self._config.to_dict(),
             EXPECTED_RATE_KEY: self._load.rate_alone_per_s(),
@@ -76,13 +77,12 @@ class SchedulerStatus:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return how both classes stand now."""
+        """Return the current state of both classes."""
         scheduler = self._scheduler
         running = self._view.running_rows()
         num_offline = sum(is_offline(req) for req in running)
         prefilling = scheduler.chunked_req
-        reqs = self._ledger.reqs()
-        online = [req for req in reqs if compat.holds_kv(req) and not is_offline(req)]
+        online, offline = self._ledger.with_kv()
         return {
             "slo": self._admission.interference.monitor.report(time.perf_counter()).to_dict(),
             "online": {
@@ -97,7 +97,7 @@ class SchedulerStatus:
                 "prefilling": int(prefilling is not None and is_offline(prefilling)),
                 **self._counted_events(),
             },
-            "kv_tokens": self._pools.by_class(online)._asdict(),
+            "kv_tokens": self._pools.by_class(online, offline)._asdict(),
             "kv_checkpoint": self._checkpointing.stats().to_dict(),
             **self._admission.state(),
             **self._runner.state(),
@@ -146,9 +146,9 @@ class SchedulerStatus:
             self._latencies.forget(rid)
 
     def publish(self) -> None:
-        """Renew the Prometheus metrics, where they are wanted and due; warn of missed targets."""
+        """Publish Prometheus metrics, if enabled and due; log a warning about missed targets."""
         if not self._is_rank_0:
-            return  # All ranks see the same.
+            return  # All ranks have the same state.
         now_s = time.perf_counter()
         if self._exporter is not None and self._exporter.is_due(now_s):
             self._publish(self._exporter, now_s)
@@ -162,11 +162,9 @@ class SchedulerStatus:
         exporter.publish_latencies(self._latencies)
         if (bill := self._admission.interference.bill) is not None:
             exporter.publish_delays(bill.take_delays())
-        online, headroom_per_s = self._load.online_load()
         exporter.publish_load(
-            outstanding_tokens=online.outstanding_tokens,
+            self._load.load(),
             oldest_waiting_s=self._latencies.oldest_waiting_s(now_s),
-            headroom_per_s=headroom_per_s,
             budget_s=self._admission.budget_s,
         )
 

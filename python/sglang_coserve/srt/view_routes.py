@@ -131,7 +131,7 @@ class View:
             "sample_age_s": now_s - history.latest_at_s if replicas else None,
             "model": manager.served_model_name,
             "policy": manager.server_args._coserve.offline_policy,
-            "online_users": standing(replicas),
+            "online_users": standing(replicas) | {"bill": history.bill()},
             "replicas": [{name: r[name] for name in _ENGINE if name in r} for r in replicas],
             "decisions": _decisions(history),
             "history": history.columns(since_s),

@@ -31,6 +31,7 @@ def as_line(view: View) -> str:
     users = view["online_users"]
     parts = [
         f"{_clock(view['at'])} {users['level']}",
+        *([f"delayed by {_ms(users['bill']['mean_ms'])} a request"] if users["bill"] else ()),
         *(
             f"{slo['slo'].split(' <=')[0]} {_ms(slo['measured_ms'])}{_added(slo)}"
             for slo in users["slos"]
@@ -55,6 +56,7 @@ def as_screen(view: View) -> RenderableType:
     return Group(
         _head(view),
         _text(users["text"], _STYLES.get(users["level"], "")),
+        *_if(users["bill"], _bill),
         *_if(users["slos"], _slo_table),
         Rule("engine", align="left", style="dim"),
         _engine_table(view),
@@ -75,6 +77,14 @@ def _head(view: View) -> Text:
     elif age_s > _STALE_S:
         head.append(f"  the engine was last heard of {age_s:.0f} s ago", "red")
     return head
+
+
+def _bill(bill: View) -> Text:
+    return Text(
+        f"because of offline work, a request: {_ms(bill['mean_ms'])}, of that TTFT "
+        f"{_ms(bill['ttft_ms'])}, gaps {_ms(bill['gaps_ms'])} (mean of {bill['requests']:,.0f} "
+        "in the last 5 minutes)"
+    )
 
 
 def _slo_table(slos: Sequence[View]) -> Table:
@@ -165,7 +175,7 @@ def _table(first: str, *others: str) -> Table:
     return table
 
 
-def _if(values: Sequence[View], show: Any) -> Iterable[RenderableType]:
+def _if(values: Any, show: Any) -> Iterable[RenderableType]:
     return [show(values)] if values else []
 
 
