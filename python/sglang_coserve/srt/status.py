@@ -23,7 +23,7 @@ from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.safepoint.batch_kind import kind_of
 from sglang_coserve.srt.step_runner import StepRunner
-from sglang_coserve.srt.step_trace import StepTrace
+from sglang_coserve.srt.step_trace import Record, StepTrace
 
 __all__ = ["SchedulerStatus"]
 
@@ -63,7 +63,7 @@ class SchedulerStatus:
         dp_rank = compat.parallel(scheduler).dp_rank
         self._exporter: Exporter | None = None
         self._latencies: Latencies | None = None
-        self._trace = StepTrace(ledger, process=1 + (dp_rank or 0)) if self._is_rank_0 else None
+        self._trace = StepTrace(ledger) if self._is_rank_0 else None
         if args.enable_metrics and self._is_rank_0:
             self._exporter = Exporter(args.served_model_name, dp_rank)
             self._latencies = Latencies(ledger)
@@ -108,8 +108,8 @@ class SchedulerStatus:
         bill = self._bill()
         return None if bill is None else dict(bill.jobs)
 
-    def last_steps(self, seconds: float) -> list[str]:
-        """Return the events of the last ``seconds`` of steps, as far as they are kept."""
+    def last_steps(self, seconds: float) -> list[Record]:
+        """Return the last ``seconds`` of steps, as far as they are kept (``StepTrace``)."""
         return [] if self._trace is None else self._trace.since(time.perf_counter() - seconds)
 
     def launched(self, batch: Any) -> None:

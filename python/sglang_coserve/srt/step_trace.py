@@ -1,13 +1,12 @@
 """The last steps of a scheduler, for Perfetto: what ran when, up to which layer, and who was in it.
 
-Each step becomes a line of JSON when it ends, so that whoever asks for a minute of them costs
-the scheduler no more than putting the lines together.
+The scheduler keeps plain values; whoever asks for them makes the events.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from sglang_coserve.srt.offline_lane import OfflineLane
@@ -15,35 +14,43 @@ from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.safepoint.batch_kind import BatchKind
 from sglang_coserve.trace_events import mark, slice_of, span_begin, span_end
 
-__all__ = ["StepTrace"]
+__all__ = ["Record", "StepTrace", "trace_events"]
 
-_MOST_BYTES: Final = 16 << 20
-"""Of all lines: some minutes of steps, of which one takes about a kilobyte."""
+_MOST_RECORDS: Final = 1 << 14
+"""Some minutes of steps and requests; about 10 MB at most, with as many names as below."""
 
 _MOST_NAMES: Final = 32
 """Requests of a class that a step names; their number is there in any case."""
 
+_MOST_UNDER_WAY: Final = 64
+"""Batches without results: far more than overlap scheduling or a pipeline has."""
+
+_STEP, _BEGIN, _FIRST, _END = range(4)
+
 Req = Any
 ScheduleBatch = Any
+Record = Sequence[Any]
+"""What kind it is, when it ended or happened, and the rest of it."""
 
 
 class StepTrace:
-    """A ring of events, the latest ones; for one rank. O(rows) a step.
+    """A ring of records, the latest ones; for one rank. O(rows) a step.
 
     A step lasts from when it was launched, or the one before it ended, until its results are
     in. What ran beside the scheduler on a GPU ended a little earlier.
     """
 
-    def __init__(self, ledger: RequestLedger, *, process: int = 1) -> None:
-        """``ledger`` knows the live requests; ``process`` is the number of this replica."""
+    def __init__(self, ledger: RequestLedger) -> None:
+        """``ledger`` knows the live requests."""
         self._ledger = ledger
-        self._process = process
-        self._events: deque[tuple[float, str]] = deque()
-        self._num_bytes = 0
-        self._launched: deque[tuple[float, int]] = deque()
+        self._records: deque[Record] = deque(maxlen=_MOST_RECORDS)
+        self._launched: deque[tuple[float, int]] = deque(maxlen=_MOST_UNDER_WAY)
         self._ended_s = 0.0
         self._spans: dict[str, str] = {}
-        """Requests whose span is open: their class."""
+        """Requests that have begun, and have not ended: their class."""
+
+        self._without_token: set[str] = set()
+        """Of them, those that have no token yet."""
 
     def launched(self, batch: ScheduleBatch | None, now_s: float, lane: OfflineLane | None) -> None:
         """Note a batch that is about to run; ``lane`` may have one that goes on."""
@@ -59,10 +66,9 @@ class StepTrace:
             if rid not in self._spans and rid in self._ledger:
                 info = self._ledger[rid]
                 kind = self._spans[rid] = info.request_class.value
-                args = {"prompt_tokens": info.prompt_tokens, "batch": info.job}
-                self._add(
-                    info.arrival_s,
-                    span_begin(rid, kind, info.arrival_s, args, process=self._process),
+                self._without_token.add(rid)
+                self._records.append(
+                    (_BEGIN, info.arrival_s, rid, kind, info.prompt_tokens, info.job)
                 )
 
     def ended(
@@ -88,35 +94,61 @@ class StepTrace:
         launched_s, first_layer = self._launched.popleft()
         start_s = max(launched_s, self._ended_s)
         self._ended_s = now_s
-        rids: dict[str, list[str]] = {"online": [], "offline": []}
-        for req in reqs:
-            rids[self._spans.get(req.rid, "online")].append(req.rid)
-        args: dict[str, Any] = {"rows": {of: len(found) for of, found in rids.items()}}
-        args |= {of: found[:_MOST_NAMES] for of, found in rids.items() if found}
+        spans = self._spans
+        rids = [req.rid for req in reqs]
+        offline = [rid for rid in rids if spans.get(rid) == "offline"]
+        num_offline = len(offline)
+        online = rids if not offline else [rid for rid in rids if spans.get(rid) != "offline"]
         name = "other" if kind is None else kind.value
-        if first_layer or stopped_at is not None:
-            args["layers"] = {"from": first_layer, "before": stopped_at}
-        if first_layer:
-            name += ", resumed"
-        if stopped_at is not None:
-            name += ", suspended"
-        self._add(now_s, slice_of(name, start_s, now_s, args, process=self._process))
-        for req, has in zip(reqs, has_token, strict=False):
-            if has and len(req.output_ids) == 1 and (of := self._spans.get(req.rid)) is not None:
-                self._add(now_s, mark(req.rid, of, "first_token", now_s, process=self._process))
+        counts = len(rids) - num_offline, num_offline
+        names = online[:_MOST_NAMES], offline[:_MOST_NAMES]
+        self._records.append((_STEP, now_s, start_s, name, first_layer, stopped_at, counts, names))
+        if self._without_token:
+            for rid, has in zip(rids, has_token, strict=False):
+                if has and rid in self._without_token:
+                    self._without_token.discard(rid)
+                    self._records.append((_FIRST, now_s, rid, spans[rid]))
 
     def forget(self, rid: str, now_s: float) -> None:
         """Note that a request has ended."""
         kind = self._spans.pop(rid, None)
+        self._without_token.discard(rid)
         if kind is not None:
-            self._add(now_s, span_end(rid, kind, now_s, process=self._process))
+            self._records.append((_END, now_s, rid, kind))
 
-    def since(self, at_s: float) -> list[str]:
-        """Return the events from ``at_s`` on, as far back as they are kept. O(events kept)."""
-        return [line for event_s, line in self._events if event_s >= at_s]
+    def since(self, at_s: float) -> list[Record]:
+        """Return the records from ``at_s`` on, as far back as they are kept. O(records kept)."""
+        return [record for record in self._records if record[1] >= at_s]
 
-    def _add(self, at_s: float, line: str) -> None:
-        self._events.append((at_s, line))
-        self._num_bytes += len(line)
-        while self._num_bytes > _MOST_BYTES:
-            self._num_bytes -= len(self._events.popleft()[1])
+
+def trace_events(records: Sequence[Record], process: int) -> Iterator[str]:
+    """Yield the events of what ``StepTrace`` has kept, as those of a process of this number."""
+    for kind, at_s, *rest in records:
+        if kind == _STEP:
+            yield _slice(at_s, rest, process)
+        elif kind == _BEGIN:
+            rid, request_class, prompt_tokens, batch = rest
+            args = {"prompt_tokens": prompt_tokens, "batch": batch}
+            yield span_begin(rid, request_class, at_s, args, process=process)
+        else:
+            rid, request_class = rest
+            if kind == _FIRST:
+                yield mark(rid, request_class, "first_token", at_s, process=process)
+            else:
+                yield span_end(rid, request_class, at_s, process=process)
+
+
+def _slice(end_s: float, step: Sequence[Any], process: int) -> str:
+    start_s, name, first_layer, stopped_at, counts, (online, offline) = step
+    args: dict[str, Any] = {"rows": {"online": counts[0], "offline": counts[1]}}
+    if online:
+        args["online"] = online
+    if offline:
+        args["offline"] = offline
+    if first_layer or stopped_at is not None:
+        args["layers"] = {"from": first_layer, "before": stopped_at}
+    if first_layer:
+        name += ", resumed"
+    if stopped_at is not None:
+        name += ", suspended"
+    return slice_of(name, start_s, end_s, args, process=process)

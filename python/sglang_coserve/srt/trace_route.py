@@ -15,6 +15,7 @@ from sglang_coserve.batch.routes import (
     check_admin_key,
 )
 from sglang_coserve.srt.scheduler_query import ask, last_steps
+from sglang_coserve.srt.step_trace import Record, trace_events
 from sglang_coserve.trace_events import process_name, trace_text
 
 __all__ = ["TRACE_PATH", "install_trace_route"]
@@ -46,9 +47,9 @@ def install_trace_route(http_server: Any) -> Any:
     return trace
 
 
-def _file(traces: Sequence[Sequence[str]]) -> bytes:
-    names = [
-        process_name(f"sglang_coserve, replica {number}", process=number + 1)
-        for number in range(len(traces))
-    ]
-    return trace_text([*names, *(text for events in traces for text in events)]).encode()
+def _file(traces: Sequence[Sequence[Record]]) -> bytes:
+    events = []
+    for process, records in enumerate(traces, 1):
+        events.append(process_name(f"sglang_coserve, replica {process - 1}", process=process))
+        events += trace_events(records, process)
+    return trace_text(events).encode()

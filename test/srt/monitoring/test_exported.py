@@ -23,7 +23,7 @@ ELSEWHERE = {
 
 
 def documented() -> list[str]:
-    table = PAGE.read_text().partition("## Exported by the server")[2]
+    table = PAGE.read_text().partition("## Exported by the server")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`coserve_[^|]+)\|", table, re.MULTILINE)
     return [name for row in rows for name in re.findall(r"`(coserve_\w+)`", row)]
 
