@@ -15,7 +15,7 @@ hours; long compared with the wait for lines in flight at the beginning of a tur
 
 
 class LineTurns:
-    """Serves suspects one at a time and without other lines, across all batches.
+    """Serves suspects one at a time and without other lines, across all jobs.
 
     So if the engine crashes again, it is known which line did it, and no other becomes a suspect.
     As long as there are suspects, they and the other lines take turns, suspects first:

@@ -344,7 +344,7 @@ class Executor:
             self._checkpoint.mark(request)
 
     def _share(self, request: SimRequest, tokens: int) -> None:
-        """Hand the whole pages of a row's first ``tokens`` tokens to the prefix cache."""
+        """Move the whole pages of a row's first ``tokens`` tokens to the prefix cache."""
         page_tokens = self.pool.page_tokens
         length = tokens // page_tokens * page_tokens
         locked = request.locked_tokens
@@ -359,7 +359,7 @@ class Executor:
         return request
 
     def _evict(self, request: SimRequest, tokens: int) -> SimRequest:
-        """Give up a row's last tokens and let it wait; its head stays in the prefix cache."""
+        """Retract a row: release its last tokens; the first ones stay in the prefix cache."""
         head_tokens = request.computed_tokens - tokens
         assert head_tokens >= 0, f"{request.info.rid}: {tokens} tokens of {request.computed_tokens}"
         request.know_output()
@@ -399,7 +399,7 @@ class Executor:
         self._ended.clear()
 
     def _release(self, request: SimRequest) -> None:
-        """Take a request's KV: private pages become free, shared ones evictable."""
+        """Release a request's KV: private pages become free, shared ones evictable."""
         locked_pages = request.locked_tokens // self.pool.page_tokens
         self.pool.release(self.pool.pages_of(request.computed_tokens) - locked_pages)
         if request.lock is not None:
