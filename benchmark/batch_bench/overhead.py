@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -179,6 +179,10 @@ class TimedBackend:
         if self._began_s is None:
             self._began_s = time.perf_counter()
         return await self._inner.run(request, on_tokens)
+
+    async def online_delays_s(self) -> Mapping[str, float] | None:
+        """See ``Backend.online_delays_s``."""
+        return await self._inner.online_delays_s()
 
     def load(self) -> BackendLoad:
         """See ``Backend.load``."""

@@ -18,6 +18,7 @@ from common.tokenized_request import tokenized_request
 from interference_bench.cpu_clock import CpuClock
 from interference_bench.load import Load, OnlineRequest
 from interference_bench.systems import System
+from sglang_coserve.core.bill import Delay, WorkMark
 
 __all__ = ["Engine", "OnlineOutcome", "Outcome", "settings_of"]
 
@@ -43,6 +44,10 @@ class Outcome:
 
     report: dict[str, Any] = field(default_factory=dict)
     """The server's own account of what online requests got, and would have got alone."""
+
+    bill: dict[str, float] = field(default_factory=dict)
+    """What the server billed in this run, as in ``BillReport``; of requests that were late alone,
+    too."""
 
     busy_s: float = 0.0
     """In which a step ran."""
@@ -93,7 +98,9 @@ class Engine:
         self._num_runs = 0
         self._busy_s = 0.0
         self._inbox: Any = None
+        self._delays: list[Delay] = []
         self._watch_results()
+        self._watch_bill()
         self._arrive_within_steps()
 
     def close(self) -> None:
@@ -104,6 +111,7 @@ class Engine:
         self._num_runs += 1
         self._live.clear()
         self._scheduler.flush_cache()
+        billed_before = self._billed()
         begin_s = self._clock() + (_WARM_UP_S if load.offline_in_flight else 0.0)
         for number, request in enumerate(load.online(self._vocab_size)):
             rid = f"online-{self._num_runs}-{number}"
@@ -134,7 +142,9 @@ class Engine:
         self._scheduler.idle_sleeper = None  # Nothing comes that would wake it.
         self._scheduler.gracefully_exit = False
         self._scheduler.run_event_loop()
-        return self._outcome(begin_s, end_s, num_online, self._busy_s - busy_s)
+        outcome = self._outcome(begin_s, end_s, num_online, self._busy_s - busy_s)
+        outcome.bill = {name: s - billed_before[name] for name, s in self._billed().items()}
+        return outcome
 
     # --- What comes ----------------------------------------------------------------------
 
@@ -263,6 +273,34 @@ class Engine:
     def _arrival_s(self, req: Any, now_s: float) -> float:
         live = self._live.get(req.rid)
         return now_s if live is None else live.at_s
+
+    def _watch_bill(self) -> None:
+        """Note each request's delay, too: the bill has only their sums."""
+        if self._system.coserve is None:
+            return
+        bill = self._scheduler.parts.admission.interference.bill
+        if bill is None:
+            return
+        charge = bill.charge
+
+        def noted(delay: Delay, arrived: WorkMark, first: WorkMark) -> bool:
+            is_billed = bool(charge(delay, arrived, first))
+            if is_billed:
+                self._delays.append(delay)
+            return is_billed
+
+        bill.charge = noted
+
+    def _billed(self) -> dict[str, float]:
+        if self._system.coserve is None:
+            return {}
+        bill = self._scheduler.parts.admission.interference.bill
+        if bill is None:
+            return {}
+        found = bill.report()
+        late_s = sum(max(0.0, delay.total_s) for delay in self._delays)
+        sums = {"requests": found.requests, "ttft_s": found.ttft_s, "gaps_s": found.gaps_s}
+        return {**sums, "late_only_s": late_s}
 
     def _outcome(self, begin_s: float, end_s: float, num_online: int, busy_s: float) -> Outcome:
         online = [live for live in self._live.values() if not live.is_offline]

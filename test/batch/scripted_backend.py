@@ -78,11 +78,15 @@ class ScriptedBackend:
     started: list[LineRequest] = field(default_factory=list)
     aborted: list[LineRequest] = field(default_factory=list)
 
+    delays_s: dict[str, float] | None = None
     is_changing: bool = False
     take_out: Callable[[], None] | None = None
 
     def when_changing(self, take_out: Callable[[], None]) -> None:
         self.take_out = take_out
+
+    async def online_delays_s(self) -> dict[str, float] | None:
+        return None if self.delays_s is None else dict(self.delays_s)
 
     async def settled(self) -> None:
         while self.is_changing:

@@ -6,7 +6,15 @@ from srt.own_process import printed_by
 
 SCRIPT = """
 from prometheus_client import generate_latest
+from sglang_coserve.core.engine_load import ClassLoad, ReplicaLoad
 from sglang_coserve.srt.exporter import Exporter
+
+load = ReplicaLoad(
+    online=ClassLoad(running=4, waiting=1, outstanding_tokens=700),
+    offline=ClassLoad(running=2, waiting=100000, outstanding_tokens=9000),
+    kv_tokens=4096, online_kv_tokens=1000, reclaimable_kv_tokens=3000,
+    reclaim_s=0.02, headroom_tokens_per_s=None, max_lines=6,
+)
 
 def state(running):
     return {
@@ -22,6 +30,7 @@ assert exporter.is_due(10.0)
 exporter.publish(state(3), {"evicted": 2}, 10.0)
 assert not exporter.is_due(10.5)
 exporter.publish(state(4), {"evicted": 5}, 11.5)
+exporter.publish_load(load, oldest_waiting_s={"offline": 30.0}, budget_s=None)
 print(generate_latest().decode())
 """
 
@@ -36,9 +45,16 @@ def test_gauges_show_the_last_state_and_counters_add_up() -> None:
         'coserve_slo_attainment{model_name="m"} 0.75',
         'coserve_slo_measured_seconds{model_name="m",slo="ttft p99 <= 300ms"} 0.25',
         'coserve_prediction_mape{model_name="m"} 0.04',
+        'coserve_oldest_waiting_seconds{model_name="m",request_class="offline"} 30.0',
+        'coserve_kv_tokens{model_name="m",state="online"} 1000.0',
+        'coserve_kv_tokens{model_name="m",state="free"} 96.0',
+        'coserve_reclaim_seconds{model_name="m"} 0.02',
+        'coserve_max_lines{model_name="m"} 6.0',
+        'coserve_online_outstanding_tokens{model_name="m"} 700.0',
     ):
         assert line in lines
-    assert not any(line.startswith("coserve_slo_alone_seconds{") for line in lines)
+    for unknown in ("coserve_slo_alone_seconds{", "coserve_headroom_tokens_per_second{"):
+        assert not any(line.startswith(unknown) for line in lines)
 
 
 def test_replicas_have_series_of_their_own() -> None:

@@ -13,11 +13,13 @@ from fastapi import FastAPI
 
 from sglang_coserve.batch.routes import add_batch_routes
 from sglang_coserve.errors import StartupError
+from sglang_coserve.http_lines import add_line_routes
 from sglang_coserve.srt.in_place import STATUS_PATH, StartCheck, verify_app
+from sglang_coserve.srt.load_route import LOAD_PATH
 from sglang_coserve.srt.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.replicas import replicas_info
 from sglang_coserve.srt.request_gate import RequestGateMiddleware
-from sglang_coserve.srt.unread_body import UnreadBodyMiddleware
+from sglang_coserve.unread_body import UnreadBodyMiddleware
 
 
 def answer() -> None:
@@ -30,7 +32,9 @@ def complete_app() -> FastAPI:
     app.add_middleware(RequestGateMiddleware)
     app.add_middleware(UnreadBodyMiddleware)
     app.add_api_route(STATUS_PATH, answer)
+    app.add_api_route(LOAD_PATH, answer)
     add_batch_routes(app)
+    add_line_routes(app)
     return app
 
 
@@ -64,10 +68,11 @@ def test_a_complete_server_passes() -> None:
         (app_without("RequestGateMiddleware"), "RequestGateMiddleware"),
         (app_without("UnreadBodyMiddleware"), "UnreadBodyMiddleware"),
         (app_without(STATUS_PATH), STATUS_PATH),
+        (app_without(LOAD_PATH), LOAD_PATH),
         (app_without("/v1/batches"), "batch route /v1/batches"),
         (shadowed_app(), "batch route /v1/files"),
     ],
-    ids=["marks", "gate", "unread", "route", "batches", "another's route"],
+    ids=["marks", "gate", "unread", "status", "load", "batches", "another's route"],
 )
 def test_a_missing_part_stops_the_start(app: Any, says: str) -> None:
     with pytest.raises(StartupError, match=says):

@@ -14,6 +14,7 @@ import pytest
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.errors import UnsupportedError
+from sglang_coserve.local_server import free_port
 from sglang_coserve.srt import cpu
 
 cpu.set_environment_defaults()  # Before SGLang is imported.
@@ -230,6 +231,32 @@ def test_a_taken_port_is_refused_before_the_model_is_loaded(small_model: Path) -
     assert refused.returncode == 2
     assert f"port {port}" in refused.stderr
     assert "Load weight" not in refused.stderr
+
+
+def test_a_bad_profile_is_refused_before_the_model_is_loaded(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text("{}")
+    flags = ["--model-path", str(small_model), "--latency-profile", str(profile)]
+    assert launch.main(flags) == 2
+    assert f"error: {profile}: schema_version: this field is missing" in capsys.readouterr().err
+
+
+def test_what_a_scheduler_refuses_is_told_without_a_traceback(
+    small_model: Path, tmp_path: Path
+) -> None:
+    """Once it has loaded the model: it cannot write its recording."""
+    refused = launch_server(
+        *("--model-path", str(small_model), "--host", "127.0.0.1", "--port", str(free_port())),
+        *("--record-plans", str(tmp_path / "nowhere" / "plans.jsonl")),
+    )
+    assert refused.returncode == 2
+    errors = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    assert "nowhere" in errors[0]
+    assert "did not start" in errors[1]
+    assert len(errors) == 2
+    assert "Traceback" not in refused.stderr
 
 
 def test_the_rust_server_is_refused(

@@ -199,9 +199,9 @@ def test_a_suspended_step_has_the_time_of_its_parts() -> None:
     assert [served.info.rid for served in result.served] == ["a"]
 
 
-def test_of_a_suspended_step_that_is_dropped_nothing_ran() -> None:
+def test_of_a_suspended_step_that_is_dropped_the_time_is_known_and_nothing_ran() -> None:
     tracker = suspended_step()
-    assert tracker.dropped(["a"]) == StepResult(0, 1.0, given_up=("a",))
+    assert tracker.dropped(["a"]) == StepResult(0, 1.0, 0.5, given_up=("a",))
     tracker.launched(None)
     assert tracker.next_pass(2.0) == []
 

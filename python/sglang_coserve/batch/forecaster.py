@@ -7,6 +7,7 @@ from typing import Final
 
 from sglang_coserve.batch.eta import Outlook, outlooks
 from sglang_coserve.batch.forecast_errors import ForecastErrors, Past
+from sglang_coserve.batch.headroom import Headroom, headroom, required_tokens_per_s
 from sglang_coserve.batch.rate_forecast import HOUR_S, REMEMBERED_HOURS, RateForecast, Served
 from sglang_coserve.batch.record import JobRecord, Status
 from sglang_coserve.batch.store import Store, forecast_rows
@@ -49,12 +50,24 @@ class Forecaster:
     def outlooks(self, batches: Iterable[JobRecord]) -> dict[str, Outlook]:
         """Return what is to be expected of ``batches``, of which no other is served, by id."""
         now_s = self._clock.now_s()
+        return outlooks(batches, self._rate(now_s), now_s, self._errors, self._token_bias)
+
+    def headroom(self, batches: Iterable[JobRecord]) -> Headroom:
+        """Return what could be added to ``batches``, of which no other is served."""
+        now_s = self._clock.now_s()
+        required_per_s = required_tokens_per_s(batches, now_s, self._token_bias)
         recent_per_s = self._backend.load().offline_tokens_per_s
-        rate = RateForecast(recent_per_s, now_s, self._hours) if recent_per_s else None
-        bias = 1.0
+        return headroom(self._rate(now_s), recent_per_s, required_per_s, now_s)
+
+    @property
+    def _token_bias(self) -> float:
         if self._took_tokens and self._expected_tokens:
-            bias = self._took_tokens / self._expected_tokens
-        return outlooks(batches, rate, now_s, self._errors, bias)
+            return self._took_tokens / self._expected_tokens
+        return 1.0
+
+    def _rate(self, now_s: float) -> RateForecast | None:
+        recent_per_s = self._backend.load().offline_tokens_per_s
+        return RateForecast(recent_per_s, now_s, self._hours) if recent_per_s else None
 
     def ended(self, batch: JobRecord) -> None:
         """Compare a batch in a final state with its forecast, if it is complete and had one."""

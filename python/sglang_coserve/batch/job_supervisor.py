@@ -14,7 +14,9 @@ from sglang_coserve.batch.context import JobContext, new_id
 from sglang_coserve.batch.errors import NotFoundError
 from sglang_coserve.batch.eta import Outlook
 from sglang_coserve.batch.forecaster import Forecaster
+from sglang_coserve.batch.headroom import Headroom
 from sglang_coserve.batch.job_driver import JobDriver
+from sglang_coserve.batch.online_delays import COUNT_INTERVAL_S, OnlineDelays
 from sglang_coserve.batch.owner_storage import raise_if_over
 from sglang_coserve.batch.record import JobRecord, Status
 from sglang_coserve.batch.state import Event
@@ -38,10 +40,11 @@ class JobSupervisor:
         self._context = context
         self._record_events = record_events
         self._forecaster = Forecaster(context.backend, context.store, context.clock)
+        self._delays = OnlineDelays(context.backend, context.store)
         self._validating = FairSlots(_MAX_VALIDATING, max_bytes=1)
         self._drivers: dict[str, JobDriver] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
         self.event_added = asyncio.Event()
         """Set when an event has been put into the outbox."""
 
@@ -52,9 +55,14 @@ class JobSupervisor:
             StorageError: the database cannot be read.
         """
         await self._forecaster.load()
+        self._size_slots()
         for record in await self._context.store.run(batch_rows.unfinished):
             self._lead(record)
-        self._watching = asyncio.create_task(self._watch())
+        self._watching = [
+            asyncio.create_task(self._watch()),
+            # By itself: an engine that hangs does not answer.
+            asyncio.create_task(self._count_delays()),
+        ]
 
     async def create(self, wanted: JobRecord, *, best_effort: bool = False) -> JobRecord:
         """Store a batch and lead it to its end; see ``batch_rows.create`` for what it raises.
@@ -82,6 +90,10 @@ class JobSupervisor:
         records |= {record.id: record for record in latest}
         return self._forecaster.outlooks(r for r in records.values() if r.will_be_served)
 
+    def headroom(self) -> Headroom:
+        """Return how much offline work could be added, and still be done in time."""
+        return self._forecaster.headroom(r for r in self.unfinished() if r.will_be_served)
+
     def stalled_by(self, batch_id: str) -> str | None:
         """Return why a batch makes no progress; None while it does."""
         driver = self._drivers.get(batch_id)
@@ -93,9 +105,7 @@ class JobSupervisor:
 
     async def close(self) -> None:
         """Stop every batch where it is; its engine requests are aborted, its results written."""
-        tasks = [*self._tasks.values()]
-        if self._watching is not None:
-            tasks.append(self._watching)
+        tasks = [*self._tasks.values(), *self._watching]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -185,15 +195,30 @@ class JobSupervisor:
         ].stalled_by = f"internal error: {error!r}; resume or cancel the batch"
         _log.error("batch %s stands still", batch_id, exc_info=error)
 
+    def _size_slots(self) -> None:
+        """Have no more lines in flight than the backend has use for: the rest keeps its order."""
+        most = self._context.limits.max_in_flight
+        useful = self._context.backend.load().max_in_flight
+        self._context.slots.resize(most if useful is None else min(most, useful))
+
     async def _watch(self) -> None:
         while True:
             await self._context.clock.sleep(_LOOK_INTERVAL_S)
+            self._size_slots()
             for batch_id, outlook in self.outlooks().items():
                 self._drivers[batch_id].share.is_urgent = outlook.is_urgent
             try:
                 await self._forecaster.look()
             except StorageError as error:
                 _log.warning("the history of rates could not be written: %s", error)
+
+    async def _count_delays(self) -> None:
+        while True:
+            await self._context.clock.sleep(COUNT_INTERVAL_S)
+            try:
+                await self._delays.count(self._drivers.keys())
+            except StorageError as error:
+                _log.warning("the delays of online requests could not be written: %s", error)
 
 
 async def _to_its_end(work: Coroutine[Any, Any, JobRecord]) -> JobRecord:

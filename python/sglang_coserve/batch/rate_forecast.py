@@ -52,11 +52,17 @@ class RateForecast:
         by_hour = _by_hour_of_day(hours or {}, here - REMEMBERED_HOURS)
         here_per_s = _mean(by_hour.get(here % _HOURS, Served()), recent_per_s)
         self._per_s = [here_per_s]
+        self._known = frozenset((hour - here) % _HOURS for hour in by_hour)
         for ahead in range(1, _HOURS):
             served = by_hour.get((here + ahead) % _HOURS, Served())
             self._per_s.append(_mean(served, here_per_s))
         self._a_day = HOUR_S * sum(self._per_s)
         self._here_s = (here + 1) * HOUR_S - now_s
+
+    @property
+    def by_hour(self) -> list[tuple[float, bool]]:
+        """Tokens a second of this hour and the next 23, and whether there is history of each."""
+        return [(per_s, ahead in self._known) for ahead, per_s in enumerate(self._per_s)]
 
     def delay_s(self, tokens: float) -> float:
         """Return the seconds in which ``tokens`` are served. O(1)."""

@@ -105,6 +105,10 @@ class JobRecord:
     """What all lines together are expected to take; before the input has been validated, by
     its beginning."""
 
+    online_delay_s: float | None = None
+    """By how much it has delayed online requests, those of all users together; None while that is
+    not known."""
+
     progress: Progress = field(default_factory=Progress)
     faults: tuple[LineFault, ...] = ()
 

@@ -97,6 +97,7 @@ def batch_object(
             eta=_seconds(outlook.eta_s) if outlook else None,
             eta_p95=_seconds(outlook.eta_p95_s) if outlook else None,
             rate_tokens_per_s=outlook.rate_tokens_per_s if outlook else None,
+            online_delay_s=_delay_s(batch.online_delay_s),
             warning="; ".join(filter(None, warnings)) or None,
         ),
     )
@@ -126,6 +127,11 @@ def _lateness(batch: JobRecord, outlook: Outlook | None) -> str | None:
         f"expected to be complete at {eta}, {outlook.eta_s - batch.expires_at_s:.0f} s after the"
         f" window of {batch.completion_window} closes: lines that are not finished then will expire"
     )
+
+
+def _delay_s(seconds: float | None) -> float | None:
+    # The baseline errs to both sides; nobody is served sooner because of a batch.
+    return None if seconds is None else max(0.0, round(seconds, 3))
 
 
 def _seconds(time_s: float | None) -> int | None:

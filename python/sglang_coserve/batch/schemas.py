@@ -179,6 +179,10 @@ class CoserveBatch(BaseModel):
     rate_tokens_per_s: float | None
     """The batch's share of the measured offline throughput."""
 
+    online_delay_s: float | None
+    """By how many seconds it has delayed online requests, those of all users together; None while
+    that is not known."""
+
     warning: str | None
     """Why the batch may miss its window, or makes no progress; that its results are of
     several models."""

@@ -18,6 +18,7 @@ from sglang_coserve.batch.data_directory import DataDirectory
 from sglang_coserve.batch.engine_death import open_engine_lines
 from sglang_coserve.batch.errors import BatchRequestError
 from sglang_coserve.batch.file_store import FileStore
+from sglang_coserve.batch.headroom import Headroom
 from sglang_coserve.batch.job_supervisor import JobSupervisor
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.owner_storage import OwnerStorage
@@ -405,6 +406,10 @@ class BatchService:
             self._context.health.num_retries,
             webhooks_pending,
         )
+
+    def headroom(self) -> Headroom:
+        """Return how much offline work could be added, and still be done in time. Cheap."""
+        return self._runner.headroom()
 
     async def _find_file(self, owner: str, file_id: str) -> FileRecord:
         now_s = self._context.clock.now_s()

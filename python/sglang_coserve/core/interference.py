@@ -11,6 +11,7 @@ from typing import Final
 from sglang_coserve.core.allowance import Allowance
 from sglang_coserve.core.baseline import Baseline, EngineSize
 from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.bill import Bill, Delay, WorkMark
 from sglang_coserve.core.bottleneck import fixed_s
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.pipeline import PipelineBaseline, baseline_of
@@ -18,6 +19,7 @@ from sglang_coserve.core.request import Ending
 from sglang_coserve.core.slo import Slo, request_targets
 from sglang_coserve.core.slo_monitor import SloMonitor, TokenTimes
 from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.core.step import JobTokens
 
 __all__ = ["Interference"]
 
@@ -31,6 +33,10 @@ class _Watched:
     """An online request that has not ended yet, in the engine or in the baseline."""
 
     info: RequestInfo
+    arrived_work: WorkMark
+    first_work: WorkMark
+    """What the bill knew of offline work when it arrived and at its first token."""
+
     first_s: float = 0.0
     last_s: float = 0.0
     tokens: int = 0
@@ -70,6 +76,7 @@ class Interference:
         self._monitor = monitor
         self._baseline = baseline
         self._allowance = allowance
+        self._bill = Bill()
         self._watched: dict[str, _Watched] = {}
         self._num_judged = 0
         self._online_s = 0.0
@@ -113,6 +120,16 @@ class Interference:
         return self._monitor
 
     @property
+    def online_s(self) -> float:
+        """What all steps so far took for online requests, in seconds."""
+        return self._online_s
+
+    @property
+    def bill(self) -> Bill | None:
+        """How much later than alone requests were; None without a baseline."""
+        return None if self._baseline is None else self._bill
+
+    @property
     def gaps_per_request(self) -> float:
         """Mean number of gaps between tokens per request, of recent requests; at least 1."""
         return max(self._gaps_per_request, 1.0)
@@ -120,15 +137,25 @@ class Interference:
     def __len__(self) -> int:
         return len(self._watched)
 
-    def arrived(self, info: RequestInfo, cached_tokens: int = 0) -> None:
-        """Start to track an online request; ignored if it is offline or tracked already. O(1).
+    def arrived(
+        self, info: RequestInfo, cached_tokens: int = 0, *, beside_offline: bool = False
+    ) -> None:
+        """Start to track an online request; ignored if it is offline or tracked already.
 
-        ``cached_tokens`` of its prompt are in the prefix cache.
+        O(jobs that have requests in the engine).
+
+        Args:
+            info: The request.
+            cached_tokens: How many tokens of its prompt are in the prefix cache.
+            beside_offline: The engine has offline requests.
         """
         if not info.is_online or info.rid in self._watched:
             return
         self._now_s = max(self._now_s, info.arrival_s)
-        self._watched[info.rid] = _Watched(info, arrived_at_s=self._online_s)
+        if not self._watched:
+            self._bill.period_begins(beside_offline=beside_offline)
+        work = self._bill.mark()
+        self._watched[info.rid] = _Watched(info, work, work, arrived_at_s=self._online_s)
         if self._baseline is not None:
             self._baseline.arrived(info.rid, info.arrival_s, info.prompt_tokens, cached_tokens)
 
@@ -143,9 +170,15 @@ class Interference:
             return math.inf
         return watched.first_s + watched.tokens * target_s
 
-    def worked(self, online_s: float) -> None:
-        """Record the time that a step spent on online requests, before its tokens. O(1)."""
+    def worked(
+        self, online_s: float, offline_s: float = 0.0, jobs: Sequence[JobTokens] = ()
+    ) -> None:
+        """Record the time that a step spent on each class, before its tokens. O(jobs).
+
+        ``jobs`` are those of its offline rows.
+        """
         self._online_s += online_s
+        self._bill.worked(offline_s, jobs)
 
     def produced(self, rid: str, now_s: float) -> None:
         """Record a token of a request; ignored if it is not tracked. O(1)."""
@@ -157,6 +190,7 @@ class Interference:
         if watched.tokens == 1:
             watched.first_s = now_s
             watched.first_at_s = self._online_s
+            watched.first_work = self._bill.mark()
             self._learn_first_token(watched)
         else:
             self._measure_gap(watched, now_s)
@@ -257,6 +291,9 @@ class Interference:
         measured = _times(watched)
         if measured is None:
             return
+        if alone is not None:
+            delay = Delay(measured.first_s - alone.first_s, measured.last_s - alone.last_s)
+            self._bill.charge(delay, watched.arrived_work, watched.first_work)
         self._num_judged += 1
         gaps = measured.tokens - 1
         weight = 1 / min(self._num_judged, _FEW_REQUESTS)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
 
-__all__ = ["expected_tokens_per_s"]
+__all__ = ["expected_tokens_per_s", "lines_at_a_time"]
 
 _PROMPT_TOKENS: Final = 256
 _OUTPUT_TOKENS: Final = 256
@@ -29,3 +30,14 @@ def expected_tokens_per_s(
     middle_tokens = _PROMPT_TOKENS + _OUTPUT_TOKENS // 2
     decode_s = model.predict(BatchStats.of(decodes=[middle_tokens] * rows)) / rows
     return (_PROMPT_TOKENS + _OUTPUT_TOKENS) / (prefill_s + _OUTPUT_TOKENS * decode_s)
+
+
+def lines_at_a_time(*, kv_tokens: int, rows: int, lengths: Sequence[int]) -> int:
+    """Return how many offline requests fit into so much KV and so many rows.
+
+    ``lengths`` are those of the requests that are there, prompts and outputs, in tokens.
+    """
+    count, tokens = len(lengths), sum(lengths)
+    if not tokens:
+        count, tokens = 1, _PROMPT_TOKENS + _OUTPUT_TOKENS
+    return max(0, min(rows, kv_tokens * count // tokens))

@@ -32,6 +32,7 @@ from sglang_coserve.core.service_time import ServiceTime
 from sglang_coserve.core.slo import Slo
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
 from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan, StepResult
+from sglang_coserve.core.work_log import WorkLog
 
 __all__ = ["Scheduler"]
 
@@ -85,6 +86,7 @@ class Scheduler:
         self._waiting_order: WaitingOrder = VirtualTokenCounter() if fair else ArrivalOrder()
         self._next_step = 0
         self._in_flight: dict[int, StepPlan] = {}
+        self._work = WorkLog()
 
     @property
     def model(self) -> LatencyModel:
@@ -106,13 +108,19 @@ class Scheduler:
         """Latencies of online requests compared with the no-interference baseline."""
         return self._interference
 
+    @property
+    def work(self) -> WorkLog:
+        """Where the time of the steps went, and what was decided of them."""
+        return self._work
+
     def arrived(self, info: RequestInfo, cached_tokens: int = 0) -> None:
         """Record the arrival of an online request; to be called in order of arrival. O(1).
 
         Requests that are not reported here are left out of the baseline and of all learning.
         ``cached_tokens`` of the prompt are in the prefix cache.
         """
-        self._interference.arrived(info, cached_tokens)
+        beside_offline = self._queue.num_running > 0
+        self._interference.arrived(info, cached_tokens, beside_offline=beside_offline)
 
     def add_offline(self, request: QueuedRequest) -> None:
         """Add an offline request to the queue, with a prediction of how long it will run.
@@ -180,6 +188,7 @@ class Scheduler:
         assert {chunk.rid for chunk in chunks} <= planned, f"step {plan.step} has other prefills"
         self._next_step += 1
         self._in_flight[plan.step] = plan
+        self._work.started(plan, self._arrival_s)
         for chunk in chunks:
             if chunk.rid in self._queue:
                 self._queue.take(chunk.rid)
@@ -198,9 +207,11 @@ class Scheduler:
         if result.step is not None:
             plan = self._in_flight.pop(result.step, None)
             assert plan is not None, f"step {result.step} is not in flight"
-            if result.batch.is_empty:
-                return
-        self._learn_from_tokens(plan, result)
+        online_s, offline_s = self._split(plan, result)
+        self._work.ended(plan, result, online_s, offline_s)
+        if plan is not None and result.batch.is_empty:
+            return
+        self._learn_from_tokens(result, online_s, offline_s)
         self._service_time.observe(result, is_busy=self._queue.num_running > 0)
         if result.batch.is_empty:
             return
@@ -211,7 +222,8 @@ class Scheduler:
             sample = Sample(result.batch, result.seconds)
             self._learned.observe(sample, result.beside)
             if not result.has_offline:
-                self._learned_alone.observe(sample, result.beside)
+                alone = Sample(result.batch, result.seconds - result.planning_s)
+                self._learned_alone.observe(alone, result.beside)
 
     def restore(self, rid: str, generated_tokens: int) -> None:
         """Put a retracted offline request back into the queue, with its progress.
@@ -330,21 +342,26 @@ class Scheduler:
         """Longest time that an arriving request may wait for a step that cannot be suspended."""
         return self._config.arrival_wait_s or self._allowance.arrival_s
 
-    def _online_s(self, plan: StepPlan | None, result: StepResult) -> float:
-        """Return the seconds of a step spent on its online requests; in a pipeline, its share."""
-        if result.batch.is_empty or (plan is not None and plan.lane is Lane.OFFLINE):
-            return 0.0
+    def _split(self, plan: StepPlan | None, result: StepResult) -> tuple[float, float]:
+        """Return the seconds of a step spent on online and on offline requests; in a pipeline, its
+        share."""
+        if result.batch.is_empty:
+            return 0.0, 0.0
         seconds = result.seconds
         if seconds is None:
             seconds = self._learned.predict_now(result.batch)
-        if plan is not None and result.has_offline:
-            seconds = min(plan.expected.online_part_s, seconds)
-        return seconds / result.concurrency
+        seconds /= result.concurrency
+        if plan is None or not result.has_offline:
+            return seconds, 0.0
+        if plan.lane is Lane.OFFLINE:
+            return 0.0, seconds
+        online_s = min(plan.expected.online_part_s / result.concurrency, seconds)
+        return online_s, seconds - online_s
 
-    def _learn_from_tokens(self, plan: StepPlan | None, result: StepResult) -> None:
+    def _learn_from_tokens(self, result: StepResult, online_s: float, offline_s: float) -> None:
         """Record when online requests got their tokens, and advance the baseline."""
         interference = self._interference
-        interference.worked(self._online_s(plan, result))
+        interference.worked(online_s, offline_s, result.jobs)
         for info, _, token_s in result.served:
             if token_s is not None:
                 interference.produced(info.rid, token_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ class SloStanding:
             "slo": format_slo(self.measured.slo),
             "measured_ms": _ms(self.measured.measured_s),
             "online_alone_ms": _ms(self.alone.measured_s),
+            "limit_ms": _ms(self.measured.limit_s) if self.measured.limit_s < math.inf else None,
             "met": self.measured.is_met,
             "feasible": self.is_feasible,
         }

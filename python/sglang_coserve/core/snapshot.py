@@ -41,6 +41,9 @@ class RequestInfo:
     user: str | None = None
     """The tenant that it is charged to under a fair order: an API key or a user name."""
 
+    job: str | None = None
+    """The batch that an offline request is a line of, if it is."""
+
     can_pause: bool = True
     """False if the engine cannot pause it; it is then retracted where it would pause."""
 

@@ -13,7 +13,16 @@ from typing import NamedTuple
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.snapshot import RequestInfo
 
-__all__ = ["Eviction", "Expected", "Lane", "PrefillChunk", "Served", "StepPlan", "StepResult"]
+__all__ = [
+    "Eviction",
+    "Expected",
+    "JobTokens",
+    "Lane",
+    "PrefillChunk",
+    "Served",
+    "StepPlan",
+    "StepResult",
+]
 
 
 class Lane(Enum):
@@ -127,6 +136,15 @@ class Served(NamedTuple):
     """Time of its token in this step; None if more of its prompt is still to be computed."""
 
 
+class JobTokens(NamedTuple):
+    """What a step computed for one job."""
+
+    job: str | None
+    """The batch; None: offline requests that are no lines of one."""
+
+    tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The outcome of a step that was started."""
@@ -156,6 +174,13 @@ class StepResult:
     """With a pipeline of K micro-batches, the batches of the K - 1 steps begun before this one and
     of the K - 1 begun after it, in order; an entry is empty if its step ran nothing. All of them
     overlapped with this step."""
+
+    jobs: tuple[JobTokens, ...] = ()
+    """Whose the offline rows were; empty where nobody says."""
+
+    planning_s: float = 0.0
+    """Of ``seconds``, what went into deciding: an engine alone with its online requests has none of
+    it. 0 also where that happens beside a batch that runs."""
 
     @property
     def has_offline(self) -> bool:

@@ -10,13 +10,14 @@ from typing import Any, Final, TypeGuard
 
 import orjson
 
-__all__ = ["MOST_KEY_BYTES", "prefix_key"]
+__all__ = ["KEY_BLOCK_BYTES", "MOST_KEY_BYTES", "prefix_key"]
 
 _BLOCK_BYTES: Final = 128
 """About 32 tokens: what two prompts have in common is seen to within so much."""
 
 _MOST_BLOCKS: Final = 64
-MOST_KEY_BYTES: Final = 4 * _MOST_BLOCKS
+KEY_BLOCK_BYTES: Final = 4
+MOST_KEY_BYTES: Final = KEY_BLOCK_BYTES * _MOST_BLOCKS
 
 
 def prefix_key(body: Mapping[str, Any]) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, Self
@@ -114,6 +114,9 @@ class BackendLoad:
     busy_s: float = 0.0
     """Time since the start in which there were offline requests."""
 
+    max_in_flight: int | None = None
+    """Most lines in flight that it can make use of; None for no limit of its own."""
+
 
 class LineBackend(Protocol):
     """Serves lines as offline requests: an engine in this process, or servers."""
@@ -165,3 +168,9 @@ class Backend(LineBackend, Protocol):
 
     def load(self) -> BackendLoad:
         """Return the current load of the engine. Cheap; called often."""
+
+    async def online_delays_s(self) -> Mapping[str, float] | None:
+        """Return the seconds by which each batch has delayed online requests since the start.
+
+        None if unknown. Batches without a delay, or without a recent one, are left out.
+        """

@@ -91,6 +91,11 @@ class FairSlots:
 
         self._is_granting = False
 
+    def resize(self, max_lines: int) -> None:
+        """Let another number of lines be in flight; those that are stay."""
+        self._max_lines = max_lines
+        self._grant_soon()
+
     def join(self, job: JobShare) -> None:
         """Add a job."""
         self._jobs.add(job)

@@ -5,6 +5,7 @@
 - ``executor``: carries out plans on counters; ``request``, ``decode_rows``, ``running_batch``:
   its state; ``prefix_cache``, ``kv_pool``, ``checkpoint``: the location of KV.
 - ``binding``, ``source``: requests from workloads; ``models``: shapes and memory.
+- ``recorded_traffic``, ``what_if``: a recording of the engine, replayed with changes.
 - ``result``, ``report``, ``plots``, ``event_log``, ``chrome_trace``: output.
 
 All output is marked as simulated.

@@ -220,10 +220,6 @@ class EngineView:
             counted=scheduler.last_batch.reqs if scheduler.last_batch else (),
         )
 
-    def put_running(self, batch: ScheduleBatch) -> None:
-        """Make ``batch`` the running batch."""
-        self._scheduler.running_batch = batch
-
     def give_back(self, reqs: Sequence[Req]) -> None:
         """Add these rows, and the paused and parked ones, to the running batch, so that SGLang
         retracts them with it."""

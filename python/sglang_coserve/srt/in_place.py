@@ -10,10 +10,12 @@ from fastapi import FastAPI
 
 from sglang_coserve.batch.routes import missing_routes
 from sglang_coserve.errors import CoserveError, StartupError
+from sglang_coserve.http_lines import LINES_PATH
+from sglang_coserve.srt.load_route import LOAD_PATH
 from sglang_coserve.srt.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.replicas import STATE_KEY, replicas_info
 from sglang_coserve.srt.request_gate import RequestGateMiddleware
-from sglang_coserve.srt.unread_body import UnreadBodyMiddleware
+from sglang_coserve.unread_body import UnreadBodyMiddleware
 
 __all__ = ["STATUS_PATH", "StartCheck", "verify_app"]
 
@@ -63,8 +65,12 @@ def verify_app(app: FastAPI) -> None:
         for middleware in (MarksMiddleware, RequestGateMiddleware, UnreadBodyMiddleware)
         if middleware not in installed
     ]
-    if STATUS_PATH not in {getattr(route, "path", None) for route in app.routes}:
-        problems.append(f"the route {STATUS_PATH} is not installed")
+    paths = {getattr(route, "path", None) for route in app.routes}
+    problems += [
+        f"the route {path} is not installed"
+        for path in (STATUS_PATH, LOAD_PATH, LINES_PATH)
+        if path not in paths
+    ]
     problems += [f"the batch route {path} is not installed" for path in missing_routes(app)]
     if problems:
         raise StartupError("co-serving is not in place: " + "; ".join(problems))

@@ -7,13 +7,29 @@ the window's pool once it is behind the window: either pool may run full first.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-__all__ = ["KvPools"]
+from sglang_coserve.srt import compat
+
+__all__ = ["KvByClass", "KvPools"]
+
+
+class KvByClass(NamedTuple):
+    """Slots of the pool of whole contexts: what requests hold, what only the radix cache does,
+    and the rest."""
+
+    online: int
+    offline: int
+    cached: int
+    free: int
+
+
+Req = Any
 
 
 class KvPools:
-    """The pools of one scheduler; each call is O(1)."""
+    """The pools of one scheduler; each call is O(1), unless it says otherwise."""
 
     def __init__(self, scheduler: Any) -> None:
         self._allocator = scheduler.token_to_kv_pool_allocator
@@ -21,7 +37,9 @@ class KvPools:
         self._has_window = scheduler.is_hybrid_swa
         # Without full-attention layers only the window's pool can run full.
         self._has_full = not self._has_window or bool(scheduler.full_tokens_per_layer)
-        self._total_tokens = int(scheduler.max_total_num_tokens)
+        self.total_tokens = int(scheduler.max_total_num_tokens)
+        """Slots of the pool of whole contexts."""
+
         self.window_tokens = self._most_window_tokens(scheduler) if self._has_window else 0
         """See ``EngineSnapshot``."""
 
@@ -31,7 +49,7 @@ class KvPools:
         if not self._has_window:
             return int(self._allocator.available_size())
         if not self._has_full:
-            return self._total_tokens
+            return self.total_tokens
         return int(self._allocator.full_available_size())
 
     @property
@@ -56,6 +74,43 @@ class KvPools:
         cache."""
         free_tokens = self.free_tokens + self.evictable_tokens
         return min(free_tokens, self.free_window_tokens) if self._has_window else free_tokens
+
+    def by_class(self, online: Sequence[Req], offline: Sequence[Req]) -> KvByClass:
+        """Return who holds the slots of that pool, given the requests with KV of each class.
+
+        What requests of both use is an online one's, and what is not of these requests, too: it
+        gives way to nobody. O(requests + nodes of the radix cache above them).
+        """
+        free, cached = self.free_tokens, self.evictable_tokens
+        used = max(0, self.total_tokens - free - cached)
+        held = min(self._held_alone(offline, besides=online), used)
+        return KvByClass(online=used - held, offline=held, cached=cached, free=free)
+
+    def _held_alone(self, reqs: Sequence[Req], *, besides: Sequence[Req]) -> int:
+        """Return the slots of that pool that only these requests hold, and not those ``besides``.
+
+        Those are the nodes of the radix cache with their KV, each once, and the pages behind
+        these. O(requests + nodes).
+        """
+        held, others = (compat.cached_nodes(self._tree, some) for some in (reqs, besides))
+        cached = {name: tokens for path in held for name, tokens in path}
+        for path in others:
+            for name, _ in path:
+                cached.pop(name, None)
+        own_tokens = sum(
+            self._whole_pages(req.kv.kv_allocated_len) - compat.protected_tokens(req)
+            for req in reqs
+        )
+        return sum(cached.values()) + own_tokens
+
+    def held_in_window(self, reqs: Sequence[Req]) -> int:
+        """Return the slots that requests hold at most of the pool of a window. O(requests)."""
+        most = self.window_tokens
+        return sum(min(self._whole_pages(req.kv.kv_allocated_len), most) for req in reqs)
+
+    def _whole_pages(self, tokens: int) -> int:
+        page = int(self._tree.page_size)
+        return -(-tokens // page) * page
 
     def _most_window_tokens(self, scheduler: Any) -> int:
         page = scheduler.page_size

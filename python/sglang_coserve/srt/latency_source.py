@@ -18,9 +18,20 @@ from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
 from sglang_coserve.profiler.machine import Machine
 from sglang_coserve.srt.machine import machine_of
 
-__all__ = ["known_latency_model", "latency_profile"]
+__all__ = ["check_profile", "known_latency_model", "latency_profile"]
 
 logger = logging.getLogger(__name__)
+
+
+def check_profile(config: CoserveConfig, tp_size: int) -> None:
+    """Find out before the model is loaded whether the profile named in ``config`` can be used.
+
+    Raises:
+        InputFileError: it cannot be read.
+        ConfigError: it was measured with another tensor-parallel size.
+    """
+    if config.latency_profile is not None:
+        _read(Path(config.latency_profile), tp_size)
 
 
 def latency_profile(scheduler: Any, config: CoserveConfig) -> LatencyProfile:
@@ -54,13 +65,18 @@ def known_latency_model(scheduler: Any, config: CoserveConfig) -> LatencyModel:
     return _datasheet_model(machine)
 
 
-def _load(path: Path, machine: Machine) -> LatencyProfile:
+def _read(path: Path, tp_size: int) -> LatencyProfile:
     profile = profiler.load_profile(path)
-    if profile.tp_size != machine.tp_size:
+    if profile.tp_size != tp_size:
         raise ConfigError(
             f"{path}: measured with a tensor-parallel size of {profile.tp_size}, the server has "
-            f"{machine.tp_size}: profile again with --tp-size {machine.tp_size}"
+            f"{tp_size}: profile again with --tp-size {tp_size}"
         )
+    return profile
+
+
+def _load(path: Path, machine: Machine) -> LatencyProfile:
+    profile = _read(path, machine.tp_size)
     for what, profiled, here in (
         ("hardware", profile.hardware, machine.hardware),
         ("model", profile.model, machine.model),

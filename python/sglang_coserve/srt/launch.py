@@ -16,11 +16,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from sglang_coserve.batch.routes import batch_api_status
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.errors import StartupError
+from sglang_coserve.listen_address import check_listen_address
 from sglang_coserve.srt import compat, cpu
 from sglang_coserve.srt.batch_api import (
-    batch_api_status,
     check_batch_settings,
     install_batch_api,
     open_routes_warning,
@@ -33,13 +34,15 @@ from sglang_coserve.srt.kv_checkpoint.settings import (
     check_model,
     server_settings,
 )
-from sglang_coserve.srt.listen_address import check_listen_address
+from sglang_coserve.srt.latency_source import check_profile
+from sglang_coserve.srt.load_route import install_load_route
 from sglang_coserve.srt.malformed_bodies import install_body_errors
 from sglang_coserve.srt.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.paced_protocol import install_paced_protocol
 from sglang_coserve.srt.prompt_limit import body_limits
 from sglang_coserve.srt.request_gate import RequestGateMiddleware, set_body_limits
-from sglang_coserve.srt.unread_body import UnreadBodyMiddleware
+from sglang_coserve.srt.view_routes import Keys, View
+from sglang_coserve.unread_body import UnreadBodyMiddleware
 
 __all__ = ["launch_server", "parse_server_args"]
 
@@ -56,8 +59,9 @@ def launch_server(argv: Sequence[str]) -> None:
     Raises:
         UnsupportedError: SGLang has another version, or a setting cannot be co-served.
         ConfigError: a setting is wrong.
-        StartupError: a part of co-serving is missing, the data directory of the
-            Batch API cannot be used, or the port is taken.
+        InputFileError: the latency profile cannot be read.
+        StartupError: a part of co-serving is not in place, the data directory of the
+            Batch API cannot be used, the port is taken, or a process of SGLang's did not start.
     """
     compat.check_version()
     on_cpu = not cpu.has_cuda()
@@ -69,6 +73,7 @@ def launch_server(argv: Sequence[str]) -> None:
     compat.check_server_args(args, server_args._coserve)
     compat.check_window_cache(server_args, server_args._coserve.offline_policy)
     check_model(server_args, server_args._coserve, on_cpu=on_cpu)
+    check_profile(server_args._coserve, args.tp_size)
     check_batch_settings(server_args._coserve)
     check_listen_address(server_args.host, server_args.port)
 
@@ -78,7 +83,11 @@ def launch_server(argv: Sequence[str]) -> None:
     from sglang_coserve.srt import processes
     from sglang_coserve.srt.threaded_handlers import install_threaded_handlers
 
+    is_ready = False
+
     def on_ready() -> None:
+        nonlocal is_ready
+        is_ready = True
         freeze_start_up_objects(http_server._global_state.tokenizer_manager)
 
     sys.setswitchinterval(_SWITCH_S)
@@ -96,6 +105,11 @@ def launch_server(argv: Sequence[str]) -> None:
                 run_detokenizer_process_func=processes.run_detokenizer_process,
                 launch_callback=on_ready,
             )
+    except RuntimeError as error:
+        if is_ready:
+            raise
+        # One of its processes has said why.
+        raise StartupError(f"the server did not start: {error}") from error
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
@@ -178,9 +192,12 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
     app.add_middleware(RequestGateMiddleware)
     app.add_middleware(UnreadBodyMiddleware)
     app.add_api_route(STATUS_PATH, status, methods=["GET"])
-    install_fail_fast(app)  # Before our own routes are added, whose bodies are small.
+    install_fail_fast(app)  # Before ours are there, which read little.
+    install_load_route(http_server)
     install_batch_api(http_server, server_args.admin_api_key)
     install_body_errors(app)
+    keys = Keys(server_args.api_key, server_args.admin_api_key, is_open=config.open_view)
+    View(http_server, keys).install(app)
     check = StartCheck(http_server)
 
     def verify_and_serve(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
+from sglang_coserve.core.engine_load import KvFormat
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.model_fingerprint import fingerprint
 
-__all__ = ["loaded_fingerprint"]
+__all__ = ["kv_fingerprint", "kv_format", "loaded_fingerprint", "model_in_use"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,35 @@ def loaded_fingerprint(server_args: Any) -> str:
             *(server_args.model_path, error),
         )
         return secrets.token_hex(16)
+
+
+def model_in_use(manager: Any, loaded: str) -> str:
+    """Return what tokens belong to: the model ``loaded`` at the start, with its later weights.
+
+    ``manager`` is the tokenizer manager.
+    """
+    # Not from the server's arguments: those stay what they were at the start.
+    version = manager.config_value("weight_version") or ""
+    updates = manager.coserve_weights.name
+    return "|".join(filter(None, (loaded, str(version), updates)))
+
+
+def kv_format(server_args: Any) -> KvFormat:
+    """Return what KV looks like under these settings in effect."""
+    return KvFormat(
+        dtype=str(server_args.dtype),
+        kv_cache_dtype=str(server_args.kv_cache_dtype),
+        quantization=server_args.quantization,
+        tp_size=server_args.tp_size,
+        pp_size=server_args.pp_size,
+        page_size=server_args.page_size or 1,
+    )
+
+
+def kv_fingerprint(model: str, kv: KvFormat) -> str:
+    """Return 32 hexadecimal digits for the KV of a model in use."""
+    text = json.dumps([model, kv.model_dump()], sort_keys=True)
+    return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _local(name: str, server_args: Any) -> Path:

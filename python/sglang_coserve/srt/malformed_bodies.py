@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from fastapi.responses import JSONResponse
 
+from sglang_coserve.asgi import error_content
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.asgi import error_content
 
 __all__ = ["install_body_errors"]
 

@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import orjson
 
+from sglang_coserve.asgi import App, Message, Receive, Scope, Send, replay, send_error
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
-from sglang_coserve.srt.asgi import App, Message, Receive, Scope, Send, replay, send_error
 from sglang_coserve.srt.body_marks import SERVICE_TIER, marks_of_body, tier_used
 from sglang_coserve.srt.header_marks import marks_of_headers
 from sglang_coserve.srt.offline_marks import sent_with, tenant_marks

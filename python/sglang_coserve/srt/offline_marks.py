@@ -24,6 +24,7 @@ __all__ = [
     "attach_marks",
     "deadline_of",
     "expected_tokens_of",
+    "job_of",
     "offline_marks",
     "restore_generated",
     "sent_with",
@@ -33,6 +34,7 @@ __all__ = [
 
 _DUE_IN_KEY: Final = "_coserve_due_in_s"
 _EXPECTED_KEY: Final = "_coserve_expected_tokens"
+_JOB_KEY: Final = "_coserve_job"
 _USER_KEY: Final = "_coserve_user"
 _GENERATED_KEY: Final = "_coserve_generated"
 
@@ -49,19 +51,21 @@ logger = logging.getLogger(__name__)
 def offline_marks(
     *,
     due_in_s: float,
+    job: str,
     generated: Sequence[int] = (),
     expected_output_tokens: int | None = None,
 ) -> Marks:
     """Return the marks of an offline request.
 
-    Args:
-        due_in_s: Time left until its deadline; negative if that has passed.
-        generated: Output tokens after which generation continues.
-        expected_output_tokens: Expected total of output tokens; None if unknown.
+    ``due_in_s`` is the time left until its deadline, negative when that has passed; ``job`` is
+    the batch that it is a line of; ``generated`` are the output tokens that it goes on after,
+    ``expected_output_tokens`` is how many it is expected to have in the end, None if nothing is
+    known.
     """
     marks: dict[str, float | str | list[int]] = {
         CLASS_KEY: RequestClass.OFFLINE.value,
         _DUE_IN_KEY: due_in_s,
+        _JOB_KEY: job,
     }
     if expected_output_tokens is not None:
         marks[_EXPECTED_KEY] = expected_output_tokens
@@ -104,6 +108,12 @@ def expected_tokens_of(req: Req) -> int | None:
     """Return the expected number of output tokens of ``req``; None if unknown."""
     tokens: int | None = _mark(req, _EXPECTED_KEY)
     return tokens
+
+
+def job_of(req: Req) -> str | None:
+    """Return the batch that ``req`` is a line of; None if it is none."""
+    job: str | None = _mark(req, _JOB_KEY)
+    return job
 
 
 def user_of(req: Req) -> str | None:

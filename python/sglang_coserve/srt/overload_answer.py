@@ -9,7 +9,7 @@ import json
 from http import HTTPStatus
 from typing import Any, Final
 
-from sglang_coserve.srt.asgi import Message, Send, send_error
+from sglang_coserve.asgi import Message, Send, send_error
 
 __all__ = ["OverloadAnswer"]
 

@@ -20,7 +20,9 @@ from sglang_coserve.srt.kv_checkpoint.settings import why_off
 from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.latency_source import latency_profile
 from sglang_coserve.srt.offline_eviction import OfflineEviction
+from sglang_coserve.srt.online_load import OnlineLoad
 from sglang_coserve.srt.rank_clock import RankClock
+from sglang_coserve.srt.replica_load import LoadReporter
 from sglang_coserve.srt.request_intake import RequestIntake
 from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.safepoint.install import Installed
@@ -67,11 +69,24 @@ class CoserveParts:
             events=self.events,
             forget=self.forget,
         )
-        self.status = SchedulerStatus(
+        self.online_load = OnlineLoad(scheduler, self.pools, self.ledger)
+        self.load = LoadReporter(
             scheduler,
             config,
             admission=self.admission,
             view=self.view,
+            pools=self.pools,
+            ledger=self.ledger,
+            runner=self.runner,
+        )
+        self.status = SchedulerStatus(
+            scheduler,
+            config,
+            admission=self.admission,
+            ledger=self.ledger,
+            view=self.view,
+            pools=self.pools,
+            load=self.load,
             runner=self.runner,
             checkpointing=self.checkpointing,
             events=self.events,
@@ -124,6 +139,7 @@ class CoserveParts:
         self.ledger.forget(rid)
         self.checkpointing.forget(rid)
         self.runner.forget(rid)
+        self.status.forget(rid)
         self.intake.name_is_free(rid)
 
     def forget_all(self) -> None:

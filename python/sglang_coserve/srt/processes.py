@@ -7,8 +7,11 @@ them by name.
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
+from sglang_coserve.errors import CoserveError
 from sglang_coserve.srt import compat, cpu
 
 __all__ = [
@@ -26,15 +29,31 @@ def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers import scheduler as sglang_scheduler
 
     from sglang_coserve.srt.kv_checkpoint.settings import register_cache
-    from sglang_coserve.srt.scheduler import CoserveScheduler, config_of
+    from sglang_coserve.srt.scheduler import config_of
 
     on_cpu = not cpu.has_cuda()
     if on_cpu:
         cpu.install_replacements()
     install_safeguards()
     register_cache(config_of(server_args), on_cpu=on_cpu)
-    compat.replace("sglang.srt.managers.scheduler.Scheduler", CoserveScheduler)
+    compat.replace("sglang.srt.managers.scheduler.Scheduler", _make_scheduler)
     sglang_scheduler.run_scheduler_process(server_args, *args, **kwargs)
+
+
+def _make_scheduler(*args: Any, **kwargs: Any) -> Any:
+    """Return a ``CoserveScheduler``; end the process with our error, if there is one.
+
+    SGLang would log a traceback, and kill the server before it can say anything.
+    """
+    from sglang_coserve.srt.scheduler import CoserveScheduler
+
+    try:
+        return CoserveScheduler(*args, **kwargs)
+    except CoserveError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr, flush=True)  # noqa: T201
+        # Threads of SGLang's would keep an ordinary exit waiting.
+        os._exit(2)
 
 
 def install_safeguards() -> None:
@@ -70,8 +89,10 @@ def run_data_parallel_controller_process(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers import data_parallel_controller
 
     from sglang_coserve.srt.child_watch import end_with_children
+    from sglang_coserve.srt.load_snapshot import count_offline_in_snapshots
 
     end_with_children()
+    count_offline_in_snapshots()
     data_parallel_controller.run_data_parallel_controller_process(*args, **kwargs)
 
 
@@ -86,8 +107,10 @@ def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
     """Create SGLang's tokenizer manager, with additional checks of every request."""
     from sglang.srt.entrypoints import engine
 
+    from sglang_coserve.srt.load_snapshot import read_our_snapshots
     from sglang_coserve.srt.tokenizer_manager import CoserveTokenizerManager
 
+    read_our_snapshots()
     managers: tuple[Any, Any] = engine.init_tokenizer_manager(
         server_args, port_args, CoserveTokenizerManager
     )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from sglang_coserve.asgi import App, Receive, Scope, Send, replay, send_error
+from sglang_coserve.http_lines import LINES_PATH
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError
-from sglang_coserve.srt.asgi import App, Receive, Scope, Send, replay, send_error
 
 __all__ = ["RequestGateMiddleware", "body_bytes", "set_body_limits"]
 
-_FREE_PREFIXES: Final = ("/v1/files", "/v1/batches")
-"""Routes that bound their bodies themselves."""
+_FREE_PREFIXES: Final = ("/v1/files", "/v1/batches", LINES_PATH)
+"""Their routes bound what they read."""
 
 _FREE_PATHS: Final = frozenset(
     {

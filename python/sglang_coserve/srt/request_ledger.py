@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from sglang_coserve.core.request import Ending, RequestClass, RequestState
 from sglang_coserve.core.snapshot import RequestInfo, Row
-from sglang_coserve.srt.compat import computed_tokens, prefix_tokens
-from sglang_coserve.srt.offline_marks import user_of
+from sglang_coserve.srt.compat import computed_tokens, holds_kv, prefix_tokens
+from sglang_coserve.srt.offline_marks import job_of, user_of
 from sglang_coserve.srt.request_marks import is_offline, targets_of
 from sglang_coserve.srt.row_groups import has_plain_state
 
@@ -28,6 +28,7 @@ class RequestLedger:
         self._tree_cache = tree_cache
         self._infos: dict[str, RequestInfo] = {}
         self._reqs: dict[str, Req] = {}
+        self._online: dict[str, Req] = {}
         self._last_token_s: dict[str, float] = {}
 
     def __len__(self) -> int:
@@ -68,9 +69,12 @@ class RequestLedger:
             arrival_s=arrival_s,
             ttft_target_s=ttft_target_s,
             tpot_target_s=tpot_target_s,
+            job=job_of(req),
             can_pause=has_plain_state(req),
             user=user_of(req),
         )
+        if info.is_online:
+            self._online[req.rid] = req
         return info
 
     def produced(self, rid: str, now_s: float) -> None:
@@ -81,14 +85,32 @@ class RequestLedger:
         """Return the time of a request's last token; None before the first."""
         return self._last_token_s.get(rid)
 
+    def online_reqs(self) -> list[Req]:
+        """Return the online requests."""
+        return list(self._online.values())
+
+    def in_order_of_arrival(self) -> Iterator[RequestInfo]:
+        """Yield all requests; to be used up, or left, before one comes or goes."""
+        yield from self._infos.values()
+
     def reqs(self) -> list[Req]:
         """Return all requests."""
         return list(self._reqs.values())
+
+    def with_kv(self) -> tuple[list[Req], list[Req]]:
+        """Return the online and the offline requests that hold KV. O(requests)."""
+        online: list[Req] = []
+        offline: list[Req] = []
+        for rid, req in self._reqs.items():
+            if holds_kv(req):
+                (online if self._infos[rid].is_online else offline).append(req)
+        return online, offline
 
     def forget(self, rid: str) -> None:
         """Remove a request, if it is in."""
         self._last_token_s.pop(rid, None)
         self._infos.pop(rid, None)
+        self._online.pop(rid, None)
         self._reqs.pop(rid, None)
 
     def decode_rows(self, reqs: Iterable[Req], state: RequestState) -> list[Row]:

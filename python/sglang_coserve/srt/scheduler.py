@@ -10,17 +10,19 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import AbortReq, GetInternalStateReqOutput
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.grammar_cache import GrammarCache
+from sglang_coserve.srt.load_snapshot import ReportingLoadInquirer
 from sglang_coserve.srt.parts import CoserveParts
 from sglang_coserve.srt.rank_clock import RankClock, Tick
 from sglang_coserve.srt.replicas import STATE_KEY
 from sglang_coserve.srt.safepoint.install import install_safepoints
+from sglang_coserve.srt.scheduler_query import answer
 from sglang_coserve.srt.step_runner import SUSPENDED
 from sglang_coserve.srt.usable_logits import end_unusable
 
@@ -42,6 +44,8 @@ class CoserveScheduler(Scheduler):
 
     # SGLang's attributes that are assigned here.
     idle_sleeper: Any
+    load_inquirer: Any
+    metrics_reporter: Any
     input_blocker: Any
     recv_from_tokenizer: Any
 
@@ -68,6 +72,19 @@ class CoserveScheduler(Scheduler):
         super().init_request_dispatcher()
         self._request_dispatcher += TypeBasedDispatcher([(Tick, self._rank_clock.take)])
 
+    def init_metrics_reporter(self, *args: Any) -> None:
+        """Let SGLang's metrics, too, say what online requests find."""
+        super().init_metrics_reporter(*args)
+        collector = self.metrics_reporter.metrics_collector
+        if collector is not None:
+            log_stats = collector.log_stats
+
+            def log_online(stats: Any) -> None:
+                self.parts.online_load.put_into(stats)
+                log_stats(stats)
+
+            collector.log_stats = log_online
+
     def init_grammar_manager(self) -> None:
         """Set up grammars as SGLang does, with a bounded cache."""
         super().init_grammar_manager()
@@ -81,6 +98,13 @@ class CoserveScheduler(Scheduler):
             self.recv_from_tokenizer = ingress.inbox
             self.idle_sleeper = ingress.parking
         super().init_request_receiver()
+
+    def init_load_inquirer(self) -> None:
+        """Publish the load as online requests find it, with ours."""
+        super().init_load_inquirer()
+        self.load_inquirer = ReportingLoadInquirer.like(
+            self.load_inquirer, lambda: self.parts.online_load, lambda: self.parts.load.load()
+        )
 
     def init_invariant_checker(self) -> None:
         """Make SGLang's memory check count the rows outside of its batches, too."""
@@ -123,6 +147,7 @@ class CoserveScheduler(Scheduler):
         plan = super().get_next_batch_to_run(running_batch=running_batch, last_batch=last_batch)
         self.parts.view.end_turn(plan.batch_to_run)
         self.parts.admission.launched(plan.batch_to_run)
+        self.parts.status.launched(plan.batch_to_run)
         return plan
 
     def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> Any:
@@ -163,6 +188,7 @@ class CoserveScheduler(Scheduler):
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         """Let SGLang process and send the results of a batch, and tell the parts."""
         if result is SUSPENDED:
+            self.parts.status.stopped(batch)
             self.parts.admission.stopped()
             return
         reqs = list(batch.reqs)
@@ -172,9 +198,10 @@ class CoserveScheduler(Scheduler):
         end_unusable(batch, result)
         super().process_batch_result(batch, result)
         self.parts.checkpointing.processed(batch)
-        self.parts.status.publish()
         has_token = [len(req.output_ids) > count for req, count in zip(reqs, before, strict=True)]
+        self.parts.status.processed(batch, reqs, has_token)
         self.parts.admission.processed(reqs, has_token)
+        self.parts.online_load.processed(reqs, has_token)
         self.parts.runner.processed(batch.reqs)
 
     def pause_generation(self, recv_req: Any) -> None:
@@ -200,7 +227,9 @@ class CoserveScheduler(Scheduler):
         return idle and (for_health_check or not self.parts.admission.num_waiting())
 
     def get_internal_state(self, recv_req: Any) -> Any:
-        """Add the co-serving state, which also shows that this scheduler is installed."""
+        """Add the state of both classes, by which it is known that this scheduler is in place."""
+        if (answered := answer(recv_req.rid, self.parts.status)) is not None:
+            return GetInternalStateReqOutput(internal_state=answered)
         output = super().get_internal_state(recv_req)
         output.internal_state[STATE_KEY] = self.parts.status.internal_state()
         return output

@@ -5,18 +5,25 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.offline_rate import expected_tokens_per_s
+from sglang_coserve.core.bill import BillReport
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.exporter import Exporter
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
+from sglang_coserve.srt.kv_pools import KvPools
+from sglang_coserve.srt.latencies import Latencies
+from sglang_coserve.srt.replica_load import LoadReporter
 from sglang_coserve.srt.replicas import EXPECTED_RATE_KEY
+from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.request_marks import is_offline
+from sglang_coserve.srt.safepoint.batch_kind import kind_of
 from sglang_coserve.srt.step_runner import StepRunner
+from sglang_coserve.srt.step_trace import StepTrace
 
 __all__ = ["SchedulerStatus"]
 
@@ -32,29 +39,40 @@ class SchedulerStatus:
         config: CoserveConfig,
         *,
         admission: Admission,
+        ledger: RequestLedger,
         view: EngineView,
+        pools: KvPools,
+        load: LoadReporter,
         runner: StepRunner,
         checkpointing: KvCheckpointing,
         events: Counter[str],
     ) -> None:
         self._scheduler = scheduler
         self._view = view
+        self._pools = pools
+        self._ledger = ledger
+        self._load = load
         self._config = config
         self._admission = admission
         self._runner = runner
         self._checkpointing = checkpointing
+        self._load = load
         self._events = events
         args = compat.settings_of(scheduler.server_args)
         self._is_rank_0 = compat.is_first_rank(scheduler)
-        wants_metrics = args.enable_metrics and self._is_rank_0
         dp_rank = compat.parallel(scheduler).dp_rank
-        self._exporter = Exporter(args.served_model_name, dp_rank) if wants_metrics else None
+        self._exporter: Exporter | None = None
+        self._latencies: Latencies | None = None
+        self._trace = StepTrace(ledger, process=1 + (dp_rank or 0)) if self._is_rank_0 else None
+        if args.enable_metrics and self._is_rank_0:
+            self._exporter = Exporter(args.served_model_name, dp_rank)
+            self._latencies = Latencies(ledger)
 
     def internal_state(self) -> dict[str, Any]:
         """Return the state of this replica for ``/coserve/status``."""
         return {
             "config": self._config.to_dict(),
-            EXPECTED_RATE_KEY: self._expected_offline_rate(),
+            EXPECTED_RATE_KEY: self._load.rate_alone_per_s(),
             **self.state(),
         }
 
@@ -64,12 +82,14 @@ class SchedulerStatus:
         running = self._view.running_rows()
         num_offline = sum(is_offline(req) for req in running)
         prefilling = scheduler.chunked_req
+        online, offline = self._ledger.with_kv()
         return {
             "slo": self._admission.interference.monitor.report(time.perf_counter()).to_dict(),
             "online": {
                 "waiting": len(scheduler.waiting_queue),
                 "running": len(running) - num_offline,
                 "shed": self._events["shed"],
+                **self._delays(),
             },
             "offline": {
                 "waiting": self._admission.num_waiting(),
@@ -77,10 +97,53 @@ class SchedulerStatus:
                 "prefilling": int(prefilling is not None and is_offline(prefilling)),
                 **self._counted_events(),
             },
+            "kv_tokens": self._pools.by_class(online, offline)._asdict(),
             "kv_checkpoint": self._checkpointing.stats().to_dict(),
             **self._admission.state(),
             **self._runner.state(),
         }
+
+    def batch_delays_s(self) -> dict[str, float] | None:
+        """Return by how much each batch has delayed online requests; None if that is not known."""
+        bill = self._bill()
+        return None if bill is None else dict(bill.jobs)
+
+    def last_steps(self, seconds: float) -> list[str]:
+        """Return the events of the last ``seconds`` of steps, as far as they are kept."""
+        return [] if self._trace is None else self._trace.since(time.perf_counter() - seconds)
+
+    def launched(self, batch: Any) -> None:
+        """Note the batch with which a pass ends; None if nothing is to run."""
+        if self._trace is None:
+            return
+        now_s = time.perf_counter()
+        self._trace.launched(batch, now_s, self._runner.lane)
+        if self._latencies is not None:
+            self._latencies.launched(batch, now_s)
+
+    def stopped(self, batch: Any) -> None:
+        """Note that the batch that was launched first has been suspended."""
+        lane = self._runner.lane
+        if self._trace is not None and lane is not None and lane.suspended is not None:
+            self._trace.ended(
+                batch.reqs, kind_of(batch), time.perf_counter(), stopped_at=lane.suspended.layer
+            )
+
+    def processed(self, batch: Any, reqs: Sequence[Any], has_token: Sequence[bool]) -> None:
+        """Note the results of a batch, whose rows were ``reqs``, and publish."""
+        if self._trace is not None:
+            now_s = time.perf_counter()
+            self._trace.ended(reqs, kind_of(batch), now_s, has_token)
+            if self._latencies is not None:
+                self._latencies.processed(reqs, has_token, now_s)
+        self.publish()
+
+    def forget(self, rid: str) -> None:
+        """Drop what is kept of a request that has ended."""
+        if self._trace is not None:
+            self._trace.forget(rid, time.perf_counter())
+        if self._latencies is not None:
+            self._latencies.forget(rid)
 
     def publish(self) -> None:
         """Publish Prometheus metrics, if enabled and due; log a warning about missed targets."""
@@ -88,24 +151,36 @@ class SchedulerStatus:
             return  # All ranks have the same state.
         now_s = time.perf_counter()
         if self._exporter is not None and self._exporter.is_due(now_s):
-            self._exporter.publish(self.state(), self._counted_events(), now_s)
+            self._publish(self._exporter, now_s)
         warning = self._admission.interference.monitor.warning(now_s)
         if warning is not None:
             logger.warning("%s", warning)
 
+    def _publish(self, exporter: Exporter, now_s: float) -> None:
+        assert self._latencies is not None
+        exporter.publish(self.state(), self._counted_events(), now_s)
+        exporter.publish_latencies(self._latencies)
+        if (bill := self._admission.interference.bill) is not None:
+            exporter.publish_delays(bill.take_delays())
+        exporter.publish_load(
+            self._load.load(),
+            oldest_waiting_s=self._latencies.oldest_waiting_s(now_s),
+            budget_s=self._admission.budget_s,
+        )
+
+    def _bill(self) -> BillReport | None:
+        bill = self._admission.interference.bill
+        return None if bill is None else bill.report()
+
+    def _delays(self) -> dict[str, float | int | None]:
+        """Return by how much offline work has delayed online requests since the start."""
+        bill = self._bill()
+        return {
+            "delay_s": None if bill is None else bill.total_s,
+            "delay_ttft_s": None if bill is None else bill.ttft_s,
+            "delay_gaps_s": None if bill is None else bill.gaps_s,
+            "billed": 0 if bill is None else bill.requests,
+        }
+
     def _counted_events(self) -> dict[str, int]:
         return {name: self._events[name] for name in self._admission.event_names}
-
-    def _expected_offline_rate(self) -> float | None:
-        """Return the predicted offline tokens/s of an idle engine; None if unknown."""
-        model = self._admission.latency_model()
-        if model is None:
-            return None
-        scheduler = self._scheduler
-        limit = self._config.offline_max_running or scheduler.max_running_requests
-        return expected_tokens_per_s(
-            model,
-            kv_tokens=scheduler.max_total_num_tokens,
-            max_rows=min(limit, scheduler.max_running_requests),
-            chunk_tokens=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
-        )

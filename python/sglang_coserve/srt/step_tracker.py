@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_coserve.core.batch_stats import BatchStats
-from sglang_coserve.core.step import PrefillChunk, Served, StepResult
+from sglang_coserve.core.step import JobTokens, PrefillChunk, Served, StepResult
 from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.safepoint.batch_kind import kind_of, num_decodes, stats_of
 
@@ -29,8 +29,10 @@ class _Step:
     started_s: float
     batch: BatchStats
     chunks: tuple[PrefillChunk, ...]
+    jobs: tuple[JobTokens, ...]
     seconds: float | None = None
     served: tuple[Served, ...] = ()
+    planning_s: float = 0.0
     spent_s: float = 0.0
     """Time that it ran before it was suspended; NaN if unknown."""
 
@@ -51,6 +53,8 @@ class _Step:
             self.chunks,
             self.served,
             beside=self.beside,
+            jobs=self.jobs,
+            planning_s=self.planning_s,
         )
 
 
@@ -79,6 +83,7 @@ class StepTracker:
         self._micro_batches = micro_batches
         self._pass_s: float | None = None
         self._planned: int | None = None
+        self._planning_s = 0.0
         self._suspended: _Step | None = None
         self._resumed: _Step | None = None
         self._last: deque[_Step | None] = deque(maxlen=max(self._lag + 1, 2 * micro_batches - 1))
@@ -106,6 +111,12 @@ class StepTracker:
             results.append(step.result())
         return results
 
+    def decided(self, now_s: float) -> None:
+        """Note that what is to be run in this pass was decided by now."""
+        # Beside a running batch, or another stage's, it takes no time of its own.
+        if not self._lag and self._micro_batches == 1 and self._pass_s is not None:
+            self._planning_s = now_s - self._pass_s
+
     def started(self, step: int) -> None:
         """Record that this pass carries out a step of the core."""
         self._planned = step
@@ -113,13 +124,15 @@ class StepTracker:
     def launched(self, batch: ScheduleBatch | None) -> None:
         """Record the batch that this pass launches; None if nothing is to run. O(rows)."""
         number, self._planned = self._planned, None
+        planning_s, self._planning_s = self._planning_s, 0.0
         step, self._resumed = self._resumed, None
         if step is not None:
             step.is_suspended = False
             self._open.append(step)
         elif number is not None or batch:
             assert self._pass_s is not None
-            step = _Step(number, self._pass_s, *_content(batch), is_told=not batch)
+            step = _Step(number, self._pass_s, *self._content(batch), is_told=not batch)
+            step.planning_s = planning_s
             self._open.append(step)
         self._last.append(step)
         if batch:
@@ -143,7 +156,9 @@ class StepTracker:
         """Drop the suspended step, and return its result."""
         step, self._suspended = self._suspended, None
         assert step is not None
-        return StepResult(step.number, step.started_s, given_up=tuple(rids))
+        # What it ran is lost, and not known where another batch may have taken some of the time.
+        seconds = step.spent_s if step.spent_s > 0 else None
+        return StepResult(step.number, step.started_s, seconds, given_up=tuple(rids))
 
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
         """Record the results of the oldest pending batch: rows, and whether each got a token."""
@@ -202,12 +217,25 @@ class StepTracker:
                 ledger.produced(req.rid, now_s)
         return tuple(served)
 
+    def _content(
+        self, batch: ScheduleBatch | None
+    ) -> tuple[BatchStats, tuple[PrefillChunk, ...], tuple[JobTokens, ...]]:
+        """Return the sums over a batch that is ready to run, its prefills, and whose its offline
+        rows are."""
+        kind = kind_of(batch) if batch else None
+        if batch is None or kind is None:
+            return BatchStats(), (), ()
+        reqs = batch.reqs
+        count = len(reqs) - num_decodes(batch, kind)
+        chunks = [PrefillChunk(reqs[row].rid, batch.extend_lens[row]) for row in range(count)]
+        stats = stats_of(batch, kind, [True] * len(reqs))
+        return stats, tuple(chunks), self._jobs(chunks, reqs[count:])
 
-def _content(batch: ScheduleBatch | None) -> tuple[BatchStats, tuple[PrefillChunk, ...]]:
-    """Return the sums over a prepared batch, and its prefill chunks."""
-    kind = kind_of(batch) if batch else None
-    if batch is None or kind is None:
-        return BatchStats(), ()
-    count = len(batch.reqs) - num_decodes(batch, kind)
-    chunks = [PrefillChunk(batch.reqs[row].rid, batch.extend_lens[row]) for row in range(count)]
-    return stats_of(batch, kind, [True] * len(batch.reqs)), tuple(chunks)
+    def _jobs(
+        self, chunks: Sequence[PrefillChunk], decodes: Sequence[Req]
+    ) -> tuple[JobTokens, ...]:
+        ledger, tokens_of = self._ledger, Counter[str | None]()
+        for rid, tokens in [*chunks, *((req.rid, 1) for req in decodes)]:
+            if rid in ledger and not (info := ledger[rid]).is_online:
+                tokens_of[info.job] += tokens
+        return tuple([JobTokens(job, tokens) for job, tokens in tokens_of.items()])

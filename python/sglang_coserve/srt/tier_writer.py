@@ -6,7 +6,7 @@ import json
 import re
 from typing import Final
 
-from sglang_coserve.srt.asgi import Message, Send
+from sglang_coserve.asgi import Message, Send
 from sglang_coserve.srt.body_marks import SERVICE_TIER
 
 __all__ = ["TierWriter"]

@@ -24,6 +24,7 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.arrival_time import OutputDelay, install_arrival_times
 from sglang_coserve.srt.engine_limits import check_request, check_values
 from sglang_coserve.srt.grammar_trial import GrammarSettings, GrammarTrials
+from sglang_coserve.srt.loaded_model import loaded_fingerprint
 from sglang_coserve.srt.media_sources import MediaSources
 from sglang_coserve.srt.offline_marks import attach_marks
 from sglang_coserve.srt.request_marks import check_targets_act, with_client_marks
@@ -53,6 +54,7 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
         super().__init__(*args, **kwargs)
         self.coserve_output_delay: OutputDelay = install_arrival_times()
         self._media = MediaSources.named(config_of(self.server_args).media_sources)
+        self._fingerprint: asyncio.Task[str] | None = None
         self._grammar_trials: GrammarTrials | None = None
         settings = compat.settings_of(self.server_args)
         if settings.grammar_backend == "xgrammar" and self.tokenizer is not None:
@@ -63,6 +65,15 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
                 any_whitespace=not settings.constrained_json_disable_any_whitespace,
             )
             self._grammar_trials = GrammarTrials(settings)
+
+    async def coserve_fingerprint(self) -> str:
+        """Return the fingerprint of the model that was loaded, read when it is first asked for."""
+        if self._fingerprint is None:
+            settings = compat.settings_of(self.server_args)
+            # In a thread: it reads parts of all weights.
+            reading = asyncio.to_thread(loaded_fingerprint, settings)
+            self._fingerprint = asyncio.create_task(reading)
+        return await asyncio.shield(self._fingerprint)
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         """Serve a request ``obj`` of SGLang's and yield its outputs.

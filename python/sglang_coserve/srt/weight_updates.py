@@ -22,8 +22,9 @@ class WeightUpdates:
         """Cache namespace for the prefixes of batch lines. Not empty once weights were updated
         without flushing the cache, which then holds KV of other weights."""
 
-        self.on_update: Callable[[], None] | None = None
-        """Called when an update is about to wait for the end of all requests in flight."""
+        self.on_update: list[Callable[[], None]] = []
+        """Called when an exchange is about to wait for the end of all requests in flight."""
+
         self._settled = asyncio.Event()
         self._settled.set()
 
@@ -50,8 +51,9 @@ class WeightUpdates:
         """
         self._num_pending += 1
         self._settled.clear()
-        if self.on_update is not None and not self._is_paused:
-            self.on_update()
+        if not self._is_paused:
+            for take_out in self.on_update:
+                take_out()
         try:
             yield
         finally:

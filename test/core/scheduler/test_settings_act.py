@@ -55,6 +55,7 @@ VALUES: dict[str, dict[str, Any]] = {
     },
     "kv_checkpoint_watermark": {"kv_checkpoint_watermark": 0.5, "kv_checkpoint": "pressure"},
     "media_sources": {"media_sources": "inline"},
+    "open_view": {"open_view": True},
     "coserve_data_dir": {"coserve_data_dir": "data"},
     **{
         name: {name: 7, "coserve_data_dir": "data"}

@@ -29,7 +29,7 @@ def request_with(custom_params: Any, **attributes: Any) -> Any:
 
 
 def test_marks_are_read_as_they_were_made() -> None:
-    req = request_with(offline_marks(due_in_s=-5.5, generated=(1, 2)))
+    req = request_with(offline_marks(due_in_s=-5.5, job="batch_1", generated=(1, 2)))
     assert deadline_of(req, arrival_s=20.0) == 14.5
     restore_generated(req, None)
     restore_generated(req, None)
@@ -42,9 +42,9 @@ def test_a_deadline_of_a_client_counts_from_the_arrival() -> None:
 
 
 def test_the_expected_length_travels_with_a_line() -> None:
-    req = request_with(offline_marks(due_in_s=1, expected_output_tokens=7))
+    req = request_with(offline_marks(due_in_s=1, job="batch_1", expected_output_tokens=7))
     assert expected_tokens_of(req) == 7
-    assert expected_tokens_of(request_with(offline_marks(due_in_s=1))) is None
+    assert expected_tokens_of(request_with(offline_marks(due_in_s=1, job="batch_1"))) is None
 
 
 @pytest.mark.parametrize("custom_params", [None, {}, {"thinking_budget": 5}])
@@ -59,7 +59,7 @@ def test_a_request_without_marks(custom_params: Any) -> None:
 @pytest.mark.parametrize("generated", [[1] * 100, [1] * 120, [50], [3, 999], [-1]])
 def test_tokens_that_cannot_be_its_own_are_left_out(generated: list[int]) -> None:
     """Too many for its limit, or of another vocabulary."""
-    req = request_with(offline_marks(due_in_s=0, generated=generated))
+    req = request_with(offline_marks(due_in_s=0, job="batch_1", generated=generated))
     restore_generated(req, None)
     assert req.output_ids == []
 
@@ -68,7 +68,7 @@ def test_marks_are_attached_only_where_they_were_set() -> None:
     params = SimpleNamespace(custom_params={"a": 1})
     attach_marks(params)
     assert params.custom_params == {"a": 1}
-    with sent_with(offline_marks(due_in_s=3)):
+    with sent_with(offline_marks(due_in_s=3, job="batch_1")):
         attach_marks(params)
     assert params.custom_params["a"] == 1
     assert deadline_of(SimpleNamespace(sampling_params=params), 20.0) == 23.0
@@ -83,7 +83,7 @@ def test_marks_are_attached_only_where_they_were_set() -> None:
     ids=str,
 )
 def test_state_beside_the_tokens_is_not_guessed(state: dict[str, Any]) -> None:
-    marks = offline_marks(due_in_s=0, generated=(1, 2))
+    marks = offline_marks(due_in_s=0, job="batch_1", generated=(1, 2))
     req = request_with(marks, **state)
     restore_generated(req, None)
     assert req.output_ids == []
@@ -91,7 +91,7 @@ def test_state_beside_the_tokens_is_not_guessed(state: dict[str, Any]) -> None:
 
 def test_reasoning_tokens_of_before_are_counted() -> None:
     counted: list[Any] = []
-    marks = offline_marks(due_in_s=0, generated=(1, 2))
+    marks = offline_marks(due_in_s=0, job="batch_1", generated=(1, 2))
     req = request_with(marks, update_reasoning_tokens=lambda *args: counted.append(args))
     req.require_reasoning = True
     restore_generated(req, [9])

@@ -35,6 +35,8 @@ def test_the_admin_key_opens_the_operators_routes_and_no_others(
     for path in ("/v1/files", "/v1/batches", "/coserve/status"):
         assert call(deployment, "GET", path, ADMIN_KEY).status_code == 401
         assert call(deployment, "GET", path, API_KEY).status_code == 200
+    assert call(deployment, "GET", "/coserve/load", API_KEY).status_code == 401
+    assert call(deployment, "GET", "/coserve/load", ADMIN_KEY).json()["model_name"] == "small"
     assert client.batches.retrieve(batch_id).status == "in_progress"
     cancelled = call(deployment, "POST", f"/coserve/batches/{batch_id}/cancel", ADMIN_KEY)
     assert cancelled.json()["status"] == "cancelling"

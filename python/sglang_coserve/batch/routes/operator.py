@@ -18,7 +18,7 @@ from sglang_coserve.batch.routes.errors import (
 )
 from sglang_coserve.batch.schemas import BatchList, BatchObject, BatchStatus
 
-__all__ = ["router", "set_admin_key"]
+__all__ = ["check_admin_key", "router", "set_admin_key"]
 
 _STATE: Final = "coserve_admin_key"
 
@@ -29,13 +29,19 @@ def set_admin_key(app: FastAPI, key: str) -> None:
     setattr(app.state, _STATE, key)
 
 
-def _check_admin_key(
+def check_admin_key(
     request: Request,
     credentials: Annotated[
         HTTPAuthorizationCredentials | None,
         Depends(HTTPBearer(auto_error=False, scheme_name="admin key")),
     ],
 ) -> None:
+    """Let a request pass that brings the admin key; for a route's dependencies.
+
+    Raises:
+        NoAdminKeyError: the server has none.
+        AdminKeyError: the request brings another one, or none.
+    """
     key = getattr(request.app.state, _STATE, None)
     if key is None:
         raise NoAdminKeyError(
@@ -50,7 +56,7 @@ router = APIRouter(
     tags=["operator"],
     route_class=JsonRoute,
     responses=ERROR_RESPONSES | OPERATOR_ERROR_RESPONSES,
-    dependencies=[Depends(_check_admin_key)],
+    dependencies=[Depends(check_admin_key)],
 )
 
 BatchId = Annotated[str, Path(max_length=64)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from sglang_coserve.batch.state import Event, Failed, Finalized, Progressed, tra
 from sglang_coserve.batch.store import event_rows, file_rows
 from sglang_coserve.lines.progress import Progress, Usage
 
-__all__ = ["apply", "create", "find", "page", "unfinished"]
+__all__ = ["add_online_delays", "apply", "create", "find", "page", "unfinished"]
 
 _NESTED: Final = ("progress", "faults", "metadata")
 _PLAIN: Final = tuple(field.name for field in fields(JobRecord) if field.name not in _NESTED)
@@ -177,6 +177,14 @@ def apply(
             ),
         )
     return after
+
+
+def add_online_delays(connection: sqlite3.Connection, added_s: Mapping[str, float]) -> None:
+    """Add to what batches have delayed online requests by; an unknown batch is passed over."""
+    connection.executemany(
+        "UPDATE batches SET online_delay_s = coalesce(online_delay_s, 0) + ? WHERE id = ?",
+        [(seconds, batch_id) for batch_id, seconds in added_s.items()],
+    )
 
 
 def _put_outputs(connection: sqlite3.Connection, batch: JobRecord, now_s: float) -> None:

@@ -111,5 +111,9 @@ MIGRATIONS: Final = (
         # How long a batch was to take; null where that cannot be compared with what it took.
         "ALTER TABLE batches ADD COLUMN forecast_s REAL",
     ),
+    (
+        # By how much a batch has delayed online requests.
+        "ALTER TABLE batches ADD COLUMN online_delay_s REAL",
+    ),
 )
 """Step ``n`` takes a database from version ``n`` to ``n + 1``."""

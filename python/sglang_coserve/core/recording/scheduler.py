@@ -24,6 +24,7 @@ from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
 from sglang_coserve.core.step import PrefillChunk, StepPlan, StepResult
+from sglang_coserve.core.work_log import WorkLog
 
 __all__ = ["RecordingScheduler"]
 
@@ -58,6 +59,11 @@ class RecordingScheduler:
     def interference(self) -> Interference:
         """See ``Scheduler.interference``."""
         return self._scheduler.interference
+
+    @property
+    def work(self) -> WorkLog:
+        """See ``Scheduler.work``."""
+        return self._scheduler.work
 
     def arrived(self, info: RequestInfo, cached_tokens: int = 0) -> None:
         """See ``Scheduler.arrived``."""

@@ -7,6 +7,7 @@ SGLang's alone, unless the order or the overload of online requests is the core'
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -91,6 +92,7 @@ class PlannedAdmission:
             micro_batches=view.micro_batches,
         )
         self._until_s: float | None = None
+        self.budget_s: float | None = None
         self._drift_warning = DriftWarning() if is_first_rank(scheduler) else None
         self._waiting = PlannedWaiting(view.passes_to_settle)
         self._ended: list[Req] = []
@@ -164,6 +166,7 @@ class PlannedAdmission:
         self._checkpointing.prefetch(now_s)
         self._account(now_s)
         if not self._is_planned(running_batch):
+            self._steps.decided(self._clock.now_s())
             return prefill(running_batch)
         running_batch.filter_batch()
         running_batch = self._view.aside.resume_ended(running_batch)
@@ -176,6 +179,9 @@ class PlannedAdmission:
         if plan.drops:
             self._drop()
             plan = self.core.plan(self._snapshot(running_batch, now_s), self)
+        self._steps.decided(self._clock.now_s())
+        if math.isfinite(plan.budget_s):
+            self.budget_s = plan.budget_s
         executed = self._plans.carry_out(plan, running_batch, prefill)
         for chunk in executed.admitted:
             self._waiting.reqs.pop(chunk.rid, None)
@@ -314,5 +320,9 @@ class PlannedAdmission:
 
     def state(self) -> dict[str, Any]:
         """See ``Admission``."""
-        error, model = self.core.prediction_error, self.core.model
-        return {"prediction": {"model": model.kind, "mape": error.mape, "bias": error.bias}}
+        error, model, work = self.core.prediction_error, self.core.model, self.core.work
+        return {
+            "prediction": {"model": model.kind, "mape": error.mape, "bias": error.bias},
+            "work": work.totals.to_dict(),
+            "decisions": work.decisions.to_list(self._clock.now_s()),
+        }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sglang_coserve.batch.token_rate import TokenRate
@@ -16,7 +16,10 @@ from sglang_coserve.srt.batch_backend.answer import engine_failure, invalid_requ
 from sglang_coserve.srt.batch_backend.endpoints import Endpoint, model_endpoints
 from sglang_coserve.srt.batch_backend.handler_thread import HandlerThread
 from sglang_coserve.srt.batch_backend.line_manager import LineManager, LineTask
+from sglang_coserve.srt.loaded_model import model_in_use
 from sglang_coserve.srt.prompt_limit import body_limits
+from sglang_coserve.srt.replicas import sum_of_delays_s
+from sglang_coserve.srt.scheduler_query import BATCH_DELAYS, ask
 
 __all__ = ["BatchBackend"]
 
@@ -57,10 +60,7 @@ class BatchBackend(Backend):
     @property
     def model(self) -> str:
         """What the tokens belong to; weights that are exchanged while it runs have another name."""
-        # Not from the server's arguments: those stay what they were at the start.
-        version = self._tokenizer_manager.config_value("weight_version") or ""
-        updates = self._tokenizer_manager.coserve_weights.name
-        return "|".join(filter(None, (self._fingerprint, str(version), updates)))
+        return model_in_use(self._tokenizer_manager, self._fingerprint)
 
     @property
     def is_changing(self) -> bool:
@@ -69,7 +69,7 @@ class BatchBackend(Backend):
 
     def when_changing(self, take_out: Callable[[], None]) -> None:
         """See ``Backend.when_changing``."""
-        self._tokenizer_manager.coserve_weights.on_update = take_out
+        self._tokenizer_manager.coserve_weights.on_update.append(take_out)
 
     async def settled(self) -> None:
         """See ``Backend.settled``."""
@@ -104,6 +104,10 @@ class BatchBackend(Backend):
             busy_s=self._rate.busy_s,
         )
 
+    async def online_delays_s(self) -> Mapping[str, float] | None:
+        """See ``Backend.online_delays_s``; the schedulers are asked."""
+        return sum_of_delays_s(await ask(self._tokenizer_manager, BATCH_DELAYS))
+
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
     ) -> LineResult:
@@ -125,6 +129,7 @@ class BatchBackend(Backend):
 
         task = LineTask(
             request_id=request_id,
+            batch_id=request.batch_id,
             due_in_s=request.deadline_s - self._now_s(),
             generated=request.generated,
             expected_output_tokens=request.expected_output_tokens,

@@ -27,6 +27,8 @@ class LineTask:
 
     request_id: str
 
+    batch_id: str
+
     due_in_s: float
     """Time left until the batch should be complete."""
 
@@ -118,6 +120,7 @@ class LineManager(BoundedManager):
         generated = task.generated if is_continuable else ()
         marks = offline_marks(
             due_in_s=task.due_in_s,
+            job=task.batch_id,
             generated=generated,
             expected_output_tokens=task.expected_output_tokens,
         )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from sglang_coserve.srt.compat.by_version import (
     aborted_errors,
+    cached_nodes,
     check_extra_keys,
     computed_tokens,
     copy_streams,
@@ -72,6 +73,7 @@ from sglang_coserve.srt.compat.versions import check_version, installed_version,
 __all__ = [
     "UPDATE_COMMUNICATORS",
     "aborted_errors",
+    "cached_nodes",
     "check_extra_keys",
     "check_logit_processor",
     "check_one_replica",

@@ -10,6 +10,7 @@ from sglang_coserve.srt.compat.versions import INSTALLED
 
 __all__ = [
     "aborted_errors",
+    "cached_nodes",
     "check_extra_keys",
     "computed_tokens",
     "copy_streams",
@@ -122,6 +123,7 @@ else:
 
 if INSTALLED >= (0, 5, 22):
     from sglang_coserve.srt.compat.v22 import (
+        cached_nodes,
         filter_out,
         free_prepared,
         has_unsaved_kv,
@@ -143,6 +145,6 @@ else:
     )
 
     if INSTALLED >= (0, 5, 21):
-        from sglang_coserve.srt.compat.v21 import told_of_rows
+        from sglang_coserve.srt.compat.v21 import cached_nodes, told_of_rows
     else:
-        from sglang_coserve.srt.compat.v17 import told_of_rows
+        from sglang_coserve.srt.compat.v17 import cached_nodes, told_of_rows

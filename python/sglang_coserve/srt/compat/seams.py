@@ -106,6 +106,8 @@ SEAMS: Final[tuple[Seam, ...]] = (
             "handle_generate_request": "recv_req",
             "init_grammar_manager": "",
             "init_invariant_checker": "",
+            "init_load_inquirer": "",
+            "init_metrics_reporter": None,
             "init_request_dispatcher": "",
             "init_request_receiver": "",
             "init_watch_dog_memory_saver_input_blocker": "",
@@ -149,13 +151,90 @@ SEAMS: Final[tuple[Seam, ...]] = (
             *("_pending_chunked_abort_req", "_request_dispatcher", "chunked_prefill_size"),
             *("chunked_req", "disaggregation_mode", "future_map", "grammar_manager"),
             *("idle_sleeper", "input_blocker", "invariant_checker", "ipc_channels"),
-            *("is_hybrid_swa", "is_mixed_chunk", "last_batch", "max_prefill_tokens"),
-            *("max_req_len", "max_running_requests", "model_config", "recv_from_tokenizer"),
+            *("enable_priority_scheduling", "is_hybrid_swa", "is_mixed_chunk", "last_batch"),
+            *("load_inquirer", "max_prefill_tokens", "max_req_len", "max_running_requests"),
+            *("metrics_reporter", "model_config", "pool_stats_observer", "recv_from_tokenizer"),
             *("running_batch", "server_args", "spec_algorithm", "token_to_kv_pool_allocator"),
             *("tokenizer", "tp_cpu_group", "tp_worker", "tree_cache", "waiting_queue"),
         ),
     ),
     *_of(_SCHEDULER, Use.READ, _names("ps"), last="0.5.20"),
+    # --- Load ----------------------------------------------------------------------------
+    *_of(
+        "srt.managers.scheduler_components.load_inquirer.SchedulerLoadInquirer",
+        Use.OVERRIDDEN,
+        {"get_loads": ""},
+    ),
+    *_of("srt.managers.load_snapshot", Use.REPLACED, _names("snapshot_decoder")),
+    *_of(
+        "srt.managers.load_snapshot.LoadSnapshot",
+        Use.READ,
+        _names("num_running_reqs", "num_total_tokens", "num_waiting_reqs", "timestamp"),
+    ),
+    *_of(
+        "srt.managers.scheduler_components.load_inquirer.SchedulerLoadInquirer",
+        Use.READ,
+        _names(
+            *("get_chunked_req", "get_running_batch", "get_waiting_queue", "pool_stats_observer"),
+        ),
+    ),
+    *_of(
+        "srt.managers.scheduler_components.pool_stats_observer.SchedulerPoolStatsObserver",
+        Use.CALLED,
+        {"get_pool_stats": ""},
+    ),
+    *_of(
+        "srt.managers.scheduler_components.pool_stats_observer.PoolStats",
+        Use.CALLED,
+        {"update_scheduler_stats": "stats"},
+    ),
+    *_of(
+        "srt.managers.scheduler_components.pool_stats_observer.PoolStats",
+        Use.READ,
+        _names(
+            *("full_evictable_size", "full_num_used", "full_token_usage", "is_hybrid_ssm"),
+            *("is_hybrid_swa", "mamba_evictable_size", "mamba_num_used", "mamba_usage"),
+            *("swa_evictable_size", "swa_num_used", "swa_token_usage"),
+        ),
+    ),
+    *_of(
+        "srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter",
+        Use.READ,
+        _names("metrics_collector"),
+    ),
+    *_of(
+        "srt.observability.metrics_collector.SchedulerMetricsCollector",
+        Use.OVERRIDDEN,
+        {"log_stats": "stats"},
+    ),
+    *_of(
+        "srt.observability.metrics_collector.SchedulerStats",
+        Use.READ,
+        _names("num_queue_reqs", "num_running_reqs"),
+    ),
+    *_of(
+        "srt.observability.metrics_collector.QueueCount",
+        Use.CALLED,
+        {"from_reqs": "reqs enable_priority_scheduling"},
+    ),
+    *_of(
+        "srt.mem_cache.base_prefix_cache.BasePrefixCache",
+        Use.CALLED,
+        {"resolve_node_handle": "node_handle"},
+    ),
+    *_of(_TREE, Use.CALLED, {"collect_path_info": "end_node_ids"}, first="0.5.22"),
+    *_of(
+        "srt.mem_cache.unified_cache.unified_tree_core_interface.TreePathNodeInfo",
+        Use.READ,
+        _names("node_id", "path_end", "path_start"),
+        first="0.5.22",
+    ),
+    *_of(
+        "srt.managers.tokenizer_control_mixin.TokenizerControlMixin",
+        Use.CALLED,
+        {"get_loads": "include dp_rank"},
+    ),
+    # --- The scheduler, on ---------------------------------------------------------------
     *_of(
         "srt.managers.scheduler",
         Use.REPLACED,

@@ -9,6 +9,7 @@ from sglang_coserve.srt.compat.replacements import replace
 
 __all__ = [
     "aborted_errors",
+    "cached_nodes",
     "check_extra_keys",
     "computed_tokens",
     "copy_streams",
@@ -90,6 +91,19 @@ def set_computed_tokens(req: Req, tokens: int) -> None:
 def protected_tokens(req: Req) -> int:
     """Return how many tokens of a request have KV that belongs to the radix cache."""
     return int(req.cache_protected_len)
+
+
+def cached_nodes(tree_cache: Any, reqs: Sequence[Req]) -> list[list[tuple[int, int]]]:
+    """Return, for each request, the nodes of the radix cache with its KV: a name, and tokens."""
+    paths = []
+    for req in reqs:
+        path = []
+        node = tree_cache.resolve_node_handle(req.last_node)
+        while node is not None and node.parent is not None:
+            path.append((id(node), len(node.key)))
+            node = node.parent
+        paths.append(path)
+    return paths
 
 
 # --- What a request computes next (until 0.5.21) -------------------------------------------

@@ -7,9 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from sglang_coserve.srt.compat import v17
 from sglang_coserve.srt.compat.v18 import submit_load
+from sglang_coserve.srt.compat.v19 import protected_tokens
 
 __all__ = [
+    "cached_nodes",
     "exceeds_window_pool",
     "is_mixed",
     "keep_outputs",
@@ -24,6 +27,14 @@ __all__ = [
 ]
 
 Req = Any
+
+
+def cached_nodes(tree_cache: Any, reqs: Sequence[Req]) -> list[list[tuple[int, int]]]:
+    """As in ``v17``. A tree in Rust shows no nodes: what requests share has a name for each."""
+    try:
+        return v17.cached_nodes(tree_cache, reqs)
+    except NotImplementedError:
+        return [[(id(req), protected_tokens(req))] for req in reqs]
 
 
 def is_mixed(adder: Any) -> bool:

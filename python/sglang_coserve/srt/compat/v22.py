@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sglang_coserve.srt.compat import v17
 from sglang_coserve.srt.compat.v19 import holds_kv
 
 __all__ = [
+    "cached_nodes",
     "filter_out",
     "free_prepared",
     "has_unsaved_kv",
@@ -21,6 +23,15 @@ __all__ = [
 
 Req = Any
 ScheduleBatch = Any
+
+
+def cached_nodes(tree_cache: Any, reqs: Sequence[Req]) -> list[list[tuple[int, int]]]:
+    """As in ``v17``."""
+    core = getattr(tree_cache, "tree_core", None)
+    if core is None:
+        return v17.cached_nodes(tree_cache, reqs)
+    paths = core.collect_path_info([req.last_node for req in reqs])
+    return [[(node.node_id, node.path_end - node.path_start) for node in path] for path in paths]
 
 
 def prefix_tokens(req: Req) -> int:

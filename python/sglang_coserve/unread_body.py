@@ -13,7 +13,7 @@ import asyncio
 import time
 from typing import Final
 
-from sglang_coserve.srt.asgi import App, Message, Receive, Scope, Send
+from sglang_coserve.asgi import App, Message, Receive, Scope, Send
 
 __all__ = ["UnreadBodyMiddleware"]
 

@@ -1,0 +1,135 @@
+"""Does the bill agree with a replay? What online requests are billed, and what they really lost.
+
+    python benchmark/bench_bill.py --repeats 3 --out benchmark/results/bill_cpu.json
+
+The same online requests twice on a real engine, on a clock of CPU time
+(``bench_interference``): with offline requests, and without. How much later their tokens came
+is measured; beside it stands what the server billed in the run with offline requests, which
+knows nothing of the other one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from bench_interference import TRAFFIC, run
+from common.results import write_results
+from interference_bench.engine import Outcome
+from interference_bench.load import Load
+from interference_bench.session import OFFLINE, engine_flags, engines, full_rate_per_s
+from interference_bench.systems import ALONE, SYSTEMS
+
+_AGREES: Final = 0.15
+
+
+def main() -> None:
+    """Run the benchmark; print a table, write the figures."""
+    options = parse_options()
+    console = Console(stderr=True)
+    names = [ALONE, *options.systems]
+    rows: list[dict[str, Any]] = []
+    with (
+        engines({name: SYSTEMS[name] for name in names}, options) as running,
+        Progress(console=console) as progress,
+    ):
+        loads = [(kind, share) for kind in options.traffic for share in options.load]
+        bar = progress.add_task("running", total=options.repeats * len(loads) * len(names))
+        rates = {
+            kind: full_rate_per_s(running[ALONE], TRAFFIC[kind], options.seconds)
+            for kind in options.traffic
+        }
+        for repeat in range(options.repeats):
+            for kind, share in loads:
+                load = Load(
+                    TRAFFIC[kind], share * rates[kind], options.seconds, seed=repeat, **OFFLINE
+                )
+                outcomes = {}
+                for name in random.Random(repeat).sample(names, len(names)):
+                    progress.update(bar, description=f"{kind} at {share:.0%}: {name}")
+                    outcomes[name] = run(running[name], SYSTEMS[name], load)
+                    progress.advance(bar)
+                for name in options.systems:
+                    of = {"repeat": repeat, "traffic": kind, "load": share, "system": name}
+                    rows.append({**of, **compared(outcomes[name], outcomes[ALONE])})
+                write_results(options.out, options, requests_per_s_at_full_load=rates, rows=rows)
+    print_table(rows)
+
+
+def compared(outcome: Outcome, alone: Outcome) -> dict[str, Any]:
+    """Return what was measured and what was billed, in seconds over all requests of a run."""
+    assert not outcome.num_unfinished, "all online requests end"
+    assert not alone.num_unfinished, "all online requests end"
+    ttft_s = sum(outcome.ttft_s) - sum(alone.ttft_s)
+    gaps_s = sum(outcome.gaps_s) - sum(alone.gaps_s)
+    billed_s = outcome.bill["ttft_s"] + outcome.bill["gaps_s"]
+    return {
+        "online": len(outcome.ttft_s),
+        "alone_s": sum(alone.ttft_s) + sum(alone.gaps_s),
+        "measured_s": ttft_s + gaps_s,
+        "measured_ttft_s": ttft_s,
+        "measured_gaps_s": gaps_s,
+        "billed_s": billed_s,
+        "billed_ttft_s": outcome.bill["ttft_s"],
+        "billed_gaps_s": outcome.bill["gaps_s"],
+        "billed_late_only_s": outcome.bill["late_only_s"],
+        "billed_requests": outcome.bill["requests"],
+        "ratio": billed_s / (ttft_s + gaps_s),
+        "offline_tokens_per_s": outcome.offline_tokens / outcome.seconds,
+    }
+
+
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print sums over the repeats, and the ratios of single repeats."""
+    table = Table(title="Seconds that offline work added to all online requests of a load")
+    for heading in ("traffic", "load", "system"):
+        table.add_column(heading)
+    for heading in ("requests", "measured", "billed", "÷", "single repeats", "TTFT ÷", "gaps ÷"):
+        table.add_column(heading, justify="right")
+    table.add_column("late ones only ÷", justify="right")
+    for key in dict.fromkeys((one["traffic"], one["load"], one["system"]) for one in rows):
+        runs = [one for one in rows if (one["traffic"], one["load"], one["system"]) == key]
+
+        def total(name: str, runs: Sequence[Mapping[str, Any]] = runs) -> float:
+            return float(sum(one[name] for one in runs))
+
+        ratio = total("billed_s") / total("measured_s")
+        table.add_row(
+            key[0],
+            f"{key[1]:.0%}",
+            key[2],
+            f"{statistics.mean(one['online'] for one in runs):.0f}",
+            f"{total('measured_s'):.2f}",
+            f"{total('billed_s'):.2f}",
+            f"{ratio:.2f}" + ("" if abs(ratio - 1) <= _AGREES else " !"),
+            " ".join(f"{one['ratio']:.2f}" for one in runs),
+            f"{total('billed_ttft_s') / total('measured_ttft_s'):.2f}",
+            f"{total('billed_gaps_s') / total('measured_gaps_s'):.2f}",
+            f"{total('billed_late_only_s') / total('measured_s'):.2f}",
+        )
+    console = Console(width=130)
+    console.print(table)
+    console.print(f"! differs by more than {_AGREES:.0%}", highlight=False)
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = engine_flags(__doc__, seconds=60.0)
+    systems = [name for name in SYSTEMS if name.startswith("coserve")]
+    usual = ["coserve", "coserve, slowdown 10%"]
+    parser.add_argument("--systems", nargs="+", choices=systems, default=usual)
+    parser.add_argument("--traffic", nargs="+", choices=TRAFFIC, default=list(TRAFFIC))
+    parser.add_argument("--load", nargs="+", type=float, default=[0.2, 0.5, 0.8])
+    parser.add_argument("--repeats", type=int, default=3)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""What offline work cost online requests, in seconds, and whose work it was."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from sglang_coserve.core.step import JobTokens
+
+__all__ = ["Bill", "BillReport", "Delay", "WorkMark"]
+
+_MOST_JOBS: Final = 1024
+"""Jobs whose sums are kept, those that were billed last: four times as many as may be unfinished by
+default. So a server that runs for months does not fill its memory."""
+
+_MOST_DELAYS: Final = 1 << 12
+"""Single delays that wait to be taken: more than end in a second, which is when that is done."""
+
+WorkMark = Mapping[str | None, float]
+"""Seconds of each job's work in this busy period, up to some moment."""
+
+
+class Delay(NamedTuple):
+    """How much later than in the no-interference baseline the tokens of a request came."""
+
+    ttft_s: float
+    """The first one; negative where the baseline promises less than there was, since predictions
+    err to both sides. Sums of these are right where sums of the positive ones would be too much."""
+
+    total_s: float
+    """The last one. What is between is made up for: a later gap that is shorter than in the
+    baseline takes back what an earlier one added."""
+
+    @property
+    def gaps_s(self) -> float:
+        """What the gaps between its tokens added together; negative where they made up for a
+        late first token."""
+        return self.total_s - self.ttft_s
+
+
+@dataclass(frozen=True, slots=True)
+class BillReport:
+    """Sums since the start. Times are those of last tokens unless they are of TTFT."""
+
+    requests: int
+    """Online requests that offline work ran beside or before, and that were billed."""
+
+    ttft_s: float
+    gaps_s: float
+    jobs: Mapping[str, float]
+    """By batch; those billed last."""
+
+    unowned_s: float
+    """For offline requests that are no lines of a batch."""
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.ttft_s + self.gaps_s
+
+
+class Bill:
+    """Adds up the delays of online requests, and charges them to jobs.
+
+    A request's first token is charged to what ran from its arrival until then, the rest to
+    what ran from there to its last token, in proportion to the time. Where nothing ran
+    meanwhile, a delay is that of the requests before it, and goes to all offline work since
+    the engine last had no online request, with the step that ran then. Was there none,
+    whatever the difference is has other reasons, and nobody is billed.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing billed."""
+        self._work_s: dict[str | None, float] = {}
+        self._last_s: dict[str | None, float] = {}
+        """Of the last step with offline work."""
+
+        self._billed_s: dict[str | None, float] = {}
+        self._delays: deque[Delay] = deque(maxlen=_MOST_DELAYS)
+        self._requests = 0
+        self._ttft_s = 0.0
+        self._gaps_s = 0.0
+
+    def period_begins(self, *, beside_offline: bool) -> None:
+        """Note that no online request is in: no delay is left over. O(jobs of a step).
+
+        ``beside_offline`` says that the engine has offline requests. What it does of them may be
+        suspended, and be told of only when it has gone on.
+        """
+        self._work_s = self._last_s.copy() if beside_offline else {}
+
+    def worked(self, offline_s: float, jobs: Sequence[JobTokens]) -> None:
+        """Note how long a step took for offline work; O(jobs in it).
+
+        Args:
+            offline_s: Seconds, of those that the step took.
+            jobs: Whose work it was; nobody's when empty.
+        """
+        if offline_s <= 0:
+            return
+        total = sum(tokens for _, tokens in jobs)
+        if total:
+            self._last_s = {job: offline_s * tokens / total for job, tokens in jobs}
+        else:
+            self._last_s = {None: offline_s}
+        for job, seconds in self._last_s.items():
+            self._work_s[job] = self._work_s.get(job, 0.0) + seconds
+
+    def mark(self) -> WorkMark:
+        """Return the work so far; O(jobs of this busy period)."""
+        return self._work_s.copy()
+
+    def charge(self, delay: Delay, arrived: WorkMark, first: WorkMark) -> bool:
+        """Bill an online request that has ended in the engine and in the baseline.
+
+        O(jobs of this busy period).
+
+        Args:
+            delay: Of its tokens.
+            arrived: The work when it arrived.
+            first: The work at its first token.
+
+        Returns:
+            False when there was no offline work that could have delayed it.
+        """
+        now = self._work_s
+        if not now:
+            return False
+        self._requests += 1
+        self._delays.append(delay)
+        self._ttft_s += delay.ttft_s
+        self._gaps_s += delay.gaps_s
+        self._split(delay.ttft_s, first, arrived)
+        self._split(delay.gaps_s, now, first)
+        return True
+
+    def take_delays(self) -> list[Delay]:
+        """Return the delays that were billed since the last call, the newest of very many."""
+        delays = list(self._delays)
+        self._delays.clear()
+        return delays
+
+    def report(self) -> BillReport:
+        """Return the sums. O(jobs)."""
+        jobs = {job: seconds for job, seconds in self._billed_s.items() if job is not None}
+        unowned_s = self._billed_s.get(None, 0.0)
+        return BillReport(self._requests, self._ttft_s, self._gaps_s, jobs, unowned_s)
+
+    def _split(self, seconds: float, until: WorkMark, since: WorkMark) -> None:
+        if not seconds:
+            return
+        work_s = {job: total_s - since.get(job, 0.0) for job, total_s in until.items()}
+        whole_s = sum(work_s.values())
+        if whole_s <= 0:
+            work_s = self._work_s
+            whole_s = sum(work_s.values())
+        billed_s = self._billed_s
+        for job, share_s in work_s.items():
+            if share_s > 0:
+                # The one that was billed last stands last.
+                billed_s[job] = billed_s.pop(job, 0.0) + seconds * share_s / whole_s
+        while len(billed_s) > _MOST_JOBS:
+            del billed_s[next(iter(billed_s))]

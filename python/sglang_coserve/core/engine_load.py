@@ -1,0 +1,163 @@
+"""How loaded an engine is, for whom it matters: what online work has, and what gives way to it.
+
+An engine full of offline work is idle to an online request: whatever offline rows hold is
+given up for it. So a load is told by class, and of the KV what can be reclaimed is told apart
+from what online requests hold. A router wants the first, a gateway with offline lines the
+rest: where there is time and memory for more of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Annotated, Final
+
+from pydantic import Field
+
+from sglang_coserve.core.validation import Document
+
+__all__ = ["ClassLoad", "EngineLoad", "KvFormat", "OnlineShare", "ReplicaLoad", "Versions", "total"]
+
+_Count = Annotated[int, Field(ge=0)]
+_Amount = Annotated[float, Field(ge=0)]
+
+
+class ClassLoad(Document):
+    """The requests of one class in an engine."""
+
+    running: _Count
+    """Those that hold KV: prefilling, decoding, paused or in a suspended step."""
+
+    waiting: _Count
+
+    outstanding_tokens: _Count
+    """Tokens of them that are yet to be computed: prompts, and outputs as long as they are
+    expected to become, else as they may become."""
+
+
+class ReplicaLoad(Document):
+    """What the scheduler of one replica tells."""
+
+    online: ClassLoad
+    offline: ClassLoad
+
+    kv_tokens: _Count
+    """Tokens whose KV fits the device."""
+
+    online_kv_tokens: _Count
+    """Of them, those that online requests hold. Shared prefixes count once."""
+
+    reclaimable_kv_tokens: _Count
+    """Those that give way to online requests: of offline requests alone, or only cached. The rest
+    is free."""
+
+    reclaim_s: _Amount | None
+    """How long an online request is predicted to wait for them: until the step under way can be
+    suspended, or ends. None where no latency model predicts."""
+
+    headroom_tokens_per_s: _Amount | None
+    """Prompt and output tokens a second that offline work would get now, predicted: the rate of an
+    engine without online requests, by the part of the time that they leave and that offline work
+    may fill. None where no latency model predicts."""
+
+    max_lines: _Count
+    """Offline requests, of the length of those that are there, that fit in at a time beside the
+    online ones."""
+
+
+class KvFormat(Document):
+    """What KV looks like: taken over by another engine only where it is the same there."""
+
+    dtype: str
+    kv_cache_dtype: str
+    quantization: str | None
+    tp_size: int
+    pp_size: int
+    page_size: int
+
+
+class Versions(Document):
+    """Of the software that serves."""
+
+    sglang_coserve: str
+    sglang: str
+
+
+class EngineLoad(ReplicaLoad):
+    """What ``GET /coserve/load`` answers: all replicas of a server together, and what it serves."""
+
+    replicas: Annotated[int, Field(ge=1)]
+    age_s: _Amount
+    """How long ago the replica that was heard of least recently told its part."""
+
+    is_draining: bool
+    """True once it takes no more offline lines, and is to end."""
+
+    model_name: str
+    """As clients call it."""
+
+    model: str
+    """Fingerprint of the weights in use, the tokenizer, and what decides numbers. Tokens that
+    were generated under one are not continued under another."""
+
+    kv_fingerprint: str
+    """The same of the KV: of ``model`` and ``kv_format``."""
+
+    kv_format: KvFormat
+    versions: Versions
+
+
+def total(loads: Sequence[ReplicaLoad]) -> ReplicaLoad:
+    """Return the load of a server with these replicas, at least one.
+
+    Counts and rates add up. A request goes to any replica, so the time to reclaim is the longest.
+    What one replica does not know nobody knows.
+    """
+    reclaims_s = [load.reclaim_s for load in loads if load.reclaim_s is not None]
+    rates = [load.headroom_tokens_per_s for load in loads if load.headroom_tokens_per_s is not None]
+    return ReplicaLoad(
+        online=_together([load.online for load in loads]),
+        offline=_together([load.offline for load in loads]),
+        kv_tokens=sum(load.kv_tokens for load in loads),
+        online_kv_tokens=sum(load.online_kv_tokens for load in loads),
+        reclaimable_kv_tokens=sum(load.reclaimable_kv_tokens for load in loads),
+        reclaim_s=max(reclaims_s) if len(reclaims_s) == len(loads) else None,
+        headroom_tokens_per_s=sum(rates) if len(rates) == len(loads) else None,
+        max_lines=sum(load.max_lines for load in loads),
+    )
+
+
+def _together(loads: Sequence[ClassLoad]) -> ClassLoad:
+    return ClassLoad(
+        running=sum(load.running for load in loads),
+        waiting=sum(load.waiting for load in loads),
+        outstanding_tokens=sum(load.outstanding_tokens for load in loads),
+    )
+
+
+_WINDOW_S: Final = 10.0
+"""Gateways and autoscalers ask every few seconds."""
+
+
+class OnlineShare:
+    """The part of the last seconds in which the engine worked for online requests."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, float]] = deque()
+
+    def at(self, now_s: float, online_s: float) -> float:
+        """Return the part, 0 to 1; O(1) amortized.
+
+        Args:
+            now_s: Never earlier than in the call before.
+            online_s: What all steps so far took for online requests.
+        """
+        seen = self._seen
+        seen.append((now_s, online_s))
+        # The last one that is old enough is what to compare with.
+        while len(seen) > 1 and seen[1][0] <= now_s - _WINDOW_S:
+            seen.popleft()
+        then_s, worked_s = seen[0]
+        if now_s <= then_s:
+            return 0.0
+        return min(1.0, max(0.0, (online_s - worked_s) / (now_s - then_s)))

@@ -1,0 +1,343 @@
+"""Many engines as one backend of the line engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Final, Self
+
+from sglang_coserve.batch.token_rate import TokenRate
+from sglang_coserve.core.line_placement import (
+    FAILURES_IN_A_ROW,
+    LINES_AHEAD,
+    LinePlacement,
+    Placed,
+    model_of_most,
+)
+from sglang_coserve.fleet.engine import Engine, EngineState
+from sglang_coserve.http_lines import (
+    EngineConnection,
+    EngineLostError,
+    EngineRefusesError,
+    LineMovedError,
+)
+from sglang_coserve.jsonl.body_limits import BodyLimits
+from sglang_coserve.jsonl.prefix_key import prefix_key
+from sglang_coserve.lines.backend import Backend, BackendLoad, LineRequest, LineResult
+from sglang_coserve.lines.result_record import error_message
+
+__all__ = ["FleetBackend"]
+
+_LOOK_INTERVAL_S: Final = 0.5
+"""How often an engine's load is asked for. A window grows by ``LINES_AHEAD`` each time."""
+
+_LOOKS_PER_S: Final = 100
+"""Of all engines together: takes about a tenth of a core. More engines are asked less often."""
+
+_NO_MORE: Final = "it is none of the fleet any more"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """A line that is being served, from its first attempt to its answer."""
+
+    turn: asyncio.Future[Engine]
+    """The engine that is to have it next."""
+
+
+class FleetBackend(Backend):
+    """See ``Backend``. Lives on one event loop.
+
+    The death of an engine is not an attempt of a line: until it is answered, or several engines
+    have died with it, the line goes on where there is room. A context manager: leaving it ends
+    all attempts.
+    """
+
+    def __init__(
+        self,
+        admin_key: str,
+        *,
+        monotonic_s: Callable[[], float] = time.monotonic,
+        look_interval_s: float = _LOOK_INTERVAL_S,
+    ) -> None:
+        """``admin_key`` is that of every engine."""
+        self._admin_key = admin_key
+        self._monotonic_s = monotonic_s
+        self._look_interval_s = look_interval_s
+        self._engines: dict[str, Engine] = {}
+        self._watching: dict[str, asyncio.Task[None]] = {}
+        self._wanted: frozenset[str] = frozenset()
+        self._placement = LinePlacement()
+        self._lines: dict[int, _Waiting] = {}
+        self._num_lines = 0
+        self._model: str | None = None
+        self._endpoints: frozenset[str] = frozenset()
+        self._limits = BodyLimits()
+        self._rate = TokenRate(monotonic_s)
+        self._take_out: Callable[[], None] = lambda: None
+        self._has_model = asyncio.Event()
+        self.lines_moved = 0
+        """Attempts that went on elsewhere, without a loss."""
+
+        self.lines_lost = 0
+        """Attempts that ended with an engine, and went on elsewhere."""
+
+        self.lines_given_up = 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for watching in self._watching.values():
+            watching.cancel()
+        await asyncio.gather(*self._watching.values(), return_exceptions=True)
+        for engine in self.engines:
+            await engine.connection.close()
+
+    @property
+    def engines(self) -> Collection[Engine]:
+        """All that are known, the ones that do not answer among them."""
+        return self._engines.values()
+
+    @property
+    def lines_waiting(self) -> int:
+        """Lines for which no engine has room."""
+        return self._placement.num_waiting
+
+    def lines_in(self, engine: Engine) -> int:
+        """Return how many lines an engine has from here."""
+        return self._placement.in_flight(engine.url)
+
+    def set_engines(self, urls: Iterable[str]) -> None:
+        """Say which engines there are. One that is no more gets nothing new; what it has it ends.
+
+        Raises:
+            ConfigError: an address cannot be used; nothing has changed then.
+        """
+        wanted = dict.fromkeys(urls)
+        new = [
+            Engine(EngineConnection(url, self._admin_key), self._monotonic_s)
+            for url in wanted
+            if url not in self._engines
+        ]
+        self._wanted = frozenset(wanted)
+        for url in self._engines.keys() - self._wanted:
+            self._close(self._engines[url], EngineState.DRAINING, _NO_MORE)
+        for engine in new:
+            self._engines[engine.url] = engine
+            self._tell_placement(engine)
+            self._watching[engine.url] = asyncio.create_task(self._watch(engine))
+
+    async def ready(self) -> None:
+        """Wait until some engine has said what it serves."""
+        await self._has_model.wait()
+
+    @property
+    def model(self) -> str:
+        """See ``Backend.model``: that of most engines."""
+        return self._model or ""
+
+    is_changing = False
+    """Never: an engine whose model is being exchanged gives its lines to others."""
+
+    async def settled(self) -> None:
+        """See ``Backend.settled``."""
+
+    def when_changing(self, take_out: Callable[[], None]) -> None:
+        """See ``Backend.when_changing``; also called when most engines have another model."""
+        self._take_out = take_out
+
+    @property
+    def endpoints(self) -> frozenset[str]:
+        """See ``Backend.endpoints``: those that every engine of the model serves."""
+        return self._endpoints
+
+    @property
+    def limits(self) -> BodyLimits:
+        """See ``Backend.limits``: what every engine of the model takes."""
+        return self._limits
+
+    def load(self) -> BackendLoad:
+        """See ``Backend.load``. The rate is the sum of the engines' that are up."""
+        up = [engine for engine in self.engines if self._is_open(engine)]
+        rates = [rate for engine in up if (rate := engine.rate.per_s()) is not None]
+        return BackendLoad(
+            sum(rates) if rates else None,
+            total_tokens=self._rate.total_tokens,
+            busy_s=self._rate.busy_s,
+            # Some lines more than fit, of which each engine finds those that are its own.
+            max_in_flight=max(1, sum(engine.window + LINES_AHEAD for engine in up)),
+        )
+
+    async def online_delays_s(self) -> None:
+        """See ``Backend.online_delays_s``: each engine knows of its own."""
+        return
+
+    async def run(
+        self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
+    ) -> LineResult:
+        """See ``Backend.run``."""
+        model, generated = self.model, list(request.generated)
+        number = self._num_lines
+        self._num_lines += 1
+        line = self._lines[number] = _Waiting(asyncio.get_running_loop().create_future())
+        is_known = True
+        deaths: list[str] = []
+        try:
+            self._carry_out(self._placement.offer(number, prefix_key(request.body)))
+            while True:
+                engine = await line.turn
+                line.turn = asyncio.get_running_loop().create_future()
+                attempt = replace(request, generated=tuple(generated))
+                try:
+                    return await self._attempt(engine, attempt, model, generated, on_tokens)
+                except LineMovedError as error:
+                    has_died = False
+                    self.lines_moved += 1
+                    self._close(engine, EngineState.DRAINING, str(error))
+                except EngineRefusesError as error:
+                    has_died = False
+                    self.lines_moved += 1
+                    self._close(engine, EngineState.REFUSING, str(error))
+                except EngineLostError as error:
+                    has_died = error.had_the_line
+                    self.lines_lost += has_died
+                    engine.lines_lost += has_died
+                    if has_died:
+                        deaths.append(str(error))
+                    self._close(engine, EngineState.DOWN, str(error))
+                placed = self._placement.offer_again(number, engine_died=has_died)
+                if placed is None:
+                    is_known = False
+                    self.lines_given_up += 1
+                    message = f"{len(deaths)} engines ended while they served this line, the last"
+                    message += f" one alone; it is not tried again ({'; '.join(deaths)})"
+                    _log.error("%s, line %d: %s", request.batch_id, request.line, message)
+                    return LineResult.unserved("engine_failed", message)
+                self._carry_out(placed)
+        finally:
+            del self._lines[number]
+            if is_known:
+                self._carry_out(self._placement.end(number))
+
+    async def _attempt(
+        self,
+        engine: Engine,
+        request: LineRequest,
+        model: str,
+        generated: list[int],
+        on_tokens: Callable[[Sequence[int]], None],
+    ) -> LineResult:
+        num_heard = 0
+
+        def heard(tokens: Sequence[int]) -> None:
+            nonlocal num_heard
+            num_heard += len(tokens)
+            self._count_tokens(engine, len(tokens))
+            generated.extend(tokens)
+            on_tokens(tokens)
+
+        with engine.rate.in_flight(), self._rate.in_flight():
+            result = await engine.connection.run(request, model, heard)
+            self._judge(engine, result)
+            usage = result.body.get("usage") if isinstance(result.body, dict) else None
+            total = (usage or {}).get("total_tokens", 0)
+            self._count_tokens(engine, max(0, total - num_heard))
+        return result
+
+    def _judge(self, engine: Engine, result: LineResult) -> None:
+        """Let an engine rest that fails on one line after the other."""
+        if not result.is_retryable:
+            engine.lines_served += 1
+            engine.streak.succeeded()
+            return
+        now_s = self._monotonic_s()
+        engine.streak.failed(now_s)
+        if engine.streak.is_resting(now_s):
+            reason = f"{FAILURES_IN_A_ROW} lines in a row failed: {error_message(result.body)}"
+            self._close(engine, EngineState.FAILING, reason)
+
+    def _count_tokens(self, engine: Engine, tokens: int) -> None:
+        engine.rate.add(tokens)
+        self._rate.add(tokens)
+
+    def _carry_out(self, placed: Iterable[Placed]) -> None:
+        for number, url in placed:
+            assert isinstance(number, int)
+            turn = self._lines[number].turn
+            if not turn.done():  # Nobody waits for it who is being cancelled.
+                turn.set_result(self._engines[url])
+
+    def _close(self, engine: Engine, state: EngineState, reason: str) -> None:
+        """Give an engine nothing until it was looked at again."""
+        if engine.state is EngineState.UP:
+            _log.warning("no more lines for %s: %s", engine.url, reason)
+            engine.set_state(state, reason)
+            self._tell_placement(engine)
+
+    async def _watch(self, engine: Engine) -> None:
+        """Look at an engine again and again, until it is none of the fleet any more."""
+        url, placement = engine.url, self._placement
+        while url in self._wanted or placement.in_flight(url):
+            before = engine.state
+            try:
+                await engine.look(placement.in_flight(url))
+            except Exception as error:
+                _log.exception("%s cannot be looked at", url)
+                engine.set_state(EngineState.DOWN, repr(error))
+            if url not in self._wanted:
+                engine.set_state(EngineState.DRAINING, _NO_MORE)
+            if engine.state is not before:
+                reason = f": {engine.reason}" if engine.reason else ""
+                _log.warning("%s is %s%s", url, engine.state.value, reason)
+            self._choose_model()
+            self._tell_placement(engine)
+            await asyncio.sleep(max(self._look_interval_s, len(self._engines) / _LOOKS_PER_S))
+        engine.set_state(EngineState.DOWN, _NO_MORE)
+        self._tell_placement(engine)
+        placement.remove_engine(url)
+        del self._engines[url], self._watching[url]
+        await engine.connection.close()
+
+    def _tell_placement(self, engine: Engine) -> None:
+        is_open = self._is_open(engine)
+        self._carry_out(
+            self._placement.set_engine(engine.url, window=engine.window, is_open=is_open)
+        )
+
+    def _is_open(self, engine: Engine) -> bool:
+        return engine.model is not None and engine.model == self._model
+
+    def _choose_model(self) -> None:
+        """Serve the model of most engines; what others have of another one is worth nothing."""
+        models = [engine.model for engine in self.engines if engine.model is not None]
+        model = model_of_most(models, self._model)
+        if model is None:
+            return
+        has_changed, self._model = model != self._model, model
+        described = [e.description for e in self.engines if self._is_open(e) and e.description]
+        if described:
+            self._endpoints = frozenset.intersection(*(frozenset(d.endpoints) for d in described))
+            self._limits = _least([d.body_limits for d in described])
+        if has_changed:
+            _log.warning("%d of %d engines serve the model %s", len(described), len(models), model)
+            for engine in self.engines:
+                self._tell_placement(engine)
+            self._take_out()
+            self._has_model.set()
+
+
+def _least(limits: Sequence[BodyLimits]) -> BodyLimits:
+    names = BodyLimits.__dataclass_fields__
+    return BodyLimits(**{name: min(getattr(limit, name) for limit in limits) for name in names})

@@ -1,0 +1,127 @@
+"""One engine of the fleet, as it was when it was last asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import Enum
+from typing import Final
+
+from pydantic import ValidationError
+
+from sglang_coserve.batch.token_rate import TokenRate
+from sglang_coserve.core.engine_load import EngineLoad
+from sglang_coserve.core.line_placement import LINES_AHEAD, FailureStreak, line_window
+from sglang_coserve.core.validation import explain
+from sglang_coserve.http_lines import (
+    LOAD_PATH,
+    EngineConnection,
+    EngineDescription,
+    EngineLostError,
+    EngineRefusesError,
+)
+
+__all__ = ["Engine", "EngineState"]
+
+_RATE_WINDOW_S: Final = 10.0
+"""What an engine gets done is told by its last seconds: online traffic changes it, and lines end
+several times a second. Measured: with 60 s the forecast lags behind every arrival of an engine."""
+
+
+class EngineState(Enum):
+    """Whether an engine takes lines, and if not, why."""
+
+    UP = "up"
+    DOWN = "down"
+    """It does not answer."""
+
+    DRAINING = "draining"
+    """It answers, and takes no lines now."""
+
+    FAILING = "failing"
+    """It answers, and has failed on several lines in a row: it rests."""
+
+    REFUSING = "refusing"
+    """It answers, but not as an engine of ours: a wrong key, or another program."""
+
+
+class Engine:
+    """An engine and what is known of it."""
+
+    def __init__(
+        self,
+        connection: EngineConnection,
+        monotonic_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.connection = connection
+        self._monotonic_s = monotonic_s
+        self.state = EngineState.DOWN
+        self.reason: str | None = "it was not asked yet"
+        """Why it takes no lines; None while it does."""
+
+        self.description: EngineDescription | None = None
+        """What it serves, as far as it was ever known."""
+
+        self.load: EngineLoad | None = None
+        self.window = LINES_AHEAD
+        """Lines that it is to have at a time, while it takes any."""
+
+        self.rate = TokenRate(monotonic_s, _RATE_WINDOW_S)
+        self.streak = FailureStreak()
+        self.lines_served = 0
+        self.lines_lost = 0
+        """Attempts that ended with the connection."""
+
+        self._loaded_model: str | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it is, which is also its name."""
+        return self.connection.url
+
+    def set_state(self, state: EngineState, reason: str | None) -> None:
+        """Note whether it takes lines; ``look`` finds out when that changes back."""
+        self.state, self.reason = state, reason
+
+    @property
+    def model(self) -> str | None:
+        """What it serves; None while it takes no lines."""
+        is_up = self.state is EngineState.UP and self.description is not None
+        return self.description.model if is_up and self.description else None
+
+    async def look(self, in_flight: int) -> None:
+        """Ask how it is, and note that; it has ``in_flight`` lines from us."""
+        try:
+            load = _load(await self.connection.ask(LOAD_PATH), self.url)
+            if self.state is not EngineState.UP or load.model != self._loaded_model:
+                await self._describe()
+        except EngineLostError as error:
+            self.set_state(EngineState.DOWN, str(error))
+        except EngineRefusesError as error:
+            self.set_state(EngineState.REFUSING, str(error))
+        else:
+            assert self.description is not None
+            self.load, self._loaded_model = load, load.model
+            self.window = line_window(in_flight, load.offline.waiting)
+            if self.streak.is_resting(self._monotonic_s()):
+                self.set_state(EngineState.FAILING, self.reason)
+            elif load.is_draining:
+                self.set_state(EngineState.DRAINING, "it drains")
+            elif self.description.refuses is not None:
+                self.set_state(EngineState.DRAINING, self.description.refuses)
+            else:
+                self.set_state(EngineState.UP, None)
+
+    async def _describe(self) -> None:
+        is_first = self.description is None
+        self.description = await self.connection.describe()
+        if is_first:
+            expected_per_s = self.description.expected_tokens_per_s
+            self.rate = TokenRate(self._monotonic_s, _RATE_WINDOW_S, expected_per_s)
+
+
+def _load(content: bytes, url: str) -> EngineLoad:
+    try:
+        return EngineLoad.model_validate_json(content)
+    except ValidationError as error:
+        raise EngineRefusesError(f"{url}{LOAD_PATH}: {explain(error)}") from None

@@ -1,0 +1,174 @@
+"""What is said about a line between the process that keeps it and the engine."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from sglang_coserve.errors import RequestError
+from sglang_coserve.jsonl.body_limits import BodyLimits
+from sglang_coserve.lines.backend import Backend, FailureKind, LineRequest, LineResult
+
+__all__ = [
+    "HEARTBEAT",
+    "LINES_PATH",
+    "LOAD_PATH",
+    "EngineDescription",
+    "LineAttempt",
+    "LineEvent",
+    "attempt_of",
+    "decode_message",
+    "description_of",
+    "encode_message",
+    "event_of",
+    "request_of",
+    "result_of",
+]
+
+LINES_PATH: Final = "/coserve/lines"
+LOAD_PATH: Final = "/coserve/load"
+"""Where an engine says how loaded it is (``core.engine_load``)."""
+
+HEARTBEAT: Final = b"\n"
+"""Says that the line still waits or is being served."""
+
+_Message = TypeVar("_Message", bound=msgspec.Struct)
+
+
+class LineAttempt(msgspec.Struct, frozen=True):
+    """One attempt at one line, as ``LineRequest`` has it, for an engine elsewhere."""
+
+    batch_id: str
+    line: int
+    endpoint: str
+    body: dict[str, Any]
+
+    model: str
+    """What ``generated`` belongs to, and the answer is to be of."""
+
+    generated: tuple[int, ...] = ()
+
+    due_in_s: float | None = None
+    """Time left until the batch should be complete: the two machines may have different clocks.
+    None for no time."""
+
+    expected_output_tokens: int | None = None
+
+
+class LineEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One message of the engine's answer; exactly one field says something."""
+
+    tokens: tuple[int, ...] = ()
+    """New ones, after those before."""
+
+    result: dict[str, Any] | None = None
+    """The end: what became of the attempt, as ``LineResult`` has it."""
+
+    moved: str | None = None
+    """The end: why the line is to go on elsewhere."""
+
+
+class EngineDescription(msgspec.Struct, frozen=True):
+    """What ``Backend`` says of itself, beside serving lines."""
+
+    model: str
+    endpoints: tuple[str, ...]
+
+    limits: dict[str, int]
+    """As ``BodyLimits`` has them."""
+
+    expected_tokens_per_s: float | None
+    """Of offline work, now; None if unknown."""
+
+    refuses: str | None
+    """Why the engine takes no lines now; None when it does."""
+
+    @property
+    def body_limits(self) -> BodyLimits:
+        """What one line may be."""
+        return BodyLimits(**self.limits)
+
+
+def attempt_of(request: LineRequest, model: str, now_s: float) -> LineAttempt:
+    """Return what the engine is told of ``request``; ``now_s`` is in seconds since the epoch."""
+    return LineAttempt(
+        request.batch_id,
+        request.line,
+        request.endpoint,
+        request.body,
+        model,
+        request.generated,
+        None if math.isinf(request.deadline_s) else request.deadline_s - now_s,
+        request.expected_output_tokens,
+    )
+
+
+def request_of(attempt: LineAttempt, now_s: float) -> LineRequest:
+    """Return what the engine's backend is asked for; ``now_s`` as of ``attempt_of``."""
+    return LineRequest(
+        attempt.batch_id,
+        attempt.line,
+        attempt.endpoint,
+        attempt.body,
+        attempt.generated,
+        math.inf if attempt.due_in_s is None else now_s + attempt.due_in_s,
+        attempt.expected_output_tokens,
+    )
+
+
+def event_of(result: LineResult) -> LineEvent:
+    """Return the message with an attempt's result."""
+    fields = {
+        "status_code": result.status_code,
+        "request_id": result.request_id,
+        "body": result.body,
+        "is_retryable": result.is_retryable,
+        "kind": result.kind.value,
+        "retry_after_s": result.retry_after_s,
+    }
+    return LineEvent(result=fields)
+
+
+def result_of(event: LineEvent) -> LineResult:
+    """Return the result in a message that has one.
+
+    Raises:
+        RequestError: it is none.
+    """
+    assert event.result is not None
+    try:
+        fields = {**event.result, "kind": FailureKind(event.result["kind"])}
+        return LineResult(**fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RequestError(f"not the result of a line: {error}") from None
+
+
+def description_of(backend: Backend, refuses: str | None) -> EngineDescription:
+    """Return what is said of ``backend``, which takes no lines now when ``refuses`` says why."""
+    limits = backend.limits
+    return EngineDescription(
+        backend.model,
+        tuple(sorted(backend.endpoints)),
+        {name: getattr(limits, name) for name in limits.__dataclass_fields__},
+        backend.load().offline_tokens_per_s,
+        refuses,
+    )
+
+
+def encode_message(message: msgspec.Struct) -> bytes:
+    """Return a message as JSON on one line, its end included."""
+    return msgspec.json.encode(message) + b"\n"
+
+
+def decode_message(content: bytes, kind: type[_Message]) -> _Message:
+    """Return the message in ``content``.
+
+    Raises:
+        RequestError: it is none of ``kind``; the text says where.
+    """
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise RequestError(f"not a {kind.__name__}: {error}") from None

@@ -1,0 +1,90 @@
+"""``/coserve/lines``: for who has the server's admin key."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.routing import APIRoute
+
+from sglang_coserve.batch.errors import BatchRequestError, TooLargeError
+from sglang_coserve.batch.routes import BatchApiOffError, check_admin_key
+from sglang_coserve.batch.routes.errors import (
+    ERROR_RESPONSES,
+    OPERATOR_ERROR_RESPONSES,
+    OpenAIRoute,
+)
+from sglang_coserve.errors import RequestError
+from sglang_coserve.http_lines.line_server import LineServer
+from sglang_coserve.http_lines.messages import (
+    LINES_PATH,
+    LineAttempt,
+    decode_message,
+    encode_message,
+)
+from sglang_coserve.jsonl.body_limits import BodyMeter, BodyTooLargeError
+
+__all__ = ["add_line_routes", "line_endpoints", "set_line_server"]
+
+_STATE: Final = "coserve_line_server"
+_STARTING: Final = "the engine does not serve lines yet"
+
+router = APIRouter(
+    prefix=LINES_PATH,
+    tags=["gateway"],
+    route_class=OpenAIRoute,
+    responses=ERROR_RESPONSES | OPERATOR_ERROR_RESPONSES,
+    dependencies=[Depends(check_admin_key)],
+)
+
+
+def add_line_routes(app: FastAPI) -> None:
+    """Add the routes to ``app``; until ``set_line_server`` they answer 503."""
+    app.router.routes.extend(router.routes)
+
+
+def set_line_server(app: FastAPI, server: LineServer) -> None:
+    """Say what the routes of ``app`` serve lines with."""
+    setattr(app.state, _STATE, server)
+
+
+def line_endpoints() -> list[Any]:
+    """Return the functions behind the routes, which need the admin key."""
+    return [route.endpoint for route in router.routes if isinstance(route, APIRoute)]
+
+
+@router.get("")
+async def describe_engine(request: Request) -> Response:
+    """Say what the engine serves, and whether it takes lines now."""
+    description = _server(request).description()
+    return Response(encode_message(description), media_type="application/json")
+
+
+@router.post("")
+async def serve_line(request: Request) -> Response:
+    """Make one attempt at one line; answered as a stream of JSON lines."""
+    server = _server(request)
+    content = await _content(request, server)
+    try:
+        attempt = decode_message(content, LineAttempt)
+    except RequestError as error:
+        raise BatchRequestError(str(error), code="invalid_attempt") from None
+    return server.answer(attempt)
+
+
+async def _content(request: Request, server: LineServer) -> bytes:
+    meter, chunks = BodyMeter(server.message_limits), []
+    async for chunk in request.stream():
+        chunks.append(chunk)
+        try:
+            meter.take(chunk)
+        except BodyTooLargeError as error:
+            raise TooLargeError(str(error), code="body_too_large") from None
+    return b"".join(chunks)
+
+
+def _server(request: Request) -> LineServer:
+    server: LineServer | None = getattr(request.app.state, _STATE, None)
+    if server is None:
+        raise BatchApiOffError(_STARTING)
+    return server

@@ -1,0 +1,140 @@
+"""What a scheduler tells of its load: the core's ``ReplicaLoad`` of the requests it has."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.engine_load import ClassLoad, OnlineShare, ReplicaLoad
+from sglang_coserve.core.offline_rate import expected_tokens_per_s, lines_at_a_time
+from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.srt.admission.protocol import Admission
+from sglang_coserve.srt.compat import computed_tokens, holds_kv
+from sglang_coserve.srt.engine_view import EngineView
+from sglang_coserve.srt.kv_pools import KvPools
+from sglang_coserve.srt.offline_marks import expected_tokens_of
+from sglang_coserve.srt.request_ledger import RequestLedger
+from sglang_coserve.srt.step_runner import StepRunner
+
+__all__ = ["LoadReporter"]
+
+Req = Any
+
+
+class _Class:
+    """The requests of one class."""
+
+    def __init__(self) -> None:
+        self.running: list[Req] = []
+        self.lengths: list[int] = []
+        self.outstanding_tokens = 0
+
+    def add(self, req: Req, info: RequestInfo) -> None:
+        output_tokens = info.max_new_tokens
+        if (expected := expected_tokens_of(req)) is not None:
+            output_tokens = min(output_tokens, max(expected, len(req.output_ids)))
+        length = info.prompt_tokens + output_tokens
+        self.lengths.append(length)
+        self.outstanding_tokens += length
+        if holds_kv(req):
+            self.running.append(req)
+            self.outstanding_tokens -= min(computed_tokens(req), length)
+
+    def load(self) -> ClassLoad:
+        return ClassLoad(
+            running=len(self.running),
+            waiting=len(self.lengths) - len(self.running),
+            outstanding_tokens=self.outstanding_tokens,
+        )
+
+
+class LoadReporter:
+    """See the module's docstring. Lives in the scheduler process."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        config: CoserveConfig,
+        *,
+        admission: Admission,
+        view: EngineView,
+        pools: KvPools,
+        ledger: RequestLedger,
+        runner: StepRunner,
+    ) -> None:
+        self._is_predicted = config.offline_policy != "fifo"
+        self._admission = admission
+        self._view = view
+        self._pools = pools
+        self._ledger = ledger
+        self._runner = runner
+        self._max_rows: int = scheduler.max_running_requests
+        self._chunk_tokens: int = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
+        self._max_offline = min(config.offline_max_running or self._max_rows, self._max_rows)
+        self._share = OnlineShare()
+
+    def load(self) -> ReplicaLoad:
+        """Return the load as it is now. O(requests + nodes of the radix tree under online ones)."""
+        online, offline = _Class(), _Class()
+        for req in self._ledger.reqs():
+            if not req.finished():
+                info = self._ledger[req.rid]
+                (online if info.is_online else offline).add(req, info)
+        pools = self._pools
+        kv = pools.by_class(online.running, offline.running)
+        rows = min(self._max_offline, self._max_rows - len(online.running))
+        return ReplicaLoad(
+            online=online.load(),
+            offline=offline.load(),
+            kv_tokens=pools.total_tokens,
+            online_kv_tokens=kv.online,
+            reclaimable_kv_tokens=kv.offline + kv.cached,
+            reclaim_s=self._reclaim_s(offline.running, online.running),
+            headroom_tokens_per_s=self._headroom_tokens_per_s(has_online=bool(online.running)),
+            max_lines=lines_at_a_time(
+                kv_tokens=pools.total_tokens - kv.online, rows=rows, lengths=offline.lengths
+            ),
+        )
+
+    def rate_alone_per_s(self) -> float | None:
+        """Return the tokens a second that offline work would get of the engine alone, now; None if
+        that is not known. Under ``fifo`` this reads the profile."""
+        model = self._admission.latency_model()
+        if model is None:
+            return None
+        return expected_tokens_per_s(
+            model,
+            kv_tokens=self._pools.total_tokens,
+            max_rows=self._max_offline,
+            chunk_tokens=self._chunk_tokens,
+        )
+
+    def _reclaim_s(self, offline: list[Req], online: list[Req]) -> float | None:
+        """Return how long a step of these rows goes on until offline rows can be evicted."""
+        if not offline:
+            return 0.0
+        model = self._admission.latency_model() if self._is_predicted else None
+        if model is None:
+            return None
+        chunk = self._view.chunk
+        decodes = [computed_tokens(req) for req in (*offline, *online) if req is not chunk]
+        prefills = []
+        if chunk is not None:
+            left_tokens = len(chunk.origin_input_ids) + len(chunk.output_ids)
+            left_tokens -= computed_tokens(chunk)
+            tokens = min(self._chunk_tokens, left_tokens)
+            prefills = [(max(tokens, 1), computed_tokens(chunk))]
+        step_s = model.predict(BatchStats.of(prefills=prefills, decodes=decodes))
+        # A step with online rows is theirs, too, and runs to its end.
+        return step_s if online else step_s * self._runner.stop_share
+
+    def _headroom_tokens_per_s(self, *, has_online: bool) -> float | None:
+        rate = self.rate_alone_per_s() if self._is_predicted else None
+        if rate is None:
+            return None
+        interference = self._admission.interference
+        online_share = self._share.at(time.perf_counter(), interference.online_s)
+        fillable = interference.allowance.gap_share if has_online else 1.0
+        return rate * (1 - online_share) * fillable

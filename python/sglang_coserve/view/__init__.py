@@ -1,0 +1,16 @@
+"""What an operator sees: the last minutes, how online users stand, and the page that shows it.
+
+- ``history``: samples of the server's status, once a second, kept for minutes.
+- ``standing``: whether online users are hurt, and by how much because of offline work.
+- ``page``: the HTML page, assembled from the files in ``page/``.
+
+Pure: the server (``srt/view.py``) brings the samples and the time.
+"""
+
+from __future__ import annotations
+
+from sglang_coserve.view.history import History
+from sglang_coserve.view.page import Page
+from sglang_coserve.view.standing import standing
+
+__all__ = ["History", "Page", "standing"]

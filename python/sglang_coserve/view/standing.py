@@ -1,0 +1,98 @@
+"""Whether online users are hurt, and by how many milliseconds because of offline work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+__all__ = ["LEVELS", "standing"]
+
+_LATENCIES: Final = {"ttft": "TTFT", "tpot": "TPOT", "tbt": "time between tokens"}
+_STATISTICS: Final = {"mean": "mean"}
+
+LEVELS: Final = ("ok", "unknown", "overloaded", "harmed")
+"""Of how online users stand, from good to bad."""
+
+
+def standing(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return how online users stand, as JSON values.
+
+    Of each SLO the replica that stands worst counts.
+
+    Args:
+        replicas: What each says of itself, as ``/coserve/status`` has it.
+    """
+    reports = [replica["slo"] for replica in replicas]
+    requests = sum(report["requests"] for report in reports)
+    slos = [_worst(measures) for measures in zip(*(r["measured"] for r in reports), strict=True)]
+    level, text = _verdict(slos, requests)
+    return {
+        "level": level,
+        "text": text,
+        "requests": requests,
+        "attainment": _mean(reports, "attainment"),
+        "attainment_online_alone": _mean(reports, "attainment_online_alone"),
+        "slos": slos,
+    }
+
+
+def _worst(measures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    worst = max(measures, key=lambda slo: (not slo["met"], slo["measured_ms"] or 0.0))
+    return {**worst, "added_ms": _added_ms(worst)}
+
+
+def _added_ms(slo: Mapping[str, Any]) -> float | None:
+    """Return what offline work adds: the measured statistic over that of the no-interference
+    baseline. It is of one statistic, not of one request."""
+    measured, alone = slo["measured_ms"], slo["online_alone_ms"]
+    return None if measured is None or alone is None else max(measured - alone, 0.0)
+
+
+def _verdict(slos: Sequence[Mapping[str, Any]], requests: int) -> tuple[str, str]:
+    if not requests:
+        return "unknown", "No online request has ended in the last 10 minutes."
+    if not slos:
+        return "unknown", (
+            "Online users have no target: give the server --online-slowdown, --slo-ttft-ms, "
+            "--slo-tpot-ms or --slo."
+        )
+    missed = [slo for slo in slos if not slo["met"]]
+    harmed = [slo for slo in missed if slo["feasible"]]
+    if harmed:
+        text = "; ".join(map(_missed, harmed))
+        return "harmed", f"Online users are hurt by offline work: {text}."
+    if missed:
+        text = "; ".join(map(_missed, missed))
+        return "overloaded", f"Targets are missed, and would be without offline work, too: {text}."
+    return "ok", f"Online users are within their targets{_cost(slos)}."
+
+
+def _missed(slo: Mapping[str, Any]) -> str:
+    text = f"{_name(slo)} is {_ms(slo['measured_ms'])}, allowed are {_ms(slo['limit_ms'])}"
+    if slo["online_alone_ms"] is not None:
+        text += f", without offline work {_ms(slo['online_alone_ms'])}"
+    return text
+
+
+def _cost(slos: Sequence[Mapping[str, Any]]) -> str:
+    added = [
+        f"{_ms(slo['added_ms'])} to {_name(slo)}" for slo in slos if slo["added_ms"] is not None
+    ]
+    return f"; offline work adds {' and '.join(added)}" if added else ""
+
+
+def _name(slo: Mapping[str, Any]) -> str:
+    latency, statistic = str(slo["slo"]).split()[:2]
+    return f"{_STATISTICS.get(statistic, statistic.upper())} {_LATENCIES[latency]}"
+
+
+def _ms(value: float | None) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
+def _mean(reports: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    known = [(report[name], report["requests"]) for report in reports if report[name] is not None]
+    requests = sum(count for _, count in known)
+    return sum(value * count for value, count in known) / requests if requests else None

@@ -1,0 +1,97 @@
+"""What offline work is billed, and to whom: arithmetic by hand, and whole simulated runs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sglang_coserve.core.bill import Bill, Delay
+from sglang_coserve.core.step import JobTokens
+
+
+def of(bill: Bill) -> dict[str | None, float]:
+    report = bill.report()
+    return {**report.jobs, None: report.unowned_s}
+
+
+def test_the_first_token_is_charged_to_what_ran_before_it_and_the_rest_to_what_ran_after() -> None:
+    bill = Bill()
+    bill.worked(9.0, [JobTokens("old", 1)])
+    bill.period_begins(beside_offline=False)
+    arrived = bill.mark()
+    bill.worked(0.4, [JobTokens("a", 3), JobTokens(None, 1)])
+    first = bill.mark()
+    bill.worked(0.1, [JobTokens("b", 5)])
+    assert bill.charge(Delay(ttft_s=0.2, total_s=0.5), arrived, first)
+    assert of(bill) == pytest.approx({"a": 0.15, None: 0.05, "b": 0.3})
+    report = bill.report()
+    assert (report.requests, report.ttft_s) == (1, 0.2)
+    assert report.gaps_s == pytest.approx(0.3)
+    assert report.total_s == pytest.approx(0.5)
+
+
+def test_a_gap_that_makes_up_for_an_earlier_one_takes_its_delay_back() -> None:
+    bill = Bill()
+    arrived = bill.mark()
+    bill.worked(1.0, [JobTokens("a", 1)])
+    first = bill.mark()
+    bill.worked(1.0, [JobTokens("a", 1)])
+    bill.charge(Delay(ttft_s=1.0, total_s=0.25), arrived, first)
+    assert of(bill) == pytest.approx({"a": 0.25, None: 0.0})
+    assert bill.report().gaps_s == -0.75
+
+
+def test_who_waits_only_for_requests_that_were_late_is_charged_to_what_made_them_late() -> None:
+    bill = Bill()
+    bill.period_begins(beside_offline=False)
+    bill.worked(1.0, [JobTokens("a", 1)])
+    after = bill.mark()
+    bill.charge(Delay(0.5, 0.5), after, after)
+    assert of(bill) == pytest.approx({"a": 0.5, None: 0.0})
+
+
+def test_without_offline_work_nobody_is_billed() -> None:
+    bill = Bill()
+    bill.worked(1.0, [JobTokens("a", 1)])
+    bill.period_begins(beside_offline=False)
+    bill.worked(0.0, ())
+    assert not bill.charge(Delay(0.5, 0.5), bill.mark(), bill.mark())
+    assert bill.report().requests == 0
+    assert of(bill) == {None: 0.0}
+
+
+def test_a_step_that_is_suspended_counts_before_it_is_told_of() -> None:
+    bill = Bill()
+    bill.worked(1.0, [JobTokens("a", 1)])
+    bill.period_begins(beside_offline=True)
+    assert bill.charge(Delay(0.5, 0.5), bill.mark(), bill.mark())
+    assert of(bill) == pytest.approx({"a": 0.5, None: 0.0})
+
+
+def test_work_of_which_nobody_says_whose_it_is_is_no_batchs() -> None:
+    bill = Bill()
+    arrived = bill.mark()
+    bill.worked(1.0, ())
+    bill.charge(Delay(0.5, 0.5), arrived, bill.mark())
+    assert of(bill) == {None: 0.5}
+
+
+def test_shares_add_up_and_only_the_latest_jobs_are_remembered() -> None:
+    rng = random.Random(1)
+    bill = Bill()
+    total_s = 0.0
+    for number in range(2000):
+        bill.period_begins(beside_offline=False)
+        arrived = bill.mark()
+        jobs = [JobTokens(f"job-{number + n}", rng.randint(1, 9)) for n in range(3)]
+        bill.worked(rng.random(), jobs)
+        delay = Delay(rng.uniform(-0.1, 0.5), rng.uniform(-0.1, 1.0))
+        bill.charge(delay, arrived, bill.mark())
+        total_s += delay.total_s
+        if number == 100:
+            assert sum(of(bill).values()) == pytest.approx(total_s)
+    report = bill.report()
+    assert report.total_s == pytest.approx(total_s)
+    assert len(report.jobs) == 1024
+    assert "job-2001" in report.jobs and "job-5" not in report.jobs

@@ -1,0 +1,100 @@
+"""Loads of replicas together, and the part of the time that online requests take."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_coserve.core.engine_load import (
+    ClassLoad,
+    EngineLoad,
+    KvFormat,
+    OnlineShare,
+    ReplicaLoad,
+    Versions,
+    total,
+)
+from sglang_coserve.core.offline_rate import lines_at_a_time
+from sglang_coserve.core.validation import read_json
+from sglang_coserve.errors import InputFileError
+
+BUSY = ReplicaLoad(
+    online=ClassLoad(running=2, waiting=1, outstanding_tokens=300),
+    offline=ClassLoad(running=8, waiting=20, outstanding_tokens=9000),
+    kv_tokens=4096,
+    online_kv_tokens=600,
+    reclaimable_kv_tokens=3000,
+    reclaim_s=0.02,
+    headroom_tokens_per_s=500.0,
+    max_lines=6,
+)
+IDLE = ReplicaLoad(
+    online=ClassLoad(running=0, waiting=0, outstanding_tokens=0),
+    offline=ClassLoad(running=0, waiting=0, outstanding_tokens=0),
+    kv_tokens=4096,
+    online_kv_tokens=0,
+    reclaimable_kv_tokens=100,
+    reclaim_s=0.0,
+    headroom_tokens_per_s=2000.0,
+    max_lines=8,
+)
+
+
+def test_replicas_add_up_and_the_slowest_says_how_long() -> None:
+    both = total([BUSY, IDLE])
+    assert both.online == BUSY.online
+    assert both.offline == BUSY.offline
+    assert (both.kv_tokens, both.online_kv_tokens, both.reclaimable_kv_tokens) == (8192, 600, 3100)
+    assert (both.reclaim_s, both.headroom_tokens_per_s, both.max_lines) == (0.02, 2500.0, 14)
+    assert total([BUSY]) == BUSY
+
+
+def test_what_one_replica_does_not_know_nobody_knows() -> None:
+    unknown = IDLE.model_copy(update={"reclaim_s": None, "headroom_tokens_per_s": None})
+    both = total([BUSY, unknown])
+    assert both.reclaim_s is None
+    assert both.headroom_tokens_per_s is None
+
+
+def test_it_is_read_back_as_it_was_written_and_a_fault_is_told_with_its_place() -> None:
+    load = EngineLoad(
+        **BUSY.model_dump(),
+        replicas=1,
+        age_s=0.5,
+        is_draining=False,
+        model_name="m",
+        model="a|default",
+        kv_fingerprint="b",
+        kv_format=KvFormat(
+            dtype="float32",
+            kv_cache_dtype="auto",
+            quantization=None,
+            tp_size=1,
+            pp_size=1,
+            page_size=16,
+        ),
+        versions=Versions(sglang_coserve="1", sglang="2"),
+    )
+    text = load.model_dump_json()
+    assert read_json(EngineLoad, text, "http://engine") == load
+    with pytest.raises(InputFileError, match=r"http://engine: online\.running: must be"):
+        read_json(EngineLoad, text.replace('"running":2', '"running":-2', 1), "http://engine")
+
+
+def test_the_share_is_of_the_last_ten_seconds() -> None:
+    share = OnlineShare()
+    assert share.at(100.0, 0.0) == 0.0
+    assert share.at(104.0, 1.0) == 0.25
+    assert share.at(110.0, 5.0) == 0.5
+    # Now the time since 104 counts, at least ten seconds of it.
+    assert share.at(114.0, 6.0) == 0.5
+    assert share.at(200.0, 6.0) == 0.0
+    # Nothing was told for a while: since the time before that.
+    assert share.at(201.0, 14.7) == pytest.approx(0.1)
+
+
+def test_lines_fit_by_their_mean_length_and_by_rows() -> None:
+    assert lines_at_a_time(kv_tokens=1000, rows=100, lengths=[50, 150]) == 10
+    assert lines_at_a_time(kv_tokens=1000, rows=7, lengths=[50, 150]) == 7
+    assert lines_at_a_time(kv_tokens=1000, rows=-1, lengths=[50, 150]) == 0
+    # Nobody has sent any yet: of middle length.
+    assert lines_at_a_time(kv_tokens=1024, rows=100, lengths=[]) == 2

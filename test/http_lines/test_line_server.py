@@ -1,0 +1,237 @@
+"""Attempts at lines over a real socket: tokens, ends, closed connections, dead engines."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.responses import RedirectResponse
+
+from batch.scenarios import play
+from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer, tokens_of
+from http_lines.live_engine import ADMIN_KEY, READY_S, LiveEngine
+from sglang_coserve.http_lines import (
+    EngineConnection,
+    EngineLostError,
+    EngineRefusesError,
+    LineMovedError,
+)
+from sglang_coserve.jsonl.body_limits import BodyLimits
+from sglang_coserve.lines.backend import LineRequest, LineResult
+
+
+def request(name: str = "a", generated: Sequence[int] = (), **body: Any) -> LineRequest:
+    fields = {"prompt": name, **body}
+    return LineRequest("batch_1", 1, ENDPOINT, fields, tuple(generated), math.inf)
+
+
+def ignore(_tokens: Sequence[int]) -> None:
+    pass
+
+
+def test_tokens_come_before_the_answer_and_continue_what_there_is() -> None:
+    async def scenario() -> None:
+        async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
+            heard: list[int] = []
+            line = request("a", tokens_of("a", 2), max_tokens=6)
+            attempt = asyncio.ensure_future(connection.run(line, "scripted", heard.extend))
+            await engine.holds(1)
+            held = engine.backend.held("a")
+            held.generate(3)
+            async with asyncio.timeout(READY_S):
+                while len(heard) < 3:
+                    await asyncio.sleep(0.002)
+            assert heard == tokens_of("a", 5)[2:]
+            assert not attempt.done()
+            held.finish()
+            assert await attempt == answer(line)
+
+    play(scenario())
+
+
+def test_an_answer_of_any_length_comes_over() -> None:
+    long = {"text": "x" * 3_000_000, "usage": {}}
+
+    async def scenario() -> LineResult:
+        backend = ScriptedBackend(answers=lambda _: LineResult(200, "id", long))
+        async with (
+            LiveEngine(backend) as engine,
+            EngineConnection(engine.url, ADMIN_KEY) as connection,
+        ):
+            return await connection.run(request(), "scripted", ignore)
+
+    assert play(scenario()).body == long
+
+
+def test_a_line_that_waits_longer_than_the_heartbeat_is_not_lost() -> None:
+    async def scenario() -> None:
+        async with (
+            LiveEngine(heartbeat_s=0.01) as engine,
+            EngineConnection(engine.url, ADMIN_KEY) as connection,
+        ):
+            attempt = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
+            await engine.holds(1)
+            await asyncio.sleep(0.2)  # Some heartbeats.
+            engine.backend.held("a").finish()
+            assert (await attempt).is_ok
+
+    play(scenario())
+
+
+def test_a_silent_engine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_coserve.http_lines.engine_connection._SILENT_S", 0.2)
+
+    async def scenario() -> None:
+        async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
+            with pytest.raises(EngineLostError) as lost:
+                await connection.run(request(), "scripted", ignore)
+            assert lost.value.had_the_line
+            await engine.holds(0)  # It notices that nobody listens.
+
+    play(scenario())
+
+
+def test_a_closed_connection_aborts_the_line() -> None:
+    async def scenario() -> None:
+        async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
+            attempt = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
+            await engine.holds(1)
+            attempt.cancel()
+            await engine.holds(0)
+            assert len(engine.backend.aborted) == 1
+            assert engine.lines.num_in_flight == 0
+
+    play(scenario())
+
+
+def test_an_engine_that_dies_has_had_the_line_and_one_that_is_gone_has_not() -> None:
+    async def scenario() -> None:
+        async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
+            attempt = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
+            await engine.holds(1)
+            await engine.kill()
+            with pytest.raises(EngineLostError) as lost:
+                await attempt
+            assert lost.value.had_the_line
+            with pytest.raises(EngineLostError) as lost:
+                await connection.run(request(), "scripted", ignore)
+            assert not lost.value.had_the_line
+
+    play(scenario())
+
+
+def test_an_engine_that_drains_gives_its_lines_back_and_takes_none() -> None:
+    async def scenario() -> None:
+        async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
+            attempt = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
+            await engine.holds(1)
+            assert (await connection.describe()).refuses is None
+            engine.lines.close("it drains")
+            with pytest.raises(LineMovedError, match="it drains"):
+                await attempt
+            with pytest.raises(LineMovedError, match="it drains"):
+                await connection.run(request(), "scripted", ignore)
+            assert (await connection.describe()).refuses == "it drains"
+
+    play(scenario())
+
+
+def test_lines_go_elsewhere_while_the_model_is_exchanged_and_of_another_model_always() -> None:
+    async def scenario() -> None:
+        async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
+            attempt = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
+            await engine.holds(1)
+            engine.backend.is_changing = True
+            engine.backend.take_out()
+            with pytest.raises(LineMovedError, match="exchanged"):
+                await attempt
+            with pytest.raises(LineMovedError, match="exchanged"):
+                await connection.run(request(), "scripted", ignore)
+            engine.backend.is_changing, engine.backend.model = False, "another"
+            with pytest.raises(LineMovedError, match=r"another.*scripted"):
+                await connection.run(request(), "scripted", ignore)
+
+    play(scenario())
+
+
+def test_a_backend_that_fails_is_told_as_a_failure_of_the_engine() -> None:
+    def fail(_request: LineRequest) -> LineResult:
+        raise RuntimeError("out of luck")
+
+    async def scenario() -> LineResult:
+        async with (
+            LiveEngine(ScriptedBackend(answers=fail)) as engine,
+            EngineConnection(engine.url, ADMIN_KEY) as connection,
+        ):
+            return await connection.run(request(), "scripted", ignore)
+
+    result = play(scenario())
+    assert (result.status_code, result.is_retryable) == (500, True)
+    assert "out of luck" in result.body["error"]["message"]
+
+
+def test_only_the_admin_key_opens_the_routes() -> None:
+    async def scenario() -> None:
+        async with LiveEngine() as engine:
+            async with EngineConnection(engine.url, "guess") as connection:
+                with pytest.raises(EngineRefusesError, match="--engine-admin-key"):
+                    await connection.describe()
+                with pytest.raises(EngineRefusesError, match="--engine-admin-key"):
+                    await connection.run(request(), "scripted", ignore)
+            assert engine.backend.started == []
+
+    play(scenario())
+
+
+def test_what_is_no_attempt_or_too_large_is_refused_with_what_is_wrong() -> None:
+    limits = BodyLimits(max_bytes=1 << 10)
+
+    async def scenario() -> None:
+        backend = ScriptedBackend(limits=limits)
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        async with (
+            LiveEngine(backend) as engine,
+            EngineConnection(engine.url, ADMIN_KEY) as connection,
+            httpx.AsyncClient(base_url=engine.url, headers=headers, trust_env=False) as client,
+        ):
+            bad = await client.post("/coserve/lines", content=b'{"line": "one"}')
+            assert bad.status_code == 400
+            assert "LineAttempt" in bad.json()["error"]["message"]
+            large = await connection.run(request(text="x" * 3_000_000), "scripted", ignore)
+            assert (large.status_code, large.is_retryable) == (413, False)
+            described = await connection.describe()
+            assert described.body_limits == limits
+            assert (described.model, described.endpoints) == (
+                "scripted",
+                ("/v1/chat/completions", ENDPOINT),
+            )
+
+    play(scenario())
+
+
+def test_the_key_is_sent_nowhere_else() -> None:
+    async def scenario() -> None:
+        async with LiveEngine() as engine, LiveEngine() as other:
+
+            async def elsewhere() -> RedirectResponse:
+                return RedirectResponse(f"{other.url}/coserve/load")
+
+            engine.app.add_api_route("/moved", elsewhere)
+            async with EngineConnection(engine.url, ADMIN_KEY) as connection:
+                with pytest.raises(EngineRefusesError, match="307"):
+                    await connection.ask("/moved")
+
+    play(scenario())
+
+
+def test_another_program_is_told_apart() -> None:
+    async def scenario() -> None:
+        async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
+            with pytest.raises(EngineRefusesError, match="404"):
+                await connection.ask("/nothing")
+
+    play(scenario())

@@ -1,0 +1,91 @@
+"""Lines that a gateway sends to a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from sglang_coserve.http_lines import EngineConnection, LineMovedError
+from sglang_coserve.lines.backend import LineRequest
+from srt.batch_server.deployment import (
+    ADMIN_KEY,
+    API_KEY,
+    COMPLETIONS,
+    GIVE_UP_S,
+    Deployment,
+    completed,
+    create,
+    line,
+    text_of,
+)
+
+GREEDY = {"model": "small", "temperature": 0, "ignore_eos": True}
+
+
+def request(max_tokens: int, generated: Sequence[int] = (), **extra: Any) -> LineRequest:
+    body = {**GREEDY, "prompt": "The id of the old mill", "max_tokens": max_tokens, **extra}
+    return LineRequest("batch_1", 1, COMPLETIONS, body, tuple(generated), math.inf)
+
+
+def running(deployment: Deployment) -> int:
+    offline = deployment.status()["replicas"][0]["offline"]
+    return int(offline["running"]) + int(offline["waiting"])
+
+
+def test_a_line_is_answered_as_in_a_batch_and_goes_on_after_its_tokens(
+    deployment: Deployment, client: openai.OpenAI
+) -> None:
+    batch = create(client, line("id", 90).encode())
+    (record,) = completed(client, batch.id).values()
+
+    async def scenario() -> None:
+        async with EngineConnection(deployment.base_url, ADMIN_KEY) as connection:
+            model = (await connection.describe()).model
+            heard: list[int] = []
+            first = await connection.run(request(90), model, heard.extend)
+            assert first.body["choices"][0]["text"] == text_of(record)
+            assert 0 < len(heard) < 90
+            again: list[int] = []
+            second = await connection.run(request(90, heard), model, again.extend)
+            assert second.body["choices"] == first.body["choices"]
+            assert second.body["usage"]["completion_tokens"] == 90
+            assert len(again) < 90 - len(heard)
+            marked = request(9, custom_params={"_coserve_generated": [1]})
+            refused = await connection.run(marked, model, heard.extend)
+            assert (refused.status_code, refused.is_retryable) == (400, False)
+            assert "_coserve_generated" in refused.body["error"]["message"]
+            with pytest.raises(LineMovedError, match="the line is of older weights"):
+                await connection.run(request(9), "older weights", heard.extend)
+
+    asyncio.run(asyncio.wait_for(scenario(), GIVE_UP_S))
+
+
+def test_a_closed_connection_ends_the_row(deployment: Deployment) -> None:
+    async def scenario() -> None:
+        async with EngineConnection(deployment.base_url, ADMIN_KEY) as connection:
+            model = (await connection.describe()).model
+            attempt = asyncio.ensure_future(connection.run(request(900), model, lambda _: None))
+            while not await asyncio.to_thread(running, deployment):
+                await asyncio.sleep(0.02)
+            attempt.cancel()
+            start_s = time.monotonic()
+            while await asyncio.to_thread(running, deployment):
+                await asyncio.sleep(0.02)
+            assert time.monotonic() - start_s < GIVE_UP_S
+
+    asyncio.run(asyncio.wait_for(scenario(), GIVE_UP_S))
+
+
+@pytest.mark.parametrize("key", [API_KEY, "another", None])
+def test_the_admin_key_alone_opens_the_route(deployment: Deployment, key: str | None) -> None:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    for method in ("GET", "POST"):
+        url = f"{deployment.base_url}/coserve/lines"
+        assert httpx.request(method, url, headers=headers, timeout=60).status_code == 401

@@ -1,0 +1,127 @@
+"""A real server under the load of both classes, and what a client measured of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from sglang_coserve.batch.online_delays import COUNT_INTERVAL_S
+from srt.batch_server.deployment import (
+    API_KEY,
+    Deployment,
+    create,
+    eventually,
+    lines,
+    until,
+)
+
+ONLINE_REQUESTS = 24
+ONLINE_TOKENS = 12
+LINES = 64
+LINE_TOKENS = 240
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An online request, as its client saw it; seconds."""
+
+    ttft_s: float
+    gaps_s: list[float]
+
+
+class Watched:
+    """The server with its load behind it; idle."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self.deployment = deployment
+        self.base_url = deployment.base_url
+        self.online: list[Measured] = []
+        self.seconds = 0.0
+        self.batch_id = ""
+        self.batch: dict[str, Any] = {}
+        self.samples_under_load: Samples = {}
+
+    def status(self) -> dict[str, Any]:
+        (replica,) = self.deployment.status()["replicas"]
+        assert isinstance(replica, dict)
+        return replica
+
+    def get(self, path: str, key: str | None = API_KEY) -> httpx.Response:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        return httpx.get(f"{self.base_url}{path}", headers=headers, timeout=60)
+
+    def samples(self) -> Samples:
+        """What ``/metrics`` says of us now, without the label of the model."""
+        text = self.get("/metrics").raise_for_status().text
+        return {
+            (sample.name, frozenset(set(sample.labels.items()) - {("model_name", "small")})): (
+                sample.value
+            )
+            for family in text_string_to_metric_families(text)
+            if family.name.startswith("coserve_")
+            for sample in family.samples
+        }
+
+    def load(self) -> None:
+        """Serve a batch and, beside it, online requests one after the other."""
+        with self.deployment.client() as client:
+            self.batch_id = create(client, lines(LINES, LINE_TOKENS)).id
+            until(client, self.batch_id, "in_progress")
+            eventually(lambda: self.status()["offline"]["running"] > 0)
+            began_s = time.perf_counter()
+            with ThreadPoolExecutor(2) as threads:
+                self.online = list(threads.map(self._stream, range(ONLINE_REQUESTS)))
+            self.seconds = time.perf_counter() - began_s
+            self.samples_under_load = self.samples()
+            until(client, self.batch_id, "completed")
+            # Counted now and then, and exported once a second.
+            eventually(lambda: self.status()["online"]["running"] == 0)
+            time.sleep(2 * COUNT_INTERVAL_S)
+            self.batch = client.batches.retrieve(self.batch_id).to_dict()
+
+    def _stream(self, number: int) -> Measured:
+        body = {
+            "text": f"{number} boats on the river",
+            "sampling_params": {"max_new_tokens": ONLINE_TOKENS, "ignore_eos": True},
+            "stream": True,
+        }
+        sent_s = time.perf_counter()
+        headers = {"authorization": f"Bearer {API_KEY}"}
+        with httpx.stream(
+            "POST", f"{self.base_url}/generate", json=body, headers=headers, timeout=60
+        ) as response:
+            tokens = (line for line in response.iter_lines() if line.startswith("data: {"))
+            times_s = [time.perf_counter() for _ in tokens]
+        gaps_s = [after - before for before, after in pairwise(times_s)]
+        return Measured(times_s[0] - sent_s, gaps_s)
+
+
+@contextmanager
+def served(model: Path, directory: Path) -> Iterator[Watched]:
+    """Start a server that plans and exports, let it serve the load, and end it."""
+    deployment = Deployment(
+        model,
+        directory,
+        "--enable-metrics",
+        "--enable-cache-report",
+        "--startup-profile-seconds",
+        "2",
+    )
+    deployment.start("coserve")
+    try:
+        watched = Watched(deployment)
+        watched.load()
+        yield watched
+    finally:
+        deployment.stop()

@@ -1,0 +1,151 @@
+"""SGLang's own figures without what offline rows hold: each pool, throughput, replicas."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from sglang_coserve.srt import cpu
+
+cpu.set_environment_defaults()  # Before SGLang is imported.
+
+from sglang.srt.managers import load_snapshot  # noqa: E402
+from sglang.srt.managers.scheduler_components.pool_stats_observer import PoolStats  # noqa: E402
+from sglang.srt.observability.metrics_collector import SchedulerStats  # noqa: E402
+
+from sglang_coserve.core.engine_load import ClassLoad, ReplicaLoad  # noqa: E402
+from sglang_coserve.srt.load_snapshot import (  # noqa: E402
+    CoserveLoadSnapshot,
+    count_offline_in_snapshots,
+    read_our_snapshots,
+)
+from sglang_coserve.srt.online_load import OnlineLoad  # noqa: E402
+
+POOLS = PoolStats(
+    full_num_used=800,
+    full_token_usage=0.8,
+    full_available_size=150,
+    full_evictable_size=50,
+    is_hybrid_swa=True,
+    swa_num_used=300,
+    swa_token_usage=0.75,
+    swa_available_size=100,
+    swa_evictable_size=0,
+    is_hybrid_ssm=True,
+    mamba_num_used=10,
+    mamba_usage=0.5,
+    mamba_available_size=10,
+    mamba_evictable_size=0,
+)
+
+
+def request(rid: str, *, is_offline: bool) -> Any:
+    params = {"coserve_class": "offline"} if is_offline else None
+    return SimpleNamespace(
+        rid=rid,
+        sampling_params=SimpleNamespace(custom_params=params),
+        priority=None,
+    )
+
+
+ROWS = [request("on", is_offline=False), *(request(f"off-{n}", is_offline=True) for n in range(4))]
+
+
+class Ledger:
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def with_kv(self) -> tuple[list[Any], list[Any]]:
+        return self.rows[:1], self.rows[1:]
+
+
+def online_load(rows: list[Any]) -> OnlineLoad:
+    scheduler: Any = SimpleNamespace(
+        pool_stats_observer=SimpleNamespace(get_pool_stats=lambda: POOLS),
+        running_batch=SimpleNamespace(reqs=rows),
+        waiting_queue=[request("waits", is_offline=False)],
+        chunked_req=rows[-1],
+        enable_priority_scheduling=False,
+    )
+    pools: Any = SimpleNamespace(
+        by_class=lambda _online, _offline: SimpleNamespace(offline=600),
+        held_in_window=lambda reqs: 60 * len(reqs),
+    )
+    ledger: Any = Ledger(rows)
+    return OnlineLoad(scheduler, pools, ledger)
+
+
+def test_without_offline_rows_it_is_sglangs() -> None:
+    load = online_load(ROWS[:1])
+    assert load.get_pool_stats() is POOLS
+    assert load.chunked_req() is ROWS[0]
+    assert load.running_batch().reqs == ROWS[:1]
+
+
+def test_what_offline_rows_hold_of_any_pool_is_evictable() -> None:
+    load = online_load(ROWS)
+    pools = load.get_pool_stats()
+    assert (pools.full_num_used, pools.full_evictable_size) == (200, 650)
+    assert pools.full_token_usage == pytest.approx(0.2)
+    assert (pools.swa_num_used, pools.swa_evictable_size) == (60, 240)
+    assert pools.swa_token_usage == pytest.approx(0.15)
+    assert (pools.mamba_num_used, pools.mamba_evictable_size) == (2, 8)
+    assert pools.mamba_usage == pytest.approx(0.1)
+    assert load.running_batch().reqs == ROWS[:1]
+    assert load.chunked_req() is None
+
+
+def test_metrics_say_the_same_and_throughput_is_that_of_online_requests() -> None:
+    load = online_load(ROWS)
+    load.processed(ROWS, [True] * 5)
+    stats = SchedulerStats(gen_throughput=100.0)
+    load.put_into(stats)
+    assert (stats.num_running_reqs.total, stats.num_queue_reqs.total) == (1, 1)
+    assert (stats.num_used_tokens, stats.kv_used_tokens, stats.token_usage) == (200, 200, 0.2)
+    assert stats.gen_throughput == pytest.approx(20.0)
+    # Before SGLang measures again it tells the same value, or what it was told.
+    load.processed(ROWS[:1], [True])
+    for told in (100.0, stats.gen_throughput):
+        stats.gen_throughput = told
+        load.put_into(stats)
+        assert stats.gen_throughput == pytest.approx(20.0)
+    stats.gen_throughput = 50.0
+    load.put_into(stats)
+    assert stats.gen_throughput == pytest.approx(50.0)
+
+
+@pytest.fixture
+def snapshot(monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """The bytes of one; decoders that are replaced are put back."""
+    monkeypatch.setattr(load_snapshot, "snapshot_decoder", load_snapshot.snapshot_decoder)
+    load = ReplicaLoad(
+        online=ClassLoad(running=1, waiting=0, outstanding_tokens=40),
+        offline=ClassLoad(running=4, waiting=9, outstanding_tokens=5000),
+        kv_tokens=1000,
+        online_kv_tokens=200,
+        reclaimable_kv_tokens=650,
+        reclaim_s=None,
+        headroom_tokens_per_s=1.5,
+        max_lines=2,
+    )
+    told = CoserveLoadSnapshot(num_running_reqs=1, num_total_tokens=200, coserve=load.model_dump())
+    return msgspec.msgpack.encode(told)
+
+
+def test_who_does_not_know_of_ours_reads_past_it(snapshot: bytes) -> None:
+    stock = msgspec.msgpack.Decoder(load_snapshot.LoadSnapshot).decode(snapshot)
+    assert stock.num_running_reqs == 1
+    read_our_snapshots()
+    ours = load_snapshot.snapshot_decoder.decode(snapshot)
+    assert ReplicaLoad(**ours.coserve).offline.waiting == 9
+    assert ours.to_dict() == stock.to_dict()
+
+
+def test_the_controller_of_replicas_counts_offline_requests(snapshot: bytes) -> None:
+    """Else all lines of a batch would go to the replica with the fewest online requests."""
+    count_offline_in_snapshots()
+    both = load_snapshot.snapshot_decoder.decode(snapshot)
+    assert (both.num_running_reqs, both.num_waiting_reqs, both.num_total_tokens) == (5, 9, 5200)

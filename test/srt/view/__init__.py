@@ -1,0 +1,1 @@
+"""``/coserve`` and ``/coserve/view`` on a real server."""

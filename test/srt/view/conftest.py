@@ -1,0 +1,51 @@
+"""One server under load for the tests of the package."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment
+
+__all__ = ["ADMIN_KEY", "API_KEY"]
+
+
+@pytest.fixture(scope="package")
+def deployment(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """Closed but for its figures."""
+    flags = ("--startup-profile-seconds", "0", "--slo-ttft-ms", "400", "--open-view")
+    running = Deployment(small_model, tmp_path_factory.mktemp("server"), *flags)
+    running.start("coserve")
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def client(deployment: Deployment) -> Iterator[openai.OpenAI]:
+    with deployment.client() as client:
+        yield client
+
+
+@pytest.fixture
+def online_load(deployment: Deployment) -> Iterator[None]:
+    """One online request after the other."""
+    has_ended = threading.Event()
+
+    def load() -> None:
+        headers = {"authorization": f"Bearer {API_KEY}"}
+        body = {"text": "Who?", "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
+        with httpx.Client(base_url=deployment.base_url, headers=headers, timeout=60) as http:
+            while not has_ended.is_set():
+                http.post("/generate", json=body).raise_for_status()
+                has_ended.wait(0.05)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    yield
+    has_ended.set()
+    thread.join(60)

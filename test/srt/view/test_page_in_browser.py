@@ -1,0 +1,154 @@
+"""The page in a real browser, under load, with its buttons."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from srt.batch_server.deployment import API_KEY, Deployment, create, eventually, lines, until
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+
+WAIT_MS = 120_000
+MARKUP = "<img src=x onerror=document.title='hacked'>"
+
+Page = Any
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        running = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def faults() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def page(browser: Any, deployment: Deployment, faults: list[str]) -> Iterator[Page]:
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    opened = context.new_page()
+    opened.set_default_timeout(WAIT_MS)
+    opened.on("pageerror", lambda error: faults.append(str(error)))
+    opened.on(
+        "console", lambda message: faults.append(message.text) if message.type == "error" else None
+    )
+    opened.goto(f"{deployment.base_url}/coserve")
+    yield opened
+    context.close()
+
+
+def use_key(page: Page, key: str) -> None:
+    page.get_by_label("--api-key").fill(key)
+    page.get_by_role("button", name="Continue").click()
+
+
+def is_paused(client: openai.OpenAI, batch_id: str) -> bool:
+    return bool(client.batches.retrieve(batch_id).to_dict()["coserve"]["paused"])  # type: ignore[index]
+
+
+@pytest.mark.usefixtures("online_load")
+def test_an_operator_pauses_resumes_and_cancels_a_batch(
+    page: Page, client: openai.OpenAI, faults: list[str]
+) -> None:
+    file = client.files.create(file=("in.jsonl", lines(3000, 64)), purpose="batch")
+    batch_id = client.batches.create(
+        input_file_id=file.id,
+        endpoint="/v1/completions",
+        completion_window="24h",
+        metadata={"name": MARKUP},
+    ).id
+    # Without a key: figures, and no batches.
+    page.locator("#verdict").filter(has_text="nline").wait_for()
+    assert "server’s key" in page.locator("#batches-note").inner_text()
+    assert page.locator("#batches tbody tr").count() == 0
+    page.get_by_role("button", name="Use a key").click()
+    use_key(page, "wrong")
+    page.get_by_role("alert").filter(has_text="does not take this key").wait_for()
+    faults.clear()  # The browser tells of the 401.
+    use_key(page, API_KEY)
+    row = page.locator(f"[data-batch={batch_id}]")
+    row.get_by_text(MARKUP).wait_for()
+    assert page.locator("#batches img").count() == 0
+    assert API_KEY not in page.url
+
+    row.get_by_role("button", name="Pause").focus()
+    page.keyboard.press("Enter")
+    eventually(lambda: is_paused(client, batch_id))
+    row.get_by_role("button", name="Resume").wait_for()
+    assert page.evaluate("document.activeElement.dataset.action") == "resume"
+    assert "paused" in page.get_by_role("status").inner_text()
+    row.get_by_role("button", name="Resume").click()
+    eventually(lambda: not is_paused(client, batch_id))
+
+    row.get_by_role("button", name="Cancel").click()
+    page.get_by_role("button", name="Keep it running").click()
+    assert client.batches.retrieve(batch_id).status in ("validating", "in_progress")
+    row.get_by_role("button", name="Cancel").click()
+    page.get_by_role("button", name="Cancel the batch").click()
+    until(client, batch_id, "cancelling", "cancelled")
+    row.get_by_role("button").first.wait_for(state="hidden")
+    assert page.title() == "coserve"
+    assert not faults
+
+
+@pytest.mark.usefixtures("online_load")
+def test_charts_and_decisions_are_there_in_words_too(page: Page, faults: list[str]) -> None:
+    page.get_by_role("img", name="Engine time, last minute").wait_for()
+    assert page.get_by_role("img").count() >= 4
+    page.get_by_text("The same as a table").click()
+    page.locator("#history tbody tr").first.wait_for()
+    for heading in (
+        "Are online users hurt?",
+        "What the engine does",
+        "Batches",
+        "Why",
+        "What could be",
+    ):
+        assert page.get_by_role("heading", name=heading).count() == 1
+    page.keyboard.press("Tab")
+    assert not faults
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+def test_it_fits_a_telephone_and_both_themes(
+    page: Page, client: openai.OpenAI, width: int, theme: str
+) -> None:
+    batch_id = create(client, lines(1)).id
+    page.evaluate(f"sessionStorage.setItem('coserve-key', '{API_KEY}')")
+    page.reload()
+    page.locator(f"[data-batch={batch_id}]").wait_for()
+    page.set_viewport_size({"width": width, "height": 800})
+    page.emulate_media(color_scheme=theme)
+    page.get_by_role("img", name="Engine time, last minute").wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    brightness = sum(map(int, colour.removeprefix("rgb(").removesuffix(")").split(",")))
+    assert (brightness > 384) == (theme == "light")
+
+
+def test_a_server_that_is_gone_is_told(browser: Any, deployment: Deployment) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    page.goto(f"{deployment.base_url}/coserve")
+    page.locator("#link").filter(has_text="Live").wait_for()
+    page.route("**/coserve/view*", lambda route: route.abort())
+    page.locator("#link").filter(has_text="no answer").wait_for()
+    page.unroute("**/coserve/view*")
+    page.locator("#link").filter(has_text="Live").wait_for()
+    context.close()
