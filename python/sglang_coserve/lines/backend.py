@@ -1,4 +1,4 @@
-"""What the line engine needs of whatever serves lines."""
+"""The interface between the line engine and what serves lines."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ class LineRequest:
     """1-based line number in the input."""
 
     endpoint: str
-    """The path of the OpenAI route that would serve it, ``/v1/completions`` say."""
+    """The path of the OpenAI route that serves it, e.g. ``/v1/completions``."""
 
     body: dict[str, Any]
-    """Of this attempt alone: the backend may change it."""
+    """A copy for this attempt only, which the backend may change."""
 
     generated: tuple[int, ...]
     """Token ids that an interrupted attempt had generated: continue after them."""
 
     deadline_s: float
-    """When the batch should be complete, in seconds since the epoch; infinity for no time."""
+    """When the batch should be complete, in seconds since the epoch; infinity for no deadline."""
 
     expected_output_tokens: int | None = None
-    """What finished lines of the batch lead to expect; None before there are any."""
+    """Estimate from finished lines of the batch; None before there are any."""
 
 
 class FailureKind(Enum):
-    """How an attempt failed, by what it says about the engine and about the line."""
+    """How an attempt failed, which tells whether the engine or the line is to blame."""
 
     UNREACHABLE = "unreachable"
-    """The engine never had the line: says nothing about the line."""
+    """The engine never received the line."""
 
     UNAVAILABLE = "unavailable"
-    """The engine, or a proxy before it, takes no work now."""
+    """The engine, or a proxy in front of it, accepts no work now."""
 
     LOST = "lost"
     """The connection broke while the engine had the line."""
@@ -58,24 +58,24 @@ class FailureKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """What became of one line, or of one attempt at it."""
+    """The outcome of a line, or of one attempt at it."""
 
     status_code: int
-    """As the OpenAI route would answer; 4xx when the body is invalid. 0 without an answer."""
+    """HTTP status of the OpenAI route; 4xx if the body is invalid, 0 without an answer."""
 
     request_id: str
 
     body: Any
-    """The response, or an error object. Its ``usage`` is what is counted."""
+    """The response, or an error object. Tokens are counted from its ``usage``."""
 
     is_retryable: bool = False
-    """True when the line may succeed another time."""
+    """True if the line may succeed in another attempt."""
 
     kind: FailureKind = FailureKind.FAILED
-    """Why, when it is retryable."""
+    """The kind of failure, if it is retryable."""
 
     retry_after_s: float = 0.0
-    """How long the engine asked to be left alone."""
+    """Least wait before the next attempt, as requested by the engine."""
 
     @classmethod
     def unserved(
@@ -85,7 +85,7 @@ class LineResult:
         kind: FailureKind | None = None,
         retry_after_s: float = 0.0,
     ) -> Self:
-        """Return the result of a line without an answer; ``kind`` says why, if it may pass."""
+        """Return the result of a line without an answer; it is retryable if ``kind`` is given."""
         error = {"message": message, "type": "server_error", "param": None, "code": code}
         is_retryable = kind is not None
         kind = kind or FailureKind.FAILED
@@ -99,39 +99,39 @@ class LineResult:
 
 @dataclass(frozen=True, slots=True)
 class BackendLoad:
-    """How busy the engine is with offline work."""
+    """The load of the engine."""
 
     offline_tokens_per_s: float | None
-    """Prompt and generated tokens of offline requests, a moving mean over the time with
-    work. Before there was any, what the engine is expected to reach; None if unknown."""
+    """Prompt and generated tokens of offline requests per second, a moving average over the time
+    with offline work. Before there was any, the predicted rate; None if unknown."""
 
     is_online_busy: bool = False
-    """True while requests other than lines are being served, with the same event loop."""
+    """True while the same event loop serves requests other than lines."""
 
     total_tokens: int = 0
     """Prompt and generated tokens of offline requests since the start."""
 
     busy_s: float = 0.0
-    """The time since the start in which there were any."""
+    """Time since the start in which there were offline requests."""
 
     max_in_flight: int | None = None
-    """Lines that it has use for at a time; None: as many as there may be."""
+    """Most lines in flight that it can make use of; None for no limit of its own."""
 
 
 class LineBackend(Protocol):
-    """What serves lines in the offline class: an engine in this process, or servers."""
+    """Serves lines as offline requests: an engine in this process, or servers."""
 
     @property
     def model(self) -> str:
-        """What the generated tokens belong to: weights, tokenizer, and how they are computed.
+        """Identifies what generates the tokens: weights, tokenizer, and numerical settings.
 
-        Another name from the moment at which other weights are loaded. Journaled tokens
-        are given back only to a backend of the same name.
+        It changes as soon as other weights are loaded. Journaled tokens are continued only by
+        a backend with the same value.
         """
 
     @property
     def is_changing(self) -> bool:
-        """True while the model is being exchanged: requests are aborted for that, none begin."""
+        """True while weights are being updated: requests are aborted for that, none begin."""
 
     async def settled(self) -> None:
         """Wait while ``is_changing``."""
@@ -147,13 +147,13 @@ class LineBackend(Protocol):
         the call aborts the request in the engine.
 
         Raises:
-            ServerError: no line can be served any more; it ends the run. Any other exception
-                is taken as an engine failure: the line is tried again.
+            ServerError: no line can be served any more; this ends the run. Any other exception
+                counts as an engine failure, after which the line is retried.
         """
 
 
 class Backend(LineBackend, Protocol):
-    """What the Batch API needs beside that."""
+    """A ``LineBackend`` with what the Batch API needs in addition."""
 
     @property
     def endpoints(self) -> frozenset[str]:
@@ -161,16 +161,16 @@ class Backend(LineBackend, Protocol):
 
     @property
     def limits(self) -> BodyLimits:
-        """What one line may be. ``run`` gets none that is more."""
+        """Limits of a line's body; larger ones are never passed to ``run``."""
 
     def when_changing(self, take_out: Callable[[], None]) -> None:
-        """Have ``take_out`` called when an exchange would wait for the lines in flight."""
+        """Register ``take_out``, to be called when an update would wait for lines in flight."""
 
     def load(self) -> BackendLoad:
-        """Return how busy the engine is now. Cheap; called often."""
+        """Return the current load of the engine. Cheap; called often."""
 
     async def online_delays_s(self) -> Mapping[str, float] | None:
-        """Return by how many seconds each batch has delayed online requests since the start.
+        """Return the seconds by which each batch has delayed online requests since the start.
 
-        None where that is not known. A batch that delayed none, or for long none, is left out.
+        None if unknown. Batches without a delay, or without a recent one, are left out.
         """

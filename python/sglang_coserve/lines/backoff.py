@@ -1,4 +1,4 @@
-"""How long to wait before something that failed is tried again."""
+"""Exponential back-off with jitter."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["backoff_s"]
 
 
 def backoff_s(failures: int, first_s: float, max_s: float, rng: random.Random) -> float:
-    """Return the pause after the ``failures``-th failure in a row, 1 or more.
+    """Return the pause in seconds after the ``failures``-th consecutive failure, from 1.
 
-    Doubles from ``first_s`` to ``max_s``; up to half of it is taken off at random, so that
-    what failed together is not tried again together.
+    It doubles from ``first_s`` up to ``max_s``, and is reduced by up to half at random, so that
+    requests that failed together are not retried together.
     """
-    # The exponent is capped because a float overflows long before anybody stops trying.
+    # The exponent is capped, because the float would overflow.
     return min(max_s, first_s * 2.0 ** min(failures - 1, 30)) * rng.uniform(0.5, 1.0)

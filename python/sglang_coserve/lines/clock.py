@@ -1,4 +1,4 @@
-"""Time, from outside, so that tests can make it."""
+"""The clock, passed in so that tests can control time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Clock", "SystemClock"]
 
 
 class Clock(Protocol):
-    """What the Batch API needs of time."""
+    """The time functions that the line engine uses."""
 
     def now_s(self) -> float:
         """Return seconds since the epoch."""
@@ -20,7 +20,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The time of the machine."""
+    """The system clock."""
 
     def now_s(self) -> float:
         """Return seconds since the epoch."""

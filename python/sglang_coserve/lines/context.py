@@ -1,4 +1,4 @@
-"""What the jobs of one process share."""
+"""The objects shared by all jobs of a process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LineContext"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineContext:
-    """The means of serving lines."""
+    """Everything that a job needs to serve its lines, shared by all jobs."""
 
     backend: LineBackend
     engine_lines: EngineLines
@@ -26,13 +26,13 @@ class LineContext:
     clock: Clock
 
     rng: random.Random
-    """Of ids and of the jitter between retries."""
+    """Source of ids and of the jitter of retries."""
 
     retry_policy: RetryPolicy
     health: EngineHealth
 
     flush_interval_s: float
-    """How long a result may wait for others to be written with it."""
+    """Longest time that a result waits to be written together with others."""
 
     journal_interval_s: float
-    """How much generation a crash may cost."""
+    """Interval of journal writes, i.e. the most generation time that a crash can lose."""

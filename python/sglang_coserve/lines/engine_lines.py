@@ -1,4 +1,4 @@
-"""The lines that the engine has, and those that it may have died of."""
+"""Tracks the lines in the engine, and isolates those that may have crashed it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sglang_coserve.lines.line_turns import LineTurns
 __all__ = ["MAX_DEATHS", "EngineLines"]
 
 MAX_DEATHS: Final = 2
-"""How often the engine may die of a line before that is given up."""
+"""Number of crashes after which a line is given up."""
 
 
 class EngineLines:
-    """Notes every line before the engine gets it, and keeps suspects apart.
+    """Records every line before the engine gets it, and serves suspects alone.
 
-    A suspect is a line that the engine had when it ended by itself. To stop or kill the
-    server, or to lose power, makes no line a suspect.
+    A suspect is a line that was in the engine when it crashed. Stopping or killing the
+    server, or a power failure, makes no line a suspect.
     """
 
     def __init__(
@@ -31,14 +31,14 @@ class EngineLines:
         suspects: Mapping[str, Mapping[int, int]] = MappingProxyType({}),
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without a ``file`` nothing is noted: of an engine elsewhere, whose deaths say little."""
+        """Without a ``file``, for a remote engine, nothing is recorded."""
         self._file = file
         self._suspects = suspects
         self._turns = LineTurns(monotonic_s)
         self._limits: set[asyncio.Timeout] = set()
 
     def suspects_of(self, batch_id: str) -> Mapping[int, int]:
-        """Return how often the engine has died of each line of a batch that is suspected."""
+        """Return the suspects of a batch: the number of crashes by line number."""
         return self._suspects.get(batch_id, {})
 
     @property
@@ -47,23 +47,23 @@ class EngineLines:
         return self._turns.suspects_in_flight
 
     def serving_suspects(self) -> AbstractContextManager[None]:
-        """Within it suspects are served, one after the other; the other lines take turns."""
+        """Return a context in which suspects are served one at a time, in turns with others."""
         return self._turns.suspects()
 
     def take_out(self) -> None:
-        """End all that is being served, as if its time were up."""
+        """Let the attempts at all lines in the engine time out now."""
         for limit in self._limits:
             if not limit.expired():
                 limit.reschedule(0.0)
 
     @asynccontextmanager
     async def in_engine(self, batch_id: str, line: int) -> AsyncGenerator[asyncio.Timeout]:
-        """Have the engine serve a line within it, and within the limit that it yields.
+        """Wait for a line's turn, and record it as in the engine within this context.
 
-        Waits for its turn.
+        Yields a timeout, within which the engine must be called.
 
         Raises:
-            StorageError: it cannot be noted, so it must not reach the engine.
+            StorageError: the line cannot be recorded, so it must not reach the engine.
         """
         is_suspect = line in self.suspects_of(batch_id)
         async with self._turns.alone() if is_suspect else self._turns.beside():
@@ -78,7 +78,7 @@ class EngineLines:
                     self._file.end(entry)
 
     def note_death(self) -> None:
-        """Note that the engine has ended by itself. Quick, and never raises."""
+        """Record that the engine has crashed. Fast, and never raises."""
         if self._file:
             self._file.note_death()
 

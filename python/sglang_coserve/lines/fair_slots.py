@@ -1,13 +1,13 @@
-"""Which batch may send its next line: a semaphore that is fair in tokens.
+"""A semaphore, fair in tokens, that decides which job may send its next line.
 
-Owners share alike, whatever batches they have, and the batches of an owner share what is
-the owner's: an urgent batch first, then priority by priority, in proportion to their
-weights. Both by virtual token counters: whoever has taken the fewest tokens per weight
-goes next, and one that joins, or comes back, starts level with the least served, so that
-having been away earns nothing (Sheng et al., "Fairness in Serving Large Language
-Models", OSDI 2024, section 4.1). Two owners, or two batches of one priority, that both
-always wait differ by one line's tokens per weight at most. A line counts as what it is
-expected to take while it is in flight, and as what it took from then on.
+Owners get equal shares, however many jobs they have, and the jobs of an owner divide the
+owner's share: urgent jobs first, then by priority, and within a priority in proportion to their
+weights. Both use virtual token counters: the one with the fewest tokens per weight
+goes next, and one that joins or returns starts level with the least served, so that
+idle time earns nothing (Sheng et al., "Fairness in Serving Large Language
+Models", OSDI 2024, section 4.1). Two owners, or two jobs of one priority, that
+always wait differ by at most one line's tokens per weight. A line counts with its estimated
+tokens while it is in flight, and with its real tokens afterwards.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ __all__ = ["FairSlots", "JobShare", "Share"]
 
 
 class Share:
-    """What an owner, or a batch, has taken."""
+    """The tokens that an owner or a job has taken so far."""
 
     def __init__(self, weight: float = 1.0) -> None:
         self.weight = weight
         self.served_per_weight = 0.0
-        """Tokens of finished lines per weight, and what was given for having been away."""
+        """Tokens of finished lines per weight, plus what ``level`` has added."""
 
         self.tokens_in_flight = 0
-        """What the lines in flight are expected to take."""
+        """Estimated tokens of the lines in flight."""
 
         self.lines_in_flight = 0
 
     @property
     def taken_per_weight(self) -> float:
-        """What the share with the smallest value is next by."""
+        """Sort key: the share with the smallest value goes next."""
         return self.served_per_weight + self.tokens_in_flight / self.weight
 
     def begin(self, estimated_tokens: int) -> None:
-        """Count a line that is sent."""
+        """Count a line that was sent."""
         self.lines_in_flight += 1
         self.tokens_in_flight += estimated_tokens
 
     def end(self, estimated_tokens: int, tokens: int) -> None:
-        """Count a line that has come back, after ``tokens``."""
+        """Count a line that has ended and took ``tokens``."""
         self.lines_in_flight -= 1
         self.tokens_in_flight -= estimated_tokens
         self.served_per_weight += tokens / self.weight
 
     def level(self, others: Iterable[Share]) -> None:
-        """Take from a share that was idle what it would have saved up; ``others`` were not."""
+        """Raise the counter of an idle share to the least of ``others``, which were not idle."""
         least = min((other.served_per_weight for other in others), default=0.0)
         self.served_per_weight = max(self.served_per_weight, least)
 
 
 class JobShare(Share):
-    """One batch, as the slots see it."""
+    """The share of one job."""
 
     def __init__(self, owner: str, priority: int, weight: float, deadline_s: float) -> None:
         super().__init__(weight)
@@ -63,13 +63,13 @@ class JobShare(Share):
         self.priority = priority
         self.deadline_s = deadline_s
         self.is_urgent = False
-        """True to go before every job of its owner that is not, whatever its priority, the
-        earliest deadline first."""
+        """Urgent jobs go before all others of their owner, whatever their priority, the earliest
+        deadline first."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What a waiting job asks for."""
+    """A request of a waiting job for a slot."""
 
     size_bytes: int
     estimated_tokens: int
@@ -77,7 +77,7 @@ class _Turn:
 
 
 class FairSlots:
-    """At most ``max_lines`` lines in flight, of ``max_bytes`` together; a larger one alone."""
+    """Limits lines in flight to ``max_lines`` and ``max_bytes``; a larger line runs alone."""
 
     def __init__(self, max_lines: int, max_bytes: int) -> None:
         self._max_lines = max_lines
@@ -87,7 +87,7 @@ class FairSlots:
         self._waiting: dict[JobShare, _Turn] = {}
         self._jobs: set[JobShare] = set()
         self._owners: dict[str, Share] = {}
-        """Of those with a job, and of those who would earn something by leaving."""
+        """Shares of owners with a job, and of former owners who would gain by being forgotten."""
 
         self._is_granting = False
 
@@ -97,18 +97,18 @@ class FairSlots:
         self._grant_soon()
 
     def join(self, job: JobShare) -> None:
-        """Let ``job`` take part."""
+        """Add a job."""
         self._jobs.add(job)
         self._owners.setdefault(job.owner, Share())
         self._level(job)
 
     def leave(self, job: JobShare) -> None:
-        """Let ``job`` take part no more; its lines in flight are still to be released."""
+        """Remove a job; its lines in flight must still be released."""
         self._jobs.discard(job)
         self._forget_owners()
 
     async def acquire(self, job: JobShare, size_bytes: int, estimated_tokens: int) -> None:
-        """Wait until ``job`` may send its next line. One call per job at a time."""
+        """Wait until ``job`` may send its next line. At most one call per job at a time."""
         assert job in self._jobs and job not in self._waiting
         self._level(job)
         turn = _Turn(size_bytes, estimated_tokens, asyncio.get_running_loop().create_future())
@@ -124,7 +124,7 @@ class FairSlots:
             raise
 
     def release(self, job: JobShare, size_bytes: int, estimated_tokens: int, tokens: int) -> None:
-        """Give back what ``acquire`` took; the line has taken ``tokens``."""
+        """Release the slot of a line that has ended and took ``tokens``."""
         self.lines_in_flight -= 1
         self.bytes_in_flight -= size_bytes
         job.end(estimated_tokens, tokens)
@@ -134,7 +134,7 @@ class FairSlots:
         self._grant_soon()
 
     def _level(self, job: JobShare) -> None:
-        """Take from a job, or an owner, who is idle what they would have saved up."""
+        """Level the counters of a job and its owner with the busy ones, if they are idle."""
         others = [
             other
             for other in self._jobs
@@ -152,7 +152,7 @@ class FairSlots:
             owner.level(self._owners[name] for name in busy)
 
     def _forget_owners(self) -> None:
-        """Forget who has left, unless coming back would then be worth it."""
+        """Forget owners who have left, except those who would gain by it when they return."""
         staying = {job.owner for job in self._jobs}
         least = min((self._owners[name].served_per_weight for name in staying), default=None)
         self._owners = {
@@ -169,10 +169,10 @@ class FairSlots:
             asyncio.get_running_loop().call_soon(self._grant)
 
     def _grant(self) -> None:
-        """Grant one turn. The next one waits until the job that had this one can ask again.
+        """Grant one slot; the next one in a later turn of the event loop.
 
-        When many lines end at once, it would otherwise be the other jobs' turn only
-        because they were there.
+        By then the job that got this slot can ask for another. Otherwise, when many lines
+        end at once, all slots would go to the jobs that happen to be waiting.
         """
         self._is_granting = False
         while self._waiting:
@@ -203,7 +203,7 @@ class FairSlots:
         """The smallest goes next."""
         return (
             self._owners[job.owner].taken_per_weight,
-            job.owner,  # Else the jobs of owners who are level would be compared.
+            job.owner,  # Keeps jobs of different owners with equal counters from being compared.
             not job.is_urgent,
             job.deadline_s if job.is_urgent else 0.0,
             -job.priority,

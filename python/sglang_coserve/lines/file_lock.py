@@ -1,4 +1,4 @@
-"""One process at a time for a file."""
+"""Locks a file for one process at a time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ __all__ = ["lock_file", "unlock_file"]
 
 
 def lock_file(path: Path, mode: int) -> int:
-    """Return ``path`` open and locked; it is made with ``mode`` if need be.
+    """Open and lock ``path``, and return the file descriptor.
 
-    The lock ends with the process, or with ``unlock_file``.
+    The file is created with ``mode`` if necessary. The lock ends with the process, or with
+    ``unlock_file``.
 
     Raises:
-        BlockingIOError: another holder has it.
+        BlockingIOError: it is locked already.
         OSError: it cannot be opened for writing.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
@@ -28,7 +29,7 @@ def lock_file(path: Path, mode: int) -> int:
 
 
 def unlock_file(fd: int) -> None:
-    """Let others lock the file, and close it."""
+    """Unlock and close a file."""
     # A process that is just being started has a copy of the descriptor until it runs its own
     # program: closing ours alone would keep the file locked until then.
     fcntl.flock(fd, fcntl.LOCK_UN)

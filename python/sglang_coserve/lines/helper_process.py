@@ -1,4 +1,4 @@
-"""Work on files in a process of its own, which leaves the server's interpreter lock alone."""
+"""Runs work on files in a separate process, so that it does not hold the interpreter lock."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from sglang_coserve.errors import StorageError
 __all__ = ["run_module"]
 
 _POLL_S: Final = 0.01
-"""A process takes ten times as long to start."""
+"""A tenth of the time that a process takes to start."""
 
 
 async def run_module(
     what: str, module: str, *arguments: str, source: BinaryIO | None = None
 ) -> Any:
-    """Return the JSON that ``python -m module`` prints. Cancelling the call ends the process.
+    """Run ``python -m module`` and return the JSON that it prints.
 
-    ``source`` is its standard input, nothing for None.
+    ``source`` is its standard input, empty for None. Cancelling the call ends the process.
 
     Raises:
-        StorageError: it failed at ``what``.
+        StorageError: the process failed; the message begins with ``what``.
     """
     command = (sys.executable, "-m", module, *arguments)
     try:
@@ -52,17 +52,17 @@ async def _run(
             stdin=subprocess.DEVNULL if source is None else source,
             stdout=output,
             stderr=complaint,
-            # An interrupt from the terminal is for the server to handle.
+            # A new session, so that Ctrl-C in the terminal reaches only the server.
             start_new_session=True,
         )
 
-    # Not with asyncio's processes: uvloop forks, which stops the event loop for 40 ms for each
-    # GiB that the server has in memory. A thread starts one in half a millisecond.
+    # Not as an asyncio subprocess: uvloop forks, which blocks the event loop for 40 ms per
+    # GiB of the server's memory. From a thread it takes half a millisecond.
     starting = asyncio.get_running_loop().run_in_executor(None, start)
     try:
         process = await asyncio.shield(starting)
     except asyncio.CancelledError:
-        # A second cancellation does not wait, and the process is to end all the same.
+        # The process must end even if a second cancellation interrupts the wait.
         starting.add_done_callback(_end)
         await asyncio.wait({starting})
         raise
@@ -77,7 +77,7 @@ async def _run(
 
 
 def _end(starting: asyncio.Future[subprocess.Popen[bytes]]) -> None:
-    """End a process that nobody waits for any more."""
+    """Kill a process whose caller was cancelled."""
     if starting.exception() is None:
         process = starting.result()
         process.kill()

@@ -1,4 +1,4 @@
-"""Which lines the engine has, on the disk, for the next start to read if the engine dies of one."""
+"""Records the lines in the engine on disk, so that the next start knows them after a crash."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ __all__ = ["InFlightFile", "LastRun"]
 
 _MAGIC: Final = b"coserve flight 1"
 _HEAD: Final = struct.Struct("<16s12sI")
-"""Magic, id of the run, 1 once the engine has died."""
+"""Magic, id of the run, 1 once the engine has crashed."""
 
 _ENTRY: Final = struct.Struct("<12sI")
-"""Batch and line; the line is 0 where no line is."""
+"""Batch and line; line 0 marks an unused entry."""
 
 _PREFIX: Final = "batch_"
 
 
 @dataclass(frozen=True, slots=True)
 class LastRun:
-    """What the run of the server before this one has left."""
+    """The state that the previous run of the server has left."""
 
     id: str
-    """Different for every run, so that its end is counted once."""
+    """Unique for each run, so that a crash is counted only once."""
 
     engine_died: bool
-    """The engine ended by itself: nobody stopped or killed the server."""
+    """The engine crashed; the server was not stopped or killed."""
 
     lines: tuple[tuple[str, int], ...]
-    """(batch, line) of what the engine had."""
+    """(batch, line) of the lines that were in the engine."""
 
     trace: str = ""
-    """Where the process was when it died of a signal such as SIGSEGV."""
+    """Traceback of the process if it died of a signal such as SIGSEGV."""
 
 
 class InFlightFile:
-    """A table of the lines in the engine, one small write for each beginning and end.
+    """A table of the lines in the engine, with one small write when a line begins or ends.
 
-    The writes are not forced to the disk: they outlive the processes, not the machine,
-    whose end is no fault of a line. They go to a page that is in memory already, a few
-    microseconds each, so they are made where they are needed and never wait for a thread.
+    The writes are not forced to disk: they survive a crash of the process but not of the
+    machine, for which no line is to blame. They go to the page cache, a few
+    microseconds each, so they are made on the event loop.
     """
 
     def __init__(self, path: Path, trace_path: Path) -> None:
@@ -59,7 +59,7 @@ class InFlightFile:
         self._num_entries = 0
 
     def last_run(self) -> LastRun | None:
-        """Return what the last run has left; None when there was none. Blocks.
+        """Return the state of the last run; None if there was none. Blocks.
 
         Raises:
             StorageError: it cannot be read.
@@ -73,20 +73,20 @@ class InFlightFile:
         if len(content) < _HEAD.size or not content.startswith(_MAGIC):
             return None
         _, run_id, has_died = _HEAD.unpack_from(content)
-        # An entry that a crash of the machine has torn is none.
+        # Ignore a last entry that was torn by a crash of the machine.
         end = len(content) - (len(content) - _HEAD.size) % _ENTRY.size
         entries = _ENTRY.iter_unpack(content[_HEAD.size : end])
         lines = tuple((_PREFIX + batch.hex(), line) for batch, line in entries if line)
         return LastRun(run_id.hex(), bool(has_died or trace), lines, trace)
 
     def start(self) -> None:
-        """Begin a run with no line in the engine; what the last one left is gone. Blocks.
+        """Begin a run with no line in the engine, and discard the state of the last one. Blocks.
 
         Raises:
             StorageError: the disk is full or failing.
         """
         try:
-            # The trace first: without it, what is left is of a run that nobody counts.
+            # The trace first: without it the old state is not counted as a crash.
             self.trace_path.unlink(missing_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
             self._fd = os.open(self._path, flags, 0o600)
@@ -95,10 +95,10 @@ class InFlightFile:
             raise self._failed(error) from error
 
     def begin(self, batch_id: str, line: int) -> int:
-        """Note that the engine is about to get a line; return what ``end`` needs.
+        """Record that the engine is about to get a line; return the entry for ``end``.
 
         Raises:
-            StorageError: the disk is full or failing: the line must not reach the engine.
+            StorageError: the disk is full or failing; the line must not reach the engine.
         """
         assert self._fd is not None
         entry = self._free.pop() if self._free else self._num_entries
@@ -113,22 +113,22 @@ class InFlightFile:
         return entry
 
     def end(self, entry: int) -> None:
-        """Note that the engine has the line no more."""
+        """Record that a line is no longer in the engine."""
         if self._fd is None:
             return
         self._free.append(entry)
-        # Should this fail, the line may be suspected of what it did not do: it is served again.
+        # If this fails, the line may wrongly become a suspect, and is then just served again.
         with suppress(OSError):
             os.pwrite(self._fd, bytes(_ENTRY.size), _offset(entry))
 
     def note_death(self) -> None:
-        """Note that the engine has ended by itself. Quick, and never raises."""
+        """Record that the engine has crashed. Fast, and never raises."""
         if self._fd is not None:
             with suppress(OSError):
                 os.pwrite(self._fd, (1).to_bytes(4, "little"), _HEAD.size - 4)
 
     def close(self) -> None:
-        """End the run: nothing is in the engine."""
+        """Close the file at the end of the run."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

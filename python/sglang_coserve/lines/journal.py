@@ -1,4 +1,4 @@
-"""Generated tokens of lines that are not finished, so that a crash costs little work."""
+"""Journals the generated tokens of unfinished lines, so that a crash loses little work."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _MAX_ENTRY_TOKENS: Final = 1 << 24
 class TokenJournal:
     """The tokens of one batch's unfinished lines, in memory and in an append-only file.
 
-    An entry holds tokens that follow those of the line's earlier entries. The file
-    is not forced to the disk: it outlives the process at once and the machine
-    within seconds, and what is lost is only computed again. Tokens mean something
-    to the model that made them only, so the file names it.
+    An entry holds the tokens that follow those of the line's earlier entries. The file
+    is not forced to disk: entries survive a crash of the process at once and of the machine
+    after some seconds; lost tokens are only computed again. Tokens can be continued only by
+    the model that generated them, which the file identifies.
     """
 
     def __init__(self, path: Path, model: str, compact_bytes: int) -> None:
@@ -42,9 +42,10 @@ class TokenJournal:
         self._unwritten: dict[int, array[int]] = {}
 
     def load(self, finished: LineBitmap) -> int:
-        """Read the file, cut off what a crash left unfinished, forget ``finished`` lines. Blocks.
+        """Read the file, without ``finished`` lines, and truncate an unfinished entry. Blocks.
 
-        Returns how many unfinished lines' tokens are forgotten for being another model's.
+        Returns the number of unfinished lines whose tokens were discarded, as another model
+        generated them.
 
         Raises:
             StorageError: it cannot be read.
@@ -75,18 +76,18 @@ class TokenJournal:
             raise self._failed(error) from error
 
     def tokens(self, line: int) -> tuple[int, ...]:
-        """Return what was generated for ``line`` so far."""
+        """Return the tokens generated for ``line`` so far."""
         return tuple(self._tokens.get(line, ()))
 
     def add(self, line: int, tokens: Sequence[int]) -> None:
-        """Note that ``tokens`` follow what was generated for ``line`` so far."""
+        """Append ``tokens`` to those generated for ``line`` so far."""
         for lines in (self._tokens, self._unwritten):
             if line not in lines:
                 lines[line] = array("I")
             lines[line].extend(tokens)
 
     def drop(self, line: int) -> None:
-        """Forget a line: it is finished, or has to start over."""
+        """Remove a line that is finished or has to start over."""
         self._tokens.pop(line, None)
         self._unwritten.pop(line, None)
 
@@ -96,10 +97,10 @@ class TokenJournal:
         return bool(self._unwritten)
 
     def take_unwritten(self) -> tuple[bytes, bool]:
-        """Return what ``write`` is to write, and whether it is to replace the file.
+        """Return the bytes for ``write``, and whether they replace the file.
 
-        It replaces the file when that is larger than ``compact_bytes`` and most of
-        it is of finished lines.
+        The file is rewritten when it is larger than ``compact_bytes`` and most of
+        it belongs to finished lines.
         """
         live_bytes = sum(_HEADER.size + 4 * len(tokens) for tokens in self._tokens.values())
         is_rewrite = self._size_bytes > max(self._compact_bytes, 2 * live_bytes)
@@ -112,7 +113,7 @@ class TokenJournal:
         return written, is_rewrite
 
     def write(self, written: bytes, is_rewrite: bool) -> None:
-        """Write what ``take_unwritten`` returned. Blocks; one call at a time.
+        """Write the result of ``take_unwritten``. Blocks; one call at a time.
 
         Raises:
             StorageError: the disk is full or failing.
@@ -133,7 +134,7 @@ class TokenJournal:
             raise self._failed(error) from error
 
     def delete(self) -> None:
-        """Delete the file: no line is unfinished. Blocks."""
+        """Delete the file, when all lines are finished. Blocks."""
         self._path.unlink(missing_ok=True)
 
     def _failed(self, error: OSError) -> StorageError:
@@ -146,7 +147,7 @@ def _entry(line: int, tokens: array[int]) -> bytes:
 
 
 def _read_entry(read: Callable[[int], bytes]) -> tuple[int, array[int]] | None:
-    """Return the next whole entry; None at the end, or where the file is cut off or damaged."""
+    """Return the next entry; None at the end, or if the entry is incomplete or damaged."""
     header = read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None

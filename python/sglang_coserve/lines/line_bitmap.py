@@ -20,7 +20,7 @@ class LineBitmap:
         return index < len(self._bits) and bool(self._bits[index] & (1 << (line & 7)))
 
     def add(self, line: int) -> bool:
-        """Add ``line``; return False when it was there already. O(1) amortized."""
+        """Add ``line``; return False if it was present already. Amortized O(1)."""
         if line in self:
             return False
         index = line >> 3

@@ -1,4 +1,4 @@
-"""Takes the unfinished lines of one job to their records."""
+"""Serves the unfinished lines of one job and writes their records."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Unserved:
-    """A line that the engine is not to get."""
+    """A line that gets a result without being sent to the engine."""
 
     custom_id: str | None
     result: LineResult
 
 
 class LineJob(Protocol):
-    """What the lines of a job are, and who hears of them."""
+    """The properties of a job that ``LineRun`` needs."""
 
     @property
     def id(self) -> str:
-        """What the engine knows the job by."""
+        """Id of the job."""
 
     @property
     def share(self) -> JobShare:
-        """Its place among the other jobs."""
+        """Its share of the slots."""
 
     @property
     def deadline_s(self) -> float:
@@ -57,23 +57,23 @@ class LineJob(Protocol):
 
     @property
     def model(self) -> str | None:
-        """What made its latest result; None before there is one."""
+        """The model of its latest result; None before there is one."""
 
     def tag(self, line: InputLine) -> int:
-        """Return the tag of a line's record; see ``encode_record``."""
+        """Return the tag of a line's record (see ``encode_record``)."""
 
     async def parse(self, line: InputLine) -> RequestLine | Unserved | None:
-        """Return what a line asks for; None for one that has a record. Called in their order."""
+        """Return the request of a line; None if it has a record. Called in order of the lines."""
 
     async def model_changed(self, model: str, completed: int) -> None:
-        """Note that results are of another ``model`` after ``completed`` lines."""
+        """Record that results after ``completed`` lines are of another ``model``."""
 
 
 class LineRun:
-    """One pass over the lines of a job that have no record, however earlier passes ended.
+    """One run over the lines of a job that have no record yet.
 
-    A pass that is cancelled, or fails, has recorded what was finished, and another one goes on
-    from there.
+    If a run is cancelled or fails, the finished lines are recorded, and another run continues
+    with the others.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class LineRun:
         self._model = job.model
         self._lengths = OutputLengths()
         self.recorded_bytes = 0
-        """Of the input, for the lines that have got a record in this pass."""
+        """Input bytes of the lines that got a record in this run."""
 
     async def serve(
         self,
@@ -94,7 +94,7 @@ class LineRun:
         beside: Coroutine[Any, Any, None],
         suspects: LineSource | None = None,
     ) -> None:
-        """Have every line served, ``suspects`` alone, and ``beside`` run meanwhile.
+        """Serve every line, ``suspects`` one at a time, and run ``beside`` meanwhile.
 
         Raises:
             StorageError: the disk is full or failing.
@@ -126,16 +126,16 @@ class LineRun:
                     estimated_tokens = estimate_tokens(line.size_bytes, request.body)
                     await slots.acquire(job.share, line.size_bytes, estimated_tokens)
                     task = tasks.create_task(self._serve(line, request, estimated_tokens))
-                    # Not in the task: one that is cancelled before its first step runs no code.
+                    # As a callback: a task that is cancelled before it starts runs no code.
                     release = partial(self._release, line.size_bytes, estimated_tokens)
                     task.add_done_callback(release)
             for each in meanwhile:
                 each.cancel()
 
     async def _serve_suspects(self, lines: LineSource) -> None:
-        """Serve lines that the engine may have died of, and give up those of which it surely did.
+        """Serve lines that may have crashed the engine; give up those that did so twice.
 
-        They take no slots: each is alone in the engine.
+        They take no slots, as each is alone in the engine.
         """
         engine_lines = self._context.engine_lines
         deaths: Mapping[int, int] = engine_lines.suspects_of(self._job.id)
@@ -157,7 +157,7 @@ class LineRun:
                 await self._record(line, request.custom_id, result)
 
     async def _request(self, line: InputLine) -> RequestLine | None:
-        """Return what a line asks for; None where that is settled."""
+        """Return the request of a line; None if it needs no serving."""
         await self._writer.room()
         parsed = await self._job.parse(line)
         if isinstance(parsed, Unserved):
@@ -166,7 +166,7 @@ class LineRun:
         return parsed
 
     async def _serve(self, line: InputLine, request: RequestLine, estimated_tokens: int) -> int:
-        """Return the tokens that the line took."""
+        """Serve a line and write its record; return the tokens that it took."""
         limit = output_limit(request.body)
         line_request = LineRequest(
             batch_id=self._job.id,
@@ -198,7 +198,7 @@ class LineRun:
         estimated_tokens: int | None = None,
         model: str | None = None,
     ) -> None:
-        """Write the record of a line, which ``model`` has answered; None if none has."""
+        """Write the record of a line; ``model`` has answered it, None if it was not served."""
         record = await self._context.threads.run(
             encode_record, self._job.tag(line), line.number, custom_id, result
         )
@@ -206,11 +206,11 @@ class LineRun:
             estimated_tokens = estimate_tokens(line.size_bytes, {})
         try:
             if model not in (None, self._model):
-                # At once, so that whoever is next does not say it again with another number.
+                # Set before the await, so that the next line does not report the change again.
                 self._model = model
                 await self._job.model_changed(str(model), self._writer.progress.completed)
         finally:
-            # The answer counts, also when the job is stopped meanwhile.
+            # Record the answer even if the job is stopped meanwhile.
             self._writer.add(
                 record,
                 is_ok=result.is_ok,

@@ -1,4 +1,4 @@
-"""The unfinished lines of an input file, read a little ahead: in its order, or in a better one."""
+"""Reads the unfinished lines of an input file, in file order or in prefix order."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ class InputLine:
 
     number: int
     offset: int
-    """Where it begins in the file."""
+    """Byte offset of the line in the file."""
 
     size_bytes: int
     content: bytes | None
-    """None when it is longer than allowed."""
+    """None if the line is too long."""
 
     digest: int
     """See ``jsonl.lines.Line.digest``."""
 
     is_first: bool | None = None
-    """Of the lines with its ``custom_id``; None where that is not known."""
+    """Whether it is the first line with its ``custom_id``; None if unknown."""
 
 
 class LineSource:
     """Yields the lines of a file whose numbers ``is_wanted``, each of them once.
 
-    They come in the file's order until there is an order (``prefix_order``), and in that one
-    from then on. Holds at most 256 lines, about 1 MiB, or one line if that is longer.
+    They come in file order until the prefix order exists (``prefix_order``), and in that order
+    from then on. Buffers at most 256 lines, about 1 MiB, or one line if that is longer.
 
-    With ``unique_ids`` the order has only the first line of each ``custom_id``. Before there is
-    an order the lines come that are not wanted, too, for whoever is to tell which ids have been
-    there; those that it leaves out come last, in the file's order.
+    With ``unique_ids`` the prefix order has only the first line of each ``custom_id``; the
+    lines that it omits come last, in file order. Until it exists, unwanted lines are
+    yielded, too, so that the caller can track which ids have occurred.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class LineSource:
         *,
         unique_ids: bool = False,
     ) -> None:
-        """``order`` need not be there yet; None: there will be none."""
+        """``order`` is the file of the prefix order, which may appear later; None for none."""
         self._path = path
         self._max_line_bytes = max_line_bytes
         self._is_wanted = is_wanted
@@ -88,7 +88,7 @@ class LineSource:
         return self._ahead.popleft()
 
     def _read_ahead(self) -> None:
-        """Read some lines. A file that is mostly finished is passed over in several calls."""
+        """Read some lines; skipping many finished lines takes several calls."""
         if not self._is_ordered and self._order is not None:
             self._is_ordered = self._order.exists()
         try:

@@ -1,4 +1,4 @@
-"""When a line may go to the engine: beside others, or, under suspicion, alone."""
+"""Decides when a line may go to the engine: with others or, if it is a suspect, alone."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Final
 __all__ = ["LineTurns"]
 
 _TURN_S: Final = 60.0
-"""How long one kind may go on while the other waits. Short against windows of hours; long
-against what a turn's beginning costs, which is to wait for the lines in flight to end."""
+"""Duration of a turn while lines of the other kind wait. Short compared with completion windows of
+hours; long compared with the wait for lines in flight at the beginning of a turn."""
 
 
 class LineTurns:
-    """Suspects are served one at a time and with no other line, over all batches.
+    """Serves suspects one at a time and without other lines, across all jobs.
 
-    So when the engine dies again it is known of which one, and nobody else is suspected.
+    So if the engine crashes again, it is known which line did it, and no other becomes a suspect.
     As long as there are suspects, they and the other lines take turns, suspects first:
-    a server that dies soon after every start settles at least one of them each time.
+    a server that crashes soon after every start resolves at least one of them each time.
     """
 
     def __init__(self, monotonic_s: Callable[[], float], turn_s: float = _TURN_S) -> None:
@@ -41,7 +41,7 @@ class LineTurns:
 
     @contextmanager
     def suspects(self) -> Generator[None]:
-        """Within it there are suspects to be served, one after the other."""
+        """Announce, in this context, that there are suspects to serve."""
         if not self._num_runs:
             self._begin_turn(is_suspects=True)
         self._num_runs += 1
@@ -53,7 +53,7 @@ class LineTurns:
 
     @asynccontextmanager
     async def beside(self) -> AsyncGenerator[None]:
-        """Serve an ordinary line within it; waits for the turn of those."""
+        """Wait until ordinary lines may run; an ordinary line is served in this context."""
         self._num_waiting_beside += 1
         try:
             while not self._may_begin_beside():
@@ -70,7 +70,7 @@ class LineTurns:
 
     @asynccontextmanager
     async def alone(self) -> AsyncGenerator[None]:
-        """Serve a suspect within it; waits until nothing else is being served."""
+        """Wait until no other line is being served; a suspect is served in this context."""
         self._num_waiting_alone += 1
         try:
             while not self._may_begin_alone():
@@ -118,6 +118,6 @@ class LineTurns:
         self._wake_all()
 
     def _wake_all(self) -> None:
-        """Have everybody who waits look again."""
+        """Make all waiters check their condition again."""
         self._changed.set()
         self._changed = asyncio.Event()

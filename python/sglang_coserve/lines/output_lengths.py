@@ -1,4 +1,4 @@
-"""How long the answers of a batch are, learned from its finished lines."""
+"""Estimates the output lengths of a batch from its finished lines."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ class _Sum:
 
 
 class OutputLengths:
-    """Means of finished lines, of those with a like limit as far as there are any.
+    """Mean output lengths of finished lines, preferably of those with a similar limit.
 
-    Before it is generated, little else tells the length of an answer: where the limits
-    of lines say nothing of it, all lines are expected to be alike. Lines that are
-    finished first are the short ones, so that the first means are too small.
+    Little else predicts the length of an answer: if the limits are not informative, all lines
+    are expected to be alike. Short lines finish
+    first, so the first means are too small.
     """
 
     def __init__(self) -> None:
         self._all = _Sum()
         self._by_limit: dict[int, _Sum] = {}
-        """By the number of bits in the limit; 0 without one."""
+        """Sums by the number of bits in the limit; 0 without a limit."""
 
     def add(self, limit: int | None, output_tokens: int) -> None:
-        """Take in a line with this limit, or none, that was answered. O(1)."""
+        """Record an answered line with this limit, or without one. O(1)."""
         self._all.add(output_tokens)
         self._by_limit.setdefault(_size(limit), _Sum()).add(output_tokens)
 
     def expected(self, limit: int | None) -> int | None:
-        """Return the tokens to expect of a line; None before one was answered. O(1).
+        """Return the expected output tokens of a line; None before one was answered. O(1).
 
-        ``limit`` is what the line sets on its answer; None when it sets none. The mean of
-        all lines weighs as much as one with a like limit.
+        ``limit`` is the line's own limit of output tokens; None without one. The mean of
+        all lines weighs as much as one line with a similar limit.
         """
         if not self._all.lines:
             return None

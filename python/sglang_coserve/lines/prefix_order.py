@@ -1,4 +1,4 @@
-"""The order in which the lines of a job are served: common beginnings of prompts together."""
+"""Orders the lines of a job so that common prefixes of prompts come together."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _log = logging.getLogger(__name__)
 
 
 class PrefixOrder:
-    """Found once for a job, by a process of its own, while its first lines are served.
+    """Computes the prefix order of a job once, in a separate process, while its first lines run.
 
-    An engine orders what waits in it by itself, but of a long file it has only some hundred
-    lines at a time.
+    An engine itself orders the requests that wait in it, but of a long file it has only a few
+    hundred lines at a time.
     """
 
     def __init__(self, source: Path, path: Path, *, unique_ids: bool = False) -> None:
-        """The order of ``source`` is to be at ``path``; see ``LineSource`` for ``unique_ids``."""
+        """``path`` will have the order of ``source``; see ``LineSource`` for ``unique_ids``."""
         self.path = path
         self._source = source
         self._unique_ids = unique_ids
@@ -34,17 +34,17 @@ class PrefixOrder:
 
     @property
     def read_share(self) -> float | None:
-        """Part of the source that has been read to find it; None while nothing does."""
+        """Share of the source that has been read so far; None while the process is not running."""
         if self._input is None:
             return None
-        # The process shares the file, and so where in it they are.
+        # The process shares the file description, and so its offset.
         size_bytes = os.fstat(self._input.fileno()).st_size
         return min(1.0, self._input.tell() / max(1, size_bytes))
 
     async def find(self) -> None:
-        """Have the order found, unless it is there.
+        """Compute the order, unless it exists.
 
-        Where it cannot be found, the lines are served in the order of the file.
+        If that fails, the lines are served in the order of the file.
         """
         if self.path.exists():
             return
@@ -64,7 +64,7 @@ class PrefixOrder:
             self._input = None
 
     def delete(self) -> None:
-        """Delete what there is of it. Blocks."""
+        """Delete the order and unfinished parts of it. Blocks."""
         self.path.unlink(missing_ok=True)
         for unfinished in self.path.parent.glob(f"{escape(self.path.name)}.*.part"):
             unfinished.unlink(missing_ok=True)

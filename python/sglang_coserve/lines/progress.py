@@ -1,4 +1,4 @@
-"""How many lines of a job are finished, and what they took."""
+"""Counts of a job's finished lines and of the tokens that they took."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Usage:
 
     input_tokens: int = 0
     cached_tokens: int = 0
-    """Of ``input_tokens``, those taken from the cache."""
+    """Those of ``input_tokens`` that were cached."""
 
     output_tokens: int = 0
     reasoning_tokens: int = 0
-    """Of ``output_tokens``, those that are no part of the answer."""
+    """Those of ``output_tokens`` that are not part of the answer."""
 
     @property
     def total_tokens(self) -> int:
@@ -35,7 +35,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What the output and error files hold, up to a moment at which both were on the disk."""
+    """The contents of the output and error files, as far as both are on disk."""
 
     completed: int = 0
     failed: int = 0
@@ -44,7 +44,8 @@ class Progress:
     usage: Usage = Usage()
 
     estimated_tokens: int = 0
-    """What the finished lines were expected to take; against ``usage`` it calibrates the rest."""
+    """Estimated tokens of the finished lines; compared with ``usage`` it calibrates the estimate
+    of the others."""
 
     def __add__(self, other: Progress) -> Progress:
         return Progress(
@@ -58,5 +59,5 @@ class Progress:
 
     @property
     def lines(self) -> int:
-        """Finished lines."""
+        """Number of finished lines."""
         return self.completed + self.failed

@@ -1,4 +1,4 @@
-"""The output and error file of one job, which may be cut off anywhere."""
+"""The output and error files of one job, which a crash may have truncated anywhere."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _READ_BYTES: Final = 1 << 20
 
 
 class ResultLog:
-    """Two append-only files of records, each of them in a file as a whole or not at all.
+    """Two append-only files of records.
 
-    A record counts once its line ending is there. Every call blocks.
+    A record counts only if its line ending has been written. Every call blocks.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class ResultLog:
         name: str | None = None,
         mode: int = 0o600,
     ) -> None:
-        """``name`` is what errors call the files; None: by their paths."""
+        """``name`` is used for the files in error messages; None uses their paths."""
         self.output = output
         self.errors = errors
         self.progress = Progress()
-        """What the files hold, since ``scan``; all of it is on the disk."""
+        """Contents of the files since ``scan``; all of it is on disk."""
 
         self._name = name
         self._sync_names = sync_names
@@ -51,20 +51,19 @@ class ResultLog:
         *,
         add_failed: Callable[[int, int], bool | None] | None = None,
     ) -> None:
-        """Find out what there is, and change nothing.
+        """Read the existing files, without changing them. Takes about a second per GB.
 
-        ``add`` gets (tag, line) of each record, and returns False for a second one of a line,
-        None for one of another job; ``add_failed`` those of the error file, if it is given.
+        ``add`` is called with (tag, line) of each record; it must return False for a second
+        record of a line, and None for a record of another job. ``add_failed``, if given, is
+        called for the records of the error file instead.
 
-        ``committed`` is what is known of the files: all of that is needed, and whatever follows
-        the records behind it may be cut off. Records beyond it are counted anew, those lines
-        expected to have taken ``mean_estimate_tokens``. None: nothing is known, no tokens are
-        counted, and no more than an unfinished record may be cut off.
-
-        Reads both files, parses only what is beyond: about a second per GB.
+        ``committed`` is the progress that was committed: all of it must be in the files. Whole
+        records after it are parsed and counted, each with an estimate of
+        ``mean_estimate_tokens``; anything after these is discarded by ``cut``. With None nothing
+        is known: no tokens are counted, and only an unfinished last record is discarded.
 
         Raises:
-            StorageError: the files cannot be read, or are not what was written.
+            StorageError: the files cannot be read, or have unexpected contents.
         """
         known = committed or Progress()
         output_bytes, error_bytes = (
@@ -83,11 +82,11 @@ class ResultLog:
         )
 
     def drop_errors(self) -> None:
-        """Leave the error file to be emptied by ``cut``."""
+        """Discard the contents of the error file at the next ``cut``."""
         self.progress = replace(self.progress, failed=0, error_bytes=0)
 
     def cut(self) -> None:
-        """Cut off what follows the records that ``scan`` has found.
+        """Truncate the files after the records that ``scan`` has found.
 
         Raises:
             StorageError: the disk is failing.
@@ -100,12 +99,12 @@ class ResultLog:
                 raise self._failed("written", path, error) from error
 
     def append(self, output: bytes, errors: bytes, progress: Progress) -> None:
-        """Write whole records to each file, and force them to the disk.
+        """Append whole records to each file, and force them to disk.
 
-        ``progress`` is what the files then hold.
+        ``progress`` describes the contents of the files afterwards.
 
         Raises:
-            StorageError: the disk is full or failing, or somebody else has changed a
+            StorageError: the disk is full or failing, or another process has changed a
                 file. Nothing may be appended before the next ``scan``.
         """
         is_new = [
@@ -123,10 +122,10 @@ class ResultLog:
         )
 
     def _append(self, path: Path, size_bytes: int, records: bytes) -> bool:
-        """Write and force ``records``; return True when that made the file."""
+        """Append ``records`` and force them to disk; return True if the file was created."""
         if not records:
             return False
-        # One that is gone must not begin again: what it held would be missing in the middle.
+        # A file that has disappeared must not be created anew: its records would be missing.
         create = 0 if size_bytes else os.O_CREAT
         is_new = not path.exists()
         try:
@@ -185,7 +184,7 @@ class ResultLog:
 
 @dataclass(slots=True)
 class _Scan:
-    """What one file holds."""
+    """The contents of one file."""
 
     records: int = 0
     size_bytes: int = 0
@@ -194,20 +193,20 @@ class _Scan:
 
 
 def _write(fd: int, records: bytes, size_bytes: int) -> None:
-    """Append ``records`` to a file of ``size_bytes`` as a whole, or not at all."""
+    """Append all ``records`` to a file of ``size_bytes``, or none of them."""
     try:
         rest = memoryview(records)
         while rest:
             rest = rest[os.write(fd, rest) :]
     except OSError:
-        with suppress(OSError):  # Else the next ``scan`` finds it.
+        with suppress(OSError):  # If this fails, the next ``scan`` finds the partial record.
             os.ftruncate(fd, size_bytes)
         raise
     os.fdatasync(fd)
 
 
 def _is_unfinished(record: bytes) -> bool:
-    """Return True for the beginning of a record, the end of which was never written."""
-    # A power failure can leave zeros where the tail was not yet on the disk.
+    """Return whether this is the beginning of a record whose end was never written."""
+    # A power failure can leave zeros where the data were not yet on disk.
     found = record.rstrip(b"\0")
     return not found.endswith(b"\n") and RECORD_START.startswith(found[: len(RECORD_START)])

@@ -23,12 +23,12 @@ __all__ = [
 ]
 
 RECORD_START: Final = b'{"id":"batch_req_'
-"""How every record begins."""
+"""The first bytes of every record."""
 
 _HEAD: Final = re.compile(RECORD_START + rb'([0-9a-f]{24})_([1-9][0-9]{0,17})",')
 
 _OLDER_HEAD: Final = re.compile(RECORD_START + rb'([1-9][0-9]{0,17})_([0-9a-f]{16})",')
-"""As ``coserve submit`` wrote them before they had one format with those of servers."""
+"""The format of ``coserve submit`` before it shared the server's format."""
 
 _MESSAGE_CHARS: Final = 500
 
@@ -41,8 +41,8 @@ def batch_tag(batch_id: str) -> int:
 def encode_record(tag: int, line: int, custom_id: str | None, result: LineResult) -> bytes:
     """Return the record of a line, with its line ending.
 
-    ``tag``, of 96 bits, says whose record it is: the server writes the batch, whose lines
-    cannot change; the client, whose input may, writes the line's digest.
+    ``tag`` has 96 bits and identifies the line's input: the server uses the batch id, as the
+    lines of a batch cannot change; the client, whose file may change, uses the line's digest.
     """
     error = None
     if not result.status_code:
@@ -63,7 +63,7 @@ def encode_record(tag: int, line: int, custom_id: str | None, result: LineResult
     try:
         return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
     except TypeError:
-        # Half a surrogate pair and integers beyond 64 bits have a JSON form, but not orjson's.
+        # Lone surrogates and integers beyond 64 bits are valid JSON, but orjson refuses them.
         return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
 
@@ -79,7 +79,7 @@ def record_identity(record: bytes) -> tuple[int, int] | None:
 
 
 def error_message(body: object) -> str:
-    """Return a server's own words, from OpenAI's nested or SGLang's flat error object."""
+    """Return the message of OpenAI's nested or SGLang's flat error object."""
     match body:
         case {"error": {"message": str(message)}} | {"message": str(message)}:
             return message
@@ -89,16 +89,16 @@ def error_message(body: object) -> str:
 
 
 def usage_in_record(record: bytes) -> Usage:
-    """Return the tokens that a record says its line took."""
+    """Return the token usage stored in a record."""
     response = json.loads(record)["response"]
     return usage_of(response["body"]) if response else Usage()
 
 
 def usage_of(body: object) -> Usage:
-    """Return the tokens in the ``usage`` of a response.
+    """Return the token counts in the ``usage`` of a response.
 
-    Chat completions and completions say prompt and completion, responses say
-    input and output, embeddings have a prompt only.
+    Chat completions and completions call them prompt and completion tokens, responses
+    input and output tokens; embeddings have prompt tokens only.
     """
     usage = body.get("usage") if isinstance(body, Mapping) else None
     if not isinstance(usage, Mapping):

@@ -1,4 +1,4 @@
-"""Group commit: results that finish together are written, forced and counted together."""
+"""Group commit: results that finish together are written, synced and counted together."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ _MAX_PENDING_BYTES: Final = 4 << 20
 
 
 class ResultWriter:
-    """The one writer of a job's output and error file.
+    """The only writer of a job's output and error files.
 
-    Records are on the disk before ``commit`` counts them, so that nobody ever counts a
-    result that could be lost.
+    Records are on disk before ``commit`` counts them, so a counted result is never lost.
     """
 
     def __init__(
@@ -34,7 +33,7 @@ class ResultWriter:
         self._log = log
         self._committed: Progress | None = None
         self.progress = log.progress
-        """What the files hold once everything that was added is written."""
+        """Contents of the files once all added records are written."""
 
         self._commit = commit
         self._threads = threads
@@ -49,7 +48,7 @@ class ResultWriter:
         self._task = asyncio.create_task(self._flush_regularly())
 
     def add(self, record: bytes, *, is_ok: bool, usage: Usage, estimated_tokens: int) -> None:
-        """Take the record of one line; it is written soon."""
+        """Queue the record of one line, to be written soon."""
         (self._output if is_ok else self._errors).extend(record)
         size_bytes = len(record)
         self.progress += (
@@ -62,7 +61,7 @@ class ResultWriter:
             self._has_room.clear()
 
     async def room(self) -> None:
-        """Wait while the disk is behind.
+        """Wait while too many bytes are queued.
 
         Raises:
             StorageError: writing has failed.
@@ -72,16 +71,16 @@ class ResultWriter:
             self._task.result()
 
     async def failure(self) -> None:
-        """Wait until writing fails, and raise what it failed with: StorageError."""
+        """Wait until writing fails, and raise its ``StorageError``."""
         await asyncio.shield(self._task)
 
     async def close(self) -> None:
-        """Write everything that was added.
+        """Write all queued records and stop.
 
         Raises:
-            StorageError: it cannot be written, now or before.
+            StorageError: writing failed, now or before.
         """
-        # Under the lock the task is between two flushes: nothing is half written.
+        # While the lock is held, the task is between two flushes.
         async with self._flushing:
             self._task.cancel()
         await asyncio.wait({self._task})
@@ -98,7 +97,7 @@ class ResultWriter:
                 async with self._flushing:
                     await self._flush()
         finally:
-            # Nobody is to wait for room that nobody makes.
+            # Wake waiters, as no more room will be made.
             self._has_room.set()
 
     async def _flush(self) -> None:

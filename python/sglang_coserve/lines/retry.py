@@ -1,6 +1,6 @@
-"""When to try a line again, when to give the line up, and when to give the server up.
+"""Decides when to retry a line, when to give it up, and when to give up the server.
 
-Pure decisions: the clock and the random numbers come from outside.
+Pure decisions: the clock and the random numbers are passed in.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ __all__ = ["EngineHealth", "LineRetries", "RetryPolicy", "retry_after_s"]
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """The bounds of every retry."""
+    """Limits and delays of retries."""
 
     retry_for_s: float = 300.0
-    """Give the server up when it has answered no line for this long; infinity for never."""
+    """Give up the server when it has answered no line for this long; infinity for never."""
 
     max_attempts: int = 5
-    """Give a line up after this many failures that are its own."""
+    """Give up a line after this many failures for which it is to blame."""
 
     first_delay_s: float = 0.5
     max_delay_s: float = 10.0
 
 
 class EngineHealth:
-    """What all lines together know of the server."""
+    """The state of the server, as observed by all lines together."""
 
     def __init__(self) -> None:
         self.last_answer_s = -math.inf
         self.num_answers = 0
         self.num_retries = 0
-        """Attempts at a line that a failure before them has made necessary."""
+        """Number of repeated attempts after failures."""
 
         self.last_failure: str | None = None
-        """Why an attempt failed; None once a line has been answered since."""
+        """Reason of the last failure; None once a line has been answered since."""
 
     def answered(self, now_s: float) -> None:
-        """Note that the server finished with some line, well or badly."""
+        """Record that the server has answered some line, with success or an error."""
         self.last_answer_s = now_s
         self.num_answers += 1
         self.last_failure = None
@@ -55,10 +55,10 @@ class EngineHealth:
 class LineRetries:
     """The retries of one line: exponential backoff with jitter.
 
-    A failure is the line's own when the server says so (5xx), or when it was
-    lost or timed out and other lines were answered since it failed before: one
-    bad line must not stop the rest. Otherwise the server is to blame, and the
-    line is retried until nothing at all has been answered for ``retry_for_s``.
+    The line is to blame for a failure if the server says so (5xx), or if it was
+    lost or timed out while other lines were answered since its previous failure: one
+    bad line must not stop the others. Otherwise the server is to blame, and the
+    line is retried until no line has been answered for ``retry_for_s``.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class LineRetries:
         self._answers_before = server.num_answers
 
     def began(self, now_s: float) -> None:
-        """Note that an attempt starts."""
+        """Record that an attempt begins."""
         self._attempt_began_s = now_s
 
     def failed(self, result: LineResult, now_s: float) -> float | None:
-        """Return how long to wait before the next attempt, or None to give the line up.
+        """Return the wait in seconds before the next attempt, or None to give up the line.
 
-        ``result`` is a retryable one.
+        ``result`` must be retryable.
 
         Raises:
             ServerGoneError: the server has answered nothing for ``retry_for_s``.
@@ -107,11 +107,11 @@ class LineRetries:
 
     def _time_left_s(self, kind: FailureKind, reason: str, now_s: float) -> float:
         retry_for_s = self._policy.retry_for_s
-        # A server that kept the line for this long was there: the outage starts now.
+        # A server that held the line for this long was up: the outage starts now.
         was_held = kind is FailureKind.LOST and now_s - self._attempt_began_s >= retry_for_s
         if self._failing_since_s is None or was_held:
             self._failing_since_s = now_s
-        # Lines that are being served do not prove an outage, only lines that fail do.
+        # Count the outage from the first failure, as lines still in service do not prove one.
         outage_since_s = max(self._failing_since_s, self._server.last_answer_s)
         left_s = outage_since_s + retry_for_s - now_s
         if left_s <= 0:
@@ -123,10 +123,10 @@ class LineRetries:
 
 
 def retry_after_s(header: str | None, now: datetime) -> float | None:
-    """Return the seconds a ``Retry-After`` header asks for (RFC 9110 §10.2.3).
+    """Return the seconds in a ``Retry-After`` header (RFC 9110 §10.2.3).
 
-    Takes both forms, seconds and a date; None for no header or one that is neither.
-    ``now`` is aware of its time zone.
+    Accepts both forms, seconds and a date; None without a header or if it is neither.
+    ``now`` must have a time zone.
     """
     if header is None:
         return None

@@ -1,4 +1,4 @@
-"""Takes one line through the engine, as often as it takes."""
+"""Serves one line, with retries."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ async def serve_line(
     journal: TokenJournal,
     context: LineContext,
 ) -> tuple[LineResult, str]:
-    """Return the engine's answer to ``request``, or its last failure, and the model it is of.
+    """Return the engine's answer to ``request``, or its last failure, and the model used.
 
-    An attempt continues from the tokens of those before it, of an earlier run too, if they
-    are of the same model. When the engine gets other weights while it serves the line, it
-    starts over: an answer is of one model. Each attempt has a body of its own: the first that of
-    ``request``, each later one a ``fresh_body``.
+    An attempt continues from the tokens of earlier attempts, also from an earlier run, if the
+    model is the same. If the weights change while the line is served, it
+    starts over, as an answer must be of one model. Each attempt gets its own body: the first that
+    of ``request``, later ones a ``fresh_body``.
 
     Raises:
-        StorageError: it cannot be noted that the engine has the line.
+        StorageError: the line cannot be recorded as in the engine.
         ServerError: no line can be served any more.
     """
     backend, now_s = context.backend, asyncio.get_running_loop().time
@@ -63,7 +63,7 @@ async def serve_line(
             except Exception as error:
                 if limit.expired():
                     continue
-                # Whatever goes wrong in an engine is one line's misfortune, not the job's.
+                # An unexpected error in the engine must fail only this line, not the job.
                 _log.exception("%s, line %d: the engine failed", request.batch_id, request.line)
                 result = _engine_failed(error)
         if backend.model != model or (result.is_retryable and backend.is_changing):

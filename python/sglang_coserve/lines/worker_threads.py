@@ -1,4 +1,4 @@
-"""Threads for work that blocks, so that the event loop does not."""
+"""Runs blocking work in threads, off the event loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 class WorkerThreads:
-    """A few threads of one purpose."""
+    """A small pool of threads."""
 
     def __init__(self, name: str, count: int) -> None:
         self._executor = ThreadPoolExecutor(count, thread_name_prefix=name)
@@ -22,8 +22,8 @@ class WorkerThreads:
     async def run(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Return ``work(*args, **kwargs)``, called in one of the threads.
 
-        A thread cannot be stopped: a cancelled call ends only when ``work`` has,
-        so that what it writes is never written twice at the same time.
+        A thread cannot be stopped: a cancelled call returns only when ``work`` has ended,
+        so that a repeated call never runs concurrently with it.
         """
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._executor, lambda: work(*args, **kwargs))
@@ -35,10 +35,10 @@ class WorkerThreads:
                     await asyncio.wait({future})
                 except asyncio.CancelledError:
                     continue
-            # Nobody will ask what became of it; asyncio would complain of that.
+            # Retrieve the exception, or asyncio would log that it was never retrieved.
             future.exception()
             raise
 
     async def close(self) -> None:
-        """Wait for what was begun and end the threads."""
+        """Wait for running work and end the threads."""
         await asyncio.to_thread(self._executor.shutdown)

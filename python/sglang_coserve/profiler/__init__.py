@@ -1,6 +1,6 @@
-"""How long iterations take on this machine: measure a grid of batches, fit, report.
+"""Measures step times on this machine: runs a grid of batches, fits models, reports errors.
 
-The executor that runs a batch is a protocol: the real one is in ``srt``.
+The executor that runs a batch is a protocol; the real one is in ``srt``.
 """
 
 from sglang_coserve.profiler.executor import BatchKind, BatchShape, Executor, ExecutorLimits

@@ -1,4 +1,4 @@
-"""How long a batch can take at most, from those that were measured."""
+"""Bounds the time of a batch from above, given the batches measured so far."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["CostBound"]
 
 
 class CostBound:
-    """An upper bound that needs no fit.
+    """An upper bound on the time of a batch that needs no fit.
 
-    If the time is a sum of works with unknown prices that are not negative
-    (those of the polynomial: tokens, attention, context, rows and a constant),
-    a batch takes at most as many times longer than another as its largest ratio
-    of works. A batch with rows of a kind that the other has not is not bounded
+    Assume that the time is a sum of features (those of the polynomial model: tokens, attention,
+    context, rows and a constant) with unknown non-negative coefficients.
+    Then the ratio of the times of two batches is at most the largest ratio of their
+    features. A batch with a kind of rows that the other lacks is not bounded
     by it.
     """
 
@@ -23,11 +23,11 @@ class CostBound:
         self._measured: list[tuple[tuple[float, ...], float]] = []
 
     def observe(self, batch: BatchStats, seconds: float) -> None:
-        """Remember a measured batch."""
+        """Add a measured batch."""
         self._measured.append((_works(batch), seconds))
 
     def seconds(self, batch: BatchStats) -> float:
-        """Return the least bound; 0 when no observed batch bounds this one. O(observations)."""
+        """Return the least bound; 0 if no observed batch bounds this one. O(observations)."""
         works = _works(batch)
         bound_s = min(
             (seconds * max(map(_ratio, works, measured)) for measured, seconds in self._measured),

@@ -1,4 +1,4 @@
-"""What can run one batch of a given shape, and which shapes it can run."""
+"""Shapes of batches, and the interface of executors that run them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["BatchKind", "BatchShape", "Executor", "ExecutorLimits"]
 
 
 class BatchKind(Enum):
-    """Which rows a batch has."""
+    """The kinds of rows in a batch."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -22,7 +22,7 @@ class BatchKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """The rows of a batch; what their tokens are does not matter."""
+    """The lengths of the rows of a batch; the tokens themselves do not matter."""
 
     prefills: tuple[tuple[int, int], ...] = ()
     """(P, C) of each prefill row: P ≥ 1 tokens to compute, C ≥ 0 cached before them."""
@@ -37,25 +37,25 @@ class BatchShape:
 
     @property
     def kind(self) -> BatchKind:
-        """Which rows there are."""
+        """The kinds of its rows."""
         if not self.decodes:
             return BatchKind.PREFILL
         return BatchKind.MIXED if self.prefills else BatchKind.DECODE
 
     @property
     def stats(self) -> BatchStats:
-        """The sums that latency models see. O(rows)."""
+        """The sums used by latency models. O(rows)."""
         return BatchStats.of(self.prefills, self.decodes)
 
     def row_tokens(self) -> Iterator[int]:
-        """Yield P + C of each row: the KV it holds once the batch has run."""
+        """Yield P + C of each row: the KV that it holds after the batch has run."""
         yield from (tokens + context for tokens, context in self.prefills)
         yield from (context + 1 for context in self.decodes)
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorLimits:
-    """The largest batches of an executor."""
+    """The limits of the batches that an executor can run."""
 
     max_batch_tokens: int
     """ΣP of a batch with prefill rows: SGLang's chunked prefill size."""
@@ -64,7 +64,7 @@ class ExecutorLimits:
     """P + C of one row."""
 
     max_requests: int
-    """Rows of one batch."""
+    """Most rows of one batch."""
 
     kv_capacity_tokens: int
     """Σ(P + C), each row rounded up to whole pages."""
@@ -72,7 +72,7 @@ class ExecutorLimits:
     page_tokens: int = 1
 
     def allow(self, shape: BatchShape) -> bool:
-        """Tell whether a batch of this shape can run. O(rows)."""
+        """Return whether a batch of this shape can run. O(rows)."""
         rows = list(shape.row_tokens())
         pages = sum(-(-tokens // self.page_tokens) for tokens in rows)
         batch_tokens = sum(tokens for tokens, _ in shape.prefills) + len(shape.decodes)
@@ -85,17 +85,17 @@ class ExecutorLimits:
 
 
 class Executor(Protocol):
-    """Runs batches, one at a time; nothing of a batch is left behind."""
+    """Runs batches one at a time, without lasting effects."""
 
     @property
     def limits(self) -> ExecutorLimits:
-        """What ``run`` accepts."""
+        """The limits of the shapes that ``run`` accepts."""
         ...
 
     def run(self, shape: BatchShape) -> float:
-        """Run one batch that ``limits`` allow; return the seconds of its iteration.
+        """Run one batch within ``limits``; return the seconds of its step.
 
-        Building the batch and releasing it is not part of the time.
+        The time excludes building and releasing the batch.
 
         Raises:
             ServerError: the engine failed on this batch.

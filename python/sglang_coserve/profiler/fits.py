@@ -1,4 +1,4 @@
-"""Fit every kind of latency model to the same measurements."""
+"""Fits every kind of latency model to the same measurements."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from sglang_coserve.profiler.machine import Machine
 __all__ = ["BEST", "KINDS", "FitAttempt", "choose", "fit_all", "to_profile"]
 
 BEST: Final = "best"
-"""Chooses the kind with the smallest error."""
+"""Stands for the kind with the smallest error."""
 
 KINDS: Final = (CONSERVE.kind, HYGEN.kind, RooflineModel.kind, BROS.kind)
 
 
 @dataclass(frozen=True, slots=True)
 class FitAttempt:
-    """A kind, fitted, or why it could not be."""
+    """A kind of model with its fit, or the reason why it could not be fitted."""
 
     kind: str
     fit: Fit[LatencyModel] | None
@@ -43,13 +43,13 @@ class FitAttempt:
 def fit_all(
     samples: Iterable[Sample], machine: Machine, *, seed: int = 0
 ) -> tuple[FitAttempt, ...]:
-    """Fit the four kinds; all hold the same samples out, so their reports compare."""
+    """Fit all four kinds, with the same held-out samples, so that their reports are comparable."""
     table = SampleTable.of(samples)
     return tuple(_attempt(kind, machine, table, seed) for kind in KINDS)
 
 
 def choose(attempts: Sequence[FitAttempt], kind: str = BEST) -> Fit[LatencyModel]:
-    """Return the fit of this kind; of ``BEST``, the one with the least held-out MAPE.
+    """Return the fit of this kind; for ``BEST`` the one with the least held-out MAPE.
 
     Raises:
         InputFileError: the kind, or every kind, could not be fitted.
@@ -63,7 +63,7 @@ def choose(attempts: Sequence[FitAttempt], kind: str = BEST) -> Fit[LatencyModel
 
 
 def to_profile(fit: Fit[LatencyModel], machine: Machine) -> LatencyProfile:
-    """Return the profile that a server loads."""
+    """Return the profile to be loaded by a server."""
     return LatencyProfile(
         fit.model,
         fit.report,

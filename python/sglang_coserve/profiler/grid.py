@@ -1,4 +1,4 @@
-"""Which batches to measure, and in which order."""
+"""Chooses the batches to measure, and their order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_PREFILLS: Final = 16
 _MAX_CANDIDATES: Final = 1200
 _MIN_CHUNK_TOKENS: Final = 16
 _MIN_CONTEXT_TOKENS: Final = 16
-# Of the ladders that climb in one direction only, the other directions stay here.
+# Value of the other quantities while a ladder varies one.
 _BASE_CHUNK_TOKENS: Final = 64
 _BASE_CONTEXT_TOKENS: Final = 256
 _BASE_DECODES: Final = 4
@@ -24,14 +24,14 @@ _KINDS: Final = (BatchKind.PREFILL, BatchKind.DECODE, BatchKind.MIXED)
 
 
 def plan_grid(limits: ExecutorLimits, num_shapes: int = 400) -> tuple[BatchShape, ...]:
-    """Return up to ``num_shapes`` different shapes that ``limits`` allow, the most telling first.
+    """Return up to ``num_shapes`` different shapes within ``limits``, the most informative first.
 
     First come ladders: one quantity doubles (chunk, decodes, context, prompts)
-    while the others stay small, all ladders in turn. They show every
-    coefficient of every model early, and reach the limits in steps that are
-    never much dearer than what was measured before. Then a Halton sequence
-    fills the space between, evenly in the logarithms wherever it is stopped:
-    prefill, decode and mixed batches in turn, contexts uneven within a batch.
+    while the others stay small, all ladders in turn. They determine every
+    coefficient of every model early, and reach the limits in increments that never cost
+    much more than what was measured before. Then a Halton sequence
+    fills the space in between, evenly in the logarithms wherever it is stopped:
+    prefill, decode and mixed batches in turn, with uneven contexts within a batch.
     """
     candidates = chain(_ladders(limits), _fill(limits))
     shapes: dict[BatchShape, None] = {}
@@ -97,7 +97,7 @@ def _doubling(first: int, last: int) -> list[int]:
 
 
 def _between(low: int, high: int, share: float) -> int:
-    """Return the integer this share of the way from low to high, in logarithms."""
+    """Return the integer at this share of the way from low to high, on a logarithmic scale."""
     low = max(1, min(low, high))
     high = max(low, high)
     return round(low * math.exp(share * math.log(high / low)))

@@ -1,4 +1,4 @@
-"""Measure a grid of shapes within a time limit."""
+"""Measures a grid of shapes within a time limit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sglang_coserve.profiler.measurement import MIN_RUNS, Measurement, measure
 
 __all__ = ["measure_grid", "quick_samples"]
 
-# Of the time limit, what one shape may take: a few large ones must not use it all.
+# Largest share of the time limit for one shape, so that a few large ones do not use it up.
 _SHAPE_SHARE: Final = 1 / 20
-# After so many new shapes, one that was measured before is measured again.
+# After this many new shapes, an earlier one is measured again.
 _REVISIT_AFTER: Final = 8
 
 
@@ -31,10 +31,10 @@ def measure_grid(
     """Yield measurements of the shapes in order, until all are measured or the time is up.
 
     Shapes in ``done`` are not measured again, and those that may take longer
-    than their share of the limit are passed over: a later call with more time
+    than their share of the limit are skipped: a later call with more time
     measures them. Every ninth measurement repeats a shape of this call, for
-    ``repeat_error``. Whoever iterates may stop at any time; nothing is left on
-    the executor.
+    ``repeat_error``. The caller may stop iterating at any time; the executor is left without
+    state.
 
     Raises:
         ServerError: the engine failed on a shape.
@@ -65,7 +65,7 @@ def measure_grid(
         yield measurement
         measured.append(shape)
         if len(measured) % _REVISIT_AFTER == 0:
-            # The oldest that was not repeated yet, every eighth shape or so of the grid.
+            # Repeat the oldest one that was not repeated yet.
             repeated = visit(measured[len(measured) // _REVISIT_AFTER - 1])
             if repeated is not None:
                 yield repeated
@@ -74,10 +74,10 @@ def measure_grid(
 def quick_samples(
     executor: Executor, time_limit_s: float, *, clock: Callable[[], float] = time.monotonic
 ) -> list[Sample]:
-    """Return samples of the machine's own grid, as many as the time allows.
+    """Return samples of the default grid, as many as the time allows.
 
-    With several ranks, ``clock`` must tell all of them the same time: what is
-    measured next depends on it.
+    With several ranks, ``clock`` must return the same time on all of them, because the
+    choice of the next shape depends on it.
     """
     shapes = plan_grid(executor.limits)
     measurements = measure_grid(executor, shapes, time_limit_s=time_limit_s, clock=clock)

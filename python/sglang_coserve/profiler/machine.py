@@ -1,4 +1,4 @@
-"""What was measured on: the part of a profile that is not numbers."""
+"""The machine, model and settings of a measurement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_coserve.core.latency_model import HARDWARE, Hardware
 
 __all__ = ["Machine"]
 
-# Where the fit of a roofline starts on a device without a datasheet here.
+# Start values for fitting a roofline on a device without a known datasheet.
 _ANY_CPU: Final = Hardware(
     name="cpu",
     bf16_flop_per_s=1e11,
@@ -23,13 +23,13 @@ _ANY_CPU: Final = Hardware(
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A model on a device, as far as iteration times depend on them."""
+    """A model on a device, with everything that step times depend on."""
 
     hardware: str
-    """A GPU's name, or a CPU's with its cores and the threads used."""
+    """Name of the GPU, or of the CPU with its cores and the threads used."""
 
     model: str
-    """Path or name, as SGLang was given it."""
+    """Path or name of the model, as given to SGLang."""
 
     tp_size: int
     sglang_version: str
@@ -37,14 +37,14 @@ class Machine:
     """The model's config.json."""
 
     settings: Mapping[str, object]
-    """Flags of SGLang that iteration times depend on."""
+    """Flags of SGLang that step times depend on."""
 
     captured_batch_sizes: tuple[int, ...]
-    """Of the decode CUDA graphs, ascending; empty without any."""
+    """Batch sizes of the decode CUDA graphs, ascending; empty without graphs."""
 
     @property
     def datasheet(self) -> Hardware:
-        """The device's peaks if they are known, else an assumption to start a fit from."""
+        """The device's peak performance; if unknown, assumed values to start a fit from."""
         name = self.hardware.lower()
         for known in HARDWARE.values():
             if known.name in name:

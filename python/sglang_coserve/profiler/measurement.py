@@ -1,4 +1,4 @@
-"""One shape, run until its time is known."""
+"""Measures the time of one shape."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from sglang_coserve.profiler.executor import BatchShape, Executor
 __all__ = ["MIN_RUNS", "Measurement", "measure", "repeat_error"]
 
 MIN_RUNS: Final = 3
-"""Timed runs of a shape, when its time allows them."""
+"""Least number of timed runs of a shape, if its time budget allows them."""
 
 _MAX_RUNS: Final = 10
-# Runs end when the mean is known to this relative standard error.
+# Runs end when the relative standard error of the mean is below this.
 _PRECISION: Final = 0.005
 # An outlier is this many robust standard deviations from the median, and at
 # least this share of it: equal timings must not make outliers of all others.
@@ -35,7 +35,7 @@ class Measurement:
 
     shape: BatchShape
     runs_s: tuple[float, ...]
-    """Every timed run, in order; the warm-up is not among them."""
+    """All timed runs in order, without the warm-up."""
 
     @property
     def kept_s(self) -> tuple[float, ...]:
@@ -49,7 +49,7 @@ class Measurement:
 
     @property
     def sample(self) -> Sample:
-        """What a latency model is fitted to."""
+        """The sample for fitting a latency model."""
         return Sample(self.shape.stats, self.seconds)
 
 
@@ -72,13 +72,13 @@ def measure(
 
 
 def repeat_error(measurements: Iterable[Measurement]) -> float | None:
-    """Return the part of a prediction's MAPE that is the machine's own noise.
+    """Return the part of a prediction's MAPE that is due to noise of the machine.
 
-    Taken from shapes that were measured again later, so it contains slow drift
+    Computed from shapes that were measured again later, so it includes slow drift
     as well as jitter: the mean of |a − b| / (a + b) · √2 over pairs (a, b) of
     successive measurements. For independent normal errors that is the mean
     absolute relative error of one measurement, hence the least MAPE that any
-    model can have. None without a repeated shape.
+    model can reach. None without a repeated shape.
     """
     by_shape: defaultdict[BatchShape, list[float]] = defaultdict(list)
     for measurement in measurements:

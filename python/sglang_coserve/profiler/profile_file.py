@@ -1,4 +1,4 @@
-"""Profiles on disk."""
+"""Reads and writes profile files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load_profile(path: Path) -> LatencyProfile:
 
 
 def write_profile(profile: LatencyProfile, path: Path) -> None:
-    """Write a profile; a reader sees the old file or the new one, never a part."""
+    """Write a profile atomically: a reader sees the old file or the new one."""
     draft = path.with_name(path.name + ".partial")
     draft.write_text(profile.to_json(), encoding="utf-8")
     draft.replace(path)

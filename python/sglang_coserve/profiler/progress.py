@@ -1,4 +1,4 @@
-"""Shows how far a profile is, and turns Ctrl-C into a stop after the shape being measured."""
+"""Shows the progress of profiling, and turns Ctrl-C into a stop after the current shape."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["ProfileProgress"]
 
 
 class ProfileProgress:
-    """A context with a bar that fills with the shapes, or with the time if that ends first.
+    """A context manager with a bar that shows the shapes done, or the time if that ends first.
 
-    The first SIGINT asks for a stop, a second one interrupts as usual. Only the
+    The first SIGINT requests a stop, a second one interrupts as usual. Only the
     main thread may enter it.
     """
 

@@ -1,4 +1,4 @@
-"""What a profile is worth: errors beside the noise, and measured against predicted."""
+"""Reports the quality of a profile: errors compared with noise, measured against predicted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLORS: Final = {
 
 
 def report_text(measurements: Sequence[Measurement], attempts: Sequence[FitAttempt]) -> str:
-    """Return the held-out errors of every kind as a table, the repeat error below it."""
+    """Return a table of the held-out errors of every kind, with the repeat error below it."""
     lines = [f"{'kind':<14}{'MAPE':>9}{'P99':>9}{'bias':>9}   held-out error"]
     for attempt in attempts:
         if attempt.fit is None:
@@ -51,7 +51,7 @@ def report_text(measurements: Sequence[Measurement], attempts: Sequence[FitAttem
 def write_plot(
     measurements: Sequence[Measurement], attempts: Sequence[FitAttempt], path: Path
 ) -> None:
-    """Draw measured against predicted seconds, a panel a kind; the suffix is the format.
+    """Plot measured against predicted seconds, one panel per kind; the suffix sets the format.
 
     Raises:
         StartupError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Measurements on disk, a line each, so that a profile can be continued."""
+"""Stores measurements on disk, one per line, so that profiling can be continued."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _SCHEMA_VERSION: Final = 1
 
 
 class SampleFile:
-    """A JSONL file: the machine on the first line, then a measurement a line.
+    """A JSONL file: the machine on the first line, then one measurement per line.
 
-    A context that closes the file. Lines are written as measurements come; a
-    last line that an interruption cut short is dropped when reading.
+    A context manager that closes the file. Each measurement is written at once; a
+    last line that an interruption cut short is ignored when reading.
     """
 
     def __init__(self, path: Path, machine: Machine, *, resume: bool) -> None:
-        """Open the file for appending, a new one unless ``resume``.
+        """Open the file for appending; create it unless ``resume``.
 
         Raises:
-            ConfigError: the file exists and is not to be continued.
+            ConfigError: the file exists, without ``resume``.
             InputFileError: it cannot be read, or was measured on another machine.
         """
         self.measurements: list[Measurement] = []
-        """What the file holds, in order."""
+        """The measurements in the file, in order."""
 
         exists = path.exists()
         if exists and not resume:
             raise ConfigError(f"{path}: measurements exist: add --resume, or remove the file")
         header = {"schema_version": _SCHEMA_VERSION, **asdict(machine)}
-        # Through JSON, as a list and a tuple are the same there.
+        # Through JSON, which turns tuples into lists.
         expected = json.loads(json.dumps(header))
         if exists:
             found, self.measurements, length = _read(path)
@@ -65,7 +65,7 @@ class SampleFile:
         self._file.close()
 
     def append(self, measurement: Measurement) -> None:
-        """Add a measurement; it is in the file when this returns."""
+        """Append a measurement; it has been written when this returns."""
         self._write(_Line.of(measurement).model_dump())
         self.measurements.append(measurement)
 
@@ -75,7 +75,7 @@ class SampleFile:
 
 
 class _Line(Document):
-    """A measurement as it stands in the file."""
+    """A measurement as stored in the file."""
 
     prefill_tokens: tuple[PositiveInt, ...]
     prefill_contexts: tuple[NonNegativeInt, ...]
@@ -107,7 +107,7 @@ class _Line(Document):
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[Measurement], int]:
-    """Return the header, the measurements, and the length in bytes of the whole lines."""
+    """Return the header, the measurements, and the size in bytes of all complete lines."""
     text = path.read_bytes()
     length = text.rfind(b"\n") + 1
     lines = text[:length].splitlines()

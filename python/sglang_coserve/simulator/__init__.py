@@ -1,14 +1,14 @@
 """A discrete-event simulator that drives the production scheduler.
 
-- ``run``: one workload under one policy; ``options``: from a user's words to that.
-- ``engine``: the event loop; ``pools``: two of them.
-- ``executor``: plans carried out on counters; ``request``, ``decode_rows``, ``running_batch``:
-  its state; ``prefix_cache``, ``kv_pool``, ``checkpoint``: where KV is.
+- ``run``: one workload under one policy; ``options``: the settings of a user.
+- ``engine``: the event loop; ``pools``: two engines.
+- ``executor``: carries out plans on counters; ``request``, ``decode_rows``, ``running_batch``:
+  its state; ``prefix_cache``, ``kv_pool``, ``checkpoint``: the location of KV.
 - ``binding``, ``source``: requests from workloads; ``models``: shapes and memory.
-- ``recorded_traffic``, ``what_if``: a recording of the engine, with something changed.
-- ``result``, ``report``, ``plots``, ``event_log``, ``chrome_trace``: what comes out.
+- ``recorded_traffic``, ``what_if``: a recording of the engine, replayed with changes.
+- ``result``, ``report``, ``plots``, ``event_log``, ``chrome_trace``: output.
 
-Everything that comes out is simulated, and says so.
+All output is marked as simulated.
 """
 
 from sglang_coserve.simulator.chrome_trace import ChromeTrace

@@ -1,4 +1,4 @@
-"""From names and files that a user writes to machines and requests."""
+"""Makes machines and requests from the names and files that a user gives."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Machine:
 
     @classmethod
     def named(cls, model: str, hardware: str, tp_size: int = 1) -> Machine:
-        """Look both up by name; a model may also be the path of a config.json.
+        """Look up model and hardware by name; a model may also be the path of a config.json.
 
         Raises:
-            ConfigError: one of them is not known, or ``tp_size`` is below 1.
+            ConfigError: one of them is unknown, or ``tp_size`` is below 1.
             InputFileError: the config.json cannot be read.
         """
         if tp_size < 1:
@@ -54,12 +54,12 @@ class Machine:
         """Return a latency model from the datasheet.
 
         Raises:
-            ConfigError: the model cannot be split over so many devices.
+            ConfigError: the model cannot be split over ``tp_size`` devices.
         """
         return RooflineModel.from_datasheet(self.shape, self.hardware, tp_size=self.tp_size)
 
     def copied_tokens_per_s(self, bytes_per_s: float) -> float:
-        """Return the KV tokens copied a second when each device copies this many bytes."""
+        """Return the KV tokens copied per second, given the bytes per second of each device."""
         return bytes_per_s * self.tp_size / kv_bytes_per_token(self.shape)
 
 
@@ -67,7 +67,7 @@ def find_shape(model: str) -> ModelShape:
     """Return a model by name or from the path of a config.json.
 
     Raises:
-        ConfigError: neither is there, or the config is not supported.
+        ConfigError: the name is unknown, or the config is not supported.
         InputFileError: the file cannot be read or is not JSON.
     """
     path = Path(model)
@@ -94,10 +94,10 @@ def read_profile(path: Path) -> LatencyModel:
 def offline_requests(
     source: str, *, max_context_tokens: int, seed: int = 0, deadline_s: float | None = None
 ) -> Callable[[], Iterable[SimRequest]]:
-    """Return what makes the offline requests that ``source`` names.
+    """Return a function that makes the offline requests named by ``source``.
 
-    ``source`` is ``none``, lengths such as ``4096x256`` (endless requests of so
-    many prompt and output tokens, no two with a common prefix), a batch file
+    ``source`` is ``none``, lengths such as ``4096x256`` (endless requests with these
+    prompt and output tokens, no two with a common prefix), a batch file
     in OpenAI's format, or a trace.
 
     Raises:
@@ -126,14 +126,14 @@ def offline_requests(
 
 
 def _is_batch_file(path: Path) -> bool:
-    """Tell a batch file from a Mooncake trace, which is JSONL too."""
+    """Return whether a file is a batch file; Mooncake traces are JSONL, too."""
     if path.suffix != ".jsonl":
         return False
     try:
         with path.open(encoding="utf-8") as file:
             return "body" in json.loads(next(line for line in file if line.strip()))
     except (OSError, StopIteration, ValueError, TypeError, RecursionError):
-        return False  # The trace reader says what is wrong with it.
+        return False  # The trace reader reports what is wrong.
 
 
 def _read(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""From a workload's requests to the simulator's."""
+"""Converts the requests of workloads to those of the simulator."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def from_trace(
 ) -> Iterator[SimRequest]:
     """Yield the requests of a trace, all of one class.
 
-    Prompts get token ids that share the prefixes the trace names, made when
-    they are first needed. The scheduler is told ``max_new_tokens``, or the
-    true output length when None; a longer output is cut to it.
+    Prompts get token ids with the common prefixes given by the trace, generated when
+    first needed. The scheduler sees ``max_new_tokens`` as the limit, or the
+    true output length if None; longer outputs are cut to it.
     ``deadline_s`` counts from each arrival.
 
     Raises:
         WorkloadError: a prompt or output length is below 1.
     """
-    # Even serials are online, odd ones offline: outputs of the two never agree.
+    # Serials of online requests are even, those of offline ones odd, so outputs always differ.
     parity = request_class is RequestClass.OFFLINE
     for request in requests:
         if request.prompt_tokens < 1 or request.output_tokens < 1:
@@ -72,11 +72,11 @@ def _trace_prompt(request: TraceRequest, seed: int) -> PackedTokens:
 def from_jsonl(
     path: str | Path, *, default_output_tokens: int = 256, deadline_s: float | None = None
 ) -> Iterator[SimRequest]:
-    """Yield the lines of a batch file in OpenAI's format as offline requests that wait at 0.
+    """Yield the lines of a batch file in OpenAI's format as offline requests that arrive at 0.
 
-    There is no tokenizer here: every 4 bytes of a prompt's text count as one
-    token, about right for English, and equal beginnings stay equal. The output
-    is as long as the line's ``max_tokens`` allows, else ``default_output_tokens``.
+    Without a tokenizer, every 4 bytes of a prompt's text count as one
+    token, about right for English, and common prefixes are preserved. The output
+    is as long as the line's ``max_tokens``, else ``default_output_tokens``.
 
     Raises:
         InputFileError: the file cannot be read or holds no request.

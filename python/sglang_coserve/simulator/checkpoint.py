@@ -1,4 +1,4 @@
-"""The modelled copies of offline KV in host memory (ConServe §4.4)."""
+"""Models the copies of offline KV in host memory (ConServe §4.4)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["HostCheckpoint"]
 
 
 class HostCheckpoint:
-    """Saves full pages of running offline requests in the background, first dirty first.
+    """Saves full pages of running offline requests in the background, first in, first out.
 
-    The copies share one link: ``tokens_per_s`` towards the host, as much back.
+    All copies share one link of ``tokens_per_s`` in each direction.
     """
 
     def __init__(self, tokens_per_s: float, page_tokens: int) -> None:
@@ -23,13 +23,13 @@ class HostCheckpoint:
         self._credit_tokens = 0.0
 
     def mark(self, request: SimRequest) -> None:
-        """Let the full pages of a row that are not saved yet be copied. O(1)."""
+        """Queue the unsaved full pages of a row. O(1)."""
         if request not in self._queued:
             self._queued.add(request)
             self._dirty.append(request)
 
     def copy(self, seconds: float) -> None:
-        """Copy for this long. O(requests that become clean, or gone)."""
+        """Simulate copying for this time. O(requests completed)."""
         self._credit_tokens += seconds * self._tokens_per_s
         while self._dirty:
             request = self._dirty[0]
@@ -45,9 +45,9 @@ class HostCheckpoint:
                 self._credit_tokens -= missing
             self._dirty.popleft()
             self._queued.remove(request)
-        # An idle link saves nothing up for later.
+        # Time in which the link is idle is lost.
         self._credit_tokens = 0.0
 
     def load_s(self, tokens: int) -> float:
-        """Return the seconds to bring this many tokens back."""
+        """Return the seconds to copy this many tokens back."""
         return tokens / self._tokens_per_s

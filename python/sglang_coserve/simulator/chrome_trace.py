@@ -25,13 +25,13 @@ _ENDS: Final = (RequestEvent.FINISHED, RequestEvent.SHED)
 
 
 class ChromeTrace:
-    """A context that writes iterations as slices, gauges as counters, requests as spans.
+    """A context manager that writes steps as slices, gauges as counters, requests as spans.
 
-    A simulated second is a second of the trace. Requests that never end stay open.
+    One simulated second is one second of the trace. Requests that never end have open spans.
     """
 
     def __init__(self, file: TextIO, name: str) -> None:
-        """``name`` becomes the process's; it is marked as simulated."""
+        """``name`` becomes the process name, marked as simulated."""
         self._file = file
         self._separator = HEAD
         self._write(process_name(f"simulated: {name}"))

@@ -1,4 +1,4 @@
-"""Several policies on the same workload and machine, one after the other."""
+"""Runs several policies on the same workload and machine, one after the other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Control", "compare"]
 
 
 class Control(Protocol):
-    """Watches the runs and may end them; ``RunControl`` is one."""
+    """Observes the progress of runs and may end them; implemented by ``RunControl``."""
 
     @property
     def should_stop(self) -> bool:
@@ -26,11 +26,11 @@ class Control(Protocol):
         ...
 
     def begin(self, name: str, interval_s: float) -> None:
-        """A run starts."""
+        """Called when a run starts."""
         ...
 
     def tick(self, simulated_s: float) -> bool:
-        """A run has come so far; True ends it."""
+        """Called with a run's progress; True ends the run."""
         ...
 
 
@@ -45,8 +45,8 @@ def compare(
     """Run every policy of ``options``; logs and traces go to files in ``directory``.
 
     Returns:
-        The results in the order of the policies, the last perhaps broken off;
-        empty when there was no time for any.
+        The results in the order of the policies, of which the last may be incomplete;
+        empty if there was no time for any.
 
     Raises:
         CoserveError: an option or a file cannot be used.

@@ -1,4 +1,4 @@
-"""What a run did, in numbers that no request's timeline holds."""
+"""Counters of a run that cannot be derived from the timelines of requests."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ __all__ = ["Counters"]
 
 @dataclass(slots=True)
 class Counters:
-    """Sums over a run so far."""
+    """Totals of a run so far."""
 
     iterations: int = 0
     busy_s: float = 0.0
-    """Time in iterations; the rest the device was idle."""
+    """Time in steps; otherwise the device was idle."""
 
     online_tokens: int = 0
-    """Tokens computed for online requests, also ones computed again."""
+    """Tokens computed for online requests, including recomputed ones."""
 
     offline_tokens: int = 0
     evictions: int = 0
     pauses: int = 0
     suspensions: int = 0
-    """How often a step stopped at a safepoint, to go on later."""
+    """How often a step was suspended at a safepoint."""
 
     drops: int = 0
-    """Suspended steps that were given up, for their memory."""
+    """Suspended steps that were dropped to free their memory."""
 
     def to_dict(self) -> dict[str, float | int]:
         """Return the fields by name."""

@@ -1,4 +1,4 @@
-"""The rows that decode in every iteration, with what a plan is checked against."""
+"""The decoding rows, with the sums that plans are checked against."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["DecodeRows"]
 class DecodeRows:
     """The decoding rows among ``rows``, in their order, and sums over them.
 
-    Each iteration adds a token to all of them, so that sums follow in O(1); in O(rows moved)
-    where some come or go.
+    Each step adds a token to all of them, so the sums are updated in O(1), and in O(rows added or
+    removed) when rows change.
     """
 
     def __init__(
@@ -25,27 +25,27 @@ class DecodeRows:
         page_tokens: int,
         state: RequestState = RequestState.DECODING,
     ) -> None:
-        """``state`` is that of the rows that decode: it says in which lane."""
+        """``state`` is the state of decoding rows, which depends on the lane."""
         self.rows = [row for row in rows if row.state is state]
-        """Another list after each change: a step keeps the rows that it began with."""
+        """A new list after each change, so that a step keeps the rows that it began with."""
 
         self.num_online = sum(row.info.is_online for row in self.rows)
         self._context_tokens = sum(row.computed_tokens for row in self.rows)
         self._page_tokens = page_tokens
         self._iterations = 0
         self._rows_by_fill = [0] * page_tokens
-        """How many rows had so many tokens in their last page, 0 for a full one."""
+        """Number of rows by tokens in their last page (0: full), before the first ``advance``."""
 
         for row in self.rows:
             self._rows_by_fill[row.computed_tokens % page_tokens] += 1
 
     @property
     def opened_pages(self) -> int:
-        """Pages that one more token for each row begins."""
+        """Pages to allocate for one more token of each row."""
         return self._rows_by_fill[-self._iterations % self._page_tokens]
 
     def add_to(self, prefills: BatchStats) -> BatchStats:
-        """Return the sums over these prefills and one token of each row."""
+        """Return the sums over the prefills and one token of each row."""
         count = len(self.rows)
         return prefills._replace(
             decode_requests=count,
@@ -53,12 +53,12 @@ class DecodeRows:
         )
 
     def advance(self) -> None:
-        """Take into account that each row has computed one token more."""
+        """Record that each row has computed one more token. O(1)."""
         self._context_tokens += len(self.rows)
         self._iterations += 1
 
     def change(self, come: Sequence[SimRequest], go: Sequence[SimRequest]) -> None:
-        """Let rows come, and others go; some of those that go may never have come."""
+        """Add rows, and remove others, which need not be present."""
         rows = self.rows.copy()
         for row in come:
             rows.insert(bisect_left(rows, row.place, key=_place), row)
@@ -77,7 +77,7 @@ class DecodeRows:
         self._rows_by_fill[fill] += number
 
     def check_invariants(self, rows: Iterable[SimRequest]) -> None:
-        """Assert that it equals what would be made of ``rows`` now."""
+        """Assert that the sums equal those computed anew from ``rows``."""
         fresh = DecodeRows(rows, self._page_tokens)
         assert (self.rows, self.num_online) == (fresh.rows, fresh.num_online)
         assert self._context_tokens == fresh._context_tokens

@@ -21,45 +21,45 @@ from sglang_coserve.simulator.source import Source
 __all__ = ["Engine", "SchedulerDoor"]
 
 _ROUNDING: Final = 1e-9
-"""A share that is a whole number of safepoints may be a little less."""
+"""Tolerance for shares that are multiples of a safepoint's share."""
 
 
 class SchedulerDoor(Protocol):
-    """What the event loop calls of ``core.scheduler.Scheduler``."""
+    """The methods of ``core.scheduler.Scheduler`` that the event loop calls."""
 
     def arrived(self, info: RequestInfo) -> None:
-        """Know of an online request."""
+        """See ``Scheduler.arrived``."""
         ...
 
     def add_offline(self, request: QueuedRequest) -> None:
-        """Let an offline request wait."""
+        """See ``Scheduler.add_offline``."""
         ...
 
     def plan(self, snapshot: EngineSnapshot, cache: PrefixCache) -> StepPlan:
-        """Decide what the next iteration does."""
+        """See ``Scheduler.plan``."""
         ...
 
     def start(self, plan: StepPlan, chunks: Sequence[PrefillChunk]) -> None:
-        """Take the plan as begun, with these of its prefills."""
+        """See ``Scheduler.start``."""
         ...
 
     def update(self, result: StepResult) -> None:
-        """Learn what came of an iteration."""
+        """See ``Scheduler.update``."""
         ...
 
     def restore(self, rid: str, generated_tokens: int) -> None:
-        """Let an offline request that lost its KV wait again."""
+        """See ``Scheduler.restore``."""
         ...
 
     def finish(self, rid: str, ending: Ending = Ending.COMPLETE) -> None:
-        """Forget a request that ended."""
+        """See ``Scheduler.finish``."""
         ...
 
 
 class Engine:
-    """One simulated engine: the scheduler decides, the executor carries out, time passes.
+    """The event loop of one simulated engine, with a scheduler and an executor.
 
-    Events at the same instant happen in this order: the end of a step,
+    Simultaneous events are processed in this order: the end of a step,
     arrivals (timed ones by time, then the backlog), the next plan.
     """
 
@@ -71,10 +71,10 @@ class Engine:
         observers: Sequence[Observer] = (),
         take_back: Callable[[SimRequest], None] | None = None,
     ) -> None:
-        """``take_back`` gets the requests whose KV a plan evicts; None: they wait here."""
+        """``take_back`` is called with retracted requests; with None they wait here again."""
         self.now_s = 0.0
         self.last_plan = StepPlan()
-        """What the last iteration ran."""
+        """The plan of the last step."""
 
         self.counters = Counters()
         self.requests: list[SimRequest] = []
@@ -86,7 +86,7 @@ class Engine:
         self._observers = observers
         self._take_back = take_back
         self._seen_until_s = 0.0
-        """Arrivals up to here are known to the next plan."""
+        """Time up to which arrivals are visible to the next plan."""
 
     @property
     def has_online(self) -> bool:
@@ -99,9 +99,9 @@ class Engine:
         return self._source.next_arrival_s
 
     def step(self, end_s: float = math.inf) -> bool:
-        """Run one iteration, or let time pass until the next arrival before ``end_s``.
+        """Run one step, or advance the time to the next arrival before ``end_s``.
 
-        False when nothing is left to do before ``end_s``: then nothing happened.
+        Returns False, and does nothing, if there is nothing to do before ``end_s``.
         """
         executor = self._executor
         self._take_arrivals(self._seen_until_s, self.now_s)
@@ -121,7 +121,7 @@ class Engine:
         assert batch is not None
         start_s = self.now_s
         self._run(plan, batch)
-        # With overlap the plan after this one is made while this one runs.
+        # With overlap the next plan is made while this step runs.
         self._seen_until_s = start_s if executor.config.overlap else self.now_s
         if executor.suspended is batch:
             self.counters.suspensions += 1
@@ -144,7 +144,7 @@ class Engine:
         return batch
 
     def _drop(self) -> None:
-        """Give the suspended step up."""
+        """Drop the suspended step."""
         executor, counters = self._executor, self.counters
         assert executor.suspended is not None
         counters.drops += 1
@@ -181,7 +181,7 @@ class Engine:
         self.accept(request)
 
     def accept(self, request: SimRequest) -> None:
-        """Let a request wait here that another engine, or none, had until now."""
+        """Add a waiting request, which is new or comes from another engine."""
         self._executor.submit(request)
         info = request.info
         if info.is_online:
@@ -200,11 +200,11 @@ class Engine:
             )
 
     def forget(self, request: SimRequest) -> None:
-        """Let another engine have a request."""
+        """Remove a request that moves to another engine."""
         self._scheduler.finish(request.info.rid, Ending.ABORTED)
 
     def _run(self, plan: StepPlan, batch: RunningBatch) -> None:
-        """Let time pass until the step ends, or is suspended at a safepoint."""
+        """Advance the time until the step ends or is suspended at a safepoint."""
         executor, safepoint = self._executor, self._executor.config.safepoint
         start_s, resume_s = self.now_s, 0.0
         if plan.resumes:
@@ -223,10 +223,10 @@ class Engine:
     def _share_done(
         self, plan: StepPlan, batch: RunningBatch, start_s: float, safepoint: SafepointConfig
     ) -> float:
-        """Return how much of a step of the offline lane is done when it is suspended or ends.
+        """Return the share of an offline-lane step that is done when it is suspended or ends.
 
-        It stops at the last safepoint before its time is up, and at the first after an online
-        arrival, but where the rest takes no longer than to suspend it.
+        It stops at the last safepoint before ``plan.until_s``, and at the first one after an
+        online arrival, unless the rest takes no longer than suspending it.
         """
         whole_s, done_share, step_share = batch.seconds, batch.done_share, safepoint.stop_share
         end_s = start_s + (1 - done_share) * whole_s
@@ -234,10 +234,10 @@ class Engine:
         if plan.until_s < end_s:
             until_share = done_share + (plan.until_s - start_s) / whole_s
             share = math.floor(until_share / step_share + _ROUNDING) * step_share
-            # A step gets on, or it would be resumed for ever.
+            # A step always makes progress, or it would be resumed forever.
             share = max(share, _next(done_share, step_share))
         while (arrival_s := self._source.next_arrival_s) < start_s + (share - done_share) * whole_s:
-            # With overlap it may have come before the start, after the plan was made.
+            # With overlap a request may have arrived between the plan and the start.
             now_s = max(arrival_s, start_s)
             arrived = self._take_arrivals(now_s, now_s)
             now_share = done_share + (now_s - start_s) / whole_s
@@ -317,5 +317,5 @@ class Engine:
 
 
 def _next(share: float, step_share: float) -> float:
-    """Return the next safepoint behind ``share``, or the end."""
+    """Return the share at the next safepoint after ``share``, or 1."""
     return min((math.floor(share / step_share + _ROUNDING) + 1) * step_share, 1.0)

@@ -1,4 +1,4 @@
-"""The event log: one JSON object a line, byte-identical for the same run."""
+"""The event log: one JSON object per line, byte-identical for equal runs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SCHEMA_VERSION: Final = 1
 
 
 class EventLog:
-    """Writes what it is told; docs/simulator.md lists the fields.
+    """Writes all events of a run; docs/simulator.md documents the fields.
 
-    Lines are in order of time. An arrival is written when the engine sees it;
+    Lines are in order of time. An arrival is written when the engine notices it;
     its ``arrival_s`` may be earlier.
     """
 

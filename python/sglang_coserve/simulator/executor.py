@@ -1,8 +1,8 @@
 """The modelled executor: carries out plans on counters instead of a device.
 
-It knows memory and time, and nothing of scheduling: whatever a plan says is
-done, and a plan that could not be carried out by an engine is a bug of the
-scheduler, hence an ``AssertionError``.
+It models memory and time but makes no scheduling decisions: it does whatever a plan
+says. A plan that an engine could not carry out is a bug of the
+scheduler, and raises ``AssertionError``.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _DECODES_IN: Final = {Lane.SHARED: RequestState.DECODING, Lane.OFFLINE: RequestS
 
 
 class Executor:
-    """Requests, their KV and the time iterations take, for one engine.
+    """The requests of one engine, their KV, and the time that steps take.
 
-    Also the core's ``PrefixCache``. One iteration costs O(rows), and O(prompt)
+    Also implements the core's ``PrefixCache``. A step costs O(rows), plus O(prompt)
     for each chunk.
     """
 
     def __init__(self, config: ExecutorConfig, model: LatencyModel) -> None:
-        """``model`` says how long iterations really take; the scheduler may believe another."""
+        """``model`` gives the real step times; the scheduler may use another model."""
         self.config = config
         self._model = model
         self._random = random.Random(config.seed)
-        # Of a lognormal with mean 1.
+        # Parameter of a lognormal distribution with mean 1.
         self._noise_sigma = math.sqrt(math.log1p(config.noise_cv**2))
         self.cache = PrefixCache(config.page_tokens)
         self.pool = KvPool(config.kv_capacity_tokens, self.cache, config.page_tokens)
@@ -64,10 +64,10 @@ class Executor:
         self._decoding = DecodeRows((), config.page_tokens)
         self._no_decodes = DecodeRows((), config.page_tokens)
         self.suspended: RunningBatch | None = None
-        """The step that can go on. It holds its KV, and its rows are in no other step."""
+        """The suspended step. It holds its KV, and its rows are in no other step."""
 
         self._ended: list[SimRequest] = []
-        """With overlap: complete, but in the iteration already planned."""
+        """With overlap: requests that are complete, but part of the step already planned."""
 
     @property
     def num_decoding(self) -> int:
@@ -75,23 +75,23 @@ class Executor:
         return len(self._decoding.rows)
 
     def submit(self, request: SimRequest) -> None:
-        """Take a request that has arrived, or that another engine hands over."""
+        """Add a request that has arrived, or that comes from another engine."""
         if request.info.is_online:
             insort(self.waiting, request, key=_arrival_order)
         else:
             self.offline_waiting[request.info.rid] = request
 
     def can_hold(self, request: SimRequest) -> bool:
-        """Tell whether its prompt and the longest output it may have fit the device at all."""
+        """Return whether the prompt and the longest possible output fit the device at all."""
         length_tokens = request.info.prompt_tokens + request.info.max_new_tokens
         return self.pool.pages_of(length_tokens) <= self.pool.capacity_pages
 
     def cached_tokens(self, rid: str) -> int:
-        """Return the leading tokens of a waiting offline request that need not be computed."""
+        """Return how many leading tokens of a waiting offline request need not be computed."""
         return self._cached_tokens(self.offline_waiting[rid])
 
     def snapshot(self, now_s: float) -> EngineSnapshot:
-        """Return the engine as it stands between two steps."""
+        """Return the state of the engine between two steps."""
         version = self.cache.version
         for request in self.waiting:
             if request.match_version != version:
@@ -118,7 +118,7 @@ class Executor:
         )
 
     def begin(self, plan: StepPlan, now_s: float = 0.0) -> RunningBatch:
-        """Change memory and states as planned and start the step."""
+        """Change memory and states as planned, and start the step."""
         shed = [self._shed(rid) for rid in plan.shed]
         evicted = [self._evict(self.rows[rid], tokens) for rid, tokens in plan.evict]
         for rid in plan.pause:
@@ -146,7 +146,7 @@ class Executor:
         for rid, tokens in plan.prefills:
             opened += self._begin_chunk(batch, rid, tokens)
         self.pool.allocate(opened)
-        # What is copied back counts as the requests' own at once.
+        # Reloaded pages belong to the requests at once.
         batch.opened_pages = opened - batch.reloaded_tokens // self.pool.page_tokens
         batch.stats = decoding.add_to(
             BatchStats.of((tokens, request.computed_tokens) for request, tokens in batch.chunks)
@@ -156,7 +156,7 @@ class Executor:
         return batch
 
     def end(self, batch: RunningBatch, end_s: float, seconds: float) -> list[SimRequest]:
-        """Finish the step, which took ``seconds``, and return the requests that ended."""
+        """Finish a step that took ``seconds``; return the requests that ended."""
         self._release_ended()
         ended: list[SimRequest] = []
         page_tokens = self.pool.page_tokens
@@ -171,7 +171,7 @@ class Executor:
                 ended.append(request)
                 continue
             info, shared = request.info, request.shared_tokens
-            # What Row() does, at half its cost: this loop is most of an iteration.
+            # Like Row(), at half the cost: this loop takes most of a step.
             request.row = new_row(Row, (info, decoding, generated, computed, shared, end_s))
             if checkpoint and computed % page_tokens == 0 and not info.is_online:
                 checkpoint.mark(request)
@@ -193,9 +193,9 @@ class Executor:
         return ended
 
     def drop(self) -> list[SimRequest]:
-        """Give the suspended step up; return the requests that lost their row.
+        """Drop the suspended step; return the requests that it had admitted, which wait again.
 
-        Those that it had admitted wait again, the others are as they were before it.
+        Its other requests return to their state before the step.
         """
         batch, self.suspended = self.suspended, None
         assert batch is not None
@@ -212,14 +212,14 @@ class Executor:
         return lost
 
     def withdraw(self, request: SimRequest) -> None:
-        """Forget a waiting request."""
+        """Remove a waiting request."""
         if request.info.is_online:
             self.waiting.remove(request)
         else:
             del self.offline_waiting[request.info.rid]
 
     def hand_over(self, rid: str) -> tuple[SimRequest, int]:
-        """Give a decoding row away; return it and its KV tokens, which ``adopt`` takes."""
+        """Remove a decoding row; return it and its KV tokens, as arguments for ``adopt``."""
         request = self.rows[rid]
         assert request.has_prompt, f"{rid} is {request.state}"
         kv_tokens = request.computed_tokens
@@ -233,14 +233,14 @@ class Executor:
         return request, kv_tokens
 
     def has_room_for(self, kv_tokens: int) -> bool:
-        """Tell whether ``adopt`` could take a row with so much KV, and let it decode on."""
+        """Return whether ``adopt`` has room for a row with so much KV and one more token."""
         pool = self.pool
         room_pages = pool.free_pages + self.cache.evictable_tokens // pool.page_tokens
         slots = self.config.max_running_requests - len(self.rows) - len(self._ended)
         return slots > 0 and pool.pages_of(kv_tokens + 1) <= room_pages
 
     def adopt(self, request: SimRequest, kv_tokens: int) -> None:
-        """Take a decoding row over from another executor, with its KV."""
+        """Add a decoding row of another executor, with its KV."""
         self.pool.allocate(self.pool.pages_of(kv_tokens))
         request.computed_tokens = kv_tokens
         request.reloaded_tokens += kv_tokens
@@ -252,7 +252,7 @@ class Executor:
         self._list_decoding()
 
     def settle(self) -> bool:
-        """Release what ended requests still hold; True when that was anything."""
+        """Release the memory of ended requests; return whether there were any."""
         has_ended = bool(self._ended)
         self._release_ended()
         return has_ended
@@ -279,7 +279,7 @@ class Executor:
         self._decoding.check_invariants(self.rows.values())
 
     def _cached_tokens(self, request: SimRequest) -> int:
-        # The last token is always computed: its logits give the next one.
+        # The last token is always computed, because its logits are needed.
         limit = request.length_tokens - 1
         page_tokens = self.pool.page_tokens
         saved = min(request.saved_tokens, limit // page_tokens * page_tokens)
@@ -288,7 +288,7 @@ class Executor:
         return max(saved, self.cache.match(request.tokens, limit))
 
     def _begin_chunk(self, batch: RunningBatch, rid: str, tokens: int) -> int:
-        """Put a chunk into the batch; return the pages it opens."""
+        """Add a chunk to the batch; return the pages that it needs."""
         pages_of = self.pool.pages_of
         request = self.rows.get(rid)
         if request is None:
@@ -303,7 +303,7 @@ class Executor:
         return opened + pages_of(computed + tokens) - pages_of(computed)
 
     def _admit(self, batch: RunningBatch, rid: str) -> tuple[SimRequest, int]:
-        """Give a waiting request a row; return it with the pages that reloading needs."""
+        """Make a waiting request a row; return it and the pages needed for reloaded KV."""
         request = self.offline_waiting.pop(rid, None)
         if request is None:
             index = next(i for i, r in enumerate(self.waiting) if r.info.rid == rid)
@@ -344,7 +344,7 @@ class Executor:
             self._checkpoint.mark(request)
 
     def _share(self, request: SimRequest, tokens: int) -> None:
-        """Hand the whole pages of a row's first ``tokens`` tokens to the prefix cache."""
+        """Move the whole pages of a row's first ``tokens`` tokens to the prefix cache."""
         page_tokens = self.pool.page_tokens
         length = tokens // page_tokens * page_tokens
         locked = request.locked_tokens
@@ -359,7 +359,7 @@ class Executor:
         return request
 
     def _evict(self, request: SimRequest, tokens: int) -> SimRequest:
-        """Give up a row's last tokens and let it wait; its head stays in the prefix cache."""
+        """Retract a row: release its last tokens; the first ones stay in the prefix cache."""
         head_tokens = request.computed_tokens - tokens
         assert head_tokens >= 0, f"{request.info.rid}: {tokens} tokens of {request.computed_tokens}"
         request.know_output()
@@ -399,7 +399,7 @@ class Executor:
         self._ended.clear()
 
     def _release(self, request: SimRequest) -> None:
-        """Take a request's KV: private pages become free, shared ones evictable."""
+        """Release a request's KV: private pages become free, shared ones evictable."""
         locked_pages = request.locked_tokens // self.pool.page_tokens
         self.pool.release(self.pool.pages_of(request.computed_tokens) - locked_pages)
         if request.lock is not None:

@@ -1,4 +1,4 @@
-"""What machine the modelled executor stands for."""
+"""Settings of the modelled engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CheckpointConfig:
     """
 
     tokens_per_s: float
-    """KV tokens a second, in each direction; ConServe §6.5 measured 37 GB/s from one H100."""
+    """KV tokens per second in each direction; ConServe §6.5 measured 37 GB/s from one H100."""
 
     def __post_init__(self) -> None:
         _check(0 < self.tokens_per_s < math.inf, "checkpoint bandwidth", self.tokens_per_s, "> 0")
@@ -29,21 +29,21 @@ class CheckpointConfig:
 class SafepointConfig:
     """Checks between layers at which a step of the offline lane can be suspended.
 
-    ConServe (§4.3) gives its work up there; here it goes on later.
+    In ConServe (§4.3) the step's work is lost; here the step is resumed later.
 
     Raises:
-        ConfigError: a value is out of its range.
+        ConfigError: a value is out of range.
     """
 
     num_layers: int
     interval_layers: int = 4
-    """A check every so many layers; ConServe §6.5 uses 4."""
+    """Number of layers between checks; ConServe §6.5 uses 4."""
 
     check_s: float = 10e-6
     """Cost of one check; ConServe §6.5 states less than 10 µs on one GPU."""
 
     resume_s: float = 1e-3
-    """Cost of suspending a step and going on with it: what a prototype took on a CPU."""
+    """Cost of suspending and resuming a step, as measured with a prototype on a CPU."""
 
     def __post_init__(self) -> None:
         _check(self.num_layers >= 1, "layers", self.num_layers, ">= 1")
@@ -53,12 +53,12 @@ class SafepointConfig:
 
     @property
     def checks_per_iteration(self) -> int:
-        """Checks in one iteration; the end of the last layer is none."""
+        """Checks in one step; there is none after the last layer."""
         return (self.num_layers - 1) // self.interval_layers
 
     @property
     def stop_share(self) -> float:
-        """Part of a step that passes at most until its next safepoint or its end."""
+        """Largest share of a step that runs until its next safepoint or its end."""
         return min(1.0, self.interval_layers / self.num_layers)
 
 
@@ -67,7 +67,7 @@ class ExecutorConfig:
     """Memory, limits and imperfections of the modelled engine.
 
     Raises:
-        ConfigError: a value is out of its range; the message names it.
+        ConfigError: a value is out of range; the message names it.
     """
 
     kv_capacity_tokens: int
@@ -75,33 +75,33 @@ class ExecutorConfig:
     """KV is allocated in pages of this many tokens."""
 
     max_running_requests: int = 256
-    """Requests that may hold KV at once."""
+    """Most requests that hold KV at once."""
 
     max_batch_tokens: int = 8192
-    """Most tokens one iteration computes."""
+    """Most tokens computed in one step."""
 
     prefix_cache: bool = True
-    """False: KV is never shared, and an evicted request keeps nothing on the device."""
+    """False: KV is never shared, and a retracted request keeps none on the device."""
 
     checkpoint: CheckpointConfig | None = None
-    """None: what is evicted from the device must be computed again."""
+    """Copies in host memory; None: KV released on the device must be computed again."""
 
     safepoint: SafepointConfig | None = None
-    """None: an iteration always runs to its end."""
+    """Safepoints; None: a step always runs to its end."""
 
     overlap: bool = False
-    """The next iteration is planned while the present one runs, as SGLang's overlap
-    scheduler does: an arrival is seen one iteration later, a request that ends
+    """Whether the next step is planned while the current one runs, as with SGLang's overlap
+    scheduling: an arrival is noticed one step later, a request that ends
     computes one token too many, and planning costs no device time."""
 
     scheduling_s: float = 0.0
-    """Device time lost between two iterations to planning; none with ``overlap``."""
+    """Device time lost to planning between two steps; none with ``overlap``."""
 
     noise_cv: float = 0.0
-    """Coefficient of variation of an iteration's time around the latency model."""
+    """Coefficient of variation of step times around the latency model."""
 
     seed: int = 0
-    """Of the noise."""
+    """Seed of the noise."""
 
     def __post_init__(self) -> None:
         _check(self.page_tokens >= 1, "page size", self.page_tokens, ">= 1 token")
@@ -114,7 +114,7 @@ class ExecutorConfig:
         _check(
             self.max_running_requests >= 1, "running requests", self.max_running_requests, ">= 1"
         )
-        # Chunks end with a page, so a smaller batch would never get on.
+        # Chunks end at page boundaries, so a smaller batch would never make progress.
         _check(
             self.max_batch_tokens >= self.page_tokens,
             "batch tokens",

@@ -1,4 +1,4 @@
-"""Where the device's KV slots are: free, in the prefix cache, or a request's own."""
+"""Accounts for the device's KV slots: free, in the prefix cache, or private to a request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class KvPool:
 
     @property
     def free_pages(self) -> int:
-        """Pages that hold nothing."""
+        """Unused pages."""
         return self.capacity_pages - self.private_pages - self.cached_pages
 
     @property
@@ -31,16 +31,16 @@ class KvPool:
 
     @property
     def held_tokens(self) -> int:
-        """KV slots that requests hold: their own and the locked ones of the cache."""
+        """KV slots that requests hold: private ones, and locked ones of the cache."""
         locked_tokens = self.cache.total_tokens - self.cache.evictable_tokens
         return self.private_pages * self.page_tokens + locked_tokens
 
     def pages_of(self, tokens: int) -> int:
-        """Return the pages that this many tokens fill or begin."""
+        """Return the number of pages for this many tokens, rounded up."""
         return -(-tokens // self.page_tokens)
 
     def allocate(self, pages: int) -> None:
-        """Make pages private, evicting from the prefix cache what the free ones lack."""
+        """Allocate private pages, evicting from the prefix cache if too few are free."""
         missing = pages - self.free_pages
         if missing > 0:
             self.cache.evict(missing * self.page_tokens)

@@ -1,4 +1,4 @@
-"""How a run went over time, in bins: what the report plots."""
+"""Time series of a run in bins, for the plots of the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["LoadBin", "LoadCurve"]
 
 @dataclass(slots=True)
 class LoadBin:
-    """Sums over the iterations that ended in one bin, and how it stood at the last of them."""
+    """Token sums over the steps that ended in one bin, and gauges at the last of them."""
 
     online_tokens: int = 0
     offline_tokens: int = 0
@@ -25,7 +25,7 @@ class LoadBin:
 
 
 class LoadCurve:
-    """Collects bins of a fixed width; twice as wide whenever there would be too many."""
+    """Collects bins of equal width, which is doubled whenever there would be too many."""
 
     MAX_BINS: Final = 1200
 
@@ -34,7 +34,7 @@ class LoadCurve:
         self.bins: list[LoadBin] = []
 
     def on_request(self, now_s: float, event: RequestEvent, request: SimRequest) -> None:
-        """See ``Observer``; requests have no part in the curve."""
+        """See ``Observer``; ignored."""
 
     def on_iteration(self, record: IterationRecord) -> None:
         """See ``Observer``."""

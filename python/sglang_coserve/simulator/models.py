@@ -1,4 +1,4 @@
-"""Language models known by name, and the KV memory they leave on a device."""
+"""Language models known by name, and the memory left for KV on a device."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def kv_bytes_per_token(shape: ModelShape) -> int:
 def kv_capacity_tokens(
     shape: ModelShape, hardware: Hardware, *, tp_size: int = 1, memory_fraction: float = 0.9
 ) -> int:
-    """Return how many tokens of KV fit beside the weights in this part of the devices' memory.
+    """Return the KV capacity in tokens, given the share of device memory for weights and KV.
 
     Raises:
         ConfigError: the fraction is out of range, or the weights leave no room.

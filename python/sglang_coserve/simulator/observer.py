@@ -1,4 +1,4 @@
-"""What a run tells those who watch it: the event log, the trace, the timeline."""
+"""The interface of observers of a run, such as the event log and the trace."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["IterationRecord", "Observer", "RequestEvent"]
 
 
 class RequestEvent(Enum):
-    """What happened to one request at an instant."""
+    """An event in the life of a request."""
 
     ARRIVED = "arrived"
     EVICTED = "evicted"
-    """Lost its KV; waits again with its progress."""
+    """Its KV was released; it waits again with its progress."""
 
     PAUSED = "paused"
     RESUMED = "resumed"
@@ -27,7 +27,7 @@ class RequestEvent(Enum):
 
 
 class IterationRecord(NamedTuple):
-    """One step, after it ended; of one that was suspended, each part."""
+    """A step that has ended; of a suspended step there is one record for each part."""
 
     number: int
     """From 0."""
@@ -36,15 +36,15 @@ class IterationRecord(NamedTuple):
     end_s: float
     predicted_s: float
     budget_s: float
-    """Infinite when no online request bound it."""
+    """Infinite if no online request bounded it."""
 
     online_tokens: int
-    """Tokens computed and kept, prefill and decode."""
+    """Tokens computed and kept, prefill and decode together."""
 
     offline_tokens: int
     online_running: int
     offline_running: int
-    """Requests that hold KV, paused and parked ones too."""
+    """Requests that hold KV, including paused and parked ones."""
 
     online_waiting: int
     offline_waiting: int
@@ -55,24 +55,24 @@ class IterationRecord(NamedTuple):
     """KV slots that only the prefix cache holds."""
 
     prefills: tuple[tuple[str, int], ...]
-    """Chunks whose result was kept: request and tokens."""
+    """Chunks whose results were kept: request id and tokens."""
 
     online_decodes: int
     offline_decodes: int
     reloaded_tokens: int
-    """Tokens copied back from host memory meanwhile."""
+    """Tokens copied back from host memory during the step."""
 
     is_suspended: bool
-    """It stopped at a safepoint; its tokens are those of the record in which it ends."""
+    """It was suspended; its tokens are in the record of the part in which it ends."""
 
 
 class Observer(Protocol):
-    """Is told of everything, in order of time."""
+    """Receives all events of a run in order of time."""
 
     def on_request(self, now_s: float, event: RequestEvent, request: SimRequest) -> None:
-        """Something happened to a request."""
+        """Called for each event of a request."""
         ...
 
     def on_iteration(self, record: IterationRecord) -> None:
-        """An iteration ended; its requests' events come after it."""
+        """Called at the end of each step, before the events of its requests."""
         ...

@@ -1,4 +1,4 @@
-"""What a user can say about a simulation; the flags of ``coserve simulate``."""
+"""The options of a simulation, i.e. the flags of ``coserve simulate``."""
 
 from __future__ import annotations
 
@@ -28,31 +28,33 @@ from sglang_coserve.workload import fit_to_context, read_trace, sample_path, sca
 __all__ = ["BASELINES", "SimulationOptions"]
 
 BASELINES: Final = frozenset({"fcfs", "non_preemptive", "online_only", "priority", "sarathi"})
-"""Policies that stand for systems without safepoints and checkpoints."""
+"""Policies that model systems without safepoints and checkpoints."""
 
 
 @dataclass(frozen=True)
 class SimulationOptions:
-    """A machine, a workload, targets and policies; every method may raise what its parts do.
+    """A machine, a workload, targets and policies.
+
+    Methods raise ``CoserveError`` if a file or name cannot be used.
 
     Raises:
-        ConfigError: a number is out of its range; the message names it.
+        ConfigError: a number is out of range; the message names it.
     """
 
     trace: Path | None = None
-    """Online requests; None: the bundled sample."""
+    """Trace of online requests; None for the bundled sample."""
 
     offline: str | None = None
-    """See ``offline_requests``; None: the bundled sample."""
+    """See ``offline_requests``; None for the bundled sample."""
 
     backlog: int = 256
-    """Offline requests kept waiting; 0: they come at the times of their trace."""
+    """Number of offline requests kept waiting; 0 to let them arrive as in their trace."""
 
     hardware: str = "h100"
     model: str = "llama-3.1-8b"
     tp_size: int = 1
     policy: str = "online_only,coserve"
-    """Names with commas between."""
+    """Names of policies, separated by commas."""
 
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
@@ -63,13 +65,13 @@ class SimulationOptions:
     """Simulated seconds; None: until the last online arrival, or without a backlog to the end."""
 
     profile: Path | None = None
-    """Latency profile the scheduler believes; None: a roofline from the datasheet."""
+    """Latency profile that the scheduler uses; None for a roofline from the datasheet."""
 
     true_profile: Path | None = None
-    """Latency profile of the machine; None: the scheduler is right."""
+    """Latency profile of the real step times; None for the scheduler's."""
 
     kv_capacity_tokens: int | None = None
-    """None: what 90% of the memory holds beside the weights."""
+    """KV capacity; None for what fits 90% of the memory beside the weights."""
 
     page_tokens: int = 16
     max_context_tokens: int = 32768
@@ -77,17 +79,17 @@ class SimulationOptions:
     max_batch_tokens: int = 8192
     prefix_cache: bool = True
     checkpoint_gb_s: float = 37.0
-    """Of each device; 0: no checkpoints. Baselines have none."""
+    """Copy bandwidth of each device; 0 for no checkpoints. Baselines have none."""
 
     safepoint_layers: int = 4
-    """0: no safepoints. Baselines have none."""
+    """Layers between safepoints; 0 for no safepoints. Baselines have none."""
 
     overlap: bool = False
     noise: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check what no part checks."""
+        """Check the values that are not checked elsewhere."""
         for name in ("slo_ttft_ms", "slo_tpot_ms", "duration"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -98,7 +100,7 @@ class SimulationOptions:
                 raise ConfigError(f"simulation: {name} is {value}: it must be at least 0")
 
     def policies(self) -> list[Policy]:
-        """Return fresh policies."""
+        """Return new policies."""
         return [make_policy(name.strip()) for name in self.policy.split(",")]
 
     @cached_property
@@ -169,7 +171,7 @@ class SimulationOptions:
         return kv_capacity_tokens(machine.shape, machine.hardware, tp_size=self.tp_size)
 
     def _context_tokens(self) -> int:
-        """Return the longest request that the user allows and the device can hold."""
+        """Return the length of the longest request, by the options and the device's memory."""
         whole_pages = self._capacity_tokens() // self.page_tokens * self.page_tokens
         return min(self.max_context_tokens, whole_pages)
 

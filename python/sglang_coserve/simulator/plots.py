@@ -22,7 +22,7 @@ __all__ = ["latency_cdfs", "load_over_time", "require_matplotlib"]
 
 _CDF_POINTS: Final = 400
 _CDF_SHOWN: Final = 0.995
-"""Share of each distribution that is within the frame at least."""
+"""Least share of each distribution that is inside of the frame."""
 
 _ONLINE, _OFFLINE = "tab:blue", "tab:orange"
 
@@ -34,7 +34,7 @@ _LATENCIES: Final[dict[str, Callable[[Sequence[RequestTimeline]], list[float | N
 
 
 def require_matplotlib() -> None:
-    """Ask before a long run rather than after it.
+    """Check for matplotlib, before a long run rather than after it.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -44,7 +44,7 @@ def require_matplotlib() -> None:
 
 
 def latency_cdfs(results: Sequence[SimulationResult]) -> str:
-    """Draw the cumulative distributions of the online latencies, a line a policy."""
+    """Draw the cumulative distributions of the online latencies, one line per policy."""
     figure, axes = _figure(1, 3, height=3.2)
     targets = results[0].targets
     targets_s = {"TTFT": targets.ttft_s, "TPOT": targets.tpot_s}
@@ -104,7 +104,7 @@ def load_over_time(result: SimulationResult) -> str:
 
 
 def _stack(axis: Axes, x: Any, layers: dict[str, tuple[str, list[float]]]) -> None:
-    """Draw layers, given by label with their color, one upon the other."""
+    """Draw a stacked area plot; ``layers`` has the color and values by label."""
     colors, values = zip(*layers.values(), strict=True)
     axis.stackplot(x, *values, labels=layers.keys(), colors=colors, alpha=0.7)
 
@@ -122,7 +122,7 @@ def _svg(figure: Figure, title: str) -> str:
 
     figure.suptitle(f"{title} ({LABEL})", fontsize="medium")
     text = io.StringIO()
-    # Without these two the same figure would be other bytes each time.
+    # These two settings make the output deterministic.
     with rc_context({"svg.hashsalt": LABEL}):
         figure.savefig(text, format="svg", metadata={"Date": None})
     svg = text.getvalue()

@@ -17,15 +17,15 @@ from sglang_coserve.simulator.request import SimRequest
 __all__ = ["Pools", "Pull", "length_preference"]
 
 Pull = Callable[["Pools"], list[str]]
-"""Which decoding rows of the relaxed engine the strict one takes over now."""
+"""Returns the decoding rows of the relaxed engine that the strict one takes over now."""
 
 
 class Pools:
     """A relaxed engine that prefills, and a strict one that decodes.
 
     All requests arrive at the relaxed engine. Online ones move to the strict one
-    after their first token (pushed); offline ones when ``pull`` says so. A row
-    that the strict engine evicts waits at the relaxed one again. A row on its way,
+    after their first token (pushed), offline ones when ``pull`` selects them. A row
+    that the strict engine retracts waits at the relaxed one again. A row in transfer,
     at ``link_tokens_per_s``, is at neither. Without room it stays where it is.
     """
 
@@ -36,7 +36,7 @@ class Pools:
         link_tokens_per_s: float,
         pull: Pull,
     ) -> None:
-        """``strict`` must have been made with ``take_back=relaxed.accept``."""
+        """``strict`` must have been created with ``take_back=relaxed.accept``."""
         self.relaxed, self.relaxed_executor = relaxed
         self.strict, self.strict_executor = strict
         self._link_tokens_per_s = link_tokens_per_s
@@ -46,7 +46,7 @@ class Pools:
         self._num_moved = 0
 
     def step(self, end_s: float) -> bool:
-        """Let the engine that is behind go on; False when both have nothing before ``end_s``."""
+        """Advance the engine that is behind; return False if both are done before ``end_s``."""
         relaxed, strict = self.relaxed, self.strict
         if relaxed.now_s <= strict.now_s:
             if relaxed.now_s < end_s and relaxed.step(end_s):
@@ -55,7 +55,7 @@ class Pools:
             if strict.now_s > relaxed.now_s:
                 relaxed.now_s = strict.now_s
                 return True
-            # Both stand at the same time, and only the strict engine may have work.
+            # Both are at the same time, and only the strict engine may have work.
         self._deliver()
         if strict.now_s < end_s and strict.step(end_s):
             for rid in self._pull(self):
@@ -86,7 +86,7 @@ class Pools:
         self._num_moved += 1
 
     def _deliver(self) -> None:
-        """Give the strict engine what has arrived, or back what it has no more room for."""
+        """Add transferred rows to the strict engine, or return those for which it lacks room."""
         while self._on_their_way and self._on_their_way[0][0] <= self.strict.now_s:
             _, _, request, kv_tokens = heapq.heappop(self._on_their_way)
             self._coming_tokens -= kv_tokens
@@ -97,7 +97,7 @@ class Pools:
 
 
 def length_preference(model: LatencyModel, tpot_s: float, at_once: int = 4) -> Pull:
-    """Return OOCO's Algorithm 1: pull offline rows of the length that suits the bottleneck."""
+    """Return a pull function by OOCO's Algorithm 1: offline rows of the preferred length."""
     saturated_size = saturated_batch_size(model)
 
     def pull(pools: Pools) -> list[str]:

@@ -1,7 +1,7 @@
 """The modelled prefix cache: a radix tree over token ids, evicted leaf by leaf.
 
-It counts KV, it holds none. The tree covers every prefix that requests have
-inserted; a node that a running request stands on, or passes through, is locked.
+It counts KV but holds none. The tree has every prefix that requests have
+inserted; a node on the path of a running request is locked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Node:
 
     last_used: int = 0
     children: dict[bytes, Node] = field(default_factory=dict)
-    """By the first page of their edge."""
+    """Children by the first page of their edge."""
 
     @property
     def edge_tokens(self) -> int:
@@ -40,10 +40,10 @@ class Node:
 
 
 class PrefixCache:
-    """Which prefixes have KV on the device, in whole pages, least recently used out first.
+    """The prefixes with KV on the device, in whole pages; evicts the least recently used first.
 
     Tokens are packed (``core.offline_queue.pack_tokens``). Walks cost O(edges on
-    the path) plus one ``memcmp`` of the prompt; ``evict`` O(log leaves) a leaf.
+    the path) plus one ``memcmp`` of the prompt; ``evict`` costs O(log leaves) per leaf.
     """
 
     def __init__(self, page_tokens: int) -> None:
@@ -55,36 +55,36 @@ class PrefixCache:
         """Tokens in the tree."""
 
         self.evictable_tokens = 0
-        """Of these, tokens no request holds."""
+        """Tokens in the tree that no request holds."""
 
         self.version = 0
-        """Grows whenever the prefixes held change: a cached match stays true until then."""
+        """Incremented whenever the prefixes change; until then a match remains valid."""
 
         self.sharing_version = 0
-        """Grows whenever a prefix gets a second holder or is left with one."""
+        """Incremented whenever a prefix gets a second holder, or is left with one."""
 
         self._clock = 0
         self._leaves: list[tuple[int, int, Node]] = []
         self._num_pushed = 0
 
     def match(self, tokens: bytes, limit_tokens: int) -> int:
-        """Return how many leading tokens are held: whole pages, at most ``limit_tokens``."""
+        """Return how many leading tokens are cached: whole pages, at most ``limit_tokens``."""
         return self._walk(self.root, tokens, self._aligned_bytes(limit_tokens))[1] // TOKEN_BYTES
 
     def lock(self, tokens: bytes, limit_tokens: int) -> Node:
-        """Lock the longest prefix held, as ``match`` finds it, and return its end."""
+        """Lock the longest cached prefix, as found by ``match``, and return its end."""
         stop = self._aligned_bytes(limit_tokens)
         node = self._split(*self._walk(self.root, tokens, stop), tokens)
         self._add_locks(node, self.root)
         return node
 
     def extend(self, node: Node, tokens: bytes, length_tokens: int) -> tuple[Node, int]:
-        """Insert a locked request's prefix of whole pages and move its lock to the end.
+        """Insert a locked request's prefix of whole pages, and move its lock to the new end.
 
-        ``node`` is where the request's lock stands, an end of a shorter prefix.
+        ``node`` is the current position of the lock, the end of a shorter prefix.
 
         Returns:
-            The new end, and how many of the tokens beyond ``node`` were new.
+            The new end, and how many of the tokens after ``node`` were new.
         """
         stop = self._aligned_bytes(length_tokens)
         assert stop >= node.depth_tokens * TOKEN_BYTES, "the lock is beyond the prefix"
@@ -102,7 +102,7 @@ class PrefixCache:
         return end, new_tokens
 
     def unlock(self, node: Node) -> None:
-        """Take back one lock of ``node``'s path."""
+        """Remove one lock from ``node``'s path."""
         self._clock += 1
         step: Node | None = node
         while step is not None and step is not self.root:
@@ -117,17 +117,17 @@ class PrefixCache:
             step = step.parent
 
     def shared_tokens(self, node: Node) -> int:
-        """Return how much of a locked path has other holders too. O(edges on the path)."""
+        """Return how many tokens of a locked path have other holders, too. O(edges on the path)."""
         step = node
         while step.locks == 1 and step.parent is not None:
             step = step.parent
         return step.depth_tokens
 
     def evict(self, tokens: int) -> int:
-        """Drop the tails of unlocked leaves, least recently used first, until ``tokens`` are gone.
+        """Evict ``tokens`` from the ends of unlocked leaves, least recently used first.
 
         Returns:
-            How many tokens went: whole pages, fewer than asked when nothing is
+            The number of evicted tokens: whole pages, fewer than requested if nothing is
             left to evict.
         """
         evicted = 0
@@ -196,9 +196,9 @@ class PrefixCache:
         return common - common % self._page_bytes
 
     def _split(self, node: Node, matched: int, tokens: bytes) -> Node:
-        """Return the node that ends at ``matched``, cutting ``node``'s edge if it goes on.
+        """Return the node that ends at ``matched``, splitting ``node``'s edge if necessary.
 
-        The lower part keeps the object, so that locks on it stay where they are.
+        The lower part keeps the object, so that locks on it remain valid.
         """
         if matched == node.depth_tokens * TOKEN_BYTES:
             return node
@@ -226,7 +226,7 @@ class PrefixCache:
             step = step.parent
 
     def _offer(self, node: Node) -> None:
-        """Let ``node`` be found by ``evict`` if it is an unlocked leaf."""
+        """Make ``node`` a candidate for ``evict`` if it is an unlocked leaf."""
         if node.locks == 0 and not node.children and node is not self.root:
             self._num_pushed += 1
             heapq.heappush(self._leaves, (node.last_used, self._num_pushed, node))

@@ -1,4 +1,4 @@
-"""A directory with the results: numbers, a table, plots, and one page with all of it."""
+"""Writes a directory with the results: numbers, a table, plots, and a page with all of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COLUMNS: Final = (
     "recomputed %",
     "suspensions",
 )
-"""Headings of the table, a row for each policy."""
+"""Headings of the table, which has a row for each policy."""
 
 
 def table_rows(results: Sequence[SimulationResult]) -> list[tuple[str, ...]]:

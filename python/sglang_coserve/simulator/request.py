@@ -1,4 +1,4 @@
-"""One request as the modelled executor keeps it."""
+"""The state of a request in the modelled executor."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ __all__ = ["SimRequest"]
 
 
 class SimRequest:
-    """A request, its progress and its place in memory; changed by the executor only.
+    """A request, its progress and its memory; changed only by the executor.
 
-    ``row`` is what the scheduler sees, made anew when something in it changes
-    and not once a snapshot.
+    ``row`` is the row for snapshots, created anew only when something in it changes.
     """
 
     __slots__ = (
@@ -63,8 +62,8 @@ class SimRequest:
     ) -> None:
         """Describe a request that ends after ``output_tokens``.
 
-        ``make_prompt`` returns its prompt, packed; it is called when the prefix
-        cache first asks. ``serial`` tells its output from that of other requests.
+        ``make_prompt`` returns its packed prompt; it is called when the prompt is
+        first needed. ``serial`` makes its output differ from that of other requests.
         """
         assert 0 < output_tokens <= info.max_new_tokens, f"{info.rid}: {output_tokens} outputs"
         assert info.prompt_tokens > 0, f"{info.rid}: no prompt"
@@ -72,7 +71,7 @@ class SimRequest:
         self.output_tokens = output_tokens
         self.deadline_s = deadline_s
         self.expected_output_tokens: int | None = None
-        """What whoever sends it expects it to have in the end; None: no more than its limit."""
+        """Output tokens that its sender expects; None if unknown."""
 
         self._make_prompt = make_prompt
         self._serial = serial
@@ -84,46 +83,46 @@ class SimRequest:
         """Tokens with KV on the device."""
 
         self.lock: Node | None = None
-        """Where its prefix in the cache ends; what is computed beyond is private."""
+        """End of its prefix in the cache; KV computed after it is private."""
 
         self.shared_tokens = 0
-        """Leading computed tokens that other rows use too."""
+        """Leading computed tokens that other rows use, too."""
 
         self.saved_tokens = 0
-        """Leading tokens with a copy in host memory, whole pages."""
+        """Leading tokens with a copy in host memory, in whole pages."""
 
         self.place = -1
-        """Where its row is among the others, by admission."""
+        """Position of its row by order of admission."""
 
         self.token_times_s: list[float] = []
         self.cached_prompt_tokens = 0
-        """Prompt tokens it found in the prefix cache when it was first admitted."""
+        """Prompt tokens found in the prefix cache at its first admission."""
 
-        # What became of its tokens; see ``worked_tokens``.
+        # Accounting of its tokens; see ``worked_tokens``.
         self.prefilled_tokens = 0
         """Tokens computed in chunks."""
 
         self.num_prefills = 0
-        """Prefills that ran to their end, each with an output token."""
+        """Completed prefills, each of which produced an output token."""
 
         self.num_admissions = 0
         self.given_tokens = 0
-        """Tokens it found in the prefix cache, over all admissions."""
+        """Tokens found in the prefix cache, over all admissions."""
 
         self.reloaded_tokens = 0
         """Tokens copied back from host memory, over all admissions."""
 
         self.lost_tokens = 0
-        """Computed tokens it held when it lost its row, over all evictions and drops."""
+        """Computed tokens released when it lost its row, over all retractions and drops."""
 
         self.recomputed_tokens = 0
-        """Of the worked ones, tokens whose KV had been computed before."""
+        """Those of ``worked_tokens`` whose KV had been computed before."""
 
         self.dropped_tokens = 0
-        """Tokens of which a part was computed in steps that were given up."""
+        """Tokens computed in part in steps that were dropped."""
 
         self.computed_ever_tokens = 0
-        """Most tokens it ever held computed before it lost them."""
+        """Most computed tokens that it held before it lost them."""
 
         self.match_version = -1
         """Version of the prefix cache at which ``row.cached_tokens`` was looked up."""
@@ -132,12 +131,12 @@ class SimRequest:
 
     @property
     def has_prompt(self) -> bool:
-        """True when its prompt has KV, so that it generates, in whatever lane."""
+        """True when its prompt is computed, so that it decodes in either lane."""
         return self.state in (RequestState.DECODING, RequestState.PAUSED)
 
     @property
     def tokens(self) -> PackedTokens:
-        """Its prompt, and what it had generated when it was last evicted, packed."""
+        """Its prompt, and the output that it had when it was last retracted, packed."""
         if self._tokens is None:
             self._tokens = self._make_prompt()
         return self._tokens
@@ -159,7 +158,7 @@ class SimRequest:
 
     @property
     def worked_tokens(self) -> int:
-        """Tokens that iterations computed for it.
+        """Tokens that steps computed for it.
 
         Conservation: computed = worked + given + reloaded − lost.
         """
@@ -167,32 +166,32 @@ class SimRequest:
 
     @property
     def is_complete(self) -> bool:
-        """True when its last token is out."""
+        """True when it has all its output tokens."""
         return self.generated_tokens == self.output_tokens
 
     def arrive_at(self, now_s: float) -> None:
-        """Move its arrival, before it has arrived, and its deadline with it."""
+        """Change its arrival time, before it has arrived, and its deadline accordingly."""
         if self.deadline_s is not None:
             self.deadline_s += now_s - self.info.arrival_s
         self.info = replace(self.info, arrival_s=now_s)
         self.refresh_row()
 
     def move(self, state: RequestState) -> None:
-        """Enter a state, which must be a legal transition."""
+        """Enter a state; the transition must be legal."""
         if state is not self.state:
             self.state = check_transition(self.state, state)
         if state.is_final:
             self._tokens = None
 
     def know_output(self) -> None:
-        """Let ``tokens`` cover what it generated so far."""
-        # Odd, so that at equal positions the ids of two requests differ.
+        """Make ``tokens`` include the output generated so far."""
+        # An odd factor, so that the ids of two requests differ at equal positions.
         first_id = self._serial * 0x9E3779B1
         output = array("I", [(first_id + i) % 2**32 for i in range(self.generated_tokens)])
         self._tokens = PackedTokens(self.prompt + output.tobytes())
 
     def refresh_row(self, cached_tokens: int = 0) -> None:
-        """Make ``row`` say how the request stands now; a waiting one with what is cached."""
+        """Update ``row`` to the current state; ``cached_tokens`` is for waiting requests."""
         times = self.token_times_s
         self.row = Row(
             self.info,
@@ -204,7 +203,7 @@ class SimRequest:
         )
 
     def timeline(self) -> RequestTimeline:
-        """Return what the metrics are computed from."""
+        """Return the timeline from which metrics are computed."""
         outcome = {
             RequestState.FINISHED: Outcome.FINISHED,
             RequestState.ABORTED: Outcome.FAILED,

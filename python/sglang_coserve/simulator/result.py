@@ -1,4 +1,4 @@
-"""What one simulated run came to."""
+"""The result of one simulated run."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from sglang_coserve.simulator.request import SimRequest
 __all__ = ["LABEL", "SimulationResult"]
 
 LABEL: Final = "simulated"
-"""Stands on everything a simulation puts out."""
+"""Marks all output of a simulation."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """One policy's run. Latencies and rates are those of ``sglang_coserve.metrics``."""
+    """The run of one policy. Latencies and rates are defined in ``sglang_coserve.metrics``."""
 
     policy: str
     targets: SloTargets
     interval_s: float
-    """Rates are over (0, interval]; arrivals after it were not served."""
+    """Rates are over (0, interval]; later arrivals were not served."""
 
     end_s: float
-    """When the run ended: later, if online requests were still running."""
+    """End of the run: after the interval if online requests were still running."""
 
     is_complete: bool
-    """False when the run was broken off before ``interval_s``, and that is its real end."""
+    """False if the run was stopped early; ``interval_s`` is then the real end."""
 
     online: tuple[RequestTimeline, ...]
     offline: tuple[RequestTimeline, ...]
@@ -63,7 +63,7 @@ class SimulationResult:
         kv_capacity_tokens: int,
         curve: LoadCurve,
     ) -> SimulationResult:
-        """Gather the requests of a run."""
+        """Collect the requests of a run."""
         online: list[RequestTimeline] = []
         offline: list[RequestTimeline] = []
         recomputed = reloaded = 0
@@ -97,7 +97,7 @@ class SimulationResult:
         return throughput(self.offline, 0.0, self.interval_s)
 
     def to_dict(self) -> dict[str, object]:
-        """Return everything but the timelines and the curve, ready for JSON."""
+        """Return everything except the timelines and the curve, for JSON."""
         targets = self.targets
         return {
             "policy": self.policy,

@@ -1,4 +1,4 @@
-"""One run from beginning to end: a workload, a machine, a policy; and what came of it."""
+"""Runs one simulation: a workload on a machine under a policy."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ _PROGRESS_ITERATIONS = 256
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What arrives. The requests are made anew for every run, since a run uses them up."""
+    """The requests of a run, as functions that create them anew for every run."""
 
     online: Callable[[], Iterable[SimRequest]] = tuple
-    """In order of arrival."""
+    """Online requests in order of arrival."""
 
     offline: Callable[[], Iterable[SimRequest]] = tuple
-    """In order of arrival; with a ``backlog_depth`` in the order to feed them."""
+    """Offline requests in order of arrival; with a ``backlog_depth`` in the order to feed them."""
 
     backlog_depth: int = 0
-    """0: offline requests come at their arrival times. Else the queue is kept filled
+    """0: offline requests come at their arrival times. Otherwise the queue is kept filled
     with this many, so that offline work never runs out while there are requests."""
 
     is_closed_loop: bool = False
-    """``backlog_depth`` counts the offline requests that run as well: a client with so many
+    """Whether ``backlog_depth`` includes running requests, like a client that keeps that many
     in flight."""
 
     interval_s: float = math.inf
-    """When measuring ends; infinite: when everything is served."""
+    """End of the measurement; infinite to run until everything is served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +55,26 @@ class Setup:
     """The machine and the scheduler's settings, shared by all policies that are compared."""
 
     model: LatencyModel
-    """What the scheduler believes."""
+    """The scheduler's latency model."""
 
     executor: ExecutorConfig
     targets: SloTargets = field(default_factory=SloTargets)
     slos: tuple[Slo, ...] = ()
-    """What the scheduler holds offline work to; empty: ``targets``, as ``deadlines``."""
+    """SLOs that limit offline work; if empty, ``targets`` converted by ``deadlines``."""
 
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     queue: OfflineQueueConfig | None = None
-    """None: the one that goes with the policy."""
+    """Settings of the offline queue; None for the policy's."""
 
     true_model: LatencyModel | None = None
-    """How long iterations really take; None: what the scheduler believes."""
+    """The model of the real step times; None for the scheduler's."""
 
     drain_s: float = 300.0
-    """Longest time after the interval in which online requests that came within it may end.
-    Offline work goes on meanwhile but counts no more."""
+    """Longest time after the interval for online requests that arrived in it to end. Offline work
+    goes on meanwhile but is no longer counted."""
 
     def make_scheduler(self, policy: Policy) -> Scheduler:
-        """Return a fresh scheduler; its baseline is SGLang on this machine."""
+        """Return a new scheduler; its baseline is SGLang on this machine."""
         executor = self.executor
         engine = EngineSize(
             chunk_tokens=executor.max_batch_tokens,
@@ -97,12 +97,12 @@ def simulate(
     """Run a workload under one policy.
 
     Args:
-        workload: What arrives.
+        workload: The requests.
         setup: The machine; with ``executor.safepoint`` there is an offline lane.
-        policy: A fresh one: policies keep state.
-        observers: Told of everything.
-        on_progress: Called now and then with the simulated time; True ends the
-            run, and the result is that of the time so far.
+        policy: A new instance, because policies keep state.
+        observers: Receive all events.
+        on_progress: Called regularly with the simulated time; if it returns True, the
+            run ends, and the result covers the time so far.
     """
     executor = Executor(setup.executor, setup.true_model or setup.model)
     scheduler = setup.make_scheduler(policy)

@@ -15,13 +15,13 @@ from sglang_coserve.progress_bar import progress_bar
 __all__ = ["RunControl"]
 
 _LINE_INTERVAL_S: Final = 10.0
-"""As ``coserve submit``."""
+"""Interval of progress lines, as in ``coserve submit``."""
 
 
 class RunControl:
-    """A context whose ``tick`` tells a run whether to stop.
+    """A context manager whose ``tick`` tells a run whether to stop.
 
-    The first SIGINT asks for a stop, a second one interrupts as usual. Only
+    The first SIGINT requests a stop, a second one interrupts as usual. Only
     the main thread may enter it.
     """
 
@@ -32,12 +32,12 @@ class RunControl:
         show: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin to count the time.
+        """Start the clock.
 
         Args:
-            time_limit_s: Real seconds after which ``tick`` says to stop.
-            show: Show progress on standard error: a bar on a terminal, elsewhere a line
-                now and then.
+            time_limit_s: Real seconds after which ``tick`` returns True.
+            show: Show progress on standard error: a bar on a terminal, otherwise occasional
+                lines.
             clock: Real time in seconds.
         """
         self._stop = StopOnInterrupt()
@@ -75,13 +75,13 @@ class RunControl:
         return self.is_interrupted or self._clock() >= self._end_s
 
     def begin(self, name: str, interval_s: float) -> None:
-        """Show a new run, which measures until ``interval_s`` (infinite: not known)."""
+        """Show a new run, which measures until ``interval_s`` (infinite if unknown)."""
         self._name, self._interval_s = name, interval_s
         total = interval_s if math.isfinite(interval_s) else None
         self._bar.reset(self._task, total=total, description=f"simulating {name}")
 
     def tick(self, simulated_s: float) -> bool:
-        """Show how far the run is; True when it should stop."""
+        """Show the progress of the run; return True if it should stop."""
         self._bar.update(self._task, completed=simulated_s)
         if self._writes_lines and self._clock() >= self._line_s + _LINE_INTERVAL_S:
             self._line_s = self._clock()

@@ -1,4 +1,4 @@
-"""One step on its way through the executor."""
+"""The state of a step in the executor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["RunningBatch"]
 
 @dataclass(slots=True)
 class RunningBatch:
-    """One step between ``Executor.begin`` and ``Executor.end``; it may be suspended meanwhile."""
+    """A step between ``Executor.begin`` and ``Executor.end``, which may be suspended."""
 
     step: int
     """The number of its plan."""
@@ -24,23 +24,23 @@ class RunningBatch:
     started_s: float
 
     chunks: list[tuple[SimRequest, int]]
-    """Prefill rows and the tokens each computes."""
+    """Prefill rows, and the tokens that each computes."""
 
     decodes: list[SimRequest]
     online_decodes: int
-    """Of ``decodes``, online rows."""
+    """Number of online rows in ``decodes``."""
 
     stats: BatchStats
-    """Sums over the rows in it."""
+    """Sums over its rows."""
 
     seconds: float
-    """How long it takes without being suspended."""
+    """Duration without suspensions."""
 
     evicted: list[SimRequest]
-    """Rows whose KV the plan gave up; they wait again."""
+    """Rows that the plan retracted; they wait again."""
 
     shed: list[SimRequest]
-    """Requests the plan refused."""
+    """Requests that the plan refused."""
 
     admitted: set[SimRequest] = field(default_factory=set)
     """Requests of ``chunks`` that held no KV before."""
@@ -49,13 +49,13 @@ class RunningBatch:
     """Tokens copied back from host memory while it runs."""
 
     opened_pages: int = 0
-    """Pages that it has taken for what it computes."""
+    """Pages allocated for the KV that it computes."""
 
     done_share: float = 0.0
-    """Part of its layers that is computed."""
+    """Share of its layers that is computed, 0 to 1."""
 
     spent_s: float = 0.0
-    """How long it has run, with what its resumptions took."""
+    """Time that it has run, including its resumptions."""
 
     @property
     def has_offline(self) -> bool:
@@ -70,13 +70,13 @@ class RunningBatch:
         return [*(request for request, _ in self.chunks), *self.decodes]
 
     def suspended(self) -> SuspendedStep:
-        """Return what the scheduler sees of it while it is suspended."""
+        """Return it as the suspended step of a snapshot."""
         return SuspendedStep(self.step, self.stats, self.done_share)
 
     def result(self, end_s: float) -> StepResult:
-        """Return what came of it, once ``Executor.end`` is through with it. O(rows)."""
+        """Return its result, after ``Executor.end``. O(rows)."""
         served = [_served(request, end_s) for request, _ in self.chunks if request.info.is_online]
-        # Each has its token now, and one from its prefill. What Served() does, at half its cost.
+        # A decode has a token of its prefill and one of this step. Like Served(), at half the cost.
         new = tuple.__new__
         served += [
             new(Served, (request.info, request.token_times_s[-2], end_s))
@@ -93,7 +93,7 @@ class RunningBatch:
         )
 
     def dropped(self) -> StepResult:
-        """Return the result of a step that was given up. O(rows)."""
+        """Return its result if it is dropped. O(rows)."""
         rids = tuple([request.info.rid for request in self.requests])
         return StepResult(step=self.step, started_s=self.started_s, given_up=rids)
 

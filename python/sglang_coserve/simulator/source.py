@@ -1,4 +1,4 @@
-"""Where requests come from while a simulation runs."""
+"""Supplies the requests of a simulation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Source"]
 
 
 class Source:
-    """Arrivals in order of time, and a backlog that never lets the offline queue run dry."""
+    """Timed arrivals in order, and a backlog that keeps the offline queue filled."""
 
     def __init__(
         self,
@@ -25,8 +25,8 @@ class Source:
         """Merge ``timed`` streams, each in arrival order.
 
         ``backlog`` requests arrive when fewer than ``backlog_depth`` offline
-        requests wait; in a closed loop, when fewer wait or run: a client that
-        always keeps so many in the server.
+        requests wait; in a closed loop, when fewer wait or run, like a client that
+        always keeps that many in flight.
         """
         self._timed = heapq.merge(*timed, key=_arrival_s)
         self._next = next(self._timed, None)
@@ -36,21 +36,21 @@ class Source:
 
     @property
     def next_arrival_s(self) -> float:
-        """When the next timed request arrives; infinite when none does."""
+        """Arrival time of the next timed request; infinite if there is none."""
         return math.inf if self._next is None else self._next.info.arrival_s
 
     def arrived(self, until_s: float) -> Iterator[SimRequest]:
-        """Take the timed requests that arrive at or before ``until_s``."""
+        """Yield and remove the timed requests that arrive at or before ``until_s``."""
         while self._next is not None and self._next.info.arrival_s <= until_s:
             request, self._next = self._next, next(self._timed, None)
             yield request
 
     def close(self) -> None:
-        """Let no timed request arrive any more."""
+        """Discard all remaining timed requests."""
         self._next = None
 
     def refill(self, num_waiting: int, num_running: int, now_s: float) -> Iterator[SimRequest]:
-        """Let arrive from the backlog what is missing beside the offline requests there are."""
+        """Yield the requests that are missing to reach ``backlog_depth``, arriving now."""
         num_present = num_waiting + (num_running if self._is_closed_loop else 0)
         for _ in range(num_present, self._backlog_depth):
             request = next(self._backlog, None)

@@ -1,9 +1,9 @@
 """HyGen's budget search: simulated with a measured profile, then validated on the engine (§4.2).
 
-- ``options``: what a user says; ``session``: the whole of it; ``report``: what comes out.
-- ``machine``: the engine that is modelled; ``load``: what it serves; ``measurement``: one run.
+- ``options``: the settings; ``session``: a whole search; ``report``: its output.
+- ``machine``: the modelled engine; ``load``: the requests; ``measurement``: the result of a run.
 - ``simulated``: runs on the simulator; ``search``: the largest budget that meets all SLOs there.
-- ``live``: runs on a server of our own; ``validation``: smaller budgets until they meet them too.
+- ``live``: runs on a real server; ``validation``: lowers the budget until it meets them there, too.
 - ``offline_file``, ``server_flags``: the same load and settings for that server.
 """
 

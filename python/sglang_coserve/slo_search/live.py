@@ -1,4 +1,4 @@
-"""Runs on a real server of this machine: online requests streamed, offline ones as a batch."""
+"""Runs on a real local server: online requests are streamed, offline ones sent as a batch."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _DRAIN_S: Final = 60.0
 _POLL_S: Final = 0.1
 _WARMUP_REQUESTS: Final = 4
 _WARMUP_INDEX: Final = 1 << 40
-"""Of the requests before the measurement: their prompts must not be in its prefix cache."""
+"""First index of warm-up requests, so that the measured prompts are not in the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveBench:
-    """Starts servers, one at a time, and measures what they do."""
+    """Starts servers, one at a time, and measures them."""
 
     flags: Sequence[str]
-    """Of every server: the model and whatever the user gave for SGLang."""
+    """Flags of every server: the model and the user's flags for SGLang."""
 
     vocab_size: int
     logs: Path
@@ -52,7 +52,7 @@ class LiveBench:
     def of(
         cls, model_path: str, flags: Sequence[str], logs: Path, progress: SearchProgress
     ) -> LiveBench:
-        """Prepare for a model, a folder or a hub name.
+        """Return a bench for a model, given by folder or hub name.
 
         Raises:
             ConfigError: there is no such model.
@@ -67,10 +67,10 @@ class LiveBench:
 
     @contextmanager
     def serving(self, name: str, *more_flags: str) -> Iterator[str]:
-        """Run a server, logged under ``name``, and give its address.
+        """Run a server, with a log named ``name``, and yield its address.
 
         Raises:
-            StartupError: it does not start; the message holds the end of its log.
+            StartupError: it does not start; the message has the end of its log.
         """
         self.progress.begin(f"{name}: starting the server")
         server = LocalServer(
@@ -85,7 +85,7 @@ class LiveBench:
         """Read the limits of a server.
 
         Raises:
-            ServerError: it does not tell them.
+            ServerError: the server does not report them.
         """
         try:
             with httpx.Client(base_url=base_url, trust_env=False, timeout=60.0) as client:
@@ -100,10 +100,10 @@ class LiveBench:
     def measure(
         self, name: str, base_url: str, load: Load, offline_file: Path | None = None
     ) -> Measurement:
-        """Serve the online requests, and beside them a batch file if there is one.
+        """Send the online requests, together with a batch file if given, and measure them.
 
         Raises:
-            ServerError: the server does not serve the offline or the online requests.
+            ServerError: the server fails to serve the requests.
         """
         return asyncio.run(self._measure(name, base_url, load, offline_file))
 
@@ -131,7 +131,7 @@ class LiveBench:
             await self._wait(name, online, load.seconds)
             after, ran_out = job.status, not job.is_running
             if ran_out:
-                await job.wait()  # Raises what ended it, if it was not the end of the file.
+                await job.wait()  # Raises if the job failed.
             timelines = await online
         tokens = after.prompt_tokens + after.completion_tokens
         tokens -= before.prompt_tokens + before.completion_tokens
@@ -148,7 +148,7 @@ class LiveBench:
         return await replay(base_url, requests, vocab_size=self.vocab_size, drain_s=_DRAIN_S)
 
     async def _wait(self, name: str, online: asyncio.Task[object], seconds: float) -> None:
-        """Wait until the time is over in which offline tokens count."""
+        """Wait until the end of the time in which offline tokens are counted."""
         self.progress.begin(f"{name}: measuring", seconds)
         start_s = time.perf_counter()
         while (elapsed_s := time.perf_counter() - start_s) < seconds:
@@ -159,13 +159,13 @@ class LiveBench:
 
 
 async def _until_steady(job: AsyncJob) -> None:
-    """Wait until offline requests come out as well as go in: their rate is the server's then."""
+    """Wait until offline requests end as well as start, so that their rate is steady."""
     start_s = time.perf_counter()
     while (elapsed_s := time.perf_counter() - start_s) < _STEADY_TIMEOUT_S:
         if elapsed_s >= _STEADY_S and job.status.ok:
             return
         if not job.is_running:
-            await job.wait()  # Raises what ended it, if it was not the end of the file.
+            await job.wait()  # Raises if the job failed.
             break
         await asyncio.sleep(_POLL_S)
     raise ServerError(f"the server finished no offline request; failed ones are in {job.errors}")

@@ -1,4 +1,4 @@
-"""What is served: a stretch of an online trace, and offline requests that never run out."""
+"""The load of a run: a section of an online trace, and offline requests that never run out."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ __all__ = ["Load", "read_online"]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Both classes, as the simulator and the real clients send them."""
+    """The requests of both classes, for the simulator and for real clients."""
 
     online: Sequence[TraceRequest]
     offline: str
     """See ``simulator.assemble.offline_requests``."""
 
     offline_concurrency: int
-    """Offline requests that the server has at any time."""
+    """Number of offline requests in the server at any time."""
 
     seconds: float
     """Offline tokens are counted up to this time; online requests arrive before it."""
 
     max_context_tokens: int
     cut: FitReport
-    """What was cut off the online requests."""
+    """How the online requests were cut to the context length."""
 
     seed: int = 0
 
@@ -75,7 +75,7 @@ def read_online(
 ) -> tuple[list[TraceRequest], FitReport]:
     """Return the first ``seconds`` of a trace (None: the bundled sample), cut to the context.
 
-    Arrivals come ``rate`` times as fast; without ``seconds`` it is the whole trace.
+    The arrival rate is multiplied by ``rate``; without ``seconds`` the whole trace is used.
 
     Raises:
         CoserveError: the trace cannot be used, or no request is left.

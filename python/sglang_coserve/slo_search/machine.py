@@ -1,4 +1,4 @@
-"""The engine that is modelled: what limits a batch besides its latency."""
+"""The modelled engine: the limits of a batch other than latency."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from sglang_coserve.simulator import ExecutorConfig
 
 __all__ = ["EngineMachine"]
 
-# Positions of the context that SGLang keeps for itself, and a few to spare.
+# Context positions that SGLang reserves, and a few to spare.
 _RESERVED_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMachine:
-    """Limits of one SGLang engine; the defaults are SGLang's where it has fixed ones."""
+    """Limits of one SGLang engine; the defaults are SGLang's where these are fixed."""
 
     kv_capacity_tokens: int = 65536
     page_tokens: int = 1
     max_running: int = 256
-    """Requests that may hold KV."""
+    """Most requests that hold KV."""
 
     max_batch_tokens: int = 8192
-    """Prompt tokens of an iteration: SGLang's chunked prefill size."""
+    """Most prompt tokens of a step: SGLang's chunked prefill size."""
 
     max_context_tokens: int = 4096
     """Longest prompt plus output; longer online requests are cut."""
 
     overlap: bool = False
-    """The next iteration is planned while the present one runs."""
+    """Whether the next step is planned while the current one runs."""
 
     @classmethod
     def of_server(cls, info: Mapping[str, Any], model_card: Mapping[str, Any]) -> EngineMachine:
@@ -52,7 +52,7 @@ class EngineMachine:
         )
 
     def with_given(self, **limits: int | None) -> EngineMachine:
-        """Return the same with the limits that are not None."""
+        """Return a copy with those limits replaced that are not None."""
         given: dict[str, Any] = {name: n for name, n in limits.items() if n is not None}
         return replace(self, **given)
 
@@ -68,7 +68,7 @@ class EngineMachine:
         return asdict(self)
 
     def executor_config(self, seed: int) -> ExecutorConfig:
-        """Return what the simulator makes of it: no safepoints and no checkpoints, as here."""
+        """Return the simulator's settings, without safepoints and checkpoints."""
         return ExecutorConfig(
             kv_capacity_tokens=self.kv_capacity_tokens,
             page_tokens=self.page_tokens,

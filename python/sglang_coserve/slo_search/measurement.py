@@ -1,4 +1,4 @@
-"""What one run gave, simulated or measured, and how the SLOs stand in it."""
+"""The results of a run, simulated or measured, and its judgement by the SLOs."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ __all__ = ["Measurement", "Trial"]
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One run."""
+    """The results of one run."""
 
     latency: LatencyReport
-    """Of the online requests."""
+    """Latencies of the online requests."""
 
     offline_tokens_per_s: float = 0.0
-    """Prompt and output tokens."""
+    """Prompt and output tokens of offline requests per second."""
 
     offline_requests_per_s: float = 0.0
     offline_ran_out: bool = False
-    """The offline requests ended before the run did, so that part of it was easier."""
+    """The offline requests ended before the run did, so a part of it had less load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A run and its verdict."""
+    """A run, judged by the SLOs."""
 
     budget_s: float | None
-    """None: online requests alone."""
+    """Step budget of the run; None for online requests alone."""
 
     measurement: Measurement
     results: tuple[SloResult, ...]
@@ -41,29 +41,29 @@ class Trial:
         """Judge a run.
 
         Raises:
-            ConfigError: a tolerance, and nothing to be relative to.
+            ConfigError: an SLO is a tolerance, and ``check`` has no measurement for it.
         """
         return cls(budget_s, measurement, check.results(measurement.latency))
 
     @property
     def is_met(self) -> bool:
-        """True when every SLO held."""
+        """True when every SLO was met."""
         return all(result.is_met for result in self.results)
 
     @property
     def excess(self) -> float:
-        """How far the SLO that stands worst is exceeded, as a part of it; negative when kept."""
+        """measured / limit - 1 of the worst SLO; negative if all are met."""
         return max(result.excess for result in self.results)
 
     def values(self) -> str:
-        """Return every value with its limit."""
+        """Return the text of every measured value with its limit."""
         return ", ".join(map(str, self.results))
 
     def nearest_slos(self) -> str:
-        """Return the SLOs that were missed, with the limits that this run kept."""
+        """Return the text of the missed SLOs, with limits that this run would have met."""
         return " ".join(
             f"'{result.slo.latency.value} {result.slo.statistic.value} <= "
-            # Rounded up: what is proposed must hold for the run it is taken from.
+            # Rounded up, so that this run meets the proposed SLO.
             f"{math.ceil((result.measured_s or 0.0) * 1e5) / 100:.10g}ms'"
             for result in self.results
             if not result.is_met

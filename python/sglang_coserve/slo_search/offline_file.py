@@ -1,4 +1,4 @@
-"""The offline requests of a simulation as a batch file for a real server."""
+"""Writes the offline requests of a simulation as a batch file for a real server."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _FIRST_TOKEN_ID = 16
 def offline_file(load: Load, path: Path, *, num_lines: int, vocab_size: int) -> Path:
     """Return the user's batch file, or write one to ``path`` with the lengths of the load.
 
-    The prompts are token ids with the common prefixes of the trace, if there are
-    any; outputs have exactly the length they have in the simulation.
+    The prompts are token ids with the common prefixes of the trace, if
+    any; outputs have exactly the same lengths as in the simulation.
 
     Raises:
         CoserveError: the offline requests cannot be read.

@@ -1,4 +1,4 @@
-"""What a user can say about a search; the flags of ``coserve profile slo``."""
+"""The options of a search, i.e. the flags of ``coserve profile slo``."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from sglang_coserve.slo_search.machine import EngineMachine
 __all__ = ["SearchOptions", "ValidationOptions"]
 
 _POLICIES: Final = ("coserve", "hygen")
-"""Those that an iteration budget bounds."""
+"""Policies that observe a step budget."""
 
 
 @dataclass(frozen=True)
 class ValidationOptions:
-    """How the real server is run."""
+    """How to run the real server."""
 
     model_path: str
     flags: tuple[str, ...] = ()
-    """For SGLang, besides the model."""
+    """SGLang's flags other than the model."""
 
     seconds: float = 60.0
     max_runs: int = 4
@@ -37,10 +37,10 @@ class ValidationOptions:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """SLOs, what to serve, and on which engine.
+    """The SLOs, the load and the engine of a search.
 
     Raises:
-        ConfigError: on construction, when a value cannot be used.
+        ConfigError: on construction, if a value is invalid.
     """
 
     profile: Path
@@ -59,10 +59,10 @@ class SearchOptions:
     max_runs: int = 16
     seed: int = 0
     validation: ValidationOptions | None = None
-    """None: simulate only."""
+    """None to simulate only."""
 
     def __post_init__(self) -> None:
-        """Check what no part checks."""
+        """Check the values that are not checked elsewhere."""
         if self.policy not in _POLICIES:
             raise ConfigError(
                 f"--policy {self.policy}: only {' and '.join(_POLICIES)} take an iteration budget"
@@ -78,11 +78,15 @@ class SearchOptions:
         self.slos()
 
     def slos(self) -> tuple[Slo, ...]:
-        """Return the SLOs; raises ConfigError where one cannot be read."""
+        """Return the SLOs.
+
+        Raises:
+            ConfigError: one of them cannot be parsed.
+        """
         return tuple(map(parse_slo, self.slo))
 
     def machine(self, known: EngineMachine) -> EngineMachine:
-        """Return the engine to model: what is given here, else what is known."""
+        """Return the engine to model: ``known`` with the limits given here."""
         return known.with_given(
             kv_capacity_tokens=self.kv_capacity_tokens,
             page_tokens=self.page_tokens,
@@ -92,7 +96,7 @@ class SearchOptions:
         )
 
     def load(self, machine: EngineMachine, seconds: float | None) -> Load:
-        """Return the first ``seconds`` of the load; None: all of it.
+        """Return the first ``seconds`` of the load, or all of it for None.
 
         Raises:
             CoserveError: the trace cannot be used.
@@ -105,7 +109,7 @@ class SearchOptions:
             online=online,
             offline=self.offline,
             offline_concurrency=self.offline_concurrency,
-            # A trace of one moment still takes some time to serve.
+            # Even a trace with a single arrival time takes some time to serve.
             seconds=seconds or max(online[-1].arrival_s, 1.0),
             max_context_tokens=context_tokens,
             cut=cut,

@@ -1,4 +1,4 @@
-"""Shows which run is going on, and how far it is."""
+"""Shows the current run and its progress."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["SearchProgress"]
 
 
 class SearchProgress:
-    """A bar on standard error, if that is a terminal; a context."""
+    """A context manager with a progress bar on standard error, if that is a terminal."""
 
     def __init__(self, *, show: bool = True) -> None:
         self._bar = progress_bar(show=show)
@@ -30,10 +30,10 @@ class SearchProgress:
         self._bar.stop()
 
     def begin(self, what: str, seconds: float | None = None) -> None:
-        """Show what goes on now, and that it lasts so many (simulated) seconds, if known."""
+        """Show a new activity, and its duration in (simulated) seconds, if known."""
         self._bar.reset(self._task, total=seconds, description=what)
 
     def tick(self, seconds: float) -> bool:
-        """Show how far it is; False: a simulation may go on."""
+        """Show the progress; always return False, so that a simulation goes on."""
         self._bar.update(self._task, completed=seconds)
         return False

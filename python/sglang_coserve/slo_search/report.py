@@ -1,4 +1,4 @@
-"""A session as text for people, and as plain values for programs."""
+"""Reports a session as text, and as plain values for JSON."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MEASURED: Final = "measured"
 
 
 def report_text(session: Session) -> str:
-    """Return the tables of all runs, the verdict, and the command line to serve with."""
+    """Return the tables of all runs, the result, and the command line to serve with."""
     return "".join(f"{line}\n" for line in _lines(session))
 
 
 def report_to_dict(session: Session) -> dict[str, Any]:
-    """Return everything, ready for JSON; times in milliseconds."""
+    """Return the whole session for JSON, with times in milliseconds."""
     search, validation, profile = session.search, session.validation, session.profile
     return {
         "budget_ms": _ms(session.budget_s),

@@ -1,4 +1,4 @@
-"""The largest budget that meets every SLO in simulation."""
+"""Finds the largest budget that meets every SLO in simulation."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ from sglang_coserve.slo_search.simulated import SimulatedBench
 __all__ = ["BudgetSearch"]
 
 _HIGHEST: Final = 2.0
-"""Of the longest limit: a statistic allows some iterations to be longer than itself. The shorter
-limits do not count here, since without running online requests none of them bounds an iteration."""
+"""Highest budget to try, relative to the largest limit of the SLOs: a statistic allows some steps
+to be longer than itself. Smaller limits do not count, since without running online requests they do
+not bound a step."""
 
 _LADDER_STEP: Final = 2.0
-"""At least; more where the ladder would need more than half of the runs."""
+"""Least ratio between budgets of the ladder; larger if the ladder would need more than half of the
+runs."""
 
 
 class BudgetSearch:
-    """Finds the budget; what was run stays readable when it is interrupted.
+    """Finds the budget; completed runs remain available when it is interrupted.
 
-    A budget bounds online prefills as well, so one that is too small misses TTFT
-    targets, too: the SLOs may hold in the middle of the range only, which a
-    bisection of the whole would not see. So first a ladder downwards from the
-    top, until a budget meets the SLOs; then ``search_budget`` between that one
+    A budget bounds online prefills as well, so a budget that is too small also misses TTFT
+    targets: the SLOs may be met only in the middle of the range, which
+    bisection of the whole range would miss. So budgets are first lowered step by step from the
+    top, until one meets the SLOs; then ``search_budget`` searches between that one
     and the one above it.
     """
 
@@ -43,38 +45,38 @@ class BudgetSearch:
         self._max_runs = max_runs
         self._trials: dict[float, Trial] = {}
         self.online_only: Trial | None = None
-        """Online requests alone."""
+        """The run with online requests alone."""
 
         self.budget_s: float | None = None
-        """What was found."""
+        """The budget found."""
 
         self.is_limit = False
-        """True when the largest budget that was tried met the SLOs: more might, too."""
+        """True if the largest budget tried met the SLOs, so a larger one might as well."""
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """Every run with a budget so far, in order."""
+        """All runs with a budget so far, in order."""
         return tuple(self._trials.values())
 
     @property
     def load(self) -> Load:
-        """What is served."""
+        """The load of the runs."""
         return self._bench.load
 
     @property
     def least_budget_s(self) -> float:
-        """The smallest sensible iteration: an online decode and an offline chunk."""
+        """The smallest useful budget: the time of an online decode and an offline chunk."""
         online = self._bench.load.online
         context_tokens = sum(r.prompt_tokens for r in online) // len(online)
         batch = BatchStats.of([(SchedulerConfig().min_chunk_tokens, 0)], [context_tokens])
         return self._bench.model.predict(batch)
 
     def run(self) -> float:
-        """Return the budget in seconds, after at most ``max_runs`` runs and the one without.
+        """Return the budget in seconds, after at most ``max_runs`` runs and the online-only one.
 
         Raises:
-            InfeasibleError: no budget meets the SLOs; the message names the nearest that one kept.
-            ConfigError: a tolerance, and no such latency was measured.
+            InfeasibleError: no budget meets the SLOs; the message names the nearest feasible SLOs.
+            ConfigError: an SLO is a tolerance, and its latency was not measured.
         """
         bench = self._bench
         bench.progress.begin("simulating online requests alone", bench.load.seconds)
@@ -92,7 +94,7 @@ class BudgetSearch:
             return ladder[0]
         if met is None:
             raise InfeasibleError(self._problem())
-        # Both bounds are known, so they cost no run.
+        # Both bounds were run already, so they need no new run.
         left = self._max_runs - len(self._trials)
         bounds = ladder[met], ladder[met - 1]
         self.budget_s = search_budget(latency_under, check, *bounds, max_runs=2 + left).budget_s
@@ -117,7 +119,7 @@ class BudgetSearch:
         budget_s = max(_HIGHEST * max(limits_s), least_s)
         step = max(_LADDER_STEP, (budget_s / least_s) ** (1 / (self._max_runs // 2)))
         ladder = []
-        # Rounding must not leave a step next to the last one.
+        # The factor avoids a budget that equals the last one but for rounding.
         while budget_s > least_s * 1.001:
             ladder.append(budget_s)
             budget_s /= step

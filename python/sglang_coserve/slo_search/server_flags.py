@@ -1,4 +1,4 @@
-"""The flags that make a server schedule as the search assumed."""
+"""The flags with which a server schedules as the search has assumed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def policy_flags(policy: str, profile: Path) -> list[str]:
 
 
 def slo_flags(check: SloCheck) -> list[str]:
-    """Return the SLOs, tolerances as the limits that they amount to, to the microsecond."""
+    """Return the flags for the SLOs, with tolerances as absolute limits, to the microsecond."""
     limits_s = [max(round(slo.limit_over(check.online_only), 6), 1e-6) for slo in check.slos]
     absolute = (
         replace(slo, limit_s=limit_s, tolerance=None)
@@ -26,5 +26,5 @@ def slo_flags(check: SloCheck) -> list[str]:
 
 
 def budget_flags(budget_s: float) -> list[str]:
-    """Return the iteration budget."""
+    """Return the flags for the step budget."""
     return ["--iteration-budget-ms", f"{budget_s * 1e3:.4g}"]

@@ -1,4 +1,4 @@
-"""The whole of it: search on the simulator, then validate on the engine."""
+"""A whole search: on the simulator, then validated on the engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ALONE = "online-only"
 
 
 class Session:
-    """One search. What came of it stays readable when it ends early, however it does."""
+    """One search. Its results so far remain available when it ends early."""
 
     def __init__(self, options: SearchOptions, work: Path, progress: SearchProgress) -> None:
         """``work`` is a folder for the servers' logs.
@@ -37,20 +37,20 @@ class Session:
         self.machine: EngineMachine | None = None
         self.search: BudgetSearch | None = None
         self.measured_alone: Trial | None = None
-        """Online requests alone on the real engine."""
+        """The run with online requests alone on the real engine."""
 
         self.validation: Validation | None = None
         self.problem: str | None = None
-        """Why there is no budget; None also where the session was interrupted."""
+        """Why there is no budget; None if there is one, or if the session was interrupted."""
 
         self._work = work
         self._progress = progress
 
     def run(self) -> None:
-        """Search, and validate if the options say so; SLOs that cannot be met are no error.
+        """Search, and validate if requested; infeasible SLOs are reported in ``problem``.
 
         Raises:
-            CoserveError: a file or the server is at fault.
+            CoserveError: a file cannot be used, or the server fails.
         """
         validation = self.options.validation
         try:
@@ -64,14 +64,14 @@ class Session:
 
     @property
     def budget_s(self) -> float | None:
-        """The budget to serve with: the one validated, if that was asked for."""
+        """The budget to serve with: the validated one, if validation was requested."""
         if self.options.validation is not None:
             return None if self.validation is None else self.validation.budget_s
         return None if self.search is None else self.search.budget_s
 
     @property
     def server_flags(self) -> list[str] | None:
-        """The flags of a server that uses the budget; None without one."""
+        """The flags of a server with this budget; None without a budget."""
         alone = self.measured_alone or (self.search and self.search.online_only)
         if self.budget_s is None or not alone:
             return None

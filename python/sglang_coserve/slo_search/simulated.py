@@ -1,4 +1,4 @@
-"""Runs on the simulator: the production scheduler, iterations as long as the profile says."""
+"""Runs on the simulator: the production scheduler, with step times from the profile."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SimulatedBench:
         return self._run("online_only", SloTargets(), None)
 
     def under_budget(self, budget_s: float, check: SloCheck) -> Measurement:
-        """Run both classes. As the server's, the scheduler knows the SLOs besides its budget."""
+        """Run both classes; as on the server, the scheduler has the SLOs and the budget."""
         targets = request_targets(check.slos, check.online_only)
         return self._run(self.policy, targets, budget_s)
 
@@ -45,7 +45,7 @@ class SimulatedBench:
             targets=targets,
             scheduler=SchedulerConfig(
                 iteration_budget_s=budget_s,
-                # The simulator keeps so many waiting besides; the server has so many in all.
+                # The simulator keeps this many waiting in addition; the server has them in all.
                 max_offline_rows=load.offline_concurrency,
                 seed=load.seed,
             ),

@@ -1,4 +1,4 @@
-"""Runs on the real engine under the budget that was found, lowered until they meet the SLOs."""
+"""Validates the budget on the real engine, and lowers it until the SLOs are met."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from sglang_coserve.slo_search.simulated import SimulatedBench
 __all__ = ["Validation", "ValidationRun"]
 
 _SMALLEST_CUT: Final = 0.95
-"""A budget that just misses is lowered by at least this: less would be lost in the noise."""
+"""A budget that misses the SLOs is lowered at least by this factor; less would be lost in noise."""
 
 _LINES_FACTOR: Final = 4
 _EXTRA_SECONDS: Final = 120.0
-"""Offline lines are made for longer, and for a faster engine, than was simulated."""
+"""Margins for the number of offline lines, for a longer run and a faster engine than simulated."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValidationRun:
-    """The same load under the same budget, measured and simulated."""
+    """Results for the same load and budget, measured and simulated."""
 
     measured: Trial
     simulated: Trial
 
 
 class Validation:
-    """Real runs; those that were made stay readable when it is interrupted."""
+    """Makes the real runs; completed ones remain available when it is interrupted."""
 
     def __init__(
         self,
@@ -45,13 +45,13 @@ class Validation:
         check: SloCheck,
         flags: Sequence[str],
     ) -> None:
-        """Prepare.
+        """Simulate online requests alone, for comparison.
 
         Args:
             live: Starts the servers.
             simulated: The same load and machine on the simulator.
-            check: The SLOs, and what online requests alone measured on the real engine.
-            flags: Of the server, besides those of ``live``: policy and profile.
+            check: The SLOs, and the latencies of online requests alone on the real engine.
+            flags: Flags of the server for policy and profile, added to those of ``live``.
         """
         self._live = live
         self._simulated = simulated
@@ -60,27 +60,27 @@ class Validation:
         alone = simulated.online_only()
         self._simulated_check = SloCheck(check.slos, alone.latency)
         self.simulated_alone = Trial.of(None, alone, self._simulated_check)
-        """Online requests alone, in the simulation of the same stretch."""
+        """The simulated run with online requests alone, for the same load."""
 
         self.runs: list[ValidationRun] = []
 
     @property
     def seconds(self) -> float:
-        """How long a run lasts."""
+        """Duration of a run."""
         return self._simulated.load.seconds
 
     @property
     def budget_s(self) -> float | None:
-        """The budget under which the engine met every SLO; None as long as there is none."""
+        """The budget with which the engine met every SLO; None so far."""
         met = [run.measured.budget_s for run in self.runs if run.measured.is_met]
         return met[-1] if met else None
 
     def run(self, budget_s: float, least_budget_s: float, max_runs: int) -> float:
-        """Try a budget, and smaller ones while an SLO is missed; return the one that met them.
+        """Try a budget, then smaller ones until all SLOs are met; return that budget.
 
         Raises:
-            InfeasibleError: an SLO was missed in every run; the message names the nearest ones.
-            StartupError, ServerError: the engine does not serve.
+            InfeasibleError: every run missed an SLO; the message names the nearest feasible SLOs.
+            StartupError, ServerError: the engine fails.
         """
         assert max_runs >= 1 and budget_s >= least_budget_s
         for _ in range(max_runs):
@@ -124,8 +124,8 @@ class Validation:
 def _smaller(budget_s: float, trial: Trial) -> float:
     """Return the next budget: smaller by the ratio by which the worst SLO was missed.
 
-    At most as long as that SLO lets an iteration be: a larger one bounds nothing. A
-    first token takes the iteration that the request arrives into and one of its own.
+    It is at most the longest step that this SLO allows, as a larger budget has no effect. For a
+    first token two steps must fit: the one in which the request arrives, and its own.
     """
     worst = max(trial.results, key=lambda result: result.excess)
     most_s = worst.limit_s / 2 if worst.slo.latency is Latency.TTFT else worst.limit_s

@@ -91,7 +91,7 @@ class Header:
     """The fields of a ``SchedulerConfig``; an infinite time is the string ``Infinity``."""
 
     profile: Mapping[str, Any]
-    """As ``LatencyProfile.to_json`` writes it."""
+    """The JSON object written by ``LatencyProfile.to_json``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class RowColumns:
 
     request: Sequence[int]
     state: str
-    """Of ``STATE_LETTERS``, one for each row."""
+    """One of ``STATE_LETTERS`` for each row."""
 
     generated: Sequence[int]
     computed: Sequence[int]

@@ -1,9 +1,9 @@
-"""Offline KV in host memory, so that reclaiming it costs nothing and resuming recomputes nothing.
+"""Checkpoints of offline KV in host memory: device KV is reclaimed at once, and not recomputed.
 
-``hooks`` is what a scheduler calls, ``settings`` what a launcher sets. ``cache`` is
-SGLang's unified radix cache with checkpoints; its parts: ``row_checkpoint`` (a running
-row's host pages), ``copy_jobs`` (copies under way), ``host_space`` (host memory by
-class), ``reclaim`` (device memory back, page by page), ``prefetch`` (the way back).
-``cpu`` and ``thread_streams`` stand in for pinned memory and CUDA streams.
-Importing this package imports nothing else.
+A scheduler calls ``hooks``, a launcher uses ``settings``. ``cache`` is
+SGLang's unified radix cache with checkpoints. Its parts are ``row_checkpoint`` (host pages of a
+running row), ``copy_jobs`` (copies in flight), ``host_space`` (host memory by
+class), ``reclaim`` (freeing device and host memory), ``prefetch`` (loading back to the device).
+``cpu`` and ``thread_streams`` replace pinned memory and CUDA streams on a CPU.
+Importing this package imports no other module.
 """

@@ -1,8 +1,8 @@
 """SGLang's unified radix cache with checkpoints of running offline rows.
 
-Running rows are saved beside the tree, in a host table of their own: a tree node for
-every saved page would make each insertion slower. When a row is released its KV
-goes to the tree as usual, and its saved pages become the nodes' host pages, so that
+Host pages of running rows are kept outside of the tree, in a separate table: a tree node for
+every saved page would make each insertion slower. When a row is released, its KV
+goes to the tree as usual, and its saved pages become the host pages of the nodes, so that
 device slots can be reclaimed at once.
 """
 
@@ -45,13 +45,13 @@ Req = Any
 
 @compat.told_of_rows
 class CheckpointCache(UnifiedRadixCache):
-    """See the module's docstring. Everything runs in the scheduler's thread.
+    """A radix cache with checkpoints of offline KV; runs in the scheduler's thread.
 
     Args:
-        params: SGLang's.
-        server_args: SGLang's.
-        policy: what is copied when.
-        host_shares: part of the host pool of each class; together at most 1.
+        params: SGLang's cache parameters.
+        server_args: SGLang's settings.
+        policy: what to copy, and when.
+        host_shares: share of the host pool for each class; together at most 1.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class CheckpointCache(UnifiedRadixCache):
         self._start_over()
 
     def reset(self) -> None:
-        """Forget all KV; nothing may be under way."""
+        """Discard all KV; no copy or load may be in flight."""
         super().reset()
-        if self.cache_controller is not None:  # It has none while SGLang makes the cache.
+        if self.cache_controller is not None:  # None while SGLang constructs the cache.
             self._start_over()
 
     def _start_over(self) -> None:
@@ -98,15 +98,15 @@ class CheckpointCache(UnifiedRadixCache):
 
     @property
     def host_pool(self) -> Any:
-        """Return SGLang's pool of host slots."""
+        """SGLang's pool of host slots."""
         return self.host_pool_group.anchor_entry.host_pool
 
     # --- Checkpoints ---------------------------------------------------------------------
 
     def checkpoint_step(self, progress: Iterable[tuple[Req, int]]) -> int:
-        """Begin this iteration's copies; return their tokens.
+        """Begin the copies of this step; return the number of their tokens.
 
-        ``progress`` names the offline rows that the iteration has computed, each with
+        ``progress`` has the offline rows computed in this step, each with
         the length of its KV. To be called once after the results of each batch.
         """
         self.step += 1
@@ -115,22 +115,22 @@ class CheckpointCache(UnifiedRadixCache):
         return self._saver.save(self.step)
 
     def _execute_and_commit_kv_backup(self, action: Any, **_options: Any) -> int:
-        """Save a prefix of online requests when SGLang would, within the quota of the class."""
+        """Back up nodes of online requests when SGLang would, within the quota of the class."""
         if self._inserting is RequestClass.ONLINE:
             for node_id in action.node_ids:
                 self._saver.save_online(self.tree_core.node_by_id(node_id), self.step)
         return 0
 
     def writing_check(self, write_back: bool = False, finish_count: int | None = None) -> None:
-        """Take note of the copies that have ended, on all ranks alike."""
+        """Process the copies that have ended, at the same point on all ranks."""
         super().writing_check(write_back, finish_count)
         self.copies.settle()
 
-    # --- Rows end or give way ------------------------------------------------------------
+    # --- Rows end or are retracted -------------------------------------------------------
 
     @contextmanager
     def inserting(self, req: Req) -> Iterator[None]:
-        """Let what is inserted meanwhile count as used by the class of ``req``."""
+        """Mark nodes inserted in this context as used by the class of ``req``."""
         self._inserting = RequestClass.OFFLINE if is_offline(req) else RequestClass.ONLINE
         try:
             yield
@@ -138,9 +138,10 @@ class CheckpointCache(UnifiedRadixCache):
             self._inserting = RequestClass.ONLINE
 
     def released(self, req: Req, kept_tokens: int | None) -> None:
-        """Keep what is saved of a row that gives way, and the tree has; drop it otherwise.
+        """Hand the saved pages of a retracted row over to the tree; free those of other rows.
 
-        ``kept_tokens`` is how many tokens of the row the tree has been given; None: none.
+        ``kept_tokens`` is the number of the row's tokens that were inserted into the tree; None
+        if none were.
         """
         begin_s = time.perf_counter()
         row = self._saver.rows.get(req.rid)
@@ -155,11 +156,11 @@ class CheckpointCache(UnifiedRadixCache):
             self.seconds["release"] += time.perf_counter() - begin_s
 
     def forget(self, rid: str) -> None:
-        """Let the host pages of a request that no longer waits be taken for others."""
+        """Stop protecting the host pages of a request that no longer waits."""
         self._handover.forget(rid)
 
     def insert(self, params: Any) -> Any:
-        """Insert for the class of the request at hand: it ranks the nodes for eviction."""
+        """Insert with the eviction rank of the current request's class."""
         return super().insert(replace(params, priority=EVICTION_RANK[self._inserting]))
 
     # --- Memory --------------------------------------------------------------------------
@@ -176,50 +177,52 @@ class CheckpointCache(UnifiedRadixCache):
         self.seconds["reclaim"] += time.perf_counter() - begin_s
 
     def evict_host(self, num_tokens: int, _component_type: Any = BASE_COMPONENT_TYPE) -> int:
-        """Refuse: host memory is reclaimed within the quota of a class only."""
+        """Raise: host memory may be reclaimed only within the quota of a class."""
         raise AssertionError(f"{num_tokens} tokens asked for by SGLang's own copies or storage")
 
     def protected_size(self) -> int:
-        """Count slots that a load is about to fill: they are neither free nor evictable."""
+        """Return the protected tokens, including slots that loads in flight will fill."""
         return int(super().protected_size()) + self.prefetches.in_flight_tokens
 
     # --- Resume --------------------------------------------------------------------------
 
     @property
     def device_tokens(self) -> int:
-        """Return how many tokens the device has room for."""
+        """Capacity of the device's KV pool in tokens."""
         return int(self.token_to_kv_pool_allocator.size)
 
     def prefetch_step(self, req: Req, budget_tokens: int) -> int | None:
-        """Begin the next loads of a waiting request; see ``Prefetches.step``."""
+        """Begin the next loads of a waiting request (see ``Prefetches.step``)."""
         req.init_next_round_input(self)
         return self.prefetches.step(req, budget_tokens)
 
     def need(self, req: Req) -> None:
-        """Let what a waiting request has on the device go last of all, for this pass."""
+        """Make the device KV of a waiting request the last to be evicted in this round."""
         self._order.needed.add(req.last_node)
 
     def begin_pass(self, now_s: float) -> None:
-        """Note the time on the clock that all ranks share; what was needed may not be any more."""
+        """Begin a scheduling round: set the time (on the ranks' shared clock), clear ``need``."""
         self.prefetches.now_s = now_s
         self._order.needed.clear()
 
     def load_back(self, node_id: int, mem_quota: int | None = None, req: Req = None) -> bool:
-        """Load within a batch, but not behind other loads: if they do not come back, the batch
-        would wait for ever."""
+        """Load KV within a batch, unless other loads are in flight.
+
+        If those got stuck, the batch would wait for them forever.
+        """
         if self.prefetches.in_flight_tokens:
             self.counts["refused_loads"] += 1
             return False
         return bool(super().load_back(node_id, mem_quota, req))
 
     def loading_check(self, finish_count: int | None = None) -> None:
-        """Take note of the loads that have ended, on all ranks alike."""
+        """Process the loads that have ended, at the same point on all ranks."""
         super().loading_check(finish_count)
         self.prefetches.settle()
 
     def sanity_check(self) -> None:
-        """Check the tree as SGLang does when it is idle; O(tree)."""
-        # A lazy copy saves the tail of a path before its head, as SGLang's own write-back does.
+        """Check the tree as SGLang does when it is idle. O(tree)."""
+        # Lazy copies save the end of a path before its beginning, like SGLang's write-back.
         self.is_write_back = self.policy.mode is CheckpointMode.LAZY
         try:
             super().sanity_check()
@@ -227,7 +230,7 @@ class CheckpointCache(UnifiedRadixCache):
             self.is_write_back = False
 
     def assert_consistent(self) -> None:
-        """Check the tree, and that every host slot that is taken has exactly one owner; O(tree).
+        """Check the tree, and that every used host slot has exactly one owner. O(tree).
 
         For tests.
         """

@@ -1,4 +1,4 @@
-"""SGLang's radix tree with the steps that checkpointing takes node by node."""
+"""SGLang's radix tree with operations on single nodes for checkpointing."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ TREE_BACKEND: Final = "coserve_checkpoint"
 
 
 class CheckpointTree(UnifiedTreeCore):
-    """A tree whose nodes can be split, taken from the device and put back one at a time.
+    """A tree whose nodes can be split, evicted from the device and restored one at a time.
 
-    SGLang's own tree walks them itself, whole nodes only.
+    SGLang's own tree chooses the nodes itself, and handles only whole nodes.
     """
 
     def __init__(self, params: Any, components: Any) -> None:
@@ -35,14 +35,14 @@ class CheckpointTree(UnifiedTreeCore):
         super().__init__(params, components)
 
     def reset(self) -> None:
-        """Forget all nodes."""
+        """Remove all nodes."""
         self._pins.clear()
         super().reset()
 
     # --- Host slots ----------------------------------------------------------------------
 
     def bind_host(self, node: Node, slots: torch.Tensor, request_class: RequestClass) -> None:
-        """Give a node its host slots, which count towards the quota of ``request_class``."""
+        """Assign host slots to a node; they count towards the quota of ``request_class``."""
         assert host_slots(node) is None
         assert len(slots) == len(node.key)
         self.commit_backup(node.id, slots, {})
@@ -50,11 +50,11 @@ class CheckpointTree(UnifiedTreeCore):
         node.host_holder = request_class
 
     def _is_settled_full_host_duplicate(self, _node: Node) -> bool:
-        # From 0.5.18 on SGLang may give these host slots up; ours count towards a quota.
+        # Since 0.5.18 SGLang may free such host slots; ours count towards a quota.
         return False
 
     def pin(self, node: Node) -> None:
-        """Keep a node's host slots until ``unpin``. Counted; the node may be lost otherwise.
+        """Protect a node's host slots, and so the node, until ``unpin``. Calls are counted.
 
         SGLang's own host locks count only while a node has host slots, which may change
         between lock and unlock.
@@ -75,7 +75,7 @@ class CheckpointTree(UnifiedTreeCore):
     # --- Splits --------------------------------------------------------------------------
 
     def split(self, node: Node, tokens: int) -> Node:
-        """Return a new node for the first ``tokens`` tokens of a node; the rest stays in it."""
+        """Split a node: return a new node with its first ``tokens`` tokens; it keeps the rest."""
         return self._split_node(node.key, node, tokens)[0]
 
     def _split_node(self, key: Any, child: Node, split_len: int) -> tuple[Node, Any]:
@@ -89,28 +89,29 @@ class CheckpointTree(UnifiedTreeCore):
     # --- Device slots --------------------------------------------------------------------
 
     def take_device_slots(self, leaf: Node) -> torch.Tensor:
-        """Take the device slots of a node of ``evictable_device_leaves``; the caller frees them.
+        """Remove and return the device slots of an evictable leaf; the caller frees them.
 
-        The node stays if it is saved; else it goes, and nothing may be below it.
+        The node stays in the tree if it has host slots; otherwise it is removed, and must have no
+        children.
         """
         if host_slots(leaf) is not None:
             result = self.demote(leaf.id)
         else:
             result = self.evict_device_leaf(leaf.id, is_write_back=False)
-            full(leaf).value = None  # For a copy of it that is under way.
+            full(leaf).value = None  # Shows a copy in flight that the node is gone.
         (slots,) = result.device_frees.pop(BASE_COMPONENT_TYPE)
         return slots
 
     def put_on_device(self, node: Node, slots: torch.Tensor) -> None:
-        """Give a node that is on the host alone device slots that have its KV."""
+        """Assign device slots that hold its KV to a node that has only host slots."""
         self._unevict_node_on_insert(node, slots)
 
-    # --- Nodes on the host alone ---------------------------------------------------------
+    # --- Nodes on the host only ----------------------------------------------------------
 
     def drop(self, top: Node, free: Callable[[Node], None]) -> None:
-        """Take a node without device slots, and all below it, out of the tree.
+        """Remove a node without device slots, and its subtree, from the tree. O(nodes).
 
-        ``free`` is called with each that has host slots. O(nodes).
+        ``free`` is called with each node that has host slots.
         """
         for node in reversed(subtree(top)):
             assert device_slots(node) is None

@@ -1,4 +1,4 @@
-"""Copies from the device to host memory that are under way."""
+"""Copies from the device to host memory in flight."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POLL_S = 0.0002
 
 
 class RowCopy(NamedTuple):
-    """Tokens of a running row, behind its prefix."""
+    """A copy of tokens of a running row, after its prefix."""
 
     row: RowCheckpoint
     host_slots: Sequence[int]
@@ -31,13 +31,13 @@ class RowCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NodeCopy:
-    """The KV of a node of the tree; it is on the host once the copy is done, not before.
+    """A copy of a tree node, which gets the host slots only when the copy is complete.
 
-    Nothing is locked: a node that is reclaimed meanwhile is lost.
+    Nothing is locked: if the node is reclaimed meanwhile, the copy is discarded.
     """
 
     nodes: list[Any]
-    """The node or, if it is split meanwhile, its parts from the top down."""
+    """The node; if it is split meanwhile, its parts from the top down."""
 
     host_slots: torch.Tensor
     request_class: RequestClass
@@ -45,7 +45,7 @@ class NodeCopy:
 
 @dataclass(frozen=True, slots=True)
 class LateCopy:
-    """The KV of a node that has given up its device slots, which wait for the copy."""
+    """A copy of a node that is being reclaimed; its device slots are freed after the copy."""
 
     node: Any
     host_slots: torch.Tensor
@@ -62,10 +62,10 @@ class _Job:
 
 
 class CopyJobs:
-    """Begins copies and carries out what follows when they are done, oldest first.
+    """Begins copies, and processes their completion, oldest first.
 
-    Each job travels through SGLang's own queue of write acknowledgements, so all
-    ranks see it end in the same step. SGLang also waits for it before it flushes.
+    Each job goes through SGLang's own queue of write acknowledgements, so all
+    ranks see it end in the same step. SGLang also waits for it before it flushes its cache.
     """
 
     def __init__(self, cache: Any, space: HostSpace, policy: CheckpointPolicy) -> None:
@@ -80,20 +80,20 @@ class CopyJobs:
 
     @property
     def is_late(self) -> bool:
-        """True while a copy is under way that ``finish_all`` has waited for in vain."""
+        """True while a copy is in flight for which ``finish_all`` has timed out."""
         oldest = next(iter(self._jobs), None)
         return oldest is not None and -oldest <= self._num_waited_for
 
     def oldest_steps(self, step: int) -> int:
-        """Return for how many steps the oldest copy has been under way; 0 if none is."""
+        """Return the age of the oldest copy in flight, in steps; 0 if there is none."""
         return step - next((job.begun_step for job in self._jobs.values()), step)
 
     def is_stuck(self, step: int) -> bool:
-        """Return whether the copy engine no longer answers."""
+        """Return whether copying counts as stuck, by the age of the oldest copy."""
         return is_stuck(self._policy, self.oldest_steps(step))
 
     def may_begin(self, request_class: RequestClass, step: int) -> bool:
-        """Return whether it is worth while to ask for a copy: there may be room, and it may end."""
+        """Return whether a copy may be begun: no recent refusal of host memory, and not stuck."""
         return self._space.may_try(request_class, step) and not self.is_stuck(step)
 
     def begin(
@@ -103,23 +103,23 @@ class CopyJobs:
         host_slots: torch.Tensor,
         step: int,
     ) -> None:
-        """Copy slot by slot, in the background, after all that the device has been given to do."""
+        """Begin an asynchronous copy of slots, ordered after all work submitted to the device."""
         cache, controller = self._cache, self._cache.cache_controller
         self._num_begun += 1
-        # Below zero: the ids of SGLang's own copies are those of tree nodes.
+        # Negative, because the ids of SGLang's own copies are those of tree nodes.
         job_id = -self._num_begun
         self._jobs[job_id] = _Job(pieces, len(host_slots), step)
         self.in_flight_tokens += len(host_slots)
         for piece in pieces:
             if isinstance(piece, NodeCopy):
                 self._copying.update((id(node), piece) for node in piece.nodes)
-        # For SGLang: locks nothing, publishes nothing.
+        # An entry for SGLang that locks and publishes nothing.
         cache.ongoing_write_through[job_id] = _OngoingWriteThrough(cache.root_node.id, None, [])
         controller.write_queue.append(CacheOperation(host_slots, device_slots, job_id))
         controller.start_writing()
 
     def settle(self) -> None:
-        """Carry out what follows from the copies that SGLang has seen end; O(copies)."""
+        """Process the copies that SGLang has seen end. O(copies)."""
         ongoing = self._cache.ongoing_write_through
         for job_id in [job_id for job_id in self._jobs if job_id not in ongoing]:
             job = self._jobs.pop(job_id)
@@ -128,18 +128,18 @@ class CopyJobs:
                 self._end(piece)
 
     def is_copying(self, node: Any) -> bool:
-        """Return whether a ``NodeCopy`` of a node is under way."""
+        """Return whether a ``NodeCopy`` of a node is in flight."""
         return id(node) in self._copying
 
     def split(self, node: Any, head: Any) -> None:
-        """Note that ``head`` is now the first part of a node."""
+        """Record that a node was split, and that ``head`` is its first part."""
         piece = self._copying.get(id(node))
         if piece is not None:
             piece.nodes.insert(piece.nodes.index(node), head)
             self._copying[id(head)] = piece
 
     def orphans(self) -> list[torch.Tensor]:
-        """Return the host slots that nobody owns, or no longer, but which are being copied to."""
+        """Return the host slots that are copied to but have no owner yet, or no longer."""
         return [
             torch.as_tensor(piece.host_slots)
             for job in self._jobs.values()
@@ -157,7 +157,7 @@ class CopyJobs:
                 piece.row.end_copy(len(piece.host_slots))
         elif isinstance(piece, NodeCopy):
             self._end_node(piece)
-        elif host_slots(piece.node) is None:  # It came too late.
+        elif host_slots(piece.node) is None:  # The node was dropped after a timeout.
             self._space.free(RequestClass.OFFLINE, piece.host_slots)
 
     def _end_node(self, piece: NodeCopy) -> None:
@@ -170,9 +170,9 @@ class CopyJobs:
                 self._space.free(piece.request_class, slots)
 
     def finish_all(self, timeout_s: float) -> bool:
-        """Wait for all copies under way; False if they are not done in time.
+        """Wait for all copies in flight; return False if they do not end in time.
 
-        The ranks agree on the answer.
+        The result is the same on all ranks.
         """
         cache = self._cache
         acks = cache.cache_controller.ack_write_queue

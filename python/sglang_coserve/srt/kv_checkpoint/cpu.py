@@ -1,4 +1,4 @@
-"""SGLang's hierarchical cache on a machine without CUDA: host pool and copy engine."""
+"""Host pool and copy engine for SGLang's hierarchical cache on a machine without CUDA."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ __all__ = ["CpuHostPool", "install_cpu_copies"]
 
 
 def install_cpu_copies() -> None:
-    """Let SGLang's hierarchical cache copy with threads and plain torch, in this process."""
+    """Make SGLang's hierarchical cache in this process copy with threads and plain torch."""
     compat.replace_copy_engine(thread_streams.device_module)
     compat.replace(
         "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.get_mha_host_pool_cls",
         lambda _device_pool: CpuHostPool,
     )
-    # SGLang leaves 10 GiB to others; here device and host share one, often small, memory.
+    # SGLang reserves 10 GiB of host memory; here device and host share one, often small, memory.
     compat.replace("sglang.srt.mem_cache.pool_host.base.HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
 
 
 class CpuHostPool(MHATokenToKVPoolHost):
-    """SGLang's host pool in ordinary memory, its copies done by the selected stream's thread.
+    """SGLang's host pool in ordinary memory, with copies done by the selected stream's thread.
 
-    Knows the layout ``layer_first`` only: K and V of shape (layers, slots, heads, head size).
+    Supports only the layout ``layer_first``: K and V of shape (layers, slots, heads, head size).
     """
 
     bytes_per_s: float | None = None
-    """Bandwidth to emulate, each way; None: as fast as the copies are."""
+    """Bandwidth to emulate in each direction; None for no limit."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "pin_memory": False})
@@ -43,8 +43,8 @@ class CpuHostPool(MHATokenToKVPoolHost):
         self.token_stride_size = self.head_num * self.head_dim * self.dtype.itemsize
         self.layout_dim = self.token_stride_size * self.layer_num
         shape = (2, self.layer_num, self.size, self.head_num, self.head_dim)
-        # Written to at once. The kernel would otherwise find its pages when copies first come
-        # to them, which then take ten times as long, and online requests may wait for them.
+        # Touch all pages now. Page faults would otherwise make the first copies ten times slower,
+        # and online requests may wait for them.
         return torch.empty(shape, dtype=self.dtype, device=self.device).zero_()
 
     def backup_from_device_all_layer(

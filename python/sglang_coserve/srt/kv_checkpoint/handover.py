@@ -1,4 +1,4 @@
-"""From a row that gives way to the request that will resume: its saved pages stay on the host."""
+"""Keeps the saved pages of a retracted row on the host for when its request resumes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Req = Any
 
 
 class Handover:
-    """Turns checkpoints into host pages of the radix tree, kept for the requests that wait."""
+    """Turns checkpoints into host pages of the radix tree, protected for waiting requests."""
 
     def __init__(self, cache: Any, space: HostSpace, counts: Counter[str]) -> None:
         self._cache = cache
@@ -32,8 +32,8 @@ class Handover:
     def adopt(self, row: RowCheckpoint, kv_tokens: int) -> Node:
         """Make a row's saved pages the host pages of the nodes that now hold its KV. No copy.
 
-        Those of the first ``kv_tokens`` tokens of its request, which are in the tree.
-        Returns the last of these nodes.
+        The first ``kv_tokens`` tokens of its request are in the tree; returns the last of their
+        nodes.
         """
         req, start, page = row.req, row.start_tokens, self._cache.page_size
         kv_end = kv_tokens // page * page
@@ -54,7 +54,7 @@ class Handover:
         return last
 
     def _keep(self, rid: str, ends: tuple[Node, Node]) -> None:
-        """Protect the host pages of the paths that end with these nodes."""
+        """Protect the host pages of the paths that end at these nodes."""
         self.forget(rid)
         root = self._cache.root_node
         nodes = {id(node): node for node in ends if node is not root}
@@ -63,12 +63,12 @@ class Handover:
             self._cache.tree_core.pin(node)
 
     def forget(self, rid: str) -> None:
-        """Let the host pages of a request that no longer waits be taken for others."""
+        """Stop protecting the host pages of a request that no longer waits."""
         for node in self._kept.pop(rid, ()):
             self._cache.tree_core.unpin(node)
 
     def _node_at(self, req: Req, tokens: int) -> Node:
-        """Return the node with which the request's first ``tokens`` tokens end, made if need be."""
+        """Return the node that ends at the request's first ``tokens`` tokens, split if needed."""
         if not tokens:
             return self._cache.root_node
         key = compat.radix_key(req, tokens)
@@ -77,8 +77,8 @@ class Handover:
 
 
 def _between(node: Node, start_tokens: int, end_tokens: int) -> list[tuple[Node, int]]:
-    """Return the nodes of the path to ``node`` from token ``start`` to ``end``, each with where
-    it begins, top first."""
+    """Return the nodes between two token positions of the path to ``node``, top first, each with
+    its first position."""
     nodes = []
     while end_tokens > start_tokens:
         end_tokens -= len(node.key)

@@ -1,12 +1,12 @@
-"""What a scheduler calls to have offline KV checkpointed; all of it does nothing when it is off.
+"""The calls that a scheduler makes for KV checkpoints; they do nothing when these are off.
 
 1. ``processed`` after the results of each batch.
-2. ``prefetch`` when a scheduling pass begins, before anything is matched with the cache.
+2. ``prefetch`` at the beginning of a scheduling round, before any request is matched.
 3. ``hold_back`` with the waiting requests that are about to be admitted.
 4. ``forget`` when a request has ended or is aborted.
 
-Releasing a row, reclaiming and resuming need no call: SGLang's own ways lead
-through the cache.
+Releasing a row, reclaiming and resuming need no call, because SGLang does these through
+the cache.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ ScheduleBatch = Any
 
 _PREFETCH_TOKENS: Final = 4096
 _PREFETCH_SHARE: Final = 0.25
-"""Most tokens that are loaded at a time, also as a part of the device's KV: should loads not
-come back, so much of it is lost."""
+"""Most tokens loaded at a time, absolute and as a share of the device's KV: that much is lost if
+loads get stuck."""
 
 _WAIT_S: Final = 10.0
-"""How long a request is held back at most."""
+"""Longest time that a request is held back."""
 
 
 class KvCheckpointing:
-    """Checkpointing as one scheduler sees it. See the module's docstring."""
+    """A scheduler's interface to KV checkpoints; see the module's docstring."""
 
     def __init__(self, tree_cache: Any, why_off: str | None = None) -> None:
-        """Watch the cache of a scheduler; ``why_off``: why it is not ours, if nobody asked."""
-        # Without it SGLang's hierarchical cache need not even be imported.
+        """Use the cache of a scheduler; ``why_off`` is the reason if ``auto`` chose none."""
+        # By attribute, so that SGLang's hierarchical cache need not be imported when off.
         is_ours = hasattr(tree_cache, "checkpoint_step")
         self._cache: CheckpointCache | None = tree_cache if is_ours else None
         self._why_off = why_off
@@ -53,17 +53,17 @@ class KvCheckpointing:
         self._now_s = 0.0
 
     def processed(self, batch: ScheduleBatch) -> None:
-        """Save what a batch has computed; call it once its results are processed."""
+        """Save the KV that a batch has computed; to be called after its results are processed."""
         offline = list(map(is_offline, batch.reqs))
         self._meter.ran(batch, offline)
         if self._cache is not None:
             self._cache.checkpoint_step(_progress(batch, offline))
 
     def prefetch(self, now_s: float) -> None:
-        """Load what the requests that were held back in the last pass have on the host.
+        """Begin to load the host KV of the requests that were held back in the last round.
 
-        Makes room for it in the cache, so no plan may be under way that counts on the
-        cache as it is. ``now_s`` is on the clock that all ranks share.
+        This may evict cache entries, so it must not be called between a plan and its
+        execution. ``now_s`` is on the clock that all ranks share.
         """
         if self._cache is None:
             return
@@ -82,10 +82,10 @@ class KvCheckpointing:
         self._wanted.clear()
 
     def hold_back(self, reqs: Iterable[Req]) -> set[str]:
-        """Name those of the given waiting requests to admit later, once they are loaded.
+        """Return the ids of those waiting requests to admit later, once their KV is loaded.
 
-        A request is let go when its KV is on the device, and also when it does not come:
-        SGLang then loads it with the batch, or computes it again.
+        A request is no longer held back when its KV is on the device, or when loading takes too
+        long: SGLang then loads it with the batch, or computes it again.
         """
         held: set[str] = set()
         if self._cache is None:
@@ -101,16 +101,16 @@ class KvCheckpointing:
         return held
 
     def _comes(self, rid: str, since_s: float) -> bool:
-        """Return whether a request that has been held back since then had better wait."""
+        """Return whether a request that has been held back since ``since_s`` should still wait."""
         assert self._cache is not None
         loads = self._cache.prefetches
         if loads.is_stuck or self._now_s - since_s >= _WAIT_S:
             return False
-        # Behind loads under way a batch would wait for them too, and they may make room.
+        # A batch would wait for loads in flight anyway, and these may make room.
         return rid not in self._no_room or loads.in_flight_tokens > 0
 
     def forget(self, rid: str) -> None:
-        """Drop what is kept for a request; nothing happens if nothing is."""
+        """Remove all state of a request, if there is any."""
         self._meter.forget(rid)
         self._wanted.pop(rid, None)
         self._held_since_s.pop(rid, None)
@@ -118,7 +118,7 @@ class KvCheckpointing:
             self._cache.forget(rid)
 
     def stats(self) -> CheckpointStats:
-        """Return what has been done so far; O(1)."""
+        """Return the statistics so far. O(1)."""
         cache, meter = self._cache, self._meter
         counts = cache.counts if cache is not None else {}
         seconds = cache.seconds if cache is not None else {}
@@ -149,8 +149,8 @@ class KvCheckpointing:
 def _progress(batch: ScheduleBatch, offline: Sequence[bool]) -> Iterator[tuple[Req, int]]:
     """Yield the offline rows of a processed batch, each with the length of its computed KV.
 
-    That is all tokens but the last: under overlap scheduling the one in flight already
-    counts in SGLang's own length. None of a prompt that is not all computed: its chunks
+    That is all tokens except the last; SGLang's own length may include a token in flight under
+    overlap scheduling. It is 0 for an unfinished prompt, whose chunks
     go to the tree, and are saved as a prefix.
     """
     is_extend = batch.forward_mode.is_extend()

@@ -1,4 +1,4 @@
-"""Host memory for KV, granted to each class within its quota."""
+"""Allocates host memory for KV to each class within its quota."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sglang_coserve.core.request import RequestClass
 __all__ = ["HostSpace"]
 
 Slots = Any
-"""A tensor of host slots, one a token."""
+"""A tensor of host slots, one per token."""
 
 
 class HostSpace:
-    """Allocates and frees host slots; knows what each class holds, to the token."""
+    """Allocates and frees host slots, and counts those of each class."""
 
     def __init__(self, pool: Any, quota: HostQuota, counts: Counter[str]) -> None:
         self._pool = pool
@@ -25,29 +25,30 @@ class HostSpace:
         self._counts = counts
 
     def used_tokens(self, request_class: RequestClass) -> int:
-        """Return what a class holds."""
+        """Return the number of tokens that a class holds."""
         return self._used_tokens[request_class]
 
     def limit_tokens(self, request_class: RequestClass) -> int:
-        """Return what a class may hold."""
+        """Return the most tokens that a class may hold."""
         return self._quota.limit(request_class)
 
     def free_tokens(self, request_class: RequestClass) -> int:
-        """Return what a class would be granted at once."""
+        """Return the tokens that a class can allocate without reclaiming any."""
         left = self.limit_tokens(request_class) - self._used_tokens[request_class]
         return min(left, int(self._pool.available_size()))
 
     def may_try(self, request_class: RequestClass, step: int) -> bool:
-        """Return whether a class may hold anything, and was not refused a moment ago."""
+        """Return whether a class has a quota, and is not backing off after a refusal."""
         may_hold = self._quota.limit(request_class) > 0
         return may_hold and self._backoff[request_class].may_try(step)
 
     def shortage(self, request_class: RequestClass, tokens: int) -> int | None:
-        """Return what a class must give up before ``tokens`` can be granted; None: never."""
+        """Return the tokens that a class must free before it can allocate ``tokens``; None if
+        these exceed its quota."""
         return self._quota.shortage(request_class, self._used_tokens[request_class], tokens)
 
     def alloc(self, request_class: RequestClass, tokens: int, step: int) -> Slots | None:
-        """Return slots, or None beyond the quota or when the pool is full; ask again later then."""
+        """Allocate slots; return None, and back off, if the quota or the pool is exhausted."""
         slots = None
         if self.shortage(request_class, tokens) == 0:
             slots = self._pool.alloc(tokens)
@@ -61,12 +62,12 @@ class HostSpace:
         return slots
 
     def free(self, request_class: RequestClass, slots: Slots) -> None:
-        """Give slots of a class back; no copy to or from them may be under way."""
+        """Free slots of a class; no copy to or from them may be in flight."""
         self._pool.free(slots)
         self._used_tokens[request_class] -= len(slots)
         assert self._used_tokens[request_class] >= 0
 
     def assert_consistent(self) -> None:
-        """Check that the pool and the classes agree on what is taken."""
+        """Assert that the pool and the classes agree on the number of used slots."""
         taken = self._pool.logical_size - self._pool.available_size()
         assert taken == sum(self._used_tokens.values())

@@ -1,4 +1,4 @@
-"""Host KV back onto the device in the background, ahead of the request that resumes from it."""
+"""Loads host KV to the device in the background, before the request that resumes is admitted."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class _Load:
     device_slots: torch.Tensor
     begun_s: float
     ancestor_id: int
-    """Of the last node that the request has on the device, locked meanwhile."""
+    """Id of the last node that the request has on the device, locked meanwhile."""
     lock: Any
 
 
 class Prefetches:
-    """Loads nodes, top first, into free slots; a node has KV only once its load is done.
+    """Loads nodes, top first, into free slots; a node gets them only when its load is complete.
 
-    SGLang's own way back loads within the prefill batch of the request, whose
+    SGLang itself loads KV within the prefill batch of the request, whose
     other rows then wait for the transfer.
     """
 
     timeout_s = 5.0
-    """A load that takes longer counts as stuck: no more are begun."""
+    """A load that takes longer counts as stuck: no more loads are begun."""
 
     def __init__(self, cache: Any, reclaimer: Reclaimer, counts: Counter[str]) -> None:
         self._cache = cache
@@ -48,25 +48,25 @@ class Prefetches:
         self._loads: dict[int, _Load] = {}
         self.in_flight_tokens = 0
         self.now_s = 0.0
-        """When this pass began, on the clock that all ranks share."""
+        """Beginning of this scheduling round, on the clock that all ranks share."""
 
     @property
     def is_stuck(self) -> bool:
-        """True when loads do not come back."""
+        """True if the oldest load in flight exceeds ``timeout_s``."""
         oldest_s = next((load.begun_s for load in self._loads.values()), self.now_s)
         return self.now_s - oldest_s > self.timeout_s
 
     def step(self, req: Req, budget_tokens: int) -> int | None:
         """Begin the next loads of a waiting request that was just matched with the tree.
 
-        Returns their tokens, at most ``budget_tokens``: 0 also when there is nothing to load
-        now. None when the device has no room for them.
+        Returns the number of their tokens, at most ``budget_tokens``; 0 if there is nothing to
+        load now, None if the device has no room.
         """
         if not req.host_hit_length or self.is_stuck:
             return 0
         if any(load.rid == req.rid for load in self._loads.values()):
             return 0
-        # Making room on the device may need room on the host. With its end the path is safe.
+        # Making room on the device may evict host pages; pinning its end protects the path.
         tree = self._cache.tree_core
         top, end = tree.node_by_id(req.last_node), tree.node_by_id(req.best_match_node)
         tree.pin(end)
@@ -75,13 +75,13 @@ class Prefetches:
         return tokens
 
     def _begin_path(self, req: Req, path: Sequence[Node], budget_tokens: int) -> int | None:
-        """Begin to load nodes, top first, as far as budget and room go; see ``step``."""
+        """Begin to load nodes, top first, within the budget and the room (see ``step``)."""
         cache, ancestor_id = self._cache, req.last_node
         loading = {load.node.id for load in self._loads.values()}
         begun = 0
         for node in path:
             left = (budget_tokens - begun) // cache.page_size * cache.page_size
-            # Another request with the same prefix loads it.
+            # Or the node is being loaded for another request with the same prefix.
             if left <= 0 or node.id in loading:
                 break
             tokens = min(len(node.key), left)
@@ -111,7 +111,7 @@ class Prefetches:
         self._counts["prefetches"] += 1
         self._counts["prefetch_issued_tokens"] += tokens
         cache.tree_core.pin(load.node)
-        # SGLang sees the end of the load on all ranks alike; the root's locks unlock nothing.
+        # An entry for SGLang, which sees the load end on all ranks alike; it only locks the root.
         root_id = cache.root_node.id
         nothing = cache.inc_lock_ref(root_id).to_dec_params()
         nothing_on_host = cache.inc_host_lock_ref(root_id).to_dec_params()
@@ -125,7 +125,7 @@ class Prefetches:
         compat.start_load(self._cache.cache_controller, slots, load.device_slots, load_id)
 
     def settle(self) -> None:
-        """Give nodes the KV of the loads that SGLang has seen end; O(loads)."""
+        """Assign the loaded slots to nodes whose loads SGLang has seen end. O(loads)."""
         ongoing = self._cache.ongoing_load_back
         for load_id in [load_id for load_id in self._loads if load_id not in ongoing]:
             load = self._loads.pop(load_id)
@@ -136,7 +136,7 @@ class Prefetches:
 
     def _publish(self, node: Node, device_slots: torch.Tensor) -> None:
         cache = self._cache
-        # Meanwhile it may have been split, or got KV from a request that computed the same.
+        # The node may have been split meanwhile, or got KV from a request with the same prefix.
         is_wanted = node.evicted and len(node.key) == len(device_slots)
         if not is_wanted or host_slots(node) is None or node.parent.evicted:
             self._counts["prefetch_discarded_tokens"] += len(device_slots)

@@ -1,4 +1,4 @@
-"""Memory back from the radix tree: device pages from the tail, host pages within a quota."""
+"""Reclaims memory from the radix tree: device pages from the end, host pages within a quota."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ __all__ = ["Reclaimer"]
 Node = Any
 
 _LAZY_TIMEOUT_S: Final = 1.0
-"""How long online work waits at most for the copies of what is reclaimed (``LAZY``)."""
+"""Longest time that online work waits for copies of what is reclaimed (``LAZY``)."""
 
 _UNDER_WAY_TIMEOUT_S: Final = 0.02
-"""How long it waits at most where all that can be reclaimed is being copied already: a chunk of a
-prompt that was computed a moment ago. Mostly a few ms, instead of computing the chunk again."""
+"""Longest wait if all that can be reclaimed is already being copied, e.g. a prompt chunk that was
+just computed. Mostly a few ms, which is cheaper than computing the chunk again."""
 
 
 class Reclaimer:
-    """Takes memory from nodes that no running request uses, offline ones and old ones first."""
+    """Frees memory of nodes that no running request uses, offline and least recently used first."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class Reclaimer:
     # --- Device --------------------------------------------------------------------------
 
     def reclaim(self, tokens: int, *, for_prefetch: bool = False) -> int:
-        """Free at least ``tokens`` device slots where possible; return how many.
+        """Free at least ``tokens`` device slots if possible; return how many were freed.
 
-        A node is split so that its head stays. A little more than asked for is taken
-        of offline nodes, never of online ones. For a prefetch nothing is taken of what
-        requests about to be admitted resume from, nor of what is being copied. O(leaves + freed).
+        A node is split so that its beginning stays. Offline nodes are reclaimed in larger units
+        than requested, online ones never. A prefetch spares nodes from which
+        requests about to be admitted resume, and nodes being copied. O(leaves + freed).
         """
         cache, tree = self._cache, self._cache.tree_core
         order = tree.eviction_strategy
@@ -86,12 +86,12 @@ class Reclaimer:
                 heapq.heappush(heap, (order.get_priority(node.parent), node.parent))
         self._finish()
         if freed:
-            # Whole pages one after another: need not be looked for.
+            # The slots are whole pages in order, which ``free_segment`` frees fastest.
             cache.token_to_kv_pool_allocator.free_segment(torch.cat(freed), start_pos=0)
         return num_freed
 
     def _take(self, node: Node) -> torch.Tensor:
-        """Take a leaf's device slots, which the caller frees; keep the node if it is saved."""
+        """Remove a leaf's device slots, which the caller frees; keep the node if it is saved."""
         tree = self._cache.tree_core
         if host_slots(node) is None and self._is_saved_late(node):
             tree.pin(node)
@@ -110,11 +110,11 @@ class Reclaimer:
     # --- Lazy copies ---------------------------------------------------------------------
 
     def _is_saved_late(self, node: Node) -> bool:
-        """Give the node host slots to be copied to before its device slots are freed."""
+        """Begin to copy a node before its device slots are freed (``LAZY``), if possible."""
         cache, tokens = self._cache, len(device_slots(node))
         if self._policy.mode is not CheckpointMode.LAZY:
             return False
-        # What is on the host below a node is of use only with the node.
+        # Save an online node only if it has children on the host, which are useless without it.
         if not is_offline_node(node) and not node.children:
             return False
         if self._copies.is_late:
@@ -131,7 +131,7 @@ class Reclaimer:
         return True
 
     def _finish(self) -> None:
-        """Wait for the copies of staged nodes; drop the nodes if they do not come."""
+        """Wait for the copies of staged nodes; drop the nodes if these time out."""
         if not self._staged:
             return
         tree = self._cache.tree_core
@@ -146,10 +146,10 @@ class Reclaimer:
     # --- Host ----------------------------------------------------------------------------
 
     def reclaim_host(self, request_class: RequestClass, tokens: int) -> None:
-        """Let a class give up host pages until it may be granted ``tokens``, as far as it can.
+        """Free host pages of a class until it can allocate ``tokens``, as far as possible.
 
-        Only what is on the host alone, oldest use first, and nothing that a waiting
-        request resumes from. O(host leaves).
+        Only nodes that are on the host only, least recently used first, except those from which a
+        waiting request resumes. O(host leaves).
         """
         tree = self._cache.tree_core
         shortage = self._space.shortage(request_class, tokens)
@@ -172,6 +172,6 @@ class Reclaimer:
         self._counts["host_evicted_tokens"] += freed
 
     def _free(self, node: Node) -> None:
-        """Free a node's host slots; those that are still copied to are freed when that ends."""
+        """Free a node's host slots; those of a staged node are freed when its copy ends."""
         if self._staged.pop(node.id, None) is None:
             self._space.free(holder(node), host_slots(node))

@@ -1,4 +1,4 @@
-"""How many tokens are computed twice: the recompute tax of preemption."""
+"""Measures how many tokens are computed twice: the recompute tax of retraction."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Req = Any
 ScheduleBatch = Any
 
 _ALL: Final = -1
-"""All tokens of a request but the last have been computed."""
+"""Value for a request of which all tokens except the last have been computed."""
 
 
 class RecomputeMeter:
     """Counts the tokens that batches compute, and those that had been computed before.
 
-    Runs whether KV is checkpointed or not, for it tells whether that is worth while. So
-    decodes, which compute nothing twice, are counted, not looked at one by one.
+    Runs whether KV is checkpointed or not, as it shows whether that is worthwhile. To be cheap,
+    it only counts decodes, which compute nothing twice.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class RecomputeMeter:
         self.recomputed_tokens: Counter[RequestClass] = Counter()
 
     def ran(self, batch: ScheduleBatch, offline: Sequence[bool]) -> None:
-        """Count a batch whose results are in; ``offline`` tells the class of each row."""
+        """Count a batch whose results are in; ``offline`` says which of its rows are offline."""
         if batch.forward_mode.is_extend():
             for row in zip(batch.reqs, offline, batch.prefix_lens, batch.extend_lens, strict=True):
                 self._prefilled(*row)
@@ -40,15 +40,15 @@ class RecomputeMeter:
         self.computed_tokens[RequestClass.ONLINE] += len(offline) - num_offline
 
     def _prefilled(self, req: Req, offline: bool, begin: int, tokens: int) -> None:
-        """Count a row that has computed ``tokens`` tokens behind the first ``begin``."""
+        """Count a row that has computed ``tokens`` tokens after the first ``begin``."""
         end = begin + tokens
         is_whole = end >= len(req.origin_input_ids) + len(req.output_ids) - 1
         before = self._computed_to.get(req.rid, 0)
         if before == _ALL:
-            # Of a whole one, the last token is new: what came out before.
+            # If the row is complete now, its last token was not computed before.
             before = end - is_whole
         else:
-            # The first tokens of a request may come from the cache: they count as computed then.
+            # Tokens found in the cache count as computed at this point.
             self._computed_to[req.rid] = _ALL if is_whole else max(before, end)
         request_class = RequestClass.OFFLINE if offline else RequestClass.ONLINE
         self.computed_tokens[request_class] += tokens
@@ -59,6 +59,6 @@ class RecomputeMeter:
         self._computed_to.pop(rid, None)
 
     def tax(self, request_class: RequestClass) -> float:
-        """Return the tokens computed twice as a part of all that were computed."""
+        """Return the share of the computed tokens that had been computed before."""
         computed = self.computed_tokens[request_class]
         return self.recomputed_tokens[request_class] / computed if computed else 0.0

@@ -1,4 +1,4 @@
-"""The host pages of a running offline row, kept beside its device pages."""
+"""The host pages of a running offline row."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["RowCheckpoint", "Run", "slots_of_runs"]
 Req = Any
 
 Run = tuple[int, int, int]
-"""Tokens of a row one after another: the row's place in SGLang's table, where the run begins
-in the row, and how many tokens it has."""
+"""A run of consecutive tokens of a row: the row's index in SGLang's ``req_to_token``, the first
+position in the row, and the number of tokens."""
 
 
 class RowCheckpoint:
-    """What host memory holds of one row, behind its prefix in the radix tree.
+    """The host pages of one row, after its prefix in the radix tree.
 
-    The prefix, ``start_tokens`` long, is the tree's to save, once for all rows
+    The prefix, ``start_tokens`` long, is saved as nodes of the tree, once for all rows
     that share it. Only whole pages are saved.
     """
 
@@ -33,48 +33,48 @@ class RowCheckpoint:
         self.start_tokens = compat.protected_tokens(req)
         self.pages = RowPages()
         self.host_slots = array("q")
-        """One for each token, also those still being copied to."""
+        """One slot for each token saved or being copied."""
         self.is_released = False
         self._page_tokens = page_tokens
 
     @property
     def dirty_tokens(self) -> int:
-        """Tokens of the row's own that are computed and whose copy has not begun."""
+        """Computed tokens after the prefix whose copy has not begun."""
         return (self.pages.total - self.pages.sent) * self._page_tokens
 
     @property
     def saved_end_tokens(self) -> int:
-        """Tokens from the row's start that are saved, if its prefix is."""
+        """Number of the row's first tokens that are saved, provided that its prefix is."""
         return self.start_tokens + self.pages.saved * self._page_tokens
 
     def computed(self, tokens: int) -> None:
-        """Note that the row's first ``tokens`` tokens have KV."""
+        """Record that the row's first ``tokens`` tokens have KV."""
         pages = (tokens - self.start_tokens) // self._page_tokens
         if pages > self.pages.total:
             self.pages.grow(pages)
 
     def begin_copy(self, host_slots: Sequence[int]) -> Run:
-        """Let the first dirty pages count as being copied; return where they are in the row."""
+        """Mark the first dirty pages as being copied; return their run."""
         begin = self.start_tokens + self.pages.sent * self._page_tokens
         self.pages.begin_copy(len(host_slots) // self._page_tokens)
         self.host_slots.extend(host_slots)
         return compat.slot_of(self.req), begin, len(host_slots)
 
     def end_copy(self, tokens: int) -> None:
-        """Note that the oldest copy, of so many tokens, is done."""
+        """Record that the oldest copy, of ``tokens`` tokens, is complete."""
         self.pages.end_copy(tokens // self._page_tokens)
 
     def release(self) -> torch.Tensor:
         """End the row's checkpoint; return the host slots of its saved pages.
 
-        Those of copies still under way are the copies' to free.
+        The slots of copies in flight are freed when these end.
         """
         self.is_released = True
         return torch.from_numpy(np.array(self.host_slots[: self.pages.saved * self._page_tokens]))
 
 
 def slots_of_runs(req_to_token: torch.Tensor, runs: Iterable[Run]) -> torch.Tensor:
-    """Return the device slots (int64) of the tokens of runs. One look-up, however many runs."""
+    """Return the device slots (int64) of the tokens of all runs, with a single index operation."""
     places, width = array("q"), req_to_token.shape[1]
     for row, begin, tokens in runs:
         first = row * width + begin

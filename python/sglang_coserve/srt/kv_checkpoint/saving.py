@@ -1,4 +1,4 @@
-"""Device KV to host memory: the rows of each iteration, and the prefixes that they stand on."""
+"""Copies device KV to host memory: the rows of each step, and their prefixes in the tree."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = ["Saver"]
 Node = Any
 Req = Any
 Target = tuple[Node | RowCheckpoint, int]
-"""What to copy, and how many of its tokens."""
+"""A node or row to copy, and how many of its tokens."""
 
 
 class Saver:
     """Carries out the plans of ``core.kv_checkpoint``; keeps the checkpoints of running rows.
 
-    Its cost is paid in every iteration, so an iteration makes one copy of all rows.
+    It runs in every step, so all rows of a step share one copy operation.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Saver:
     # --- Rows ----------------------------------------------------------------------------
 
     def note(self, req: Req, tokens: int) -> None:
-        """Note that the first ``tokens`` tokens of a row have KV."""
+        """Record that the first ``tokens`` tokens of a row have KV."""
         row = self.rows.get(req.rid)
         # The prefix of a row that prefills in chunks grows.
         start_tokens = compat.protected_tokens(req)
@@ -70,7 +70,7 @@ class Saver:
         row.computed(tokens)
 
     def discard(self, rid: str) -> None:
-        """Give the host pages of a row back, if it has a checkpoint."""
+        """Free the host pages of a row, if it has a checkpoint."""
         row = self.rows.pop(rid, None)
         if row is not None:
             self._space.free(RequestClass.OFFLINE, row.release())
@@ -78,7 +78,7 @@ class Saver:
     # --- What to copy --------------------------------------------------------------------
 
     def save(self, step: int) -> int:
-        """Begin this step's copies; return their tokens."""
+        """Begin the copies of this step; return the number of their tokens."""
         rows = self._unsaved_rows()
         if not rows:
             return 0
@@ -92,8 +92,10 @@ class Saver:
         return self._copy(self._targets(plan), RequestClass.OFFLINE, step) if plan else 0
 
     def save_released(self, rid: str, end: Node, step: int) -> None:
-        """Begin to copy what the tree has of a row that gives way, ``end`` last, and nothing has
-        of it on the host: the last chunk of a prompt that is not all computed, say."""
+        """Begin to copy the unsaved nodes, up to ``end``, of a row that is being retracted.
+
+        For example the last chunk of an unfinished prompt.
+        """
         if not self._copies.may_begin(RequestClass.OFFLINE, step):
             return
         targets: list[Target] = [(node, len(node.key)) for node in self._not_begun(end)]
@@ -133,7 +135,7 @@ class Saver:
         )
 
     def _targets(self, plan: Iterable[PageCopy]) -> list[Target]:
-        """Return what a plan copies, each row behind its prefix, which it may share."""
+        """Return the targets of a plan; the nodes of a row's prefix come before the row."""
         targets: list[Target] = []
         begun: set[int] = set()
         for rid, tokens in plan:
@@ -149,7 +151,7 @@ class Saver:
         return targets
 
     def save_online(self, node: Node, step: int) -> None:
-        """Begin to copy a node that an online request has just inserted, within its quota."""
+        """Begin to copy a node that an online request has just inserted, within the quota."""
         online = RequestClass.ONLINE
         if not self._copies.may_begin(online, step):
             return
@@ -159,15 +161,15 @@ class Saver:
     # --- Copies --------------------------------------------------------------------------
 
     def _copy(self, targets: Sequence[Target], request_class: RequestClass, step: int) -> int:
-        """Begin one copy of as many of the first targets as host memory holds; return its tokens.
+        """Begin to copy the first targets, as many as fit host memory; return their tokens.
 
-        A node comes behind its parent, a row behind its prefix.
+        A node must come after its parent, a row after its prefix.
         """
         totals = list(accumulate(tokens for _, tokens in targets))
         limit = self._space.limit_tokens(request_class)
         self._reclaimer.reclaim_host(request_class, min(totals[-1], limit))
         free_tokens = self._space.free_tokens(request_class)
-        # At least one: that it is refused is noted.
+        # Try at least one, so that a refusal is recorded.
         while len(totals) > 1 and totals[-1] > free_tokens:
             totals.pop()
         host_slots = self._space.alloc(request_class, totals[-1], step)
@@ -186,7 +188,7 @@ class Saver:
     ) -> None:
         pieces: list[Piece] = []
         device_slots: list[torch.Tensor] = []
-        # Nodes first: the slots of all rows are looked up at once.
+        # Nodes first, because the slots of all rows are looked up together.
         rows = [target for target in targets if isinstance(target[0], RowCheckpoint)]
         begin = 0
         for node, tokens in targets:

@@ -1,4 +1,4 @@
-"""From the flags to SGLang's settings, and the cache registered where SGLang looks for it."""
+"""Derives SGLang's settings from our flags, checks them, and registers the cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 BACKEND: Final = "coserve_checkpoint"
-"""Name of the cache among SGLang's ``--radix-cache-backend``."""
+"""Name of the cache for SGLang's ``--radix-cache-backend``."""
 
 _OTHER_CACHES: Final = (
     *("disable_radix_cache", "enable_hierarchical_cache", "radix_cache_backend"),
@@ -33,7 +33,7 @@ _OTHER_CACHES: Final = (
 
 
 def why_off(config: CoserveConfig, *, on_cpu: bool) -> str | None:
-    """Return why ``auto`` copies nothing on this machine; None where a mode was chosen."""
+    """Return why ``auto`` is off on this machine; None if a mode was chosen explicitly."""
     if config.kv_checkpoint == config.checkpoint_mode.value:
         return None
     if on_cpu:
@@ -44,7 +44,7 @@ def why_off(config: CoserveConfig, *, on_cpu: bool) -> str | None:
 def server_settings(config: CoserveConfig, *, on_cpu: bool) -> dict[str, Any]:
     """Return the fields of SGLang's ``ServerArgs`` that checkpointing needs; none when it is off.
 
-    They must be set before ``ServerArgs`` is made, which derives others from them.
+    They must be set before ``ServerArgs`` is created, which derives other fields from them.
     """
     if config.checkpoint_mode is CheckpointMode.OFF:
         return {}
@@ -60,7 +60,7 @@ def server_settings(config: CoserveConfig, *, on_cpu: bool) -> dict[str, Any]:
 def check_combination(settings: Mapping[str, Any], config: CoserveConfig) -> None:
     """Refuse settings of SGLang that checkpointing cannot be combined with.
 
-    ``settings`` are fields of ``ServerArgs``; what is not in it has its default.
+    ``settings`` are fields of ``ServerArgs``; missing ones have their defaults.
 
     Raises:
         UnsupportedError: one line per such setting.
@@ -78,7 +78,7 @@ def check_combination(settings: Mapping[str, Any], config: CoserveConfig) -> Non
 
 
 def check_in_place(server_args: Any, config: CoserveConfig) -> None:
-    """Refuse a ``ServerArgs`` that was made without ``server_settings``.
+    """Refuse a ``ServerArgs`` that was created without ``server_settings``.
 
     Raises:
         UnsupportedError: checkpointing is on, and SGLang would use another cache.
@@ -92,10 +92,10 @@ def check_in_place(server_args: Any, config: CoserveConfig) -> None:
 
 
 def check_model(server_args: Any, config: CoserveConfig, *, on_cpu: bool) -> None:
-    """Refuse a model whose KV, as its config tells it, cannot be checkpointed.
+    """Refuse a model whose KV cannot be checkpointed, judged by its config.
 
     Raises:
-        UnsupportedError: checkpointing is on, and some layers keep less than their whole KV.
+        UnsupportedError: checkpointing is on, and some layers do not keep their whole KV.
     """
     if config.checkpoint_mode is CheckpointMode.OFF:
         return
@@ -121,7 +121,7 @@ def check_model(server_args: Any, config: CoserveConfig, *, on_cpu: bool) -> Non
 
 
 def register_cache(config: CoserveConfig, *, on_cpu: bool) -> None:
-    """Let SGLang make the checkpointing cache; in a scheduler process, before its scheduler."""
+    """Register the checkpointing cache in a scheduler process, before the scheduler is created."""
     from sglang.srt.mem_cache.registry import (
         register_radix_cache_backend,
         registered_radix_cache_backends,

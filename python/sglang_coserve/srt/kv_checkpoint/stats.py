@@ -1,4 +1,4 @@
-"""What checkpointing has done so far, in plain values."""
+"""Statistics of KV checkpoints, as plain values."""
 
 from __future__ import annotations
 
@@ -19,63 +19,63 @@ COUNTED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ClassStats:
-    """Of one class of requests."""
+    """Statistics of one class of requests."""
 
     host_tokens: int
-    """Host slots held now."""
+    """Host slots in use now."""
 
     host_limit_tokens: int
-    """Its quota."""
+    """Quota of host slots."""
 
     computed_tokens: int
     recomputed_tokens: int
-    """Of the computed ones, those that had been computed before."""
+    """Computed tokens that had been computed before."""
 
     recompute_tax: float
-    """Recomputed by computed tokens."""
+    """Recomputed ÷ computed tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStats:
-    """Totals since the start, but for what is said to be of now."""
+    """Totals since the start, except for fields said to be current."""
 
     mode: str
     reason: str | None
-    """Why ``auto`` has it off; None where a mode was chosen."""
+    """Why ``auto`` is off; None if a mode was chosen explicitly."""
 
     checkpointed_tokens: int
     """Tokens whose copy to the host began."""
 
     checkpointed_bytes: int
     lag_tokens: int
-    """Now: tokens whose copy has begun and not ended."""
+    """Tokens whose copy is in flight (current)."""
 
     allocation_failures: int
-    """Times that host memory was refused: quota or pool full."""
+    """Allocations of host memory refused, as the quota or the pool was exhausted."""
 
     backed_off_steps: int
-    """Iterations without copies because of such a refusal."""
+    """Steps without copies because of such a refusal."""
 
     stalled_steps: int
-    """Iterations without copies because the copy engine did not answer."""
+    """Steps without copies because copying was stuck."""
 
     late_copies: int
-    """Nodes given up because their lazy copy did not end in time."""
+    """Nodes dropped because their lazy copy did not end in time."""
 
     refused_loads: int
-    """Requests computed again because a load did not come back in time."""
+    """Loads within a batch refused because other loads were in flight."""
 
     adopted_tokens: int
-    """Saved tokens of rows that gave way, kept without a copy."""
+    """Saved tokens of retracted rows that were handed over to the tree without a copy."""
 
     demoted_tokens: int
-    """Device slots reclaimed of saved tokens."""
+    """Device slots reclaimed whose tokens were saved."""
 
     dropped_tokens: int
-    """Device slots reclaimed of offline tokens that were not saved: to be recomputed."""
+    """Device slots of offline tokens reclaimed unsaved, which must be recomputed."""
 
     splits: int
-    """Nodes split so that only their tail was reclaimed."""
+    """Nodes split so that only their end was reclaimed."""
 
     host_evicted_tokens: int
     prefetch_issued_tokens: int
@@ -83,15 +83,15 @@ class CheckpointStats:
     prefetch_discarded_tokens: int
     releases: int
     release_ms: float
-    """Time that checkpoints took when rows were released."""
+    """Time spent on checkpoints when rows were released."""
 
     reclaims: int
     reclaim_ms: float
     """Time spent reclaiming device slots."""
 
     classes: Mapping[str, ClassStats]
-    """By the name of the class."""
+    """By class name."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain JSON values."""
+        """Return the statistics as JSON values."""
         return asdict(self)

@@ -1,7 +1,7 @@
-"""Streams and events for copies on a CPU: each stream is a thread that works in order.
+"""Streams and events for copies on a CPU: each stream is a thread that runs its work in order.
 
-Shaped like ``torch.cuda`` as far as SGLang's cache controller uses it, so that
-asynchronous copies, and what can go wrong with them, are real on a CPU too.
+They have the interface of ``torch.cuda`` as far as SGLang's cache controller uses it, so that
+copies on a CPU are asynchronous as well, with the same possible failures.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class Stream(Protocol):
-    """What work is submitted to."""
+    """A queue of work that runs in order."""
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Run ``work`` after all that was submitted before."""
+        """Run ``work`` after all work submitted before."""
         ...
 
     def wait_event(self, event: Event) -> None:
@@ -32,10 +32,10 @@ class Stream(Protocol):
 
 
 class ThreadStream:
-    """A stream with a thread of its own, which ends with the process.
+    """A stream with its own thread, which ends with the process.
 
-    Work that raises breaks the stream: nothing after it is run, and no later event
-    comes, because a copy that failed must never count as done.
+    Work that raises breaks the stream: no later work is run, and no later event
+    occurs, because a failed copy must never count as complete.
     """
 
     def __init__(self, **_options: object) -> None:
@@ -44,7 +44,7 @@ class ThreadStream:
         self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in the thread, after all that was submitted before."""
+        """Run ``work`` in the thread, after all work submitted before."""
         self._work.put(work)
 
     def wait_event(self, event: Event) -> None:
@@ -53,9 +53,9 @@ class ThreadStream:
             self.submit(event.synchronize)
 
     def wait_stream(self, other: object) -> None:
-        """Let later work wait for what ``other`` has now.
+        """Make later work wait for all work submitted to ``other`` so far.
 
-        A stream of PyTorch's has nothing: on a CPU its work is done by the time it is submitted.
+        A PyTorch stream never has pending work on a CPU.
         """
         if isinstance(other, ThreadStream):
             event = Event()
@@ -63,7 +63,7 @@ class ThreadStream:
             self.wait_event(event)
 
     def synchronize(self) -> None:
-        """Wait until all work is done; forever if the stream is broken."""
+        """Wait until all work is complete; forever if the stream is broken."""
         event = Event()
         event.record(self)
         event.synchronize()
@@ -79,7 +79,7 @@ class ThreadStream:
 
 
 class _CallerStream:
-    """The calling thread as a stream: its work is done by the time it is submitted."""
+    """The calling thread as a stream, which runs work at once."""
 
     def submit(self, work: Callable[[], None]) -> None:
         work()
@@ -89,14 +89,14 @@ class _CallerStream:
 
 
 class Event:
-    """Comes once the stream that recorded it gets there; before a record it counts as come."""
+    """An event that occurs when its stream reaches it; unless recorded it counts as occurred."""
 
     def __init__(self, **_options: object) -> None:
         self._came: threading.Event | None = None
         self._time_s = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
-        """Let the event come after the work that the stream has now."""
+        """Make the event occur after all work submitted to the stream so far."""
         came = self._came = threading.Event()
 
         def come() -> None:
@@ -106,11 +106,11 @@ class Event:
         (stream or current_stream()).submit(come)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let later work of ``stream`` wait for the event."""
+        """Make later work of ``stream`` wait for the event."""
         (stream or current_stream()).wait_event(self)
 
     def query(self) -> bool:
-        """Return whether the event has come."""
+        """Return whether the event has occurred."""
         return self._came is None or self._came.is_set()
 
     def synchronize(self) -> None:
@@ -119,7 +119,7 @@ class Event:
             self._came.wait()
 
     def elapsed_time(self, end: Event) -> float:
-        """Return the milliseconds from this event to ``end``; both have come."""
+        """Return the milliseconds from this event to ``end``; both must have occurred."""
         return (end._time_s - self._time_s) * 1e3
 
 
@@ -128,7 +128,7 @@ _selected = threading.local()
 
 
 def current_stream() -> Stream:
-    """Return the stream that this thread has selected: itself, outside of ``stream``."""
+    """Return the stream selected in this thread; by default the thread itself."""
     selected: Stream = getattr(_selected, "stream", _caller_stream)
     return selected
 
@@ -154,4 +154,4 @@ class _DeviceModule:
 
 
 device_module = _DeviceModule()
-"""To be put in the place of ``torch.cuda`` in SGLang's cache controller."""
+"""Replaces ``torch.cuda`` in SGLang's cache controller."""

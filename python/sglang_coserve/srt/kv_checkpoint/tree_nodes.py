@@ -1,4 +1,4 @@
-"""What checkpointing reads and notes on the nodes of SGLang's radix tree."""
+"""Accessors and the eviction order for nodes of SGLang's radix tree."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ __all__ = [
 Node = Any
 
 EVICTION_RANK: Final = {RequestClass.OFFLINE: 0, RequestClass.ONLINE: 1}
-"""``node.priority`` by the most important class that used the node: less is evicted first."""
+"""Value of ``node.priority``, by the most important class that used the node; lower is evicted
+first."""
 
 
 class EvictionOrder:
-    """Which leaf gives up its device slots first: the class decides, then the last use.
+    """The order in which leaves are evicted from the device: by class, then by last use.
 
-    What requests about to be admitted resume from comes last of all: their plan has given
-    them this room, and would otherwise see them lose it again, pass after pass, to the rows
-    that decode. Of a class, what is being copied comes last: in a moment it can be reclaimed
-    and nothing is lost.
+    Nodes from which requests about to be admitted resume come last of all: otherwise
+    they would lose this memory, round after round, to decoding rows. Within a class,
+    nodes being copied come last, because soon they can be reclaimed without loss.
     """
 
     def __init__(self, is_copying: Callable[[Node], bool]) -> None:
         self.needed: set[int] = set()
-        """Ids of nodes; nothing above a leaf is evicted before it."""
+        """Ids of such nodes; their ancestors are safe, as a leaf is evicted before these."""
         self._is_copying = is_copying
 
     def get_priority(self, node: Node) -> tuple[bool, int, bool, float]:
-        """Return a key, the least of which is evicted first; SGLang asks for it."""
+        """Return a sort key, of which the smallest is evicted first; called by SGLang, too."""
         is_needed, is_copying = self.is_needed(node), self._is_copying(node)
         return is_needed, node.priority, is_copying, node.last_access_time
 
@@ -53,17 +53,17 @@ class EvictionOrder:
 
 
 def full(node: Node) -> Any:
-    """Return what SGLang keeps of a node's KV of all layers: slots and locks."""
+    """Return SGLang's data on a node's full-attention KV: slots and locks."""
     return node.component_data[BASE_COMPONENT_TYPE]
 
 
 def device_slots(node: Node) -> Any:
-    """Return a node's device slots, one a token; None if it has none."""
+    """Return a node's device slots, one per token; None if it has none."""
     return full(node).value
 
 
 def host_slots(node: Node) -> Any:
-    """Return a node's host slots, one a token; None if it has none."""
+    """Return a node's host slots, one per token; None if it has none."""
     return full(node).host_value
 
 
@@ -73,13 +73,14 @@ def is_offline_node(node: Node) -> bool:
 
 
 def can_save(node: Node, root: Node) -> bool:
-    """Return whether a node may get host slots: it is on the device alone, below a saved one."""
+    """Return whether a node may get host slots: it is only on the device, and its parent is
+    saved."""
     is_below_saved = node.parent is root or host_slots(node.parent) is not None
     return device_slots(node) is not None and host_slots(node) is None and is_below_saved
 
 
 def holder(node: Node) -> RequestClass:
-    """Return the class whose quota the node's host slots count towards."""
+    """Return the class to whose quota the node's host slots count."""
     request_class = node.host_holder
     assert isinstance(request_class, RequestClass)
     return request_class
@@ -88,7 +89,7 @@ def holder(node: Node) -> RequestClass:
 def unsaved_path(node: Node, root: Node) -> list[Node]:
     """Return the nodes from the root to ``node`` that have no host slots, top first.
 
-    What is saved is a head of the path, so the walk ends at the first saved node.
+    The saved nodes are the first ones of the path, so the walk up ends at the first saved node.
     """
     path = []
     while node is not root and host_slots(node) is None:
@@ -99,7 +100,7 @@ def unsaved_path(node: Node, root: Node) -> list[Node]:
 
 
 def subtree(node: Node) -> list[Node]:
-    """Return a node and all below it, parents first."""
+    """Return a node and all its descendants, parents first."""
     nodes = [node]
     for parent in nodes:
         nodes.extend(parent.children.values())
