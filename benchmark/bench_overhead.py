@@ -1,6 +1,8 @@
 """Time of a scheduling pass beside many waiting offline requests: ours and stock SGLang's.
 
     python benchmark/bench_overhead.py --out benchmark/results/overhead_cpu.json --plot overhead.svg
+    PROMETHEUS_MULTIPROC_DIR=$(mktemp -d) python benchmark/bench_overhead.py --waiting 1000 \
+        --systems coserve fifo --settings '{"enable_metrics": true}'
 
 Every system is a real SGLang scheduler with a small model and the real event loop, in a
 process of its own. 32 requests run: 8 online decodes, and offline requests of 64 prompt and
@@ -12,7 +14,8 @@ are let wait. Timed is ``get_new_batch_prefill``. Ours has SGLang's own build th
 takes finished rows out of the running one, which SGLang would do a moment later; what it
 takes beyond that is our overhead, and ``core.plan`` is a part of it. An iteration lasts from
 one pass to the next. On a CPU, where one thread does all of this, it is that thread's
-CPU time that is measured: what else runs on the machine does not count.
+CPU time that is measured: what else runs on the machine does not count. "metrics" is what
+gathering and publishing them takes of an iteration, with SGLang's ``enable_metrics`` as above.
 """
 
 from __future__ import annotations

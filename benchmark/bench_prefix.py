@@ -46,7 +46,7 @@ from rich.table import Table
 from common.input_file import FIRST_TOKEN_ID, batch_line, completion_body
 from common.model import ServedModel, prepare_model
 from common.results import median_and_range, write_results
-from common.servers import make_server
+from sglang_coserve.demo.servers import make_server
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.local_server import LocalServer
 

@@ -13,7 +13,6 @@ from common.failures import RunFailedError
 from common.machine import describe_machine
 from common.model import prepare_model
 from common.results import claim_folder
-from common.servers import make_server, module_of
 from coserve_bench.machine_speed import SpeedLog
 from coserve_bench.offline_lines import write_sample
 from coserve_bench.one_run import Bench
@@ -24,6 +23,7 @@ from coserve_bench.plan import RunKey
 from coserve_bench.run_record import RunRecord, read_record, write_record
 from coserve_bench.slo import SloRule, targets_of
 from coserve_bench.systems import BASELINE, SYSTEMS, System, server_flags
+from sglang_coserve.demo.servers import make_server, module_of
 from sglang_coserve.errors import StartupError
 from sglang_coserve.local_server import LocalServer
 from sglang_coserve.metrics import SloTargets

@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
-from common.servers import make_server
 from common.streamed_load import StreamedLoad, StreamedRequest
+from sglang_coserve.demo.servers import make_server
 from sglang_coserve.metrics import throughput
 
 __all__ = ["LOADS", "Load", "Run", "run"]

@@ -40,6 +40,9 @@ class Pass:
     """Of it, in ``core.plan``."""
 
     admits: bool
+    metrics_s: float = 0.0
+    """Of the iteration after it, in what gathers and publishes metrics, where they are wanted."""
+
     iteration_s: float = 0.0
 
 
@@ -110,12 +113,17 @@ class Engine:
         if self._is_planned:
             core = self.scheduler.parts.admission.core
             core.plan = self._timed("plan", core.plan)
+        if not self._is_stock:
+            status = self.scheduler.parts.status
+            for name in ("launched", "processed"):
+                setattr(status, name, self._timed("metrics", getattr(status, name)))
         whole = self._timed("whole", self.scheduler.get_new_batch_prefill)
 
         def one_pass(running_batch: Any) -> Any:
             now_s = self._clock_s()
             if self._passes:
                 self._passes[-1].iteration_s = now_s - self._pass_started_s - self._away_s
+                self._passes[-1].metrics_s = self._spent_s["metrics"]
             self._pass_started_s, self._away_s = now_s, 0.0
             self._spent_s.clear()
             result = whole(running_batch)

@@ -34,6 +34,7 @@ def summary(name: str, num_waiting: int, rounds: list[list[Pass]]) -> dict[str, 
         "admitting": sum(p.admits for p in passes),
         **{f"{part}_ms": statistics_ms(times_s) for part, times_s in parts.items()},
         "round_medians_ms": round_medians,
+        "metrics_share": sum(p.metrics_s for p in passes) / sum(parts["iteration"]),
         "share": sum(added) / sum(parts["iteration"]),
     }
 
@@ -52,7 +53,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     """Print the figures in ms, the share in percent."""
     table = Table(title=f"Scheduling pass, ms; {RUNNING} requests run")
     headings = ["system", "waiting", "passes", "median", "P99", "mean", "ours: median", "P99"]
-    for heading in [*headings, "mean", "plan", "iteration", "share %"]:
+    for heading in [*headings, "mean", "plan", "iteration", "share %", "metrics %"]:
         table.add_column(heading, justify="left" if heading == "system" else "right")
     for row in rows:
         whole, ours = row["pass_ms"], row.get("overhead_ms")
@@ -66,6 +67,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             f"{row['plan_ms']['median']:.3f}" if "plan_ms" in row else "",
             f"{row['iteration_ms']['median']:.1f}",
             f"{100 * row['share']:.2f}",
+            f"{100 * row['metrics_share']:.2f}",
         )
     Console(width=140).print(table)
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import Annotated, Any, Self, get_origin, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -19,7 +19,7 @@ from sglang_coserve.core.validation import STRICT, explain
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
 
-__all__ = ["FIELDS_WITHOUT_EFFECT", "OFFLINE_POLICIES", "CoserveConfig"]
+__all__ = ["FIELDS_WITHOUT_EFFECT", "OFFLINE_POLICIES", "BatchApiConfig", "CoserveConfig"]
 
 OFFLINE_POLICIES = ("fifo", "coserve", "conserve", "hygen", "bros", "ooco", "non_preemptive")
 """Ways to decide when offline requests run."""
@@ -93,7 +93,103 @@ def _setting(default: Any, doc: str, **cli: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class CoserveConfig:
+class BatchApiConfig:
+    """Settings of the Batch API, of one engine or before many; every field is a flag.
+
+    Raises:
+        ConfigError: on construction, when a value is out of its range.
+    """
+
+    coserve_data_dir: str | None = _setting(
+        None,
+        "Directory of the Batch API: what users upload, its results, and what is still to do. "
+        "Made when it is not there; for one server at a time. Without one, /v1/files and "
+        "/v1/batches are off, so that nothing is kept unasked.",
+        metavar="DIRECTORY",
+    )
+    batch_max_upload_mib: Annotated[int, _POSITIVE] = _setting(
+        200, "Largest file that may be uploaded for a batch, in MiB.", type=int, metavar="MIB"
+    )
+    batch_max_lines: Annotated[int, _POSITIVE] = _setting(
+        50_000, "Most requests in one batch.", type=int, metavar="N"
+    )
+    batch_max_in_flight: Annotated[int, _POSITIVE] = _setting(
+        512,
+        "Most lines of all batches that the engine has at once: it chooses among them by shared "
+        "prefixes, and runs as many as fit.",
+        type=int,
+        metavar="N",
+    )
+    batch_max_active: Annotated[int, _POSITIVE] = _setting(
+        256, "Most unfinished batches, of all API keys together.", type=int, metavar="N"
+    )
+    batch_max_active_per_key: Annotated[int | None, _POSITIVE] = _setting(
+        None,
+        "Most unfinished batches of one API key. By default as many as are still free of "
+        "--batch-max-active, so half of it for one key alone.",
+        type=int,
+        metavar="N",
+    )
+    batch_max_stored_gib_per_key: Annotated[float | None, _POSITIVE] = _setting(
+        None,
+        "Most that the files of one API key may take on the disk, in GiB: uploads and results. "
+        "What a running batch writes may exceed it; a new one is refused then. By default as much "
+        "as is still free on the disk.",
+        type=float,
+        metavar="GIB",
+    )
+    batch_webhook_url: str | None = _setting(
+        None,
+        "Address that is told when a batch has completed, failed, expired or been cancelled. The "
+        "secret to sign with is in the environment variable COSERVE_WEBHOOK_SECRET.",
+        metavar="URL",
+    )
+    batch_webhook_allow_private: bool = _setting(
+        False,
+        "Let --batch-webhook-url be on this machine or in a private network.",
+        action="store_true",
+    )
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check(field, getattr(self, field.name))
+        changed = _changed(self)
+        for name, other in _NEEDS.items():
+            if name in changed and other not in changed:
+                raise ConfigError(f"{_flag(name)} has no effect alone: add {_flag(other)}")
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
+        """Add one flag per field to ``parser``, in a group named coserve."""
+        group = parser.add_argument_group(
+            "coserve", "Serving online and offline requests on one engine."
+        )
+        # What a class adds to the Batch API comes first.
+        for field in sorted(dataclasses.fields(cls), key=lambda field: field.name in _BATCH_API):
+            group.add_argument(
+                _flag(field.name),
+                # argparse extends a copy of the default, which it can make of a list only.
+                default=list(field.default) if field.default == () else field.default,
+                help=field.metadata["doc"].replace("%", "%%"),
+                **field.metadata["cli"],
+            )
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
+        """Build from the entries of ``values`` that name a field; others are ignored."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in names})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain JSON values."""
+        return dataclasses.asdict(self)
+
+
+_BATCH_API = frozenset(field.name for field in dataclasses.fields(BatchApiConfig))
+
+
+@dataclass(frozen=True, slots=True)
+class CoserveConfig(BatchApiConfig):
     """Settings of co-serving; every field is a command-line flag of the same name.
 
     Raises:
@@ -284,61 +380,10 @@ class CoserveConfig:
         action="store_true",
     )
 
-    coserve_data_dir: str | None = _setting(
-        None,
-        "Directory of the Batch API: what users upload, its results, and what is still to do. "
-        "Made when it is not there; for one server at a time. Without one, /v1/files and "
-        "/v1/batches are off, so that nothing is kept unasked.",
-        metavar="DIRECTORY",
-    )
-    batch_max_upload_mib: Annotated[int, _POSITIVE] = _setting(
-        200, "Largest file that may be uploaded for a batch, in MiB.", type=int, metavar="MIB"
-    )
-    batch_max_lines: Annotated[int, _POSITIVE] = _setting(
-        50_000, "Most requests in one batch.", type=int, metavar="N"
-    )
-    batch_max_in_flight: Annotated[int, _POSITIVE] = _setting(
-        512,
-        "Most lines of all batches that the engine has at once: it chooses among them by shared "
-        "prefixes, and runs as many as fit.",
-        type=int,
-        metavar="N",
-    )
-    batch_max_active: Annotated[int, _POSITIVE] = _setting(
-        256, "Most unfinished batches, of all API keys together.", type=int, metavar="N"
-    )
-    batch_max_active_per_key: Annotated[int | None, _POSITIVE] = _setting(
-        None,
-        "Most unfinished batches of one API key. By default as many as are still free of "
-        "--batch-max-active, so half of it for one key alone.",
-        type=int,
-        metavar="N",
-    )
-    batch_max_stored_gib_per_key: Annotated[float | None, _POSITIVE] = _setting(
-        None,
-        "Most that the files of one API key may take on the disk, in GiB: uploads and results. "
-        "What a running batch writes may exceed it; a new one is refused then. By default as much "
-        "as is still free on the disk.",
-        type=float,
-        metavar="GIB",
-    )
-    batch_webhook_url: str | None = _setting(
-        None,
-        "Address that is told when a batch has completed, failed, expired or been cancelled. The "
-        "secret to sign with is in the environment variable COSERVE_WEBHOOK_SECRET.",
-        metavar="URL",
-    )
-    batch_webhook_allow_private: bool = _setting(
-        False,
-        "Let --batch-webhook-url be on this machine or in a private network.",
-        action="store_true",
-    )
-
     def __post_init__(self) -> None:
         for name in ("slo", "offline_objectives"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # argparse makes a list.
-        for field in dataclasses.fields(self):
-            _check(field, getattr(self, field.name))
+        BatchApiConfig.__post_init__(self)
         for text in self.slo:
             _slo(text)
         if self.online_slowdown is not None:
@@ -352,12 +397,7 @@ class CoserveConfig:
 
     def _refuse_flags_without_effect(self) -> None:
         """Refuse what would change nothing."""
-        changed = {
-            field.name
-            for field in dataclasses.fields(self)
-            if (value := getattr(self, field.name)) != field.default
-            and not (value == 0 and field.name in _OFF_AT_ZERO)
-        }
+        changed = _changed(self)
         for name in FIELDS_WITHOUT_EFFECT[self.offline_policy]:
             if name in changed:
                 raise ConfigError(
@@ -369,9 +409,6 @@ class CoserveConfig:
                 f"{_flag('slo')}: a target relative to online requests alone has no effect with "
                 "--offline-policy fifo, which predicts nothing: choose another policy"
             )
-        for name, other in _NEEDS.items():
-            if name in changed and other not in changed:
-                raise ConfigError(f"{_flag(name)} has no effect alone: add {_flag(other)}")
 
     @property
     def checkpoint_mode(self) -> CheckpointMode:
@@ -416,30 +453,15 @@ class CoserveConfig:
         """Return the deadlines of a request that has none of its own, as far as they are fixed."""
         return request_targets([slo for slo in self.slos() if slo.limit_s is not None])
 
-    @staticmethod
-    def add_cli_args(parser: argparse.ArgumentParser) -> None:
-        """Add one flag per field to ``parser``, in a group named coserve."""
-        group = parser.add_argument_group(
-            "coserve", "Serving online and offline requests on one engine."
-        )
-        for field in dataclasses.fields(CoserveConfig):
-            group.add_argument(
-                _flag(field.name),
-                # argparse extends a copy of the default, which it can make of a list only.
-                default=list(field.default) if field.default == () else field.default,
-                help=field.metadata["doc"].replace("%", "%%"),
-                **field.metadata["cli"],
-            )
 
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> CoserveConfig:
-        """Build from the entries of ``values`` that name a field; others are ignored."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in names})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain JSON values."""
-        return dataclasses.asdict(self)
+def _changed(config: BatchApiConfig) -> set[str]:
+    """Return the names of the settings that are not what they are by default."""
+    return {
+        field.name
+        for field in dataclasses.fields(config)
+        if (value := getattr(config, field.name)) != field.default
+        and not (value == 0 and field.name in _OFF_AT_ZERO)
+    }
 
 
 def _check(field: dataclasses.Field[Any], value: object) -> None:

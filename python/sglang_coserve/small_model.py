@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -101,10 +102,25 @@ def make_small_model(directory: Path, spec: SmallModelSpec) -> Path:
     tokenizer.save_pretrained(directory)
     model = _build_model(spec, vocab=len(tokenizer), end_id=int(tokenizer.eos_token_id))
     _mute(model, _tokens_without_text(tokenizer))
-    model.save_pretrained(directory)
+    with _silent():
+        model.save_pretrained(directory)
     fields = {name: getattr(spec, name) for name in spec.__slots__}
     marker.write_text(json.dumps(fields, indent=2) + "\n")
     return directory
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Within it, Hugging Face's progress bars are off: this takes no time."""
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
 
 
 def train_tokenizer(vocab: int, context: int) -> PreTrainedTokenizerFast:

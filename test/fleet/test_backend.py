@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from batch.scenarios import OWNER, line, lines, play, stream, wanted
 from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer, tokens_of
 from http_lines.live_engine import ADMIN_KEY, LiveEngine
 from sglang_coserve.batch import BatchService
-from sglang_coserve.core.line_placement import DEATHS_BEFORE_ALONE, LINES_AHEAD
+from sglang_coserve.core.line_placement import DEATHS_BEFORE_ALONE, FAILURES_IN_A_ROW, LINES_AHEAD
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.fleet import EngineState, FleetBackend
 from sglang_coserve.jsonl.body_limits import BodyLimits
@@ -36,13 +37,17 @@ async def until(is_true: Callable[[], object]) -> None:
 
 @asynccontextmanager
 async def fleet_of(
-    *engines: LiveEngine, admin_key: str = ADMIN_KEY
+    *engines: LiveEngine,
+    admin_key: str = ADMIN_KEY,
+    monotonic_s: Callable[[], float] = time.monotonic,
 ) -> AsyncGenerator[FleetBackend]:
     """A fleet that has looked at all of its engines."""
     async with AsyncExitStack() as stack:
         for engine in engines:
             await stack.enter_async_context(engine)
-        fleet = await stack.enter_async_context(FleetBackend(admin_key, look_interval_s=0.02))
+        fleet = await stack.enter_async_context(
+            FleetBackend(admin_key, monotonic_s=monotonic_s, look_interval_s=0.02)
+        )
         fleet.set_engines(engine.url for engine in engines)
         await until(lambda: all(e.state is not EngineState.DOWN for e in fleet.engines))
         yield fleet
@@ -180,6 +185,34 @@ def test_a_line_that_engines_die_of_is_given_up_and_no_other() -> None:
             assert f"{DEATHS_BEFORE_ALONE + 1} engines ended" in poison.body["error"]["message"]
             assert all(result.is_ok for result in results.values())
             assert fleet.lines_given_up == 1
+
+    play(scenario())
+
+
+def test_an_engine_that_answers_and_fails_does_not_get_every_line() -> None:
+    def fail(_request: LineRequest) -> LineResult:
+        return LineResult(500, "", {"error": {"message": "broken"}}, is_retryable=True)
+
+    async def scenario() -> None:
+        broken, well = LiveEngine(ScriptedBackend(answers=fail)), LiveEngine(ScriptedBackend())
+        now_s = 0.0
+        async with fleet_of(broken, well, monotonic_s=lambda: now_s) as fleet:
+            names = [f"line {n}" for n in range(100)]
+            failed = 0
+            for name in names:
+                result = await fleet.run(request(name), lambda _: None)
+                failed += result.is_retryable
+            assert failed == FAILURES_IN_A_ROW
+            states = {engine.url: engine for engine in fleet.engines}
+            assert states[broken.url].state is EngineState.FAILING
+            assert "broken" in str(states[broken.url].reason)
+            assert states[well.url].lines_served == len(names) - failed
+            broken.backend.answers = answer
+            now_s = 1000.0
+            await until(lambda: states[broken.url].state is EngineState.UP)
+            for name in names:
+                assert (await fleet.run(request(name), lambda _: None)).is_ok
+            assert states[broken.url].lines_served > 0
 
     play(scenario())
 

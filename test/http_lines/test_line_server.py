@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.responses import RedirectResponse
 
 from batch.scenarios import play
 from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer, tokens_of
@@ -208,6 +209,21 @@ def test_what_is_no_attempt_or_too_large_is_refused_with_what_is_wrong() -> None
                 "scripted",
                 ("/v1/chat/completions", ENDPOINT),
             )
+
+    play(scenario())
+
+
+def test_the_key_is_sent_nowhere_else() -> None:
+    async def scenario() -> None:
+        async with LiveEngine() as engine, LiveEngine() as other:
+
+            async def elsewhere() -> RedirectResponse:
+                return RedirectResponse(f"{other.url}/coserve/load")
+
+            engine.app.add_api_route("/moved", elsewhere)
+            async with EngineConnection(engine.url, ADMIN_KEY) as connection:
+                with pytest.raises(EngineRefusesError, match="307"):
+                    await connection.ask("/moved")
 
     play(scenario())
 

@@ -31,9 +31,11 @@ METRIC = re.compile(r"\bcoserve_\w+_(?:total|seconds)\b")
 
 METRICS_SCRIPT = """
 from prometheus_client import REGISTRY
+from sglang_coserve.srt.batch_exporter import BatchExporter
 from sglang_coserve.srt.exporter import Exporter
 
 Exporter("m")
+BatchExporter("m")
 for family in REGISTRY.collect():
     if family.name.startswith("coserve_"):
         print(family.name + ("_total" if family.type == "counter" else ""))
@@ -101,10 +103,25 @@ def test_the_tree_of_the_package_names_its_files(files: list[str]) -> None:
     assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
+def exported_by_gateway() -> set[str]:
+    from sglang_coserve.fleet import FleetBackend
+    from sglang_coserve.fleet.report import fleet_metrics
+
+    counts = {"lines_waiting": 1, "paused_batches": 0, "required_tokens_per_s": 1.0}
+    batch_api = {"batches": {"in_progress": 1}, **counts}
+    text = fleet_metrics(FleetBackend("key"), batch_api).decode()
+    return set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
+
+
 def test_the_metrics_in_the_docs_are_those_that_are_exported() -> None:
     exported = set(printed_by(METRICS_SCRIPT))
     table = names_in_table("metrics.md", "## Exported by the server", column=1)
     assert {name for name in table if name.startswith("coserve_")} == exported
+    gateways = exported_by_gateway()
+    own = {name for name in gateways if name.startswith("coserve_gateway_")}
+    assert set(names_in_table("metrics.md", "## Of a gateway", column=1)) == own
+    assert gateways - own < exported
+    exported |= own
     mentioned = {name for page in PAGES for name in METRIC.findall(page.read_text())}
     assert sorted(mentioned - exported) == []
 

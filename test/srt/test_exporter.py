@@ -27,9 +27,10 @@ def state(running):
 
 exporter = Exporter("m")
 assert exporter.is_due(10.0)
-exporter.publish(state(3), {"evicted": 2}, load, 10.0)
+exporter.publish(state(3), {"evicted": 2}, 10.0)
 assert not exporter.is_due(10.5)
-exporter.publish(state(4), {"evicted": 5}, load, 11.5)
+exporter.publish(state(4), {"evicted": 5}, 11.5)
+exporter.publish_load(load, oldest_waiting_s={"offline": 30.0}, budget_s=None)
 print(generate_latest().decode())
 """
 
@@ -44,11 +45,12 @@ def test_gauges_show_the_last_state_and_counters_add_up() -> None:
         'coserve_slo_attainment{model_name="m"} 0.75',
         'coserve_slo_measured_seconds{model_name="m",slo="ttft p99 <= 300ms"} 0.25',
         'coserve_prediction_mape{model_name="m"} 0.04',
-        'coserve_outstanding_tokens{model_name="m",request_class="offline"} 9000.0',
+        'coserve_oldest_waiting_seconds{model_name="m",request_class="offline"} 30.0',
         'coserve_kv_tokens{model_name="m",state="online"} 1000.0',
         'coserve_kv_tokens{model_name="m",state="free"} 96.0',
         'coserve_reclaim_seconds{model_name="m"} 0.02',
         'coserve_max_lines{model_name="m"} 6.0',
+        'coserve_online_outstanding_tokens{model_name="m"} 700.0',
     ):
         assert line in lines
     for unknown in ("coserve_slo_alone_seconds{", "coserve_headroom_tokens_per_second{"):

@@ -19,7 +19,7 @@ from sglang_coserve.srt.load_route import LOAD_PATH
 from sglang_coserve.srt.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.replicas import replicas_info
 from sglang_coserve.srt.request_gate import RequestGateMiddleware
-from sglang_coserve.srt.unread_body import UnreadBodyMiddleware
+from sglang_coserve.unread_body import UnreadBodyMiddleware
 
 
 def answer() -> None:

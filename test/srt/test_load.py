@@ -134,7 +134,6 @@ def test_offline_work_gives_way_and_online_work_does_not(http: httpx.Client) -> 
         for name in ("num_running_reqs", "num_queue_reqs", "token_usage", "kv_used_tokens"):
             assert gauge(http, f"sglang:{name}") == 0
         assert gauge(http, 'coserve_kv_tokens{state="reclaimable"') > 0
-        assert gauge(http, 'coserve_outstanding_tokens{request_class="offline"') > 0
         body = {
             "text": "Who repaired the boat?",
             "sampling_params": {"max_new_tokens": 500, "ignore_eos": True},

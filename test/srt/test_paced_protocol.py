@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 from uvicorn.config import HTTP_PROTOCOLS
 
-from sglang_coserve.srt.asgi import send_error
+from sglang_coserve.asgi import send_error
 from sglang_coserve.srt.paced_protocol import install_paced_protocol
 
 TIMEOUT_S = 30.0

@@ -12,7 +12,14 @@ from sglang_coserve.view import History
 def replica(seconds: float = 0.0, *, plans: bool = True, suspended: int = 0) -> dict[str, Any]:
     """A replica that has run for so long: a quarter of the time online, half offline."""
     state: dict[str, Any] = {
-        "online": {"waiting": 1, "running": 2},
+        "online": {
+            "waiting": 1,
+            "running": 2,
+            "delay_s": seconds * 0.03 if plans else None,
+            "delay_ttft_s": seconds * 0.02 if plans else None,
+            "delay_gaps_s": seconds * 0.01 if plans else None,
+            "billed": int(seconds),
+        },
         "offline": {"waiting": 3, "running": 4},
         "kv_tokens": {"online": 10, "offline": 20, "cached": 30, "free": 40},
     }
@@ -53,6 +60,27 @@ def test_replicas_are_summed_up_and_their_time_is_averaged() -> None:
     assert columns["online_share"][-1] == 0.25
     assert columns["offline_tokens_per_s"][-1] == 600.0
     assert columns["online_waiting"][-1] == 2
+
+
+def test_the_bill_is_of_what_ended_in_this_time() -> None:
+    history = History()
+    assert history.bill() is None
+    history.add(1000.0, [replica(100.0), replica(50.0)])
+    assert history.bill() is None
+    history.add(1001.0, [replica(110.0), replica(60.0)])
+    bill = history.bill()
+    assert bill is not None
+    assert bill["requests"] == 20
+    assert bill["mean_ms"] == pytest.approx(30.0)
+    assert bill["ttft_ms"] == pytest.approx(20.0)
+    assert bill["gaps_ms"] == pytest.approx(10.0)
+
+
+def test_without_a_baseline_there_is_no_bill() -> None:
+    history = History()
+    history.add(1000.0, [replica(1.0, plans=False)])
+    history.add(1001.0, [replica(2.0, plans=False)])
+    assert history.bill() is None
 
 
 def test_it_is_bounded_and_asked_for_what_is_new() -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from sglang_coserve.batch.record import JobRecord, Status
 from sglang_coserve.lines.fair_slots import FairSlots
 
-__all__ = ["ServiceStatus", "service_status"]
+__all__ = ["EXPORTED_STATES", "ServiceStatus", "service_status"]
+
+
+EXPORTED_STATES: Final = ("validating", "in_progress", "finalizing", "cancelling")
+"""Of ``batches``, for Prometheus: there a state that no batch has is named, too."""
 
 
 @dataclass(frozen=True, slots=True)

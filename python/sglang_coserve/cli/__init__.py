@@ -12,6 +12,7 @@ import typer
 
 from sglang_coserve.cli import exit_codes
 from sglang_coserve.cli.batches import cancel, list_batches, results, status
+from sglang_coserve.cli.gateway import gateway
 from sglang_coserve.cli.groups import CommandGroup, SeveralSlosCommand
 from sglang_coserve.cli.jobs import jobs
 from sglang_coserve.cli.make_model import make_model
@@ -22,7 +23,9 @@ from sglang_coserve.cli.say import say
 from sglang_coserve.cli.serve import PASS_THROUGH, serve
 from sglang_coserve.cli.simulate import simulate
 from sglang_coserve.cli.submit import submit
+from sglang_coserve.cli.top import top
 from sglang_coserve.cli.version import version
+from sglang_coserve.cli.what_if import what_if
 from sglang_coserve.errors import CoserveError
 
 __all__ = ["app", "main"]
@@ -35,16 +38,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(context_settings=PASS_THROUGH)(serve)
+app.command(context_settings=PASS_THROUGH)(gateway)
 app.command()(submit)
 app.command()(status)
 app.command("list")(list_batches)
 app.command()(cancel)
 app.command()(results)
 app.add_typer(jobs, name="jobs")
+app.command()(top)
 app.command(context_settings=PROFILE_SETTINGS)(profile)
 app.command("profile slo", cls=SeveralSlosCommand, context_settings=SLO_SETTINGS)(profile_slo)
 app.command()(simulate)
 app.command()(replay)
+app.command("what-if", cls=SeveralSlosCommand)(what_if)
 app.command()(make_model)
 app.command()(version)
 

@@ -20,11 +20,20 @@ from sglang_coserve.errors import ConfigError
 if TYPE_CHECKING:
     from sglang_coserve.client import Batch, BatchApi
 
-__all__ = ["batch_json", "batch_row", "cancel", "list_batches", "results", "status"]
+__all__ = [
+    "ADMIN_KEY_VARIABLE",
+    "AsOperator",
+    "batch_json",
+    "batch_row",
+    "cancel",
+    "list_batches",
+    "results",
+    "status",
+]
 
 T = TypeVar("T")
 
-_ADMIN_KEY_VARIABLE: Final = "COSERVE_ADMIN_API_KEY"
+ADMIN_KEY_VARIABLE: Final = "COSERVE_ADMIN_API_KEY"
 
 BatchId = Annotated[str, typer.Argument(metavar="BATCH")]
 AsOperator = Annotated[
@@ -139,7 +148,7 @@ def _call(
 ) -> T:
     from sglang_coserve.client import BatchApi, RetryPolicy
 
-    key = os.environ.get(_ADMIN_KEY_VARIABLE, api_key) if as_operator else api_key
+    key = os.environ.get(ADMIN_KEY_VARIABLE, api_key) if as_operator else api_key
 
     async def run() -> T:
         # Who asks a short question does not want to wait for a server that is down.

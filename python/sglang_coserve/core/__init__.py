@@ -1,5 +1,5 @@
-"""The decisions, sans I/O: no clock, no unseeded randomness, no torch, no sglang.
+"""Scheduling decisions, sans I/O: no clock, no unseeded randomness, no torch, no sglang.
 
-Time is an argument, randomness a seed, every decision an immutable value; the
-engine (``srt``) and the simulator drive this same code.
+Time is an argument, randomness comes from a seed, and every decision is an immutable value.
+The engine (``srt``) and the simulator drive the same code.
 """

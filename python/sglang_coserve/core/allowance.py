@@ -1,4 +1,4 @@
-"""How long offline work may keep online requests waiting: learned from the harm it did."""
+"""Learns how long offline work may delay online requests, from the harm it has done so far."""
 
 from __future__ import annotations
 
@@ -22,43 +22,46 @@ _TAILS: Final[Mapping[Statistic, float]] = MappingProxyType(
 
 _FIRST_ARRIVAL: Final = 1 / 8
 _MOST_ARRIVAL: Final = 1 / 2
-"""Of a TTFT target: who arrives waits for the rest of a step and is served in one as long, so two
-of them must fit. Where one might fill it (simulated, Llama-3.1-8B on an H100, prompts of 256 and
-outputs of 512 tokens, 20% load, target 1.5 x the P99 alone), the learned factor swung more, and
-offline work got 13,177 tokens/s instead of 19,309."""
+"""First and largest share of the TTFT target that a request may wait for a running step. It waits
+for the rest of that step and is served in another one as long, so two steps must fit: at most 1/2.
+With 1 (simulated, Llama-3.1-8B on an H100, prompts of 256 and outputs of 512 tokens, 20% load,
+target 1.5 x the P99 of the baseline) the learned factor swung more, and offline work got
+13,177 tokens/s instead of 19,309."""
 
 _GAPS_GAIN: Final = 0.02
-"""A tenth of that for requests, as there are so many more gaps. Simulated as above at 1.1 x:
+"""A tenth of the gain for requests, as gaps are far more numerous. Simulated as above at 1.1 x:
 15,897 offline tokens/s with it, 14,574 with 0.1 and 11,870 with 0.2; harmed 1.0, 0.9 and 0.9%."""
 
 _SPAN: Final = 1 << 12
 _GAPS_SPAN: Final = 1 << 19
-"""Requests, and gaps, that a relative target goes by. Simulated as below, prompts of 2,048 and
-outputs of 64 tokens: from 8,192 gaps the P99 alone was known to 20%."""
+"""Number of recent requests, and of recent gaps, from which a relative target is computed. With
+8,192 gaps the P99 of the baseline was known only to within 20% (simulated as below, prompts of
+2,048 and outputs of 64 tokens)."""
 
 _MEAN_OF: Final = 64
+"""Observations in the moving average of how many values arrive together."""
 
 
 class Allowance:
-    """One integrator for each SLO, on the share of requests or gaps that were harmed.
+    """Limits the delay from offline work: one integrator per SLO, driven by the harmed share.
 
     A request, or a gap between two tokens, is harmed when it misses its target and would
-    not have in the no-interference baseline. An SLO on a percentile allows as many as its
-    tail; for one on a mean, harm is how far it is exceeded. The target of a relative SLO follows
-    the baseline (``RelativeTarget``).
+    not have missed it in the no-interference baseline. An SLO on a percentile tolerates as large
+    a harmed share as its tail (1% for P99); for an SLO on a mean, the harm is how far the mean is
+    exceeded. The target of a relative SLO follows the baseline (``RelativeTarget``).
 
-    The deadlines of requests bound a step before any of this: see ``online_phase``. What
-    they cannot know is who arrives during the step, and what a step takes longer than
-    predicted. ``arrival_s`` and ``gap_share`` leave room for that, as much as harm asks.
+    The deadlines of running requests already bound each step (``online_phase``). They cannot
+    account for requests that arrive during the step, nor for steps that take longer than
+    predicted. ``arrival_s`` and ``gap_share`` reserve room for both, sized by the harm measured.
     """
 
     def __init__(self, slos: Sequence[Slo], *, ttft_prior_s: float, gap_prior_s: float) -> None:
         """Start without requests.
 
         Args:
-            slos: Absolute ones, and tolerances over what online requests get alone.
-            ttft_prior_s: What is taken for a TTFT alone until one is known.
-            gap_prior_s: The same of a gap.
+            slos: Absolute limits, and tolerances relative to the no-interference baseline.
+            ttft_prior_s: Baseline TTFT assumed until one is known.
+            gap_prior_s: Baseline gap assumed until one is known.
         """
         self._ttft = [_Loop(slo, ttft_prior_s) for slo in slos if slo.latency is Latency.TTFT]
         self._tpot = [_Loop(slo, gap_prior_s) for slo in slos if slo.latency is Latency.TPOT]
@@ -72,47 +75,49 @@ class Allowance:
 
     @property
     def arrival_s(self) -> float:
-        """The longest that who arrives may wait for a step that does not yield."""
+        """Longest time, in seconds, that an arriving request may wait for a step that cannot be
+        suspended."""
         bounds_s = [loop.target_s * loop.factor for loop in self._ttft]
         return min([*bounds_s, self._own_ttft.arrival_s])
 
     @property
     def shed_share(self) -> float:
-        """The part of the time until its deadline that a first token may be predicted to take,
-        or its request is refused (``Overload.SHED``): where every request is served as late as it
-        can be, a hundredth may be late because a step took longer than predicted."""
+        """Share of the time until its TTFT deadline that a request's first token may be predicted
+        to take; a request above it is refused (``Overload.SHED``). Learned so that 1% of the
+        requests are late although every one is served as late as its deadline allows."""
         return self._in_time.factor
 
     @property
     def shed_pace(self) -> float:
-        """The same of TPOT: the part of the time until a decode misses its target that a step may
-        take for new prompts."""
+        """Share of the time until a decode misses its TPOT target that a step may take when it
+        also computes new prompts (``Overload.SHED``)."""
         return self._in_pace.factor
 
     @property
     def gap_share(self) -> float:
-        """The part of what a decode leaves of the time until its deadline that offline work may
-        fill."""
+        """Share of the slack of the online decodes that offline work may fill. Slack is the time
+        until the next token is late, less the time of the decodes themselves."""
         return min((loop.factor for loop in self._tpot + self._tbt), default=1.0)
 
     @property
     def targets(self) -> SloTargets:
-        """The deadlines of a request that has none of its own."""
+        """TTFT and TPOT targets of a request that brought none of its own."""
         ttft_s = min((loop.target_s for loop in self._ttft), default=None)
         tpot_s = min((loop.target_s for loop in self._tpot + self._tbt), default=None)
         return SloTargets(ttft_s, tpot_s)
 
     @property
     def tpot_target_s(self) -> float | None:
-        """What a request's mean gap is promised to be; None: nothing is promised of means."""
+        """Target for a request's mean gap in seconds; None if no SLO bounds the TPOT."""
         return min((loop.target_s for loop in self._tpot), default=None)
 
     def first_token(
         self, info: RequestInfo, ttft_s: float, alone_s: float | None, online_s: float = 0.0
     ) -> None:
-        """Note a TTFT, and what it would have been alone; None if that is not known.
+        """Record a TTFT, and the baseline's TTFT of the same request (None if unknown).
 
-        ``online_s``, here and below, is what the engine did for online requests meanwhile.
+        ``online_s``, here and below, is the time that the engine spent on online requests during
+        the latency in question.
         """
         value = Latencies(info.ttft_target_s, ttft_s, alone_s, online_s)
         self._own_ttft.observe(value)
@@ -123,11 +128,11 @@ class Allowance:
             loop.observe({value: 1})
 
     def gaps(self, gaps: Iterable[tuple[RequestInfo, float, float | None, float]]) -> None:
-        """Note gaps that became known together, each as measured, alone, and its online work.
+        """Record gaps that became known together: request, measured, in the baseline, online work.
 
-        O(gaps).
+        All in seconds; the baseline's gap is None if unknown. O(gaps).
         """
-        # Those that end with one step are mostly equal.
+        # Gaps that end with the same step are mostly equal.
         values = Counter(
             [
                 Latencies(info.tpot_target_s, gap_s, alone_s, online_s)
@@ -140,7 +145,7 @@ class Allowance:
     def finished(
         self, info: RequestInfo, tpot_s: float, alone_s: float | None, online_s: float = 0.0
     ) -> None:
-        """Note the TPOT of a request that has ended, and what it would have been alone."""
+        """Record the TPOT of a request that has ended, and its TPOT in the baseline."""
         target_s = info.tpot_target_s or self.targets.tpot_s
         if target_s is not None:
             self._in_pace.observe(float(tpot_s > target_s))
@@ -149,7 +154,7 @@ class Allowance:
 
 
 class _Loop:
-    """One SLO: its target, and the factor that keeps it."""
+    """The control loop of one SLO: its target, and the factor that is adjusted to keep it."""
 
     def __init__(self, slo: Slo, prior_s: float) -> None:
         first, most = 1.0, 1.0
@@ -173,10 +178,10 @@ class _Loop:
         return self._integrator.factor
 
     def observe(self, values: Mapping[Latencies, int]) -> None:
-        """Take values into account that became known together, each so often.
+        """Record values that became known together, with the count of each.
 
-        They count as one observation, or as more or less of one where they are more or fewer
-        than usual: a step that is too long makes all its decodes late at once.
+        Together they weigh as one observation, scaled by their number relative to the usual one:
+        a step that is too long makes all of its decodes late at once.
         """
         harmed, judged = 0.0, 0
         for value, count in values.items():
@@ -190,19 +195,21 @@ class _Loop:
             self._integrator.observe(harmed / judged, judged / self._mean_count)
 
     def _harm(self, value: Latencies) -> float | None:
-        """Return how much of a harm it is; None of a value that would be late alone.
+        """Return the harm of a value, 0 to 1; None if it does not count.
 
-        Whatever the baseline says, without offline work it would have taken as long as what
-        the engine did for online requests meanwhile. Not so for a relative target: that holds
-        what the baseline promises, also where prompts that had to wait come in larger groups.
+        For an absolute target, a value that would be late in the baseline too does not count.
+        Its baseline latency is at least the time that the engine spent on online requests
+        meanwhile, whatever the baseline says. A relative target does not apply that bound: it
+        keeps what the baseline promises, also when delayed prompts come in larger groups.
 
-        A relative target follows what comes of the values alone, so some are late alone. Which
-        ones cannot be told by pairs: both engines delay decodes for a prompt, but other ones.
-        So what is late alone counts against what is late, and may be as often as on average.
-        Until as many values alone are known as its tail takes, nothing counts as harmed: the
-        limit is too low, and 1,000 requests later the factor still was. Simulated
+        A relative target is a percentile of the baseline's own values, so some of these are late
+        by definition. Comparing request by request would not tell which: both engines delay
+        decodes for prompts, but not the same decodes. So lateness in the baseline is subtracted
+        from the measured lateness, and its average share is added back. Until enough baseline
+        values are known to fill the tail, nothing counts: the limit is still too low, and the
+        factor would stay low for the next 1,000 requests. Simulated
         (``bound.py --requests 1000 --lengths 256x512 --loads 0.2 --seed`` 1 to 4): 13,571 offline
-        tokens/s at +10% on average with this, 7,037 without.
+        tokens/s at +10% on average with this rule, 7,037 without.
         """
         target_s = value.own_target_s or self._limit_s or self._relative.limit_s
         alone_s = value.alone_s or 0.0

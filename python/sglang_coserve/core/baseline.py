@@ -1,4 +1,4 @@
-"""What online requests would have got without offline work: the no-interference baseline."""
+"""The no-interference baseline: when online tokens would have come without offline work."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["Baseline", "BaselineToken", "EngineSize"]
 
 
 class BaselineToken(NamedTuple):
-    """One output token, and when it would have come out."""
+    """One output token, and when it would have come without offline work."""
 
     rid: str
     number: int
-    """From 1."""
+    """Position among the request's output tokens, from 1."""
 
     at_s: float
 
@@ -27,37 +27,38 @@ class _Request:
     rid: str
     arrival_s: float
     prompt_left_tokens: int
-    """Of the prompt, still to be computed here."""
+    """Prompt tokens still to be computed in the baseline."""
 
     context_tokens: int
-    """With KV here."""
+    """Tokens with KV in the baseline."""
 
     generated_tokens: int = 0
-    """Here."""
+    """Output tokens generated in the baseline."""
 
     known_tokens: int = 0
-    """That really came out."""
+    """Output tokens that the real engine has generated."""
 
     has_ended: bool = False
-    """No token comes after the known ones."""
+    """The real request has ended: no token comes after the known ones."""
 
     @property
     def has_all(self) -> bool:
-        """True when it has every token here that it ever gets."""
+        """True when the baseline has generated every token that the request ever gets."""
         return self.has_ended and self.generated_tokens >= self.known_tokens
 
 
 class Baseline:
-    """A virtual engine that serves the online requests of a real one, and nothing else.
+    """Simulates an engine that serves only the online requests of the real one.
 
-    It runs the steps that SGLang would run: prompts in order of arrival up to a chunk,
-    without decodes unless they are mixed, else every decode. A latency model says how long
-    each step takes. How many tokens a request generates is known only as the real engine
-    generates them, so a decode step waits until every token that it would produce is known.
-    The real engine has the same requests and more work, so it is behind, and the wait is
-    short: mostly the step that the real engine runs.
+    It runs the steps that SGLang would run: prompts in order of arrival up to the chunk size,
+    without decodes unless they are mixed; if no prompt waits, every decode. A latency model
+    gives the duration of each step. How many tokens a request generates is known only once the
+    real engine has generated them, so a decode step is delayed until all the tokens that it
+    would produce are known. The real engine serves the same requests and more, so it lags
+    behind, and the delay is short: mostly the step that the real engine is running.
 
-    A step costs O(its rows), amortized one for each real step with online rows.
+    Each simulated step costs O(its rows); amortized, there is one for each real step with
+    online rows.
     """
 
     def __init__(
@@ -66,10 +67,10 @@ class Baseline:
         """Start without requests.
 
         Args:
-            chunk_tokens: Most prompt tokens of a step.
-            max_rows: Most requests with KV.
-            kv_tokens: Most tokens with KV.
-            mixes_decodes: Decodes run beside prompts, not after them.
+            chunk_tokens: Most prompt tokens in a step.
+            max_rows: Most requests that hold KV at a time.
+            kv_tokens: Most tokens with KV at a time.
+            mixes_decodes: Decodes run in the same step as prompts, instead of after them.
         """
         assert min(chunk_tokens, max_rows, kv_tokens) > 0
         self._chunk_tokens = chunk_tokens
@@ -83,7 +84,7 @@ class Baseline:
 
         self._decoding: list[_Request] = []
         self._gone: list[_Request] = []
-        """Requests that have every token here that they ever get."""
+        """Requests to remove: given up, or with every token that they ever get."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -91,16 +92,16 @@ class Baseline:
     def arrived(
         self, rid: str, arrival_s: float, prompt_tokens: int, cached_tokens: int = 0
     ) -> None:
-        """Take in an online request, not before those that arrived earlier. O(1).
+        """Add an online request; to be called in order of arrival. O(1).
 
         Args:
-            rid: Of no request that is in.
+            rid: Its id, which no request here may have unless that one has ended.
             arrival_s: When it arrived.
             prompt_tokens: Length of its prompt.
-            cached_tokens: Of the prompt, those that the prefix cache has.
+            cached_tokens: Prompt tokens that the prefix cache holds.
         """
         if rid in self._requests:
-            self._drop_ended()  # One before it had this rid.
+            self._drop_ended()  # An ended request had the same rid.
         assert rid not in self._requests
         cached_tokens = min(cached_tokens, prompt_tokens - 1)
         request = _Request(rid, arrival_s, prompt_tokens - cached_tokens, cached_tokens)
@@ -108,13 +109,13 @@ class Baseline:
         self._waiting.append(request)
 
     def produced(self, rid: str, tokens: int = 1) -> None:
-        """Note that so many more tokens of a request really came out. O(1)."""
+        """Record that the real engine generated ``tokens`` more tokens of a request. O(1)."""
         request = self._requests.get(rid)
         if request is not None:
             request.known_tokens += tokens
 
     def ended(self, rid: str) -> None:
-        """Note that no more tokens of a request come. O(1)."""
+        """Record that the real request has ended: no more tokens of it follow. O(1)."""
         request = self._requests.get(rid)
         if request is not None and not request.has_ended:
             request.has_ended = True
@@ -122,17 +123,20 @@ class Baseline:
                 self._gone.append(request)
 
     def given_up(self, rid: str) -> None:
-        """Compute no more of a request: nor does the real engine. Its rid may come again. O(1)."""
+        """Drop a request that the real engine gave up. Its rid may be used again. O(1)."""
         request = self._requests.pop(rid, None)
         if request is not None:
             self._gone.append(request)
 
     def advance(self, predict: Callable[[BatchStats], float], now_s: float) -> list[BaselineToken]:
-        """Run the steps that began by ``now_s``, as far as their outcome is known.
+        """Run the steps that start by ``now_s``, as far as their tokens are known.
 
         Args:
-            predict: Seconds of a step.
-            now_s: Every request that arrived by now is in.
+            predict: Returns the duration of a step in seconds.
+            now_s: The current time; every request that arrived by then has been added.
+
+        Returns:
+            The tokens of these steps.
         """
         tokens: list[BaselineToken] = []
         while self._step(predict, now_s, tokens):
@@ -142,7 +146,7 @@ class Baseline:
     def _step(
         self, predict: Callable[[BatchStats], float], now_s: float, tokens: list[BaselineToken]
     ) -> bool:
-        """Run one step; False when none can be run yet."""
+        """Run one step and append its tokens; return False when none can be run yet."""
         self._drop_ended()
         start_s = self._clock_s
         if not self._decoding:
@@ -164,7 +168,7 @@ class Baseline:
         for request, count in chunks:
             stats = stats.with_prefill(count, request.context_tokens)
         if stats.is_empty:
-            return False  # The first prompt waits for the memory of one that has yet to end.
+            return False  # The first prompt waits for memory that a running request holds.
         self._clock_s = end_s = start_s + predict(stats)
         new_token = tuple.__new__  # What BaselineToken() does, at half its cost.
         for row in decodes:
@@ -186,7 +190,7 @@ class Baseline:
         return True
 
     def _drop_ended(self) -> None:
-        """Let go of requests with no token to come. O(1) while there is none."""
+        """Remove requests that get no more tokens. O(1) if there are none, else O(requests)."""
         if not self._gone:
             return
         requests = self._requests
@@ -198,9 +202,9 @@ class Baseline:
         self._decoding = [row for row in self._decoding if requests.get(row.rid) is row]
 
     def _chunks(self, start_s: float) -> list[tuple[_Request, int]] | None:
-        """Return the prompts of a step that begins at ``start_s``, with the tokens of each.
+        """Return the prompts of a step that starts at ``start_s``, with the tokens of each.
 
-        None while it is not known whether a row has ended whose place or memory one needs.
+        None while a prompt needs the slot or memory of a row that may have ended.
         """
         chunks: list[tuple[_Request, int]] = []
         if not self._waiting:
@@ -229,19 +233,19 @@ def _may_have_ended(row: _Request) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EngineSize:
-    """The limits of an engine: SGLang's usual chunk, and memory for all, unless told."""
+    """Limits of an engine; the defaults are SGLang's usual chunk size and unbounded memory."""
 
     chunk_tokens: int = 8192
-    """Most prompt tokens of a step."""
+    """Most prompt tokens in a step."""
 
     max_rows: int = 1 << 20
-    """Most requests with KV."""
+    """Most requests that hold KV at a time."""
 
     kv_tokens: int = 1 << 40
-    """Most tokens with KV."""
+    """Most tokens with KV at a time."""
 
     mixes_decodes: bool = False
-    """Decodes run beside prompts, not after them."""
+    """Decodes run in the same step as prompts, instead of after them."""
 
     micro_batches: int = 1
-    """Under way at a time; more than one with pipeline parallelism."""
+    """Micro-batches in flight at a time; more than one with pipeline parallelism."""

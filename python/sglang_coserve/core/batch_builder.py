@@ -1,4 +1,4 @@
-"""One plan in the making: the batch so far, and what is left for more."""
+"""Builds the plan of one step: the batch so far, and the tokens, KV and slots left for more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_coserve.metrics import SloTargets
 __all__ = ["BatchBuilder", "VictimOrder"]
 
 VictimOrder = Callable[["BatchBuilder"], Sequence[Row]]
-"""Returns the offline rows in the order in which they give up KV."""
+"""Returns the offline rows in the order in which they are to be retracted."""
 
 _DECODING = RequestState.DECODING
 _PAUSED = RequestState.PAUSED
@@ -25,16 +25,16 @@ _ONLINE = RequestClass.ONLINE
 
 
 class BatchBuilder:
-    """The working state of one call of ``Scheduler.plan``.
+    """Collects the work of one step during a call of ``Scheduler.plan``.
 
-    A policy adds work to it; it keeps the sums, the predicted latency, and what
-    is left of tokens, KV and request slots. Latency is the policy's to watch.
+    A policy adds work to it. It keeps the sums over the batch, the predicted latency, and
+    the tokens, KV and request slots left. Latency limits are up to the policy.
 
-    KV is counted in slots of whole pages. A prefill takes the pages of all it has
-    yet to compute, also in later chunks, so that nothing else in this plan gets
-    them. A waiting request also takes what it finds cached, because those slots
-    can no longer be freed then. Of a sliding window's pool a prefill takes its
-    chunk, and in the long run no more than a window.
+    KV is counted in slots, in whole pages. A prefill reserves the pages for all the tokens it
+    has yet to compute, also in later chunks, so that nothing else in this plan gets
+    them. A waiting request also reserves its cached tokens, because those slots
+    can no longer be freed once it runs. In the pool of a sliding window a prefill takes
+    the slots of its chunk, and in the long run no more than a window.
     """
 
     def __init__(
@@ -48,17 +48,17 @@ class BatchBuilder:
         rides: bool = True,
         mean_due_s: Callable[[RequestInfo], float] | None = None,
     ) -> None:
-        """Sort the rows by what they may do next. O(rows).
+        """Start with an empty batch; sort the rows by what they may do next. O(rows).
 
         Args:
-            snapshot: Without online requests in the offline lane.
-            model: Predicts the batch.
-            targets: Of online requests without their own.
-            victim_order: Who gives up KV.
-            lane: Of the step.
+            snapshot: The engine; for the offline lane, without online requests.
+            model: Predicts the latency of the batch.
+            targets: TTFT and TPOT targets of online requests without their own.
+            victim_order: Order in which offline rows are retracted.
+            lane: Lane of the step.
             rides: Paused offline decodes may join a step of the shared lane.
-            mean_due_s: Tells when an online request's next token is due for the mean of all its
-                gaps to be within target; None: nothing is promised of means.
+            mean_due_s: Returns when an online request's next token is due for its mean gap to
+                stay within target; None if no SLO bounds the mean gap.
         """
         self.snapshot = snapshot
         self.lane = lane
@@ -68,21 +68,22 @@ class BatchBuilder:
 
         self.offline_budget_s = math.inf
         self.has_left_over_online = False
-        """An online prompt got less than it could use, so offline work gets nothing."""
+        """An online prompt got fewer tokens than it could use, so offline work gets none."""
 
         self.is_deadline_bound = False
         self.online_part_s = 0.0
         self.skips_decodes = False
-        """The prompts have this step to themselves."""
+        """The step runs prompts only: no row decodes in it."""
 
         self.lacks_kv = False
-        """Online work found no room, with all offline rows evicted."""
+        """Online work would not fit even with all offline rows retracted."""
         self.admits_offline = True
         """False when an online request waits for KV that new offline requests must not take."""
         self.free_tokens = snapshot.max_batch_tokens
         self.free_slots = snapshot.free_slots
         self.free_kv_tokens = snapshot.free_kv_tokens + snapshot.evictable_kv_tokens
-        """Negative until ``spare_elsewhere`` where other micro-batches need more than is free."""
+        """Negative, until ``spare_elsewhere`` has run, if other micro-batches need more KV than is
+        free."""
 
         self.free_window_tokens = snapshot.free_window_tokens
 
@@ -100,29 +101,29 @@ class BatchBuilder:
         self.elsewhere_s = math.inf
         """The strictest TPOT target of the online requests in other micro-batches."""
         self.tpot_slack_s = math.inf
-        """Time until the first online decode misses its TPOT target. One in another micro-batch is
-        taken to have got its last token just now."""
+        """Time until the first online decode misses its TPOT target. A decode in another
+        micro-batch is assumed to have got its last token just now."""
         self._due_s: list[float] = []
         self._mean_due_s = mean_due_s
         self._offline_slack_s: float | None = None
 
         self._has_online_elsewhere = False
         self._kv_elsewhere = 0
-        """KV of offline rows in other micro-batches, whose own plans can evict them."""
+        """KV of offline rows in other micro-batches, which only the plans of those can retract."""
 
         self._page_tokens = snapshot.page_tokens
         self._window_tokens = snapshot.window_tokens
         self._victim_order = victim_order
         self._victims: Sequence[Row] | None = None
         self._evictions: dict[str, Eviction] = {}
-        # The batch, and the prefills that are not in it yet: summing rows is much cheaper than
-        # making a BatchStats of each.
+        # The sums, and the prefills not yet included in them: adding many at once is much cheaper
+        # than creating a BatchStats for each.
         self._stats = BatchStats()
         self._predicted_s: float | None = 0.0
         self._pending: list[tuple[int, int]] = []
         self._probe: tuple[int, int, BatchStats, float] | None = None
         self._asked_kv: tuple[Sequence[Row], int, int] = ((), 0, 0)
-        """Rows of which ``kv_to_decode`` was asked, their number, and the answer."""
+        """Cache of ``kv_to_decode``: the list last asked for, its length, and the result."""
         self._shed: list[str] = []
         self._chunks: dict[str, PrefillChunk] = {}
         self._decoding: set[str] = set()
@@ -147,7 +148,7 @@ class BatchBuilder:
 
     @property
     def has_online(self) -> bool:
-        """True when an online request runs, also in another micro-batch, or waits."""
+        """True when an online request waits or runs, in this or another micro-batch."""
         return (
             bool(self.online_decodes or self.online_prefills or self.snapshot.waiting)
             or self._has_online_elsewhere
@@ -160,10 +161,10 @@ class BatchBuilder:
 
     @property
     def offline_slack_s(self) -> float:
-        """Time until offline work makes the first online decode late: ``tpot_slack_s``, or less
-        where earlier gaps were so long that their mean is above the target.
+        """Time until offline work would make the first online decode late: ``tpot_slack_s``, or
+        less where earlier gaps have already used up a request's mean.
 
-        O(online decodes) when asked first.
+        O(online decodes) on the first access.
         """
         if self._offline_slack_s is None:
             self._offline_slack_s = self.tpot_slack_s
@@ -173,31 +174,34 @@ class BatchBuilder:
         return self._offline_slack_s
 
     def least_tpot_s(self, default_s: float) -> float:
-        """Return the strictest TPOT target of the online decodes; ``default_s`` is that of those
-        that brought none, and where nobody decodes. O(rows)."""
+        """Return the strictest TPOT target of the online decodes, in seconds. O(rows).
+
+        ``default_s`` is the target of requests without their own, and the result if no online
+        request decodes.
+        """
         targets_s = [row.info.tpot_target_s or default_s for row in self.online_decodes]
         return min(min(targets_s, default=default_s), self.elsewhere_s)
 
     def leave_over_online(self, *, by_deadline: bool) -> None:
-        """Note that an online prompt gets less than it could use: nothing is left for others.
+        """Leave no budget for offline work, since an online prompt got less than it could use.
 
-        ``by_deadline`` tells that a deadline would be missed otherwise.
+        ``by_deadline``: the prompt was cut because a deadline would have been missed otherwise.
         """
         self.has_left_over_online = True
         self.offline_budget_s = 0.0
         self.is_deadline_bound |= by_deadline
 
     def without_evicted(self, rows: Iterable[Row]) -> list[Row]:
-        """Return the rows that this plan does not evict. O(rows)."""
+        """Return the rows that this plan does not retract. O(rows)."""
         evictions = self._evictions
         return [row for row in rows if row.info.rid not in evictions] if evictions else list(rows)
 
     def is_evicted(self, row: Row) -> bool:
-        """True when this plan evicts the row."""
+        """Return whether this plan retracts the row."""
         return row.info.rid in self._evictions
 
     def limit_tokens(self, tokens: int) -> None:
-        """Compute no more than ``tokens`` from here on."""
+        """Add at most ``tokens`` more tokens to the batch."""
         self.free_tokens = min(self.free_tokens, tokens)
 
     # --- decodes ---
@@ -213,12 +217,13 @@ class BatchBuilder:
         self._decoding.update([row.info.rid for row in rows])
 
     def predict_with_decodes(self, count: int, context_tokens: int) -> float:
-        """Return the latency with ``count`` decodes more, of so many cached tokens in all."""
+        """Return the latency in seconds with ``count`` more decodes, whose contexts sum up to
+        ``context_tokens``."""
         return self.model.predict(self._with_decodes(count, context_tokens))
 
     def longest_prefill(self, count: int, context_tokens: int, budget_s: float) -> int:
-        """Return the prompt tokens that ``count`` decodes more, of so many cached tokens in all,
-        leave within the latency budget."""
+        """Return the most prompt tokens that fit the latency budget beside ``count`` more decodes,
+        whose contexts sum up to ``context_tokens``."""
         tokens = self.free_tokens - count
         if tokens <= 0:
             return 0
@@ -226,9 +231,9 @@ class BatchBuilder:
         return self.model.max_prefill_tokens(stats, 0, tokens, budget_s)
 
     def kv_to_decode(self, rows: Sequence[Row]) -> int:
-        """Return the KV slots that one more token of each row opens.
+        """Return the KV slots to allocate for one more token of each row, in whole pages.
 
-        O(rows); O(1) when asked again of the same list before another.
+        O(rows); O(1) when called again with the same list.
         """
         page = self._page_tokens
         if page == 1:
@@ -242,7 +247,7 @@ class BatchBuilder:
     # --- prefills ---
 
     def kv_to_prefill(self, context_tokens: int, rest_tokens: int, *, is_new: bool) -> int:
-        """Return the KV slots that a prefill takes; see the class."""
+        """Return the KV slots that a prefill reserves (see the class)."""
         page = self._page_tokens
         held_pages = 0 if is_new else -(-context_tokens // page)
         return page * (-(-(context_tokens + rest_tokens) // page) - held_pages)
@@ -255,22 +260,23 @@ class BatchBuilder:
         return self.align_chunk(context_tokens, rest_tokens, tokens)
 
     def align_chunk(self, context_tokens: int, rest_tokens: int, tokens: int) -> int:
-        """Shorten a chunk, unless it is the rest of its prompt, to end with a page."""
+        """Return the chunk length, shortened to a page boundary unless it ends the prompt."""
         if tokens < rest_tokens:
             tokens -= (context_tokens + tokens) % self._page_tokens
         return max(tokens, 0)
 
     def predict_with_prefill(self, tokens: int, context_tokens: int) -> float:
-        """Return the latency with one more prefill row; ``prefill`` of it is then quick."""
+        """Return the latency with one more prefill row; the sums are kept for ``prefill``."""
         stats = self.stats.with_prefill(tokens, context_tokens)
         seconds = self.model.predict(stats)
         self._probe = (tokens, context_tokens, stats, seconds)
         return seconds
 
     def predict_with_whole(self, rows: Iterable[Row]) -> float:
-        """Return the latency with the whole prompts of all rows; infinite if not even tokens fit.
+        """Return the latency with the whole prompts of all rows; infinite if they exceed the free
+        tokens.
 
-        O(rows), but never more than the tokens that are free.
+        O(rows), and at most O(free tokens).
         """
         left_tokens = self.free_tokens
         prefills = []
@@ -285,7 +291,7 @@ class BatchBuilder:
     def prefill(
         self, rid: str, tokens: int, context_tokens: int, kv_tokens: int, *, is_new: bool
     ) -> None:
-        """Add a chunk of a request for which ``kv_tokens`` of KV are set aside."""
+        """Add a chunk of ``tokens`` prompt tokens, and reserve ``kv_tokens`` of KV for it."""
         assert 0 < tokens <= self.free_tokens, f"{rid}: {tokens} of {self.free_tokens} tokens"
         probe = self._probe
         if probe is not None and probe[0] == tokens and probe[1] == context_tokens:
@@ -302,7 +308,7 @@ class BatchBuilder:
     # --- memory ---
 
     def has_room(self, kv_tokens: int, slots: int = 0, *, rows: int = 1) -> bool:
-        """Tell whether so much is free; ``rows`` are those that share it."""
+        """Return whether so many KV slots and request slots are free, for ``rows`` rows in all."""
         return (
             self.free_kv_tokens >= kv_tokens
             and self.free_slots >= slots
@@ -310,8 +316,11 @@ class BatchBuilder:
         )
 
     def reclaim(self, kv_tokens: int, slots: int = 0, *, rows: int = 1) -> bool:
-        """Evict offline rows until so much is free; none, if all of them are not enough, unless
-        those in other micro-batches are to go, too."""
+        """Retract offline rows until so much is free; return whether it is.
+
+        If all of them together are not enough, none is retracted, unless the rest can come from
+        offline rows of other micro-batches. O(offline rows).
+        """
         if self.has_room(kv_tokens, slots, rows=rows):
             return True
         kv_short, slots_short = kv_tokens - self.free_kv_tokens, slots - self.free_slots
@@ -336,9 +345,9 @@ class BatchBuilder:
         return True
 
     def spare_elsewhere(self) -> None:
-        """Evict offline rows until other micro-batches find KV for their next tokens.
+        """Retract offline rows until other micro-batches have KV for their next tokens.
 
-        To be called before anything is added.
+        Must be called before anything is added.
         """
         if self.free_kv_tokens >= 0:
             return
@@ -348,17 +357,20 @@ class BatchBuilder:
         self.free_kv_tokens = max(self.free_kv_tokens, 0)
 
     def next_victim(self) -> Row | None:
-        """Return the offline row to evict next, ``None`` if there is none."""
+        """Return the offline row to retract next, ``None`` if there is none."""
         return next(self._remaining_victims(), None)
 
     def evict(self, row: Row, kv_tokens: int) -> None:
-        """Take a row's tail, as long as ``kv_tokens`` of free KV need; its head stays cached."""
+        """Retract a row: release its last pages, at least one, until ``kv_tokens`` of KV are free.
+
+        Its first pages stay in the prefix cache, from which they are freed on demand.
+        """
         page, own_kv = self._page_tokens, self._own_kv(row)
         short = max(kv_tokens - self.free_kv_tokens, 0)
         pages_kept = max(-(-row.computed_tokens // page) - max(-(-short // page), 1), 0)
         tokens = row.computed_tokens - min(pages_kept * page, row.computed_tokens)
         self._evictions[row.info.rid] = Eviction(row.info.rid, tokens)
-        # The head that stays cached is freed on demand: it counts as free, too.
+        # The pages that stay cached are freed on demand, so they count as free.
         self._take(-own_kv, -min(own_kv, self._window_tokens))
         self.free_slots += 1
 
@@ -367,8 +379,8 @@ class BatchBuilder:
         self._shed.append(row.info.rid)
 
     def late_decodes(self, seconds: float) -> int:
-        """Return how many online decodes miss their TPOT target if their next token comes so
-        much later. O(rows)."""
+        """Return how many online decodes miss their TPOT target if their next token comes in
+        ``seconds``. O(rows)."""
         end_s = self.snapshot.now_s + seconds
         return sum([due_s < end_s for due_s in self._due_s])
 
@@ -376,12 +388,12 @@ class BatchBuilder:
 
     @property
     def chunks(self) -> Sequence[PrefillChunk]:
-        """The prefills so far, in order."""
+        """The prefill chunks added so far, in order."""
         return tuple(self._chunks.values())
 
     @property
     def decoding(self) -> frozenset[str]:
-        """The requests that decode so far."""
+        """The ids of the requests whose decodes were added so far."""
         return frozenset(self._decoding)
 
     def build(
@@ -392,8 +404,8 @@ class BatchBuilder:
     ) -> StepPlan:
         """Return the plan: decodes not added pause, prefills not added are parked. O(rows).
 
-        A decode that cannot pause is evicted instead; but for the last page its KV stays in the
-        prefix cache as long as there is room, so that little is computed again.
+        A decode that cannot pause is retracted instead. All but its last page stays in the prefix
+        cache as long as there is room, so that little is computed again.
         """
         assert self.free_kv_tokens >= 0, f"KV over capacity by {-self.free_kv_tokens} tokens"
         if self.lane is Lane.OFFLINE and not self._decoding:
@@ -439,7 +451,7 @@ class BatchBuilder:
     # --- inside ---
 
     def _move(self, row: Row) -> RequestState | None:
-        """Return the state that a row with all its prompt computed enters; None: it stays."""
+        """Return the state that a decode row enters; None if its state does not change."""
         is_added, is_paused = row.info.rid in self._decoding, row.state is _PAUSED
         if self.lane is Lane.OFFLINE:
             if is_added:
@@ -463,7 +475,7 @@ class BatchBuilder:
                 prefills = (
                     self.online_prefills if info.request_class is _ONLINE else self.offline_prefills
                 )
-                # Only one prefill may run: that one goes on first.
+                # The engine runs one unfinished prefill at a time: it continues first.
                 prefills.insert(0 if state is _PREFILLING else len(prefills), row)
             elif info.request_class is _ONLINE:
                 online_decodes.append(row)
@@ -471,7 +483,7 @@ class BatchBuilder:
                 if tpot_s is not None:
                     due_s.append((info.arrival_s if last_s is None else last_s) + tpot_s)
             elif state is _PAUSED and not (self._rides and (info.can_pause or is_alone)):
-                # One that cannot pause would have to be evicted where it does not fit.
+                # One that cannot pause would have to be retracted whenever it does not fit.
                 self.staying_decodes.append(row)
             elif info.can_pause:
                 offline_decodes.append(row)
@@ -481,8 +493,8 @@ class BatchBuilder:
         self.tpot_slack_s = min(due_s, default=math.inf) - self.snapshot.now_s
 
     def _heed_elsewhere(self) -> None:
-        """Keep KV for the next tokens of other micro-batches, and let their online requests
-        bound this step. O(rows elsewhere)."""
+        """Account for the other micro-batches: reserve KV for their next tokens, and bound this
+        step by the TPOT targets of their online requests. O(rows elsewhere)."""
         rows = self.snapshot.elsewhere
         self.free_kv_tokens -= self.kv_to_decode(rows)
         online = [row for row in rows if row.info.is_online]
@@ -509,10 +521,10 @@ class BatchBuilder:
             self.free_window_tokens -= window_tokens
 
     def _window_kv(self, kv_tokens: int, slots: int, rows: int) -> int:
-        """Return how much of the window's pool has to be free for so much KV of these rows.
+        """Return how many slots of the sliding window's pool must be free for so much new KV.
 
-        The engine cuts a chunk that it has no room for, but leaves a page free behind it, and
-        keeps a window for the output of each new request.
+        The engine cuts a chunk that does not fit, but leaves a page free behind it, and
+        reserves a window for the output of each new request.
         """
         if not kv_tokens:
             return 0
@@ -520,15 +532,17 @@ class BatchBuilder:
         return min(kv_tokens, rows * self._window_tokens)
 
     def _window_kv_of_prefill(self, tokens: int, kv_tokens: int) -> int:
-        """Return what a chunk takes of the window's pool: the engine cuts it rather than leave
-        none to the decodes beside it."""
+        """Return the slots that a chunk takes of the sliding window's pool.
+
+        The engine cuts a chunk rather than leave no slots to the decodes in the same step.
+        """
         if not self._window_tokens:
             return 0
         left = self.free_window_tokens - self.kv_to_decode(self.offline_decodes)
         return max(min(tokens, left), min(kv_tokens, self._window_tokens))
 
     def _own_kv(self, row: Row) -> int:
-        """Return the KV slots that nobody else uses."""
+        """Return the KV slots that only this row uses, in whole pages."""
         page = self._page_tokens
         return page * (-(-row.computed_tokens // page) - -(-row.cached_tokens // page))
 

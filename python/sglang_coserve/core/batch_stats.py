@@ -1,8 +1,8 @@
-"""What a latency model needs to know of a batch, in constant space.
+"""Summarizes a batch for the latency models, in constant space.
 
-Every model of this project is a function of sums over the rows, so a scheduler
-that tries thousands of batches an iteration extends a sum instead of walking
-256 rows: adding a row and predicting are O(1).
+Every latency model here is a function of sums over the rows. A scheduler that tries
+thousands of batches in a step extends the sums instead of walking all rows: adding a row
+and predicting are O(1).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["BatchStats"]
 
 
 class BatchStats(NamedTuple):
-    """Sums over the rows of one iteration's batch.
+    """Sums over the rows of the batch of one step.
 
     A row is a request with P tokens to compute and C tokens already in the KV
     cache (ConServe §4.2). A decode row has P = 1; a prefill chunk any P ≥ 1.
@@ -92,7 +92,7 @@ class BatchStats(NamedTuple):
     def of(
         cls, prefills: Iterable[tuple[int, int]] = (), decodes: Iterable[int] = ()
     ) -> BatchStats:
-        """Sum rows: ``prefills`` are (P, C) pairs, ``decodes`` their C. O(rows)."""
+        """Return the sums over rows: (P, C) of each prefill, C of each decode. O(rows)."""
         stats = cls()
         for tokens, context_tokens in prefills:
             stats = stats.with_prefill(tokens, context_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -13,6 +14,9 @@ __all__ = ["Bill", "BillReport", "Delay", "WorkMark"]
 _MOST_JOBS: Final = 1024
 """Jobs whose sums are kept, those that were billed last: four times as many as may be unfinished by
 default. So a server that runs for months does not fill its memory."""
+
+_MOST_DELAYS: Final = 1 << 12
+"""Single delays that wait to be taken: more than end in a second, which is when that is done."""
 
 WorkMark = Mapping[str | None, float]
 """Seconds of each job's work in this busy period, up to some moment."""
@@ -74,6 +78,7 @@ class Bill:
         """Of the last step with offline work."""
 
         self._billed_s: dict[str | None, float] = {}
+        self._delays: deque[Delay] = deque(maxlen=_MOST_DELAYS)
         self._requests = 0
         self._ttft_s = 0.0
         self._gaps_s = 0.0
@@ -124,11 +129,18 @@ class Bill:
         if not now:
             return False
         self._requests += 1
+        self._delays.append(delay)
         self._ttft_s += delay.ttft_s
         self._gaps_s += delay.gaps_s
         self._split(delay.ttft_s, first, arrived)
         self._split(delay.gaps_s, now, first)
         return True
+
+    def take_delays(self) -> list[Delay]:
+        """Return the delays that were billed since the last call, the newest of very many."""
+        delays = list(self._delays)
+        self._delays.clear()
+        return delays
 
     def report(self) -> BillReport:
         """Return the sums. O(jobs)."""

@@ -1,4 +1,4 @@
-"""What bounds a batch, read off any latency model: fixed costs, memory or compute (OOCO §3.3.3)."""
+"""Tells from a latency model what bounds a batch: fixed costs, memory or compute (OOCO §3.3.3)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _SATURATED_GROWTH: Final = 1.5
 
 
 def fixed_s(model: LatencyModel) -> float:
-    """Return what an iteration takes however small it is: the time of a single decode."""
+    """Return the fixed cost of a step in seconds: the predicted time of a single decode."""
     return model.predict(BatchStats(decode_requests=1))
 
 
 def is_compute_saturated(model: LatencyModel, batch_size: int) -> bool:
-    """Tell whether more rows no longer share the fixed cost of an iteration.
+    """Return whether a batch is compute-bound, so that more rows no longer amortize fixed costs.
 
-    True when twice as many rows, apart from the KV they read, take half as long
-    again: their own work then costs as much as what all share (the weights'
-    way from memory, launches). Below, an iteration is memory-bound.
+    True when twice as many rows (not counting the KV they read) take at least 1.5 times as
+    long: the work of the rows then costs as much as what all of them share (reading the
+    weights from memory, kernel launches). Below that the step is memory-bound.
     """
     if batch_size == 0:
         return False

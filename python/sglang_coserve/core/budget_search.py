@@ -1,4 +1,4 @@
-"""The per-iteration latency budget that just meets the SLO, by test runs (HyGen §4.2)."""
+"""Searches for the largest step latency budget that meets the SLOs, by test runs (HyGen §4.2)."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from sglang_coserve.metrics import LatencyReport
 __all__ = ["BudgetRun", "FoundBudget", "Runner", "search_budget"]
 
 Runner = Callable[[float], LatencyReport]
-"""Serves the workload under an iteration budget in seconds; returns the online latencies."""
+"""Serves the workload under a step budget in seconds; returns the online latencies."""
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetRun:
-    """One test run."""
+    """The results of one test run."""
 
     budget_s: float
     results: tuple[SloResult, ...]
 
     @property
     def is_met(self) -> bool:
-        """True when every target held."""
+        """True when every SLO was met."""
         return all(result.is_met for result in self.results)
 
     @property
     def worst(self) -> SloResult:
-        """The target that was exceeded most, or kept least."""
+        """The SLO that was exceeded most, or met by the smallest margin."""
         return max(self.results, key=lambda result: result.excess)
 
 
 @dataclass(frozen=True, slots=True)
 class FoundBudget:
-    """What a search found."""
+    """The result of a search."""
 
     budget_s: float
-    """The largest budget that met every target in its run."""
+    """The largest budget that met every SLO in its run, in seconds."""
 
     runs: tuple[BudgetRun, ...]
-    """Every test run, in order."""
+    """All test runs, in order."""
 
     is_limit: bool
-    """True when the upper bound met the targets: more might, too."""
+    """True when the upper bound itself met every SLO, so a larger budget might as well."""
 
 
 def search_budget(
@@ -57,20 +57,20 @@ def search_budget(
     relative_precision: float = 0.02,
     max_runs: int = 12,
 ) -> FoundBudget:
-    """Find the largest iteration budget whose run meets every target.
+    """Find the largest step budget whose run meets every SLO.
 
-    Bisection of log(budget), at most ``max_runs`` runs: first the bounds, then
-    halves, until neighbours differ by less than ``relative_precision``. Choose
-    ``low_s`` so small that next to no offline work fits.
+    Bisects log(budget) in at most ``max_runs`` runs: first both bounds, then midpoints,
+    until the interval is narrower than ``relative_precision``. Choose ``low_s`` so small
+    that next to no offline work fits.
 
-    Bisection takes for granted that a larger budget never helps. With noise,
-    or where a larger budget ends a queue sooner, that is not quite so: the result
-    then met the targets in its own run, but need not be the largest that would.
+    Bisection assumes that a larger budget never lowers online latency. With noise, or where a
+    larger budget empties a queue sooner, this does not quite hold: the result then met the SLOs
+    in its own run, but may not be the largest budget that would.
 
     Raises:
-        ConfigError: the bounds or the number of runs make no search.
-        InfeasibleError: ``low_s`` misses a target; the message names the nearest
-            targets that it meets.
+        ConfigError: the bounds or the number of runs are invalid, or there is no SLO.
+        InfeasibleError: ``low_s`` misses an SLO; the message names the nearest SLOs that it
+            meets.
     """
     if not 0 < low_s < high_s:
         raise ConfigError(f"budget search: bounds {low_s} s to {high_s} s: use 0 < low < high")
@@ -101,12 +101,12 @@ def _nearest(run: BudgetRun) -> str:
     missed = [result for result in run.results if not result.is_met]
     nearest = " and ".join(
         f"'{result.slo.latency.value} {result.slo.statistic.value} <= "
-        # Rounded up: what the message proposes must hold for the run it is taken from.
+        # Rounded up: the run that it is taken from must meet the SLO that the message proposes.
         f"{math.ceil((result.measured_s or 0.0) * 100_000) / 100:.10g}ms'"
         for result in missed
     )
     return (
         f"no budget meets {', '.join(repr(format_slo(result.slo)) for result in missed)}: with "
-        f"{run.budget_s * 1000:.4g} ms an iteration, the least allowed, {run.worst}. "
+        f"{run.budget_s * 1000:.4g} ms per step, the smallest budget tried, {run.worst}. "
         f"The nearest feasible SLO is {nearest}; or lower the online load"
     )

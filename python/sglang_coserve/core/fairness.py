@@ -1,4 +1,4 @@
-"""The order of waiting online requests: by arrival, or fair between users."""
+"""Orders waiting online requests: by arrival, or fairly between users."""
 
 from __future__ import annotations
 
@@ -16,82 +16,82 @@ _INPUT_WEIGHT: Final = 1.0
 _OUTPUT_WEIGHT: Final = 2.0
 
 _MOST_USERS: Final = 1 << 14
-"""Bounds the memory: users name themselves."""
+"""Bounds the memory: clients choose their user names freely."""
 
 
 class WaitingOrder(Protocol):
-    """In which order waiting online requests are served."""
+    """The order in which waiting online requests are served."""
 
     def ordered(self, waiting: Sequence[Row]) -> Iterable[Row]:
-        """Return the waiting rows in the order to serve them; changes nothing."""
+        """Return the waiting rows in the order to serve them, without changing any state."""
         ...
 
     def users(self, waiting: Sequence[Row]) -> frozenset[str | None] | None:
-        """Return whose requests wait, if that matters; changes nothing."""
+        """Return the users with waiting requests; None if the order does not depend on users."""
         ...
 
     def started(self, waiting_users: frozenset[str | None] | None) -> None:
-        """Note that a step began while requests of these users waited."""
+        """Record that a step began while requests of these users waited."""
         ...
 
     def served(self, result: StepResult) -> None:
-        """Note what requests got. O(online rows)."""
+        """Record the service that requests got in a step. O(online rows)."""
         ...
 
 
 class ArrivalOrder:
-    """First come, first served; a snapshot lists the waiting rows so."""
+    """First come, first served, which is the order of the waiting rows in a snapshot."""
 
     def ordered(self, waiting: Sequence[Row]) -> Iterable[Row]:
         """See ``WaitingOrder.ordered``."""
         return waiting
 
     def users(self, _waiting: Sequence[Row]) -> None:
-        """See ``WaitingOrder.users``; it does not matter."""
+        """See ``WaitingOrder.users``; always None."""
 
     def started(self, _waiting_users: frozenset[str | None] | None) -> None:
-        """See ``WaitingOrder.started``; nothing is noted."""
+        """See ``WaitingOrder.started``; does nothing."""
 
     def served(self, _result: StepResult) -> None:
-        """See ``WaitingOrder.served``; nothing is counted."""
+        """See ``WaitingOrder.served``; does nothing."""
 
 
 class VirtualTokenCounter:
-    """The user who was served least is next (VTC: Sheng et al., OSDI 24; cited by HyGen §4.1).
+    """Serves the user with the least service so far (VTC: Sheng et al., OSDI 24; HyGen §4.1).
 
-    A counter per user sums the service its online requests got: input tokens, and
-    output tokens with twice the weight. A user who comes back after a time
-    without waiting requests is lifted to the least counter of those who wait, so
-    that nobody saves up service by idling. One user's requests keep their order.
+    One counter per user sums the service of its online requests: input tokens, and
+    output tokens with twice the weight. When a user without waiting requests gets one again,
+    its counter is raised to the least counter of the users who wait, so that nobody saves up
+    service by idling. Requests of one user keep their order.
 
-    Input counts as it is computed, so what was cached costs its user nothing.
-    Requests without a user count for one common user, ``None``. Of very many users those who
-    were served least, and wait for nothing, are forgotten: who is not known counts as one
-    who was served as much as any of them.
+    Input is counted as it is computed, so cached tokens cost the user nothing. Requests without
+    a user share the user ``None``. With more than 16,384 users, up to 8,192 that have no waiting
+    requests are forgotten, the least served first; a forgotten or new user starts with the
+    largest counter among all that were forgotten.
     """
 
     def __init__(self) -> None:
         self._counters: dict[str | None, float] = {}
         self._waiting_users: frozenset[str | None] = frozenset()
         self._unknown = 0.0
-        """The counter of a user who is not known."""
+        """Initial counter of a new or forgotten user."""
 
     @property
     def counters(self) -> dict[str | None, float]:
-        """The weighted service of each user so far; a copy."""
+        """The weighted service of each user so far (a copy)."""
         return dict(self._counters)
 
     def ordered(self, waiting: Sequence[Row]) -> Iterator[Row]:
         """See ``WaitingOrder.ordered``. O(waiting + taken · log users).
 
-        A row that is taken counts at once for the next choice, as if served in full.
+        A row that the caller takes is charged at once, as if it were served in full.
         """
         queues: dict[str | None, deque[Row]] = {}
         for row in waiting:
             queues.setdefault(row.info.user, deque()).append(row)
         counters = self._lifted(queues)
-        # Ties go to who has just come, then to who is first among the waiting; queues are never
-        # compared.
+        # Ties go to users who have just come, then to the first among the waiting; ``place`` is
+        # unique, so queues are never compared.
         heap = [
             (counters[user], user in self._waiting_users, place, queue)
             for place, (user, queue) in enumerate(queues.items())
@@ -130,14 +130,15 @@ class VirtualTokenCounter:
             self._forget_idle()
 
     def _forget_idle(self) -> None:
-        """Forget half of those who wait for nothing. O(users), each time that they doubled."""
+        """Forget users without waiting requests, half of the limit at most. O(users log users),
+        amortized over as many new users."""
         idle = [user for user in self._counters if user not in self._waiting_users]
         idle.sort(key=self._counters.__getitem__)
         for user in idle[: _MOST_USERS // 2]:
             self._unknown = max(self._unknown, self._counters.pop(user))
 
     def _lifted(self, users: Iterable[str | None]) -> dict[str | None, float]:
-        """Return the counters of users who wait, with those who have just come lifted."""
+        """Return the counters of waiting users; those of newcomers are raised to the least."""
         counters = {user: self._counters.get(user, self._unknown) for user in users}
         stayed = [counters[user] for user in counters if user in self._waiting_users]
         if stayed:

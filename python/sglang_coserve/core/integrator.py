@@ -1,4 +1,4 @@
-"""A factor that holds a measured share at what is allowed: a clipped integrator."""
+"""Controls a factor so that the harmed share meets the allowed one: a clipped integrator."""
 
 from __future__ import annotations
 
@@ -8,30 +8,33 @@ from typing import Final
 __all__ = ["GAIN", "Integrator"]
 
 GAIN: Final = 0.2
-"""One harmed observation takes 18%. Of 54 simulated settings (``benchmark/bench_allowance.py``, of
-4,000 requests each) 48 held their share with it, 45 with half of it."""
+"""One harmed observation lowers the factor by 18%. Of 54 simulated settings with 4,000 requests
+each (``benchmark/bench_allowance.py``), 48 kept their harmed share with it, 45 with half of it."""
 
 _UNHARMED: Final = 10.0
-"""Until something is harmed it rises so many times faster: a factor for a hundredth then doubles
-with 35 requests. It changes the start only: simulated as above, as many settings held without."""
+"""The factor rises this many times faster until the first harm: with an allowed share of 1% it
+doubles within 35 requests. It affects the start only: simulated as above, as many settings kept
+their share without it."""
 
 _LEAST: Final = math.log(1 / 64)
-"""Above zero, so that there is something to learn from. Simulated as above, 1/500 held the share
-no more often and left less to offline work: 42% of the time instead of 46%."""
+"""Lower bound of the factor's logarithm. It stays above zero, so that some offline work runs from
+which to learn. Simulated as above, a bound of 1/500 kept the share no more often and left less
+time to offline work: 42% instead of 46%."""
 
 
 class Integrator:
-    """A factor that falls with every harmed observation and rises with every other one.
+    """A factor that falls with each harmed observation and rises with each other one.
 
-    After Robbins and Monro: its logarithm moves by gain · (allowed share - harmed), so in
-    the long run as much is harmed as is allowed, whatever makes it so. Until something is
-    harmed for the first time it rises faster, as nothing is known yet.
+    Stochastic approximation (Robbins and Monro): its logarithm moves by
+    gain · (allowed share - harmed share), so in the long run the harmed share equals the allowed
+    one, whatever the cause of the harm. It rises faster until the first harm, as nothing is
+    known yet.
     """
 
     def __init__(
         self, allowed: float, *, first: float, most: float = 1.0, gain: float = GAIN
     ) -> None:
-        """Start at ``first``; ``most`` is the largest factor, 1/64 the least."""
+        """Start at ``first``; the factor stays between 1/64 and ``most``."""
         self._allowed = allowed
         self._most = math.log(most)
         self._log = math.log(first)
@@ -40,14 +43,14 @@ class Integrator:
 
     @property
     def factor(self) -> float:
-        """The factor."""
+        """The current factor."""
         return math.exp(self._log)
 
     def observe(self, harmed: float, weight: float = 1.0) -> None:
-        """Take an observation into account, or ``weight`` of which this part was harmed. O(1)."""
+        """Record an observation of this weight; ``harmed`` is the harmed part of it. O(1)."""
         error = self._allowed - harmed
         if error < 0:
             self._gain_up = self._gain
-        # More than what is allowed is given back only for harm that was taken before.
+        # A negative harm only undoes harm that was recorded before: it must not rise faster.
         gain = self._gain_up if 0 < error <= self._allowed else self._gain
         self._log = min(max(self._log + gain * weight * error, _LEAST), self._most)

@@ -1,4 +1,4 @@
-"""What online requests got, beside what they would have got alone."""
+"""Compares the latencies of online requests with those of the no-interference baseline."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ __all__ = ["Interference"]
 
 
 _FEW_REQUESTS: Final = 64
+"""Requests in the moving average of gaps per request."""
 
 
 @dataclass(slots=True)
 class _Watched:
-    """An online request that has not ended, or has not ended in the baseline."""
+    """An online request that has not ended yet, in the engine or in the baseline."""
 
     info: RequestInfo
     arrived_work: WorkMark
@@ -45,23 +46,24 @@ class _Watched:
     arrived_at_s: float = 0.0
     first_at_s: float = 0.0
     last_at_s: float = 0.0
-    """How long the engine had worked for online requests when it arrived, and at its first and
-    last token."""
+    """Total time that the engine had spent on online requests when this one arrived, at its first
+    token and at its last token."""
 
     is_finished: bool = False
     gaps_s: deque[tuple[float, float]] = field(default_factory=deque)
-    """Of the engine, and its online work in them; those that are not known in the baseline yet."""
+    """Measured gaps that the baseline has not reached yet, each with the time that the engine spent
+    on online requests in it."""
 
 
 class Interference:
-    """Follows online requests from arrival to end, in the engine and in the baseline.
+    """Tracks online requests from arrival to end, in the engine and in the baseline.
 
-    Without offline work a request would have waited at least for what the engine did for
-    online requests meanwhile: where the baseline promises less, that counts. So what takes the
-    machine longer than predicted, and queues that only seem to be short, are no harm.
+    Without offline work a request would have taken at least the time that the engine spent
+    on online requests meanwhile; that time counts where the baseline promises less. So steps
+    slower than predicted, and queues that the baseline underestimates, do not count as harm.
 
-    A request is judged once it has ended in both. Without a baseline (a server that has
-    no latency model) it is judged by what was measured.
+    A request is judged once it has ended in both. Without a baseline (a server without
+    a latency model) it is judged by its measured latencies alone.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Interference:
         baseline: Baseline | PipelineBaseline | None,
         allowance: Allowance,
     ) -> None:
-        """``allowance`` is told of each latency once it is known in both."""
+        """Start without requests; ``allowance`` gets each latency once it is known in both."""
         self._monitor = monitor
         self._baseline = baseline
         self._allowance = allowance
@@ -78,7 +80,7 @@ class Interference:
         self._watched: dict[str, _Watched] = {}
         self._num_judged = 0
         self._online_s = 0.0
-        """What all steps so far took for online requests."""
+        """Total time that the steps so far spent on online requests."""
 
         self._now_s = -math.inf
         self._gaps_per_request = 0.0
@@ -87,10 +89,10 @@ class Interference:
     def of(
         cls, slos: Sequence[Slo], model: LatencyModel, engine: EngineSize | None = None
     ) -> Interference:
-        """Judge by SLOs, beside an engine of this size that has only online requests.
+        """Return one that judges by ``slos``, with a baseline engine of the size ``engine``.
 
-        What requests get alone is taken, until that is known, for what ``model`` says of one
-        step: with a whole chunk of prompts, and of one decode.
+        Until baseline latencies are known, the TTFT is assumed to be the predicted time of a step
+        with one full prefill chunk, and the gap that of a single decode.
         """
         engine = engine or EngineSize()
         allowance = Allowance(
@@ -102,18 +104,19 @@ class Interference:
 
     @classmethod
     def measured(cls, slos: Sequence[Slo]) -> Interference:
-        """Judge by what is measured alone, and steer nothing: there is no latency model."""
+        """Return one without a baseline, for lack of a latency model: it judges by ``slos``, and
+        its allowance bounds nothing."""
         steers_nothing = Allowance((), ttft_prior_s=1.0, gap_prior_s=1.0)
         return cls(_monitor(slos), None, steers_nothing)
 
     @property
     def allowance(self) -> Allowance:
-        """What learns from the harm."""
+        """The bounds on offline work, learned from the harm."""
         return self._allowance
 
     @property
     def monitor(self) -> SloMonitor:
-        """What judges the requests."""
+        """The monitor that judges the requests that ended."""
         return self._monitor
 
     @property
@@ -128,7 +131,7 @@ class Interference:
 
     @property
     def gaps_per_request(self) -> float:
-        """Mean gaps between the tokens of the requests that ended lately, at least 1."""
+        """Mean number of gaps between tokens per request, of recent requests; at least 1."""
         return max(self._gaps_per_request, 1.0)
 
     def __len__(self) -> int:
@@ -137,13 +140,13 @@ class Interference:
     def arrived(
         self, info: RequestInfo, cached_tokens: int = 0, *, beside_offline: bool = False
     ) -> None:
-        """Follow a request from now on; one that is offline, or is followed, is left alone.
+        """Start to track an online request; ignored if it is offline or tracked already.
 
-        O(jobs that work).
+        O(jobs that have requests in the engine).
 
         Args:
             info: The request.
-            cached_tokens: Of its prompt, those that need not be computed.
+            cached_tokens: How many tokens of its prompt are in the prefix cache.
             beside_offline: The engine has offline requests.
         """
         if not info.is_online or info.rid in self._watched:
@@ -157,9 +160,9 @@ class Interference:
             self._baseline.arrived(info.rid, info.arrival_s, info.prompt_tokens, cached_tokens)
 
     def mean_due_s(self, info: RequestInfo) -> float:
-        """Return when a request's next token is due for its TPOT so far to be within target.
+        """Return when a request's next token is due, for its mean gap so far to stay within target.
 
-        Infinite before its first token, and where nothing is promised. O(1).
+        Infinite before its first token, and without a TPOT target. O(1).
         """
         watched = self._watched.get(info.rid)
         target_s = info.tpot_target_s or self._allowance.tpot_target_s
@@ -170,7 +173,7 @@ class Interference:
     def worked(
         self, online_s: float, offline_s: float = 0.0, jobs: Sequence[JobTokens] = ()
     ) -> None:
-        """Note how long the step whose tokens come next took for each class. O(jobs).
+        """Record the time that a step spent on each class, before its tokens. O(jobs).
 
         ``jobs`` are those of its offline rows.
         """
@@ -178,7 +181,7 @@ class Interference:
         self._bill.worked(offline_s, jobs)
 
     def produced(self, rid: str, now_s: float) -> None:
-        """Note that a token came out; of a request that is not followed it says nothing. O(1)."""
+        """Record a token of a request; ignored if it is not tracked. O(1)."""
         self._now_s = now_s
         watched = self._watched.get(rid)
         if watched is None:
@@ -197,7 +200,7 @@ class Interference:
             self._baseline.produced(rid)
 
     def ended(self, rid: str, ending: Ending) -> None:
-        """Note that a request has ended; of one that is not followed it says nothing. O(1)."""
+        """Record that a request has ended; ignored if it is not tracked. O(1)."""
         watched = self._watched.get(rid)
         if watched is None or watched.is_finished:
             return
@@ -211,11 +214,11 @@ class Interference:
             self._monitor.failed(watched.info, self._now_s, _times(watched))
 
     def advance(self, predict: Callable[[BatchStats], float], now_s: float) -> None:
-        """Run the baseline on as far as it is known; O(online rows) a step of the engine.
+        """Advance the baseline as far as its tokens are known. O(online rows) per engine step.
 
         Args:
-            predict: Seconds of a step.
-            now_s: Every request that arrived by now is followed.
+            predict: Returns the duration of a step in seconds.
+            now_s: The current time; every request that arrived by then is tracked.
         """
         self._now_s = max(self._now_s, now_s)
         if self._baseline is None:
@@ -254,7 +257,7 @@ class Interference:
             self._judge_if_complete(watched)
 
     def _learn_first_token(self, watched: _Watched) -> None:
-        """Tell of a first token once it is known in both."""
+        """Pass the TTFT to the allowance once the first token is known in both."""
         if not watched.tokens:
             return
         info, ttft_s = watched.info, watched.first_s - watched.info.arrival_s

@@ -1,8 +1,8 @@
-"""Which KV pages of offline rows to copy to host memory, and when (ConServe §4.4, BROS §V).
+"""Decides which KV pages of offline rows to copy to host memory, and when (ConServe §4.4, BROS §V).
 
-A row's full pages are saved in order, so two counts tell the state of each. Every
-decision is made from a snapshot and is an immutable value; steps are counted, not
-timed, so that all ranks of a tensor-parallel engine decide alike.
+A row's full pages are saved in order, so two counts give the state of each page. Every
+decision is an immutable value computed from a snapshot. Time is counted in steps, so that
+all ranks of a tensor-parallel engine decide alike.
 """
 
 from __future__ import annotations
@@ -35,43 +35,43 @@ class CheckpointMode(Enum):
     OFF = "off"
 
     EAGER = "eager"
-    """Each iteration's new full pages (ConServe): many small copies, instant reclaim."""
+    """After each step, its new full pages (ConServe): many small copies, instant reclaim."""
 
     LAZY = "lazy"
-    """What is about to be reclaimed (BROS): fewest copies, but online admission waits for them."""
+    """Pages about to be reclaimed (BROS): fewest copies, but online admission waits for them."""
 
     PRESSURE = "pressure"
-    """Like eager, but only while the device is nearly full."""
+    """Like eager, but only while device memory is nearly full."""
 
 
 @dataclass(slots=True)
 class RowPages:
-    """The full pages of one row: first the saved ones, then those being copied, then the rest.
+    """Counts the full pages of one row: first the saved ones, then those in copy, then dirty ones.
 
-    The one mutable state here: it changes for every row in every iteration.
+    The only mutable class here, as it changes for every row in every step.
     """
 
     saved: int = 0
-    """Pages whose copy has ended."""
+    """Pages whose copy is complete."""
 
     sent: int = 0
-    """Pages whose copy has at least begun."""
+    """Pages whose copy has begun or is complete."""
 
     total: int = 0
 
     def grow(self, total: int) -> None:
-        """Note that there are ``total`` full pages, at least as many as before."""
+        """Record that the row has ``total`` full pages, at least as many as before."""
         assert total >= self.total, "computed pages do not shrink"
         self.total = total
 
     def begin_copy(self, pages: int) -> None:
-        """Note that a copy of the first dirty pages has begun."""
+        """Record that a copy of the first ``pages`` dirty pages has begun."""
         sent = self.sent + pages
         assert self.sent < sent <= self.total, "only dirty pages can be copied"
         self.sent = sent
 
     def end_copy(self, pages: int) -> None:
-        """Note that the event of the oldest copy, of so many pages, has come."""
+        """Record that the oldest copy in flight, of ``pages`` pages, is complete."""
         saved = self.saved + pages
         assert self.saved < saved <= self.sent, "only pages being copied become saved"
         self.saved = saved
@@ -79,28 +79,28 @@ class RowPages:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPolicy:
-    """How much is copied, and how much is reclaimed at a time."""
+    """Limits on how much is copied and reclaimed at a time."""
 
     mode: CheckpointMode
     watermark: float = 0.8
-    """Share of the device's KV in use above which ``PRESSURE`` copies."""
+    """Share of the device's KV slots in use from which ``PRESSURE`` copies."""
 
     least_copy_tokens: int = 16
-    """Fewest tokens of a row to copy at a time. Where pages are smaller than this, and SGLang's
-    often hold one token, each iteration would otherwise copy a page of every row, and what a
-    copy costs the scheduler is the same for one token as for many."""
+    """Fewest tokens of a row to copy at a time. With smaller pages (in SGLang often one token),
+    each step would otherwise copy a page of every row, although a copy costs the scheduler the
+    same for one token as for many."""
 
     step_tokens: int = 4096
     """Most tokens whose copy begins in one step; a prefix, saved whole, may exceed it."""
 
     in_flight_tokens: int = 16384
-    """Copies begin only while fewer tokens than this are under way."""
+    """Most tokens whose copies are in flight at a time."""
 
     stall_steps: int = 256
-    """A copy that takes longer than this many steps counts as stuck: no more are begun."""
+    """A copy that takes longer than this many steps counts as stuck: no more copies are begun."""
 
     reclaim_tokens: int = 128
-    """Least number of tokens to reclaim at a time, so that one is not asked for every iteration."""
+    """Fewest tokens to reclaim at a time, so that not every step reclaims a few."""
 
 
 class RowToSave(NamedTuple):
@@ -112,21 +112,21 @@ class RowToSave(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSnapshot:
-    """The state of checkpointing between two iterations."""
+    """The state of checkpointing between two steps."""
 
     rows: Sequence[RowToSave]
     """In order of admission."""
 
     used_share: float
-    """Part of the device's KV slots that rows hold."""
+    """Share of the device's KV slots that rows hold, 0 to 1."""
 
     in_flight_tokens: int = 0
     oldest_copy_steps: int = 0
-    """Steps since the oldest copy that is under way began; 0 if none is."""
+    """Steps since the oldest copy in flight began; 0 if there is none."""
 
 
 class PageCopy(NamedTuple):
-    """Copy the first ``tokens`` dirty tokens of a row, whole pages."""
+    """A copy of the first ``tokens`` dirty tokens of a row, in whole pages."""
 
     rid: str
     tokens: int
@@ -135,8 +135,10 @@ class PageCopy(NamedTuple):
 def plan_copies(
     policy: CheckpointPolicy, snapshot: CheckpointSnapshot, page_tokens: int
 ) -> tuple[PageCopy, ...]:
-    """Return the copies to begin now, those of the rows admitted last first, which are evicted
-    first. O(rows)."""
+    """Return the copies to begin now. O(rows).
+
+    The rows admitted last come first, as they are retracted first.
+    """
     if policy.mode in (CheckpointMode.OFF, CheckpointMode.LAZY):
         return ()
     if policy.mode is CheckpointMode.PRESSURE and snapshot.used_share < policy.watermark:
@@ -157,18 +159,18 @@ def plan_copies(
 
 
 def is_stuck(policy: CheckpointPolicy, oldest_copy_steps: int) -> bool:
-    """Return whether the copy engine no longer answers, from how long its oldest copy takes."""
+    """Return whether the oldest copy in flight takes so long that copying counts as stuck."""
     return oldest_copy_steps > policy.stall_steps
 
 
 def reclaim_tokens(wanted_tokens: int, least_tokens: int, page_tokens: int) -> int:
-    """Return how many tokens to reclaim when ``wanted_tokens`` are asked for, whole pages."""
+    """Return how many tokens to reclaim, in whole pages, when ``wanted_tokens`` are needed."""
     return -(-max(wanted_tokens, least_tokens) // page_tokens) * page_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class HostQuota:
-    """Host memory of each class, in tokens; no class takes from another's."""
+    """Host memory of each request class in tokens; a class cannot use another's share."""
 
     online_tokens: int
     offline_tokens: int
@@ -182,7 +184,10 @@ class HostQuota:
     def shortage(
         self, request_class: RequestClass, used_tokens: int, wanted_tokens: int
     ) -> int | None:
-        """Return how many tokens the class must give up first; None: it may never hold so many."""
+        """Return how many tokens the class must free first to store ``wanted_tokens`` more.
+
+        None if ``wanted_tokens`` alone exceed its quota.
+        """
         limit = self.limit(request_class)
         if wanted_tokens > limit:
             return None
@@ -191,14 +196,14 @@ class HostQuota:
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """How long to do without host memory after it was refused: 1, 2, 4 … steps."""
+    """Exponential back-off after host memory was refused: 1, 2, 4 … steps without a request."""
 
     most_steps: int = 256
     failures: int = 0
     retry_step: int = 0
 
     def may_try(self, step: int) -> bool:
-        """Return whether it is time to ask again."""
+        """Return whether host memory may be requested in this step."""
         return step >= self.retry_step
 
     def failed(self, step: int) -> Backoff:

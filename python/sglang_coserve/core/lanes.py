@@ -1,4 +1,4 @@
-"""Which lane runs next, and until when (``Lane``)."""
+"""Decides which lane (``Lane``) the next step belongs to, and until when it may run."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ __all__ = [
 
 
 def offline_until_s(batch: BatchBuilder, gap_share: float, margin: float) -> float | None:
-    """Return until when a step of the offline lane may run now; None: online work is next.
+    """Return until when a step of the offline lane may run now; None if online work is next.
 
-    An online prompt is computed at once. A decode can wait until its token is due, less
-    the time of its step. Where nothing is promised it would wait for ever, for one offline
-    step would follow the other; so there it is next.
+    Online prompts are computed at once. Decodes can wait until their token is due, less the
+    time of their own step. Without a TPOT target they would wait forever, as one offline step
+    would follow the other, so then the decodes are next.
 
     Args:
-        batch: Of the shared lane, with nothing in it.
-        gap_share: Part of what the decodes leave until a token is late that offline work may take.
-        margin: Part of the time that is left free for prediction error.
+        batch: An empty batch of the shared lane.
+        gap_share: Share of the decodes' slack that offline work may use.
+        margin: Share of the time that is left free for prediction error.
     """
     seen = batch.snapshot
     if batch.online_prefills or seen.waiting:
@@ -48,9 +48,9 @@ def offline_until_s(batch: BatchBuilder, gap_share: float, margin: float) -> flo
 
 
 def is_stuck(batch: BatchBuilder, gap_share: float, margin: float) -> bool:
-    """Tell whether the suspended step does not even reach a safepoint between two decodes.
+    """Return whether the suspended step cannot reach its next safepoint between two decodes.
 
-    It began when there were fewer of them, or when more of the time between them was allowed.
+    This happens when it began with fewer online decodes, or with a larger ``gap_share``.
     """
     seen, target_s = batch.snapshot, batch.targets.tpot_s
     if seen.suspended is None or target_s is None:
@@ -61,20 +61,23 @@ def is_stuck(batch: BatchBuilder, gap_share: float, margin: float) -> bool:
 
 
 def stop_share(batch: BatchStats, seen: EngineSnapshot) -> float:
-    """Return the part of such a step of the offline lane that passes at most until it stops."""
+    """Return the largest share of an offline-lane step that runs until it can be suspended.
+
+    1 if it cannot be suspended.
+    """
     return seen.stop_share if batch.prefill_requests or seen.decodes_stop else 1.0
 
 
 def gets_anywhere(
     batch: BatchStats, predicted_s: float, seen: EngineSnapshot, left_s: float
 ) -> bool:
-    """Tell whether a step of the offline lane reaches a safepoint within ``left_s``.
+    """Return whether a step of the offline lane reaches a safepoint within ``left_s``.
 
     Args:
-        batch: Of the step.
-        predicted_s: Of the whole step.
-        seen: The engine; the step may be the one that is suspended.
-        left_s: Time that it may run.
+        batch: The sums over the step's batch.
+        predicted_s: Predicted time of the whole step.
+        seen: The engine; if it has a suspended step, it is that one.
+        left_s: Time that the step may run.
     """
     done_share = 0.0 if seen.suspended is None else seen.suspended.done_share
     share = min(stop_share(batch, seen), 1 - done_share)
@@ -84,10 +87,11 @@ def gets_anywhere(
 def longest_s(
     model: LatencyModel, targets: SloTargets, arrival_wait_s: float, seen: EngineSnapshot
 ) -> float:
-    """Return the longest time that a step of the offline lane may take from one stop to the next.
+    """Return the longest time that an offline-lane step may take between two safepoints.
 
-    An arrival waits for it, not for the step's end, and it fits between two decodes: a step
-    that is begun while nobody decodes goes on beside those who come.
+    An arriving request waits only for the next safepoint, not for the end of the step. The time
+    must also fit between two decodes, because a step that begins while no online request decodes
+    may have to go on between the decodes of requests that arrive later.
     """
     gap_s = math.inf
     if targets.tpot_s is not None:
@@ -96,10 +100,11 @@ def longest_s(
 
 
 def seen_alone(seen: EngineSnapshot, headroom_tokens: int) -> EngineSnapshot:
-    """Return the engine as a step of the offline lane sees it. O(rows).
+    """Return the snapshot from which a step of the offline lane is planned. O(rows).
 
-    Online rows keep ``headroom_tokens`` of KV each, to go on while the step is suspended.
-    Where they decode, an offline row that decodes with them leaves them only if it can pause.
+    It has no online requests, and ``headroom_tokens`` of KV less for each online row, so that
+    those can go on while the step is suspended. If there are online rows, it leaves out offline
+    decodes that cannot pause: they can decode only together with the online ones.
     """
     num_online = sum([row.info.is_online for row in seen.rows])
     rows = [
@@ -121,16 +126,17 @@ def seen_alone(seen: EngineSnapshot, headroom_tokens: int) -> EngineSnapshot:
 
 
 def share_in_lane(mixed: BatchBuilder, left_s: float, alone: BatchBuilder | None = None) -> float:
-    """Return how much of the time gets offline work done in a lane of its own.
+    """Return the share of time that does offline work if it runs in the offline lane.
 
-    A step there takes any time, for it is suspended for each step of the online decodes: what
-    it pays are those, the resumptions, and the time before the decodes that is too short for
-    another group of layers.
+    A step there may take any time, as it is suspended for each step of the online decodes. Lost
+    are the times of those steps, of the resumptions, and the time before each decode that is
+    too short for another group of layers.
 
     Args:
-        mixed: The step beside online decodes; its online half is enough.
-        left_s: Time that a step of the offline lane may run before them.
-        alone: That step; None for one that stops whenever it has to, and in which nothing is lost.
+        mixed: The step of the shared lane; its online half is enough.
+        left_s: Time that an offline-lane step may run before the online decodes.
+        alone: The offline-lane step; None assumes one that can stop at any time without loss,
+            which gives an upper bound.
     """
     seen = mixed.snapshot
     decodes_s = mixed.model.predict(_decodes(mixed.online_decodes))
@@ -145,17 +151,18 @@ def share_in_lane(mixed: BatchBuilder, left_s: float, alone: BatchBuilder | None
 
 
 def share_beside(mixed: BatchBuilder, least_tokens: int, *, has_prompts: bool) -> float:
-    """Return how much of the time gets offline work done in steps with online decodes.
+    """Return the share of time that does offline work if it runs in steps with online decodes.
 
-    There it shares what a step costs however small it is, but the whole step has to end before
-    its decodes, or an arrival, have waited too long. Judged is the better of two: a step with
-    all offline decodes, as it is planned, and one without them. After steps in the offline lane
-    there are so many that they leave no time for prompts, but that does not stay so.
+    There it shares the fixed cost of a step, but the whole step must end before its decodes, or
+    an arriving request, have waited too long. The result is the better of two steps: one with
+    all offline decodes, as it would be planned, and one without them. After steps in the offline
+    lane there may be so many offline decodes that they leave no time for prompts, but that is
+    temporary.
 
     Args:
-        mixed: The step as it is planned; its online half is enough.
-        least_tokens: Of a chunk.
-        has_prompts: Offline prompts wait.
+        mixed: The step as planned; its online half is enough.
+        least_tokens: Smallest prefill chunk.
+        has_prompts: Whether offline prompts wait.
     """
     model, budget_s = mixed.model, mixed.offline_budget_s
     shares = [0.0]
@@ -173,10 +180,10 @@ def share_beside(mixed: BatchBuilder, least_tokens: int, *, has_prompts: bool) -
 
 
 def _work_s(batch: BatchBuilder, offline: BatchStats) -> float:
-    """Return the time that offline work takes in a step full of such work.
+    """Return the time that offline work would take as its part of a step full of such work.
 
-    So neither counts what every step takes, nor what decodes read while prompts compute. To
-    read the context of a prompt is no work of its own: with longer chunks it is read less often.
+    This amortizes the fixed cost of a step, and lets decodes read memory while prompts compute.
+    Reading the context of a prompt does not count as work: longer chunks read it less often.
     """
     if offline.is_empty:
         return 0.0

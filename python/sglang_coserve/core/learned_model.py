@@ -1,4 +1,4 @@
-"""A latency model that follows the machine."""
+"""A latency model that is corrected by measured steps."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from sglang_coserve.core.prediction_error import PredictionError
 __all__ = ["LearnedModel"]
 
 _REFINED_AT_ONCE: Final = 16
-"""Refining costs more than planning, but for many steps little more than for one."""
+"""Samples per refinement. Refining costs more than planning, but hardly more for many samples than
+for one."""
 
 
 class LearnedModel:
-    """Refined by the steps it is told of; knows how slow the machine has been lately."""
+    """Refines a latency model by measured steps, and tracks how slow the machine is lately."""
 
     def __init__(
         self, model: LatencyModel, *, refines: bool, profile_mape: float | None = None
     ) -> None:
-        """Start with ``model``, which had this error when it was fitted; keep it unless it
-        ``refines``."""
+        """Start with ``model``, which never changes unless ``refines``.
+
+        ``profile_mape`` is its mean absolute percentage error when it was fitted, as a fraction.
+        """
         self._model = model
         self._refiner = Refiner(model) if refines else None
         self._observed: list[Sample] = []
@@ -31,22 +34,22 @@ class LearnedModel:
 
     @property
     def model(self) -> LatencyModel:
-        """As refined so far."""
+        """The latency model, as refined so far."""
         return self._model
 
     @property
     def error(self) -> PredictionError:
-        """How well it predicted, before it was corrected."""
+        """The error of the predictions, each made before the model was corrected by that step."""
         return self._error
 
     def observe(self, sample: Sample, beside: Sequence[BatchStats] = ()) -> None:
-        """Learn from a step. O(1), amortized.
+        """Learn from a measured step. Amortized O(1).
 
-        ``beside`` are the batches that shared a pipeline with it, as of ``StepResult``. Where
-        one of them is slower, the time says little of this one, and does not refine the model.
+        ``beside`` are the batches that shared a pipeline with it (``StepResult.beside``). If
+        one of them is slower, the time says little about this batch and does not refine the model.
 
         Raises:
-            InputFileError: its time is not positive.
+            InputFileError: the measured time is not positive.
         """
         predicted_s, is_slowest = pipelined(self._model.predict, sample.batch, beside)
         self._error.observe(predicted_s, sample.seconds)
@@ -58,5 +61,5 @@ class LearnedModel:
             self._observed.clear()
 
     def predict_now(self, batch: BatchStats) -> float:
-        """Return how long a step takes on the machine as it is now, in seconds."""
+        """Return the seconds of a step, scaled by how slow the machine is at present."""
         return self._model.predict(batch) * self._error.slowness

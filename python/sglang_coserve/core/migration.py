@@ -1,4 +1,4 @@
-"""Which offline requests an instance should pull from another one (OOCO §3.4.3, Algorithm 1)."""
+"""Chooses the offline requests to pull from another instance (OOCO §3.4.3, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["LengthPreference", "closest_lengths", "preferred_length"]
 
 @dataclass(frozen=True, slots=True)
 class LengthPreference:
-    """The length an offline request should have to be worth pulling."""
+    """The length, in tokens of context, of the offline requests worth pulling."""
 
     tokens: int
-    """Preferred length; 1 stands for the shortest there are."""
+    """Preferred length; 1 prefers the shortest requests."""
 
     max_tokens: int
-    """Longest that fits the latency bound and memory."""
+    """Greatest length that fits the latency bound and memory."""
 
 
 def preferred_length(
@@ -35,19 +35,19 @@ def preferred_length(
 
     Args:
         model: the latency model.
-        batch: the decode batch of the last iteration.
-        slo_s: the bound on an iteration, the TPOT target.
+        batch: the decode batch of the last step.
+        slo_s: the latency bound of a step, i.e. the TPOT target.
         free_kv_tokens: KV slots left, the paper's 1 − U_mem.
         saturated_size: ``bottleneck.saturated_batch_size`` of the model.
-        includes_all: every request of the instance was in that batch.
+        includes_all: whether every request of the instance was in that batch.
 
-    Pull only if the instance runs all it has and there is time left (line 2).
-    With compute saturated, more rows gain nothing, so take the longest that fit
-    time and memory (lines 4–5). Below saturation: if one row less long still
-    reaches it in time, again the longest (lines 7–8); else the shortest, for
-    the most rows (line 10). O(log free_kv_tokens) predictions.
+    Requests are pulled only if the instance runs all its requests and has time left (line 2).
+    With compute saturated more rows gain nothing, so prefer the greatest length that fits time
+    and memory (lines 4–5). Below saturation: if as many equal requests as saturation still
+    needs fit together, prefer the greatest length at which they do (lines 7–8); else the
+    shortest, for the most rows (line 10). O(log free_kv_tokens) predictions.
 
-    The paper's line 8 leaves memory out; we never prefer what has no room.
+    The paper's line 8 ignores memory; here a length that does not fit is never preferred.
     """
     if not includes_all or model.predict(batch) >= slo_s:
         return None
@@ -57,13 +57,13 @@ def preferred_length(
     missing = saturated_size - batch.decode_requests
     if missing <= 0:
         return LengthPreference(longest, longest)
-    # "A group of requests": as many equal ones as saturation still needs.
+    # The paper's "group of requests": as many equal ones as saturation still needs.
     group = _longest(model, batch, missing, slo_s, free_kv_tokens // missing)
     return LengthPreference(group or 1, longest)
 
 
 def closest_lengths(lengths: Iterable[int], preference: LengthPreference, count: int) -> list[int]:
-    """Return up to ``count`` lengths that fit, the closest to the preference first (line 14)."""
+    """Return up to ``count`` lengths that fit, closest to the preferred one first (line 14)."""
     fitting = [length for length in lengths if length <= preference.max_tokens]
     return sorted(fitting, key=lambda length: (abs(length - preference.tokens), length))[:count]
 
@@ -71,7 +71,7 @@ def closest_lengths(lengths: Iterable[int], preference: LengthPreference, count:
 def _longest(
     model: LatencyModel, batch: BatchStats, count: int, slo_s: float, limit_tokens: int
 ) -> int:
-    """Return the greatest length of ``count`` more decodes within the bound; 0 if none is."""
+    """Return the greatest length at which ``count`` more decodes stay within the bound, or 0."""
     low, high = 0, limit_tokens + 1
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Phase 2 of an iteration: offline work in what online work left over."""
+"""Phase 2 of planning a step: adds offline work within what online work left."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 _SMALLEST_PREFILL_TOKENS: Final = 128
+"""Prefill sizes down to this are compared for throughput."""
 
 
 def serve_offline(
@@ -31,12 +32,12 @@ def serve_offline(
 ) -> None:
     """Add offline decodes, then offline prefills, within ``batch.offline_budget_s``.
 
-    ``for_throughput`` makes it the batch of highest predicted throughput (ConServe
-    §4.2): all decodes, since one more costs less than the average; and no more
-    prefill tokens than give the most tokens per second.
+    With ``for_throughput`` the batch has the highest predicted throughput (ConServe
+    §4.2): all decodes, since one more costs less than the average, and the number of prefill
+    tokens that gives the most tokens per second.
 
-    When no online request is there, a budget that not even the smallest batch
-    keeps is ignored: it would stop the engine and serve nobody.
+    Without online requests, a budget that not even the smallest batch keeps is ignored:
+    it would stop the engine and help nobody.
     """
     free_tokens = batch.free_tokens
     decode_offline(batch, batch.offline_decodes)
@@ -45,7 +46,7 @@ def serve_offline(
     prefill_offline(batch, context)
     if batch.stats.is_empty and not batch.has_online:
         batch.offline_budget_s = math.inf
-        # Chunks end with a page.
+        # A chunk has at least one page.
         least_tokens = max(context.config.min_chunk_tokens, batch.snapshot.page_tokens)
         batch.free_tokens = min(free_tokens, least_tokens)
         decode_offline(batch, batch.offline_decodes)
@@ -53,11 +54,11 @@ def serve_offline(
 
 
 def decode_offline(batch: BatchBuilder, rows: Iterable[Row]) -> None:
-    """Add as many decodes as fit, in the order given; the others pause, their KV kept.
+    """Add as many decodes as fit, in the given order; the others pause and keep their KV.
 
-    When KV is short for those that fit the latency budget, rows are evicted in
-    the policy's order of victims, but never the last: it pauses until
-    something else has ended. O(rows + log rows predictions).
+    If those that fit the latency budget lack KV, rows are retracted in the policy's victim
+    order, but never the only one left: it pauses until another request has ended.
+    O(rows), with O(log rows) predictions for each retraction.
     """
     rows = batch.without_evicted(rows)
     while True:
@@ -76,7 +77,7 @@ def decode_offline(batch: BatchBuilder, rows: Iterable[Row]) -> None:
 
 
 def longest_prefix(batch: BatchBuilder, rows: Sequence[Row]) -> int:
-    """Return how many of the first rows fit the latency and token budgets. Bisection."""
+    """Return how many of the first rows fit the latency and token budgets, by bisection."""
     limit = min(len(rows), batch.free_tokens)
     tokens = [row.computed_tokens for row in rows[:limit]]
     if limit == 0 or batch.predict_with_decodes(limit, sum(tokens)) <= batch.offline_budget_s:
@@ -90,10 +91,10 @@ def longest_prefix(batch: BatchBuilder, rows: Sequence[Row]) -> int:
 
 
 def best_prefill_tokens(batch: BatchBuilder) -> int:
-    """Return the prefill tokens, in halves of what fits, that give the most tokens per second.
+    """Return the prefill tokens with the most tokens per second, among all that fit and halves.
 
-    As if of one prompt without context: beyond that number its attention costs
-    more than sharing the fixed costs of the iteration gains.
+    Computed for a single prompt without context: with more tokens its attention costs
+    more than amortizing the fixed cost of the step gains.
     """
     if batch.free_tokens <= 0:
         return 0
@@ -105,13 +106,13 @@ def best_prefill_tokens(batch: BatchBuilder) -> int:
 
 
 def prefill_offline(batch: BatchBuilder, context: PlanContext) -> None:
-    """Add offline prefills: those begun, then picks from the queue, each as long as it can be.
+    """Add offline prefills, unfinished ones first, then from the queue, each as long as fits.
 
     Stops at the first that is cut or does not fit, so at most one is unfinished and
-    the queue's order holds. A new request also needs headroom in KV for the rows
-    that run, or it would soon be evicted for them. One that shares a prefix with another
-    one of the same step is left for the next, which finds it cached, if that saves more
-    than a step costs.
+    the queue's order is kept. A new request also needs free KV as headroom for the running
+    rows, or it would soon be retracted for them. A request that shares a prefix with another
+    one of the same step is left to the next step, which finds the prefix cached, if this saves
+    more than the fixed cost of a step.
     """
     if _continue_prefills(batch, context) and batch.admits_offline:
         _admit(batch, context)
@@ -124,7 +125,7 @@ def _continue_prefills(batch: BatchBuilder, context: PlanContext) -> bool:
         rest_tokens = row.tokens_to_compute
         kv_tokens = batch.kv_to_prefill(row.computed_tokens, rest_tokens, is_new=False)
         while not batch.has_room(kv_tokens) and batch.stats.is_empty:
-            # Nothing runs that would free KV by ending, so another unfinished one has to.
+            # No request runs that would free KV by ending, so another unfinished one is retracted.
             victim = batch.next_victim()
             if victim is None or victim is row:
                 return False
@@ -138,7 +139,7 @@ def _continue_prefills(batch: BatchBuilder, context: PlanContext) -> bool:
 
 def _admit(batch: BatchBuilder, context: PlanContext) -> None:
     config, queue = context.config, context.queue
-    # Without a slot there is no need to ask the prefix cache, which costs as much as the rest.
+    # Return early: looking up the prefix cache costs as much as the rest of the function.
     if batch.free_slots <= 0 or batch.free_tokens <= 0:
         return
     if batch.predicted_s >= batch.offline_budget_s:
@@ -178,13 +179,13 @@ def _shared_tokens(
 ) -> int:
     """Return how many tokens of a prompt will be cached once one of ``prompts`` is computed.
 
-    In whole pages; those that are cached already, if there are no more. O(prompts).
+    In whole pages, and at least ``cached_tokens``, those that are cached already. O(prompts).
     """
     own, page = request.token_ids, batch.snapshot.page_tokens
     more_bytes = (cached_tokens + page) * TOKEN_BYTES
     for other in reversed(prompts):
         if len(own) > more_bytes and other[:more_bytes] == own[:more_bytes]:
-            # The last token is computed in any case: its logits give the next one.
+            # The last token is always computed, because its logits are needed.
             end_bytes = min(len(other), len(own) - TOKEN_BYTES)
             shared_bytes = common_prefix_bytes(own, other, more_bytes, end_bytes)
             return shared_bytes // TOKEN_BYTES // page * page
@@ -194,7 +195,7 @@ def _shared_tokens(
 def _is_worth_a_step(
     batch: BatchBuilder, length_tokens: int, cached_tokens: int, shared_tokens: int
 ) -> bool:
-    """Tell whether the tokens from ``cached_tokens`` to ``shared_tokens`` cost more than a step."""
+    """Return whether computing the shared tokens costs more than the fixed cost of a step."""
     least_s = batch.model.predict(BatchStats().with_prefill(1, 0))
     whole_s = batch.predict_with_prefill(length_tokens - cached_tokens, cached_tokens)
     rest_s = batch.predict_with_prefill(length_tokens - shared_tokens, shared_tokens)
@@ -211,7 +212,7 @@ def _add(
     *,
     is_new: bool = False,
 ) -> bool:
-    """Add the longest chunk that fits; tell whether it was all of the rest."""
+    """Add the longest chunk that fits; return whether it completes the prompt."""
     tokens = batch.longest_chunk(cached_tokens, rest_tokens, batch.offline_budget_s)
     if tokens < min(rest_tokens, context.config.min_chunk_tokens):
         return False

@@ -1,4 +1,4 @@
-"""What offline work would get of an engine that has nothing else to do."""
+"""Estimates the throughput of offline work on an otherwise idle engine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["expected_tokens_per_s", "lines_at_a_time"]
 
 _PROMPT_TOKENS: Final = 256
 _OUTPUT_TOKENS: Final = 256
-"""Of the requests that are assumed: nobody has sent any yet."""
+"""Assumed lengths, as no request has been seen yet."""
 
 
 def expected_tokens_per_s(
     model: LatencyModel, *, kv_tokens: int, max_rows: int, chunk_tokens: int
 ) -> float:
-    """Return prompt and generated tokens a second of many requests of middle length.
+    """Return the predicted prompt and output tokens per second of many medium-sized requests.
 
     As many of them decode together as ``kv_tokens`` and ``max_rows`` allow, and prompts
-    are computed in batches of ``chunk_tokens``: the first guess, before anything was
-    served, of a rate that is measured from then on.
+    are computed in batches of ``chunk_tokens``. This is the initial estimate of a rate that is
+    measured once requests are served.
     """
     rows = max(1, min(max_rows, kv_tokens // (_PROMPT_TOKENS + _OUTPUT_TOKENS)))
     prompts = max(1, min(rows, chunk_tokens // _PROMPT_TOKENS))

@@ -1,4 +1,4 @@
-"""Phase 1 of an iteration: online work, before any offline work (HyGen §4.1, ConServe Alg. 1)."""
+"""Phase 1 of planning a step: adds online work first (HyGen §4.1, ConServe Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from sglang_coserve.core.step import Lane
 __all__ = ["decode_online", "prefill_online", "serve_online", "slack_s"]
 
 _SPARED_CUT: Final = 0.1
-"""Part of its budget by which a batch may exceed it for the end of a prompt: a cut costs the
-prompt another iteration, and all that decode in that one."""
+"""Share by which a batch may exceed its budget to complete a prompt: a cut would cost the prompt,
+and all requests that decode meanwhile, another step."""
 
 
 def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> None:
     """Add every online decode, then online prefills in order within the budget.
 
     The batch is also kept within the TPOT slack of the decodes and the TTFT slack
-    of each prompt it completes, so that a later prompt does not delay an
+    of each prompt that it completes, so that a later prompt does not delay an
     earlier one beyond its target. A prompt's own target does not shorten its
-    chunk: that could only delay it.
+    chunk, as that could only delay it.
 
-    Sets ``batch.offline_budget_s``: what all that leaves to offline work; 0 if an
-    online prompt was left over or is late, since offline work would delay it. A
-    request that arrives meanwhile counts, too: ``SchedulerConfig.arrival_wait_s``.
+    Sets ``batch.offline_budget_s`` to the latency budget left for the whole batch with offline
+    work; 0 if an online prompt was left over or is late, since offline work would delay it.
+    Requests that arrive during the step bound it too (``SchedulerConfig.arrival_wait_s``).
     """
     margin = context.config.margin
     prompts_s = _time_before_decodes_s(batch, context, budget_s)
@@ -45,7 +45,7 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
         _prefill_before_decodes(batch, context, prompts_s)
     batch.online_part_s = batch.predicted_s
     if batch.lane is Lane.OFFLINE:
-        return  # Nobody waits for its end.
+        return  # No online request waits for the end of such a step.
     batch.offline_budget_s = min(
         batch.offline_budget_s,
         budget_s * (1 - margin),
@@ -55,9 +55,9 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
 
 
 def _prefill_before_decodes(batch: BatchBuilder, context: PlanContext, budget_s: float) -> None:
-    """Add online prefills alone; the decodes, if the prompts find no memory."""
+    """Add online prefills without decodes; only the decodes if no prompt finds memory."""
     decodes_kv = batch.kv_to_decode(batch.online_decodes)
-    batch.free_kv_tokens -= decodes_kv  # For the next iteration.
+    batch.free_kv_tokens -= decodes_kv  # Reserved for the decodes of the next step.
     prefill_online(batch, context, budget_s, spared_cut=_SPARED_CUT)
     batch.free_kv_tokens += decodes_kv
     if batch.stats.is_empty:
@@ -70,21 +70,21 @@ def _prefill_before_decodes(batch: BatchBuilder, context: PlanContext, budget_s:
 def _time_before_decodes_s(
     batch: BatchBuilder, context: PlanContext, budget_s: float
 ) -> float | None:
-    """Return how long the prompts may have an iteration to themselves; None if they do not.
+    """Return the latency budget of a step with prompts only; None to mix prompts with decodes.
 
-    SGLang lets the decodes stall for every prompt. Here they run beside the prompts, which
-    costs less in all, unless more would be late so: prompts that wait for a part of several
-    iterations, each as long as the next token of a decode can wait. A late gap counts as
-    the part of a late first token that it is of all gaps of a request. Where both are
-    equal, a request counts that arrives meanwhile and then takes as long again. No gap is
-    made longer than both targets together. O(waiting + rows).
+    SGLang stalls the decodes for every prompt. Mixing costs less in total, so it is the default
+    here, but it spreads prompts over several steps, each only as long as the decodes' next
+    tokens can wait. Prompts run first, without decodes, if fewer targets are then missed: late
+    first tokens, plus late gaps, each weighted by 1 / gaps per request. Ties are decided by a
+    hypothetical request that arrives during the step and takes as long again. No gap becomes
+    longer than the TPOT slack plus the TTFT target. O(waiting + rows).
     """
     ttft_s = batch.targets.ttft_s
     prompts = _prompts_that_fit(batch)
     if not batch.online_decodes or not prompts or ttft_s is None:
         return None
     if context.config.overload is Overload.SHED:
-        return None  # What is refused makes nobody late.
+        return None  # Prompts that would be late are refused instead.
     if math.isinf(batch.tpot_slack_s) or not batch.has_room(
         batch.kv_to_decode(batch.online_decodes), rows=len(batch.online_decodes)
     ):
@@ -115,7 +115,7 @@ def _time_before_decodes_s(
 
 
 def _prompts_that_fit(batch: BatchBuilder) -> list[Row]:
-    """Return the first prompts, as many as one iteration may compute."""
+    """Return the first prompts that together fit the token budget of a step."""
     rows = [*batch.online_prefills, *batch.snapshot.waiting]
     tokens = accumulate([row.tokens_to_compute for row in rows])
     return rows[: bisect_right(list(tokens), batch.free_tokens)]
@@ -124,7 +124,7 @@ def _prompts_that_fit(batch: BatchBuilder) -> list[Row]:
 def _chunks_beside(
     prompts: Sequence[Row], alone_s: float, chunk_s: float, context: PlanContext
 ) -> int:
-    """Return in how many parts prompts are computed that get ``chunk_s`` beside decodes."""
+    """Return the number of steps to compute prompts that get ``chunk_s`` of each mixed step."""
     floor_tokens = context.config.min_online_chunk_tokens
     if chunk_s > 0:
         return math.ceil(alone_s / chunk_s)
@@ -136,8 +136,8 @@ def _tokens(prompts: Sequence[Row]) -> int:
 
 
 def _gap_budget_s(batch: BatchBuilder, context: PlanContext) -> float:
-    """Return how long an iteration offline work may fill because of the decodes: what their own
-    work leaves of their slack, or a share of it."""
+    """Return the latency budget that the decodes leave for a batch with offline work: the batch so
+    far plus ``gap_share`` of the slack left after it."""
     spare_s = batch.offline_slack_s - batch.predicted_s
     return batch.predicted_s + (context.gap_share * spare_s if spare_s > 0 else spare_s)
 
@@ -145,7 +145,7 @@ def _gap_budget_s(batch: BatchBuilder, context: PlanContext) -> float:
 def decode_online(batch: BatchBuilder) -> None:
     """Add every online decode.
 
-    If KV is short, offline rows lose theirs, then unfinished online prefills, then
+    If KV is short, offline rows are retracted, then unfinished online prefills, then
     the last of the decodes themselves.
     """
     rows = batch.online_decodes
@@ -165,10 +165,10 @@ def prefill_online(
 ) -> None:
     """Add online prefills in order: the unfinished ones, then the waiting ones.
 
-    Stops at the first that does not fit: no later request overtakes it. One that
-    fits into ``spared_cut`` of the budget more is not cut. Without ``keeps_ttft`` only
-    the TTFT targets that requests bring along are deadlines; under ``Overload.SHED`` all
-    are. Sets ``offline_budget_s`` as ``serve_online`` says.
+    Stops at the first that does not fit, so that no later request overtakes it. A prompt that
+    exceeds the budget by at most the share ``spared_cut`` is not cut. Without ``keeps_ttft`` only
+    targets that requests bring along count as TTFT deadlines; under ``Overload.SHED`` all
+    targets do. Sets ``offline_budget_s`` (see ``serve_online``).
     """
     config = context.config
     sheds = config.overload is Overload.SHED
@@ -176,10 +176,10 @@ def prefill_online(
     slack_share = 1 - config.margin
     ttft_s = more_s = math.inf
     if config.online_order is OnlineOrder.VTC and batch.targets.ttft_s is not None:
-        # Another tenant may arrive, who waits for this step and then takes one as long. In one
-        # pair of runs its P99 TTFT was 160 ms with this and 432 without (bench_overload.py).
+        # A request of another tenant may arrive, wait for this step and then take a step as long.
+        # In a pair of runs its P99 TTFT was 160 ms with this and 432 without (bench_overload.py).
         more_s = batch.targets.ttft_s / 2 * slack_share
-    # Where all that waits fits at once, one prediction stands for those of every row.
+    # If all prompts together fit, this one prediction replaces one for each row.
     all_s = batch.predict_with_whole(chain(batch.online_prefills, batch.snapshot.waiting))
     for row, is_new in _prefills(batch, context):
         rest_tokens = row.tokens_to_compute
@@ -231,7 +231,7 @@ def prefill_online(
 
 
 def _is_late_next(batch: BatchBuilder, tokens: int, context_tokens: int, slack_s: float) -> bool:
-    """Tell whether a prompt would be late in the iteration after this one, as it is now."""
+    """Return whether a prompt would be late if it ran in the step after the batch so far."""
     alone_s = batch.model.predict(BatchStats.of([(tokens, context_tokens)]))
     return batch.predicted_s + alone_s > slack_s
 
@@ -256,10 +256,10 @@ def _prefills(batch: BatchBuilder, context: PlanContext) -> Iterator[tuple[Row, 
 def _cut(
     batch: BatchBuilder, cached_tokens: int, rest_tokens: int, budget_s: float, floor_tokens: int
 ) -> int:
-    """Return the longest chunk within the budget, but at least the floor."""
+    """Return the longest chunk within the budget, but at least ``floor_tokens``."""
     tokens = batch.longest_chunk(cached_tokens, rest_tokens, budget_s)
     if tokens == 0 and batch.stats.is_empty:
-        # An empty batch makes nobody late: a budget it cannot keep must not stop it.
+        # A budget that even the smallest batch exceeds must not stop the engine.
         tokens = batch.longest_chunk(cached_tokens, rest_tokens, math.inf)
     floor_tokens = min(floor_tokens, rest_tokens, batch.free_tokens)
     return max(tokens, batch.align_chunk(cached_tokens, rest_tokens, floor_tokens))

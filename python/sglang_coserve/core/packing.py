@@ -1,4 +1,4 @@
-"""Choosing rows one by one, with the chance to take one back."""
+"""Chooses requests for a batch one by one, where the last choice may be taken back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Candidate", "Packing"]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A request that may join the batch: a row, or one that waits in the offline queue."""
+    """A request that may join the batch: a row of the snapshot, or one of the offline queue."""
 
     rid: str
     row: Row | None
@@ -28,11 +28,11 @@ class Candidate:
     is_decode: bool
     is_new: bool
     residual_s: float
-    """Time left to spend on this iteration."""
+    """Time until its next token is late."""
 
     @classmethod
     def of_row(cls, row: Row, residual_s: float) -> Candidate:
-        """Return the next step of a row."""
+        """Return the candidate for a row of the snapshot."""
         return cls(
             rid=row.info.rid,
             row=row,
@@ -46,14 +46,14 @@ class Candidate:
 
     @classmethod
     def of_queued(cls, request: QueuedRequest, cached_tokens: int) -> Candidate:
-        """Return the first step of an offline request that waits."""
+        """Return the candidate for a request of the offline queue."""
         length_tokens = request.num_prompt_tokens + request.num_generated_tokens
         cached_tokens = min(cached_tokens, length_tokens - 1)
         rest_tokens = length_tokens - cached_tokens
         return cls(request.rid, None, cached_tokens, rest_tokens, False, False, True, math.inf)
 
     def joined(self, stats: BatchStats, tokens: int) -> BatchStats:
-        """Return the batch with ``tokens`` of this request."""
+        """Return the sums with ``tokens`` tokens of this request added."""
         if self.is_decode:
             return stats.with_decode(self.context_tokens)
         return stats.with_prefill(tokens, self.context_tokens)
@@ -64,7 +64,7 @@ class _Choice(NamedTuple):
     tokens: int
     kv_tokens: int
     has_evicted: bool
-    """Offline rows lost KV for it."""
+    """Offline rows were retracted for it."""
 
     @property
     def is_cut(self) -> bool:
@@ -72,17 +72,17 @@ class _Choice(NamedTuple):
 
 
 class Packing:
-    """A choice of candidates under a latency bound and a limit of rows.
+    """Selects candidates under a latency bound and a limit on the number of requests.
 
-    Online candidates reclaim KV from offline rows, offline ones do not. At most
-    one choice is cut: after it ``add`` refuses what would be another.
+    Online candidates may retract offline rows, offline candidates may not. At most
+    one prompt is cut: after it, ``add`` refuses any other that would have to be cut.
     """
 
     def __init__(
         self, batch: BatchBuilder, bound_s: float, max_requests: int, headroom_tokens: int
     ) -> None:
         self.stopped_by_bound = False
-        """True once a candidate did not fit the latency bound."""
+        """True once a candidate did not fit the latency bound in full."""
         self._batch = batch
         self._bound_s = bound_s
         self._max_requests = max_requests
@@ -100,7 +100,10 @@ class Packing:
         return len(self._online) + len(self._offline)
 
     def add(self, candidate: Candidate) -> bool:
-        """Choose a candidate, if it fits at least in part. O(1) predictions."""
+        """Choose a candidate if at least part of it fits; return whether it was chosen.
+
+        O(1) predictions.
+        """
         if self._num_chosen >= self._max_requests:
             return False
         tokens = self._longest(candidate)
@@ -114,10 +117,10 @@ class Packing:
         return True
 
     def replace_last_online(self, candidate: Candidate, wait_s: float) -> bool:
-        """Choose a candidate in the place of the online one that was chosen last.
+        """Replace the online candidate chosen last by another; return whether this was done.
 
-        Only if that one can wait for this iteration and ``wait_s`` more, and nothing
-        was evicted for it.
+        Done only if that candidate can wait for this step and ``wait_s`` more, and no row was
+        retracted for it.
         """
         if not self._online or self._online[-1].has_evicted:
             return False
@@ -129,7 +132,7 @@ class Packing:
         return False
 
     def apply(self) -> None:
-        """Add the choices to the batch."""
+        """Add the chosen candidates to the batch."""
         batch = self._batch
         batch.decode(_decodes(self._online))
         self._prefill(self._online)
@@ -141,7 +144,7 @@ class Packing:
         for candidate, tokens, kv_tokens, _ in choices:
             if candidate.is_decode:
                 continue
-            # An offline decode may have taken its KV meanwhile.
+            # It may have been retracted for an offline decode meanwhile.
             was_evicted = candidate.row is not None and batch.is_evicted(candidate.row)
             if not was_evicted and batch.has_room(kv_tokens, int(candidate.is_new)):
                 batch.prefill(
@@ -154,7 +157,7 @@ class Packing:
 
     def _longest(self, candidate: Candidate) -> int:
         batch = self._batch
-        # The most urgent online request runs in any case.
+        # The most urgent online request always runs, even over the bound.
         is_first = candidate.is_online and self._stats.is_empty
         bound_s = math.inf if is_first else self._bound_s
         tokens = limit = min(candidate.rest_tokens, self._free_tokens)
@@ -172,7 +175,7 @@ class Packing:
 
     def _has_room(self, candidate: Candidate, kv_tokens: int) -> bool:
         if candidate.is_decode and not candidate.is_online:
-            return True  # ``apply`` makes room, or leaves it out.
+            return True  # ``apply`` makes room for it, or leaves it out.
         kv_tokens += self._kv_tokens
         if candidate.is_new and not candidate.is_online:
             seen = self._batch.snapshot

@@ -1,8 +1,8 @@
-"""How long a step takes in a pipeline, and what online requests would get of one alone.
+"""Pipeline parallelism: the duration of a step, and the no-interference baseline.
 
-A pipeline of K stages has K micro-batches under way, each a stage behind the one before it. All
-move on at the pace of the slowest, so a step takes as long as the slowest of the last K would
-alone (HyGen keeps the last K steps for the same reason, appendix A).
+A pipeline of K stages has K micro-batches in flight, each one stage behind the one before it. All
+advance at the pace of the slowest, so a step takes as long as the slowest of the last K would
+take alone (HyGen keeps the last K steps for the same reason, appendix A).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ __all__ = ["PipelineBaseline", "baseline_of", "pipelined"]
 def pipelined(
     predict: Callable[[BatchStats], float], batch: BatchStats, beside: Sequence[BatchStats]
 ) -> tuple[float, bool]:
-    """Return the seconds of a step in a pipeline, and whether no batch beside it is slower.
+    """Return the seconds of a step in a pipeline, and whether no overlapping batch is slower.
 
-    From its start to its tokens K steps begin, its own included. With the start of each, all
-    batches move on by one stage, which takes a K-th of the slowest one's time. O(K**2).
+    Between its start and its tokens K steps begin, including itself. At each start all
+    batches advance by one stage, which takes 1/K of the time of the slowest. O(K**2).
 
     Args:
-        predict: Seconds of a batch that passes through all stages alone.
-        batch: Of the step.
-        beside: The K - 1 batches before it and the K - 1 after it, in order; none where K is 1.
+        predict: Returns the seconds of a batch that passes through all stages alone.
+        batch: The batch of the step.
+        beside: The K - 1 batches before it and the K - 1 after it, in order; empty if K is 1.
     """
     alone_s = predict(batch)
     if not beside:
@@ -42,13 +42,13 @@ def pipelined(
 class PipelineBaseline:
     """The no-interference baseline of a pipeline: one virtual engine for each micro-batch.
 
-    Each has its part of the rows and of the KV, and its steps take as long as a batch takes
-    through all stages. That the slowest micro-batch holds up the others is left out: alone,
-    requests would have got a little less than this promises.
+    Each has 1/K of the rows and of the KV, and its steps take as long as a batch takes through
+    all stages. That the slowest micro-batch delays the others is ignored, so the baseline is a
+    little too fast.
     """
 
     def __init__(self, engines: Sequence[Baseline]) -> None:
-        """Start without requests; ``engines`` have none."""
+        """Start without requests; ``engines`` must have none."""
         self._engines = engines
         self._engine_of: dict[str, Baseline] = {}
 
@@ -58,33 +58,34 @@ class PipelineBaseline:
     def arrived(
         self, rid: str, arrival_s: float, prompt_tokens: int, cached_tokens: int = 0
     ) -> None:
-        """As of ``Baseline``: it goes where the fewest requests are. O(K)."""
+        """See ``Baseline.arrived``; the request goes to the engine with the fewest. O(K)."""
         engine = min(self._engines, key=len)
         self._engine_of[rid] = engine
         engine.arrived(rid, arrival_s, prompt_tokens, cached_tokens)
 
     def produced(self, rid: str, tokens: int = 1) -> None:
-        """As of ``Baseline``."""
+        """See ``Baseline.produced``."""
         if (engine := self._engine_of.get(rid)) is not None:
             engine.produced(rid, tokens)
 
     def ended(self, rid: str) -> None:
-        """As of ``Baseline``."""
+        """See ``Baseline.ended``."""
         if (engine := self._engine_of.pop(rid, None)) is not None:
             engine.ended(rid)
 
     def given_up(self, rid: str) -> None:
-        """As of ``Baseline``."""
+        """See ``Baseline.given_up``."""
         if (engine := self._engine_of.pop(rid, None)) is not None:
             engine.given_up(rid)
 
     def advance(self, predict: Callable[[BatchStats], float], now_s: float) -> list[BaselineToken]:
-        """As of ``Baseline``; the tokens of one engine after those of another."""
+        """See ``Baseline.advance``; tokens are ordered by engine, not by time."""
         return [token for engine in self._engines for token in engine.advance(predict, now_s)]
 
 
 def baseline_of(size: EngineSize) -> Baseline | PipelineBaseline:
-    """Return an engine of this size with online requests only; it has none yet."""
+    """Return a baseline of this size without requests, with a pipeline if it has several
+    micro-batches."""
     count = size.micro_batches
     engines = [
         Baseline(

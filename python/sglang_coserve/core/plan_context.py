@@ -1,4 +1,4 @@
-"""What a policy sees besides the batch it composes."""
+"""The scheduler's state that a policy may read while it composes a step."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ __all__ = ["PlanContext"]
 
 @dataclass(frozen=True, slots=True)
 class PlanContext:
-    """The scheduler's state, for reading, during one call of ``plan``."""
+    """Read-only state of the scheduler during one call of ``plan``."""
 
     config: SchedulerConfig
     queue: OfflineQueue
     cache: PrefixCache
     waiting: Iterable[Row]
-    """Waiting online requests in the order to serve them; to be iterated over once."""
+    """Waiting online requests in the order to serve them; may be iterated over only once."""
 
     step: int
-    """Number of the step; with the seed it makes draws reproducible."""
+    """Number of the step; together with the seed it makes random draws reproducible."""
 
     arrival_s: float
-    """Longest time that a request which arrives during the step may wait for its end."""
+    """Longest time that a request arriving during the step may wait for its end."""
 
     gap_share: float
-    """Part of what a decode leaves of the time until its deadline that offline work may take."""
+    """Share of the online decodes' slack that offline work may take."""
 
     shed_share: float
-    """Part of the time until its deadline that a request's first token may be predicted to take,
-    where what takes longer is refused."""
+    """Under ``Overload.SHED``: share of the time until its TTFT deadline that a request's first
+    token may be predicted to take; above it the request is refused."""
 
     shed_pace: float
-    """There, part of the time until a decode misses its target that a step may take."""
+    """Under ``Overload.SHED``: share of the TPOT slack that a step may take."""
 
     gaps_per_request: float
-    """Between the tokens of an online request, on average."""
+    """Mean number of gaps between the tokens of an online request."""

@@ -1,4 +1,4 @@
-"""What a scheduling policy is."""
+"""The interface of scheduling policies."""
 
 from __future__ import annotations
 
@@ -18,43 +18,44 @@ __all__ = ["Policy", "SlicingPolicy"]
 
 
 class Policy(ABC):
-    """Composes the batch of one step: a paper's algorithm over the shared parts.
+    """Composes the batch of one step: a paper's algorithm on top of the shared code.
 
-    ``compose`` must depend on nothing but its arguments and the policy's state, and
-    only the methods that tell what happened may change that.
+    ``compose`` must depend only on its arguments and the policy's state, and must not change
+    that state. Only ``update``, ``evicted`` and ``finished`` may change it.
     """
 
     name: ClassVar[str]
 
     is_preemptive: ClassVar[bool] = True
-    """Steps with offline work alone are suspended for online work, where the engine can."""
+    """Whether offline-only steps are suspended for online work, if the engine can do so."""
 
     @abstractmethod
     def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
         """Add the work of the next step to the empty batch."""
 
     def queue_config(self, seed: int = 0) -> OfflineQueueConfig:
-        """Return the order of its offline queue: deadlines at risk, then arrival."""
+        """Return the order of its offline queue; here deadlines at risk first, then by arrival."""
         return replace(OfflineQueueConfig.fcfs(), seed=seed)
 
     def victims(self, batch: BatchBuilder) -> Sequence[Row]:
-        """Return the offline rows that may lose their KV, first to go first."""
+        """Return the offline rows that may be retracted, the first to retract first."""
         return last_admitted_first(batch)
 
     def update(self, plan: StepPlan, result: StepResult) -> None:  # noqa: B027
-        """Take into account what came of a step; some of it ran."""
+        """Learn from the result of a step, of which at least a part ran."""
 
     def evicted(self) -> None:  # noqa: B027
-        """Take into account that an offline request lost its KV."""
+        """Record that an offline request was retracted."""
 
     def finished(self) -> None:  # noqa: B027
-        """Take into account that an offline request ended that had been admitted."""
+        """Record that an admitted offline request has ended."""
 
 
 class SlicingPolicy(Policy):
-    """One whose offline work may have steps of its own between those of online decodes.
+    """A policy whose offline work may run in steps of its own between those of online decodes.
 
-    Its two halves are composed apart: which of both steps is better can be told from the first.
+    Online and offline work are composed separately: the online half is enough to tell whether
+    offline work does better in the same step or in its own.
     """
 
     @abstractmethod
@@ -63,7 +64,7 @@ class SlicingPolicy(Policy):
 
     @abstractmethod
     def compose_offline(self, batch: BatchBuilder, context: PlanContext) -> None:
-        """Add offline work within that."""
+        """Add offline work within ``batch.offline_budget_s``."""
 
     def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""

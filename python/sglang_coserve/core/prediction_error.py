@@ -1,4 +1,4 @@
-"""How well predictions have matched the iterations lately."""
+"""Tracks how well the predicted step times have matched the measured ones lately."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ __all__ = ["PredictionError"]
 
 _WEIGHT: Final = 1 / 200
 _FEWEST: Final = 100
+"""Steps to observe before a drift is reported."""
+
 _LEAST_LIMIT: Final = 0.15
 _LIMIT_OVER_PROFILE: Final = 3.0
 _MOST: Final = 10.0
 
 _SLOWNESS_WEIGHT: Final = 0.1
-"""Held the share of harmed requests in 48 of 54 simulated settings; 46 with the last step alone, 42
-without following the machine (``benchmark/bench_allowance.py``)."""
+"""Weight of a step in the moving average. With it 48 of 54 simulated settings kept their harmed
+share, 46 with the last step alone, 42 without the correction (``benchmark/bench_allowance.py``)."""
 
 
 class PredictionError:
-    """Moving averages of the relative error, and whether it has drifted.
+    """Keeps moving averages of the relative prediction error, and detects drift.
 
-    It has when the mean absolute error exceeds three times what the profile
-    promised, and 15%: refinement then no longer follows the machine, or the machine
+    Predictions have drifted when the mean absolute error exceeds both 15% and three times the
+    error of the profile's fit: refinement then cannot keep up with the machine, or the machine
     is not the one that was profiled.
     """
 
     def __init__(self, profile_mape: float | None = None) -> None:
-        """Start without measurements; ``profile_mape`` is a fraction, of the model's fit."""
+        """Start without measurements; ``profile_mape`` is the error of the fit, as a fraction."""
         self._limit = max(_LEAST_LIMIT, _LIMIT_OVER_PROFILE * (profile_mape or 0.0))
         self._count = 0
         self._mape = 0.0
@@ -34,12 +36,12 @@ class PredictionError:
         self._slowness = 1.0
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
-        """Take one iteration into account; both times are positive. O(1)."""
-        # As for any mean until enough is known: one early outlier must not stay for long.
+        """Record the times of one step, both positive. O(1)."""
+        # A plain mean at first, so that one early outlier does not weigh for long.
         self._count += 1
         weight = max(_WEIGHT, 1 / self._count)
         error = predicted_s / measured_s - 1.0
-        # One stall of the machine predicts nothing; ten times over is as wrong as it gets.
+        # Errors are capped, as a single stall of the machine says nothing about the next steps.
         self._mape += weight * (min(abs(error), _MOST) - self._mape)
         self._bias += weight * (min(error, _MOST) - self._bias)
         slowness = min(measured_s / predicted_s, _MOST)
@@ -52,13 +54,12 @@ class PredictionError:
 
     @property
     def bias(self) -> float | None:
-        """Mean of (predicted - measured) / measured; positive when predictions are cautious."""
+        """Mean of (predicted - measured) / measured; positive if steps are overestimated."""
         return self._bias if self._count else None
 
     @property
     def slowness(self) -> float:
-        """How much longer than predicted the last steps took: measured ÷ predicted, about the
-        mean of ten."""
+        """Measured ÷ predicted time, averaged over about the last ten steps."""
         return self._slowness
 
     @property
@@ -68,5 +69,5 @@ class PredictionError:
 
     @property
     def has_drifted(self) -> bool:
-        """True once enough iterations show an error beyond ``limit``."""
+        """True once at least 100 steps were observed and the mean error exceeds ``limit``."""
         return self._count >= _FEWEST and self._mape > self._limit

@@ -1,4 +1,4 @@
-"""Statistics of latencies, the recent ones counting most."""
+"""Statistics of recent latencies, exponentially weighted."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["RecentValues"]
 
 _LEAST_S: Final = 1e-5
 _BINS_PER_E: Final = 100
-"""Bins are 1% wide, so that a percentile is known to half of that."""
+"""Bins per factor of e. They are 1% wide, so a percentile is known to within 0.5%."""
 
 _NUM_BINS: Final = 2048
-"""Up to 2 h."""
+"""Covers latencies of up to 2 h."""
 
 _LARGEST_WEIGHT: Final = 1e12
 
@@ -27,14 +27,14 @@ _QUANTILES: Final = MappingProxyType({Statistic.P50: 0.5, Statistic.P90: 0.9, St
 
 
 class RecentValues:
-    """A histogram in which each value weighs a little more than the one before.
+    """A histogram in which each value weighs slightly more than the one before it.
 
-    It keeps no value, so it may span many: where a percentile lies among rare delays, it takes
-    hundreds of these to know it.
+    It stores bins instead of values, so its span may be large: a percentile that is determined
+    by rare delays is known only after hundreds of them.
     """
 
     def __init__(self, span: int) -> None:
-        """Start empty; ``span`` values later, a value weighs 1/e of what it did."""
+        """Start empty; a value's relative weight decays to 1/e after ``span`` more values."""
         self._weights = array("d", bytes(8 * _NUM_BINS))
         self._growth = math.log1p(1 / span)
         self._weight = 1.0
@@ -42,7 +42,7 @@ class RecentValues:
         self._total = 0.0
 
     def add(self, value_s: float, count: int = 1) -> None:
-        """Take in a value that came so often. O(1), amortized."""
+        """Add a value ``count`` times. Amortized O(1)."""
         weight = count * self._weight
         self._weights[_bin(value_s)] += weight
         self._sum_s += weight * value_s
@@ -56,7 +56,7 @@ class RecentValues:
             self._weight = 1.0
 
     def statistic(self, statistic: Statistic) -> float:
-        """Return a statistic; there must be a value. O(bins) for a percentile."""
+        """Return a statistic in seconds; not to be called while empty. O(bins) for a percentile."""
         if statistic is Statistic.MEAN:
             return self._sum_s / self._total
         sums = np.cumsum(self._seen())
@@ -64,7 +64,7 @@ class RecentValues:
         return _LEAST_S * math.exp((found + 0.5) / _BINS_PER_E)
 
     def share_above(self, value_s: float) -> float:
-        """Return the share of values above this one; there must be a value. O(bins)."""
+        """Return the share of values above ``value_s``; not to be called while empty. O(bins)."""
         weights = self._seen()
         return float(weights[_bin(value_s) + 1 :].sum() / weights.sum())
 

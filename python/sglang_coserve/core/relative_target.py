@@ -1,4 +1,4 @@
-"""A target that is relative to what online requests would get alone."""
+"""Latency targets relative to the no-interference baseline."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ from sglang_coserve.core.slo import Slo
 __all__ = ["Latencies", "RelativeTarget"]
 
 _RENEWED_SHARE: Final = 1 / 128
-"""Of the values it goes by: when so many are new, it is computed again."""
+"""A relative target is recomputed when this share of the values in its span is new."""
 
 
 class Latencies(NamedTuple):
-    """A TTFT, a TPOT or a gap in both engines."""
+    """A TTFT, a TPOT or a gap, as measured and in the baseline, in seconds."""
 
     own_target_s: float | None
-    """That the request brought along."""
+    """The target that the request brought along, if any."""
 
     measured_s: float
     alone_s: float | None
-    """In the no-interference baseline; None if that is not known."""
+    """The latency in the no-interference baseline; None if unknown."""
 
     online_s: float = 0.0
-    """What the engine did for online requests meanwhile."""
+    """Time that the engine spent on online requests during the measured latency."""
 
 
 class RelativeTarget:
-    """Follows a statistic of the values alone, and of those measured.
+    """Computes the limit of a relative SLO from a statistic of the baseline's values.
 
-    Where the measured statistic is above the limit, for that was higher before or could not be
-    kept, deadlines are as much below the limit for now.
+    While the same statistic of the measured values exceeds the limit, because the limit
+    was higher before or could not be kept, the deadlines are tightened by the same factor.
     """
 
     def __init__(self, slo: Slo, prior_s: float, span: int) -> None:
         """Start without values.
 
         Args:
-            slo: Its tolerance.
-            prior_s: Taken for the statistic alone until a value is known.
-            span: So many values back it looks.
+            slo: The SLO; an absolute one keeps its limit.
+            prior_s: Value of the statistic in the baseline that is assumed until one is known.
+            span: Number of recent values to consider.
         """
         self._slo = slo
         self._span = span
         self._alone = RecentValues(span)
         self._measured = RecentValues(span)
         self.num_alone = 0
-        """Values alone so far."""
+        """Number of baseline values so far."""
 
         self._renewed_at = 0.0
         self.limit_s = self.deadline_s = slo.limit_over_value(prior_s)
         self.late_alone_share = 0.0
-        """Part of the values alone that is above the limit."""
+        """Share of the baseline's values above the limit."""
 
     def observe(self, values: Mapping[Latencies, int]) -> None:
-        """Take in values, each so often. O(values), amortized."""
+        """Add values, each with its count. Amortized O(values)."""
         for (_, measured_s, alone_s, _), count in values.items():
             if alone_s is not None:
                 self._measured.add(measured_s, count)

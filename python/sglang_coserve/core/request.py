@@ -12,17 +12,16 @@ __all__ = ["LEGAL_TRANSITIONS", "Ending", "RequestClass", "RequestState", "check
 
 
 class RequestClass(Enum):
-    """How much a request may be delayed for another.
+    """The priority class of a request.
 
-    The papers' names: ConServe, HyGen and OOCO say online and offline, BROS
-    says RT and BE.
+    ConServe, HyGen and OOCO call the classes online and offline, BROS calls them RT and BE.
     """
 
     ONLINE = "online"
-    """Latency-critical: keeps its TTFT and TPOT targets as if it were alone."""
+    """Latency-critical: has TTFT and TPOT targets, which offline work must not make it miss."""
 
     OFFLINE = "offline"
-    """Best-effort: runs in whatever online requests leave over."""
+    """Best-effort: runs in the time and memory that online requests leave."""
 
     @classmethod
     def parse(cls, text: object) -> RequestClass:
@@ -39,23 +38,23 @@ class RequestClass(Enum):
 
 
 class RequestState(Enum):
-    """Where a request stands. Only ``FINISHED`` and ``ABORTED`` are final."""
+    """State of a request. Only ``FINISHED`` and ``ABORTED`` are final."""
 
     WAITING = "waiting"
-    """Holds no KV of its own; may have progress kept in the cache or a checkpoint."""
+    """Holds no KV of its own; may have progress in the prefix cache or a checkpoint."""
 
     PREFILLING = "prefilling"
-    """Part of its prompt is computed, in one or several chunks."""
+    """Its prompt is being computed, in one or several chunks."""
 
     PARKED = "parked"
-    """An unfinished prefill that gave way; its KV is kept."""
+    """An unfinished prefill that skips steps; its KV is kept."""
 
     DECODING = "decoding"
-    """Produces one token an iteration."""
+    """Generates one token per step."""
 
     PAUSED = "paused"
-    """A decode that skips the steps of the shared lane; its KV is kept. An offline one runs in
-    those of the offline lane."""
+    """A decode that skips the steps of the shared lane; its KV is kept. An offline request in this
+    state decodes in the steps of the offline lane."""
 
     FINISHED = "finished"
     ABORTED = "aborted"
@@ -83,21 +82,21 @@ class Ending(Enum):
     """How a request ended."""
 
     COMPLETE = "complete"
-    """It has all its tokens."""
+    """It got all its tokens."""
 
     REFUSED = "refused"
-    """The server gave it up."""
+    """The server refused or aborted it."""
 
     ABORTED = "aborted"
-    """Its client took it back, which says nothing about the server."""
+    """Its client aborted it, which does not count against the server."""
 
 
 LEGAL_TRANSITIONS: Final = MappingProxyType(
     {
-        # A prompt that fits one iteration goes straight to DECODING.
+        # A prompt that fits one step goes straight to DECODING.
         _S.WAITING: frozenset({_S.PREFILLING, _S.DECODING, _S.FINISHED, _S.ABORTED}),
         # PREFILLING -> WAITING is a retraction, or a step that was dropped.
-        # PREFILLING -> PAUSED ends in the offline lane.
+        # PREFILLING -> PAUSED: a prefill that ends in the offline lane.
         _S.PREFILLING: frozenset(
             {_S.DECODING, _S.PAUSED, _S.PARKED, _S.WAITING, _S.FINISHED, _S.ABORTED}
         ),
@@ -110,14 +109,14 @@ LEGAL_TRANSITIONS: Final = MappingProxyType(
         _S.ABORTED: frozenset[RequestState](),
     }
 )
-"""Every state a request may enter from each state."""
+"""For each state, the states that a request may enter from it."""
 
 
 def check_transition(current: RequestState, new: RequestState) -> RequestState:
-    """Return ``new`` when a request may go there from ``current``.
+    """Return ``new`` if a request may enter it from ``current``.
 
-    An illegal transition is a bug of the caller, never of a user, hence an
-    ``AssertionError``; nothing is changed.
+    Raises:
+        AssertionError: the transition is illegal, which is always a bug of the caller.
     """
     assert new in LEGAL_TRANSITIONS[current], f"illegal transition {current.name} -> {new.name}"
     return new

@@ -1,4 +1,4 @@
-"""The scheduler: one decision an iteration, the same code for the engine and the simulator."""
+"""The scheduler: one plan per step, by the same code for the engine and the simulator."""
 
 from __future__ import annotations
 
@@ -38,16 +38,15 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Decides what each step runs, and learns from what came of it.
+    """Plans each step, and learns from its result.
 
-    The caller asks for a plan and carries it out. It reports ``start`` once it knows
-    which of the planned prefills are in, and ``update`` when the step has ended, also
-    where it was dropped: one result for each step that was started. Besides, ``arrived``
-    for each online request, ``restore`` for each offline one that lost its KV, and
-    ``finish`` for each request that ended, after the result with its last token. ``plan``
-    only looks, so a plan may be dropped and asked for again, and nothing is learned from
-    one. Between ``start`` and ``update`` a step is in flight: more plans may be made
-    meanwhile, and started. The same events give the same plans.
+    The caller asks for a ``plan`` and carries it out. It calls ``start`` once it knows
+    which of the planned prefills were admitted, and ``update`` when the step has ended or was
+    dropped: exactly one result for each started step. It also calls ``arrived`` for each
+    online request, ``restore`` for each offline request that was retracted, and ``finish`` for
+    each request that ended, after the result with its last token. ``plan`` changes no state, so a
+    plan may be discarded and asked for again. Between ``start`` and ``update`` a step is in
+    flight; further plans may be made and started meanwhile. The same calls give the same plans.
     """
 
     def __init__(
@@ -64,13 +63,13 @@ class Scheduler:
         """Start without requests.
 
         Args:
-            policy: A fresh one: policies keep state.
-            model: Predicts steps; ``update`` may correct it.
-            slos: What online requests are promised.
-            queue: The waiting offline requests; the scheduler's alone from now on.
-            config: What all policies share.
-            engine: What the engine holds, for the no-interference baseline.
-            profile_mape: The error of ``model`` when it was fitted, a fraction.
+            policy: A new instance, because policies keep state.
+            model: Predicts the time of steps; ``update`` may correct it.
+            slos: Latency targets of online requests.
+            queue: The waiting offline requests; owned by the scheduler from now on.
+            config: Settings that all policies share.
+            engine: Limits of the engine, for the no-interference baseline.
+            profile_mape: Mean absolute percentage error of the fit of ``model``, as a fraction.
         """
         self._policy = policy
         self._interference = Interference.of(slos, model, engine)
@@ -80,7 +79,7 @@ class Scheduler:
         refines = self._config.refine
         self._learned = LearnedModel(model, refines=refines, profile_mape=profile_mape)
         self._learned_alone = LearnedModel(model, refines=refines)
-        """The same, learned from steps without offline work: those of the baseline."""
+        """Learned only from steps without offline work; predicts the steps of the baseline."""
 
         self._service_time = ServiceTime()
         fair = self._config.online_order is OnlineOrder.VTC
@@ -96,17 +95,17 @@ class Scheduler:
 
     @property
     def prediction_error(self) -> PredictionError:
-        """How well the model predicted the measured steps, before it was corrected."""
+        """Error of the model's predictions, each made before it was corrected by that step."""
         return self._learned.error
 
     @property
     def queue(self) -> OfflineQueue:
-        """The offline requests that wait."""
+        """The waiting offline requests."""
         return self._queue
 
     @property
     def interference(self) -> Interference:
-        """What online requests got, beside what they would have got alone."""
+        """Latencies of online requests compared with the no-interference baseline."""
         return self._interference
 
     @property
@@ -115,41 +114,41 @@ class Scheduler:
         return self._work
 
     def arrived(self, info: RequestInfo, cached_tokens: int = 0) -> None:
-        """Note that an online request has arrived, in order of arrival. O(1).
+        """Record the arrival of an online request; to be called in order of arrival. O(1).
 
-        Of one that is not told, nothing is learned. ``cached_tokens`` of its prompt need not
-        be computed.
+        Requests that are not reported here are left out of the baseline and of all learning.
+        ``cached_tokens`` of the prompt are in the prefix cache.
         """
         beside_offline = self._queue.num_running > 0
         self._interference.arrived(info, cached_tokens, beside_offline=beside_offline)
 
     def add_offline(self, request: QueuedRequest) -> None:
-        """Let an offline request wait; how long it will run is predicted here.
+        """Add an offline request to the queue, with a prediction of how long it will run.
 
         Raises:
-            RequestError: a request with its rid waits or runs.
+            RequestError: a request with this rid waits or runs already.
         """
         service_s = self._service_time.predict(request, self.model)
         self._queue.add(replace(request, estimated_service_s=service_s))
 
     def cached(self, rid: str, cached_tokens: int) -> None:
-        """Note that the prefix cache holds so much of a waiting offline request's prompt.
+        """Record how many tokens of a waiting offline request's prompt the prefix cache holds.
 
-        It has another one's KV: of an online request, or of an offline one that has ended.
-        Nothing, if the request does not wait. O(prompt tokens).
+        They come from an online request or from an offline one that has ended. Does nothing if
+        the request does not wait. O(prompt tokens).
         """
         self._queue.cached(rid, cached_tokens)
 
     def no_room(self, rid: str) -> None:
-        """Note that the engine refused a planned offline request although nothing else runs.
+        """Record that the engine refused a planned offline request although nothing else runs.
 
-        The others are planned before it, until one of them is taken: the engine reserves more
-        memory than a plan, and may have room for a shorter one. O(1).
+        The engine reserves more memory than a plan does, and may still have room for a shorter
+        request: the others are planned before this one until one of them is admitted. O(1).
         """
         self._queue.no_room(rid)
 
     def plan(self, snapshot: EngineSnapshot, cache: PrefixCache) -> StepPlan:
-        """Return what the next step does; changes nothing.
+        """Return the plan of the next step, without changing any state.
 
         O(rows + waiting online requests), whatever waits in the offline queue.
         """
@@ -166,22 +165,23 @@ class Scheduler:
             goes_on = snapshot.suspended is not None and not is_stuck(
                 shared, self._allowance.gap_share, self._config.margin
             )
-            # Else no slice fits between two of the decodes; beside them something may.
+            # Otherwise no part of an offline-lane step fits between two decodes, and paused
+            # offline decodes may join the online ones.
             if has_prompts or goes_on:
                 shared = self._builder(snapshot, rides=False)
             if goes_on and not has_prompts:
-                shared.offline_budget_s = 0.0  # They are due: not even a small one beside them.
+                shared.offline_budget_s = 0.0  # The decodes are due: no offline work beside them.
         self._compose(shared, cache)
         if snapshot.suspended is not None and shared.lacks_kv:
             return StepPlan(step=self._next_step, drops=True)
         return self._build(shared)
 
     def start(self, plan: StepPlan, chunks: Sequence[PrefillChunk]) -> None:
-        """Note that a plan is carried out, with these of its prefills and no other.
+        """Record that a plan is carried out, with exactly these of its prefills.
 
-        Their chunks may have other lengths than planned, where the cache changed meanwhile.
-        The offline requests among them wait no longer. A plan can be started once, and only
-        before another one is. O(chunks).
+        The chunks may differ in length from the planned ones if the cache has changed meanwhile.
+        The offline requests among them leave the queue. A plan can be started only once, and
+        only while no later plan has been started. O(chunks).
         """
         assert plan.step == self._next_step, f"step {plan.step} is not {self._next_step}, the next"
         planned = {chunk.rid for chunk in plan.prefills}
@@ -195,13 +195,13 @@ class Scheduler:
         self._waiting_order.started(plan.expected.waiting_users)
 
     def update(self, result: StepResult) -> None:
-        """Take the result of a step in flight into account. O(online rows of it).
+        """Learn from the result of a step in flight. O(online rows of the step).
 
-        Of a step of which nothing ran, or that was dropped, nothing is learned; of one that was
-        not planned, when online requests got their tokens, and how long it took.
+        Nothing is learned from a step that ran nothing or was dropped. From a step without a plan
+        only its duration and the times of its online tokens are learned.
 
         Raises:
-            InputFileError: its time is not positive.
+            InputFileError: the measured time is not positive.
         """
         plan = None
         if result.step is not None:
@@ -226,7 +226,7 @@ class Scheduler:
                 self._learned_alone.observe(alone, result.beside)
 
     def restore(self, rid: str, generated_tokens: int) -> None:
-        """Let an evicted offline request wait again, with its progress.
+        """Put a retracted offline request back into the queue, with its progress.
 
         Raises:
             RequestError: no such request was taken from the queue.
@@ -237,7 +237,7 @@ class Scheduler:
         self._policy.evicted()
 
     def finish(self, rid: str, ending: Ending = Ending.COMPLETE) -> None:
-        """Forget a request of either class that has ended."""
+        """Remove a request of either class that has ended."""
         self._interference.ended(rid, ending)
         if self._queue.is_running(rid):
             self._policy.finished()
@@ -248,9 +248,9 @@ class Scheduler:
     def _plan_before(
         self, until_s: float, mixed: BatchBuilder, cache: PrefixCache
     ) -> StepPlan | None:
-        """Return what runs before the online decodes are due; None: they are next.
+        """Return the plan of a step before the online decodes are due; None if they are next.
 
-        ``mixed`` is a step beside them with nothing in it.
+        ``mixed`` is an empty batch of the shared lane.
         """
         snapshot = mixed.snapshot
         left_s = until_s - snapshot.now_s
@@ -295,12 +295,12 @@ class Scheduler:
         alone.offline_budget_s = most_s / snapshot.stop_share
         self._compose(alone, cache)
         if alone.predicted_s > most_s and stop_share(alone.stats, snapshot) == 1:
-            # It prefills nothing, and would run to its end.
+            # Without a prefill it cannot be suspended and would run to its end.
             alone = self._builder(seen, Lane.OFFLINE)
             alone.offline_budget_s = most_s
             self._compose(alone, cache)
         if alone.stats.is_empty and (seen.rows or len(self._queue)):
-            # Not even a small one is as short as that, and one has to be.
+            # Even the smallest batch exceeds the budget, and one has to run.
             alone = self._compose(self._builder(seen, Lane.OFFLINE), cache)
         return alone
 
@@ -339,12 +339,12 @@ class Scheduler:
 
     @property
     def _arrival_s(self) -> float:
-        """How long an arrival may wait for a step that cannot be suspended for it."""
+        """Longest time that an arriving request may wait for a step that cannot be suspended."""
         return self._config.arrival_wait_s or self._allowance.arrival_s
 
     def _split(self, plan: StepPlan | None, result: StepResult) -> tuple[float, float]:
-        """Return how long a step took for its online requests, and for offline ones, of the time
-        of all steps."""
+        """Return the seconds of a step spent on online and on offline requests; in a pipeline, its
+        share."""
         if result.batch.is_empty:
             return 0.0, 0.0
         seconds = result.seconds
@@ -359,7 +359,7 @@ class Scheduler:
         return online_s, seconds - online_s
 
     def _learn_from_tokens(self, result: StepResult, online_s: float, offline_s: float) -> None:
-        """Learn from when online requests got their tokens."""
+        """Record when online requests got their tokens, and advance the baseline."""
         interference = self._interference
         interference.worked(online_s, offline_s, result.jobs)
         for info, _, token_s in result.served:

@@ -11,13 +11,13 @@ __all__ = ["OnlineOrder", "Overload", "SchedulerConfig"]
 
 
 class OnlineOrder(Enum):
-    """Which waiting online request is next."""
+    """The order in which waiting online requests are served."""
 
     FCFS = "fcfs"
     """In order of arrival."""
 
     VTC = "vtc"
-    """The user who was served least so far (Virtual Token Counter, Sheng et al., OSDI 24)."""
+    """The least served user first (Virtual Token Counter, Sheng et al., OSDI 24)."""
 
 
 class Overload(Enum):
@@ -28,7 +28,7 @@ class Overload(Enum):
 
     SHED = "shed"
     """Refuse waiting requests that can no longer meet their TTFT target, and admit none that
-    would break the TPOT target of those that run."""
+    would make running requests miss their TPOT target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,51 +36,51 @@ class SchedulerConfig:
     """Settings of the scheduler that every policy shares.
 
     Raises:
-        ConfigError: a value is out of its range; the message names the field.
+        ConfigError: a value is out of range; the message names the field.
     """
 
     iteration_budget_s: float | None = None
-    """Latency budget of an iteration that holds online work (HyGen §4.2's searched budget);
-    ``None``: the targets alone bound it. What online needs by itself may exceed it."""
+    """Latency budget of a step with online work (the budget that HyGen §4.2 searches for);
+    ``None``: only the targets bound it. Online work alone may exceed it."""
 
     arrival_wait_s: float | None = None
-    """Longest iteration that offline work may fill, since an online request that arrives
-    meanwhile waits for its end. ``None``: learned, so that the TTFT target holds for all but a
-    hundredth of the requests (``Allowance``); infinite without a target."""
+    """Longest step with offline work, because an online request that arrives meanwhile waits for
+    its end. ``None``: learned so that 99% of the requests meet the TTFT target (``Allowance``);
+    infinite without a target."""
 
     margin: float = 0.05
-    """Part of every latency budget that is left free for prediction error."""
+    """Share of every latency budget that is left free for prediction error."""
 
     online_order: OnlineOrder = OnlineOrder.FCFS
     overload: Overload = Overload.BEST_EFFORT
 
     min_online_chunk_tokens: int = 128
-    """Under ``Overload.BEST_EFFORT``: tokens of prefill that the first waiting online request
-    gets in every iteration, though decodes miss their target. 0: decodes come first."""
+    """Under ``Overload.BEST_EFFORT``: least prefill tokens of the first waiting online request in
+    every step, even if decodes then miss their target. 0: decodes come first."""
 
     min_chunk_tokens: int = 16
-    """An offline prefill is not cut into chunks smaller than this."""
+    """Smallest chunk into which an offline prefill is cut."""
 
     headroom_tokens: int = 64
-    """KV kept free for each running row when a new offline request is admitted, so that the
-    admitted one is not evicted again at once."""
+    """KV kept free for each running row when a new offline request is admitted, so that it is not
+    retracted again at once."""
 
     max_offline_rows: int | None = None
     """Most offline requests that may hold KV at once; ``None``: only memory bounds them."""
 
     max_picks: int = 64
-    """Most offline requests taken from the queue in one iteration; bounds the planning time."""
+    """Most offline requests taken from the queue in one step; bounds the planning time."""
 
     utility_ratio: float | None = None
-    """Of the policies whose queue shares prefixes, how often a pick does rather than being the
-    oldest request (HyGen's u); ``None``: as the policy has it."""
+    """For policies with prefix sharing in the queue: the probability that a pick follows the
+    prefix order instead of being the oldest request (HyGen's u); ``None``: the policy's default."""
 
     random_picks: int | None = None
-    """Of OOCO, how many offline decodes are drawn at random (K of its Algorithm 2); ``None``: as
-    the policy has it."""
+    """For OOCO: number of offline decodes drawn at random (K of its Algorithm 2); ``None``: the
+    policy's default."""
 
     refine: bool = False
-    """Let ``Scheduler.update`` correct the latency model."""
+    """Whether ``Scheduler.update`` corrects the latency model."""
 
     seed: int = 0
     """Seed of the policies that draw at random."""

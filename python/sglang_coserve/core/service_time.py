@@ -1,4 +1,4 @@
-"""How long an offline request will run."""
+"""Predicts how long an offline request will run."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from sglang_coserve.core.step import StepResult
 __all__ = ["ServiceTime"]
 
 _WEIGHT: Final = 1 / 200
-"""Of one step in the moving mean, as for the error of predictions."""
+"""Weight of one step in the moving average, the same as for prediction errors."""
 
 
 class ServiceTime:
-    """Predicts the time from an offline request's start to its end.
+    """Predicts the time from the start of an offline request to its end.
 
-    That is the time of its prefill, and for each output token the time from one step with
-    offline decodes to the next. The latter is measured, so it includes what online work takes
-    in between; before there are two such steps it is the predicted one of a decode alone.
+    It is the time of the prefill plus, for each output token, the time from one step with
+    offline decodes to the next. The latter is measured, so it includes online work in between;
+    until two such steps were seen, it is the predicted time of a single decode.
     """
 
     def __init__(self) -> None:
@@ -29,10 +29,10 @@ class ServiceTime:
         self._last_s: float | None = None
 
     def observe(self, result: StepResult, *, is_busy: bool) -> None:
-        """Note what came of a step. O(online rows of it).
+        """Record the result of a step. O(online rows of the step).
 
-        ``is_busy`` tells whether offline requests run: the time without any is no wait for
-        a token.
+        ``is_busy``: offline requests are running. Time without any does not count as time per
+        token.
         """
         if not is_busy:
             self._last_s = None
@@ -43,13 +43,13 @@ class ServiceTime:
         if self._last_s is not None and end_s > self._last_s:
             self._count += 1
             weight = max(_WEIGHT, 1 / self._count)
-            # In a pipeline the step before was another micro-batch's.
+            # In a pipeline the preceding step belongs to another micro-batch.
             token_s = (end_s - self._last_s) * result.concurrency
             self._token_s += weight * (token_s - self._token_s)
         self._last_s = end_s
 
     def predict(self, request: QueuedRequest, model: LatencyModel) -> float:
-        """Return the seconds that ``request`` takes from its next start to its end."""
+        """Return the predicted seconds of ``request`` from its next start to its end."""
         length_tokens = request.num_prompt_tokens + request.num_generated_tokens
         prefill_s = model.predict(BatchStats().with_prefill(length_tokens, 0))
         token_s = self._token_s

@@ -1,4 +1,4 @@
-"""Targets for latency statistics, and the budget search that meets them (HyGen §4.2)."""
+"""SLOs: targets for latency statistics such as P99 TTFT."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ __all__ = [
 
 
 class Latency(Enum):
-    """Which latency a target bounds."""
+    """The latency that an SLO bounds."""
 
     TTFT = "ttft"
     TPOT = "tpot"
     """Mean time per output token of a request."""
 
     TBT = "tbt"
-    """Time between two tokens, every one: the papers' TBT, SGLang's ITL."""
+    """Time between two consecutive tokens (the papers' TBT, SGLang's ITL)."""
 
     def summary(self, report: LatencyReport) -> Summary:
-        """Return the distribution that was measured."""
+        """Return the measured distribution of this latency."""
         return {Latency.TTFT: report.ttft, Latency.TPOT: report.tpot, Latency.TBT: report.itl}[self]
 
 
 class Statistic(Enum):
-    """Which value of the distribution a target bounds."""
+    """The statistic of the distribution that an SLO bounds."""
 
     MEAN = "mean"
     P50 = "p50"
@@ -48,16 +48,16 @@ class Statistic(Enum):
     P99 = "p99"
 
     def of(self, summary: Summary) -> float | None:
-        """Return the value in seconds, ``None`` without measurements."""
+        """Return the statistic in seconds, or ``None`` without measurements."""
         value: float | None = getattr(summary, f"{self.value}_s")
         return value
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """One target, ``latency statistic <= limit``.
+    """One SLO, ``latency statistic <= limit``.
 
-    Either absolute, or a tolerance over what online requests measure alone:
+    The limit is either absolute, or a tolerance over the latency of online requests alone:
     0.1 allows 10% more (HyGen §5.2).
     """
 
@@ -73,7 +73,7 @@ class Slo:
         """Return the limit in seconds.
 
         Raises:
-            ConfigError: a tolerance without a measurement to be relative to.
+            ConfigError: the SLO is a tolerance, and there is no measurement to relate it to.
         """
         if self.limit_s is not None:
             return self.limit_s
@@ -89,7 +89,7 @@ class Slo:
     def limit_over_value(self, alone_s: float | None) -> float:
         """Return the limit in seconds, given the statistic of online requests alone.
 
-        Infinite if it is relative to that, and that is not known.
+        Infinite for a tolerance if that statistic is None.
         """
         if self.limit_s is not None:
             return self.limit_s
@@ -99,21 +99,21 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class SloResult:
-    """How one target was met."""
+    """The measured value of one SLO beside its limit."""
 
     slo: Slo
     limit_s: float
     measured_s: float | None
-    """``None``: nothing was measured, so nothing exceeded the limit."""
+    """``None`` if nothing was measured; the SLO then counts as met."""
 
     @property
     def is_met(self) -> bool:
-        """True when the limit was kept."""
+        """True when the limit was not exceeded."""
         return self.measured_s is None or self.measured_s <= self.limit_s
 
     @property
     def excess(self) -> float:
-        """How far the limit was exceeded, as a part of it; negative when kept."""
+        """measured / limit - 1: negative if the SLO is met, -1 without measurements."""
         return -1.0 if self.measured_s is None else self.measured_s / self.limit_s - 1
 
     def __str__(self) -> str:
@@ -125,17 +125,17 @@ class SloResult:
 
 @dataclass(frozen=True, slots=True)
 class SloCheck:
-    """Several targets, all of which must hold (HyGen §5.4, Fig. 11)."""
+    """Several SLOs, all of which must be met (HyGen §5.4, Fig. 11)."""
 
     slos: tuple[Slo, ...]
     online_only: LatencyReport | None = None
-    """What tolerances are relative to."""
+    """Latencies of online requests alone, to which tolerances are relative."""
 
     def results(self, measured: LatencyReport) -> tuple[SloResult, ...]:
-        """Compare a measurement of the online requests with each target.
+        """Compare the measured online latencies with each SLO.
 
         Raises:
-            ConfigError: a tolerance, and nothing to be relative to.
+            ConfigError: an SLO is a tolerance, and ``online_only`` has no measurement for it.
         """
         return tuple(
             SloResult(
@@ -147,7 +147,7 @@ class SloCheck:
         )
 
     def is_met(self, measured: LatencyReport) -> bool:
-        """Tell whether every target holds."""
+        """Return whether every SLO is met."""
         return all(result.is_met for result in self.results(measured))
 
 
@@ -159,10 +159,10 @@ _SLO: Final = re.compile(
 
 
 def parse_slo(text: str) -> Slo:
-    """Read ``"tbt p99 <= 100ms"`` or, as a tolerance over online-only, ``"tbt mean <= +10%"``.
+    """Parse ``"tbt p99 <= 100ms"`` or, as a tolerance over online-only, ``"tbt mean <= +10%"``.
 
     Raises:
-        ConfigError: anything else; the message says what is possible.
+        ConfigError: the text has another form; the message shows the valid ones.
     """
     match = _SLO.fullmatch(text.strip().lower())
     try:
@@ -187,7 +187,7 @@ def parse_slo(text: str) -> Slo:
 
 
 def format_slo(slo: Slo) -> str:
-    """Write a target so that ``parse_slo`` reads the same."""
+    """Return the text of an SLO, such that ``parse_slo`` returns an equal SLO."""
     if slo.tolerance is not None:
         limit = f"+{slo.tolerance * 100:.10g}%"
     else:
@@ -197,7 +197,7 @@ def format_slo(slo: Slo) -> str:
 
 
 def deadlines(targets: SloTargets) -> tuple[Slo, ...]:
-    """Return targets of every request as SLOs: of all but one in a hundred."""
+    """Return per-request targets as SLOs on P99."""
     limits_s = ((Latency.TTFT, targets.ttft_s), (Latency.TPOT, targets.tpot_s))
     return tuple(
         Slo(latency, Statistic.P99, limit_s=limit_s)
@@ -207,13 +207,13 @@ def deadlines(targets: SloTargets) -> tuple[Slo, ...]:
 
 
 def request_targets(slos: Sequence[Slo], online_only: LatencyReport | None = None) -> SloTargets:
-    """Return the deadlines to schedule by: the least TTFT and TPOT or TBT limit there is.
+    """Return the per-request targets to schedule by: the least TTFT and TPOT or TBT limits.
 
-    A statistic is met if every request meets it, so this is the safe side; a budget
-    search then finds how much of it is needed.
+    If every request meets them, every statistic does, so this is conservative; a budget
+    search then finds how much can be relaxed.
 
     Raises:
-        ConfigError: a tolerance, and nothing to be relative to.
+        ConfigError: an SLO is a tolerance, and ``online_only`` has no measurement for it.
     """
     ttft_s = tpot_s = math.inf
     for slo in slos:

@@ -1,4 +1,4 @@
-"""Whether the online requests of late met their targets, and whether they could have."""
+"""Judges whether recent online requests met their targets, and whether they could have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from sglang_coserve.metrics import SloTargets, summarize
 __all__ = ["SloMonitor", "TokenTimes"]
 
 _LEAST_MISSES: Final = 5
-"""So many requests must be too slow by themselves; fewer may be chance."""
+"""Least number of values above the limit in the baseline for an SLO to count as infeasible; fewer
+may be chance."""
 
 _WARNING_INTERVAL_S: Final = 60.0
 
@@ -26,7 +27,7 @@ _Floats = NDArray[np.float64]
 
 
 class TokenTimes(NamedTuple):
-    """When the tokens of a request came out."""
+    """Times of a request's first and last token, and the number of its tokens."""
 
     first_s: float
     last_s: float
@@ -34,19 +35,19 @@ class TokenTimes(NamedTuple):
 
     @property
     def tpot_s(self) -> float:
-        """Mean gap; there must be one."""
+        """Mean gap in seconds; requires at least two tokens."""
         return (self.last_s - self.first_s) / (self.tokens - 1)
 
 
 class SloMonitor:
     """Judges the online requests that ended lately against their targets.
 
-    Latencies and attainment are those of ``metrics``; a request with a target of
-    its own for TTFT or TPOT is not judged by the SLOs on that latency, but counts in
-    the attainment by its own target. Beside each measured value stands what online
-    requests would have got alone, as far as that is known: see ``Baseline``.
+    Latencies and attainment are defined as in ``metrics``. A request with its own target
+    for TTFT or TPOT is not judged by the SLOs on that latency, but counts in
+    the attainment by its own target. Each measured value is reported together with that of the
+    no-interference baseline, as far as known (``Baseline``).
 
-    It keeps nothing for a request that has not ended, so none needs to be forgotten.
+    No state is kept for requests that have not ended.
     """
 
     def __init__(
@@ -61,11 +62,11 @@ class SloMonitor:
         """Start with an empty window.
 
         Args:
-            targets: those of a request that has none of its own.
+            targets: targets of a request that has none of its own.
             slos: bounds on statistics of such requests.
-            max_requests: how many of the last requests are judged.
-            max_gaps: how many of the last gaps between tokens are, for SLOs on TBT.
-            span_s: nothing older is judged.
+            max_requests: number of recent requests to judge.
+            max_gaps: number of recent gaps between tokens to judge, for SLOs on TBT.
+            span_s: age in seconds from which values are ignored.
         """
         self._targets = targets
         self.slos: Final = tuple(slos)
@@ -78,37 +79,37 @@ class SloMonitor:
         """True when an SLO bounds TBT, so that ``gap`` must be called."""
 
     def gap(self, info: RequestInfo, last_token_s: float, now_s: float) -> None:
-        """Note an online request's token that is not its first. O(1)."""
+        """Record the gap before an online request's token, other than its first. O(1)."""
         assert info.is_online, f"{info.rid} is offline"
         if info.tpot_target_s is None:
             self._gaps.add(now_s, now_s - last_token_s)
 
     def gap_alone(self, info: RequestInfo, last_token_s: float, at_s: float) -> None:
-        """Note when that token would have come without offline work. O(1)."""
+        """Record the gap before the same token in the baseline. O(1)."""
         if info.tpot_target_s is None:
             self._gaps_alone.add(at_s, at_s - last_token_s)
 
     def finished(
         self, info: RequestInfo, measured: TokenTimes, alone: TokenTimes | None = None
     ) -> None:
-        """Note an online request that delivered all its tokens. O(1).
+        """Record an online request that delivered all its tokens. O(1).
 
         Args:
             info: The request.
-            measured: When its tokens came out.
-            alone: When they would have without offline work; None if that is not known.
+            measured: Its token times.
+            alone: Its token times in the baseline; None if unknown.
         """
         self._ended(info, measured.last_s, measured, alone, is_finished=True)
 
     def failed(self, info: RequestInfo, now_s: float, measured: TokenTimes | None = None) -> None:
-        """Note an online request that was refused, shed or aborted by the server. O(1).
+        """Record an online request that was refused, shed or aborted by the server. O(1).
 
-        It has missed, and its tokens so far are measured, as ``docs/metrics.md`` says.
+        It counts as a miss; the latencies of its tokens so far are included (``docs/metrics.md``).
         """
         self._ended(info, now_s, measured, None, is_finished=False)
 
     def report(self, now_s: float) -> SloReport:
-        """Judge the window. O(window log window)."""
+        """Return the judgement of the requests in the window. O(window log window)."""
         since_s = now_s - self._span_s
         ttft, ttft_alone, tpot, tpot_alone, met, met_alone = self._requests.since(since_s)
         (gaps,) = self._gaps.since(since_s)
@@ -131,7 +132,7 @@ class SloMonitor:
         return SloReport(self._targets, len(met), _mean(met), _mean(met_alone), tuple(standings))
 
     def warning(self, now_s: float) -> str | None:
-        """Return what to warn of, if anything; looks once a minute, and is O(1) otherwise."""
+        """Return a warning if an SLO is infeasible; checked once a minute, O(1) in between."""
         if now_s < self._next_warning_s:
             return None
         self._next_warning_s = now_s + _WARNING_INTERVAL_S
@@ -163,7 +164,7 @@ class SloMonitor:
 
 
 def _latencies_s(info: RequestInfo, times: TokenTimes | None) -> tuple[float, float]:
-    """Return TTFT and TPOT; NaN where they are not defined."""
+    """Return TTFT and TPOT in seconds; NaN where undefined."""
     if times is None or times.tokens < 1:
         return math.nan, math.nan
     tpot_s = times.tpot_s if times.tokens > 1 else math.nan
@@ -171,7 +172,7 @@ def _latencies_s(info: RequestInfo, times: TokenTimes | None) -> tuple[float, fl
 
 
 class _Window:
-    """The last rows of ``width`` numbers that were added, each with its time."""
+    """A ring buffer of rows of ``width`` numbers, each with its time."""
 
     def __init__(self, capacity: int, width: int) -> None:
         self._capacity = capacity
@@ -185,17 +186,17 @@ class _Window:
         self._count += 1
 
     def since(self, time_s: float) -> _Floats:
-        """Return the columns of the rows added after ``time_s``, in any order of rows."""
+        """Return the columns of the rows added after ``time_s``; the order of rows is undefined."""
         count = min(self._count, self._capacity)
         times_s, *columns = (np.frombuffer(column, count=count) for column in self._columns)
         return np.array(columns)[:, times_s > time_s]
 
 
 def _is_met(targets: SloTargets, ttft_s: float, tpot_s: float, is_finished: bool) -> float:
-    """Return 1 if met, 0 if missed, NaN when nothing was promised (``SloTargets.met_by``)."""
+    """Return 1 if met, 0 if missed, NaN without targets (see ``SloTargets.met_by``)."""
     if targets == SloTargets():
         return math.nan
-    # An undefined TTFT has missed its target, an undefined TPOT has not.
+    # An undefined TTFT counts as a miss, an undefined TPOT does not.
     is_late = (targets.ttft_s is not None and not ttft_s <= targets.ttft_s) or (
         targets.tpot_s is not None and tpot_s > targets.tpot_s
     )

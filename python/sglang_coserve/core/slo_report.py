@@ -1,4 +1,4 @@
-"""How online requests stand against their targets: values, sentences, JSON."""
+"""Reports how recent online requests met their targets, as values, text and JSON."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["SloReport", "SloStanding"]
 
 @dataclass(frozen=True, slots=True)
 class SloStanding:
-    """How one SLO stands."""
+    """The state of one SLO, as measured and in the baseline."""
 
     measured: SloResult
     alone: SloResult
-    """The same in the baseline, without offline work."""
+    """The result in the no-interference baseline."""
 
     is_feasible: bool
-    """False when online requests alone exceed the limit, by more than chance."""
+    """False when online requests exceed the limit in the baseline, too, and not just by chance."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values as JSON has them, latencies in milliseconds."""
+        """Return the values for JSON, latencies in milliseconds."""
         return {
             "slo": format_slo(self.measured.slo),
             "measured_ms": _ms(self.measured.measured_s),
@@ -37,27 +37,28 @@ class SloStanding:
 
 @dataclass(frozen=True, slots=True)
 class SloReport:
-    """The online requests that ended within the window."""
+    """Statistics of the online requests that ended within the window."""
 
     targets: SloTargets
     requests: int
     attainment: float | None
-    """Share of requests within their targets, their own or the server's; those without any are
-    not counted. None without such requests."""
+    """Share of requests that met their targets (their own or the server's); requests without
+    targets are not counted. None without such requests."""
 
     attainment_alone: float | None
-    """The same in the baseline, without offline work; None where that is not known."""
+    """The attainment in the no-interference baseline; None if unknown."""
 
     standings: tuple[SloStanding, ...]
 
     @property
     def infeasible(self) -> tuple[SloStanding, ...]:
-        """The SLOs that online requests alone do not meet."""
+        """The SLOs that are missed in the baseline, too."""
         return tuple(standing for standing in self.standings if not standing.is_feasible)
 
     @property
     def reason(self) -> str | None:
-        """Say which targets cannot be met, what is reached, and what to do; None: all can be."""
+        """Text that names the infeasible SLOs, their baseline value and a remedy; None if all are
+        feasible."""
         if not self.infeasible:
             return None
         missed = "; ".join(
@@ -68,7 +69,7 @@ class SloReport:
         return f"{missed}; allow more, or send this server less online work"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values, latencies in milliseconds."""
+        """Return the report for JSON, latencies in milliseconds."""
         return {
             "targets": {"ttft_ms": _ms(self.targets.ttft_s), "tpot_ms": _ms(self.targets.tpot_s)},
             "requests": self.requests,

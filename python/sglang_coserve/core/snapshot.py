@@ -1,14 +1,14 @@
-"""What the scheduler sees: immutable values.
+"""The scheduler's input: the state of the engine as immutable values.
 
-An adapter (the engine's or the simulator's) builds an ``EngineSnapshot`` once a step;
-what follows from it is in ``core.step``.  Nothing here refers to a clock, a tensor or
+An adapter (the engine's or the simulator's) builds an ``EngineSnapshot`` for each step; the
+scheduler's answer is in ``core.step``.  Nothing here refers to a clock, a tensor or
 an engine.
 
 Token counts of a request: ``prompt_tokens + generated_tokens`` is its length; the
 last generated token has no KV yet.  ``computed_tokens`` of the length have KV on
 the device, so ``length - computed_tokens`` tokens are left to compute: 1 for a
-decode, more for a prefill (also for one that was evicted and starts over with
-its generated tokens behind the prompt).
+decode, more for a prefill (also for a retracted request, which starts over with
+its generated tokens appended to the prompt).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["EngineSnapshot", "PrefixCache", "RequestInfo", "Row", "SuspendedStep
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """What does not change while a request lives."""
+    """The properties of a request that do not change during its life."""
 
     rid: str
     request_class: RequestClass
@@ -33,19 +33,19 @@ class RequestInfo:
     max_new_tokens: int
     arrival_s: float
     ttft_target_s: float | None = None
-    """Its own TTFT target; None: the scheduler's."""
+    """Its own TTFT target; None to use the scheduler's."""
 
     tpot_target_s: float | None = None
-    """Its own TPOT target; None: the scheduler's."""
+    """Its own TPOT target; None to use the scheduler's."""
 
     user: str | None = None
-    """Whom fairness counts it for: a key or a user name."""
+    """The tenant that it is charged to under a fair order: an API key or a user name."""
 
     job: str | None = None
     """The batch that an offline request is a line of, if it is."""
 
     can_pause: bool = True
-    """False when the engine cannot skip steps of it: where a decode would pause, it is evicted."""
+    """False if the engine cannot pause it; it is then retracted where it would pause."""
 
     @property
     def is_online(self) -> bool:
@@ -54,7 +54,7 @@ class RequestInfo:
 
 
 class Row(NamedTuple):
-    """One request as it stands at the time of the snapshot."""
+    """The state of one request at the time of the snapshot."""
 
     info: RequestInfo
     state: RequestState
@@ -63,8 +63,8 @@ class Row(NamedTuple):
     """Tokens with KV on the device; 0 while it waits."""
 
     cached_tokens: int = 0
-    """For a waiting row: the tokens the prefix cache, or a checkpoint, would give it. For one
-    that holds KV: how many of the leading computed ones other rows use too, so that evicting
+    """For a waiting row: the tokens that the prefix cache or a checkpoint holds of it. For a row
+    that holds KV: how many of its first computed tokens other rows use too, so that retracting
     this row does not free them."""
 
     last_token_s: float | None = None
@@ -77,14 +77,14 @@ class Row(NamedTuple):
 
     @property
     def tokens_to_compute(self) -> int:
-        """Tokens without KV that its next output token needs."""
+        """Tokens to compute before its next output token; at least 1."""
         have = self.computed_tokens or self.cached_tokens
         return max(1, self.length_tokens - have)
 
 
 @dataclass(frozen=True, slots=True)
 class SuspendedStep:
-    """A step of the offline lane that stopped at a safepoint and can go on from there.
+    """A step of the offline lane that is suspended at a safepoint, from which it can be resumed.
 
     Its rows are not among those of the snapshot, and the KV that they hold is not free.
     """
@@ -94,67 +94,67 @@ class SuspendedStep:
 
     batch: BatchStats
     done_share: float
-    """Part of its layers that has been computed, 0 to 1."""
+    """Share of its layers that has been computed, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """The engine between two iterations."""
+    """The state of the engine between two steps."""
 
     now_s: float
     rows: Sequence[Row]
     """Requests that hold KV: prefilling, parked, decoding, paused; in order of admission."""
 
     waiting: Sequence[Row]
-    """Online requests without KV, in order of arrival. Offline ones wait in the core's queue."""
+    """Online requests without KV, in order of arrival. Offline ones wait in ``OfflineQueue``."""
 
     free_kv_tokens: int
-    """KV slots that nothing holds."""
+    """Unused KV slots."""
 
     evictable_kv_tokens: int
-    """KV slots that only the prefix cache holds; the engine frees them on demand."""
+    """KV slots that only the prefix cache uses; the engine frees them on demand."""
 
     free_slots: int
     """Requests that can still be admitted (SGLang's request pool)."""
 
     max_batch_tokens: int
-    """Most tokens one iteration may compute, prefill and decode together."""
+    """Most tokens that one step may compute, prefill and decode together."""
 
     page_tokens: int = 1
     """KV is allocated in pages of this many tokens."""
 
     keeps_prefixes: bool = True
-    """False without a prefix cache: what one request has computed is no other's."""
+    """False without a prefix cache: no request can reuse the KV of another."""
 
     window_tokens: int = 0
-    """Where layers with a sliding window keep their KV in a pool of its own: the slots that a
-    request holds there at most between two steps. Each token takes one slot of either pool, and
-    leaves its slot here behind the window. 0 where there is one pool."""
+    """If layers with a sliding window have a separate KV pool: the most slots that a request
+    holds there between two steps. Each token takes a slot of both pools, and frees its slot here
+    once it is behind the window. 0 if there is only one pool."""
 
     free_window_tokens: int = 0
-    """Slots of that pool that are free or that the engine frees on demand."""
+    """Slots of the sliding window's pool that are free or that the engine frees on demand."""
 
     elsewhere: tuple[Row, ...] = ()
-    """With pipeline parallelism, requests that run in other micro-batches. A plan cannot change
+    """With pipeline parallelism, the requests of the other micro-batches. A plan cannot change
     them, but its step delays theirs, and they need KV for their next token."""
 
     suspended: SuspendedStep | None = None
-    """At most one step is suspended."""
+    """The suspended step, of which there is at most one."""
 
     stop_share: float = 1.0
-    """Part of a step of the offline lane that passes at most until it can be suspended; 1 where
-    steps cannot be suspended: then there is no offline lane."""
+    """Largest share of an offline-lane step that runs until it can be suspended. 1 if steps cannot
+    be suspended; there is no offline lane then."""
 
     decodes_stop: bool = True
-    """False where a step of the offline lane that prefills nothing runs to its end: on a GPU it may
-    be a single CUDA graph."""
+    """False if an offline-lane step without prefills cannot be suspended, e.g. because it is a
+    single CUDA graph."""
 
     resume_s: float = 0.0
-    """What it costs to suspend a step and go on with it."""
+    """Cost of suspending and resuming a step, in seconds."""
 
 
 class PrefixCache(Protocol):
-    """The engine's prefix cache, as far as a plan needs it."""
+    """The queries to the engine's prefix cache that planning needs."""
 
     def cached_tokens(self, rid: str) -> int:
         """Return how many leading tokens of a waiting offline request the cache holds."""

@@ -1,7 +1,7 @@
-"""A step: what the scheduler decides of it, and what came of it. Immutable values.
+"""The plan and the result of a step, as immutable values.
 
 The scheduler answers an ``EngineSnapshot`` with a ``StepPlan``. The adapter carries it
-out as far as the engine goes along, and hands a ``StepResult`` back: what really ran.
+out as far as the engine permits, and returns a ``StepResult`` with what really ran.
 """
 
 from __future__ import annotations
@@ -26,28 +26,27 @@ __all__ = [
 
 
 class Lane(Enum):
-    """Which rows a step has, and whether it can be suspended."""
+    """The kind of a step: which rows it may have, and whether it can be suspended."""
 
     SHARED = "shared"
-    """Online rows, and offline ones that ride along. Runs to its end."""
+    """Online rows, and offline rows beside them. Always runs to its end."""
 
     OFFLINE = "offline"
-    """Offline rows alone. Stops at a safepoint for what online requests need, and goes on from
-    there later."""
+    """Offline rows only. May be suspended at a safepoint for online work, and resumed there
+    later."""
 
 
 class PrefillChunk(NamedTuple):
-    """The next ``tokens`` tokens of a request to compute; all of its rest, or a chunk."""
+    """The next ``tokens`` prompt tokens of a request to compute: the rest of it, or a part."""
 
     rid: str
     tokens: int
 
 
 class Eviction(NamedTuple):
-    """Give up the KV of the last ``tokens`` tokens of a request.
+    """Release the KV of the last ``tokens`` tokens of a request, and let it wait.
 
-    Of a decode or a prefill this makes a waiting request with progress; what is
-    left, the head, goes to the prefix cache.
+    It keeps its generated tokens; the KV of its first tokens goes to the prefix cache.
     """
 
     rid: str
@@ -56,7 +55,7 @@ class Eviction(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the scheduler compares a result with; nothing for an adapter."""
+    """What the scheduler remembers of a plan for ``update``; adapters ignore it."""
 
     online_part_s: float = 0.0
     """Predicted latency of the step's online work alone."""
@@ -72,41 +71,41 @@ class Expected:
 class StepPlan:
     """What the next step does.
 
-    Carried out in the order of the fields: first memory is freed, then rows
-    change state, then the batch runs: every row in state ``DECODING`` (in the
-    offline lane every offline row in state ``PAUSED``), after ``pause`` and ``resume``,
-    decodes one token, unless ``skips_decodes``, and the chunks are prefilled.
+    It is carried out in the order of the fields: memory is freed, rows change state, and the
+    batch runs. After ``pause`` and ``resume``, every row in state ``DECODING`` (in the
+    offline lane every offline row in state ``PAUSED``) decodes one token, unless
+    ``skips_decodes``; the chunks are prefilled in the same batch.
 
-    Two plans are different. One that ``resumes`` has the suspended step go on: it has the
-    number of that step, is not started again, and changes no row. One that ``drops`` gives
-    the suspended step up, and is followed by another plan at once.
+    There are two special plans. One with ``resumes`` resumes the suspended step: it has the
+    number of that step, is not started again, and changes no row. One with ``drops`` discards
+    the suspended step, and another plan is made at once.
     """
 
     step: int = 0
-    """Its number, which its result refers to. A plan that is not started gives it back."""
+    """Number that the result refers to. The number of a plan that is not started is used again."""
 
     lane: Lane = Lane.SHARED
     resumes: bool = False
     drops: bool = False
     until_s: float = float("inf")
-    """When a step of the offline lane must have been suspended, or have ended, at the latest."""
+    """Time by which a step of the offline lane must have ended or been suspended."""
 
     shed: tuple[str, ...] = ()
-    """Online requests to refuse: they can no longer meet their target (overload only)."""
+    """Online requests to refuse, as they can no longer meet their target (``Overload.SHED``)."""
 
     evict: tuple[Eviction, ...] = ()
     pause: tuple[str, ...] = ()
-    """Decodes that skip steps from now on; KV kept. Offline ones, but for BROS."""
+    """Decodes that skip steps from now on and keep their KV. Only BROS pauses online ones."""
 
     resume: tuple[str, ...] = ()
     park: tuple[str, ...] = ()
-    """Running prefills that get no chunk and give way from now on; KV kept."""
+    """Running prefills that skip steps from now on and keep their KV."""
 
     prefills: tuple[PrefillChunk, ...] = ()
-    """Chunks in order, online before offline; rows, waiting requests or queue picks."""
+    """Chunks in order, online before offline: of rows, waiting requests and queued requests."""
 
     skips_decodes: bool = False
-    """No row decodes in this step; their states stay as they are."""
+    """If true, no row decodes in this step, and decodes keep their state."""
 
     batch: BatchStats = field(default_factory=BatchStats)
     """Sums over the planned batch."""
@@ -115,8 +114,8 @@ class StepPlan:
     """Predicted latency of the planned batch."""
 
     budget_s: float = float("inf")
-    """Latency budget that offline work was packed under; infinite when nothing bounds it,
-    0 when online work was left over, so that offline work got nothing."""
+    """Latency budget for offline work; infinite if it is not bounded, 0 if online work was left
+    over, so that there is no offline work."""
 
     expected: Expected = field(default_factory=Expected)
 
@@ -127,14 +126,14 @@ class StepPlan:
 
 
 class Served(NamedTuple):
-    """An online request that a step computed tokens of."""
+    """An online request that took part in a step."""
 
     info: RequestInfo
     last_token_s: float | None
-    """When its token before came out; None when it had none."""
+    """Time of its previous token; None if it had none."""
 
     token_s: float | None
-    """When its token came out; None when none did, since more of its prompt is to be computed."""
+    """Time of its token in this step; None if more of its prompt is still to be computed."""
 
 
 class JobTokens(NamedTuple):
@@ -148,32 +147,33 @@ class JobTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of a step that was started."""
+    """The outcome of a step that was started."""
 
     step: int | None
-    """The number of its plan; None of a step that the engine took without one."""
+    """The number of its plan; None for a step that the engine ran without one."""
 
     started_s: float
-    """When it began: the time of its snapshot."""
+    """When it began, i.e. the time of its snapshot."""
 
     seconds: float | None = None
-    """How long it took, as measured; None when that is not known."""
+    """Measured duration; None if unknown."""
 
     batch: BatchStats = field(default_factory=BatchStats)
-    """Sums over the rows that were computed; empty when nothing ran, or the step was dropped."""
+    """Sums over the rows computed; empty if nothing ran or the step was dropped."""
 
     chunks: tuple[PrefillChunk, ...] = ()
-    """The prefills among them."""
+    """The prefill chunks computed."""
 
     served: tuple[Served, ...] = ()
-    """The online requests among them."""
+    """The online requests among the rows."""
 
     given_up: tuple[str, ...] = ()
-    """The rows of a suspended step that was dropped; its work is lost."""
+    """The rows of a suspended step that was dropped, whose work is lost."""
 
     beside: tuple[BatchStats, ...] = ()
     """With a pipeline of K micro-batches, the batches of the K - 1 steps begun before this one and
-    of the K - 1 begun after it, in order; empty where nothing ran. All shared its time."""
+    of the K - 1 begun after it, in order; an entry is empty if its step ran nothing. All of them
+    overlapped with this step."""
 
     jobs: tuple[JobTokens, ...] = ()
     """Whose the offline rows were; empty where nobody says."""
@@ -190,5 +190,5 @@ class StepResult:
 
     @property
     def concurrency(self) -> float:
-        """How many steps ran at a time, on average: 1 without a pipeline."""
+        """Average number of steps that ran at the same time; 1 without a pipeline."""
         return 1 + sum(not batch.is_empty for batch in self.beside) / 2

@@ -1,4 +1,4 @@
-"""Iterations under a fixed token budget, as engines without a latency model have them."""
+"""Composes steps under a fixed token budget, as engines without a latency model do."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def serve_by_priority(
 ) -> None:
     """Add all decodes, then online prefills, then offline prefills, up to ``max_tokens``.
 
-    Offline decodes run whatever that does to latency. With ``may_evict`` an online
-    request that finds no KV or slot takes them from offline rows.
+    Offline decodes run regardless of latency. With ``may_evict``, offline rows are retracted
+    for an online request that lacks KV or a slot.
     """
     max_tokens = min(max_tokens, batch.free_tokens)
     decode_online(batch)
-    # The offline decodes' tokens are set aside, because prefills must not stall them; they are
-    # added behind the online prefills, because those may still evict them.
+    # Tokens are reserved for the offline decodes, because prefills must not stall them. They are
+    # added after the online prefills, because those may still retract them.
     reserved_tokens = len(batch.offline_decodes)
     batch.limit_tokens(max(max_tokens - batch.stats.decode_requests - reserved_tokens, 0))
     prefill_online(batch, context, math.inf, keeps_ttft=False, may_evict=may_evict)

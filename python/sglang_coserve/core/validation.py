@@ -1,4 +1,4 @@
-"""Typed values from JSON, with errors that name the file and the field."""
+"""Parses JSON into typed values, with errors that name the file and the field."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["STRICT", "Document", "explain", "read_json"]
 T = TypeVar("T")
 
 STRICT: Final = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
-"""For documents in JSON: a number is no string, true is no number, and NaN is not JSON."""
+"""No coercion: strings and booleans are not accepted as numbers, and NaN is refused."""
 
 
 class Document(BaseModel):
-    """A JSON object with these fields; others are ignored."""
+    """Base class for a JSON object with the declared fields; other fields are ignored."""
 
     model_config = STRICT
 
 
 def read_json(kind: type[T], text: str | bytes, source: str) -> T:
-    """Return the value of this kind that a JSON text holds.
+    """Parse a JSON text into a value of type ``kind``.
 
     Raises:
-        InputFileError: it holds none; the message is ``source: path.to.field: what is wrong``.
+        InputFileError: the text is invalid; the message is ``source: path.to.field: problem``.
     """
     try:
         return TypeAdapter(kind).validate_json(text)
@@ -35,7 +35,7 @@ def read_json(kind: type[T], text: str | bytes, source: str) -> T:
 
 
 def explain(error: ValidationError) -> str:
-    """Return where the first fault is, and what it is."""
+    """Return the place and the description of the first error."""
     fault = error.errors(include_url=False)[0]
     found = "null" if fault["input"] is None else f"{fault['input']!r:.40}"
     match fault["type"]:

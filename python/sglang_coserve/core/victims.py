@@ -1,4 +1,4 @@
-"""In which order offline rows give up their KV."""
+"""The order in which offline rows are retracted."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _RANK = {
 
 
 def yields_first(row: Row) -> int:
-    """Return how readily a row is evicted: parked (0), then paused (1), then running (2)."""
+    """Return the retraction rank of a row: parked (0), then paused (1), then running (2)."""
     return _RANK[row.state]
 
 
 def last_admitted_first(batch: BatchBuilder) -> Sequence[Row]:
-    """Return the offline rows in the order of eviction: parked, paused, running.
+    """Return the offline rows in the order of retraction: parked, paused, running.
 
-    Of equals the last admitted goes first: the oldest are closest to their end.
-    O(rows log rows), and only called when KV is short.
+    Within a rank, the last admitted comes first, since the oldest are closest to their end.
+    O(rows log rows); called only when KV is short.
     """
     rows = batch.offline_rows
     admitted = {row.info.rid: place for place, row in enumerate(batch.snapshot.rows)}

@@ -17,8 +17,12 @@ from sglang_coserve.workload import sample_path
 
 def demo(
     seconds: Annotated[
-        float, typer.Option(help="How long both workloads run; set-up comes on top.")
+        float,
+        typer.Option(help="How long all three windows take together; set-up comes on top."),
     ] = 60.0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Ours alone, in a third of the time.")
+    ] = False,
     trace: Annotated[
         Path | None,
         typer.Option(help="Online trace: Azure CSV, BurstGPT CSV or Mooncake JSONL."),
@@ -32,14 +36,18 @@ def demo(
     model: Annotated[
         Path | None, typer.Option(help="A model of your own; default: a small random one.")
     ] = None,
-    slo_ttft_ms: Annotated[float, typer.Option(help="Online TTFT target, ms.")] = 500.0,
-    slo_tpot_ms: Annotated[float, typer.Option(help="Online TPOT target, ms.")] = 100.0,
+    slo_ttft_ms: Annotated[
+        float | None, typer.Option(help="Online TTFT target of ours, ms; default: its defaults.")
+    ] = None,
+    slo_tpot_ms: Annotated[
+        float | None, typer.Option(help="Online TPOT target of ours, ms.")
+    ] = None,
     server_flag: Annotated[
-        list[str] | None, typer.Option(help="A further flag for the server; repeatable.")
+        list[str] | None, typer.Option(help="A further flag for our server; repeatable.")
     ] = None,
 ) -> None:
-    """Serve an online trace and an offline file with one engine, and measure both."""
-    from sglang_coserve.demo.report import as_table
+    """Serve an online trace alone, with an offline file on stock SGLang, and with it on ours."""
+    from sglang_coserve.demo.report import as_table, sentence
     from sglang_coserve.demo.run import DemoOptions, run_demo
 
     console = Console()
@@ -49,12 +57,18 @@ def demo(
         offline=offline or sample_path("offline"),
         out=out,
         model=model,
-        targets=SloTargets(slo_ttft_ms / 1e3, slo_tpot_ms / 1e3),
+        targets=SloTargets(_seconds(slo_ttft_ms), _seconds(slo_tpot_ms)),
+        is_quick=quick,
         server_flags=tuple(server_flag or ()),
     )
     result = run_demo(options, console)
     console.print(as_table(result))
+    console.print(sentence(result), markup=False, highlight=False)
     console.print(f"written: {out / 'report.json'}, {out / 'timeline.png'}", markup=False)
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
 
 
 def main() -> int:

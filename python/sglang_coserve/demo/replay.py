@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -25,12 +26,14 @@ async def replay(
     vocab_size: int,
     drain_s: float,
     on_finished: Callable[[RequestTimeline], None] = lambda _: None,
+    fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[RequestTimeline]:
     """Send each request at its arrival time, answered or not, and stream its tokens.
 
     Prompts are random tokens of the traced length; outputs have exactly the traced
     length.  ``drain_s`` after the last arrival, requests still running are given up
-    and count as unfinished.  Times are seconds since the call.
+    and count as unfinished.  Times are seconds since the call.  ``fields`` are added to
+    each body.
     """
     start = time.perf_counter()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -38,7 +41,7 @@ async def replay(
         tasks = []
         for request in requests:
             await asyncio.sleep(start + request.arrival_s - time.perf_counter())
-            stream = _Stream(client, request, vocab_size, start, on_finished)
+            stream = _Stream(client, request, vocab_size, start, on_finished, fields)
             tasks.append(asyncio.create_task(stream.run()))
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=drain_s)
@@ -57,12 +60,14 @@ class _Stream:
         vocab_size: int,
         start: float,
         on_finished: Callable[[RequestTimeline], None],
+        fields: Mapping[str, Any],
     ) -> None:
         self._client = client
         self._request = request
         self._vocab_size = vocab_size
         self._start = start
         self._on_finished = on_finished
+        self._fields = fields
         self._token_times_s: list[float] = []
 
     async def run(self) -> RequestTimeline:
@@ -108,4 +113,5 @@ class _Stream:
                 "ignore_eos": True,
             },
             "stream": True,
+            **self._fields,
         }

@@ -1,4 +1,4 @@
-"""What the demo measured: a table, ``report.json`` and a picture."""
+"""What the demo measured: a table, a sentence and ``report.json``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rich.table import Table
 
+from sglang_coserve.demo.systems import ALONE, OURS, STOCK
 from sglang_coserve.metrics import (
     Outcome,
     RequestTimeline,
@@ -19,7 +20,18 @@ from sglang_coserve.metrics import (
     latency_report,
 )
 
-__all__ = ["DemoResult", "as_json", "as_table", "plot", "write_json"]
+__all__ = [
+    "DemoResult",
+    "OfflineResult",
+    "SystemResult",
+    "as_json",
+    "as_table",
+    "sentence",
+    "write_json",
+]
+
+_ALIKE: Final = 0.1
+"""Ratios that differ by less are called alike: windows are short, and a P99 is of few values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +43,13 @@ class OfflineResult:
     prompt_tokens: int
     completion_tokens: int
     elapsed_s: float
-    """From the first line sent to the last record, or to the end of the demo."""
+    """From the first line sent to the last record, or to the end of the window."""
 
     is_complete: bool
     """False when the time ran out before the file."""
 
     finished_at: Sequence[tuple[float, int]]
-    """Seconds into the demo and tokens, prompt and completion, done by then."""
+    """Seconds into the window and tokens, prompt and completion, done by then."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -46,32 +58,72 @@ class OfflineResult:
 
 
 @dataclass(frozen=True, slots=True)
-class DemoResult:
-    """Both classes, from the same run."""
+class SystemResult:
+    """Both classes, from the same window of one system."""
 
+    name: str
+    label: str
     online: Sequence[RequestTimeline]
-    offline: OfflineResult
+    offline: OfflineResult | None
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """The systems in the order in which they ran; ours is among them."""
+
+    systems: tuple[SystemResult, ...]
     targets: SloTargets
+    """Of ours."""
+
+    def find(self, name: str) -> SystemResult | None:
+        """Return a system's result; None if it was not measured."""
+        return next((system for system in self.systems if system.name == name), None)
+
+    @property
+    def ours(self) -> SystemResult:
+        """Ours."""
+        found = self.find(OURS.name)
+        assert found is not None
+        return found
 
 
 def as_json(result: DemoResult) -> dict[str, Any]:
-    """Return the report as plain JSON values; latencies in milliseconds."""
-    online = latency_report(result.online)
-    offline = result.offline
+    """Return the report as plain JSON values; latencies in milliseconds.
+
+    ``online`` and ``offline`` are ours; ``systems`` has the same of each.
+    """
+    return {
+        **_system_json(result.ours, result.targets),
+        "systems": {system.name: _system_json(system, result.targets) for system in result.systems},
+        "sentence": sentence(result),
+    }
+
+
+def write_json(result: DemoResult, path: Path) -> None:
+    """Write ``as_json`` to ``path``."""
+    path.write_text(json.dumps(as_json(result), indent=2) + "\n")
+
+
+def _system_json(system: SystemResult, targets: SloTargets) -> dict[str, Any]:
+    online = latency_report(system.online)
+    offline = system.offline
     return {
         "online": {
-            "n": len(result.online),
+            "n": len(system.online),
             "finished": online.finished,
-            "failed": sum(t.outcome is Outcome.FAILED for t in result.online),
+            "failed": sum(t.outcome is Outcome.FAILED for t in system.online),
             "ttft_ms": _milliseconds(online.ttft),
             "tpot_ms": _milliseconds(online.tpot),
+            "itl_ms": _milliseconds(online.itl),
             "slo": {
-                "ttft_ms": _ms(result.targets.ttft_s),
-                "tpot_ms": _ms(result.targets.tpot_s),
-                "attainment": attainment(result.online, result.targets),
+                "ttft_ms": _ms(targets.ttft_s),
+                "tpot_ms": _ms(targets.tpot_s),
+                "attainment": attainment(system.online, targets),
             },
         },
-        "offline": {
+        "offline": None
+        if offline is None
+        else {
             "ok": offline.ok,
             "failed": offline.failed,
             "complete": offline.is_complete,
@@ -83,109 +135,107 @@ def as_json(result: DemoResult) -> dict[str, Any]:
     }
 
 
-def write_json(result: DemoResult, path: Path) -> None:
-    """Write ``as_json`` to ``path``."""
-    path.write_text(json.dumps(as_json(result), indent=2) + "\n")
+_ROWS: Final = (
+    ("TTFT P50, ms", "ttft_ms", "p50"),
+    ("TTFT P99, ms", "ttft_ms", "p99"),
+    ("ITL P50, ms", "itl_ms", "p50"),
+    ("ITL P99, ms", "itl_ms", "p99"),
+)
 
 
 def as_table(result: DemoResult) -> Table:
-    """Return the one table that the demo prints."""
-    report = as_json(result)
-    online, offline = report["online"], report["offline"]
-    table = Table(title="Online and offline requests on one engine", title_justify="left")
+    """Return the one table that the demo prints: latencies, and how often those alone."""
+    found = as_json(result)["systems"]
+    systems = [found[system.name] for system in result.systems]
+    alone = found.get(ALONE.name)
+    table = Table(title="Online latencies (÷ alone), and offline work", title_justify="left")
     table.add_column("")
-    for name in ("mean", "P50", "P99"):
-        table.add_column(name, justify="right")
-    for label, key in (("online TTFT (ms)", "ttft_ms"), ("online TPOT (ms)", "tpot_ms")):
-        values = (online[key][name] for name in ("mean", "p50", "p99"))
-        table.add_row(label, *("–" if value is None else f"{value:.1f}" for value in values))
+    for system in result.systems:
+        table.add_column(system.label, justify="right")
+    for title, key, name in _ROWS:
+        base = None if alone is None else alone["online"][key][name]
+        table.add_row(title, *(_latency(each["online"][key][name], base) for each in systems))
+    finished = (f"{each['online']['finished']} of {each['online']['n']}" for each in systems)
+    table.add_row("online finished", *finished)
     table.add_section()
-    table.add_row("online requests", f"{online['finished']} of {online['n']} finished", "", "")
-    if online["slo"]["attainment"] is not None and _has_target(result.targets):
-        table.add_row("online within SLO", f"{online['slo']['attainment']:.1%}", "", "")
-    more = "" if offline["complete"] else ", more to do"
-    table.add_row("offline lines", f"{offline['ok']} ok, {offline['failed']} failed{more}", "", "")
-    table.add_row("offline tokens/s", f"{offline['tokens_per_s']:.0f}", "", "")
+    offline = [each["offline"] for each in systems]
+    rates = ("–" if each is None else f"{each['tokens_per_s']:,.0f}" for each in offline)
+    table.add_row("offline tokens/s", *rates)
+    lines = ("–" if e is None else f"{e['ok']:,} ok, {e['failed']:,} failed" for e in offline)
+    table.add_row("offline lines", *lines)
     return table
 
 
-def plot(result: DemoResult, path: Path) -> None:
-    """Draw online latency and both classes' tokens per second over time."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (latency, rate) = pyplot.subplots(2, 1, sharex=True, figsize=(9, 6), dpi=120)
-    timed = [t for t in result.online if t.ttft_s is not None]
-    latency.plot(
-        [t.arrival_s for t in timed],
-        [(t.ttft_s or 0) * 1e3 for t in timed],
-        "o",
-        ms=4,
-        color="tab:blue",
-        label="TTFT of a request, at its arrival",
+def sentence(result: DemoResult) -> str:
+    """Say what was seen, also where it is not in our favour."""
+    alone, stock = result.find(ALONE.name), result.find(STOCK.name)
+    ours = result.ours
+    assert ours.offline is not None
+    if alone is None or stock is None:
+        return (
+            f"Beside {len(ours.online)} online requests, offline work got "
+            f"{ours.offline.tokens_per_s:,.0f} tokens/s; without --quick it is compared."
+        )
+    assert stock.offline is not None
+    harm, stock_harm = _ratios(ours, alone), _ratios(stock, alone)
+    if harm is None or stock_harm is None:
+        return "Too few tokens came to compare the systems: give it more --seconds."
+    more = ours.offline.tokens_per_s / max(stock.offline.tokens_per_s, 1e-9)
+    return (
+        f"Offline work made P99 TTFT {harm[0]:.1f} × and P99 ITL {harm[1]:.1f} × what they are "
+        f"alone; with stock SGLang {stock_harm[0]:.1f} × and {stock_harm[1]:.1f} ×: online users "
+        f"were {_compared(max(harm), max(stock_harm), 'hurt')}, and offline work got "
+        f"{_share(more)} ({ours.offline.tokens_per_s:,.0f} and {stock.offline.tokens_per_s:,.0f} "
+        f"tokens/s){_ran_out(ours, stock)}.{_unfinished(result)}"
     )
-    paced = [t for t in timed if t.tpot_s is not None]
-    latency.plot(
-        [t.arrival_s for t in paced],
-        [(t.tpot_s or 0) * 1e3 for t in paced],
-        "x",
-        ms=4,
-        color="tab:orange",
-        label="its mean TPOT",
+
+
+def _ratios(system: SystemResult, alone: SystemResult) -> tuple[float, float] | None:
+    """Return P99 TTFT and P99 ITL, over those alone; None where one is not known."""
+    found, base = latency_report(system.online), latency_report(alone.online)
+    values = [found.ttft.p99_s, found.itl.p99_s, base.ttft.p99_s, base.itl.p99_s]
+    known = [value for value in values if value]
+    if len(known) < len(values):
+        return None
+    return known[0] / known[2], known[1] / known[3]
+
+
+def _compared(ours: float, stock: float, how: str) -> str:
+    if abs(ours / stock - 1) < _ALIKE:
+        return f"{how} alike"
+    return f"less {how}" if ours < stock else f"more {how}"
+
+
+def _share(more: float) -> str:
+    if abs(more - 1) < _ALIKE:
+        return "as much"
+    return f"{more:.1f} × as much" if more > 1 else f"{more:.0%} of that"
+
+
+def _ran_out(*systems: SystemResult) -> str:
+    ended = [s.label for s in systems if s.offline is not None and s.offline.is_complete]
+    return f"; the offline lines of {' and '.join(ended)} ended before the window" if ended else ""
+
+
+def _unfinished(result: DemoResult) -> str:
+    """Say where latencies are those of a part of the requests."""
+    missing = [
+        f"{sum(t.outcome is not Outcome.FINISHED for t in system.online)} with {system.label}"
+        for system in result.systems
+        if any(t.outcome is not Outcome.FINISHED for t in system.online)
+    ]
+    if not missing:
+        return ""
+    return f" Online requests that did not finish, of {len(result.ours.online)}: " + (
+        f"{', '.join(missing)}; the machine is too slow or too busy for this trace."
     )
-    if result.targets.ttft_s is not None:
-        latency.axhline(result.targets.ttft_s * 1e3, color="tab:blue", lw=1, ls="--")
-    if result.targets.tpot_s is not None:
-        latency.axhline(result.targets.tpot_s * 1e3, color="tab:orange", lw=1, ls="--")
-    latency.set_ylabel("online latency (ms)")
-    _leave_room_for_legend(latency)
-
-    end_s = max([2.0, *(s for s, _ in result.offline.finished_at), *(t.arrival_s for t in timed)])
-    _plot_rates(rate, result, end_s)
-    rate.set_ylabel("tokens per second")
-    rate.set_xlabel("seconds")
-    rate.set_xlim(0, end_s)
-    _leave_room_for_legend(rate)
-    figure.suptitle("Online and offline requests on one engine")
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
 
 
-def _leave_room_for_legend(axes: Any) -> None:
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.2)
-    axes.legend(loc="upper right", ncols=2, frameon=False)
-
-
-def _plot_rates(axes: Any, result: DemoResult, end_s: float) -> None:
-    """Prompt and output tokens per second in bins of two seconds, when they were done."""
-    bin_s = 2.0
-    edges = [i * bin_s for i in range(int(end_s / bin_s) + 2)]
-    online = [0.0] * (len(edges) - 1)
-    for timeline in result.online:
-        for i, time_s in enumerate(timeline.token_times_s):
-            tokens = 1 + (timeline.prompt_tokens if i == 0 else 0)
-            index = int(time_s / bin_s)
-            if index < len(online):
-                online[index] += tokens / bin_s
-    offline = [0.0] * len(online)
-    previous = 0
-    for time_s, tokens_done in result.offline.finished_at:
-        offline[min(int(time_s / bin_s), len(offline) - 1)] += (tokens_done - previous) / bin_s
-        previous = tokens_done
-    axes.stairs(online, edges, fill=True, alpha=0.9, color="tab:blue", label="online")
-    stacked = [a + b for a, b in zip(online, offline, strict=True)]
-    axes.stairs(
-        stacked,
-        edges,
-        baseline=online,
-        fill=True,
-        alpha=0.6,
-        color="tab:green",
-        label="offline (when a line finishes)",
-    )
+def _latency(value: float | None, alone: float | None) -> str:
+    if value is None:
+        return "–"
+    text = f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+    return f"{text} ({value / alone:.1f}×)" if alone else text
 
 
 def _milliseconds(summary: Summary) -> dict[str, float | None]:
@@ -195,7 +245,3 @@ def _milliseconds(summary: Summary) -> dict[str, float | None]:
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e3
-
-
-def _has_target(targets: SloTargets) -> bool:
-    return targets.ttft_s is not None or targets.tpot_s is not None

@@ -1,38 +1,41 @@
-"""Runs the demo: model, server, both workloads, report."""
+"""Runs the demo: model, servers, both workloads, report."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Final
 
+import httpx
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from sglang_coserve.client import AsyncCoserveClient, ClientOptions
 from sglang_coserve.demo import report
-from sglang_coserve.demo.replay import replay
+from sglang_coserve.demo.measure import Window, measure
+from sglang_coserve.demo.offline_load import write_offline_load
+from sglang_coserve.demo.picture import draw
+from sglang_coserve.demo.servers import make_server
+from sglang_coserve.demo.systems import ALONE, OURS, STOCK, System
 from sglang_coserve.errors import ConfigError, WorkloadError
 from sglang_coserve.interrupts import terminate_as_interrupt
-from sglang_coserve.local_server import LocalServer
-from sglang_coserve.metrics import RequestTimeline, SloTargets
+from sglang_coserve.metrics import SloTargets
 from sglang_coserve.printable import printable
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
-from sglang_coserve.workload import TraceRequest, fit_to_context, read_trace, window
+from sglang_coserve.workload import fit_to_context, read_trace, window
 
 __all__ = ["DemoOptions", "run_demo"]
 
 # Small enough for two CPU cores to serve both workloads.
-_MODEL = SmallModelSpec(hidden=128, layers=2)
-_CONCURRENCY = 64
+_MODEL: Final = SmallModelSpec(hidden=128, layers=2)
 # Positions of the context that SGLang keeps for itself, and a few to spare.
-_RESERVED_TOKENS = 8
-_DRAIN_S = 20.0
-_POLL_S = 0.25
+_RESERVED_TOKENS: Final = 8
+
+_COMPARED: Final = ((ALONE, STOCK), (OURS,))
+"""Those in a row have one server, with an empty cache for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class DemoOptions:
     """What to run."""
 
     seconds: float
-    """How long both workloads run; set-up and the last online answers come on top."""
+    """How long all windows take together; set-up and the last online answers come on top."""
 
     trace: Path
     offline: Path
@@ -49,24 +52,34 @@ class DemoOptions:
     """A model of the user's; None makes a small random one."""
 
     targets: SloTargets
+    """Of ours; without any it has its defaults."""
+
+    is_quick: bool = False
+    """Ours alone, without anything to compare it with, in a third of the time."""
+
     server_flags: tuple[str, ...] = ()
-    """Further flags for the server."""
+    """Further flags for our server."""
 
     def __post_init__(self) -> None:
         if not self.seconds > 0:
             raise ConfigError(f"--seconds must be positive, got {self.seconds}")
+
+    @property
+    def window_s(self) -> float:
+        """How long each system is measured."""
+        return self.seconds / sum(map(len, _COMPARED))
 
 
 def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
     """Run the demo and write ``report.json`` and ``timeline.png`` into ``options.out``.
 
     Raises:
-        CoserveError: the trace, the file or the server is at fault.
+        CoserveError: the trace, the file or a server is at fault.
         KeyboardInterrupt: on SIGINT or SIGTERM, after the server has ended.
     """
-    requests = list(window(read_trace(options.trace), 0, options.seconds))
+    requests = list(window(read_trace(options.trace), 0, options.window_s))
     if not requests:
-        raise WorkloadError(f"{options.trace}: no request in the first {options.seconds} s")
+        raise WorkloadError(f"{options.trace}: no request in the first {options.window_s:g} s")
     options.out.mkdir(parents=True, exist_ok=True)
     with terminate_as_interrupt():
         model = options.model
@@ -76,102 +89,103 @@ def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
                 make_small_model(model, _MODEL)
         context_tokens, vocab_size = _limits(model)
         requests, cut = fit_to_context(requests, context_tokens - _RESERVED_TOKENS)
-        online = f"online: {options.trace.name}, first {options.seconds:g} s: {cut}"
+        online = f"online: {options.trace.name}, first {options.window_s:g} s: {cut}"
         console.print(printable(online), markup=False)
-        console.print(printable(f"offline: {options.offline}"), markup=False)
-        result = asyncio.run(
-            _serve_both(options, model, requests, vocab_size=vocab_size, console=console)
-        )
+        lines = f"offline: {options.offline}, again and again as long as a window lasts"
+        console.print(printable(lines), markup=False)
+        given = Window(requests, options.window_s, vocab_size)
+        groups = ((OURS,),) if options.is_quick else _COMPARED
+        with _progress(console) as progress:
+            results = asyncio.run(_Run(options, model, given, progress).all_of(groups))
+    result = report.DemoResult(tuple(results), options.targets)
     report.write_json(result, options.out / "report.json")
-    report.plot(result, options.out / "timeline.png")
+    draw(result, options.out / "timeline.png")
     return result
 
 
-async def _serve_both(
-    options: DemoOptions,
-    model: Path,
-    requests: list[TraceRequest],
-    *,
-    vocab_size: int,
-    console: Console,
-) -> report.DemoResult:
-    flags = ["--model-path", str(model), "--log-level", "warning", *_slo_flags(options.targets)]
-    server = LocalServer([*flags, *options.server_flags], log_path=options.out / "server.log")
-    try:
-        with console.status(f"starting the server (log: {options.out / 'server.log'})"):
+class _Run:
+    """The servers one after the other."""
+
+    def __init__(
+        self, options: DemoOptions, model: Path, given: Window, progress: Progress
+    ) -> None:
+        self._options = options
+        self._model = model
+        self._given = given
+        self._progress = progress
+        self._bar: TaskID | None = None
+        self._done_s = 0.0
+
+    async def all_of(self, groups: Sequence[Sequence[System]]) -> list[report.SystemResult]:
+        total_s = self._given.seconds * sum(map(len, groups))
+        self._bar = self._progress.add_task("", total=total_s)
+        return [result for group in groups for result in await self._one_server(group)]
+
+    async def _one_server(self, systems: Sequence[System]) -> list[report.SystemResult]:
+        system = systems[0]
+        log = self._options.out / ("server.log" if system.is_ours else "stock_server.log")
+        server = make_server(self._flags(system), is_ours=system.is_ours, log_path=log)
+        server_name = "our server" if system.is_ours else "a stock server"
+        self._tell(0.0, f"starting {server_name} (log: {log})")
+        results = []
+        try:
             await asyncio.to_thread(server.start)
-        results = options.out / "offline_results.jsonl"
-        _remove_earlier(results)
-        client_options = ClientOptions(concurrency=_CONCURRENCY)
-        async with AsyncCoserveClient(server.base_url, options=client_options) as client:
-            return await _measure(options, client, server, requests, vocab_size, results, console)
-    finally:
-        server.stop()
+            if system.is_ours:
+                self._progress.console.print(f"to look at: {server.base_url}/coserve", style="bold")
+            for number, each in enumerate(systems):
+                if number:
+                    await asyncio.to_thread(_empty_cache, server.base_url)
+                results.append(await self._measure(each, server.base_url))
+        finally:
+            server.stop()
+        return results
 
-
-async def _measure(
-    options: DemoOptions,
-    client: AsyncCoserveClient,
-    server: LocalServer,
-    requests: list[TraceRequest],
-    vocab_size: int,
-    results: Path,
-    console: Console,
-) -> report.DemoResult:
-    start = time.perf_counter()
-    job = await client.submit_jsonl(options.offline, results)
-    answered: list[RequestTimeline] = []
-    online = asyncio.create_task(
-        replay(
-            server.base_url,
-            requests,
-            vocab_size=vocab_size,
-            drain_s=_DRAIN_S,
-            on_finished=answered.append,
-        )
-    )
-    finished_at: list[tuple[float, int]] = []
-    with _progress(console) as progress:
-        bar = progress.add_task("", total=options.seconds)
-        while (elapsed_s := time.perf_counter() - start) < options.seconds:
-            status = job.status
-            tokens = status.prompt_tokens + status.completion_tokens
-            if not finished_at or tokens > finished_at[-1][1]:
-                finished_at.append((elapsed_s, tokens))
-            progress.update(
-                bar,
-                completed=elapsed_s,
-                description=f"online {len(answered)}/{len(requests)}, "
-                f"offline {status.ok} ok, {status.failed} failed",
+    async def _measure(self, system: System, base_url: str) -> report.SystemResult:
+        offline = None
+        if system.has_offline:
+            # Ours keeps the names that they had when it was the only one.
+            mark = "" if system.is_ours else f"_{system.name}"
+            source = self._options.out / f"offline_requests{mark}.jsonl"
+            write_offline_load(
+                self._options.offline, source, self._given.seconds, system.offline_fields
             )
-            if online.done() and not job.is_running:
-                break
-            await asyncio.sleep(_POLL_S)
-    is_complete = not job.is_running
-    job.cancel()
-    await job.ended()
-    status = job.status
-    if is_complete:
-        await job.wait()  # Raises what ended it early, if anything did.
-    timelines = await online
-    return report.DemoResult(
-        online=timelines,
-        offline=report.OfflineResult(
-            ok=status.ok,
-            failed=status.failed,
-            prompt_tokens=status.prompt_tokens,
-            completion_tokens=status.completion_tokens,
-            elapsed_s=status.elapsed_s,
-            is_complete=is_complete,
-            finished_at=finished_at,
-        ),
-        targets=options.targets,
-    )
+            results = self._options.out / f"offline_results{mark}.jsonl"
+            _remove_earlier(results)
+            offline = (source, results)
+        result = await measure(
+            system,
+            self._given,
+            base_url,
+            offline,
+            lambda elapsed_s, text: self._tell(elapsed_s, f"{system.label}: {text}"),
+        )
+        self._done_s += self._given.seconds
+        return result
+
+    def _tell(self, elapsed_s: float, text: str) -> None:
+        assert self._bar is not None
+        completed_s = self._done_s + min(elapsed_s, self._given.seconds)
+        self._progress.update(self._bar, completed=completed_s, description=printable(text))
+
+    def _flags(self, system: System) -> list[str]:
+        flags = ["--model-path", str(self._model), "--log-level", "warning", *system.flags]
+        if system.is_ours:
+            flags += [*_slo_flags(self._options.targets), *self._options.server_flags]
+        return flags
+
+
+def _empty_cache(base_url: str) -> None:
+    """Have the next system compute every prompt, as the one before it had to."""
+    httpx.post(f"{base_url}/flush_cache", params={"timeout": 30}, timeout=60).raise_for_status()
 
 
 def _progress(console: Console) -> Progress:
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
     )
 
 
@@ -189,5 +203,5 @@ def _slo_flags(targets: SloTargets) -> Iterator[str]:
 
 def _remove_earlier(results: Path) -> None:
     """Start the offline file anew: the client would continue an earlier demo's."""
-    for path in islice(results.parent.glob(f"{results.stem}*"), 10):
+    for path in islice(results.parent.glob(f"{results.stem}.*"), 10):
         path.unlink()

@@ -12,6 +12,7 @@ from typing import Final, Self
 
 from sglang_coserve.batch.token_rate import TokenRate
 from sglang_coserve.core.line_placement import (
+    FAILURES_IN_A_ROW,
     LINES_AHEAD,
     LinePlacement,
     Placed,
@@ -27,6 +28,7 @@ from sglang_coserve.http_lines import (
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.jsonl.prefix_key import prefix_key
 from sglang_coserve.lines.backend import Backend, BackendLoad, LineRequest, LineResult
+from sglang_coserve.lines.result_record import error_message
 
 __all__ = ["FleetBackend"]
 
@@ -178,6 +180,10 @@ class FleetBackend(Backend):
             max_in_flight=max(1, sum(engine.window + LINES_AHEAD for engine in up)),
         )
 
+    async def online_delays_s(self) -> None:
+        """See ``Backend.online_delays_s``: each engine knows of its own."""
+        return
+
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
     ) -> LineResult:
@@ -244,11 +250,23 @@ class FleetBackend(Backend):
 
         with engine.rate.in_flight(), self._rate.in_flight():
             result = await engine.connection.run(request, model, heard)
-            engine.lines_served += 1
+            self._judge(engine, result)
             usage = result.body.get("usage") if isinstance(result.body, dict) else None
             total = (usage or {}).get("total_tokens", 0)
             self._count_tokens(engine, max(0, total - num_heard))
         return result
+
+    def _judge(self, engine: Engine, result: LineResult) -> None:
+        """Let an engine rest that fails on one line after the other."""
+        if not result.is_retryable:
+            engine.lines_served += 1
+            engine.streak.succeeded()
+            return
+        now_s = self._monotonic_s()
+        engine.streak.failed(now_s)
+        if engine.streak.is_resting(now_s):
+            reason = f"{FAILURES_IN_A_ROW} lines in a row failed: {error_message(result.body)}"
+            self._close(engine, EngineState.FAILING, reason)
 
     def _count_tokens(self, engine: Engine, tokens: int) -> None:
         engine.rate.add(tokens)

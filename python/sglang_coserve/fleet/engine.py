@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from sglang_coserve.batch.token_rate import TokenRate
 from sglang_coserve.core.engine_load import EngineLoad
-from sglang_coserve.core.line_placement import LINES_AHEAD, line_window
+from sglang_coserve.core.line_placement import LINES_AHEAD, FailureStreak, line_window
 from sglang_coserve.core.validation import explain
 from sglang_coserve.http_lines import (
     LOAD_PATH,
@@ -37,6 +37,9 @@ class EngineState(Enum):
 
     DRAINING = "draining"
     """It answers, and takes no lines now."""
+
+    FAILING = "failing"
+    """It answers, and has failed on several lines in a row: it rests."""
 
     REFUSING = "refusing"
     """It answers, but not as an engine of ours: a wrong key, or another program."""
@@ -64,6 +67,7 @@ class Engine:
         """Lines that it is to have at a time, while it takes any."""
 
         self.rate = TokenRate(monotonic_s, _RATE_WINDOW_S)
+        self.streak = FailureStreak()
         self.lines_served = 0
         self.lines_lost = 0
         """Attempts that ended with the connection."""
@@ -99,7 +103,9 @@ class Engine:
             assert self.description is not None
             self.load, self._loaded_model = load, load.model
             self.window = line_window(in_flight, load.offline.waiting)
-            if load.is_draining:
+            if self.streak.is_resting(self._monotonic_s()):
+                self.set_state(EngineState.FAILING, self.reason)
+            elif load.is_draining:
                 self.set_state(EngineState.DRAINING, "it drains")
             elif self.description.refuses is not None:
                 self.set_state(EngineState.DRAINING, self.description.refuses)

@@ -102,7 +102,7 @@ class EngineConnection:
         """
         timeout = aiohttp.ClientTimeout(_ASK_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S)
         try:
-            async with self._session.get(path, timeout=timeout) as answer:
+            async with self._session.get(path, timeout=timeout, allow_redirects=False) as answer:
                 content = await answer.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineLostError(self._failed(error), had_the_line=False) from None
@@ -126,7 +126,9 @@ class EngineConnection:
         content = encode_message(attempt_of(request, model, self._now_s()))
         headers = {"content-type": "application/json"}
         try:
-            async with self._session.post(LINES_PATH, data=content, headers=headers) as answer:
+            async with self._session.post(
+                LINES_PATH, data=content, headers=headers, allow_redirects=False
+            ) as answer:
                 if answer.status != HTTPStatus.OK:
                     return self._unserved(answer.status, await answer.read())
                 async for line in _lines(answer.content):

@@ -5,6 +5,7 @@
 - ``executor``: plans carried out on counters; ``request``, ``decode_rows``, ``running_batch``:
   its state; ``prefix_cache``, ``kv_pool``, ``checkpoint``: where KV is.
 - ``binding``, ``source``: requests from workloads; ``models``: shapes and memory.
+- ``recorded_traffic``, ``what_if``: a recording of the engine, with something changed.
 - ``result``, ``report``, ``plots``, ``event_log``, ``chrome_trace``: what comes out.
 
 Everything that comes out is simulated, and says so.

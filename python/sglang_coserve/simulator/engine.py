@@ -93,6 +93,11 @@ class Engine:
         """True while an online request runs or waits."""
         return bool(self._executor.waiting or self._executor.num_online_rows)
 
+    @property
+    def next_arrival_s(self) -> float:
+        """When the next timed request arrives; infinite when none does."""
+        return self._source.next_arrival_s
+
     def step(self, end_s: float = math.inf) -> bool:
         """Run one iteration, or let time pass until the next arrival before ``end_s``.
 

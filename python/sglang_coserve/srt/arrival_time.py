@@ -1,13 +1,13 @@
-"""When a request arrived at the server, told to the scheduler.
+"""Sends the arrival time of each request to the scheduler.
 
-A request that arrives during an iteration reaches the scheduler only at its end;
-what it waited by then is lost to a scheduler that counts from there.  SGLang
-leaves the time of arrival out of the message it sends; here it is put in.
+A request that arrives during a step reaches the scheduler only at the end of that step;
+a scheduler that counted from there would miss the time waited so far.  SGLang
+leaves the arrival time out of its message to the scheduler; here it is added.
 
-Nor does a client have a token when the scheduler does: the token goes through
-the detokenizer and the HTTP server, some milliseconds where these share busy
-cores.  Targets are meant where the client is, so what is put in is earlier than
-the arrival by what first tokens have taken for that way (``OutputDelay``).
+Nor does a client get a token when the scheduler has it: the token passes through
+the detokenizer and the HTTP server, which takes some milliseconds on busy
+cores.  Targets are meant as seen by the client, so the time sent is earlier than
+the arrival by the mean delay of recent first tokens (``OutputDelay``).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _TIMED_EVERY: Final = 4
 
 
 class ArrivalTimeStats(APIServerReqTimeStats):
-    """SGLang's times of a request, with that of its arrival sent along."""
+    """SGLang's times of a request, which also send the arrival time to the scheduler."""
 
     output_delay_s: float = 0.0
     is_timed: bool = False
 
     def __getstate__(self) -> object:
-        """Return what is sent to the scheduler."""
+        """Return the state that is sent to the scheduler."""
         state = super().__getstate__()
         assert isinstance(state, dict)
         # SGLang's counterpart translates values whose name ends like this to its own clock.
@@ -44,15 +44,15 @@ class ArrivalTimeStats(APIServerReqTimeStats):
 
 
 class OutputDelay:
-    """How long first tokens take from the scheduler to the HTTP server."""
+    """Measures how long first tokens take from the scheduler to the HTTP server."""
 
     def __init__(self) -> None:
         self.mean_s = 0.0
-        """Of the last few dozen requests, the recent ones counting more; 0 before the first."""
+        """Moving average over the last few dozen requests; 0 before the first."""
         self._num_requests = 0
 
     def make_stats(self, *args: Any, **kwargs: Any) -> ArrivalTimeStats:
-        """Return what SGLang keeps of a new request's times; takes its arguments."""
+        """Return the times object of a new request; takes the arguments of SGLang's class."""
         stats = ArrivalTimeStats(*args, **kwargs)
         stats.output_delay_s = self.mean_s
         stats.is_timed = self._num_requests % _TIMED_EVERY == 0
@@ -60,17 +60,17 @@ class OutputDelay:
         return stats
 
     def without_token(self, rids: Sequence[str], states: Mapping[str, Any]) -> dict[int, Any]:
-        """Return the times of the requests that have yet to get their first token, by index.
+        """Return the times of the requests without a first token so far, by index. O(rows).
 
-        Only of those that the scheduler sends its own times of. O(rows).
+        Only for requests whose times the scheduler sends back.
         """
         times = ((i, states[rid].time_stats) for i, rid in enumerate(rids) if rid in states)
         return {i: t for i, t in times if t.is_timed and not t.first_token_time}
 
     def observe(self, times: Mapping[int, Any], scheduler_times: Sequence[Any] | None) -> None:
-        """Take the requests of ``without_token`` into account, once they have their token.
+        """Record the delays of the requests of ``without_token``, once they have their token.
 
-        ``scheduler_times`` are those that came with the tokens of the whole batch.
+        ``scheduler_times`` are the scheduler's times that came with the tokens of the batch.
         """
         for index, stats in times.items():
             sent_s = scheduler_times[index].prefill_finished_time if scheduler_times else 0.0
@@ -81,9 +81,9 @@ class OutputDelay:
 
 
 def install_arrival_times() -> OutputDelay:
-    """Let SGLang's tokenizer manager, in this process, send arrival times.
+    """Make SGLang's tokenizer manager in this process send arrival times.
 
-    Returns what is to be told of the tokens that come back.
+    Returns the object that has to observe the tokens that come back.
     """
     delay = OutputDelay()
     compat.replace("sglang.srt.managers.tokenizer_manager.APIServerReqTimeStats", delay.make_stats)
@@ -91,9 +91,9 @@ def install_arrival_times() -> OutputDelay:
 
 
 def arrival_s(received: Any, now_s: float) -> float:
-    """Return when a request arrived, at most ``now_s``; that itself when it is not known.
+    """Return when a request arrived, at most ``now_s``; ``now_s`` if unknown.
 
-    ``received`` is SGLang's ``Req``, or the message that it is made of. The clock is
+    ``received`` is SGLang's ``Req``, or the message that it is made from. The clock is
     ``time.perf_counter`` of this process.
     """
     created_s = getattr(getattr(received, "time_stats", None), "created_time", 0.0)

@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import FastAPI
 
-from sglang_coserve.batch import BatchLimits, BatchService, StorageError
+from sglang_coserve.batch import BatchService
 from sglang_coserve.batch.routes import (
-    BatchApiOffError,
     add_batch_routes,
-    find_service,
     operator_endpoints,
     set_admin_key,
     set_service,
 )
-from sglang_coserve.batch.webhooks import Webhooks, WebhookTarget
+from sglang_coserve.batch.settings import limits_of, webhook_target_of
+from sglang_coserve.batch.webhooks import Webhooks
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.http_lines import (
     LineServer,
@@ -33,54 +30,56 @@ from sglang_coserve.http_lines import (
     line_endpoints,
     set_line_server,
 )
+from sglang_coserve.srt import compat
+from sglang_coserve.srt.batch_exporter import batches_exported
+from sglang_coserve.srt.trace_route import install_trace_route
 
 if TYPE_CHECKING:
     from sglang_coserve.srt.batch_backend import BatchBackend
 
 __all__ = [
-    "batch_api_status",
     "check_batch_settings",
     "install_batch_api",
     "open_routes_warning",
 ]
 
-SECRET_VARIABLE: Final = "COSERVE_WEBHOOK_SECRET"
 _POLL_S: Final = 0.2
 
 logger = logging.getLogger(__name__)
 
 
 def check_batch_settings(config: CoserveConfig) -> None:
-    """Find out before the model is loaded whether the Batch API will start.
+    """Check, before the model is loaded, that the Batch API will be able to start.
 
     Raises:
         StartupError: the data directory cannot be used.
         ConfigError: the webhook's address or secret cannot be used.
     """
-    _webhook_target(config)
+    webhook_target_of(config)
     if config.coserve_data_dir is not None:
         asyncio.run(BatchService.check(Path(config.coserve_data_dir)))
 
 
 def install_batch_api(http_server: Any, admin_api_key: str | None) -> None:
-    """Add the routes to SGLang's app, and have them served for as long as the server runs."""
+    """Add the Batch API's routes to SGLang's app, and run its service while the server runs."""
     app: FastAPI = http_server.app
     add_batch_routes(app)
     add_line_routes(app)
+    trace = install_trace_route(http_server)
     if admin_api_key:
         from sglang.srt.utils.auth import AuthLevel, auth_level
 
         set_admin_key(app, admin_api_key)
         # Else SGLang would let nobody pass who has not --api-key. Without an admin key the
         # routes say so themselves, and SGLang need not look at every request.
-        for endpoint in (*operator_endpoints(), *line_endpoints()):
+        for endpoint in (*operator_endpoints(), *line_endpoints(), trace):
             auth_level(AuthLevel.ADMIN_FORCE)(endpoint)
     stock_lifespan = app.router.lifespan_context
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[Any]:
         async with AsyncExitStack() as stack:
-            # The service first: what it finds wrong must stop the start before the warm-up.
+            # The service starts first, so that its errors stop the start before the warm-up.
             config: CoserveConfig = app.server_args._coserve  # type: ignore[attr-defined]
             if config.coserve_data_dir is not None or admin_api_key:
                 await stack.enter_async_context(_served(http_server, config))
@@ -89,22 +88,8 @@ def install_batch_api(http_server: Any, admin_api_key: str | None) -> None:
     app.router.lifespan_context = lifespan
 
 
-async def batch_api_status(app: FastAPI) -> dict[str, Any] | None:
-    """Return the ``ServiceStatus`` in plain values; None while the Batch API is off.
-
-    Whoever watches the server is to see the rest of it also when the disk has failed:
-    there is only an ``error`` then.
-    """
-    try:
-        return asdict(await find_service(app).status())
-    except BatchApiOffError:
-        return None
-    except StorageError as error:
-        return {"error": str(error)}
-
-
 def open_routes_warning(api_key: str | None, admin_api_key: str | None) -> str | None:
-    """Return what who has set keys should know of the routes that they do not close."""
+    """Return a warning if the keys that are set leave routes open; None otherwise."""
     if api_key or not admin_api_key:
         return None
     return (
@@ -154,21 +139,27 @@ async def _open_service(
     from sglang_coserve.srt.engine_death import fatal_signals_told_to
 
     assert config.coserve_data_dir is not None
-    target = _webhook_target(config)
+    target = webhook_target_of(config)
     service = await BatchService.open(
-        Path(config.coserve_data_dir), backend, _limits(config), record_events=target is not None
+        Path(config.coserve_data_dir), backend, limits_of(config), record_events=target is not None
     )
     set_service(http_server.app, service)
     stack.push_async_callback(_close, http_server.app, service)
     stack.enter_context(fatal_signals_told_to(service.fatal_signal_path))
     manager = http_server._global_state.tokenizer_manager
     manager.coserve_on_death = service.note_engine_death
+    args = compat.settings_of(manager.server_args)
+    if args.enable_metrics:
+        await stack.enter_async_context(batches_exported(service, args.served_model_name))
     if target is not None:
         await stack.enter_async_context(Webhooks(service, target))
 
 
 async def _close_when_stopping(backend: Any, stack: AsyncExitStack) -> None:
-    """SGLang waits for all requests, lines in flight too, before it ends without a word."""
+    """Close the service when the server is told to stop.
+
+    SGLang waits for all requests, including lines in flight, before it shuts its app down.
+    """
     while not backend.is_stopping:
         await asyncio.sleep(_POLL_S)
     logger.info("batches stop where they are; the next start continues them")
@@ -178,25 +169,3 @@ async def _close_when_stopping(backend: Any, stack: AsyncExitStack) -> None:
 async def _close(app: FastAPI, service: BatchService) -> None:
     set_service(app, None, "the server is stopping: its batches continue when it starts again")
     await service.close()
-
-
-def _limits(config: CoserveConfig) -> BatchLimits:
-    stored_gib = config.batch_max_stored_gib_per_key
-    return BatchLimits(
-        max_upload_bytes=config.batch_max_upload_mib << 20,
-        max_lines=config.batch_max_lines,
-        max_in_flight=config.batch_max_in_flight,
-        max_active_batches=config.batch_max_active,
-        max_active_batches_per_owner=config.batch_max_active_per_key,
-        max_stored_bytes_per_owner=None if stored_gib is None else int(stored_gib * (1 << 30)),
-    )
-
-
-def _webhook_target(config: CoserveConfig) -> WebhookTarget | None:
-    if config.batch_webhook_url is None:
-        return None
-    return WebhookTarget(
-        config.batch_webhook_url,
-        os.environ.get(SECRET_VARIABLE, ""),
-        allow_private=config.batch_webhook_allow_private,
-    )

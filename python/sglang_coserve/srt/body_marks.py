@@ -1,4 +1,4 @@
-"""What the body of a request says of its class and targets, whatever route it comes by."""
+"""Reads the class and targets of a request from its JSON body, on any route."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def tier_used(request_class: RequestClass) -> str:
 
 
 def marks_of_body(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the marks at the top of a JSON body, its class among them if it names one.
+    """Return the marks at the top level of a JSON body, including its class if it names one.
 
-    Only what they say about the class is checked: the rest is where requests from every
-    door pass.
+    Only the class is checked here; the other marks are checked in the tokenizer manager, which
+    all entry points share.
 
     Raises:
-        UnknownClassError: a mark names no class, or two disagree.
+        UnknownClassError: a mark names no class, or two marks disagree.
     """
     marks = {
         key: value
@@ -50,7 +50,7 @@ def marks_of_body(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def class_of_body(body: Mapping[str, Any]) -> RequestClass | None:
-    """Return the class a body asks for; None when it says nothing.
+    """Return the class that a body asks for; None if it names none.
 
     Raises:
         UnknownClassError: a mark names no class, or two marks disagree.

@@ -12,13 +12,16 @@ from typing import Final
 __all__ = ["end_with_children"]
 
 _INTERVAL_S: Final = 1.0
-"""As SGLang looks after the processes of a server."""
+"""The interval at which SGLang checks the processes of a server."""
 
 logger = logging.getLogger(__name__)
 
 
 def end_with_children() -> None:
-    """Let this process end, with status 1, soon after any process that it starts from now on."""
+    """End this process with status 1 soon after any of its child processes has ended.
+
+    Applies to children started from now on.
+    """
     threading.Thread(target=_watch, name="coserve-child-watch", daemon=True).start()
 
 

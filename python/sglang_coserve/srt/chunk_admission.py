@@ -1,6 +1,6 @@
-"""Prefill chunks that were chosen beforehand, admitted by SGLang: these and nothing else.
+"""Makes SGLang's own admission admit exactly the planned prefill chunks.
 
-What SGLang cannot do is left out of a batch, never imitated: it continues one
+Chunks that SGLang cannot run together are left for a later step: it continues only one
 unfinished prefill at a time.
 """
 
@@ -22,12 +22,12 @@ ScheduleBatch = Any
 
 
 class ChunkAdmission:
-    """Offers SGLang's own admission what the next batch is to have."""
+    """Offers SGLang's admission exactly the requests that the next batch should have."""
 
     def __init__(
         self, view: EngineView, eviction: OfflineEviction, events: Counter[str], page_tokens: int
     ) -> None:
-        """From now on chunks of this process may end where they are told."""
+        """Install chunk limits in this process (``chunk_limit``)."""
         install_chunk_limits()
         self._view = view
         self._eviction = eviction
@@ -35,8 +35,10 @@ class ChunkAdmission:
         self._page_tokens = page_tokens
 
     def executable(self, chunks: Iterable[PrefillChunk]) -> list[PrefillChunk]:
-        """Return the leading chunks that SGLang can run in one pass, in its order: one that
-        continues a prefill goes first, and there can be no second one."""
+        """Return the leading chunks that SGLang can run in one batch, in its order.
+
+        At most one chunk continues an unfinished prefill, and it comes first.
+        """
         begun = {req.rid for req in self._view.aside.parked}
         if self._view.chunk is not None:
             begun.add(self._view.chunk.rid)
@@ -63,15 +65,15 @@ class ChunkAdmission:
         """Offer exactly these chunks to SGLang.
 
         Args:
-            chunks: As of ``executable``.
+            chunks: The result of ``executable``.
             offline_reqs: The waiting offline requests by rid.
-            running_batch: SGLang's decodes.
+            running_batch: SGLang's batch of decodes.
             prefill: SGLang's admission.
-            mixes_decodes: Whether they run in the same batch.
+            mixes_decodes: Whether the decodes run in the same batch.
 
         Returns:
-            SGLang's own plan, and the chunks that it admitted, as long as they are: where the
-            cache lost a prefix since the plan was made, longer than planned.
+            SGLang's plan, and the admitted chunks with their real lengths, which exceed the
+            planned ones if the cache has lost a prefix since.
         """
         view = self._view
         self._choose_chunk(chunks)
@@ -83,7 +85,7 @@ class ChunkAdmission:
         offered, num_admitted = view.withdraw()
         self._events["admitted"] += num_admitted
         left = {req.rid for req in (*offered, *view.waiting)}
-        # What the pass left over, what it was not shown, and what arrived meanwhile.
+        # The queue then has what was not admitted, what was hidden, and what arrived meanwhile.
         view.show_again(hidden)
         if result.batch_to_run is None:
             return result, ()
@@ -94,7 +96,7 @@ class ChunkAdmission:
         return result, tuple(chunk._replace(tokens=tokens[chunk.rid]) for chunk in admitted)
 
     def _choose_chunk(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Let the unfinished prefill be the one that these chunks continue, if one does."""
+        """Make the prefill that these chunks continue, if any, SGLang's unfinished one."""
         view = self._view
         unfinished = view.chunk
         if unfinished is not None and unfinished.rid not in {chunk.rid for chunk in chunks}:
@@ -106,7 +108,7 @@ class ChunkAdmission:
             limit_next_chunk(view.chunk, chunks[0].tokens)
 
     def park_chunk(self) -> None:
-        """Set the unfinished prefill aside, if there is one that SGLang does not abort."""
+        """Park the unfinished prefill, unless there is none or SGLang is aborting it."""
         if self._view.can_take_chunk:
             self._view.aside.park(self._view.take_chunk())
             self._events["parked"] += 1
@@ -118,21 +120,24 @@ class ChunkAdmission:
         prefill: Prefill,
         mixes_decodes: bool,
     ) -> Any:
-        """Let SGLang build a batch of these chunks, with all decodes or without."""
-        # SGLang compares and counts whole pages, a plan those of a prompt's end not.
+        """Let SGLang build a batch of these chunks, with all decodes or with none."""
+        # SGLang counts whole pages; a plan counts only the tokens in a prompt's last page.
         page = self._page_tokens
         tokens = sum(-(-chunk.tokens // page) * page for chunk in chunks)
-        # SGLang takes the decodes of a mixed batch off the size of the chunk.
+        # SGLang subtracts the decodes of a mixed batch from the chunk size.
         num_decodes = len(running_batch.reqs) if mixes_decodes else 0
         running_batch.batch_is_full = False
         with self._view.chunk_size(max(tokens, page) + num_decodes, mixes_decodes=mixes_decodes):
-            # It may evict: SGLang also reserves room for a request's output, a plan does not.
+            # This may retract rows: SGLang also reserves room for a request's output.
             return self._eviction.admit(running_batch, prefill)
 
 
 def _correct_mixed_prefix_lens(batch: ScheduleBatch) -> None:
-    """SGLang takes for granted that every decode of a mixed batch has a token in flight under
-    overlap scheduling; one that sat out an iteration has none. Its context is its length - 1."""
+    """Set the prefix lengths of the decodes in a mixed batch to their lengths - 1.
+
+    Under overlap scheduling SGLang assumes that every such decode has a token in flight; one
+    that skipped a step has none.
+    """
     if not batch.forward_mode.is_mixed():
         return
     count = len(batch.decoding_reqs)

@@ -1,8 +1,8 @@
-"""A continued prefill that computes as many tokens as a plan says, beside other prefills.
+"""Limits the chunk of a continued prefill to the planned number of tokens.
 
-SGLang gives the request whose prefill is unfinished all that is left of the
-chunk's size, so nothing can run beside it but what it leaves over. A plan may
-want less of it: an offline prompt goes on in what an online prompt leaves.
+SGLang gives a continued prefill as many tokens of the chunk size as it can use, and other
+prompts only what is left. A plan may want the opposite: an offline prompt continues in
+what an online prompt leaves.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _LIMIT = "coserve_chunk_tokens"
 
 
 def install_chunk_limits() -> None:
-    """Let SGLang's scheduler of this process heed ``limit_next_chunk``. Idempotent."""
+    """Make SGLang's scheduler in this process observe ``limit_next_chunk``. Idempotent."""
     compat.replace("sglang.srt.managers.scheduler.PrefillAdder", _LimitedAdder)
 
 
 def limit_next_chunk(req: Req, tokens: int) -> None:
-    """Bound the chunk of ``req`` in the next pass, which is to continue its prefill.
+    """Limit the chunk of ``req`` in the next batch, which is to continue its prefill.
 
     Args:
         req: a request whose prefill has begun.
-        tokens: at least a page; whole pages unless it is all of the rest.
+        tokens: at least a page; whole pages unless it completes the prompt.
     """
     setattr(req, _LIMIT, tokens)
 
 
 class _LimitedAdder(PrefillAdder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As SGLang's, but in a sliding window's pool, too, the slots that the decodes of a mixed
-        batch open are not for its prefills. O(rows)."""
+        """Like SGLang's adder, but also reserve, in the pool of a sliding window, the slots that
+        the decodes of a mixed batch need. O(rows)."""
         super().__init__(*args, **kwargs)
         if self.is_hybrid_swa and compat.is_mixed(self):
             rows = filter(compat.holds_kv, self.running_batch.reqs)
@@ -46,7 +46,7 @@ class _LimitedAdder(PrefillAdder):
             compat.reserve_window_slots(self, opened * self.page_size)
 
     def add_chunked_req(self, req: Req) -> Req | None:
-        """Offer a continued prefill no more than its limit; the rest is for others."""
+        """Offer a continued prefill at most its limit; leave the rest to other prefills."""
         limit_tokens = req.__dict__.pop(_LIMIT, None)
         if limit_tokens is None or self.rem_chunk_tokens is None:
             return super().add_chunked_req(req)
@@ -59,10 +59,10 @@ class _LimitedAdder(PrefillAdder):
     def add_one_req(
         self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
     ) -> AddReqResult:
-        """Refuse what would be a second unfinished prefill, which ends SGLang's scheduler.
+        """Refuse a request that would become a second unfinished prefill, which crashes SGLang.
 
-        In a pool of a sliding window, where SGLang cuts a chunk for which there is no room, it
-        would forget the first.
+        With a separate pool for a sliding window, SGLang cuts a chunk that lacks room there and
+        would lose track of the first unfinished prefill.
         """
         if has_chunked_req or self.new_chunked_req is not None:
             with self._lock_node(req.last_node):
@@ -71,7 +71,7 @@ class _LimitedAdder(PrefillAdder):
         return super().add_one_req(req, has_chunked_req, truncation_align_size)
 
     def _is_cut(self, req: Req) -> bool:
-        """Return whether SGLang would compute less than the rest of a prompt."""
+        """Return whether SGLang would compute only a part of the rest of a prompt."""
         if self.rem_chunk_tokens is None:
             return False
         rest_tokens = self.ceil_paged_tokens(

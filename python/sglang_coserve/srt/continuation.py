@@ -1,4 +1,4 @@
-"""Which requests can be continued from the tokens they had generated."""
+"""Decides which requests can be continued from the tokens that they have generated."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from typing import Any, Final
 __all__ = ["STATEFUL_FIELDS", "STATEFUL_PARAMS", "can_continue"]
 
 STATEFUL_PARAMS: Final[Mapping[str, object]] = {
-    # Penalties count the output tokens as they are sampled, and start from nothing.
+    # Penalties count output tokens as they are sampled, so a continuation would count anew.
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
     "min_new_tokens": 0,
-    # A grammar's state is what it has read.
+    # The state of a grammar depends on the tokens it has read.
     "json_schema": None,
     "regex": None,
     "ebnf": None,
     "structural_tag": None,
-    # Of several choices, no one knows whose the tokens are.
+    # With several choices it is unknown which one the tokens belong to.
     "n": 1,
-    # What a custom processor makes of these is its own affair.
+    # A custom processor may use these in any way.
     "custom_params": None,
 }
-"""Sampling parameters that make sampling depend on more than the tokens so far, unless neutral."""
+"""Sampling parameters that, unless they have this value, make sampling depend on more state than
+the tokens so far."""
 
 STATEFUL_FIELDS: Final = (
-    # What comes out per token is not journaled.
+    # Outputs per token are not journaled.
     "return_logprob",
     "return_hidden_states",
     "return_routed_experts",
@@ -38,17 +39,17 @@ STATEFUL_FIELDS: Final = (
     "session_params",
     "input_embeds",
     "max_thinking_tokens",
-    # The adapter of that name may be another one by then.
+    # Another adapter may have that name by then.
     "lora_path",
 )
-"""Fields of SGLang's request that have to be unset."""
+"""Fields of SGLang's request that must be unset."""
 
 
 def can_continue(request: Any, preferred_params: Mapping[str, Any] | None = None) -> bool:
-    """Tell whether prompt and output tokens are the whole state of ``request``.
+    """Return whether prompt and output tokens are the whole state of ``request``.
 
-    If so, a generation that is cut at any token and continued gives what it would
-    have given uncut. ``request`` is SGLang's ``GenerateReqInput`` before it is
+    If so, a generation that is interrupted after any token and continued gives the same result
+    as one without interruption. ``request`` is SGLang's ``GenerateReqInput`` before it is
     normalised, ``preferred_params`` the server's defaults for sampling parameters.
     """
     if isinstance(request.input_ids, list):

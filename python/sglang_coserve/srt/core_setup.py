@@ -18,8 +18,8 @@ def make_core_scheduler(
 ) -> Scheduler | RecordingScheduler:
     """Return a scheduler with the policy, the targets and the limits of ``config``.
 
-    ``engine`` is that of the no-interference baseline. ``records`` says whether this rank writes
-    the recording, if there is to be one.
+    ``engine`` has the limits for the no-interference baseline. With ``records`` this rank writes
+    the recording, if one is configured.
 
     Raises:
         ConfigError: the recording cannot be written.

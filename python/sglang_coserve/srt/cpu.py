@@ -1,7 +1,7 @@
-"""Defaults that make SGLang run on a machine without CUDA.
+"""Defaults and replacements that make SGLang run on a machine without CUDA.
 
-SGLang's CPU path expects its own kernels and an AMX processor.  Without them a
-few settings, a few kernels and the attention must be replaced; users can override
+SGLang's CPU path expects its own kernels and an AMX processor.  Without them some
+settings, some kernels and the attention must be replaced. Users can override
 every default by setting the variable or the flag themselves.
 """
 
@@ -29,23 +29,23 @@ __all__ = [
 
 FLAG_DEFAULTS = {
     "device": "cpu",
-    # Becomes torch_native where the processor or its kernels lack AMX, after SGLang has looked
-    # whether the model allows it: gpt-oss does not allow torch_native, which lacked sinks.
+    # Becomes torch_native if the processor or the kernels lack AMX, after SGLang has checked
+    # that the model allows it: gpt-oss refuses torch_native, which lacked attention sinks.
     "attention_backend": "intel_amx",
     "lora_backend": "torch_native",
     # A float32 model would otherwise run in float16, which is several times slower on a CPU.
     "dtype": "float32",
-    # There is no second device to overlap with: it would only delay each token by an iteration.
+    # There is no second device to overlap with: it would only delay each token by a step.
     "disable_overlap_schedule": True,
     # The idle event loop would otherwise take a core from whatever else runs on the machine.
     "sleep_on_idle": True,
     # SGLang would otherwise claim most of the machine's memory for the KV cache.
     "max_total_tokens": 65536,
-    # What SGLang takes where it cannot tell the memory of a NUMA node. Where it can, it first sets
-    # aside 12 GiB for activations, which on a small node leaves less than nothing.
+    # SGLang's value if it cannot tell the memory of a NUMA node. If it can, it first reserves
+    # 12 GiB for activations, which is more than a small node has.
     "mem_fraction_static": 0.88,
 }
-"""ServerArgs fields and what they default to on a CPU."""
+"""Defaults of ServerArgs fields on a CPU."""
 
 
 def has_cuda() -> bool:
@@ -58,8 +58,8 @@ def has_cuda() -> bool:
 def set_environment_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables that SGLang reads when it is first imported."""
     environment.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    # When a process has ended, SGLang waits 5 s for a GPU to settle, and 60 s for its memory to
-    # be written down, before it ends the others; until then the server takes requests in vain.
+    # When a process has died, SGLang waits 5 s for a GPU core dump and up to 60 s for a stack dump
+    # before it ends the others; until then the server accepts requests that cannot be answered.
     environment.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
     environment.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
 
@@ -77,15 +77,16 @@ def divided_cores(
     *,
     num_sets: int | None = None,
 ) -> Iterator[None]:
-    """Within it, started ranks, those of all replicas, share the cores evenly, one core left over.
+    """Divide the cores evenly among the ranks started in this context, leaving one core over.
 
-    The HTTP server and the detokenizer need that one: OpenMP threads that
+    ``num_ranks`` counts the ranks of all replicas. The HTTP server and the detokenizer need the
+    remaining core: OpenMP threads that
     compete with other processes for a core make small matrix products many times
-    slower. Variables that are set already stay as they are. ``num_sets`` are the
-    sets of cores that SGLang asks for, one for each rank unless told.
+    slower. Variables that are set already are kept. ``num_sets`` is the number of
+    core sets that SGLang asks for, by default one for each rank.
     """
     cores = sorted(os.sched_getaffinity(0))
-    # Left unset, SGLang wants a NUMA node for each.
+    # If the variable is unset, SGLang wants a NUMA node for each set.
     num_sets = num_ranks if num_sets is None else num_sets
     cores_of_set = [cores[number::num_sets] or cores for number in range(num_sets)]
     defaults = {
@@ -109,7 +110,7 @@ def set_flag_defaults(parser: argparse.ArgumentParser) -> None:
 
 
 def default_flags() -> list[str]:
-    """Return ``FLAG_DEFAULTS`` as a command line, for a server that is not ours."""
+    """Return ``FLAG_DEFAULTS`` as command-line flags, for a stock SGLang server."""
     flags = []
     for name, value in FLAG_DEFAULTS.items():
         flags.append(f"--{name.replace('_', '-')}")
@@ -121,7 +122,7 @@ def default_flags() -> list[str]:
 def install_replacements() -> None:
     """Replace the parts of SGLang that need CUDA or are slow without it, in this process.
 
-    Call it in each process that runs a scheduler, before the scheduler is made.
+    Must be called in each process that runs a scheduler, before the scheduler is created.
     """
     from sglang_coserve.srt.cpu_attention import install_attention
     from sglang_coserve.srt.cpu_linear_attention import install_linear_attention
@@ -137,7 +138,7 @@ def install_replacements() -> None:
 
 
 def _install_pipeline() -> None:
-    """Let a pipeline's stages do without NCCL, for which SGLang asks where nobody says no."""
+    """Turn NCCL off between the stages of a pipeline; SGLang uses it by default."""
     name = "sglang.srt.distributed.parallel_state.init_model_parallel_group"
     from sglang.srt.distributed.parallel_state import init_model_parallel_group
 
@@ -152,7 +153,7 @@ def _install_page_allocation() -> None:
 
 
 def _install_ordinary_memory() -> None:
-    """Give ordinary memory where grammars and LoRA ask for pinned memory, which needs a GPU."""
+    """Use ordinary memory where grammars and LoRA ask for pinned memory, which needs a GPU."""
     import torch
 
     torch.Tensor.pin_memory = _itself
@@ -165,7 +166,7 @@ def _itself(tensor: Any, *_device: Any) -> Any:
 
 
 class _UnpinnedTorch:
-    """The torch module, but its functions pin no memory."""
+    """The torch module, whose functions ignore ``pin_memory``."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -183,7 +184,7 @@ class _UnpinnedTorch:
 
 
 def _install_grammar_masks() -> None:
-    """Let XGrammar apply its masks with its own CPU kernel: SGLang calls those for GPUs only."""
+    """Apply grammar masks with XGrammar's CPU kernel; SGLang calls only the GPU kernels."""
     import xgrammar
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
 
@@ -195,8 +196,10 @@ def _install_grammar_masks() -> None:
 
 
 def _install_latent_attention() -> None:
-    """Let DeepSeek's models attend to latent KV as it is cached (MLA): torch_native is not among
-    the backends that SGLang knows a way for, and its default one needs other kernels."""
+    """Make DeepSeek's models use MLA on latent KV with torch_native.
+
+    SGLang has no handler for that backend, and its default one needs other kernels.
+    """
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
         AttentionBackendRegistry,
         AttnForwardMethod,
@@ -208,7 +211,7 @@ def _install_latent_attention() -> None:
 
 
 def _install_shared_experts() -> None:
-    """Replace the Triton kernel that adds the gated experts all tokens share (Qwen's)."""
+    """Replace the Triton kernel that adds the gated shared experts (Qwen)."""
     compat.replace(
         "sglang.kernels.ops.elementwise.elementwise._fused_gate_sigmoid_mul_add_kernel",
         _Kernel(_add_gated),
@@ -226,7 +229,7 @@ def _add_gated(hidden: Any, gate_weight: Any, shared: Any, output: Any, **option
 
 
 class _Kernel:
-    """Something that is launched like a Triton kernel: ``kernel[grid](...)``."""
+    """A Python function that is launched like a Triton kernel: ``kernel[grid](...)``."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -244,10 +247,10 @@ def _alloc_extend(
     _batch_upper: int,
     page_size: int,
 ) -> None:
-    """Give every row the slots of its tokens [prefix, seq): its open page first, then new pages.
+    """Allocate the slots of each row's tokens [prefix, seq): first in its open page, then new ones.
 
-    Writes nothing when the free pages do not suffice: the caller checks for that
-    after the launch and drops the result.
+    Writes nothing if there are too few free pages: the caller checks for that
+    after the launch and discards the result.
     """
     import torch
 
@@ -282,7 +285,7 @@ def _alloc_decode(
     _batch_upper: int,
     page_size: int,
 ) -> None:
-    """Give every row one slot: behind its last one, or the first of a new page."""
+    """Allocate one slot for each row: after its last one, or the first of a new page."""
     opens_page = (seq_lens - 1) % page_size == 0
     new_pages = int(opens_page.sum())
     if new_pages > len(free_pages):

@@ -1,13 +1,13 @@
-"""Attention on a CPU that computes the new tokens only, and all that a decoder's layers ask for.
+"""Attention on a CPU that computes only new tokens, with sliding windows, sinks and logit caps.
 
 For every row of a prefill or mixed batch, SGLang's torch_native backend computes
-the queries of the whole sequence and throws those of cached tokens away: a chunk
-of P tokens behind C cached ones costs (P + C)² query–key pairs instead of
+the queries of the whole sequence and discards those of cached tokens: a chunk
+of P tokens after C cached ones costs (P + C)² query–key pairs instead of
 P·(P + C), a decode row in a mixed batch (C + 1)² instead of C + 1.  It has no attention
-sinks (gpt-oss) and no caps of logits (Gemma 2), and does not read KV from the pool of a
+sinks (gpt-oss) and no logit caps (Gemma 2), and does not read KV from the pool of a
 sliding window.
 
-Uses nothing else of this package, so that stock SGLang can be measured with it.
+This module imports nothing else of this package, so that stock SGLang can be measured with it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def install_attention() -> None:
 
 
 class NewTokensAttention(TorchNativeAttnBackend):
-    """The torch_native backend, but a layer of causal self-attention computes what is new.
+    """The torch_native backend, with causal self-attention computed for new tokens only.
 
     Encoders and cross-attention are left to SGLang's own code.
     """
@@ -51,7 +51,7 @@ class NewTokensAttention(TorchNativeAttnBackend):
         save_kv_cache: bool = True,
         **options: Any,
     ) -> Any:
-        """Attend with all rows' new tokens; ``q`` has a row for each."""
+        """Compute the attention of all new tokens; ``q`` has one row for each of them."""
         if _is_sglangs(layer, forward_batch):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
         new_lens = forward_batch.extend_seq_lens.tolist()
@@ -67,7 +67,7 @@ class NewTokensAttention(TorchNativeAttnBackend):
         save_kv_cache: bool = True,
         **options: Any,
     ) -> Any:
-        """Attend with the one new token of each row."""
+        """Compute the attention of the one new token of each request."""
         if _is_sglangs(layer, forward_batch):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **options)
         new_lens = [1] * len(forward_batch.req_pool_indices)
@@ -119,17 +119,17 @@ def _is_sglangs(layer: Any, forward_batch: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """How a layer attends."""
+    """Attention parameters of a layer."""
 
     scaling: float | None
     window: int | None
-    """How many tokens a token sees before itself; None: all."""
+    """Number of preceding tokens that a token attends to; None for all."""
 
     logit_cap: float
-    """0: none."""
+    """Cap of the logits; 0 for none."""
 
     sinks: Any
-    """One more logit for each query head, of shape (heads,); None: none."""
+    """One additional logit per query head, of shape (heads,); None for none."""
 
     @classmethod
     def of(cls, layer: Any, sinks: Any) -> _Terms:
@@ -139,7 +139,7 @@ class _Terms:
 
     @property
     def is_plain(self) -> bool:
-        """Whether torch's own attention can do it."""
+        """Whether torch's own attention supports these parameters."""
         return not self.logit_cap and self.sinks is None
 
 
@@ -153,12 +153,13 @@ def _attend(
     rows: Iterable[tuple[int, int, int]],
     terms: _Terms,
 ) -> None:
-    """Attend row by row; a row is its place in ``req_to_token``, its keys and its new tokens.
+    """Compute attention row by row.
 
-    Rows are not padded to one batch: that is faster for contexts of tens of tokens
-    only, and several times slower when the gathered keys outgrow the processor's cache.
+    A row is its index in ``req_to_token``, its number of keys and its number of new tokens.
+    Rows are not padded to one batch: that is faster only for contexts of tens of tokens,
+    and several times slower when the gathered keys exceed the processor's cache.
     """
-    # The query heads that share a KV head, apart: (tokens, KV heads, sharing heads, head size).
+    # Query heads grouped by shared KV head: (tokens, KV heads, sharing heads, head size).
     grouped_heads = (k_cache.shape[1], -1)
     grouped_query = query.unflatten(1, grouped_heads)
     grouped_output = output.unflatten(1, grouped_heads)
@@ -173,7 +174,7 @@ def _attend(
         key = k_cache.index_select(0, locations).transpose(0, 1).to(query.dtype)[None]
         value = v_cache.index_select(0, locations).transpose(0, 1).to(query.dtype)[None]
         if tokens == 1 and terms.is_plain:
-            # A last token needs no mask, so heads that share keys can pose as tokens of one head.
+            # A last token needs no mask, so heads that share keys can be passed as tokens.
             grouped_output[start:end] = scaled_dot_product_attention(
                 grouped_query[start:end], key, value, scale=terms.scaling
             )
@@ -182,9 +183,9 @@ def _attend(
 
 
 def _attend_chunk(query: Any, output: Any, key: Any, value: Any, terms: _Terms) -> None:
-    """Attend with the last tokens of a sequence, each to the keys up to its own.
+    """Compute causal attention of the last tokens of a sequence.
 
-    In blocks, so that most of the keys behind a token are not computed only to be masked.
+    Done in blocks, so that few of the masked products are computed.
     """
     tokens, keys = len(query), key.shape[2]
     for start in range(0, tokens, _BLOCK_TOKENS):
@@ -203,7 +204,7 @@ def _attend_chunk(query: Any, output: Any, key: Any, value: Any, terms: _Terms) 
 
 
 def _mask(tokens: int, keys: int, window: int | None, device: Any) -> Any:
-    """Return which keys the last tokens see, of shape (tokens, keys); None: those up to its own."""
+    """Return the mask of the last tokens, of shape (tokens, keys); None for plain causal."""
     if window is None and keys == tokens:
         return None
     positions = torch.arange(keys, device=device)
@@ -225,7 +226,7 @@ def _sdpa(query: Any, key: Any, value: Any, mask: Any, terms: _Terms) -> Any:
 
 
 def _written_out(query: Any, key: Any, value: Any, mask: Any, terms: _Terms) -> Any:
-    """Attend with capped logits or sinks; of shape (1, heads, tokens, head size), as ``query``."""
+    """Compute attention with capped logits or sinks; shapes are (1, heads, tokens, head size)."""
     tokens, keys = query.shape[2], key.shape[2]
     grouped = query.unflatten(1, (key.shape[1], -1))
     scale = terms.scaling if terms.scaling is not None else query.shape[-1] ** -0.5

@@ -1,4 +1,4 @@
-"""What layers of hybrid models that keep a state (LFM2, Qwen3-Next) lack on a CPU."""
+"""CPU replacements for kernels of hybrid models with stateful layers (LFM2, Qwen3-Next)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["install_linear_attention"]
 def install_linear_attention() -> None:
     """Replace the Triton kernels of short convolutions and gated norms, in this process.
 
-    The others SGLang takes from ``sgl_kernel`` by itself.
+    SGLang takes the other kernels from ``sgl_kernel`` by itself.
     """
     convolution = "sglang.srt.layers.attention.mamba.causal_conv1d"
     compat.replace(f"{convolution}._causal_conv1d_fn_triton", mamba.causal_conv1d_fn_cpu)
@@ -35,9 +35,9 @@ def _gated_rms_norm(
     eps: float,
     **_options: Any,
 ) -> tuple[Any, None, None, Any]:
-    """Normalize ``x`` of shape (tokens, channels), and gate it.
+    """Return ``x`` of shape (tokens, channels), RMS-normalized and gated.
 
-    The other results are for training.
+    The other elements of the result are used only in training.
     """
     normed = x.float() * torch.rsqrt(x.float().square().mean(dim=-1, keepdim=True) + eps)
     if weight is not None:

@@ -1,4 +1,4 @@
-"""Tells operators when the latency model no longer fits the machine."""
+"""Warns operators when the latency model no longer fits the machine."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class DriftWarning:
         self._next_s = 0.0
 
     def check(self, error: PredictionError, now_s: float) -> None:
-        """Warn if ``error`` has drifted and the last warning is long enough ago."""
+        """Log a warning if ``error`` has drifted, at most once a minute."""
         if not error.has_drifted or now_s < self._next_s:
             return
         self._next_s = now_s + _INTERVAL_S
         logger.warning(
-            "predicted iteration times are off by %.0f%% on average (bias %+.0f%%): targets "
+            "predicted step times are off by %.0f%% on average (bias %+.0f%%): targets "
             "may be missed or time wasted; other work on this machine? profile again with "
             "coserve profile",
             100 * (error.mape or 0.0),

@@ -1,10 +1,10 @@
-"""Parts of sampling that SGLang would compile while requests wait.
+"""Keeps SGLang from compiling parts of sampling while requests wait.
 
-SGLang marks two small functions for ``torch.compile``, which compiles them when they
-are first called: with the first request that has a ``repetition_penalty`` (and again
-for the first batch of two rows, and of other types), or a seed.  That took 23 s on
-four idle cores, during which the scheduler does nothing else.  Run as they are, they
-take a few more passes over the logits.
+SGLang marks two small functions for ``torch.compile``, which compiles them on
+first use: with the first request that has a ``repetition_penalty`` (and again
+for the first batch of two rows, and for other types), or a seed.  That took 23 s on
+four idle cores, during which the scheduler does nothing else.  Without compilation they
+only read the logits a few more times.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["install_eager_sampling"]
 
 
 def install_eager_sampling() -> None:
-    """Let SGLang, in this process, call the functions as they are written."""
+    """Make SGLang in this process call the uncompiled functions."""
     from sglang.srt.layers import sampler
     from sglang.srt.sampling.penaltylib import repetition_penalty
 

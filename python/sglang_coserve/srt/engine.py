@@ -29,10 +29,10 @@ __all__ = ["CoserveEngine"]
 
 
 class CoserveEngine(Engine):
-    """``sglang.Engine`` that knows two request classes.
+    """``sglang.Engine`` with online and offline requests.
 
     Takes the keywords of ``sglang.Engine`` and ``coserve_config``. A request is
-    offline when its sampling parameters say
+    offline if its sampling parameters contain
     ``{"custom_params": {"coserve_class": "offline"}}``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Tells whoever wants to know that the engine has ended by itself."""
+"""Distinguishes a crash of the engine from a requested stop, and records fatal signals."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["fatal_signals_told_to", "is_stop_asked"]
 
 
 def is_stop_asked(tokenizer_manager: Any) -> bool:
-    """Tell whether somebody has asked the server to stop: its processes then end on purpose.
+    """Return whether the server was asked to stop, so that its processes end on purpose.
 
-    A terminal's Ctrl-C, and a service manager's SIGTERM, may reach all of them at once.
+    A terminal's Ctrl-C or a service manager's SIGTERM may reach all of them at once.
     """
     if tokenizer_manager.gracefully_exit:
         return True
@@ -27,12 +27,13 @@ def is_stop_asked(tokenizer_manager: Any) -> bool:
 
 @contextmanager
 def fatal_signals_told_to(path: Path) -> Generator[None]:
-    """Within it, where the process is when it dies of SIGSEGV or the like is written to ``path``.
+    """Write a traceback to ``path`` if the process dies of SIGSEGV or the like in this context.
 
-    The next start logs it. Python's handler writes to one file only, so not to standard error.
+    The next start logs it. Python's fault handler writes to one file only, so nothing goes to
+    standard error.
 
     Raises:
-        OSError: the file cannot be made.
+        OSError: the file cannot be created.
     """
     was_enabled = faulthandler.is_enabled()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

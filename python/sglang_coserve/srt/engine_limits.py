@@ -1,8 +1,8 @@
-"""What SGLang does not check of a request, and its processes do not survive.
+"""Checks requests for values that SGLang accepts but that crash its processes.
 
-One request could end the server for all, and a line of a batch over and over, since a
-server that is started again resumes its batches.  So everything that is sent to the
-scheduler passes here, from whichever door it came.
+One such request could end the server for all users, and a line of a batch would do so again
+after each restart, since batches are resumed.  So every request to the
+scheduler is checked here, whatever its entry point.
 """
 
 from __future__ import annotations
@@ -19,31 +19,33 @@ from sglang_coserve.srt.stop_patterns import check_stop_pattern
 __all__ = ["check_request", "check_values"]
 
 _MOST_CHOICES: Final = 128
-"""Of one prompt, as OpenAI allows; SGLang holds all of them at once."""
+"""Choices of one prompt, the limit of OpenAI; SGLang holds all of them at once."""
 
 _MOST_REQUESTS: Final = 2048
-"""That one body may become: as many as OpenAI's embeddings take inputs. A choice counts as one."""
+"""Engine requests from one body, where each choice counts: the limit of inputs in OpenAI's
+embeddings."""
 
 _MOST_ID_CHARS: Final = 256
 
 _HEALTH_CHECK_ID: Final = "HEALTH_CHECK"
-"""SGLang does not answer a request whose id begins so while others run."""
+"""SGLang does not answer a request with this id prefix while others run."""
 
 _MOST_BIAS: Final = 1e30
-"""Fits the engine's 32-bit floats, with room for the logit it is added to."""
+"""Fits the engine's 32-bit floats, with room for the logit that it is added to."""
 
 _MOST_BIASES: Final = 1024
-"""SGLang writes them one by one, a few microseconds each, whenever their request joins a batch."""
+"""SGLang writes biases one by one, a few microseconds each, whenever a request joins a batch."""
 
 _MOST_LOGPROBS: Final = 1024
-"""Of one position: each becomes a Python number in three processes, while others wait."""
+"""Log-probabilities of one position: each becomes a Python object in three processes, while other
+requests wait."""
 
 _MOST_STOPS: Final = 128
 _MOST_STOP_CHARS: Final = 4096
-"""SGLang looks for each after every token, while all other requests wait."""
+"""SGLang searches for each stop string after every token, while all other requests wait."""
 
 _RANGES: Final[Mapping[str, tuple[float, float]]] = {
-    # As 32-bit floats, smaller ones are zero and larger ones infinite.
+    # As 32-bit floats, smaller values become zero and larger ones may become infinite.
     "temperature": (0, 1e9),
     "top_p": (1.2e-38, 1),
     # Logits are divided by it, and must stay finite.
@@ -56,27 +58,27 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = {
     # Output tokens are counted modulo this.
     "stream_interval": (1, 2**31 - 1),
 }
-"""What sampling parameters may be; the others SGLang checks as they have to be."""
+"""Valid ranges of sampling parameters; SGLang checks the others sufficiently."""
 
 _NUMBERS: Final = (*_RANGES, "min_p", "frequency_penalty", "presence_penalty")
 
 _SERVER_FIELDS: Final = ("lora_id", "http_worker_ipc", "mm_data_mooncake", "encoder_urls")
-"""Fields of SGLang's request that only its own parts fill in, later."""
+"""Fields of SGLang's request that only SGLang itself may set."""
 
 _SERVER_PARAMS: Final = (
     *("is_normalized", "stop_strs", "stop_str_max_len", "stop_regex_strs", "stop_regex_max_len"),
 )
-"""The same of its sampling parameters."""
+"""Sampling parameters that only SGLang itself may set."""
 
 
 def check_request(request: Any, *, is_health_check: bool = False) -> None:
-    """Check a ``GenerateReqInput`` or ``EmbeddingReqInput`` before SGLang does work on it.
+    """Check a ``GenerateReqInput`` or ``EmbeddingReqInput`` before SGLang processes it.
 
-    SGLang makes a request of its own of every prompt and choice. O(stop conditions).
+    SGLang makes a separate engine request of every prompt and choice. O(stop conditions).
 
     Raises:
-        ValueError: it would become too many of them, has a bad id or stop condition, or
-            fields that are not for clients.
+        ValueError: it would become too many engine requests, has an invalid id or stop
+            condition, or fields that clients may not set.
     """
     for name in _SERVER_FIELDS:
         if getattr(request, name, None) is not None:
@@ -97,7 +99,7 @@ def check_request(request: Any, *, is_health_check: bool = False) -> None:
             if name in params:
                 raise ValueError(f"{name} is set by the server only: leave it out")
         if params.get("beam_width") not in (None, 1):
-            # SGLang has it since 0.5.19; its rows are neither planned, paused nor evicted here.
+            # SGLang has it since 0.5.19; its rows cannot be planned, paused or retracted here.
             raise ValueError("beam search is not co-served: leave beam_width out, or use 1")
         _check_stops(params)
     num_requests = num_choices * _num_prompts(request)
@@ -110,15 +112,15 @@ def check_request(request: Any, *, is_health_check: bool = False) -> None:
 def check_values(request: Any, vocab_size: int, *, is_multimodal: bool) -> None:
     """Check a request that SGLang has tokenized, and whose fields have the right types.
 
-    Stop tokens outside of the vocabulary are dropped where they only never match: another
+    Stop tokens outside of the vocabulary are dropped, since they never match: another
     request's ``min_new_tokens`` would make the engine look them up. O(prompt tokens).
 
     Raises:
-        ValueError: it has no token, token ids outside the vocabulary, or values no model can use.
+        ValueError: it has no token, token ids outside the vocabulary, or values out of range.
     """
     if request.input_ids is not None and len(request.input_ids) == 0:
         raise ValueError("the prompt is empty: use at least one token")
-    # Placeholders of images and sounds are outside of it on purpose.
+    # Placeholders of images and sounds are outside of the vocabulary on purpose.
     if not is_multimodal:
         _check_token_ids("prompt", request.input_ids or array("q"), vocab_size)
     params = request.sampling_params
@@ -203,7 +205,7 @@ def _check_token_ids(name: str, token_ids: array[int], vocab_size: int) -> None:
 
 
 def _told(value: object) -> str:
-    """Return a value as a message shows it: bounded, whatever it is."""
-    # A huge integer has no representation at all.
+    """Return the text of a value for an error message, in at most 41 characters."""
+    # Python refuses to convert a huge integer to decimal digits.
     text = hex(value) if isinstance(value, int) and abs(value) > 2**70 else repr(value)
     return text if len(text) <= 40 else f"{text[:40]}…"

@@ -1,4 +1,4 @@
-"""The engine between two steps, as the core sees it."""
+"""Builds the core's ``EngineSnapshot`` from SGLang's scheduler."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def snapshot_of(
     decodes_stop: bool,
     resume_s: float,
 ) -> EngineSnapshot:
-    """Return the state of SGLang's ``scheduler``; O(rows + waiting online requests).
+    """Return the state of SGLang's ``scheduler``. O(rows + waiting online requests).
 
     Args:
-        scheduler: SGLang's.
-        pools: Of its KV.
-        view: Where it keeps its requests, and the rows beside them.
-        ledger: What is known of them.
-        running_batch: Its decodes.
-        now_s: The time by which all ranks decide.
-        suspended: The step that can go on.
-        stop_share: As of ``EngineSnapshot``.
-        decodes_stop: As of ``EngineSnapshot``.
-        resume_s: As of ``EngineSnapshot``.
+        scheduler: SGLang's scheduler.
+        pools: Its KV pools.
+        view: Its requests, and the rows outside of its batches.
+        ledger: The core's data on these requests.
+        running_batch: SGLang's batch of decodes.
+        now_s: The time on the clock shared by all ranks.
+        suspended: The suspended step, if any.
+        stop_share: See ``EngineSnapshot``.
+        decodes_stop: See ``EngineSnapshot``.
+        resume_s: See ``EngineSnapshot``.
     """
     rows = _rows(view, ledger, running_batch)
     num_decodes = len(running_batch.reqs) + len(view.aside.paused)

@@ -1,6 +1,6 @@
-"""Where SGLang's scheduler keeps its requests, and the offline rows beside them.
+"""Access to the queue and the batches of SGLang's scheduler, and to the rows outside of them.
 
-The only writer, besides SGLang itself, of the scheduler's ``waiting_queue``,
+Apart from SGLang itself, only this module writes the scheduler's ``waiting_queue``,
 ``running_batch``, ``chunked_req``, ``chunked_prefill_size`` and ``is_mixed_chunk``.
 """
 
@@ -22,17 +22,17 @@ ScheduleBatch = Any
 
 
 class EngineView:
-    """See the module's docstring.
+    """Reads and changes where SGLang's scheduler keeps its requests.
 
-    SGLang's queue holds online requests, offline ones that are to fail, and, within a pass,
-    the offline ones that are offered for admission.
+    SGLang's queue holds online requests, offline ones that are to fail, and, during a scheduling
+    round, the offline ones that are offered for admission.
     """
 
     def __init__(self, scheduler: Any, *, micro_batches: int = 1) -> None:
-        """``micro_batches`` are those of a pipeline, which take turns, a pass each."""
+        """``micro_batches`` is the number of micro-batches of a pipeline, scheduled in turn."""
         self.micro_batches = micro_batches
         self.turn = micro_batches - 1
-        """The micro-batch whose pass it is; before the first pass the last."""
+        """The micro-batch being scheduled; before the first round, the last one."""
 
         self._scheduler = scheduler
         self._offered: list[Req] = []
@@ -40,30 +40,30 @@ class EngineView:
         """Offline rows with KV that are in no batch of SGLang's."""
 
         self.suspended: tuple[Req, ...] = ()
-        """Those of the suspended step."""
+        """Rows of the suspended step."""
 
-    # --- Who waits -----------------------------------------------------------------------
+    # --- The waiting queue ---------------------------------------------------------------
 
     @property
     def waiting(self) -> list[Req]:
-        """SGLang's queue, in its order; not to be changed."""
+        """SGLang's queue, in its order; callers must not change it."""
         queue: list[Req] = self._scheduler.waiting_queue
         return queue
 
     @property
     def has_others_waiting(self) -> bool:
-        """Whether requests are in the queue that were not offered: online ones."""
+        """Whether the queue has requests that were not offered, i.e. online ones."""
         return len(self.waiting) > len(self._offered)
 
     def offer(self, reqs: Sequence[Req]) -> None:
-        """Put offline requests behind all others for this pass."""
+        """Append offline requests to the queue for this scheduling round."""
         self._offered = list(reqs)
         self._scheduler.waiting_queue = [*self.waiting, *reqs]
 
     def offer_only(self, reqs: Sequence[Req], offered: Sequence[Req]) -> list[Req]:
-        """Let the queue be ``reqs`` for this pass, of which ``offered`` are not from it.
+        """Replace the queue by ``reqs`` for this round; ``offered`` are those not from the queue.
 
-        Returns those that were in it and are not now.
+        Returns the requests that were removed.
         """
         hidden = [req for req in self.waiting if req not in reqs]
         self._offered = list(offered)
@@ -71,8 +71,10 @@ class EngineView:
         return hidden
 
     def withdraw(self) -> tuple[list[Req], int]:
-        """Take what was offered and not admitted out of the queue; return it, and how many were
-        admitted."""
+        """Remove the offered requests that were not admitted from the queue.
+
+        Returns them, and how many were admitted.
+        """
         # By identity: the queue also holds offline requests that failed validation.
         offered = {id(req) for req in self._offered}
         left = [req for req in self.waiting if id(req) in offered]
@@ -82,32 +84,32 @@ class EngineView:
         return left, len(offered) - len(left)
 
     def show_again(self, hidden: Iterable[Req]) -> None:
-        """Put back what ``offer_only`` hid, in order of arrival."""
+        """Put back the requests that ``offer_only`` removed, in order of arrival."""
         self._scheduler.waiting_queue = sorted(
             [*self.waiting, *hidden], key=lambda req: req.time_stats.wait_queue_entry_time
         )
 
     def move_before_offered(self, req: Req) -> None:
-        """Let a request that has joined the queue during a pass go before the offered ones."""
+        """Move a request that was just appended to the queue before the offered ones."""
         queue = self.waiting
         if self._offered and queue and queue[-1] is req:
             queue.pop()
             queue.insert(len(queue) - len(self._offered), req)
 
     def remove_waiting(self, rid: str) -> list[Req]:
-        """Take the requests of this name out of the queue."""
+        """Remove the requests with this id from the queue, and return them."""
         removed = [req for req in self.waiting if req.rid == rid]
         for req in removed:
             self.waiting.remove(req)
         return removed
 
     def wait_again(self, reqs: Sequence[Req]) -> None:
-        """Let requests wait whose prefill was given up: those of SGLang's queue as its first.
+        """Requeue requests whose prefill was dropped; those of SGLang's queue go to its front.
 
-        There is room in the running batch now.
+        Also marks the running batch as having room.
         """
         self._scheduler.running_batch.batch_is_full = False
-        # One that is to fail takes SGLang's way out, whatever its class.
+        # A request that is to fail is handled by SGLang, whatever its class.
         is_ours = [is_offline(req) and req.to_finish is None for req in reqs]
         first = [req for req, ours in zip(reqs, is_ours, strict=True) if not ours]
         self._scheduler.waiting_queue = [*first, *self.waiting]
@@ -115,14 +117,14 @@ class EngineView:
             self.requeue(req)
 
     def requeue(self, req: Req) -> None:
-        """Let a request wait whose KV was released."""
+        """Requeue a request whose KV was released."""
         self._scheduler._add_request_to_queue(req, is_retracted=True)
 
     # --- The unfinished prefill ----------------------------------------------------------
 
     @property
     def chunk(self) -> Req | None:
-        """The one request that SGLang has computed chunks of, and not all."""
+        """SGLang's unfinished prefill, of which there is at most one."""
         return self._scheduler.chunked_req
 
     @property
@@ -132,18 +134,18 @@ class EngineView:
         return self.chunk is not None and self.chunk is not pending
 
     def put_chunk(self, req: Req | None) -> None:
-        """Let SGLang go on with the prefill of this request."""
+        """Make SGLang continue the prefill of this request."""
         self._scheduler.chunked_req = req
 
     def take_chunk(self) -> Req:
-        """Take the unfinished prefill from SGLang, its KV kept."""
+        """Remove the unfinished prefill from SGLang without releasing its KV."""
         req, self._scheduler.chunked_req = self._scheduler.chunked_req, None
         assert req is not None
         return req
 
     @contextmanager
     def chunk_size(self, tokens: int, *, mixes_decodes: bool) -> Iterator[None]:
-        """Within it SGLang's prefill batches have this size, and all decodes in them or none."""
+        """Set the size of SGLang's prefill batches, and whether they include all decodes."""
         scheduler = self._scheduler
         size, mixed = scheduler.chunked_prefill_size, scheduler.is_mixed_chunk
         scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = tokens, mixes_decodes
@@ -156,26 +158,26 @@ class EngineView:
 
     @property
     def passes_to_settle(self) -> int:
-        """In how many passes at most a batch's results come, after the pass that it runs in."""
+        """Most scheduling rounds between the one that launches a batch and its results."""
         return max(self.micro_batches - 1, 1)
 
     def begin_turn(self) -> None:
-        """Note that a pass begins: SGLang's event loop goes round all micro-batches."""
+        """Begin a scheduling round: the next micro-batch in turn."""
         self.turn = (self.turn + 1) % self.micro_batches
 
     def end_turn(self, batch: ScheduleBatch | None) -> None:
-        """Note the batch that a pass ends with; None if nothing is to run.
+        """End a scheduling round with this batch; None if nothing is to run.
 
-        SGLang would go on to call the batch before it the micro-batch's last one, and let its
-        rows, which may have been paused since, join the running batch once more.
+        In the latter case SGLang would keep the previous batch as the micro-batch's last one, and
+        merge its rows, which may have been paused since, into the running batch once more.
         """
         if self.micro_batches > 1 and batch is None:
             self._scheduler.last_mbs[self.turn] = None
 
     def elsewhere(self) -> list[Req]:
-        """Return the unfinished requests with KV of the other micro-batches; O(rows).
+        """Return the unfinished requests with KV of the other micro-batches. O(rows).
 
-        Without those that are beside the batches, or whose prefill goes on from batch to batch.
+        Without paused and parked rows and the unfinished prefill, which belong to none of them.
         """
         if self.micro_batches == 1:
             return []
@@ -203,7 +205,7 @@ class EngineView:
         return [req for req in rows.values() if not req.finished()]
 
     def rows_with_kv(self, running_batch: ScheduleBatch) -> Iterator[Req]:
-        """Yield the decodes of ``running_batch``, the rows set aside and the unfinished prefill."""
+        """Yield all rows with KV: decoding, paused, parked, suspended, the unfinished prefill."""
         yield from running_batch.reqs
         yield from self.aside.reqs
         yield from self.suspended
@@ -211,7 +213,7 @@ class EngineView:
             yield self.chunk
 
     def held_rows(self) -> HeldRows:
-        """Return what SGLang's memory check is to take for the running batch."""
+        """Return the rows that SGLang's memory check must count instead of the running batch."""
         scheduler = self._scheduler
         return HeldRows(
             self.rows_with_kv(scheduler.running_batch),
@@ -219,6 +221,7 @@ class EngineView:
         )
 
     def give_back(self, reqs: Sequence[Req]) -> None:
-        """Let SGLang retract these rows, and those set aside, with the running ones."""
+        """Add these rows, and the paused and parked ones, to the running batch, so that SGLang
+        retracts them with it."""
         running = self._scheduler.running_batch
         running.reqs = [*running.reqs, *self.aside.take_all(), *reqs]

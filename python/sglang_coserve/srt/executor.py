@@ -1,8 +1,8 @@
-"""The profiler's executor: one batch at a time on a real SGLang scheduler.
+"""The profiler's executor: runs single batches on a real SGLang scheduler.
 
-Lives in the scheduler's process, while its event loop does not run.  Batches are
-built and run by SGLang's own functions; only what lies in the KV cache before a
-batch is not computed but copied there once.
+It runs in the scheduler's process while the event loop does not.  Batches are
+built and run by SGLang's own functions; only the context in the KV cache is not computed,
+but copied there once.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from sglang_coserve.srt import compat
 __all__ = ["SchedulerExecutor", "profile_quickly"]
 
 _RADIX_NAMESPACE = "coserve-profiler"
-"""Prompts of the profiler must not match prefixes of users' prompts."""
+"""Keeps the profiler's prompts from matching prefixes of users' prompts."""
 
 _DONOR_TOKENS = 1024
 _NATIVE_MOVES = "use_native_move_kv_cache"
 
 
 class SchedulerExecutor:
-    """Runs batches of given shapes on an idle scheduler, as ``profiler.Executor`` asks.
+    """Implements ``profiler.Executor`` on an idle scheduler.
 
-    An iteration's time is that of ``Scheduler.run_batch``: from the prepared
+    The time of a step is that of ``Scheduler.run_batch``: from the prepared
     batch to its sampled tokens on the host, through all stages of a pipeline. All ranks
     must run the same shapes, and each returns the time of the slowest.
 
-    States that layers keep beside KV (Mamba) are those of empty contexts: they cost the same.
+    Layer states other than KV (Mamba) are those of empty contexts, which cost the same.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -71,7 +71,7 @@ class SchedulerExecutor:
 
     @property
     def limits(self) -> ExecutorLimits:
-        """Taken from the scheduler; the KV is what is free now."""
+        """Limits of the scheduler; the KV capacity is what was free at the start."""
         return self._limits
 
     def run(self, shape: BatchShape) -> float:
@@ -87,10 +87,10 @@ class SchedulerExecutor:
                 assert self._allocator.available_size() == free_tokens, "a batch leaked KV"
 
     def _build(self, shape: BatchShape, reqs: list[Req]) -> ScheduleBatch:
-        """Return the batch, ready to run; add its requests to ``reqs`` as they get memory."""
+        """Return the prepared batch; append its requests to ``reqs`` as memory is allocated."""
         decodes = None
         if shape.decodes:
-            # A request that starts to decode has all but its last token in the KV cache.
+            # A request that starts to decode has KV of all tokens but the last.
             decodes = self._extend([(1, context - 1) for context in shape.decodes], reqs)
             decodes.prefill_input_ids_cpu = None
             last_tokens = self._scheduler.future_map.output_tokens_buf
@@ -144,11 +144,11 @@ class SchedulerExecutor:
         return req
 
     def _allocate(self, tokens: int) -> torch.Tensor:
-        """Return the slots of so many tokens; the pages are the caller's as a whole."""
+        """Allocate whole pages for ``tokens`` tokens, and return the slots of these tokens."""
         page = self._limits.page_tokens
         page_tokens = -(-tokens // page) * page
         if page > 1 and self._scheduler.is_hybrid_swa:
-            # Its allocator takes whole pages from both pools for a prompt only.
+            # Only ``alloc_extend`` takes whole pages from both pools.
             none, total = torch.zeros(1, dtype=torch.int64), torch.tensor([page_tokens])
             device = self._allocator.device
             last = torch.full((1,), -1, dtype=torch.int64, device=device)
@@ -186,7 +186,7 @@ class SchedulerExecutor:
     def _fill_kv_pool(self) -> None:
         """Copy keys and values of a real prompt to every free slot.
 
-        Contexts then cost no prefill. They must not be zeros: a GPU draws less
+        Contexts then need no prefill. They must not be zeros: a GPU draws less
         power on zeros and clocks higher.
         """
         limits = self._limits
@@ -209,7 +209,7 @@ class SchedulerExecutor:
 
 @contextmanager
 def _native_moves(pool: Any) -> Iterator[None]:
-    """Within it KV is copied by torch: SGLang's kernel is only set up for speculative decoding."""
+    """Copy KV with torch: SGLang sets its own kernel up only for speculative decoding."""
     parts = [pool, *(getattr(pool, name, None) for name in ("full_kv_pool", "swa_kv_pool"))]
     parts = [part for part in parts if hasattr(part, _NATIVE_MOVES)]
     settings = [getattr(part, _NATIVE_MOVES) for part in parts]
@@ -223,7 +223,7 @@ def _native_moves(pool: Any) -> Iterator[None]:
 
 
 def profile_quickly(scheduler: Any, time_limit_s: float) -> list[Sample]:
-    """Return samples of an idle scheduler; call it on all ranks before the event loop starts."""
+    """Return samples from an idle scheduler; all ranks must call it before the event loop runs."""
 
     def clock() -> float:
         return _of_slowest(scheduler, time.monotonic())
@@ -232,7 +232,7 @@ def profile_quickly(scheduler: Any, time_limit_s: float) -> list[Sample]:
 
 
 def _of_slowest(scheduler: Any, value: float) -> float:
-    """Return the largest rank's value on every rank, so that all of them decide the same."""
+    """Return the largest value among the ranks, so that all of them decide alike."""
     if compat.num_ranks(scheduler) == 1:
         return value
     box = torch.tensor([value], dtype=torch.float64)

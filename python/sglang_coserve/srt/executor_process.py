@@ -1,4 +1,4 @@
-"""The profiler's executor in processes of its own, one for each tensor-parallel rank."""
+"""Runs the profiler's executor in separate processes, one for each tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ __all__ = ["ExecutorProcesses"]
 class ExecutorProcesses:
     """A ``profiler.Executor`` that starts SGLang with the given command-line flags.
 
-    A context that ends the processes. They do not see Ctrl-C: whoever runs
-    batches decides when to stop.
+    A context manager that ends the processes on exit. They ignore Ctrl-C: the caller
+    decides when to stop.
 
     Raises:
         UnsupportedError: SGLang has another version, or a setting cannot be profiled.
@@ -92,7 +92,7 @@ class ExecutorProcesses:
             process.join()
 
     def _receive(self, kind: type[CoserveError]) -> Any:
-        """Return rank 0's answer when every rank has answered."""
+        """Wait for an answer of every rank, and return that of rank 0."""
         answers = []
         for rank, connection in enumerate(self._connections):
             try:
@@ -129,7 +129,7 @@ def _serve(connection: Any, server_args: Any, port_args: Any, tp_rank: int) -> N
 
 
 def _start_scheduler(server_args: Any, port_args: Any, tp_rank: int) -> Any:
-    """Return SGLang's own scheduler with its model loaded; its event loop never runs."""
+    """Return SGLang's scheduler with its model loaded, without running its event loop."""
     from sglang.srt.managers.scheduler import Scheduler
 
     if not cpu.has_cuda():

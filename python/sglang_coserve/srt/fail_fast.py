@@ -1,7 +1,7 @@
-"""Validation of bodies that stops at the first bad item of a list.
+"""Validates bodies such that validation stops at the first invalid item of a list.
 
-Pydantic tells of every bad item, for every alternative of a union: a body of 1 MiB gets three
-million faults, and the event loop stands still for half a minute while they are told.
+Pydantic reports every invalid item, for every alternative of a union: a body of 1 MiB can have
+three million errors, and the event loop is blocked for half a minute while they are collected.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ __all__ = ["FailFast", "install_fail_fast"]
 _LISTS: Final = frozenset({"list", "tuple", "set", "frozenset"})
 _NOT_SCHEMAS: Final = frozenset({"config", "default", "expected", "metadata", "serialization"})
 _MOST_FAULTS: Final = 100
-"""More are not told one by one: an object may still have as many as keys."""
+"""With more errors only their number is reported: an object may still have one for each key."""
 
 
 class FailFast:
-    """A type adapter of Pydantic that validates so; it has no other difference."""
+    """A Pydantic ``TypeAdapter`` whose validation stops at the first invalid item of a list."""
 
     def __init__(self, adapter: TypeAdapter[Any]) -> None:
         self._adapter = adapter
-        # Not with the validators that the models inside have already.
+        # Not with the prebuilt validators of nested models, which report every error.
         self._validator = SchemaValidator(
             _failing_fast(adapter.core_schema), None, _use_prebuilt=False
         )
@@ -36,7 +36,7 @@ class FailFast:
         """See ``TypeAdapter.validate_python``.
 
         Raises:
-            ValidationError: the value is invalid; of at most a hundred faults.
+            ValidationError: the value is invalid; reports at most a hundred errors.
         """
         try:
             return self._validator.validate_python(value, **options)
@@ -52,7 +52,7 @@ class FailFast:
 
 
 def install_fail_fast(app: Any) -> None:
-    """Have the routes of a FastAPI application validate their bodies so."""
+    """Use ``FailFast`` for the bodies of all routes of a FastAPI application."""
     for route in app.routes:
         for field in getattr(getattr(route, "dependant", None), "body_params", ()):
             if isinstance(field._type_adapter, TypeAdapter):
@@ -65,7 +65,7 @@ def _failing_fast(schema: Any) -> Any:
             key: value if key in _NOT_SCHEMAS else _failing_fast(value)
             for key, value in schema.items()
         }
-        # A model may have a field of that name.
+        # A model may have a field named "type", whose schema is a dict.
         if isinstance(changed.get("type"), str) and changed["type"] in _LISTS:
             changed["fail_fast"] = True
         return changed

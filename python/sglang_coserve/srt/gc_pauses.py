@@ -1,10 +1,10 @@
 """Keeps Python's garbage collector from stopping the server for long.
 
-A full collection walks every object that is alive, hundreds of thousands of them
-after SGLang's imports: a third of a second in which a process answers nobody,
-more than many a TTFT target. SGLang has a request by which all its processes
-leave the objects of the start-up out of later collections, but sends it only when
-an operator asks for it.
+A full collection visits every live object, hundreds of thousands of them
+after SGLang's imports: the process stops for a third of a second, longer than many a
+TTFT target. SGLang has a request that makes all its processes exclude the objects of the
+start-up from later collections (``gc.freeze``), but sends it only when an operator asks for
+it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _TIMEOUT_S: Final = 30.0
 
 
 def freeze_imports() -> None:
-    """Freeze what lives now in this process; to be called before it answers anybody.
+    """Freeze all live objects of this process; to be called before it serves requests.
 
-    The collection takes 0.4 s, and the next one, when the server is warm, little.
+    The collection takes 0.4 s, which makes the next one, when the server is warm, short.
     """
     gc.collect()
     gc.freeze()
 
 
 def freeze_start_up_objects(manager: Any) -> None:
-    """Freeze what lives now in the tokenizer manager's process, its schedulers and detokenizer.
+    """Freeze all live objects of the tokenizer manager, the schedulers and the detokenizer.
 
-    To be called once, from another thread than the manager's, when the server is
-    warm. Before its first request the manager runs no event loop and cannot pass
-    the request on; then its own process alone is frozen.
+    To be called once when the server is warm, from another thread than the manager's.
+    Before its first request the manager runs no event loop and cannot forward
+    the request; then only its own process is frozen.
     """
     gc.collect()
     if manager.event_loop is None:

@@ -1,7 +1,7 @@
-"""Bounds what SGLang's scheduler keeps of grammars.
+"""Bounds the memory that compiled grammars take in SGLang's scheduler.
 
-SGLang keeps every compiled grammar until its cache is flushed, and XGrammar what it
-is made of: clients that send a new schema with each request would fill the memory.
+SGLang keeps every compiled grammar until its cache is flushed, and XGrammar caches their
+parts: clients that send a new schema with each request would exhaust the memory.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["GrammarCache", "install_compiler_bound"]
 
 _MOST_GRAMMARS: Final = 1024
 _MOST_BYTES: Final = 256 << 20
-"""Compiled for a large vocabulary, a schema has up to a few megabytes. What is forgotten is
-compiled again, in tens of milliseconds beside the scheduler."""
+"""Compiled for a large vocabulary, a schema takes up to a few megabytes. An evicted one is
+compiled again when needed, in tens of milliseconds outside of the scheduler's thread."""
 
 
 class GrammarCache(OrderedDict[tuple[str, str], Any]):
-    """Grammars by kind and text; forgets those that were not looked up for longest."""
+    """An LRU cache of grammars by kind and text, bounded in number and bytes."""
 
     def __init__(self, most: int = _MOST_GRAMMARS, most_bytes: int = _MOST_BYTES) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class GrammarCache(OrderedDict[tuple[str, str], Any]):
         self._num_bytes = 0
 
     def get(self, key: tuple[str, str], default: Any = None) -> Any:
-        """Return the grammar of ``key``, which counts as a use of it."""
+        """Return the grammar of ``key`` and mark it as most recently used."""
         if key not in self:
             return default
         self.move_to_end(key)
@@ -49,13 +49,13 @@ class GrammarCache(OrderedDict[tuple[str, str], Any]):
         super().__delitem__(key)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all entries."""
         super().clear()
         self._num_bytes = 0
 
 
 def install_compiler_bound() -> None:
-    """Bound, in this process, what XGrammar keeps of what it compiled."""
+    """Bound the cache of XGrammar's compiler in this process."""
     from sglang.srt.constrained import xgrammar_backend
 
     compat.replace(
@@ -65,6 +65,6 @@ def install_compiler_bound() -> None:
 
 
 def _num_bytes(grammar: Any) -> int:
-    """Return the size of what a grammar was compiled to; 0 where it cannot be told."""
-    inner = getattr(grammar, "grammar", grammar)  # Of a reasoning model, it is wrapped.
+    """Return the size of a compiled grammar; 0 if unknown."""
+    inner = getattr(grammar, "grammar", grammar)  # Reasoning models wrap it.
     return int(getattr(getattr(inner, "ctx", None), "memory_size_bytes", 0))

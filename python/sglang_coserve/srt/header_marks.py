@@ -1,8 +1,8 @@
-"""What a gateway says of a request in headers: class, tenant, own targets and deadline.
+"""Reads the class, tenant, targets and deadline of a request from a gateway's headers.
 
-They are those of llm-d and of the Gateway API's inference extension, which name an
-*objective* of the operator's. A gateway stands before its clients, so headers win over
-what a body says.
+The headers are those of llm-d and of the Gateway API's inference extension, which name an
+*objective* defined by the operator. A gateway is trusted more than its clients, so headers
+override the body.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MOST_TENANT_BYTES: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class HeaderMarks:
-    """What the headers say; nothing if there are none of these."""
+    """The marks and the tenant found in the headers, if any."""
 
     marks: dict[str, Any] = field(default_factory=dict)
     tenant: str | None = None
@@ -50,14 +50,14 @@ class HeaderMarks:
 def marks_of_headers(
     headers: Iterable[tuple[bytes, bytes]], offline_objectives: frozenset[str]
 ) -> HeaderMarks:
-    """Return what the headers of a request say. O(headers).
+    """Return the marks in the headers of a request. O(headers).
 
     Args:
         headers: Names in lower case, and values.
         offline_objectives: The objectives whose requests are offline; any other is online.
 
     Raises:
-        RequestError: a target is not a number, the time to live is no duration, or the
+        RequestError: a target is not a number, the time to live is not a duration, or the
             tenant's name is too long.
     """
     found = {name: value for name, value in headers if name.startswith(b"x-")}

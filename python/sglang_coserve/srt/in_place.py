@@ -1,4 +1,4 @@
-"""Looks whether co-serving is in place, in every process, before a server's port is opened."""
+"""Verifies that co-serving is installed in every process before the server's port is opened."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_coserve.srt.load_route import LOAD_PATH
 from sglang_coserve.srt.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.replicas import STATE_KEY, replicas_info
 from sglang_coserve.srt.request_gate import RequestGateMiddleware
-from sglang_coserve.srt.unread_body import UnreadBodyMiddleware
+from sglang_coserve.unread_body import UnreadBodyMiddleware
 
 __all__ = ["STATUS_PATH", "StartCheck", "verify_app"]
 
@@ -23,16 +23,16 @@ STATUS_PATH: Final = "/coserve/status"
 
 
 class StartCheck:
-    """Checks a server in its lifespan, before all that it does there.
+    """Checks a server at the beginning of its app's lifespan.
 
-    The schedulers are asked for their state: a controller of several replicas does not hand on
-    what they say when they are ready.
+    The schedulers are queried for their internal state, because the controller of several
+    replicas does not pass on their start-up information.
     """
 
     def __init__(self, http_server: Any) -> None:
-        """Have SGLang's ``http_server`` module checked when its app starts."""
+        """Install the check into the lifespan of SGLang's ``http_server`` module."""
         self.failure: CoserveError | None = None
-        """What stopped the start, which Uvicorn only logs."""
+        """The error that stopped the start; Uvicorn only logs it."""
         router = http_server.app.router
         inner = router.lifespan_context
 
@@ -54,10 +54,10 @@ class StartCheck:
 
 
 def verify_app(app: FastAPI) -> None:
-    """Check the app that is about to be served.
+    """Check that our middleware and routes are installed in an app.
 
     Raises:
-        StartupError: a middleware or a route is not in place.
+        StartupError: a middleware or a route is missing.
     """
     installed: set[Any] = {entry.cls for entry in app.user_middleware}
     problems = [

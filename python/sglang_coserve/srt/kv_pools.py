@@ -1,8 +1,8 @@
-"""What the engine's KV pools have left, for plans and before evictions.
+"""Free space in the engine's KV pools, for plans and before retractions.
 
-Most models keep all KV in one pool. Where layers with a sliding window have one of their own
-(hybrid SWA: gpt-oss, Gemma 4, Llama 4, …), a token takes a slot of both, and gives that of the
-window's back once it is behind the window: either pool may be the one that is full.
+Most models keep all KV in one pool. If layers with a sliding window have a separate pool
+(hybrid SWA: gpt-oss, Gemma 4, Llama 4, …), a token takes a slot of both, and frees its slot of
+the window's pool once it is behind the window: either pool may run full first.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class KvPools:
         self._allocator = scheduler.token_to_kv_pool_allocator
         self._tree = scheduler.tree_cache
         self._has_window = scheduler.is_hybrid_swa
-        # Without layers of whole contexts nothing but the window's pool is ever short.
+        # Without full-attention layers only the window's pool can run full.
         self._has_full = not self._has_window or bool(scheduler.full_tokens_per_layer)
         self.total_tokens = int(scheduler.max_total_num_tokens)
         """Slots of the pool of whole contexts."""
 
         self.window_tokens = self._most_window_tokens(scheduler) if self._has_window else 0
-        """As of ``EngineSnapshot``."""
+        """See ``EngineSnapshot``."""
 
     @property
     def free_tokens(self) -> int:
-        """Slots that nothing holds, of the pool of whole contexts."""
+        """Unused slots of the full-attention pool."""
         if not self._has_window:
             return int(self._allocator.available_size())
         if not self._has_full:
@@ -54,7 +54,7 @@ class KvPools:
 
     @property
     def evictable_tokens(self) -> int:
-        """Slots of that pool that only the radix cache holds."""
+        """Slots of the full-attention pool that only the radix cache holds."""
         if not self._has_window:
             return int(self._tree.evictable_size())
         if not self._has_full:
@@ -63,14 +63,15 @@ class KvPools:
 
     @property
     def free_window_tokens(self) -> int:
-        """As of ``EngineSnapshot``."""
+        """See ``EngineSnapshot``."""
         if not self._has_window:
             return 0
         return int(self._allocator.swa_available_size() + self._tree.swa_evictable_size())
 
     @property
     def headroom_tokens(self) -> int:
-        """How many tokens have a slot in every pool now, or after the radix cache gave some up."""
+        """Number of tokens for which every pool has a free slot, or one held only by the radix
+        cache."""
         free_tokens = self.free_tokens + self.evictable_tokens
         return min(free_tokens, self.free_window_tokens) if self._has_window else free_tokens
 
@@ -114,5 +115,5 @@ class KvPools:
     def _most_window_tokens(self, scheduler: Any) -> int:
         page = scheduler.page_size
         window_pages = -(-self._tree.sliding_window_size // page) + 1
-        # A pool that is smaller than that has room for one request at a time.
+        # If the pool is smaller than that, it has room for only one request at a time.
         return int(min(window_pages * page, scheduler.swa_tokens_per_layer - page))

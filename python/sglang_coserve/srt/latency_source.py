@@ -1,4 +1,4 @@
-"""Where a server's latency model comes from: a profile, a brief one at start-up, or a guess."""
+"""Obtains a server's latency model: from a profile, a short profiling run, or a datasheet."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ def check_profile(config: CoserveConfig, tp_size: int) -> None:
 
 
 def latency_profile(scheduler: Any, config: CoserveConfig) -> LatencyProfile:
-    """Return the profile to start from; every rank must call it, before the event loop starts.
+    """Return the profile to start from; every rank must call it before the event loop starts.
 
     Raises:
         InputFileError: the profile named in ``config`` cannot be read.
-        ConfigError: it was measured with another tensor-parallel size, or no guess can be made.
+        ConfigError: it was measured with another tensor-parallel size, or there is no profile
+            and no datasheet model for this hardware and model.
     """
     machine = machine_of(scheduler)
     if config.latency_profile is not None:
@@ -52,10 +53,11 @@ def latency_profile(scheduler: Any, config: CoserveConfig) -> LatencyProfile:
 
 
 def known_latency_model(scheduler: Any, config: CoserveConfig) -> LatencyModel:
-    """Return what predicts iterations without a measurement: a profile or the datasheet.
+    """Return a latency model that needs no measurement now: from a profile or the datasheet.
 
     Raises:
-        CoserveError: the profile named in ``config`` cannot be used, or no guess can be made.
+        CoserveError: the profile named in ``config`` cannot be used, or there is no datasheet
+            model for this hardware and model.
     """
     machine = machine_of(scheduler)
     if config.latency_profile is not None:
@@ -90,7 +92,7 @@ def _load(path: Path, machine: Machine) -> LatencyProfile:
 
 
 def _measure(scheduler: Any, machine: Machine, time_limit_s: float) -> LatencyProfile | None:
-    """Profile for this long; None, with a warning, when that is not possible."""
+    """Profile for at most this time; return None, with a warning, if that is not possible."""
     from sglang_coserve.srt.executor import profile_quickly
 
     try:
@@ -111,7 +113,7 @@ def _guess(machine: Machine) -> LatencyProfile:
             f"no latency model for {machine.model}: {error}; give a --latency-profile, or use "
             "--offline-policy fifo, which needs none"
         ) from error
-    logger.info("latency model: a guess from %s, refined while serving", machine.datasheet.source)
+    logger.info("latency model: from the %s, refined while serving", machine.datasheet.source)
     return LatencyProfile(
         model, None, machine.hardware, machine.model, machine.tp_size, machine.sglang_version
     )

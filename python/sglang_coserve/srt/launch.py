@@ -1,9 +1,9 @@
-"""Starts SGLang's server with co-serving in place, or not at all.
+"""Starts SGLang's server with co-serving installed, or fails.
 
-Flags enter through SGLang's own argument parser, the scheduler through the
-process functions that SGLang lets a launcher replace, routes through its FastAPI
-app.  Each part is then looked for where the running server would use it; a part
-that is missing stops the start.
+Flags are added to SGLang's argument parser, the scheduler is replaced through the
+process functions that SGLang lets a launcher pass, and routes are added to its FastAPI
+app.  Each part is then verified where the running server uses it; a missing part
+stops the start.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from sglang_coserve.batch.routes import batch_api_status
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.errors import StartupError
+from sglang_coserve.listen_address import check_listen_address
 from sglang_coserve.srt import compat, cpu
 from sglang_coserve.srt.batch_api import (
-    batch_api_status,
     check_batch_settings,
     install_batch_api,
     open_routes_warning,
@@ -34,24 +35,22 @@ from sglang_coserve.srt.kv_checkpoint.settings import (
     server_settings,
 )
 from sglang_coserve.srt.latency_source import check_profile
-from sglang_coserve.srt.listen_address import check_listen_address
 from sglang_coserve.srt.load_route import install_load_route
 from sglang_coserve.srt.malformed_bodies import install_body_errors
 from sglang_coserve.srt.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.paced_protocol import install_paced_protocol
 from sglang_coserve.srt.prompt_limit import body_limits
-from sglang_coserve.srt.replicas import shown_states
 from sglang_coserve.srt.request_gate import RequestGateMiddleware, set_body_limits
-from sglang_coserve.srt.unread_body import UnreadBodyMiddleware
 from sglang_coserve.srt.view_routes import Keys, View
+from sglang_coserve.unread_body import UnreadBodyMiddleware
 
 __all__ = ["launch_server", "parse_server_args"]
 
 logger = logging.getLogger(__name__)
 
 _SWITCH_S = 0.0005
-"""How long the event loop waits for a thread that computes. With Python's 5 ms it wakes 5.3 ms
-late in the median while one does, with this 0.7 ms."""
+"""Python's thread switch interval, which bounds how long the event loop waits for a computing
+thread. With Python's default of 5 ms it wakes 5.3 ms late in the median, with this one 0.7 ms."""
 
 
 def launch_server(argv: Sequence[str]) -> None:
@@ -116,11 +115,11 @@ def launch_server(argv: Sequence[str]) -> None:
 
 
 def parse_server_args(argv: Sequence[str], *, on_cpu: bool) -> Any:
-    """Return SGLang's ``ServerArgs`` for ``argv``, our settings attached to it.
+    """Return SGLang's ``ServerArgs`` for ``argv``, with our settings attached.
 
     Raises:
-        ConfigError: one of our flags has a bad value.
-        StartupError: SGLang's parser did not take our flags.
+        ConfigError: one of our flags has an invalid value.
+        StartupError: SGLang's parser did not accept our flags.
         SystemExit: argparse refused the command line, or printed its help.
     """
     from sglang.srt.plugins import load_plugins
@@ -139,7 +138,7 @@ def parse_server_args(argv: Sequence[str], *, on_cpu: bool) -> Any:
 
 @contextmanager
 def _our_flags(*, on_cpu: bool) -> Iterator[None]:
-    """Within it, SGLang's parser knows our flags, and what it makes carries our settings."""
+    """Patch ``ServerArgs`` so that its parser has our flags and its result our settings."""
     from sglang.srt.server_args import ServerArgs
 
     replaced = {name: ServerArgs.__dict__[name] for name in ("add_cli_args", "from_cli_args")}
@@ -170,14 +169,14 @@ def _our_flags(*, on_cpu: bool) -> Iterator[None]:
 
 
 def _install_routes(http_server: Any, server_args: Any) -> None:
-    """Add our middleware and routes, and have them checked before the port is opened."""
+    """Add our middleware and routes, and a check of them before the port is opened."""
 
     async def status() -> dict[str, Any]:
-        """State of both classes, one entry per data-parallel replica, and of the Batch API."""
+        """Return the state of each data-parallel replica and of the Batch API."""
         manager = http_server._global_state.tokenizer_manager
         states = await manager.get_internal_state()
         return {
-            "replicas": shown_states(states),
+            "replicas": [state["coserve"] for state in states],
             "output_delay_ms": manager.coserve_output_delay.mean_s * 1e3,
             "batch_api": await batch_api_status(app),
         }
@@ -189,7 +188,7 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
         offline_objectives=frozenset(config.offline_objectives),
         finds_tenants=config.online_order == "vtc",
     )
-    # Added last, they come first.
+    # The middleware added last runs first.
     app.add_middleware(RequestGateMiddleware)
     app.add_middleware(UnreadBodyMiddleware)
     app.add_api_route(STATUS_PATH, status, methods=["GET"])
@@ -209,7 +208,7 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
         if warning is not None:
             logger.warning(warning)
         set_body_limits(app, body_limits(tokenizer_manager))
-        # Again: loading a model takes long enough for another to have come.
+        # Again, because another process may have taken the port while the model was loaded.
         check_listen_address(server_args.host, server_args.port)
         freeze_imports()
         try:
@@ -224,7 +223,7 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``launch_server``; return its exit status, errors told in one line each."""
+    """Run ``launch_server`` and return the exit status; print an error as one line each."""
     from sglang_coserve.errors import CoserveError
 
     try:

@@ -23,14 +23,14 @@ _SETTINGS: Final = (
     *("attention_backend", "prefill_attention_backend", "decode_attention_backend"),
     *("tokenizer_mode", "tokenizer_backend", "chat_template", "completion_template"),
 )
-"""What decides numbers, or what a prompt becomes."""
+"""Settings that change numerical results or the rendering of prompts."""
 
 
 def loaded_fingerprint(server_args: Any) -> str:
-    """Return the fingerprint of model, tokenizer and adapters as ``server_args`` name them.
+    """Return the fingerprint of the model, tokenizer and adapters named in ``server_args``.
 
-    Blocks while it reads. Where the files cannot be read (object storage, say) the model
-    cannot be told from another one: the value is then a new one at every start.
+    Blocks while it reads files. If they cannot be read (e.g. in object storage), the model
+    cannot be identified, and the value is random, so a new one at every start.
     """
     settings = {
         name: getattr(server_args, name) for name in (*_SETTINGS, *compat.own_number_settings())

@@ -1,4 +1,4 @@
-"""What a scheduler runs on: the part of a latency profile that is not numbers."""
+"""Describes the hardware, model and settings of a scheduler, for latency profiles."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _SETTINGS = (
     "page_size",
     "quantization",
 )
-"""Fields of ServerArgs that decide how long an iteration takes or what can run."""
+"""Fields of ServerArgs that affect step times or the batches that can run."""
 
 
 def machine_of(scheduler: Any) -> Machine:
-    """Describe the device, the model and the settings that iteration times depend on."""
+    """Return the device, the model and the settings that step times depend on."""
     server_args = compat.settings_of(scheduler.server_args)
     runner = scheduler.tp_worker.model_runner.decode_cuda_graph_runner
     return Machine(
@@ -43,7 +43,7 @@ def machine_of(scheduler: Any) -> Machine:
 
 
 def _hardware_name() -> str:
-    """Name the GPU; or the CPU, its cores and the threads that compute."""
+    """Return the name of the GPU, or of the CPU with its cores and compute threads."""
     import torch
 
     if cpu.has_cuda():

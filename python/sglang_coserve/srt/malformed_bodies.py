@@ -1,7 +1,7 @@
-"""Answers bodies of odd types with a 400 where SGLang's own checks of them fail.
+"""Answers malformed bodies with 400 where SGLang's own validation crashes on them.
 
-SGLang's models of OpenAI bodies look into a body before its types are checked, and
-run into errors of their own on it, which would be answered as the server's fault.
+SGLang's models of OpenAI bodies read fields before their types are checked. The resulting
+exceptions would be answered with 500, as faults of the server.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from fastapi.responses import JSONResponse
 
+from sglang_coserve.asgi import error_content
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.asgi import error_content
 
 __all__ = ["install_body_errors"]
 
@@ -21,7 +21,7 @@ _ERRORS: Final = (AttributeError, IndexError, KeyError, RecursionError, TypeErro
 
 
 def install_body_errors(app: Any) -> None:
-    """Let an app of SGLang's, and its handlers, tell a malformed body from a fault of their own."""
+    """Install handlers in SGLang's app that tell malformed bodies from faults of the server."""
     for kind in _ERRORS:
         app.add_exception_handler(kind, _answer)
 
@@ -29,10 +29,10 @@ def install_body_errors(app: Any) -> None:
 
 
 async def _answer(_request: Any, error: Exception) -> JSONResponse:
-    """Answer an error that a model of a body ran into; leave any other to be a 500.
+    """Answer with 400 if ``error`` was raised in a model of a body; any other stays a 500.
 
     Raises:
-        Exception: ``error`` itself, where no model ran into it.
+        Exception: ``error`` itself, if it was not raised in such a model.
     """
     if _MODELS not in _modules_of(error):
         raise error
@@ -41,7 +41,7 @@ async def _answer(_request: Any, error: Exception) -> JSONResponse:
 
 
 def _modules_of(error: Exception) -> Iterator[str]:
-    """Yield the modules in which ``error`` was raised, and passed on."""
+    """Yield the modules in the traceback of ``error``."""
     trace = error.__traceback__
     while trace is not None:
         yield str(trace.tb_frame.f_globals.get("__name__"))

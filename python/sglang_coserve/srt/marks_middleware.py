@@ -1,10 +1,10 @@
-"""What a request over HTTP says of its class, tenant and targets, read on every such route.
+"""Reads the class, tenant and targets of HTTP requests, on every route that reaches the engine.
 
-An ASGI middleware reads the marks, in bodies (``body_marks``) and headers (``header_marks``),
-and holds them in a context variable while the route serves the request; the tokenizer
-manager attaches them to all that the route sends to the scheduler.  Bodies pass as
-they are, and without the bytes of a mark's name they are not even parsed.  The answer
-names the class, OpenAI's also the tier used.
+An ASGI middleware reads the marks in bodies (``body_marks``) and headers (``header_marks``),
+and keeps them in a context variable while the route serves the request; the tokenizer
+manager attaches them to all requests that the route sends to the scheduler.  Bodies pass
+unchanged, and are not even parsed unless they contain the name of a mark.  The response
+names the class; those of OpenAI routes also name the tier used.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import orjson
 
+from sglang_coserve.asgi import App, Message, Receive, Scope, Send, replay, send_error
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
-from sglang_coserve.srt.asgi import App, Message, Receive, Scope, Send, replay, send_error
 from sglang_coserve.srt.body_marks import SERVICE_TIER, marks_of_body, tier_used
 from sglang_coserve.srt.header_marks import marks_of_headers
 from sglang_coserve.srt.offline_marks import sent_with, tenant_marks
@@ -40,20 +40,20 @@ MARKED_PATHS: Final = _OPENAI_PATHS | {
 """Routes that bring requests to the engine."""
 
 CLASS_HEADER: Final = "x-coserve-class"
-"""Of the answer to a request that names its class: the class that it ran in."""
+"""Response header with the class of a request, if the request named one."""
 
 # Two searches for a substring are much faster than one regular expression.
 _NAMES: Final = (MARK_PREFIX.encode(), SERVICE_TIER.encode())
 
 _LARGE_BYTES: Final = 1 << 16
-"""Takes half a millisecond to parse."""
+"""Larger bodies are parsed in a thread; this many bytes take half a millisecond."""
 
 _UNKNOWN_TO_SGLANG: Final = ("fast", "standard_only")
-"""Tiers that its ``/v1/responses`` refuses."""
+"""Tiers that SGLang's ``/v1/responses`` refuses."""
 
 
 class MarksMiddleware:
-    """See the module's docstring."""
+    """ASGI middleware that reads the marks of requests; see the module's docstring."""
 
     def __init__(
         self,
@@ -62,9 +62,12 @@ class MarksMiddleware:
         *,
         finds_tenants: bool = False,
     ) -> None:
-        """Requests with one of these objectives, as a gateway's header names them, are offline.
+        """Wrap ``app``.
 
-        ``finds_tenants`` says whether a request that names none has a tenant all the same.
+        Args:
+            app: The ASGI app.
+            offline_objectives: Values of a gateway's header that make a request offline.
+            finds_tenants: Whether the tenant is also taken from the body or the API key.
         """
         self._app = app
         self._offline_objectives = offline_objectives
@@ -88,7 +91,7 @@ class MarksMiddleware:
                 fields = await _fields(body, needs_all=self._finds_tenants)
                 if self._finds_tenants and told.tenant is None:
                     tenant = tenant_of_body(fields) or tenant
-                # The gateway knows better than its clients.
+                # A gateway's headers override the body.
                 marks = {**marks_of_body(fields), **marks}
                 if path == "/v1/responses" and fields.get(SERVICE_TIER) in _UNKNOWN_TO_SGLANG:
                     body = orjson.dumps({**fields, SERVICE_TIER: "auto"})
@@ -114,7 +117,7 @@ def _held(marks: Mapping[str, Any], tenant: str | None) -> ExitStack:
 
 
 def _naming(send: Send, path: str, request_class: RequestClass) -> Send:
-    """Return a ``send`` that names the class in the answer."""
+    """Return a ``send`` that adds the class to the response."""
     inner = TierWriter(send, tier_used(request_class)) if path in _OPENAI_PATHS else send
     header = (CLASS_HEADER.encode(), request_class.value.encode())
 
@@ -127,8 +130,10 @@ def _naming(send: Send, path: str, request_class: RequestClass) -> Send:
 
 
 async def _fields(body: bytes, *, needs_all: bool) -> Mapping[str, Any]:
-    """Return the fields of a body that may have marks, or of any; none of one that is malformed,
-    which the route is to answer in its own words."""
+    """Return the fields of a JSON body; none if it cannot have marks, unless ``needs_all``.
+
+    A malformed body has no fields here; the route reports it.
+    """
     if not needs_all and not any(name in body for name in _NAMES):
         return {}
     try:
@@ -153,7 +158,7 @@ async def _read_body(receive: Receive) -> tuple[bytes, Message | None]:
 
 
 def _is_json(headers: Any) -> bool:
-    """A form is none, and is not to be read as a whole."""
+    """Return whether a body may be JSON: not a form, which must not be read as a whole."""
     types = [value for name, value in headers if name.lower() == b"content-type"]
     return not any(value.lower().startswith(b"multipart/") for value in types)
 

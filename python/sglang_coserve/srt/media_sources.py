@@ -1,10 +1,10 @@
-"""Where the images, videos and sounds of requests may come from.
+"""Fetches the images, videos and sounds of requests from allowed sources only.
 
-SGLang 0.5.17 opens whatever a request names, in the process of the HTTP server: a URL,
-wherever it leads, ``file://``, or a path. So whoever may send a request, or a line of a
-batch, could read files of the server and call services that only it can reach. Here
-what a request names is brought before SGLang sees it, and SGLang gets the content:
-its loaders, of which several models have their own, are left nothing to open.
+SGLang 0.5.17 opens whatever a request names, in the process of the HTTP server: any URL,
+``file://`` or a path. So anybody who may send a request, or a line of a
+batch, could read files of the server and call services that only it can reach (SSRF).
+Here the content is fetched before SGLang sees the request, and SGLang gets it inline,
+so that its loaders, of which several models have their own, open nothing.
 """
 
 from __future__ import annotations
@@ -24,41 +24,42 @@ from sglang_coserve.outbound import OutboundTransport
 __all__ = ["MediaSources"]
 
 _MAX_BYTES: Final = 64 << 20
-"""Of one file. As much as of all lines in flight together; what is larger comes in the request."""
+"""Largest file to fetch, the same limit as for all lines in flight together; larger ones must be
+sent inline."""
 
 _TIMEOUT_S: Final = 10.0
-"""For one file, as long as SGLang's own loaders wait for the next bytes of a video."""
+"""Time limit for one file; SGLang's own loaders wait as long for the next bytes of a video."""
 
 _AT_ONCE: Final = 4
-"""Downloads of one request: with a thousand addresses it is no worse than another."""
+"""Concurrent downloads of one request, so that one with a thousand URLs does not hog the server."""
 
 _MAX_REDIRECTS: Final = 5
 _TYPES: Final = {"image": "image/jpeg", "video": "video/mp4", "audio": "audio/wav"}
-"""What is said of content that comes without a type; decoders look at the content."""
+"""Media types for content without one; decoders inspect the content anyway."""
 
 _MEDIA_TYPE: Final = re.compile(r"(image|video|audio)/[\w.+-]{1,64}", re.ASCII)
 _WORDS: Final = frozenset({"format", "modality", "type"})
-"""Entries of an object that describe what is beside them."""
+"""Keys of an object whose values are metadata, not media."""
 
 
 class MediaSources:
-    """Brings the media of requests; ``allow_urls`` says whether also from public addresses."""
+    """Replaces the media of requests by their content; with ``allow_urls``, fetches public URLs."""
 
     def __init__(self, *, allow_urls: bool) -> None:
         self._allow_urls = allow_urls
-        # Made once: reading the certificates takes a client tens of milliseconds.
+        # Created once, because loading the certificates takes tens of milliseconds.
         self._transport = OutboundTransport()
 
     @classmethod
     def named(cls, name: str) -> MediaSources | None:
-        """Return what ``--media-sources`` calls ``name``; None for any, where SGLang opens all."""
+        """Return the sources for a value of ``--media-sources``; None for "any" (SGLang's way)."""
         return None if name == "any" else cls(allow_urls=name == "public")
 
     async def bring(self, request: Any) -> None:
-        """Replace what ``request``, a ``GenerateReqInput`` or ``EmbeddingReqInput``, refers to.
+        """Replace the media that a ``GenerateReqInput`` or ``EmbeddingReqInput`` refers to.
 
         Raises:
-            ValueError: it refers to something that may not be opened, or cannot be had.
+            ValueError: a source is not allowed, or cannot be fetched.
         """
         turn = asyncio.Semaphore(_AT_ONCE)
         for kind in _TYPES:
@@ -96,16 +97,16 @@ class MediaSources:
         return f"data:{media_type};base64,{encoded.decode()}"
 
     async def _fetched(self, url: str, kind: str) -> tuple[str, bytes]:
-        """Return the media type and the bytes that are at ``url``.
+        """Fetch ``url``; return the media type and the bytes.
 
         Raises:
-            ValueError: they cannot be had.
+            ValueError: it cannot be fetched.
         """
-        # One for each file, so that none sends another one's cookies. It is the transport that
-        # has connections, and they end with their answers.
+        # A new client for each file, so that cookies are not shared. Connections belong to the
+        # transport, and are closed after each response.
         client = httpx.AsyncClient(
             transport=self._transport,
-            # What is packed could be far larger than what came.
+            # No compression: the decompressed content could be far larger.
             headers={"accept-encoding": "identity"},
             follow_redirects=True,
             max_redirects=_MAX_REDIRECTS,
@@ -133,7 +134,7 @@ class MediaSources:
 
 
 def _inline(source: str, kind: str) -> str:
-    """Return bare base64 as a ``data:`` URL, which no loader takes for a path."""
+    """Return bare base64 as a ``data:`` URL, which no loader mistakes for a path."""
     try:
         base64.b64decode(source, validate=True)
     except (binascii.Error, ValueError):

@@ -1,11 +1,11 @@
-"""What a model is, told by its content: weights, tokenizer, settings. Without SGLang or torch.
+"""Identifies a model by its content: weights, tokenizer and settings. Without SGLang or torch.
 
-Two models of the same shape at the same path, one after the other, have different
-fingerprints; a copy of a model with other times has the same. What is generated under one
-fingerprint must not be continued under another.
+Two different models at the same path have different fingerprints; a copy of a model with
+other file times has the same. Output generated under one fingerprint must not be continued under
+another.
 
-Small files are read as a whole. Of a file of weights, names and shapes are read and up to
-three pages of every tensor, so a training run that moves the weights is seen, and the change
+Small files are hashed as a whole. Of a weights file, the names and shapes and up to
+three pages of each tensor are hashed, so further training is detected, but the change
 of a single number elsewhere is not. At most 512 pages are read of a file: for 70 billion
 parameters in 30 files that is about 2,200 reads, 9 MB.
 """
@@ -24,27 +24,27 @@ __all__ = ["fingerprint", "sampled_ranges"]
 
 _WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 _OTHERS: Final = frozenset({".json", ".model", ".txt", ".jinja", ".tiktoken", ".py", ".yaml"})
-"""What a configuration or a tokenizer is made of; no pictures, no read-me."""
+"""Suffixes of configuration and tokenizer files; not of pictures or a read-me."""
 
 _WHOLE_BYTES: Final = 64 << 20
-"""Larger files than any tokenizer's are sampled."""
+"""Files larger than this, which no tokenizer file is, are sampled."""
 
 _PAGE_BYTES: Final = 4096
-"""What a disk reads at least."""
+"""The smallest unit that a disk reads."""
 
 _MAX_PAGES: Final = 512
 _MAX_HEADER_BYTES: Final = 100_000_000
 """The limit of the safetensors format."""
 
 _THREADS: Final = 8
-"""Reads at the same time, for file systems that take milliseconds to answer each."""
+"""Concurrent reads, for file systems with latencies of milliseconds."""
 
 
 def fingerprint(paths: Sequence[Path], settings: Mapping[str, object]) -> str:
-    """Return 32 hexadecimal digits for the files at ``paths`` and how they are used.
+    """Return a hash, 32 hexadecimal digits, of the files at ``paths`` and of ``settings``.
 
-    A path is a file or a directory, of which the files right in it count. ``settings`` must
-    have a JSON form.
+    A path is a file or a directory, of which only the files directly in it count. ``settings``
+    must be convertible to JSON.
 
     Raises:
         OSError: a file cannot be read, or a directory holds no weights or configuration.
@@ -63,7 +63,7 @@ def fingerprint(paths: Sequence[Path], settings: Mapping[str, object]) -> str:
 
 
 def sampled_ranges(file: Path) -> list[tuple[int, int]]:
-    """Return the (start, end) of the bytes of a file of weights that count.
+    """Return the byte ranges (start, end) of a weights file that are hashed.
 
     Raises:
         OSError: it cannot be read.
@@ -96,7 +96,7 @@ def _digest(file: Path) -> bytes:
 
 
 def _safetensors_header(file: Path, size_bytes: int) -> tuple[int, list[tuple[int, int]]] | None:
-    """Return where the data begin, and the ranges of the tensors in them; None if malformed."""
+    """Return the offset of the data and the ranges of the tensors in it; None if malformed."""
     with file.open("rb") as source:
         length = int.from_bytes(source.read(8), "little")
         if not 0 < length <= min(_MAX_HEADER_BYTES, size_bytes):
@@ -116,7 +116,7 @@ def _safetensors_header(file: Path, size_bytes: int) -> tuple[int, list[tuple[in
 def _pages_of(
     start: int, size_bytes: int, tensors: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """Yield up to three pages of each tensor; of very many tensors one, or one of every few."""
+    """Yield up to three pages of each tensor; with very many tensors one, or one of every few."""
     each = max(1, min(3, _MAX_PAGES // max(1, len(tensors))))
     step = -(-len(tensors) * each // _MAX_PAGES) or 1
     for first, last in tensors[::step]:

@@ -1,4 +1,4 @@
-"""Offline rows give their memory up: their KV goes to the radix cache and they wait again."""
+"""Retracts offline rows: their KV goes to the radix cache, and they wait again."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Req = Any
 ScheduleBatch = Any
 
 Prefill = Callable[[ScheduleBatch], Any]
-"""SGLang's admission: from the running batch to a plan with a prefill batch, or none."""
+"""SGLang's admission: takes the running batch, returns a plan with a prefill batch or none."""
 
 
 class OfflineEviction:
-    """Evicts offline rows for online ones, before SGLang would let those wait or retract them."""
+    """Retracts offline rows for online ones, before SGLang lets those wait or retracts them."""
 
     def __init__(
         self, scheduler: Any, pools: KvPools, view: EngineView, events: Counter[str]
@@ -32,10 +32,10 @@ class OfflineEviction:
         self._view = view
         self._events = events
 
-    # --- For others ----------------------------------------------------------------------
+    # --- Make room for online requests ---------------------------------------------------
 
     def admit(self, running_batch: ScheduleBatch, prefill: Prefill) -> Any:
-        """Let SGLang admit; evict offline rows while an online request does not fit."""
+        """Run SGLang's admission; retract offline rows while an online request does not fit."""
         plan = prefill(running_batch)
         while self._online_is_starved(plan) and self.evict_one(plan.running_batch):
             plan = prefill(plan.running_batch)
@@ -44,16 +44,16 @@ class OfflineEviction:
         return plan
 
     def _online_is_starved(self, plan: Any) -> bool:
-        """True when the pass produced nothing because an online request did not fit."""
+        """Return whether there is no batch because an online request did not fit."""
         if plan.batch_to_run is not None or not self._view.has_others_waiting:
             return False
-        # SGLang does not call a batch without rows full: with a hierarchical cache, and later
-        # versions with none. But parked and paused rows hold memory, too.
+        # SGLang does not mark an empty batch as full (with a hierarchical cache, and in later
+        # versions always). But parked and paused rows hold memory, too.
         batch = plan.running_batch
         return bool(batch.batch_is_full or batch.is_empty())
 
     def make_room_for_decodes(self, batch: ScheduleBatch) -> None:
-        """Before a decode step, evict offline rows rather than let SGLang pick victims."""
+        """Retract offline rows before a decode step, so that SGLang need not choose victims."""
         elsewhere = len(self._view.elsewhere())
         if self._has_slots(batch.batch_size() + elsewhere):
             return
@@ -61,28 +61,28 @@ class OfflineEviction:
         evicted = False
         while batch.batch_size() > 1 and not (
             batch.check_decode_mem()
-            # Other micro-batches come next, and cannot evict rows of this one.
+            # Other micro-batches come next, and cannot retract rows of this one.
             and (not elsewhere or self._has_slots(batch.batch_size() + elsewhere))
         ):
             if not self.evict_one(batch):
                 break
             evicted = True
         if evicted:
-            # As after any retraction: expect longer outputs, or the evicted
-            # requests come straight back and are evicted again.
+            # As after any retraction, expect longer outputs; otherwise the retracted
+            # requests would be admitted at once and retracted again.
             tracker = self._scheduler.new_token_ratio_tracker
             tracker.current = tracker.estimate_new_token_ratio_after_retract(batch.reqs)
 
     def _has_slots(self, rows: int) -> bool:
-        """Return whether there is KV for one more token of so many rows, wherever pages end."""
+        """Return whether there is KV for one more token of ``rows`` rows, each in a new page."""
         return bool(self._pools.headroom_tokens >= rows * self._scheduler.page_size)
 
     def rids_in_the_way(self, rows: Iterable[Req]) -> set[str]:
-        """Return those of ``rows`` to evict for the LoRA adapter of the next online request.
+        """Return the ids of ``rows`` to retract for the LoRA adapter of the next online request.
 
-        A batch has places for a few adapters, the bare model counting as one, and
-        SGLang passes over a request that needs one more. Of the offline rows those
-        stay whose adapters fit beside the online ones. O(rows) if LoRA is enabled.
+        A batch has slots for a few adapters, where the bare model counts as one, and
+        SGLang skips a request that needs one more. Offline rows whose adapters fit
+        beside the online ones are kept. O(rows) if LoRA is enabled.
         """
         if not self._scheduler.enable_lora:
             return set()
@@ -98,7 +98,7 @@ class OfflineEviction:
             else:
                 kept.add(req.lora_id)
         if not fits(kept):
-            return set()  # It is for other online requests that it has to wait.
+            return set()  # Online rows alone take the slots, so it has to wait.
         in_the_way: set[str] = set()
         for lora_id, rids in offline.items():
             if fits(kept | {lora_id}):
@@ -107,12 +107,12 @@ class OfflineEviction:
                 in_the_way.update(rids)
         return in_the_way
 
-    # --- Rows go -------------------------------------------------------------------------
+    # --- Retract rows --------------------------------------------------------------------
 
     def evict_one(self, running_batch: ScheduleBatch) -> bool:
-        """Release the parked, else the paused, else the running offline row that came last.
+        """Retract the last parked offline row, else the last paused, else the last running one.
 
-        False when there is none.
+        Returns False if there is none.
         """
         aside = self._view.aside
         if victims := aside.parked or aside.paused:
@@ -121,7 +121,7 @@ class OfflineEviction:
             return True
         if not any(is_offline(req) for req in running_batch.reqs):
             return False
-        running_batch.filter_batch()  # A finished request has nothing left to release.
+        running_batch.filter_batch()  # Finished requests have no KV left to release.
         victim = next((req for req in reversed(running_batch.reqs) if is_offline(req)), None)
         if victim is None:
             return False
@@ -129,7 +129,7 @@ class OfflineEviction:
         return True
 
     def evict(self, rids: Collection[str], running_batch: ScheduleBatch) -> None:
-        """Release the rows named in ``rids``, wherever they are; others may be named too."""
+        """Retract the rows in ``rids``, whatever their state; unknown ids are ignored."""
         if not rids:
             return
         unfinished = self._view.aside.unpark_all(lambda req: req.rid in rids)
@@ -152,6 +152,6 @@ class OfflineEviction:
         self._events["evicted"] += len(gone)
 
     def release(self, req: Req) -> None:
-        """Release a row that is in no batch, or about to leave it, and let it wait again."""
+        """Release the KV of a row that is in no batch, or about to leave it, and requeue it."""
         release_for_requeue(req, self._scheduler.tree_cache)
         self._view.requeue(req)

@@ -1,8 +1,8 @@
-"""The offline lane: steps of offline rows alone, one of which may be suspended.
+"""The offline lane: steps of offline rows only, one of which may be suspended.
 
-Its decodes are the paused rows that are set aside; SGLang's running batch is the shared lane.
-A step that stops at a safepoint keeps its prepared batch, its KV and what its last layer
-returned. SGLang makes everything else anew from the batch when it runs again: attention
+Its decodes are the paused rows; SGLang's running batch is the shared lane.
+A step suspended at a safepoint keeps its prepared batch, its KV and the outputs of its last
+layer. SGLang recreates everything else from the batch when it runs again: attention
 metadata, sampling, the relay of last tokens.
 """
 
@@ -39,7 +39,7 @@ Req = Any
 
 @dataclass(frozen=True, slots=True)
 class SuspendedBatch:
-    """A batch that has run up to a layer, ready to run on."""
+    """A batch that has run up to some layer and can be resumed there."""
 
     step: int
     """The number of its plan."""
@@ -51,11 +51,11 @@ class SuspendedBatch:
     """The first layer that has not run."""
 
     outputs: Any
-    """What the layer before it returned; None before the first."""
+    """Outputs of the layer before it; None before the first."""
 
 
 class OfflineLane:
-    """Prepares the lane's steps, and keeps the one that is suspended."""
+    """Prepares the steps of the offline lane, and keeps the suspended one."""
 
     def __init__(
         self,
@@ -75,29 +75,29 @@ class OfflineLane:
         self._suspended: SuspendedBatch | None = None
         self._step = 0
         self._launched: Any = None
-        """The lane's batch of the last pass."""
+        """The lane's batch of the last scheduling round."""
 
         self._has_left_decodes = False
-        """The last batch had prefills alone, for a reason of SGLang's."""
+        """SGLang left the decodes out of the last batch, which had prefills only."""
 
     @property
     def suspended(self) -> SuspendedBatch | None:
-        """The step that can go on."""
+        """The suspended step, if any."""
         return self._suspended
 
     @property
     def num_running(self) -> int:
-        """Rows of the last pass that have yet to join the lane's decodes; without the prefill that
-        goes on."""
+        """Rows of the last batch that have yet to join the lane's decodes, without the unfinished
+        prefill."""
         if self._launched is None or self._suspended is not None:
             return 0
         chunk = _chunk_of(self._launched)
         return sum(not req.finished() and req is not chunk for req in self._launched.reqs)
 
     def take_launched(self) -> list[Req]:
-        """Take out the rows that decoded in the last pass and have yet to join the lane's decodes.
+        """Remove and return the rows of the last batch that have yet to join the lane's decodes.
 
-        Those of a prefill SGLang retracts itself, as rows of its last batch.
+        Only of a decode batch: SGLang itself retracts the rows of a prefill batch.
         """
         batch, self._launched = self._launched, None
         if batch is None or batch.forward_mode.is_extend():
@@ -105,24 +105,25 @@ class OfflineLane:
         return [req for req in batch.reqs if not req.finished()]
 
     def seen(self) -> SuspendedStep | None:
-        """Return what the core sees of the suspended step."""
+        """Return the suspended step as a value of the core."""
         held = self._suspended
         if held is None:
             return None
         return SuspendedStep(held.step, held.stats, held.layer / self._num_layers)
 
-    # --- A pass --------------------------------------------------------------------------
+    # --- A scheduling round --------------------------------------------------------------
 
     def settle(self, last_batch: Any) -> Any:
-        """Return SGLang's last batch; of this lane's the rows join its decodes, and it is None.
+        """Add the rows of the lane's last batch to its decodes, and return None.
 
-        To be called before SGLang's own pass, which would let them join the running batch.
+        If the last batch was not the lane's, it is returned. Must be called before SGLang's
+        scheduling, which would merge the rows into the running batch.
         """
         batch, self._launched = self._launched, None
         if batch is None:
             return last_batch
         if self._suspended is not None:
-            return None  # What SGLang took for the last batch has no rows any more.
+            return None  # SGLang's last batch has no rows any more (see ``stopped``).
         scheduler, aside = self._scheduler, self._view.aside
         away = [req for req in (_chunk_of(batch),) if req is not None]
         chunk = self._view.chunk
@@ -150,14 +151,14 @@ class OfflineLane:
         """Prepare a step of the lane.
 
         Args:
-            plan: What it is to do.
+            plan: The plan of the step.
             chunks: Those of its prefills that SGLang can run now.
             waiting: The waiting offline requests by rid.
-            running_batch: SGLang's decodes, which do not run.
+            running_batch: SGLang's decodes, which do not run in this step.
             prefill: SGLang's admission.
 
         Returns:
-            SGLang's own plan, and the chunks that are in; without a batch if nothing is.
+            SGLang's plan, without a batch if there is nothing to run, and the admitted chunks.
         """
         running_batch = self._move(plan, running_batch)
         decodes = self._view.aside.take_paused_batch()
@@ -165,7 +166,7 @@ class OfflineLane:
             decodes.filter_batch()
         if self._has_left_decodes and decodes.reqs:
             chunks = ()
-        # Without chunks, too: SGLang then looks which copies from the host have ended.
+        # Also without chunks, because SGLang then checks which copies from the host have ended.
         result, admitted = self._chunks.run(
             chunks, waiting, decodes, prefill, mixes_decodes=not plan.skips_decodes
         )
@@ -181,7 +182,7 @@ class OfflineLane:
         return NextBatchPlan(batch_to_run=batch, running_batch=running_batch), admitted
 
     def resume(self, running_batch: Any) -> Any:
-        """Return SGLang's plan for the suspended step to go on."""
+        """Return a plan for SGLang that resumes the suspended step."""
         held = self._suspended
         assert held is not None
         chunk = _chunk_of(held.batch)
@@ -193,22 +194,22 @@ class OfflineLane:
         return NextBatchPlan(batch_to_run=held.batch, running_batch=running_batch)
 
     def _move(self, plan: StepPlan, running_batch: Any) -> Any:
-        """Take the rows that a plan pauses out of the running batch; return it."""
+        """Remove the rows that a plan pauses from the running batch, and return that batch."""
         if not plan.pause:
             return running_batch
         self._events["paused"] += len(plan.pause)
         aside = self._view.aside
         if all(is_offline(req) for req in running_batch.reqs):
-            # As a whole, whatever state the rows have beside their KV.
+            # The whole batch moves, so rows may have state other than KV.
             aside.hold(running_batch)
             return ScheduleBatch(reqs=[], batch_is_full=False)
         aside.pause(running_batch, set(plan.pause))
         return running_batch
 
-    # --- Suspended, dropped --------------------------------------------------------------
+    # --- Suspend and drop ----------------------------------------------------------------
 
     def start(self, batch: Any) -> tuple[int, Any]:
-        """Return the first layer of the lane's batch that is to run, and the outputs before it."""
+        """Return the layer from which the lane's batch is to run, and the outputs before it."""
         held, self._suspended = self._suspended, None
         self._view.suspended = ()
         if held is None:
@@ -217,29 +218,30 @@ class OfflineLane:
         return held.layer, held.outputs
 
     def stopped(self, batch: Any, layer: int, outputs: Any) -> BatchKind:
-        """Keep the lane's batch, which has stopped before ``layer``; return its kind."""
+        """Keep the lane's batch, which was suspended before ``layer``; return its kind."""
         kind = kind_of(batch)
         assert kind is not None
         held = copy.copy(batch)
         held.sampling_info.penalizer_orchestrator.batch = held
-        # States of layers (Mamba) were made ready for the step's first part: not once more.
+        # Layer states (Mamba) were prepared for the first part of the step: not once more.
         held.mamba_clear_indices = None
         held.mamba_cow_src_indices = held.mamba_cow_dst_indices = None
         stats = stats_of(held, kind, [True] * len(held.reqs))
         self._suspended = SuspendedBatch(self._step, held, kind, stats, layer, outputs)
         self._view.suspended = tuple(held.reqs)
         if self._view.chunk is not None and self._view.chunk is _chunk_of(held):
-            # SGLang would put KV into the radix cache that is not computed yet.
+            # Otherwise SGLang would insert KV into the radix cache that is not computed yet.
             self._view.put_chunk(None)
-        # The event loop goes on with this one as its last batch.
+        # The event loop keeps the original object as its last batch: empty it.
         batch.reqs, batch.forward_mode = [], ForwardMode.DECODE
         batch.chunked_req = batch.decoding_reqs = None
         return kind
 
     def drop(self) -> tuple[str, ...]:
-        """Give the suspended step up; return its rows, which are as they were before it.
+        """Drop the suspended step; return its rows.
 
-        Where layers keep a state, they are released instead.
+        They are rolled back to their state before the step; if layers keep a state (Mamba), their
+        KV is released instead.
         """
         held, self._suspended = self._suspended, None
         assert held is not None
@@ -264,7 +266,7 @@ class OfflineLane:
         return rids
 
     def abort(self, matches: Callable[[Req], bool]) -> None:
-        """Let the rows of the suspended step that match end with it."""
+        """Make the matching rows of the suspended step end when it does."""
         if self._suspended is None:
             return
         for req in self._suspended.batch.reqs:
@@ -273,8 +275,8 @@ class OfflineLane:
 
 
 def _chunk_of(batch: Any) -> Req | None:
-    """Return the prefill of a batch that it does not finish.
+    """Return the unfinished prefill of a batch, if any.
 
-    A batch of decodes still names that of the prefill batch that it once was.
+    ``chunked_req`` of a decode batch is stale: it is that of the prefill batch it once was.
     """
     return batch.chunked_req if batch.forward_mode.is_extend() else None

@@ -1,12 +1,12 @@
-"""What a line of a batch tells the scheduler, beside its class.
+"""Marks that the server itself sends to the scheduler, e.g. with a line of a batch.
 
-It travels in ``custom_params`` as other marks do (``request_marks``).  Clients fill
-that field too, so it is filled with these marks only when what the client sent has
-been checked: until then a context variable holds them.
+They travel in ``custom_params`` like other marks (``request_marks``).  Clients can set
+that field, too, so the server's marks are added only after the client's have
+been checked; until then a context variable holds them.
 
-A deadline travels as the time left, and counts from the arrival in the
-scheduler: that needs no clock in common with the sender, and all ranks, which
-take the arrival from rank 0, come to the same moment.
+A deadline is sent as the time left, counted from the arrival in the
+scheduler: this needs no clock shared with the sender, and all ranks, which
+take the arrival time from rank 0, compute the same deadline.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def tenant_marks(tenant: str) -> Marks:
 
 @contextmanager
 def sent_with(marks: Marks) -> Iterator[None]:
-    """Within it, ``attach_marks`` gives requests of this task ``marks``."""
+    """Make ``attach_marks`` add ``marks`` to requests that this task sends in this context."""
     token = _MARKS.set(marks)
     try:
         yield
@@ -90,14 +90,14 @@ def sent_with(marks: Marks) -> Iterator[None]:
 
 
 def attach_marks(sampling_params: Any) -> None:
-    """Give SGLang's checked ``SamplingParams`` the marks of the task that sends them, if any."""
+    """Add the marks of the current task, if any, to SGLang's checked ``SamplingParams``."""
     marks = _MARKS.get()
     if marks is not None:
         sampling_params.custom_params = {**(sampling_params.custom_params or {}), **marks}
 
 
 def deadline_of(req: Req, arrival_s: float) -> float | None:
-    """Return when ``req`` should be finished, on the clock of its arrival; None: at any time."""
+    """Return the deadline of ``req`` on the clock of ``arrival_s``; None without one."""
     due_in_s = _mark(req, _DUE_IN_KEY)
     if due_in_s is None:
         due_in_s = _mark(req, DEADLINE_KEY)
@@ -105,7 +105,7 @@ def deadline_of(req: Req, arrival_s: float) -> float | None:
 
 
 def expected_tokens_of(req: Req) -> int | None:
-    """Return how many output tokens ``req`` is expected to have; None if nothing is known."""
+    """Return the expected number of output tokens of ``req``; None if unknown."""
     tokens: int | None = _mark(req, _EXPECTED_KEY)
     return tokens
 
@@ -117,21 +117,21 @@ def job_of(req: Req) -> str | None:
 
 
 def user_of(req: Req) -> str | None:
-    """Return the tenant whom fairness counts ``req`` for; None when it has none."""
+    """Return the tenant of ``req``; None if it has none."""
     user: str | None = _mark(req, _USER_KEY)
     return user
 
 
 def restore_generated(req: Req, think_end_ids: Sequence[int] | None) -> None:
-    """Give a request that has yet to run the output tokens it brings along, once.
+    """Restore the output tokens that a new request brings along; done once.
 
-    It then is what a retracted request is to SGLang: the prompt and these tokens are
+    SGLang then treats it like a retracted request: the prompt and these tokens are
     prefilled, and stop conditions, limits, usage and text see one generation.
-    ``think_end_ids`` is the model's end of thinking, for the count of reasoning tokens.
+    ``think_end_ids`` are the tokens that end thinking, for the count of reasoning tokens.
 
-    The request starts over when its state is more than its tokens (grammar, image
-    positions, log-probabilities), or the tokens cannot be its own: another vocabulary,
-    or too many.
+    The request starts over if its state is more than its tokens (grammar, image
+    positions, log-probabilities), or if the tokens are invalid (outside of the vocabulary, or
+    too many).
     """
     custom_params = req.sampling_params.custom_params
     if not isinstance(custom_params, dict):

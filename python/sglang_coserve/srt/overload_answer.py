@@ -1,6 +1,6 @@
-"""How an overloaded server answers: 503 with ``Retry-After``, also where a stream was asked for.
+"""Answers refused requests with 503 and ``Retry-After``, including streams.
 
-SGLang answers a stream with 200 before it knows, and tells of a refusal in the first event.
+SGLang answers a stream with 200 before it knows, and reports a refusal in the first event.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ import json
 from http import HTTPStatus
 from typing import Any, Final
 
-from sglang_coserve.srt.asgi import Message, Send, send_error
+from sglang_coserve.asgi import Message, Send, send_error
 
 __all__ = ["OverloadAnswer"]
 
 _OVERLOADED: Final = HTTPStatus.SERVICE_UNAVAILABLE.value
 _EVENT: Final = b"data: "
 _RETRY_AFTER: Final = (b"retry-after", b"1")
-"""In seconds, the least that the header can say: a request is refused as soon as it would be
-late, so one that comes back too early costs next to nothing."""
+"""One second, the smallest value of the header. Refusing costs next to nothing, so clients may
+retry early."""
 
 
 class OverloadAnswer:
-    """An ASGI ``send`` that holds the start of a stream back until its first event.
+    """An ASGI ``send`` that delays the start of a stream until its first event.
 
-    If that says that the server is overloaded, the answer becomes an error, and the rest of
-    the stream is left out. What comes later in a stream passes as it is.
+    If that event reports an overload, an error response is sent instead of the stream.
+    Otherwise the stream passes unchanged.
     """
 
     def __init__(self, send: Send) -> None:
@@ -33,7 +33,7 @@ class OverloadAnswer:
         self._is_refused = False
 
     async def __call__(self, message: Message) -> None:
-        """Send one message on, or hold it back."""
+        """Forward one message, or delay it."""
         if self._is_refused:
             return
         if message["type"] == "http.response.start":
@@ -68,7 +68,7 @@ def _is_stream(message: Message) -> bool:
 
 
 def _refusal(body: bytes) -> str | None:
-    """Return what the first event says, if it is that the server is overloaded."""
+    """Return the message of the first event if it reports an overload, else None."""
     if not body.startswith(_EVENT) or str(_OVERLOADED).encode() not in body:
         return None
     try:
@@ -82,7 +82,7 @@ def _refusal(body: bytes) -> str | None:
 
 
 def _finish(event: Any) -> dict[str, Any]:
-    """Return the reason why generation ended, as events of ``/generate`` have it."""
+    """Return the finish reason in an event of ``/generate``, or an empty dict."""
     return _within(_within(event, "meta_info"), "finish_reason")
 
 

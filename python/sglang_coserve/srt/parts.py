@@ -1,4 +1,4 @@
-"""The parts that co-serve beside SGLang's scheduler, and what each of them is given."""
+"""Creates the co-serving parts of a scheduler and connects them."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ logger = logging.getLogger(__name__)
 
 
 class CoserveParts:
-    """What one scheduler is composed of beside SGLang's own."""
+    """The co-serving parts of one scheduler."""
 
     def __init__(
         self, scheduler: Any, config: CoserveConfig, clock: RankClock, installed: Installed
     ) -> None:
-        """Make the parts of a scheduler that is started, with its model, and has no requests.
+        """Create the parts of a scheduler that has loaded its model and has no requests yet.
 
         Raises:
-            CoserveError: the latency profile cannot be used, or the recording not be written.
+            CoserveError: the latency profile cannot be used, or the recording cannot be written.
         """
         self.events: Counter[str] = Counter()
-        """What became of offline requests so far."""
+        """Counts of the events of offline requests so far."""
 
         self.ledger = RequestLedger(scheduler.tree_cache)
         reason = why_off(config, on_cpu=scheduler.device == "cpu")
@@ -83,12 +83,12 @@ class CoserveParts:
             scheduler,
             config,
             admission=self.admission,
+            ledger=self.ledger,
             view=self.view,
             pools=self.pools,
-            ledger=self.ledger,
+            load=self.load,
             runner=self.runner,
             checkpointing=self.checkpointing,
-            load=self.load,
             events=self.events,
         )
 
@@ -127,10 +127,10 @@ class CoserveParts:
         )
 
     def forget(self, req: Req, ending: Ending = Ending.ABORTED) -> None:
-        """Drop what is kept of a request that has ended; nothing, if that was done before.
+        """Remove all state of a request that has ended; does nothing if already done.
 
-        Under overlap scheduling a row is in one more batch after its end. By then its name may
-        be another request's.
+        Under overlap scheduling a row is in one more batch after its end. By then another request
+        may have its id.
         """
         if not self.ledger.has(req):
             return
@@ -139,16 +139,17 @@ class CoserveParts:
         self.ledger.forget(rid)
         self.checkpointing.forget(rid)
         self.runner.forget(rid)
+        self.status.forget(rid)
         self.intake.name_is_free(rid)
 
     def forget_all(self) -> None:
-        """Drop what is kept of all requests."""
+        """Remove all state of all requests."""
         for req in self.ledger.reqs():
             self.forget(req)
 
 
 def _engine_size(scheduler: Any) -> EngineSize:
-    """Return the limits by which SGLang composes its steps."""
+    """Return the limits within which SGLang composes its batches."""
     return EngineSize(
         chunk_tokens=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
         max_rows=scheduler.max_running_requests,

@@ -1,4 +1,4 @@
-"""The penalties of rows that SGLang takes for new: split off a batch, or back after an eviction."""
+"""Keeps the penalties of rows that SGLang treats as new: split off a batch, or retracted."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ ScheduleBatch = Any
 
 @dataclass(eq=False)
 class _Rows:
-    """What an orchestrator of penalties looks at of a batch."""
+    """The fields of a batch that a penalty orchestrator reads."""
 
     reqs: Sequence[Req]
     device: Any
 
 
 def new_penalties(batch: ScheduleBatch, reqs: Sequence[Req]) -> Any:
-    """Return the orchestrator that SGLang would make for a batch of ``reqs``, some of ``batch``'s.
+    """Return a new penalty orchestrator for a batch of ``reqs``, which are some of ``batch``'s.
 
-    It knows of no output tokens, and keeps no reference to ``reqs``: before it is
-    filtered, its ``batch`` is to be set.
+    It has counted no output tokens, and keeps no reference to ``reqs``: its ``batch`` must be
+    set before it is filtered.
     """
     penalties = batch.sampling_info.penalizer_orchestrator
     rows = _Rows(reqs, batch.device)
@@ -41,10 +41,10 @@ def new_penalties(batch: ScheduleBatch, reqs: Sequence[Req]) -> Any:
 
 
 def restore_penalties(batch: ScheduleBatch) -> None:
-    """Count, in a new prefill or mixed batch, the output tokens that its prefill rows came with.
+    """Count the output tokens that the prefill rows of a new prefill or mixed batch already have.
 
-    SGLang starts every prefill without, also that of a request which was evicted.
-    O(output tokens) for rows with penalties that came with some; else O(rows) at most.
+    SGLang starts every prefill without counts, also that of a retracted request.
+    O(output tokens) of such rows if they have penalties; otherwise at most O(rows).
     """
     penalties = batch.sampling_info.penalizer_orchestrator
     if not penalties.is_required:
@@ -67,10 +67,10 @@ def restore_penalties(batch: ScheduleBatch) -> None:
 
 
 def _count(penalties: Any, tokens: torch.Tensor) -> None:
-    """Count the output tokens of the one row of ``penalties``, all at once.
+    """Count all output tokens of the only row of ``penalties`` at once.
 
-    SGLang counts one of each row at a time. Of the same token the same amount is added
-    or set each time, so that neither their order nor how they are added up matters.
+    SGLang counts one token of each row at a time. The amount for a token is always the same,
+    so neither the order nor the way of summation matters.
     """
     for kind, penalizer in penalties.penalizers.items():
         if not penalizer.is_prepared():

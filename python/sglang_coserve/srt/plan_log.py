@@ -1,4 +1,4 @@
-"""Scheduling decisions on disk: ``--record-plans``."""
+"""Writes scheduling decisions to disk (``--record-plans``)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 def recorded(
     setup: SchedulerSetup, path: str | Path, *, max_bytes: int = _MAX_BYTES
 ) -> RecordingScheduler:
-    """Return a scheduler made of ``setup`` whose calls are written to ``path``.
+    """Return a scheduler made from ``setup`` whose calls are recorded in ``path``.
 
-    For one rank only: the others decide the same.
+    To be used on one rank only, as the others decide alike.
 
     Raises:
         ConfigError: the file cannot be opened.
@@ -42,10 +42,10 @@ def _begin(path: Path) -> tuple[Path, TextIO]:
     for number in count():
         numbered = path.with_stem(f"{path.stem}.{number}") if number else path
         try:
-            # A pipe or a device is there to be written to.
+            # A pipe or a device is opened as it is.
             if numbered.exists() and not numbered.is_file():
                 return numbered, numbered.open("w", encoding="ascii", buffering=1)
-            # Prompts are in it: nobody else's to read, whatever the umask.
+            # It contains prompts: only the owner may read it, whatever the umask.
             numbered.touch(mode=0o600, exist_ok=False)
             return numbered, numbered.open("w", encoding="ascii", buffering=1)
         except FileExistsError:
@@ -58,17 +58,17 @@ def _begin(path: Path) -> tuple[Path, TextIO]:
 
 
 class PlanLog:
-    """Appends events to a new file, a line each, as long as there is room for them.
+    """Appends events to a new file, one per line, up to a maximum size.
 
-    Serving goes on whatever happens: when a line cannot be written, or would make the
-    file longer than ``max_bytes``, that is logged once and nothing more is written. What
-    was appended is the operating system's to keep, so it survives the end of the process.
+    Errors do not stop serving: when a line cannot be written, or would make the
+    file longer than ``max_bytes``, this is logged once and nothing more is written. Lines
+    are handed to the operating system at once, so they survive the end of the process.
     """
 
     def __init__(self, path: Path, setup: SchedulerSetup, *, max_bytes: int) -> None:
-        """Begin the file; where one is there already, one with the next free number.
+        """Create the file; if it exists, one with the next free number in its name.
 
-        So a restart does not overwrite what led to it, and replicas do not share a file.
+        So a restart does not overwrite earlier recordings, and replicas do not share a file.
 
         Raises:
             ConfigError: the file cannot be opened.
@@ -79,7 +79,7 @@ class PlanLog:
         self._write(encode_setup(setup))
 
     def append(self, event: Event) -> None:
-        """Write an event; O(rows)."""
+        """Write an event. O(rows)."""
         if not self._file.closed:
             self._write(self._encoder.encode(event))
 
@@ -95,6 +95,6 @@ class PlanLog:
 
     def _stop(self, reason: str) -> None:
         logger.warning("--record-plans %s: %s: recording ends here", self._path, reason)
-        # What cannot be written is still in its buffer, and closing tries once more.
+        # Closing tries once more to write what is still in the buffer.
         with contextlib.suppress(OSError):
             self._file.close()

@@ -1,7 +1,7 @@
-"""The processes of an engine, with co-serving in them.
+"""Entry points of an engine's processes, with co-serving installed.
 
-SGLang spawns its processes from functions that a launcher may replace; these
-replacements are plain module-level functions, because spawned processes find
+SGLang spawns its processes from functions that a launcher may replace. These
+replacements are module-level functions, because spawned processes import
 them by name.
 """
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
-    """Run SGLang's scheduler process with ours for its scheduler; takes its arguments."""
+    """Run SGLang's scheduler process with ``CoserveScheduler``; takes SGLang's arguments."""
     from sglang.srt.managers import scheduler as sglang_scheduler
 
     from sglang_coserve.srt.kv_checkpoint.settings import register_cache
@@ -57,9 +57,9 @@ def _make_scheduler(*args: Any, **kwargs: Any) -> Any:
 
 
 def install_safeguards() -> None:
-    """Replace the parts of SGLang, in this process, by which one request can stop all others.
+    """Replace the parts of SGLang in this process through which one request can stall the others.
 
-    Call it before the scheduler is made.
+    Must be called before the scheduler is created.
     """
     from sglang_coserve.srt.eager_sampling import install_eager_sampling
     from sglang_coserve.srt.grammar_cache import install_compiler_bound
@@ -73,7 +73,7 @@ def install_safeguards() -> None:
 
 
 def watch_replicas() -> None:
-    """Have the controller of several replicas end when one of them does."""
+    """Make the controller of several replicas exit when one of them does."""
     compat.replace(
         "sglang.srt.entrypoints.engine.run_data_parallel_controller_process",
         run_data_parallel_controller_process,
@@ -81,10 +81,10 @@ def watch_replicas() -> None:
 
 
 def run_data_parallel_controller_process(*args: Any, **kwargs: Any) -> None:
-    """Run SGLang's controller of replicas; takes its arguments.
+    """Run SGLang's data-parallel controller, and exit when a replica does.
 
-    SGLang's would wait for a replica that was killed, and send it requests, for ever. When it
-    ends instead, the server does.
+    Takes SGLang's arguments. SGLang's controller would wait forever for a replica that was
+    killed, and send it requests. When it exits instead, the server does, too.
     """
     from sglang.srt.managers import data_parallel_controller
 
@@ -97,14 +97,14 @@ def run_data_parallel_controller_process(*args: Any, **kwargs: Any) -> None:
 
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
-    """Run SGLang's detokenizer process; being here, it imports this package first."""
+    """Run SGLang's detokenizer process; spawning it from here imports this package first."""
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run
 
     run(*args, **kwargs)
 
 
 def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
-    """Make SGLang's tokenizer manager, with more checks of every request."""
+    """Create SGLang's tokenizer manager, with additional checks of every request."""
     from sglang.srt.entrypoints import engine
 
     from sglang_coserve.srt.load_snapshot import read_our_snapshots

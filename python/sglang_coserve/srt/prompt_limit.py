@@ -1,9 +1,9 @@
-"""Texts that are longer than any prompt of the model, found out from their beginnings.
+"""Refuses texts that are too long for the model without tokenizing them as a whole.
 
-A text is tokenized without the interpreter lock, but its tokens then become a list
-with it: a tenth of a second for a million of them. And tokenizing what is refused in the
-end takes time that others could have. So a long text is tokenized from its beginning
-until it has twice the tokens that the model takes. Twice, since the tokens at a cut are not
+Tokenization releases the interpreter lock, but converting the tokens to a list holds it:
+0.1 s for a million of them. And tokenizing a text that is then refused wastes
+time. So of a long text a beginning is tokenized, and a longer one, until it has more than twice
+as many tokens as the model takes. Twice, because the tokens at the cut are not
 those of the whole text.
 """
 
@@ -17,19 +17,19 @@ from sglang_coserve.jsonl.body_limits import BodyLimits
 __all__ = ["BoundedManager", "PromptLimit", "body_limits", "prompt_limit"]
 
 _CHARS_PER_TOKEN: Final = 4
-"""Texts with fewer characters for each token that the model takes are tokenized at once.
-Prose in English has about as many."""
+"""Texts with at most this many characters per token of the context are tokenized as a whole.
+English prose has about as many characters per token."""
 
 _BYTES_PER_TOKEN: Final = 16
-"""A body may have so many for each token that the model takes, if that is more than 4 MiB:
-characters outside of ASCII may be escapes of 6 bytes, of which few make a token."""
+"""Largest body, in bytes per token of the context, if that is more than 4 MiB: non-ASCII
+characters may be escapes of 6 bytes, a few of which make a token."""
 
 _MULTIMODAL_BYTES: Final = 64 << 20
-"""Images and sounds come as text in the body."""
+"""Largest body for a multimodal model, as images and sounds are base64 text in the body."""
 
 
 class PromptLimit:
-    """The longest prompt that a model takes."""
+    """Checks texts against the longest prompt that a model takes."""
 
     def __init__(self, tokenizer: Any, max_tokens: int, *, truncates: bool) -> None:
         self._tokenizer = tokenizer
@@ -37,12 +37,12 @@ class PromptLimit:
         self._truncates = truncates
 
     def fit(self, text: str) -> str:
-        """Return ``text``, or a beginning of it where the server truncates what is too long.
+        """Return ``text``; or a beginning of it, if it is too long and the server truncates.
 
-        Takes time in proportion to what the model takes, if the text is a usual one.
+        For ordinary texts the time is proportional to the context length, not to the text.
 
         Raises:
-            ValueError: it is too long.
+            ValueError: the text is too long.
         """
         num_chars = _CHARS_PER_TOKEN * self._max_tokens
         while num_chars < len(text):
@@ -66,9 +66,9 @@ class PromptLimit:
 
 
 class BoundedManager:
-    """SGLang's tokenizer manager for a handler, with a tokenizer that refuses what is too long.
+    """A proxy of SGLang's tokenizer manager whose tokenizer refuses texts that are too long.
 
-    The handlers of chats tokenize prompts themselves.
+    For the chat handlers, which tokenize prompts themselves.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -89,7 +89,7 @@ class _BoundedTokenizer:
         return getattr(self._inner, name)
 
     def encode(self, text: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the tokenizer does, but raises ValueError for a text that is too long."""
+        """Tokenize ``text``; raises ValueError if it is too long."""
         if isinstance(text, str):
             try:
                 text = self._limit.fit(text)
@@ -107,16 +107,16 @@ def prompt_limit(manager: Any) -> PromptLimit:
 
 
 def body_limits(manager: Any) -> BodyLimits:
-    """Return what one request to a tokenizer manager's model may be."""
+    """Return the limits of request bodies for the model of a tokenizer manager."""
     max_tokens, default = _max_tokens(manager), BodyLimits()
     max_bytes = max(default.max_bytes, _BYTES_PER_TOKEN * max_tokens)
     if manager.model_config.is_multimodal:
         max_bytes = max(max_bytes, _MULTIMODAL_BYTES)
-    # A prompt of token ids, and what is said of it.
+    # Room for a prompt of token ids and its other fields.
     max_values = max(default.max_values, max_tokens + default.max_objects)
     return replace(default, max_bytes=max_bytes, max_values=max_values)
 
 
 def _max_tokens(manager: Any) -> int:
-    # What the KV pool takes is known once the scheduler is up.
+    # The limit of the KV pool is known once the scheduler is running.
     return int(min(manager.context_len, manager.max_req_input_len or manager.context_len))

@@ -1,7 +1,7 @@
-"""One clock for all ranks: rank 0's, carried by the broadcast of requests.
+"""One clock for all ranks: rank 0's time, sent with the broadcast of requests.
 
-Ranks that decide by their own clocks would decide differently, and hang in the
-next collective.
+Ranks with different clocks would make different decisions, and hang in the
+next collective operation.
 """
 
 from __future__ import annotations
@@ -20,53 +20,60 @@ Req = Any
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """The time on rank 0 at the start of an iteration."""
+    """The time on rank 0 at the start of a step."""
 
     now_s: float
     arrivals_s: Mapping[str, float]
-    """When the requests that come with it arrived, by rid."""
+    """Arrival times of the requests in the same broadcast, by rid."""
 
 
 class RankClock:
-    """The time by which a rank decides, and when requests arrived: in seconds, of
-    ``time.perf_counter`` on rank 0 where the clock is shared, else on this rank."""
+    """The clock for a rank's decisions and for arrival times, in seconds.
+
+    It is ``time.perf_counter`` of rank 0 if the clock is shared, else of this rank.
+    """
 
     def __init__(self, *, is_shared: bool, is_source: bool) -> None:
-        """``is_shared`` says whether ranks go by rank 0's time; ``is_source`` is for rank 0."""
+        """Create the clock of one rank.
+
+        Args:
+            is_shared: Whether all ranks use rank 0's time.
+            is_source: Whether this is rank 0.
+        """
         self._is_shared = is_shared
         self._is_source = is_source
         self._tick: Tick | None = None
 
     def carried_by(self, input_blocker: Any) -> Any:
-        """Return what stands where SGLang blocks input, so that ticks come with the broadcast."""
+        """Return a wrapper of SGLang's input blocker that adds ticks to the broadcast."""
         if not self._is_shared:
             return input_blocker
         return _TickSource(input_blocker, is_source=self._is_source)
 
     def take(self, tick: Tick) -> None:
-        """Go by a tick from now on."""
+        """Use the time of a tick from now on."""
         self._tick = tick
 
     def now_s(self) -> float:
-        """Return the time: between two ticks, that of the first of them."""
+        """Return the current time: that of the last tick, if the clock is shared."""
         return time.perf_counter() if self._tick is None else self._tick.now_s
 
     def arrival_s(self, req: Req, now_s: float) -> float:
-        """Return when a request that is new now arrived at the server."""
+        """Return when a request that was just received arrived at the server."""
         if self._tick is None:
             return arrival_s(req, now_s)
         return self._tick.arrivals_s.get(req.rid, now_s)
 
 
 class _TickSource:
-    """Sits where SGLang blocks input: adds a ``Tick`` to what rank 0 receives."""
+    """Replaces SGLang's input blocker; adds a ``Tick`` to what rank 0 receives."""
 
     def __init__(self, inner: Any, *, is_source: bool) -> None:
         self._inner = inner
         self._is_source = is_source
 
     def handle(self, recv_reqs: list[Any] | None) -> list[Any] | None:
-        """Return the received requests, on the source rank with a tick before them."""
+        """Return the received requests; on rank 0 with a tick before them."""
         if self._inner is not None:
             recv_reqs = self._inner.handle(recv_reqs)
         if self._is_source and recv_reqs is not None:
@@ -77,6 +84,6 @@ class _TickSource:
 
 
 def _with_rid(received: list[Any]) -> list[Any]:
-    """Return the messages that are requests; a batch of them holds its own."""
+    """Return the messages that are requests, including those inside of batch messages."""
     flat = [one for item in received for one in getattr(item, "batch", None) or (item,)]
     return [item for item in flat if isinstance(getattr(item, "rid", None), str)]

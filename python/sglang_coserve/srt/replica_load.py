@@ -98,8 +98,9 @@ class LoadReporter:
             ),
         )
 
-    def rate_alone(self) -> float | None:
-        """Return the tokens a second that offline requests would get alone; None if unknown."""
+    def rate_alone_per_s(self) -> float | None:
+        """Return the tokens a second that offline work would get of the engine alone, now; None if
+        that is not known. Under ``fifo`` this reads the profile."""
         model = self._admission.latency_model()
         if model is None:
             return None
@@ -130,7 +131,7 @@ class LoadReporter:
         return step_s if online else step_s * self._runner.stop_share
 
     def _headroom_tokens_per_s(self, *, has_online: bool) -> float | None:
-        rate = self.rate_alone() if self._is_predicted else None
+        rate = self.rate_alone_per_s() if self._is_predicted else None
         if rate is None:
             return None
         interference = self._admission.interference

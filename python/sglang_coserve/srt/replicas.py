@@ -1,4 +1,4 @@
-"""What the schedulers of a server say of themselves in SGLang's internal state."""
+"""Keys and summary of the co-serving part of SGLang's internal scheduler state."""
 
 from __future__ import annotations
 
@@ -8,57 +8,38 @@ from typing import Any, Final
 from sglang_coserve.errors import StartupError
 
 __all__ = [
-    "BATCH_DELAYS_KEY",
     "EXPECTED_RATE_KEY",
-    "SAMPLE_RID",
     "STATE_KEY",
-    "batch_delays_s",
     "replicas_info",
-    "shown_states",
+    "sum_of_delays_s",
 ]
 
-SAMPLE_RID: Final = "coserve-sample"
-"""The name of a request for the internal state that wants nothing but ours: what SGLang adds takes
-time, and some of it (means since the last call) starts anew with each call."""
-
 STATE_KEY: Final = "coserve"
-"""Where the internal state of a scheduler has ours, by which one knows that it is in place."""
+"""Key of our part in a scheduler's internal state; its presence shows that it is ours."""
 
 EXPECTED_RATE_KEY: Final = "expected_offline_tokens_per_s"
-"""And there, what offline requests alone would get of the engine."""
-
-BATCH_DELAYS_KEY: Final = "batch_delays_s"
-"""And there, by how many seconds each batch has delayed online requests; not for everybody."""
+"""Key, within it, of the expected throughput of offline requests on an idle engine."""
 
 
-def shown_states(states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what ``/coserve/status`` says of each replica: no batch of anybody is named."""
-    return [
-        {name: value for name, value in state[STATE_KEY].items() if name != BATCH_DELAYS_KEY}
-        for state in states
-    ]
-
-
-def batch_delays_s(states: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+def sum_of_delays_s(of_replicas: Sequence[Mapping[str, float] | None]) -> dict[str, float] | None:
     """Return by how much each batch has delayed online requests, on all replicas together.
 
     None where that is not known: without a no-interference baseline.
     """
-    of_replicas = [state[STATE_KEY][BATCH_DELAYS_KEY] for state in states]
-    if None in of_replicas:
-        return None
     delays_s: dict[str, float] = {}
     for of_replica in of_replicas:
+        if of_replica is None:
+            return None
         for batch_id, seconds in of_replica.items():
             delays_s[batch_id] = delays_s.get(batch_id, 0.0) + seconds
     return delays_s
 
 
 def replicas_info(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what ``/server_info`` says of co-serving, from the internal state of each replica.
+    """Return the co-serving part of ``/server_info`` from the internal state of each replica.
 
     Raises:
-        StartupError: a scheduler is not ours.
+        StartupError: a scheduler is not ``CoserveScheduler``.
     """
     problems = [
         f"scheduler {rank} is not CoserveScheduler (its state has no {STATE_KEY!r})"

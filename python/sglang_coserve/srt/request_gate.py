@@ -1,16 +1,16 @@
-"""Bodies of SGLang's routes, read and measured before anything parses them.
+"""Reads and measures the bodies of SGLang's routes before anything parses them.
 
-An ASGI middleware: a body beyond ``BodyLimits`` is answered with 413 from its bytes, of
-which no more than the limit is kept.
+An ASGI middleware: a body that exceeds ``BodyLimits`` is answered with 413, judged from its raw
+bytes, of which at most the limit is kept in memory.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
+from sglang_coserve.asgi import App, Receive, Scope, Send, replay, send_error
 from sglang_coserve.http_lines import LINES_PATH
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError
-from sglang_coserve.srt.asgi import App, Receive, Scope, Send, replay, send_error
 
 __all__ = ["RequestGateMiddleware", "body_bytes", "set_body_limits"]
 
@@ -19,8 +19,8 @@ _FREE_PREFIXES: Final = ("/v1/files", "/v1/batches", LINES_PATH)
 
 _FREE_PATHS: Final = frozenset(
     {
-        "/v1/audio/transcriptions",  # A form, which is written to a file.
-        "/update_weights_from_tensor",  # The operator's.
+        "/v1/audio/transcriptions",  # A form, which is spooled to a file.
+        "/update_weights_from_tensor",  # For operators only.
         "/load_lora_adapter_from_tensors",
     }
 )
@@ -29,18 +29,18 @@ _SIZE: Final = "coserve_body_bytes"
 
 
 def set_body_limits(app: Any, limits: BodyLimits) -> None:
-    """Say what a request to ``app`` may be; before that the defaults hold."""
+    """Set the limits of request bodies for ``app``; until then the defaults apply."""
     setattr(app.state, _STATE, limits)
 
 
 def body_bytes(scope: Scope) -> int:
-    """Return the size of a body that came through the gate; 0 for any other."""
+    """Return the size of a body that passed the gate; 0 for any other."""
     size_bytes = scope.get(_SIZE, 0)
     return int(size_bytes)
 
 
 class RequestGateMiddleware:
-    """Refuses bodies; see the module's docstring."""
+    """Refuses bodies that are too large; see the module's docstring."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -57,7 +57,7 @@ class RequestGateMiddleware:
         while not is_complete:
             message = await receive()
             if message["type"] != "http.request":
-                return  # The client has gone.
+                return  # The client has disconnected.
             chunks.append(message.get("body", b""))
             is_complete = not message.get("more_body", False)
             try:

@@ -1,4 +1,4 @@
-"""How requests of both classes come to the scheduler, and are aborted."""
+"""Accepts, refuses and aborts requests of both classes in the scheduler."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestIntake:
-    """Lets online requests join SGLang's queue, and offline ones that of the admission."""
+    """Puts online requests into SGLang's queue, and offline ones into that of the admission."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class RequestIntake:
         self._events = events
         self._forget = forget
         self._deferred: dict[str, list[Req]] = {}
-        """By name: requests that arrived while another one of that name had not ended here."""
+        """By rid: requests that arrived while another one with that rid was still here."""
 
     def take_in(self, recv_req: Any, handle: Callable[[Any], None]) -> None:
-        """Let SGLang ``handle`` a request; one that it fails on is refused, and harms no other."""
+        """Let SGLang ``handle`` a request; if that raises, refuse the request."""
         try:
             check_logit_processor(recv_req)
             handle(recv_req)
@@ -64,7 +64,7 @@ class RequestIntake:
             self._refuse(recv_req, f"the engine cannot take this request: {error}")
 
     def _refuse(self, recv_req: Any, message: str) -> None:
-        """Answer a request that never became one of SGLang's."""
+        """Answer a message that could not be made into a request of SGLang's."""
         scheduler = self._scheduler
         vocab_size = scheduler.model_config.vocab_size
         req = refused_request(recv_req, scheduler.tokenizer, vocab_size, message)
@@ -72,10 +72,10 @@ class RequestIntake:
         scheduler._add_request_to_queue(req)
 
     def enqueue(self, req: Req, is_retracted: bool, enqueue: Callable[[Req, bool], None]) -> None:
-        """Let a request wait, one that may have run before; ``enqueue`` is SGLang's way.
+        """Queue a request, which may have run before; ``enqueue`` is SGLang's method.
 
-        A client may use a name again as soon as it has the answer, or has hung up. The request
-        then waits until the scheduler, too, is done with the one before.
+        A client may reuse a rid as soon as it has the answer, or has disconnected. The request
+        is then deferred until the scheduler, too, is done with the previous one.
         """
         while (namesake := self._ledger.namesake(req)) is not None:
             if self._is_here(namesake):
@@ -86,7 +86,7 @@ class RequestIntake:
         info = self._ledger.add(req, self._clock.arrival_s(req, now_s))
         if info.is_online and not is_retracted:
             self._admission.arrived(req, info)
-        # A request that failed validation takes SGLang's way out whatever its class.
+        # A request that failed validation is answered by SGLang, whatever its class.
         if is_offline(req) and req.to_finish is None:
             self._enqueue_offline(req)
         else:
@@ -105,14 +105,14 @@ class RequestIntake:
         self._events["put_back" if req.retraction_count else "received"] += 1
 
     def name_is_free(self, rid: str) -> None:
-        """Let requests wait that were deferred because of their name."""
+        """Queue the requests that were deferred because of this rid."""
         if rid in self._deferred:
-            # All of them: those after the first are deferred again.
+            # All of them; those after the first are deferred again.
             for req in self._deferred.pop(rid):
                 self._scheduler._add_request_to_queue(req)
 
     def abort(self, recv_req: AbortReq, abort: Callable[[AbortReq], None]) -> None:
-        """Abort requests in every state: SGLang's by ``abort``, the waiting offline ones here."""
+        """Abort requests in any state: SGLang's with ``abort``, the waiting offline ones here."""
         deferred = self._take_deferred(recv_req)
         waiting = list(self._view.waiting)
         abort(recv_req)
@@ -130,9 +130,9 @@ class RequestIntake:
             self._scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), req)
 
     def _is_here(self, req: Req) -> bool:
-        """Tell whether a request that the ledger has is still in the engine.
+        """Return whether a request of the ledger is still in the engine.
 
-        SGLang refuses requests of its queue, and drops those that waited too long, by itself.
+        SGLang itself may refuse requests of its queue, and drops those that waited too long.
         """
         if req.finished():
             return self._admission.is_ending(req)
@@ -141,6 +141,6 @@ class RequestIntake:
         return any(waiting is req for waiting in self._view.waiting)
 
     def _take_deferred(self, recv_req: AbortReq) -> list[Req]:
-        """Take out the deferred requests that are to be aborted."""
+        """Remove and return the deferred requests that are to be aborted."""
         rids = [r for r in self._deferred if recv_req.abort_all or r.startswith(recv_req.rid)]
         return [req for rid in rids for req in self._deferred.pop(rid)]

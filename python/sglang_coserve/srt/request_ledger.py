@@ -1,8 +1,8 @@
-"""What the core knows of the requests in the engine, and the snapshot made of it."""
+"""Keeps the core's data on the requests in the engine, and builds snapshot rows from it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from sglang_coserve.core.request import Ending, RequestClass, RequestState
@@ -17,16 +17,18 @@ __all__ = ["RequestLedger", "ending_of"]
 Req = Any
 
 _MATCHED_WAITING = 8
-"""Waiting online requests whose cached prefix is looked up each pass; the others count as new."""
+"""Number of waiting online requests whose cached prefix is looked up in each round; the others
+count as not cached."""
 
 
 class RequestLedger:
-    """The live requests by rid: what does not change, and when the last token came out."""
+    """The live requests by rid, with their ``RequestInfo`` and the time of their last token."""
 
     def __init__(self, tree_cache: Any) -> None:
         self._tree_cache = tree_cache
         self._infos: dict[str, RequestInfo] = {}
         self._reqs: dict[str, Req] = {}
+        self._online: dict[str, Req] = {}
         self._last_token_s: dict[str, float] = {}
 
     def __len__(self) -> int:
@@ -39,16 +41,16 @@ class RequestLedger:
         return self._infos[rid]
 
     def has(self, req: Req) -> bool:
-        """Tell whether this request is in, not just one of its name."""
+        """Return whether this very request is in, not just one with its rid."""
         return self._reqs.get(req.rid) is req
 
     def namesake(self, req: Req) -> Req | None:
-        """Return another request that is in under the same name."""
+        """Return another request with the same rid, if there is one."""
         known = self._reqs.get(req.rid)
         return None if known is req else known
 
     def add(self, req: Req, arrival_s: float) -> RequestInfo:
-        """Take a request in that arrived earlier; one that is in already stays as it is."""
+        """Add a request that arrived at ``arrival_s``; one that is in already is not changed."""
         known = self._infos.get(req.rid)
         if known is not None:
             return known
@@ -56,7 +58,7 @@ class RequestLedger:
         self._reqs[req.rid] = req
         info = self._infos[req.rid] = RequestInfo(
             rid=req.rid,
-            # One that failed validation takes SGLang's way out, as an online one.
+            # One that failed validation is answered by SGLang, like an online one.
             request_class=(
                 RequestClass.OFFLINE
                 if is_offline(req) and req.to_finish is None
@@ -71,15 +73,25 @@ class RequestLedger:
             can_pause=has_plain_state(req),
             user=user_of(req),
         )
+        if info.is_online:
+            self._online[req.rid] = req
         return info
 
     def produced(self, rid: str, now_s: float) -> None:
-        """Note that a token came out."""
+        """Record the time of a token."""
         self._last_token_s[rid] = now_s
 
     def last_token_s(self, rid: str) -> float | None:
-        """Return when its last token came out; None before the first."""
+        """Return the time of a request's last token; None before the first."""
         return self._last_token_s.get(rid)
+
+    def online_reqs(self) -> list[Req]:
+        """Return the online requests."""
+        return list(self._online.values())
+
+    def in_order_of_arrival(self) -> Iterator[RequestInfo]:
+        """Yield all requests; to be used up, or left, before one comes or goes."""
+        yield from self._infos.values()
 
     def reqs(self) -> list[Req]:
         """Return all requests."""
@@ -95,9 +107,10 @@ class RequestLedger:
         return online, offline
 
     def forget(self, rid: str) -> None:
-        """Drop a request, if it is in."""
+        """Remove a request, if it is in."""
         self._last_token_s.pop(rid, None)
         self._infos.pop(rid, None)
+        self._online.pop(rid, None)
         self._reqs.pop(rid, None)
 
     def decode_rows(self, reqs: Iterable[Req], state: RequestState) -> list[Row]:
@@ -107,7 +120,7 @@ class RequestLedger:
         for req in reqs:
             rid = req.rid
             info = infos[rid]
-            # Counts a token still in flight under overlap scheduling: its KV is taken already.
+            # Includes a token in flight under overlap scheduling, as its KV is allocated already.
             computed = computed_tokens(req)
             generated = computed + 1 - info.prompt_tokens
             rows.append(Row(info, state, generated, computed, 0, last_token_s(rid)))
@@ -131,13 +144,13 @@ class RequestLedger:
 
     def match_prefix(self, req: Req) -> int:
         """Return how many leading tokens of a waiting request the radix cache holds."""
-        # One that only waits gets no state of its own (Mamba): the pool of states is as large as
-        # the batch.
+        # A waiting request must not get a state of its own (Mamba): the pool of states is only as
+        # large as the batch.
         req.init_next_round_input(self._tree_cache, cow_mamba=False)
         return prefix_tokens(req)
 
 
 def ending_of(req: Req) -> Ending:
-    """Return how a request ended that has finished."""
+    """Return how a finished request ended."""
     is_aborted = req.finished_reason.to_json()["type"] == "abort"
     return Ending.ABORTED if is_aborted else Ending.COMPLETE

@@ -1,10 +1,10 @@
-"""What a request asks of co-serving, and how that travels through SGLang.
+"""The marks of a request (class, targets, deadline), and how they travel through SGLang.
 
 ``sampling_params.custom_params`` is the one field that reaches the scheduler's
-``Req`` unchanged from every door.  What a request over HTTP says elsewhere, in its body
-or in headers, a context variable holds until it is put there.  Marks are checked once,
-before the request is sent to the scheduler (``tokenizer_manager``); the scheduler then
-reads them without a check.
+``Req`` unchanged from every entry point.  Marks found elsewhere in an HTTP request, in its body
+or in headers, are kept in a context variable until they are added there.  Marks are checked
+once, before the request is sent to the scheduler (``tokenizer_manager``); the scheduler then
+reads them without checks.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ __all__ = [
 ]
 
 MARK_PREFIX = "coserve_"
-"""Keys of ``custom_params``, and of an OpenAI body, that begin so are marks."""
+"""Prefix of the keys in ``custom_params`` and in bodies that are marks."""
 
 CLASS_KEY = "coserve_class"
-"""Names the request's class."""
+"""The request's class, "online" or "offline"."""
 
 _INTERNAL_PREFIX: Final = "_coserve"
-"""Keys that begin so are for the server itself (``offline_marks``)."""
+"""Prefix of the keys that only the server itself may set (``offline_marks``)."""
 
 TTFT_KEY = "coserve_slo_ttft_ms"
 """An online request's own TTFT target in milliseconds, instead of the server's."""
@@ -50,11 +50,11 @@ TPOT_KEY = "coserve_slo_tpot_ms"
 """An online request's own TPOT target in milliseconds, instead of the server's."""
 
 DEADLINE_KEY = "coserve_deadline_s"
-"""In how many seconds an offline request should be finished, counted from its arrival."""
+"""Seconds from its arrival within which an offline request should be finished."""
 
 TTL_KEY: Final = "_coserve_ttl_s"
-"""The same of a gateway, which says it of requests of either class; online ones have no use
-for it."""
+"""The same, from a gateway, which may send it with requests of either class; ignored for online
+ones."""
 
 _SAID: Final[ContextVar[Mapping[str, Any] | None]] = ContextVar(
     "marks that the client gave the request being served", default=None
@@ -64,15 +64,15 @@ _TARGET_KEYS: Final = (TTFT_KEY, TPOT_KEY)
 _MARKS: Final = (CLASS_KEY, *_TARGET_KEYS, DEADLINE_KEY)
 
 _MOST_MS: Final = 1e9
-"""Longer than any target (11 days), and short enough for an integer to reach the scheduler."""
+"""Largest target: 11 days, small enough for an integer to reach the scheduler."""
 
 _MOST_S: Final = 1e9
-"""The same for a deadline: 31 years."""
+"""Largest deadline: 31 years."""
 
 
 @contextmanager
 def said_by_client(marks: Mapping[str, Any]) -> Iterator[None]:
-    """Within it, ``with_client_marks`` adds ``marks``, of which no check is needed before."""
+    """Make ``with_client_marks`` add ``marks``, which need no check before, in this context."""
     token = _SAID.set(marks)
     try:
         yield
@@ -81,13 +81,13 @@ def said_by_client(marks: Mapping[str, Any]) -> Iterator[None]:
 
 
 def with_client_marks(custom_params: object, *, keeps_deadlines: bool = True) -> object:
-    """Return ``custom_params`` with the marks that came beside them; check all.
+    """Return ``custom_params`` with the marks found elsewhere in the request added; check all.
 
-    ``keeps_deadlines`` tells whether the server can: a gateway's is left out otherwise.
+    Without ``keeps_deadlines``, i.e. if the server has none, a gateway's deadline is ignored.
 
     Raises:
-        RequestError: a mark is invalid (``check_marks``), or two contradict each other, or
-            the client asks for a deadline that is not kept.
+        RequestError: a mark is invalid (``check_marks``), two marks contradict each other, or
+            the client asks for a deadline and the server keeps none.
     """
     said = _SAID.get()
     ttl_s = None
@@ -115,11 +115,11 @@ def with_client_marks(custom_params: object, *, keeps_deadlines: bool = True) ->
 
 
 def check_marks(custom_params: object) -> None:
-    """Check all marks of a request; without any it is online. A null says nothing.
+    """Check all marks of a request; without any it is online. Null values are ignored.
 
     Raises:
-        RequestError: a mark is unknown, is one that only the server may set, or has a bad
-            value, an offline request has a target, or an online one a deadline.
+        RequestError: a mark is unknown, may be set by the server only, or has an invalid
+            value; or an offline request has a target, or an online one a deadline.
     """
     marks = _marks_in(custom_params)
     for key in marks:
@@ -156,10 +156,10 @@ def check_marks(custom_params: object) -> None:
 
 
 def check_targets_act(custom_params: object, config: CoserveConfig) -> None:
-    """Check that plans act on the targets that a request brings along, whose marks are checked.
+    """Check that the policy observes the targets that a request brings along, if any.
 
     Raises:
-        RequestError: it brings one, and the policy looks at no targets.
+        RequestError: the request has a target, and the policy ignores targets.
     """
     if not config.ignores_targets:
         return
@@ -172,10 +172,10 @@ def check_targets_act(custom_params: object, config: CoserveConfig) -> None:
 
 
 def check_line_marks(body: Mapping[str, Any]) -> None:
-    """Check the marks of a batch line, which may say that it is offline and nothing else.
+    """Check the marks of a batch line, which may only say that it is offline.
 
     Raises:
-        RequestError: it says something else of itself, or in its ``custom_params``.
+        RequestError: the line or its ``custom_params`` has any other mark.
     """
     for key, value in (*_marks_in(body).items(), *_marks_in(body.get("custom_params")).items()):
         if key != CLASS_KEY:
@@ -185,7 +185,7 @@ def check_line_marks(body: Mapping[str, Any]) -> None:
 
 
 def is_offline(req: Any) -> bool:
-    """True when SGLang's ``Req`` is offline. Its marks were checked on arrival."""
+    """Return whether SGLang's ``Req`` is offline. Its marks were checked on arrival."""
     custom_params = req.sampling_params.custom_params
     return (
         isinstance(custom_params, dict)
@@ -196,7 +196,7 @@ def is_offline(req: Any) -> bool:
 def targets_of(req: Any) -> tuple[float | None, float | None]:
     """Return the TTFT and TPOT targets that SGLang's ``Req`` brings along, in seconds.
 
-    None stands for the server's target. Its marks were checked on arrival.
+    None for a target that it does not bring. Its marks were checked on arrival.
     """
     custom_params = req.sampling_params.custom_params
     if not isinstance(custom_params, dict):
@@ -205,7 +205,7 @@ def targets_of(req: Any) -> tuple[float | None, float | None]:
 
 
 def _marks_in(fields: object) -> dict[str, Any]:
-    """Return the marks among ``fields`` that say something, those of the server included."""
+    """Return the marks among ``fields``, including the server's; null values are left out."""
     if not isinstance(fields, dict):
         return {}
     return {

@@ -1,4 +1,4 @@
-"""Taking rows out of a running batch and putting them back, KV kept."""
+"""Splits rows off a batch and joins them again, with their KV kept."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ScheduleBatch = Any
 
 
 def has_plain_state(req: Req) -> bool:
-    """True when a request's state is its tokens and its KV, so that it can skip iterations.
+    """Return whether a request's state is only its tokens and its KV, so that it can skip steps.
 
     Penalties count tokens in tensors that a split would shift under overlap
     scheduling; log-probabilities, grammars and custom processors keep state of
-    their own. Such requests are never paused, but evicted. A LoRA adapter is no such state: SGLang
-    loads what the rows of a batch name, so long as the batch has places for all.
+    their own. Such requests are never paused, but retracted. A LoRA adapter is no such state:
+    SGLang loads the adapters of a batch's rows, as long as it has slots for all.
     """
     params = req.sampling_params
     return not (
@@ -47,10 +47,10 @@ def split(
     rids: Collection[str],
     keep_rows: Callable[[ScheduleBatch, list[int]], None] = _filter,
 ) -> ScheduleBatch | None:
-    """Take the rows named in ``rids`` out of ``batch``; return them as a batch of their own.
+    """Remove the rows in ``rids`` from ``batch``; return them as a separate batch.
 
-    Only rows with ``has_plain_state`` may be named. Returns None when no row is.
-    ``keep_rows`` leaves a batch with some of its rows; by default SGLang's way.
+    The rows must have plain state (``has_plain_state``). Returns None if no row is named.
+    ``keep_rows`` reduces a batch to the given rows; by default SGLang's method.
     """
     chosen = [i for i, req in enumerate(batch.reqs) if req.rid in rids]
     if not chosen:
@@ -59,7 +59,7 @@ def split(
     info = copy.copy(batch.sampling_info)
     if info.custom_params is not None:
         info.custom_params = list(info.custom_params)
-    # Rows without penalties: a fresh orchestrator holds no state and needs none.
+    # The rows have no penalties, so a new orchestrator without state is right.
     info.penalizer_orchestrator = new_penalties(batch, [batch.reqs[i] for i in chosen])
     taken.sampling_info = info
     keep_rows(taken, chosen)

@@ -1,7 +1,7 @@
-"""SGLang's scheduler with a second class of requests behind the first.
+"""SGLang's scheduler with offline requests beside online ones.
 
-The one subclass of it. Each override hands over to the part whose task it is (``parts``),
-with SGLang's own method where that is needed.
+The only subclass of it. Each override delegates to a part (``parts``), and passes SGLang's own
+method on where needed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from sglang_coserve.srt.grammar_cache import GrammarCache
 from sglang_coserve.srt.load_snapshot import ReportingLoadInquirer
 from sglang_coserve.srt.parts import CoserveParts
 from sglang_coserve.srt.rank_clock import RankClock, Tick
-from sglang_coserve.srt.replicas import SAMPLE_RID, STATE_KEY
+from sglang_coserve.srt.replicas import STATE_KEY
 from sglang_coserve.srt.safepoint.install import install_safepoints
+from sglang_coserve.srt.scheduler_query import answer
 from sglang_coserve.srt.step_runner import SUSPENDED
 from sglang_coserve.srt.usable_logits import end_unusable
 
@@ -32,16 +33,16 @@ ScheduleBatch = Any
 
 
 def config_of(server_args: Any) -> CoserveConfig:
-    """Return the co-serving settings that travel on SGLang's ``ServerArgs``."""
+    """Return the co-serving settings attached to SGLang's ``ServerArgs``."""
     config = getattr(server_args, "_coserve", None)
     assert isinstance(config, CoserveConfig), "ServerArgs carries no co-serving settings"
     return config
 
 
 class CoserveScheduler(Scheduler):
-    """See the module's docstring. Runs in the scheduler process, one per rank."""
+    """SGLang's scheduler with co-serving; runs in the scheduler process of each rank."""
 
-    # State of SGLang's that is assigned here too.
+    # SGLang's attributes that are assigned here.
     idle_sleeper: Any
     load_inquirer: Any
     metrics_reporter: Any
@@ -51,13 +52,13 @@ class CoserveScheduler(Scheduler):
     # --- Set-up, in the order in which SGLang calls it -------------------------------------
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Start SGLang's scheduler; then, with its model in place and nobody waiting, the parts."""
+        """Start SGLang's scheduler and load the model; then create the parts."""
         super().__init__(*args, **kwargs)
         config = config_of(self.server_args)
         self.parts = CoserveParts(self, config, self._rank_clock, self._installed)
 
     def init_watch_dog_memory_saver_input_blocker(self) -> None:
-        """Broadcast rank 0's clock where there are several ranks that decide by it."""
+        """Broadcast rank 0's time if there are several ranks and decisions depend on time."""
         super().init_watch_dog_memory_saver_input_blocker()
         is_planned = config_of(self.server_args).offline_policy != "fifo"
         self._rank_clock = RankClock(
@@ -67,7 +68,7 @@ class CoserveScheduler(Scheduler):
         self.input_blocker = self._rank_clock.carried_by(self.input_blocker)
 
     def init_request_dispatcher(self) -> None:
-        """Take ticks from the broadcast."""
+        """Handle ticks in the broadcast."""
         super().init_request_dispatcher()
         self._request_dispatcher += TypeBasedDispatcher([(Tick, self._rank_clock.take)])
 
@@ -85,13 +86,13 @@ class CoserveScheduler(Scheduler):
             collector.log_stats = log_online
 
     def init_grammar_manager(self) -> None:
-        """Let SGLang set up grammars; bound how many it keeps."""
+        """Set up grammars as SGLang does, with a bounded cache."""
         super().init_grammar_manager()
         if self.grammar_manager.grammar_backend is not None:
             self.grammar_manager.grammar_backend.cache = GrammarCache()
 
     def init_request_receiver(self) -> None:
-        """Put safepoints into the model, and let a thread receive what comes meanwhile."""
+        """Install safepoints in the model, and receive requests in a thread if they need it."""
         self._installed = install_safepoints(self, config_of(self.server_args))
         if (ingress := self._installed.ingress) is not None:
             self.recv_from_tokenizer = ingress.inbox
@@ -106,14 +107,14 @@ class CoserveScheduler(Scheduler):
         )
 
     def init_invariant_checker(self) -> None:
-        """Let the memory check of a busy engine count the rows beside SGLang's batches."""
+        """Make SGLang's memory check count the rows outside of its batches, too."""
         super().init_invariant_checker()
         self.invariant_checker.get_running_batch = lambda: self.parts.view.held_rows()
 
     # --- Requests arrive and leave -------------------------------------------------------
 
     def handle_generate_request(self, recv_req: Any, **options: Any) -> None:
-        """Take a request in, or refuse it."""
+        """Accept a request, or refuse it."""
         take_in = partial(super().handle_generate_request, **options)
         self.parts.intake.take_in(recv_req, take_in)
 
@@ -121,43 +122,44 @@ class CoserveScheduler(Scheduler):
         self.parts.intake.enqueue(req, is_retracted, super()._add_request_to_queue)
 
     def abort_request(self, recv_req: AbortReq) -> None:
-        """Abort requests in every state; the waiting offline ones are ours to find."""
+        """Abort requests in any state, including waiting offline ones."""
         self.parts.intake.abort(recv_req, super().abort_request)
 
     def on_idle(self) -> None:
-        """Drop what is left of requests that SGLang refused by itself."""
+        """Publish metrics, and remove the state of requests that SGLang refused by itself."""
         super().on_idle()
         self.parts.status.publish()
         if len(self.parts.ledger) and self.is_fully_idle():
             self.parts.forget_all()
 
-    # --- One iteration -------------------------------------------------------------------
+    # --- One step ------------------------------------------------------------------------
 
     def run_event_loop(self) -> None:
-        """Receive requests as long as the event loop runs."""
+        """Run SGLang's event loop, with the receiving thread beside it if there is one."""
         ingress = self._installed.ingress
         with nullcontext() if ingress is None else ingress.running():
             super().run_event_loop()
 
     def get_next_batch_to_run(self, running_batch: ScheduleBatch, last_batch: Any) -> Any:
-        """Note the batch that a pass ends with."""
+        """Run one scheduling round, and tell the parts which batch it launches."""
         self.parts.view.begin_turn()
         last_batch = self.parts.admission.settle(last_batch)
         plan = super().get_next_batch_to_run(running_batch=running_batch, last_batch=last_batch)
         self.parts.view.end_turn(plan.batch_to_run)
         self.parts.admission.launched(plan.batch_to_run)
+        self.parts.status.launched(plan.batch_to_run)
         return plan
 
     def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> Any:
-        """Let the admission decide what SGLang prefills."""
+        """Let the admission decide what to prefill."""
         return self.parts.admission.admit(running_batch, super().get_new_batch_prefill)
 
     def _can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
-        """Keep the places of the adapters of all rows: those of both lanes may come together."""
+        """Count the adapters of all rows, since rows of both lanes may end up in one batch."""
         return bool(super()._can_schedule_lora_req(req, running_loras | self._kept_loras()))
 
     def can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
-        """As ``_can_schedule_lora_req``, which has this name since SGLang 0.5.20."""
+        """See ``_can_schedule_lora_req``; it has this name since SGLang 0.5.20."""
         return bool(super().can_schedule_lora_req(req, running_loras | self._kept_loras()))
 
     def _kept_loras(self) -> set[str | None]:
@@ -166,26 +168,27 @@ class CoserveScheduler(Scheduler):
         return {row.lora_id for row in rows if not row.finished()}
 
     def update_running_batch(self, batch: ScheduleBatch) -> Any:
-        """Before a decode step, evict offline rows rather than let SGLang pick victims."""
+        """Before a decode step, retract offline rows so that SGLang need not choose victims."""
         self.parts.eviction.make_room_for_decodes(batch)
         return super().update_running_batch(batch)
 
     def is_disable_overlap_for_batch(
         self, batch: ScheduleBatch | None, last_batch: ScheduleBatch | None
     ) -> bool:
-        """Take the last batch's results before one that may be suspended runs."""
+        """Process the last batch's results before a batch that may be suspended runs."""
         if self.parts.runner.needs_results(batch, self.parts.admission.terms):
             return True
         return bool(super().is_disable_overlap_for_batch(batch, last_batch))
 
     def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:
-        """Run a batch, which may be suspended."""
+        """Run a batch, which may be suspended at a safepoint."""
         forward = partial(super().run_batch, pp_proxy_tensors=pp_proxy_tensors)
         return self.parts.runner.run(batch, self.parts.admission.terms, forward)
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
-        """Let SGLang send out what a batch came to, and tell the parts."""
+        """Let SGLang process and send the results of a batch, and tell the parts."""
         if result is SUSPENDED:
+            self.parts.status.stopped(batch)
             self.parts.admission.stopped()
             return
         reqs = list(batch.reqs)
@@ -195,27 +198,27 @@ class CoserveScheduler(Scheduler):
         end_unusable(batch, result)
         super().process_batch_result(batch, result)
         self.parts.checkpointing.processed(batch)
-        self.parts.status.publish()
         has_token = [len(req.output_ids) > count for req, count in zip(reqs, before, strict=True)]
+        self.parts.status.processed(batch, reqs, has_token)
         self.parts.admission.processed(reqs, has_token)
         self.parts.online_load.processed(reqs, has_token)
         self.parts.runner.processed(batch.reqs)
 
     def pause_generation(self, recv_req: Any) -> None:
-        """Let SGLang retract the rows beside its batches with the running ones."""
+        """Drop the suspended step, and let SGLang retract paused and parked rows, too."""
         self.parts.admission.give_up()
         if recv_req.mode != "in_place":
             self.parts.view.give_back(self.parts.admission.take_launched())
         super().pause_generation(recv_req)
 
-    # --- What SGLang asks about ----------------------------------------------------------
+    # --- Queries -------------------------------------------------------------------------
 
     def is_fully_idle(self, for_health_check: bool = False, ignore_waiting: bool = False) -> bool:
-        """Count waiting offline requests as work, except for the health check, which asks
-        whether a batch is about to report back.
+        """Return whether the engine is idle, where waiting offline requests count as work.
 
-        With ``ignore_waiting``, which SGLang has since 0.5.21, those that hold KV still count: it
-        is about to flush its cache.
+        They do not count for the health check, which asks whether a batch is about to report
+        results. With ``ignore_waiting`` (since SGLang 0.5.21) requests that hold KV still count,
+        because SGLang is about to flush its cache.
         """
         if ignore_waiting:
             idle = bool(super().is_fully_idle(for_health_check, ignore_waiting=True))
@@ -225,8 +228,8 @@ class CoserveScheduler(Scheduler):
 
     def get_internal_state(self, recv_req: Any) -> Any:
         """Add the state of both classes, by which it is known that this scheduler is in place."""
-        if recv_req.rid == SAMPLE_RID:
-            return GetInternalStateReqOutput(internal_state={STATE_KEY: self.parts.status.state()})
+        if (answered := answer(recv_req.rid, self.parts.status)) is not None:
+            return GetInternalStateReqOutput(internal_state=answered)
         output = super().get_internal_state(recv_req)
         output.internal_state[STATE_KEY] = self.parts.status.internal_state()
         return output

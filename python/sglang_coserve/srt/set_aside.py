@@ -1,4 +1,4 @@
-"""Offline rows that keep their KV while they sit outside SGLang's batches."""
+"""Holds the paused and parked offline rows, which keep their KV outside of SGLang's batches."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ Req = Any
 
 
 class SetAside:
-    """Parked rows, whose prefill is unfinished, and paused ones, which decode.
+    """Parked rows (unfinished prefills) and paused rows (decodes).
 
-    Paused rows stay in a batch of their own, because their sampling state lives
-    in the batch's tensors. Whoever takes rows out for good releases their KV.
+    Paused rows stay in a batch of their own, because their sampling state is
+    in the batch's tensors. This class never releases KV: that is up to the caller that
+    removes rows for good.
     """
 
     def __init__(self) -> None:
@@ -30,17 +31,17 @@ class SetAside:
 
     @property
     def parked(self) -> list[Req]:
-        """In the order they were parked."""
+        """The parked rows, in the order in which they were parked."""
         return list(self._parked.values())
 
     @property
     def paused(self) -> list[Req]:
-        """In the order they joined."""
+        """The paused rows, in the order in which they joined."""
         return list(self._paused.reqs) if self._paused is not None else []
 
     @property
     def reqs(self) -> list[Req]:
-        """All of them."""
+        """All paused and parked rows."""
         return [*self.paused, *self.parked]
 
     def is_parked(self, rid: str) -> bool:
@@ -50,34 +51,34 @@ class SetAside:
     # --- Parked --------------------------------------------------------------------------
 
     def park(self, req: Req) -> None:
-        """Keep a row whose prefill is unfinished."""
+        """Add a row whose prefill is unfinished."""
         self._parked[req.rid] = req
 
     def unpark(self, rid: str) -> Req:
-        """Take out a parked row."""
+        """Remove and return a parked row."""
         return self._parked.pop(rid)
 
     def unpark_all(self, matches: Callable[[Req], bool]) -> list[Req]:
-        """Take out the parked rows that match; O(parked)."""
+        """Remove and return the parked rows that match. O(parked)."""
         return [self.unpark(req.rid) for req in self.parked if matches(req)]
 
     # --- Paused --------------------------------------------------------------------------
 
     def pause(self, running: ScheduleBatch, rids: Collection[str]) -> None:
-        """Take the rows named in ``rids`` out of the running batch; they have plain state."""
+        """Move the rows in ``rids``, which must have plain state, out of the running batch."""
         self.hold(split(running, rids))
 
     def hold(self, decodes: ScheduleBatch | None) -> None:
-        """Keep a batch of rows that decode and have plain state."""
+        """Add a batch of decodes to the paused rows."""
         self._paused = join(self._paused, decodes)
 
     def take_paused_batch(self) -> ScheduleBatch:
-        """Take out the batch of the paused rows; empty if there are none."""
+        """Remove and return the batch of paused rows; empty if there are none."""
         batch, self._paused = self._paused, None
         return ScheduleBatch(reqs=[], batch_is_full=False) if batch is None else batch
 
     def resume(self, running: ScheduleBatch, rids: Collection[str]) -> ScheduleBatch:
-        """Return the running batch with those of ``rids`` that were paused."""
+        """Move the paused rows in ``rids`` to the running batch, and return it."""
         if self._paused is None or not rids:
             return running
         running = join(running, split(self._paused, rids))
@@ -85,11 +86,11 @@ class SetAside:
         return running
 
     def resume_ended(self, running: ScheduleBatch) -> ScheduleBatch:
-        """Return the running batch with the paused rows that were aborted: they end in it.
+        """Move aborted paused rows to the running batch, where they end, and return it.
 
-        To be called before each pass: under overlap scheduling the result of the
-        last step may also end a row that is paused by then. Rows that cannot be split off
-        end in the next step of the offline lane.
+        To be called before each scheduling round; it also removes rows that have finished, as
+        under overlap scheduling the result of the last step may end a row paused since. Rows
+        that cannot be split off end in the next step of the offline lane.
         """
         if self._paused is None:
             return running
@@ -104,7 +105,7 @@ class SetAside:
         return running
 
     def abort_paused(self, matches: Callable[[Req], bool]) -> None:
-        """Let the paused rows that match end as soon as they run next."""
+        """Mark the matching paused rows as aborted: they end when they run next."""
         for req in self.paused:
             if matches(req) and not req.finished():
                 req.to_finish = FINISH_ABORT()
@@ -112,13 +113,13 @@ class SetAside:
     def take_paused(
         self, evict_rows: Callable[[ScheduleBatch, Collection[str]], None], rids: Collection[str]
     ) -> None:
-        """Let ``evict_rows`` take the rows named in ``rids`` out of the paused batch."""
+        """Call ``evict_rows`` to remove the rows in ``rids`` from the paused batch."""
         if self._paused is not None:
             evict_rows(self._paused, rids)
             self._drop_empty_batch()
 
     def take_all(self) -> list[Req]:
-        """Take out every row, with nothing of its batch kept."""
+        """Remove and return all rows, and discard their batch."""
         reqs = [*self.parked, *self.paused]
         self._parked, self._paused = {}, None
         return reqs
@@ -129,7 +130,7 @@ class SetAside:
 
 
 class HeldRows:
-    """What SGLang's memory check takes for the running batch: rows with KV, each counted once."""
+    """The rows with KV, each once, in place of the running batch for SGLang's memory check."""
 
     def __init__(self, reqs: Iterable[Req], counted: Iterable[Req]) -> None:
         """``counted`` are rows that SGLang counts itself."""

@@ -1,10 +1,11 @@
-"""What a scheduler tells of itself, to ``/coserve/status`` and to Prometheus."""
+"""Reports the state of a scheduler to ``/coserve/status`` and Prometheus."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
@@ -15,11 +16,14 @@ from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.exporter import Exporter
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_pools import KvPools
+from sglang_coserve.srt.latencies import Latencies
 from sglang_coserve.srt.replica_load import LoadReporter
-from sglang_coserve.srt.replicas import BATCH_DELAYS_KEY, EXPECTED_RATE_KEY
+from sglang_coserve.srt.replicas import EXPECTED_RATE_KEY
 from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.request_marks import is_offline
+from sglang_coserve.srt.safepoint.batch_kind import kind_of
 from sglang_coserve.srt.step_runner import StepRunner
+from sglang_coserve.srt.step_trace import StepTrace
 
 __all__ = ["SchedulerStatus"]
 
@@ -27,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerStatus:
-    """Gathers the state of both classes, in plain values."""
+    """Collects the state of both request classes as plain values."""
 
     def __init__(
         self,
@@ -35,18 +39,19 @@ class SchedulerStatus:
         config: CoserveConfig,
         *,
         admission: Admission,
+        ledger: RequestLedger,
         view: EngineView,
         pools: KvPools,
-        ledger: RequestLedger,
+        load: LoadReporter,
         runner: StepRunner,
         checkpointing: KvCheckpointing,
-        load: LoadReporter,
         events: Counter[str],
     ) -> None:
         self._scheduler = scheduler
         self._view = view
         self._pools = pools
         self._ledger = ledger
+        self._load = load
         self._config = config
         self._admission = admission
         self._runner = runner
@@ -55,21 +60,24 @@ class SchedulerStatus:
         self._events = events
         args = compat.settings_of(scheduler.server_args)
         self._is_rank_0 = compat.is_first_rank(scheduler)
-        wants_metrics = args.enable_metrics and self._is_rank_0
         dp_rank = compat.parallel(scheduler).dp_rank
-        self._exporter = Exporter(args.served_model_name, dp_rank) if wants_metrics else None
+        self._exporter: Exporter | None = None
+        self._latencies: Latencies | None = None
+        self._trace = StepTrace(ledger, process=1 + (dp_rank or 0)) if self._is_rank_0 else None
+        if args.enable_metrics and self._is_rank_0:
+            self._exporter = Exporter(args.served_model_name, dp_rank)
+            self._latencies = Latencies(ledger)
 
     def internal_state(self) -> dict[str, Any]:
-        """Return what ``/coserve/status`` shows."""
+        """Return the state of this replica for ``/coserve/status``."""
         return {
             "config": self._config.to_dict(),
-            EXPECTED_RATE_KEY: self._load.rate_alone(),
-            BATCH_DELAYS_KEY: None if (bill := self._bill()) is None else bill.jobs,
+            EXPECTED_RATE_KEY: self._load.rate_alone_per_s(),
             **self.state(),
         }
 
     def state(self) -> dict[str, Any]:
-        """Return how both classes stand now."""
+        """Return the current state of both classes."""
         scheduler = self._scheduler
         running = self._view.running_rows()
         num_offline = sum(is_offline(req) for req in running)
@@ -95,17 +103,70 @@ class SchedulerStatus:
             **self._runner.state(),
         }
 
+    def batch_delays_s(self) -> dict[str, float] | None:
+        """Return by how much each batch has delayed online requests; None if that is not known."""
+        bill = self._bill()
+        return None if bill is None else dict(bill.jobs)
+
+    def last_steps(self, seconds: float) -> list[str]:
+        """Return the events of the last ``seconds`` of steps, as far as they are kept."""
+        return [] if self._trace is None else self._trace.since(time.perf_counter() - seconds)
+
+    def launched(self, batch: Any) -> None:
+        """Note the batch with which a pass ends; None if nothing is to run."""
+        if self._trace is None:
+            return
+        now_s = time.perf_counter()
+        self._trace.launched(batch, now_s, self._runner.lane)
+        if self._latencies is not None:
+            self._latencies.launched(batch, now_s)
+
+    def stopped(self, batch: Any) -> None:
+        """Note that the batch that was launched first has been suspended."""
+        lane = self._runner.lane
+        if self._trace is not None and lane is not None and lane.suspended is not None:
+            self._trace.ended(
+                batch.reqs, kind_of(batch), time.perf_counter(), stopped_at=lane.suspended.layer
+            )
+
+    def processed(self, batch: Any, reqs: Sequence[Any], has_token: Sequence[bool]) -> None:
+        """Note the results of a batch, whose rows were ``reqs``, and publish."""
+        if self._trace is not None:
+            now_s = time.perf_counter()
+            self._trace.ended(reqs, kind_of(batch), now_s, has_token)
+            if self._latencies is not None:
+                self._latencies.processed(reqs, has_token, now_s)
+        self.publish()
+
+    def forget(self, rid: str) -> None:
+        """Drop what is kept of a request that has ended."""
+        if self._trace is not None:
+            self._trace.forget(rid, time.perf_counter())
+        if self._latencies is not None:
+            self._latencies.forget(rid)
+
     def publish(self) -> None:
-        """Renew the Prometheus metrics, where they are wanted and due; warn of missed targets."""
+        """Publish Prometheus metrics, if enabled and due; log a warning about missed targets."""
         if not self._is_rank_0:
-            return  # All ranks see the same.
+            return  # All ranks have the same state.
         now_s = time.perf_counter()
         if self._exporter is not None and self._exporter.is_due(now_s):
-            state, events = self.state(), self._counted_events()
-            self._exporter.publish(state, events, self._load.load(), now_s)
+            self._publish(self._exporter, now_s)
         warning = self._admission.interference.monitor.warning(now_s)
         if warning is not None:
             logger.warning("%s", warning)
+
+    def _publish(self, exporter: Exporter, now_s: float) -> None:
+        assert self._latencies is not None
+        exporter.publish(self.state(), self._counted_events(), now_s)
+        exporter.publish_latencies(self._latencies)
+        if (bill := self._admission.interference.bill) is not None:
+            exporter.publish_delays(bill.take_delays())
+        exporter.publish_load(
+            self._load.load(),
+            oldest_waiting_s=self._latencies.oldest_waiting_s(now_s),
+            budget_s=self._admission.budget_s,
+        )
 
     def _bill(self) -> BillReport | None:
         bill = self._admission.interference.bill

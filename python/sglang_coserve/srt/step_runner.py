@@ -1,4 +1,4 @@
-"""Runs a batch that SGLang has prepared; one of the offline lane may stop, and go on later."""
+"""Runs prepared batches; one of the offline lane may be suspended and resumed later."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ Req = Any
 ScheduleBatch = Any
 
 SUSPENDED: Final = GenerationBatchResult()
-"""The result of a batch that has none yet."""
+"""Result that stands for a batch that was suspended."""
 
 Forward = Callable[[ScheduleBatch], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class StepTerms:
-    """By what a step of the offline lane is suspended, and who is told."""
+    """The terms under which a step of the offline lane is suspended."""
 
     until_s: float
-    """When it must have stopped, on the clock that all ranks share."""
+    """Time by which it must have stopped, on the clock that all ranks share."""
 
     suspended: Callable[[], None]
-    """Called when it has."""
+    """Called when it was suspended."""
 
 
 class StepRunner:
-    """See the module's docstring. Steps of the shared lane are SGLang's alone."""
+    """Runs batches; those of the shared lane exactly as SGLang does."""
 
     def __init__(self, scheduler: Any, installed: Installed) -> None:
         self.safepoints = installed.safepoints
         self.why_no_safepoints = installed.why_not
         self.lane: OfflineLane | None = None
-        """To be set where steps are suspended."""
+        """The offline lane; set only if steps can be suspended."""
 
         self.counted_penalties = CountedPenalties()
         self._scheduler = scheduler
@@ -52,18 +52,19 @@ class StepRunner:
 
     @property
     def stop_share(self) -> float:
-        """Part of a step of the offline lane that passes at most until it is suspended; 1 where
-        there is no such lane."""
+        """See ``EngineSnapshot``; 1 if there is no offline lane."""
         return 1.0 if self.safepoints is None else self.safepoints.stop_share
 
     @property
     def decodes_stop(self) -> bool:
-        """As of ``EngineSnapshot``."""
+        """See ``EngineSnapshot``."""
         return self.safepoints is None or self.safepoints.decodes_stop
 
     def needs_results(self, batch: ScheduleBatch | None, terms: StepTerms | None) -> bool:
-        """Return whether the last batch's results are to be taken before this batch runs: what
-        is kept, and may be dropped, must not depend on results to come."""
+        """Return whether the last batch's results must be processed before this batch runs.
+
+        A step that may be suspended, and later dropped, must not depend on pending results.
+        """
         return (
             batch is not None
             and terms is not None
@@ -75,9 +76,9 @@ class StepRunner:
     # --- A step --------------------------------------------------------------------------
 
     def run(self, batch: ScheduleBatch, terms: StepTerms | None, forward: Forward) -> Any:
-        """Run a batch, or what is left of it, with ``forward``; without ``terms`` to its end.
+        """Run a batch, or the rest of a suspended one, with ``forward``.
 
-        Returns its result, or ``SUSPENDED``.
+        Without ``terms`` it runs to its end. Returns the result, or ``SUSPENDED``.
         """
         self.counted_penalties.put_back(batch)
         safepoints, lane = self.safepoints, self.lane
@@ -108,18 +109,18 @@ class StepRunner:
     # --- After a step --------------------------------------------------------------------
 
     def processed(self, reqs: Iterable[Req]) -> None:
-        """Note who got a first token."""
+        """Record the rows of a processed batch, to measure the delay of first tokens."""
         if self.safepoints is not None:
             self.safepoints.stats.results(reqs, time.perf_counter())
 
     def forget(self, rid: str) -> None:
-        """Drop what is kept of a request that has ended."""
+        """Remove the state of a request that has ended."""
         self.counted_penalties.forget(rid)
         if self.safepoints is not None:
             self.safepoints.stats.forget(rid)
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the safepoints in plain values, if some were asked for."""
+        """Return the state of the safepoints as plain values; empty if none were requested."""
         if self.safepoints is not None:
             return {"safepoints": self.safepoints.report()}
         if self.why_no_safepoints is not None:

@@ -1,4 +1,4 @@
-"""What came of the core's steps on the engine: from the batch that ran to a ``StepResult``."""
+"""Tracks the batches of the engine, and turns each into a ``StepResult`` for the core."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Step:
     """A step whose result is not complete yet."""
 
     number: int | None
-    """None of one that the core did not plan."""
+    """Number of its plan; None if the core did not plan it."""
 
     started_s: float
     batch: BatchStats
@@ -34,15 +34,15 @@ class _Step:
     served: tuple[Served, ...] = ()
     planning_s: float = 0.0
     spent_s: float = 0.0
-    """How long it ran before it was suspended."""
+    """Time that it ran before it was suspended; NaN if unknown."""
 
     is_suspended: bool = False
     is_timed: bool = False
     is_told: bool = False
-    """Who got a token is known."""
+    """Whether its results are in: it is known which rows got a token."""
 
     beside: tuple[BatchStats, ...] = ()
-    """As of ``StepResult``."""
+    """See ``StepResult``."""
 
     def result(self) -> StepResult:
         return StepResult(
@@ -59,24 +59,25 @@ class _Step:
 
 
 class StepTracker:
-    """Follows every batch of the engine in order, those that the core planned and the others.
+    """Tracks every batch of the engine in order, planned by the core or not.
 
-    A pass of the scheduler begins (``next_pass``), may be a step of the core (``started``),
-    and ends with its batch (``launched``), which may be suspended while it runs
-    (``suspended``), and then go on (``resumed``) or be dropped in a later pass. Its results
-    come then or during the next pass (``processed``). A batch that the core did not plan is a
-    step, too, without a number.
+    "Pass" here is one scheduling round of SGLang's event loop, not a forward pass. A pass begins
+    (``next_pass``), may carry out a step of the core (``started``), and launches its batch
+    (``launched``). The batch may be suspended while it runs
+    (``suspended``), and then be resumed (``resumed``) or dropped in a later pass. Its results
+    come in the same or the next pass (``processed``). A batch that the core did not plan is a
+    step without a number.
 
-    Times are those of passes. Without overlap, and on a CPU in any case, a pass's batch runs
-    until the next pass. Where the batch runs beside the scheduler, a pass ends when the
-    batch *before* it has: the time then belongs to that one. In a pipeline of K micro-batches
-    a batch runs for K passes, until it is its micro-batch's turn again.
+    Durations are those of passes. Without overlap scheduling, and always on a CPU, the batch of a
+    pass runs until the next pass begins. With overlap, a pass ends when the
+    *previous* batch has ended, so its duration is that of the previous batch. In a pipeline of K
+    micro-batches a batch runs for K passes, until its micro-batch is next again.
     """
 
     def __init__(
         self, ledger: RequestLedger, *, is_overlapped: bool, micro_batches: int = 1
     ) -> None:
-        """``ledger`` knows the requests, and is told when their tokens came out."""
+        """``ledger`` has the requests; the times of their tokens are recorded in it."""
         self._ledger = ledger
         self._lag = int(is_overlapped)
         self._micro_batches = micro_batches
@@ -86,18 +87,18 @@ class StepTracker:
         self._suspended: _Step | None = None
         self._resumed: _Step | None = None
         self._last: deque[_Step | None] = deque(maxlen=max(self._lag + 1, 2 * micro_batches - 1))
-        """Of the last passes; None of one in which nothing ran."""
+        """Steps of the last passes; None for a pass in which nothing ran."""
 
         self._running: deque[_Step] = deque()
-        """Launched batches without results, in order."""
+        """Launched batches whose results are pending, in order."""
 
         self._told: list[tuple[_Step, Sequence[Req], Sequence[bool]]] = []
-        """Results since the last pass: rows, and whether each got a token."""
+        """Results since the last pass: the step, its rows, and whether each got a token."""
 
         self._open: deque[_Step] = deque()
 
     def next_pass(self, now_s: float) -> list[StepResult]:
-        """Return the steps that are complete now, in order. O(rows of them)."""
+        """Begin a pass; return the results that are complete now, in order. O(their rows)."""
         self._note_time(now_s)
         for step, reqs, has_token in self._told:
             step.served = self._note_tokens(reqs, has_token, now_s)
@@ -117,11 +118,11 @@ class StepTracker:
             self._planning_s = now_s - self._pass_s
 
     def started(self, step: int) -> None:
-        """Note that this pass carries out a step of the core."""
+        """Record that this pass carries out a step of the core."""
         self._planned = step
 
     def launched(self, batch: ScheduleBatch | None) -> None:
-        """Note the batch with which the pass ends; None if nothing is to run. O(rows)."""
+        """Record the batch that this pass launches; None if nothing is to run. O(rows)."""
         number, self._planned = self._planned, None
         planning_s, self._planning_s = self._planning_s, 0.0
         step, self._resumed = self._resumed, None
@@ -139,7 +140,7 @@ class StepTracker:
             self._running.append(step)
 
     def suspended(self) -> None:
-        """Note that the batch that was launched last has stopped, to go on later."""
+        """Record that the batch launched last was suspended."""
         step = self._last[-1]
         assert step is not None
         step.is_suspended = True
@@ -147,12 +148,12 @@ class StepTracker:
         assert self._suspended is step
 
     def resumed(self) -> None:
-        """Note that this pass lets the suspended step go on."""
+        """Record that this pass resumes the suspended step."""
         self._resumed, self._suspended = self._suspended, None
         assert self._resumed is not None
 
     def dropped(self, rids: Sequence[str]) -> StepResult:
-        """Return the result of the suspended step, which is dropped."""
+        """Drop the suspended step, and return its result."""
         step, self._suspended = self._suspended, None
         assert step is not None
         # What it ran is lost, and not known where another batch may have taken some of the time.
@@ -160,12 +161,14 @@ class StepTracker:
         return StepResult(step.number, step.started_s, seconds, given_up=tuple(rids))
 
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
-        """Note the results of the batch that was launched first: rows, and who got a token."""
+        """Record the results of the oldest pending batch: rows, and whether each got a token."""
         self._told.append((self._running.popleft(), reqs, has_token))
 
     def _note_time(self, now_s: float) -> None:
-        """Say of the step that the last pass shows the time of how long it took, if that is
-        known: beside a batch of unknown length the time is not its alone."""
+        """Set the duration of the step that ended with the last pass.
+
+        It stays None if unknown: beside a batch without rows the time is not that step's alone.
+        """
         if self._micro_batches > 1:
             self._note_round(now_s)
             return
@@ -175,7 +178,7 @@ class StepTracker:
         if step is None or step.is_timed:
             return
         if step.is_suspended:
-            # Of a part the time is not known where the batch before it may have taken some.
+            # With overlap, the time of a part is unknown, as the batch before it took some of it.
             ran_s = math.nan if self._lag or self._pass_s is None else now_s - self._pass_s
             step.spent_s += ran_s
             return
@@ -186,8 +189,7 @@ class StepTracker:
             step.seconds = None if math.isnan(seconds) else seconds
 
     def _note_round(self, now_s: float) -> None:
-        """Say of the last step of the micro-batch whose turn it is how long it took, and beside
-        which ones."""
+        """Set the duration of the current micro-batch's last step, and the batches beside it."""
         passes, before = list(self._last), self._micro_batches - 1
         place = len(passes) - self._micro_batches
         step = passes[place] if place >= 0 else None
@@ -207,7 +209,7 @@ class StepTracker:
         served = []
         for req, has in zip(reqs, has_token, strict=True):
             if req.rid not in ledger:
-                continue  # It was aborted meanwhile.
+                continue  # The request was aborted meanwhile.
             info, last_s = ledger[req.rid], ledger.last_token_s(req.rid)
             if info.is_online:
                 served.append(Served(info, last_s, now_s if has else None))

@@ -1,10 +1,10 @@
-"""Stop conditions that are patterns, in time linear in the text.
+"""Searches for stop patterns in time linear in the text.
 
 SGLang searches the output of a request for its ``stop_regex`` after every token, in
-the scheduler, with Python's ``re``: one pattern with nested repetitions takes longer
-than the universe has, and every request waits.  The engine of pydantic's string
-patterns backtracks never, and has no look-around and no back-references, which
-would need it.
+the scheduler, with Python's ``re``: a pattern with nested repetitions can take
+exponential time, while every request waits.  The regex engine behind pydantic's string
+patterns never backtracks; it supports neither look-around nor back-references, which
+need backtracking.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from sglang_coserve.srt import compat
 __all__ = ["LinearSearch", "check_stop_pattern", "install_stop_patterns"]
 
 _MOST_STATES: Final = 2000
-"""Of a pattern, repetitions written out: each is visited for each character at worst, which
-for the 16,000 of a long output is 10 ms."""
+"""Largest number of states of a pattern with its repetitions expanded. At worst each is visited for
+each character, which takes 10 ms for the 16,000 characters of a long output."""
 
-# What a repetition without an end counts as: it goes round in its own states.
+# Additional copies that an unbounded repetition counts as: it loops in its own states.
 _ENDLESS: Final = 1
 
 
@@ -51,20 +51,20 @@ def check_stop_pattern(pattern: str) -> None:
 
 
 def install_stop_patterns() -> None:
-    """Let SGLang's scheduler, in this process, search for stop patterns in linear time."""
+    """Make SGLang's scheduler in this process search for stop patterns in linear time."""
     compat.replace("sglang.srt.managers.schedule_batch.re", LinearSearch())
 
 
 class LinearSearch:
-    """As much of the module ``re`` as SGLang's requests use."""
+    """The part of the module ``re`` that SGLang's requests use."""
 
     error = re.error
 
     def search(self, pattern: str, text: str) -> bool | None:
-        """Tell whether ``text`` contains ``pattern``, in O(text), or None.
+        """Return True if ``text`` contains ``pattern``, else None. O(text).
 
         Raises:
-            re.error: the pattern was not checked, and is refused.
+            re.error: the pattern is not supported; ``check_stop_pattern`` would refuse it.
         """
         try:
             _searcher(pattern).validate_python(text)
@@ -81,7 +81,7 @@ def _searcher(pattern: str) -> TypeAdapter[str]:
 
 
 def _num_states(parsed: Any) -> int:
-    """Count the characters of a parsed pattern, repetitions written out."""
+    """Return the number of character positions of a parsed pattern, repetitions expanded."""
     total = 0
     for operation, value in parsed:
         name = str(operation)

@@ -1,4 +1,4 @@
-"""Whose a request is, where no gateway says so."""
+"""Determines the tenant of a request without a gateway's header."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_CHARS: Final = 256
 
 
 def tenant_of_body(fields: Mapping[str, Any]) -> str | None:
-    """Return whom a body says its request is of: OpenAI's ``user``, or Anthropic's
+    """Return the tenant named in a body: OpenAI's ``user``, or Anthropic's
     ``metadata.user_id``."""
     metadata = fields.get("metadata")
     within = metadata.get("user_id") if isinstance(metadata, dict) else None
@@ -24,7 +24,7 @@ def tenant_of_body(fields: Mapping[str, Any]) -> str | None:
 
 
 def tenant_of_key(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """Return a name for the API key of a request, from which it cannot be known; None without."""
+    """Return a hash of a request's API key as tenant; None without a key."""
     for name, value in headers:
         if name.lower() in _KEY_HEADERS and value:
             return f"key {blake2b(value, digest_size=8).hexdigest()}"

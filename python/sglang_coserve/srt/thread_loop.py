@@ -1,7 +1,7 @@
-"""The event loop that SGLang's handlers find in a thread of ours.
+"""A stand-in event loop for SGLang's handlers when they run in a worker thread.
 
-Since 0.5.22 SGLang has a request converted beside the event loop. In a thread it is beside it
-already, and there is no loop.
+Since 0.5.22 SGLang converts a request with ``loop.run_in_executor``. In a worker thread there
+is no event loop, and no need for an executor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class _ThreadLoop:
-    """Runs at once what it is given."""
+    """An event loop that runs functions for an executor at once, in the same thread."""
 
     async def run_in_executor(
         self, _executor: None, function: Callable[..., _T], *arguments: Any
@@ -30,7 +30,7 @@ _LOOP: Final[Any] = _ThreadLoop()
 
 @contextmanager
 def thread_loop() -> Iterator[None]:
-    """Within it, a coroutine that waits for nothing else can be run in this thread."""
+    """Set the stand-in loop, so that a coroutine that never really waits can run in this thread."""
     asyncio._set_running_loop(_LOOP)
     try:
         yield

@@ -1,6 +1,6 @@
-"""SGLang's other handlers that render or tokenize: large requests are taken off the event loop.
+"""Variants of SGLang's handlers that render and tokenize large requests in threads.
 
-Completions are tokenized by the tokenizer manager, chats by ``ThreadedChat``.
+For completions the tokenizer manager does so, for chats ``ThreadedChat``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["install_threaded_handlers"]
 
 
 def install_threaded_handlers(app: Any) -> None:
-    """Have ours put in the places of SGLang's, once its app has made them."""
+    """Replace SGLang's handlers by ours once its app has created them."""
     stock_lifespan = app.router.lifespan_context
 
     @asynccontextmanager
@@ -45,20 +45,20 @@ def _replace_handlers(state: Any) -> None:
         ("ollama_serving", _Ollama),
         ("openai_serving_responses", _responses_class()),
     ):
-        handler = getattr(state, name, None)  # That for responses may not have come up.
+        handler = getattr(state, name, None)  # The one for responses may have failed to start.
         if handler is not None and handler_class is not None:
             setattr(state, name, _as(handler_class, handler))
 
 
 def _as(handler_class: Any, handler: Any) -> Any:
-    """Return a handler of a subclass with the state of one that was made."""
+    """Return an instance of a subclass with the state of an existing handler."""
     ours = handler_class.__new__(handler_class)
     vars(ours).update(vars(handler))
     return ours
 
 
 def _bounded(handler: Any) -> Any:
-    """Return a copy for one request whose tokenizer refuses what no prompt can be."""
+    """Return a copy for one request whose tokenizer refuses texts that are too long."""
     handler = copy.copy(handler)
     handler.tokenizer_manager = BoundedManager(handler.tokenizer_manager)
     return handler
@@ -124,7 +124,7 @@ class _Messages(AnthropicServing):
         if not is_large(raw_request) or chat._validate_request(chat_request):
             return self
         chat = await chat.converting(chat_request, raw_request)
-        chat._convert_to_internal_request(chat_request, raw_request)  # Raises what it met.
+        chat._convert_to_internal_request(chat_request, raw_request)  # Raises its errors here.
         return self._with_chat(chat)
 
     def _with_chat(self, chat: Any) -> AnthropicServing:
@@ -139,7 +139,7 @@ class _Messages(AnthropicServing):
 
 
 class _Ollama(OllamaServing):
-    """Also answers an invalid request with 400: SGLang's lets its errors pass."""
+    """Also answers an invalid request with 400, which SGLang's handler does not."""
 
     async def handle_chat(self, request: Any, raw_request: Any) -> Any:
         """See ``OllamaServing``.
@@ -153,7 +153,7 @@ class _Ollama(OllamaServing):
                 prompt_ids = await manager.coserve_threads.run(self._render, request.messages)
             else:
                 prompt_ids = self._render(request.messages)
-            # Rendered again, by SGLang, it would have the form of a later transformers.
+            # Reuse the rendered prompt: SGLang's own rendering expects an older transformers.
             tokenizer = _Replaced(
                 manager.tokenizer, apply_chat_template=lambda *_, **__: prompt_ids
             )
@@ -187,7 +187,7 @@ def _as_bad_request() -> Iterator[None]:
 
 
 class _Replaced:
-    """An object with some attributes replaced, for one request."""
+    """A proxy of an object with some attributes replaced."""
 
     def __init__(self, inner: Any, **attributes: Any) -> None:
         self._inner = inner
@@ -198,9 +198,9 @@ class _Replaced:
 
 
 def _responses_class() -> type | None:
-    """Return ours for responses; None where SGLang's cannot be imported either."""
+    """Return our handler class for responses; None if SGLang's cannot be imported."""
     try:
-        # Needs packages that SGLang does without elsewhere.
+        # It needs packages that SGLang does not require otherwise.
         from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
     except ImportError:
         return None
@@ -209,7 +209,7 @@ def _responses_class() -> type | None:
         async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
             """See ``OpenAIServingResponses``."""
             handler = self
-            # An earlier response may bring more than the body does.
+            # A previous response may add a long conversation to a small body.
             if is_large(raw_request) or request.previous_response_id:
                 handler = copy.copy(self)
                 handler._make_request = self._make_in_thread

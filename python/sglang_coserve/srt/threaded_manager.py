@@ -1,7 +1,7 @@
-"""SGLang's tokenizer manager and chat handler, with large prompts taken off the event loop.
+"""SGLang's tokenizer manager and chat handler, with large prompts processed in threads.
 
-SGLang renders and tokenizes a prompt where it serves everybody else. Short ones still are:
-they take less time than a thread would cost them.
+SGLang renders and tokenizes prompts on the event loop. Short ones still are, because a thread
+would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ __all__ = ["ThreadedChat", "ThreadedTokenizerManager", "finished", "is_large"]
 _T = TypeVar("_T")
 
 _LARGE_CHARS: Final = 8192
-"""Takes 2 to 6 ms to tokenize, on one core of an AMD EPYC."""
+"""Texts of this length take 2 to 6 ms to tokenize on one core of an AMD EPYC."""
 
 _CHARS_PER_TEXT: Final = 64
-"""Every text, an empty one too, takes as long as so many characters do: 20 to 40 us there."""
+"""Fixed cost of a text in characters: even an empty one takes 20 to 40 us on that machine."""
 
 _MOST_SCORED_CHARS: Final = 32 << 20
-"""SGLang puts the query before every item, on the event loop: so many characters take 10 ms."""
+"""SGLang prepends the query to every item on the event loop; this many characters take 10 ms."""
 
 _THREADS: Final = 2
 
 
 class ThreadedTokenizerManager(TokenizerManager):
-    """Tokenizes in threads."""
+    """Tokenizes large prompts in threads."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # They end with the process.
+        # The threads end with the process.
         self.coserve_threads = WorkerThreads("coserve-prompts", _THREADS)
 
     @property
@@ -48,10 +48,10 @@ class ThreadedTokenizerManager(TokenizerManager):
         return ThreadedChat
 
     def _should_use_batch_tokenization(self, batch_size: int, requests: Any) -> bool:
-        """Have several texts tokenized before the first one is sent.
+        """Return True for several texts, so that all are tokenized before the first is sent.
 
-        SGLang may send each before the next is tokenized. While a thread does that, an answer
-        may come for which nobody waits yet, and the whole request fails.
+        Otherwise SGLang may send each before the next is tokenized. While a thread does that, an
+        answer may arrive that nobody waits for yet, and the whole request fails.
         """
         if super()._should_use_batch_tokenization(batch_size, requests):
             return True
@@ -67,7 +67,7 @@ class ThreadedTokenizerManager(TokenizerManager):
             texts = [await self.coserve_threads.run(fit, text) for text in texts]
         tokenizing = super()._tokenize_texts(texts, is_cross_encoder)
         if self.async_dynamic_batch_tokenizer is not None and isinstance(texts, str):
-            return await tokenizing  # Has a thread of its own.
+            return await tokenizing  # It has its own thread.
         return await self.coserve_threads.run(finished, tokenizing)
 
     async def score_request(
@@ -76,7 +76,7 @@ class ThreadedTokenizerManager(TokenizerManager):
         """See ``TokenizerManager``.
 
         Raises:
-            ValueError: the prompts of all items are too long together, or something is invalid.
+            ValueError: the prompts of all items together are too long, or a value is invalid.
         """
         if isinstance(query, str) and isinstance(items, list):
             num_chars = len(items) * len(query) + _num_chars(filter(_has_chars, items))
@@ -97,9 +97,9 @@ class ThreadedChat(OpenAIServingChat):
         return await OpenAIServingChat.handle_request(handler, request, raw_request)
 
     async def converting(self, request: Any, raw_request: Any) -> OpenAIServingChat:
-        """Return a handler for this request alone, which knows what it is to the engine.
+        """Return a handler for this request only, with the converted request cached.
 
-        Of a small one it finds out when it is asked.
+        For a small request it is the usual handler, which converts on the event loop.
         """
         if not is_large(raw_request):
             return self
@@ -110,7 +110,7 @@ class ThreadedChat(OpenAIServingChat):
         return handler
 
     def _convert(self, request: Any, raw_request: Any) -> Callable[[], Any]:
-        """Convert a request; return what returns, or raises, what came of it."""
+        """Convert a request; return a function that returns the result or raises the error."""
         handler = copy.copy(self)
         handler.tokenizer_manager = BoundedManager(self.tokenizer_manager)
         try:
@@ -121,12 +121,16 @@ class ThreadedChat(OpenAIServingChat):
 
 
 def is_large(raw_request: Any) -> bool:
-    """Return whether a request may take so long to render that it needs a thread."""
+    """Return whether a request is so large that it must be rendered in a thread."""
     return raw_request is not None and body_bytes(raw_request.scope) >= _LARGE_CHARS
 
 
 def finished(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """Return what a coroutine returns that waits for nothing; to be called in a thread."""
+    """Run a coroutine that never really waits, in a worker thread, and return its result.
+
+    Raises:
+        RuntimeError: the coroutine waits for something.
+    """
     try:
         with thread_loop():
             coroutine.send(None)
@@ -154,7 +158,7 @@ def _has_chars(text: Any) -> bool:
 
 
 def _num_chars(texts: str | Iterable[Any]) -> int:
-    """Return how long texts are, for the time that they take."""
+    """Return the cost of tokenizing texts, in characters."""
     if isinstance(texts, str):
         return len(texts) + _CHARS_PER_TEXT
     return sum(map(_num_chars, texts))

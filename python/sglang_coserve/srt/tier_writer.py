@@ -1,4 +1,4 @@
-"""The tier used, written into OpenAI's answers as they pass."""
+"""Inserts the tier used (``service_tier``) into OpenAI responses as they are sent."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import json
 import re
 from typing import Final
 
-from sglang_coserve.srt.asgi import Message, Send
+from sglang_coserve.asgi import Message, Send
 from sglang_coserve.srt.body_marks import SERVICE_TIER
 
 __all__ = ["TierWriter"]
 
-# In a string the quotes would be escaped.
+# Cannot occur inside of a JSON string, where quotes are escaped.
 _NESTED: Final = re.compile(rb'("response":\s*\{)')
 _UNSAID: Final = b'"service_tier":null'
 
 
 class TierWriter:
-    """An ASGI ``send`` that puts ``service_tier`` first into every JSON object sent.
+    """An ASGI ``send`` that inserts ``service_tier`` as the first field of every JSON object sent.
 
     A response is one JSON object, or server-sent events of one object each;
-    inserting behind the opening brace needs no parsing and keeps streams
-    unbuffered.  Events of ``/v1/responses`` have the response inside.  Error
+    inserting after the opening brace needs no parsing and no buffering of
+    streams.  In events of ``/v1/responses`` the response is a nested object.  Error
     responses pass unchanged.
     """
 
@@ -33,7 +33,7 @@ class TierWriter:
         self._at_event_start = True
 
     async def __call__(self, message: Message) -> None:
-        """Send one message on."""
+        """Forward one message, with the tier inserted."""
         if message["type"] == "http.response.start":
             message = self._start(message)
         elif message["type"] == "http.response.body" and self._kind is not None:
@@ -61,7 +61,7 @@ class TierWriter:
 
     def _insert(self, body: bytes) -> bytes:
         if self._kind == "events":
-            # A blank line is never inside an event: JSON escapes its newlines.
+            # An event never contains a blank line, as JSON escapes newlines.
             opening, marked = b"data: {", b"data: {" + self._field
             if self._at_event_start and body.startswith(opening):
                 body = marked + body[len(opening) :]
@@ -70,7 +70,7 @@ class TierWriter:
             self._at_event_start = body.endswith(b"\n\n") if body else self._at_event_start
             return body.replace(b"\n\n" + opening, b"\n\n" + marked)
         if body.startswith(b"{"):
-            self._kind = None  # Only the first chunk opens the object.
+            self._kind = None  # Only the first chunk contains the opening brace.
             return b"{" + self._field + body[1:]
         return body
 

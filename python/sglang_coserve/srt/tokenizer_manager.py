@@ -1,9 +1,9 @@
-"""SGLang's tokenizer manager, where requests from every door pass on their way to the scheduler.
+"""SGLang's tokenizer manager, which all requests pass on their way to the scheduler.
 
-What a client sent is checked here, and only then joined by what the server itself
-says of a request.  SGLang builds its message to the scheduler without a look at the
-types of what clients sent, and the scheduler process dies of a message it cannot
-read; so each is read here once, as the scheduler would.
+Client data is checked here, and only then are the server's own marks
+added.  SGLang builds its message to the scheduler without checking the
+types of the client's values, and the scheduler process dies of a message that it cannot
+decode; so each message is decoded here once, as the scheduler would.
 """
 
 from __future__ import annotations
@@ -36,20 +36,19 @@ __all__ = ["CoserveTokenizerManager"]
 _MALFORMED: Final = (
     *(AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError),
 )
-"""What SGLang runs into on fields of odd types and lengths."""
+"""Exceptions that SGLang raises on fields of unexpected types and lengths."""
 
 _PICKLED: Final = ("mm_inputs", "mm_data_mooncake", "time_stats")
 _HEALTH_PATHS: Final = ("/health", "/health_generate")
 
 _PROMPTS_AT_ONCE: Final = 64
-"""Take 3 ms on the event loop, on one core of an AMD EPYC."""
+"""Prompts processed before other tasks get a turn; they take 3 ms on one core of an AMD EPYC."""
 
 logger = logging.getLogger(__name__)
 
 
 class CoserveTokenizerManager(UpdatingTokenizerManager):
-    """Answers a request that would harm the engine with the error of any invalid parameter;
-    brings media itself; times the way of first tokens."""
+    """Refuses requests that would harm the engine, fetches media, and measures the output delay."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -77,10 +76,10 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
         return await asyncio.shield(self._fingerprint)
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-        """Serve SGLang's ``obj`` and yield its outputs.
+        """Serve a request ``obj`` of SGLang's and yield its outputs.
 
         Raises:
-            ValueError: the request is at fault; SGLang's doors answer it with a 400.
+            ValueError: the request is invalid; SGLang's entry points answer it with 400.
         """
         path = getattr(getattr(request, "url", None), "path", None)
         has_answered = False
@@ -104,7 +103,7 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
         self.coserve_output_delay.observe(times, recv_obj.time_stats)
 
     async def _tokenize_one_request(self, obj: Any) -> Any:
-        # Without a processor SGLang leaves media where they are.
+        # Without a multimodal processor SGLang ignores media.
         if self._media is not None and self.mm_processor is not None and obj.contains_mm_input():
             self._validate_mm_limits(obj)
             await self._media.bring(obj)
@@ -120,7 +119,7 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
             for one in part:
                 await self._try_grammar(one)
             tokenized += part
-            await asyncio.sleep(0)  # Others have their turn.
+            await asyncio.sleep(0)  # Let other tasks run.
         return tokenized
 
     async def _try_grammar(self, tokenized: Any) -> None:
@@ -136,7 +135,7 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
             )
             check_targets_act(custom_params, config)
         except RequestError as error:
-            # SGLang's doors turn a ValueError into a 400.
+            # SGLang's entry points answer a ValueError with 400.
             raise ValueError(str(error)) from error
         tokenized = _as_the_scheduler_reads(super()._create_tokenized_object(obj, *args, **kwargs))
         check_values(
@@ -148,7 +147,7 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
 
 
 class _From:
-    """The prompts of a request from one of them on."""
+    """A view of the prompts of a request from the index ``first`` on."""
 
     def __init__(self, request: Any, first: int) -> None:
         self._request = request
@@ -159,10 +158,10 @@ class _From:
 
 
 def _as_the_scheduler_reads(tokenized: Any) -> Any:
-    """Return the message with every field of the type that the scheduler expects. O(its size).
+    """Return the message decoded as the scheduler would. O(its size).
 
-    What SGLang pickles for the way stays as it is, and so do ``custom_params``, which
-    are anything that JSON can say.
+    Fields that SGLang pickles are kept as they are, and so are ``custom_params``, which
+    may be any JSON object.
 
     Raises:
         ValueError: a field has another type; the message names it.
@@ -189,7 +188,7 @@ def _as_the_scheduler_reads(tokenized: Any) -> Any:
 
 
 def _unreadable_field(struct: Any) -> str | None:
-    """Return the name of the first field that does not survive the way to the scheduler."""
+    """Return the name of the first field that cannot be decoded with its type."""
     for field in msgspec.structs.fields(struct):
         value = getattr(struct, field.name)
         if isinstance(value, msgspec.Struct | array):

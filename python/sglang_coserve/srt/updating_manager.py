@@ -1,4 +1,4 @@
-"""SGLang's tokenizer manager, which says when its weights change and when its engine has died."""
+"""SGLang's tokenizer manager with notifications of weight updates and of the engine's death."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from sglang_coserve.srt.weight_updates import WeightUpdates
 __all__ = ["UpdatingTokenizerManager"]
 
 _IDLE_TIMEOUT_S: Final = 60.0
-"""The passes take less in which the scheduler finds out that its requests were aborted."""
+"""More than the scheduler needs to remove aborted requests."""
 
 
 class UpdatingTokenizerManager(ThreadedTokenizerManager):
-    """Tells ``coserve_weights`` of other weights, and ``coserve_on_death`` of the engine's end."""
+    """Reports weight updates to ``coserve_weights``, and a crash to ``coserve_on_death``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.coserve_weights = WeightUpdates()
         self.coserve_on_death: Callable[[], None] | None = None
-        """Called when the engine has ended by itself, right before this process does."""
+        """Called when the engine has crashed, right before this process ends."""
         for name in compat.UPDATE_COMMUNICATORS:
             setattr(self, name, self._once_idle(getattr(self, name)))
 
     def dump_requests_before_crash(self, *args: Any, **kwargs: Any) -> None:
-        """Tell of the death: SGLang calls this after every failure that ends its processes."""
+        """Report the crash: SGLang calls this after every failure that ends its processes."""
         if self.coserve_on_death is not None and not is_stop_asked(self):
             self.coserve_on_death()
         super().dump_requests_before_crash(*args, **kwargs)
@@ -67,10 +67,10 @@ class UpdatingTokenizerManager(ThreadedTokenizerManager):
         return await self._once_idle(super()._wait_for_model_update_from_disk)(obj)
 
     def _once_idle(self, update: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Have ``update`` wait until the scheduler has nothing more of what was aborted.
+        """Return ``update`` preceded by a wait until the scheduler has removed aborted requests.
 
-        SGLang waits until nobody awaits an answer. What was aborted then is still in the
-        scheduler for a pass, which ends its process when it cannot flush its cache.
+        SGLang waits only until no client awaits an answer. Aborted requests may then still be in
+        the scheduler for a step, and its process dies if it cannot flush its cache.
         """
 
         async def update_once_idle(obj: Any) -> Any:

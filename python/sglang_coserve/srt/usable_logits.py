@@ -1,10 +1,10 @@
-"""Rows of logits that nothing can be sampled from end their own request only.
+"""Makes rows of logits that cannot be sampled abort only their own request.
 
-A row with NaN, or without a largest finite logit, ends the scheduler process where it
-is sampled (on a GPU at some later point, with all memory of the device).  Such rows
-come from a custom logit processor, from a grammar that allows nothing, from a model
-whose numbers overflow.  Here they are made harmless on the device, without waiting
-for it, and told of with the result of the batch.
+A row with NaN, or without a finite maximum, crashes the scheduler process when it
+is sampled (on a GPU at some later point, and unrecoverably).  Such rows
+come from a custom logit processor, from a grammar that allows no token, or from a model
+whose values overflow.  Here they are replaced on the device, without a
+synchronization, and reported with the result of the batch.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ logger = logging.getLogger(__name__)
 
 
 def install_guarded_sampler() -> None:
-    """Let SGLang, in this process, sample with ``GuardedSampler``."""
+    """Make SGLang in this process sample with ``GuardedSampler``."""
     for backend in _BACKENDS:
         register_sampler_backend(backend, GuardedSampler)
 
 
 class GuardedSampler(Sampler):
-    """SGLang's sampler, which notes the rows it could not use on the output it is given."""
+    """SGLang's sampler, which attaches a mask of unusable rows to the logits output."""
 
     def forward(self, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any) -> Any:
-        """Sample a token of each row; takes SGLang's arguments."""
+        """Sample a token for each row; takes SGLang's arguments."""
         tokens = super().forward(logits_output, sampling_info, *args, **kwargs)
         self._tell_of_rows(logits_output)
         return tokens
 
     def compute_logprobs_only(self, logits_output: Any, *args: Any, **kwargs: Any) -> None:
-        """Do what is done for requests that want scores and no token."""
+        """Compute log-probabilities for requests that want scores and no token."""
         super().compute_logprobs_only(logits_output, *args, **kwargs)
         self._tell_of_rows(logits_output)
 
     def _tell_of_rows(self, logits_output: Any) -> None:
-        # The way to the host ends before that of the tokens, which SGLang waits for.
+        # This copy ends before that of the tokens, which SGLang waits for.
         setattr(logits_output, _ATTRIBUTE, self._unusable.to("cpu", non_blocking=True))
 
     def _preprocess_logits(self, logits: torch.Tensor, sampling_info: Any) -> torch.Tensor:
@@ -62,7 +62,8 @@ class GuardedSampler(Sampler):
         if sampling_info.has_custom_logit_processor:
             failed = _apply_processors(logits, sampling_info)
         sanitize_nan_logits(logits, "logits")
-        # NaN where any is; infinite where all are, where one is, or where one will be.
+        # The maximum is not finite if a logit is NaN or +inf, if all are -inf, or if dividing by
+        # the temperature overflows.
         largest = logits.amax(dim=-1)
         if not sampling_info.is_all_greedy:
             largest = largest / sampling_info.temperatures.view(-1)
@@ -73,7 +74,7 @@ class GuardedSampler(Sampler):
 
 
 def end_unusable(batch: Any, result: Any) -> None:
-    """End the requests of ``batch`` for which its ``result`` has no token. O(rows)."""
+    """Abort the requests of ``batch`` whose logits were unusable. O(rows)."""
     rows = getattr(getattr(result, "logits_output", None), _ATTRIBUTE, None)
     if rows is None:
         return
@@ -84,20 +85,20 @@ def end_unusable(batch: Any, result: Any) -> None:
     if not rows.any():
         return
     for req, is_unusable in zip(batch.reqs, rows.tolist(), strict=True):
-        # Before its last chunk, a prompt's logits are not used.
+        # The logits of a prompt are used only after its last chunk.
         is_used = not (req.finished() or req.is_retracted or req.inflight_middle_chunks > 0)
         if is_unusable and is_used:
             logger.error("request %s: %s", req.rid, _MESSAGE)
             req.to_finish = FINISH_ABORT(_MESSAGE, HTTPStatus.BAD_REQUEST, "BadRequestError")
-            # Other requests with the same beginning must not go on from what this one has.
+            # Other requests with the same prefix must not reuse this request's KV.
             req.skip_radix_cache_insert = True
 
 
 def _apply_processors(logits: torch.Tensor, sampling_info: Any) -> torch.Tensor:
-    """Let custom processors change their rows; return the rows on which one failed.
+    """Apply custom logit processors; return a mask of the rows on which one failed.
 
-    SGLang has the same processor change all of its rows at once. Where that fails, it
-    gets them one by one: with what is wrong with one request, others would fail too.
+    SGLang applies a processor to all of its rows at once. If that fails, it is applied
+    row by row, so that one bad request does not fail the others.
     """
     failed = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
     for processor, rows, indices in compat.logit_processors(sampling_info):

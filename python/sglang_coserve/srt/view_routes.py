@@ -20,9 +20,9 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route, Router
 
+from sglang_coserve.asgi import App, Receive, Scope, Send, send_error
 from sglang_coserve.batch import BatchObject, StorageError, owner_of
 from sglang_coserve.batch.routes import BatchApiOffError, find_service
-from sglang_coserve.srt.asgi import App, Receive, Scope, Send, send_error
 from sglang_coserve.srt.view_sampler import sampled
 from sglang_coserve.view import History, Page, standing
 
@@ -131,7 +131,7 @@ class View:
             "sample_age_s": now_s - history.latest_at_s if replicas else None,
             "model": manager.served_model_name,
             "policy": manager.server_args._coserve.offline_policy,
-            "online_users": standing(replicas),
+            "online_users": standing(replicas) | {"bill": history.bill()},
             "replicas": [{name: r[name] for name in _ENGINE if name in r} for r in replicas],
             "decisions": _decisions(history),
             "history": history.columns(since_s),

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-from sglang_coserve.srt.replicas import SAMPLE_RID, STATE_KEY
+from sglang_coserve.srt.scheduler_query import STANDING, ask
 from sglang_coserve.view import History
 
 __all__ = ["sampled"]
@@ -35,7 +35,7 @@ async def _sample(manager: Any, history: History) -> None:
     has_failed = False
     while True:
         try:
-            states = await _states(manager)
+            states = await ask(manager, STANDING)
             history.add(time.time(), states)
             has_failed = False
         except Exception:
@@ -43,11 +43,3 @@ async def _sample(manager: Any, history: History) -> None:
                 logger.exception("the schedulers could not be sampled for /coserve/view")
             has_failed = True
         await asyncio.sleep(_INTERVAL_S)
-
-
-async def _states(manager: Any) -> list[dict[str, Any]]:
-    from sglang.srt.managers.io_struct import GetInternalStateReq
-
-    manager.auto_create_handle_loop()
-    answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=SAMPLE_RID))
-    return [answer.internal_state[STATE_KEY] for answer in answers]

@@ -1,4 +1,4 @@
-"""Weights that are exchanged while the server runs."""
+"""Tracks weights that are updated while the server runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["WeightUpdates"]
 
 
 class WeightUpdates:
-    """Names the weights that are loaded, and says while they are being exchanged."""
+    """Identifies the loaded weights, and signals while they are being updated."""
 
     def __init__(self) -> None:
         self._run = secrets.token_hex(8)
@@ -19,8 +19,8 @@ class WeightUpdates:
         self._num_pending = 0
         self._is_paused = False
         self.cache_key = ""
-        """What lines find their cached prefixes under. Not empty once weights were exchanged
-        without emptying the cache, which then holds other weights' values."""
+        """Cache namespace for the prefixes of batch lines. Not empty once weights were updated
+        without flushing the cache, which then holds KV of other weights."""
 
         self.on_update: list[Callable[[], None]] = []
         """Called when an exchange is about to wait for the end of all requests in flight."""
@@ -30,12 +30,12 @@ class WeightUpdates:
 
     @property
     def name(self) -> str:
-        """Empty for the weights of the start; no other server's updated weights have its name."""
+        """Unique name of the current weights, across servers; empty for the initial weights."""
         return f"{self._run}/{self._count}" if self._count else ""
 
     @property
     def is_changing(self) -> bool:
-        """True while they are exchanged, or generation is paused so that they can be."""
+        """True while weights are updated, or generation is paused for an update."""
         return not self._settled.is_set()
 
     async def settled(self) -> None:
@@ -44,10 +44,10 @@ class WeightUpdates:
 
     @contextmanager
     def updating(self, *, empties_cache: bool) -> Generator[None]:
-        """Exchange the weights within it, whether or not it succeeds.
+        """Mark the weights as being updated in this context, whether or not that succeeds.
 
-        No request is answered meanwhile. Those in flight have ended before, been aborted,
-        or are paused and go on with the new weights.
+        No request is served meanwhile. Those in flight have ended before, were aborted,
+        or are paused and continue with the new weights.
         """
         self._num_pending += 1
         self._settled.clear()
@@ -57,19 +57,19 @@ class WeightUpdates:
         try:
             yield
         finally:
-            # A failed update may have exchanged some of them.
+            # A failed update may have changed some of the weights.
             self._count += 1
             self.cache_key = "" if empties_cache else self.name
             self._num_pending -= 1
             self._settle()
 
     def pause(self) -> None:
-        """Generation pauses."""
+        """Record that generation was paused."""
         self._is_paused = True
         self._settled.clear()
 
     def resume(self) -> None:
-        """Generation goes on."""
+        """Record that generation was resumed."""
         self._is_paused = False
         self._settle()
 

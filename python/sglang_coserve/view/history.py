@@ -7,7 +7,7 @@ rates: the difference to the sample before, by the time in between.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 __all__ = ["History"]
@@ -30,6 +30,9 @@ _RATES: Final = {
     "dropped_steps_per_s": "dropped_steps",
     "suspensions_per_s": "suspensions",
 }
+
+_BILL: Final = ("delay_s", "delay_ttft_s", "delay_gaps_s", "billed")
+"""The bill of the online requests that have ended: sums since the start."""
 
 _Replica = Mapping[str, Any]
 
@@ -76,6 +79,8 @@ class History:
             for state in ("waiting", "running"):
                 row[f"{who}_{state}"] = sum(replica[who][state] for replica in replicas)
             row[f"{who}_kv_tokens"] = sum(replica["kv_tokens"][who] for replica in replicas)
+        for name in _BILL:
+            row[f"online_{name}"] = _sum_if_known(replica["online"][name] for replica in replicas)
         for state in ("cached", "free"):
             row[f"{state}_kv_tokens"] = sum(replica["kv_tokens"][state] for replica in replicas)
         self._rows.append(row)
@@ -86,6 +91,31 @@ class History:
         rows = [row for row in self._rows if row["at"] > since_s]
         names = self._rows[-1] if self._rows else ()
         return {name: [row[name] for row in rows] for name in names}
+
+    def bill(self) -> dict[str, float] | None:
+        """Return by how much offline work delayed the online requests that ended in this time.
+
+        The mean of a request in milliseconds, of which for its TTFT and its gaps, and how
+        many there were; None where it is not known, or there was none.
+        """
+        known = [row for row in self._rows if row["online_delay_s"] is not None]
+        if not known:
+            return None
+        sums = {name: known[-1][f"online_{name}"] - known[0][f"online_{name}"] for name in _BILL}
+        requests = sums["billed"]
+        if requests <= 0:
+            return None
+        return {
+            "requests": requests,
+            "mean_ms": sums["delay_s"] / requests * 1e3,
+            "ttft_ms": sums["delay_ttft_s"] / requests * 1e3,
+            "gaps_ms": sums["delay_gaps_s"] / requests * 1e3,
+        }
+
+
+def _sum_if_known(values: Iterable[float | None]) -> float | None:
+    found = list(values)
+    return None if None in found else sum(value for value in found if value is not None)
 
 
 def _totals(replicas: Sequence[_Replica]) -> dict[str, float] | None:

@@ -16,7 +16,9 @@ from hypothesis.stateful import (
 
 from sglang_coserve.core.line_placement import (
     DEATHS_BEFORE_ALONE,
+    FAILURES_IN_A_ROW,
     LINES_AHEAD,
+    FailureStreak,
     LinePlacement,
     Placed,
     PrefixGroups,
@@ -154,6 +156,28 @@ def test_a_rolling_exchange_changes_the_model_once() -> None:
         present = model_of_most(models, present)
         seen.append(present)
     assert seen == ["v1"] * 5 + ["v2"] * 3
+
+
+def test_an_engine_that_only_fails_rests_longer_each_time() -> None:
+    streak, now_s, rests_s = FailureStreak(), 0.0, []
+    for _ in range(9):
+        for _ in range(FAILURES_IN_A_ROW):
+            assert not streak.is_resting(now_s)
+            streak.failed(now_s)
+        began_s = now_s
+        while streak.is_resting(now_s):
+            now_s += 1.0
+        rests_s.append(now_s - began_s)
+    assert rests_s == [5, 10, 20, 40, 80, 160, 300, 300, 300]
+
+
+def test_lines_that_fail_among_others_are_no_fault_of_the_engine() -> None:
+    streak = FailureStreak()
+    for _ in range(50):
+        for _ in range(FAILURES_IN_A_ROW - 1):
+            streak.failed(0.0)
+        streak.succeeded()
+    assert not streak.is_resting(0.0)
 
 
 def test_groups_are_forgotten_with_their_lines() -> None:

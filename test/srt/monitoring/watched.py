@@ -26,7 +26,8 @@ from srt.batch_server.deployment import (
 
 ONLINE_REQUESTS = 24
 ONLINE_TOKENS = 12
-LINES = 40
+LINES = 64
+LINE_TOKENS = 240
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -75,7 +76,7 @@ class Watched:
     def load(self) -> None:
         """Serve a batch and, beside it, online requests one after the other."""
         with self.deployment.client() as client:
-            self.batch_id = create(client, lines(LINES, 48)).id
+            self.batch_id = create(client, lines(LINES, LINE_TOKENS)).id
             until(client, self.batch_id, "in_progress")
             eventually(lambda: self.status()["offline"]["running"] > 0)
             began_s = time.perf_counter()
@@ -109,7 +110,14 @@ class Watched:
 @contextmanager
 def served(model: Path, directory: Path) -> Iterator[Watched]:
     """Start a server that plans and exports, let it serve the load, and end it."""
-    deployment = Deployment(model, directory, "--enable-metrics", "--startup-profile-seconds", "2")
+    deployment = Deployment(
+        model,
+        directory,
+        "--enable-metrics",
+        "--enable-cache-report",
+        "--startup-profile-seconds",
+        "2",
+    )
     deployment.start("coserve")
     try:
         watched = Watched(deployment)

@@ -70,7 +70,7 @@ def test_suspensions_and_delays_are_exported() -> None:
         'coserve_safepoint_suspended_total{kind="extend",model_name="m"} 6.0',
         'coserve_safepoint_suspended_total{kind="mixed",model_name="m"} 1.0',
         'coserve_safepoint_resumed_total{model_name="m"} 5.0',
-        'coserve_safepoint_delay_seconds{model_name="m",quantile="0.50",step="arrival_to_stop"} '
+        'coserve_safepoint_delay_seconds{model_name="m",statistic="p50",step="arrival_to_stop"} '
         "0.0125",
     ):
         assert line in lines

@@ -6,8 +6,19 @@ check; here it only says whose things are whose. Only the operator's routes chec
 ``set_admin_key`` tells them.
 """
 
-from sglang_coserve.batch.routes.caller import find_service, set_service
-from sglang_coserve.batch.routes.errors import BatchApiOffError
+from sglang_coserve.batch.routes.caller import (
+    batch_api_status,
+    find_service,
+    set_not_ready,
+    set_service,
+)
+from sglang_coserve.batch.routes.errors import (
+    ERROR_RESPONSES,
+    OPERATOR_ERROR_RESPONSES,
+    BatchApiNotReadyError,
+    BatchApiOffError,
+    JsonRoute,
+)
 from sglang_coserve.batch.routes.operator import check_admin_key, set_admin_key
 from sglang_coserve.batch.routes.routing import (
     add_batch_routes,
@@ -16,12 +27,18 @@ from sglang_coserve.batch.routes.routing import (
 )
 
 __all__ = [
+    "ERROR_RESPONSES",
+    "OPERATOR_ERROR_RESPONSES",
+    "BatchApiNotReadyError",
     "BatchApiOffError",
+    "JsonRoute",
     "add_batch_routes",
+    "batch_api_status",
     "check_admin_key",
     "find_service",
     "missing_routes",
     "operator_endpoints",
     "set_admin_key",
+    "set_not_ready",
     "set_service",
 ]

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from dataclasses import asdict
+from typing import Annotated, Any, Final
 
 from fastapi import Depends, FastAPI, Request
 
 from sglang_coserve.batch.owners import owner_of
-from sglang_coserve.batch.routes.errors import BatchApiOffError
+from sglang_coserve.batch.routes.errors import BatchApiNotReadyError, BatchApiOffError
 from sglang_coserve.batch.service import BatchService
+from sglang_coserve.errors import StorageError
 
-__all__ = ["Owner", "Service", "find_service", "set_service"]
+__all__ = [
+    "Owner",
+    "Service",
+    "batch_api_status",
+    "find_service",
+    "set_not_ready",
+    "set_service",
+]
 
 _STATE: Final = "coserve_batch_service"
 _OFF: Final = (
@@ -35,6 +44,27 @@ def find_service(app: FastAPI) -> BatchService:
         raise service
     assert isinstance(service, BatchService)
     return service
+
+
+def set_not_ready(app: FastAPI, why: str) -> None:
+    """Say why the routes of ``app`` serve nothing yet; whoever asks again may have an answer."""
+    setattr(app.state, _STATE, BatchApiNotReadyError(why))
+
+
+async def batch_api_status(app: FastAPI) -> dict[str, Any] | None:
+    """Return the ``ServiceStatus`` in plain values; None while the Batch API is off.
+
+    Whoever watches the server is to see the rest of it also when the disk has failed:
+    there is only an ``error`` then.
+    """
+    try:
+        return asdict(await find_service(app).status())
+    except BatchApiNotReadyError as error:
+        return {"not_ready": str(error)}
+    except BatchApiOffError:
+        return None
+    except StorageError as error:
+        return {"error": str(error)}
 
 
 def _service(request: Request) -> BatchService:

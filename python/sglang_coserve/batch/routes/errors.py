@@ -30,6 +30,7 @@ __all__ = [
     "ERROR_RESPONSES",
     "OPERATOR_ERROR_RESPONSES",
     "AdminKeyError",
+    "BatchApiNotReadyError",
     "BatchApiOffError",
     "JsonRoute",
     "NoAdminKeyError",
@@ -52,6 +53,10 @@ _STATUS: Final = (
 
 class BatchApiOffError(CoserveError):
     """There is no service, or no more: the server has no data directory, or is stopping."""
+
+
+class BatchApiNotReadyError(BatchApiOffError):
+    """There is no service yet: it will be there later."""
 
 
 class NoAdminKeyError(CoserveError):
@@ -168,6 +173,10 @@ def _invalid(error: RequestValidationError) -> Response:
 
 
 def _failed(error: CoserveError) -> Response:
+    if isinstance(error, BatchApiNotReadyError):
+        answer = _error(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="not_ready")
+        answer.headers.update({"retry-after": "1", "x-should-retry": "true"})
+        return answer
     if isinstance(error, BatchApiOffError):
         return _error(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="batch_api_off")
     if isinstance(error, NoAdminKeyError):

@@ -1,8 +1,8 @@
-"""How long an iteration takes: linear models of three feature sets, and a roofline.
+"""Predicts how long a step takes: linear models with three feature sets, and a roofline.
 
 ``predict`` and ``max_prefill_tokens`` answer the scheduler in constant time
-from ``BatchStats``; ``fit`` learns from measured iterations, ``Refiner`` keeps
-learning while serving, and ``LatencyProfile`` carries a model between them.
+from ``BatchStats``. ``fit`` learns from measured steps, ``Refiner`` keeps
+learning while serving, and ``LatencyProfile`` stores a model as JSON.
 """
 
 from sglang_coserve.core.latency_model.features import (

@@ -1,4 +1,4 @@
-"""The features of the papers' linear models: three sets, made of the same sums over a batch."""
+"""The feature sets of the papers' linear models, all made of the same sums over a batch."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ SUMS: Final = (
     "has_decodes",
     "has_rows",
 )
-"""What features are sums of: the fields of ``BatchStats``, the squares of two of them, and 1 for
-a batch with rows (of a kind)."""
+"""The terms that features are made of: the fields of ``BatchStats``, the squares of two of them,
+and indicators (1 if the batch has prefills, decodes, or any rows)."""
 
 
 class Feature(NamedTuple):
-    """What a coefficient multiplies."""
+    """The factor that a coefficient multiplies."""
 
     coefficient: str
-    """Its name; its value is in seconds per unit of the feature."""
+    """Name of the coefficient; its value is in seconds per unit of the feature."""
 
     sums: tuple[str, ...]
-    """Which of ``SUMS`` the feature adds up."""
+    """The entries of ``SUMS`` whose sum is the feature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +45,20 @@ class FeatureSet:
     """The features of a linear model."""
 
     kind: str
-    """Names the model in a saved profile."""
+    """The name of the model in a saved profile."""
 
     features: tuple[Feature, ...]
 
     replay_coefficients: tuple[str, ...] = ()
-    """Of batches that replay a decode CUDA graph; empty where the model knows no graphs."""
+    """Coefficients of batches that replay a decode CUDA graph; empty if these are not modelled."""
 
     @property
     def coefficient_names(self) -> tuple[str, ...]:
-        """All coefficients, those of replayed graphs last."""
+        """Names of all coefficients, those of replayed graphs last."""
         return (*(name for name, _ in self.features), *self.replay_coefficients)
 
     def prices(self, coefficients: Mapping[str, float]) -> tuple[float, ...]:
-        """Return the seconds that one unit of each of ``SUMS`` costs."""
+        """Return the seconds per unit of each of ``SUMS``."""
         prices = dict.fromkeys(SUMS, 0.0)
         for name, sums in self.features:
             for added in sums:
@@ -101,15 +101,15 @@ CONSERVE: Final = FeatureSet(
     ),
     replay_coefficients=("graph_row_s", "graph_context_token_s", "graph_iteration_s"),
 )
-"""T = k1·ΣP + k2·ΣP·(P + C) + k4·Σ(P + C) + k5 (ConServe §4.2), and a price of each row.
+"""T = k1·ΣP + k2·ΣP·(P + C) + k4·Σ(P + C) + k5 (ConServe §4.2), plus a cost per row.
 
 The paper's communication term k3·P multiplies the same P as k1, so only k1 + k3 can be
 measured: one coefficient, valid for one tensor-parallel size.
 
 The paper has no term for rows. It profiles a GPU, where one kernel serves all rows;
-elsewhere each row has kernels of its own, and the work of a row that does not depend on its
-length (logits, sampling) is no token's. Prefill and decode rows have a coefficient each,
-because their kernels differ.
+elsewhere each row has kernels of its own, and some work of a row (logits, sampling) does not
+depend on its length. Prefill and decode rows have separate coefficients, because their kernels
+differ.
 """
 
 HYGEN: Final = FeatureSet(
@@ -126,8 +126,8 @@ HYGEN: Final = FeatureSet(
 )
 """T = f(S_p, S_d, S_p², S_d², N_p, N_d), linear, plus a constant (HyGen §4.2, Eq. 1).
 
-S_p does not count what a prefill finds cached, so a chunk costs the same at any depth of
-its prompt: choose it for prompts that fit one chunk.
+S_p does not count cached tokens, so a chunk costs the same at any depth of
+its prompt: use this model for prompts that fit one chunk.
 """
 
 BROS: Final = FeatureSet(

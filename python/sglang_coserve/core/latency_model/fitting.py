@@ -1,4 +1,4 @@
-"""Fit on some samples, report the error on the others."""
+"""Fits a model on some samples and reports its error on the others."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class FitReport:
     """
 
     fitted_samples: NonNegativeInt
-    """Samples that determined the coefficients."""
+    """Number of samples that the coefficients were fitted on."""
 
     held_out_samples: NonNegativeInt
-    """Samples that the errors below are measured on."""
+    """Number of samples that the errors below were measured on."""
 
     mape: NonNegativeFloat
     """Mean absolute percentage error, as a fraction."""
@@ -43,10 +43,10 @@ class FitReport:
     """99th percentile of the absolute relative error."""
 
     bias: float
-    """Mean of (predicted − measured) / measured; positive when the model is cautious."""
+    """Mean of (predicted − measured) / measured; positive when the model overestimates."""
 
     seed: int
-    """Of the split into fitted and held-out samples."""
+    """Seed of the split into fitted and held-out samples."""
 
     @classmethod
     def measure(
@@ -72,7 +72,7 @@ class FitReport:
 
 @dataclass(frozen=True, slots=True)
 class Fit(Generic[M_co]):
-    """A fitted model and how far to trust it."""
+    """A fitted model and its error on held-out samples."""
 
     model: M_co
     report: FitReport
@@ -84,7 +84,7 @@ def fit_and_report(
     """Fit on a random four fifths of the samples and report on the rest.
 
     Raises:
-        InputFileError: fewer than two samples, or ``fit`` refuses its share.
+        InputFileError: there are fewer than two samples, or ``fit`` raises it.
     """
     table = SampleTable.of(samples)
     if len(table) < 2:

@@ -15,7 +15,7 @@ __all__ = ["HARDWARE", "Hardware", "find_hardware"]
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What one device can do at best, as its vendor states it."""
+    """The peak performance of one device, as stated by its vendor."""
 
     name: str
     bf16_flop_per_s: PositiveFloat

@@ -13,7 +13,7 @@ from sglang_coserve.errors import InputFileError
 
 __all__ = ["fit_relative"]
 
-# Below this share of the largest eigenvalue a direction is rounding, not measurement.
+# Eigenvalues below this share of the largest are rounding errors: the direction was not measured.
 _RANK_TOLERANCE: Final = 1e-11
 
 
@@ -40,9 +40,9 @@ def fit_relative(terms: Floats, seconds: Floats, names: Sequence[str]) -> dict[s
             f"samples: no batch does the work that {', '.join(unseen)} prices: "
             "measure batches that do"
         )
-    # Columns differ by ten orders of magnitude (a constant beside ΣP·(P + C)): unit norms.
+    # Columns differ by ten orders of magnitude (a constant and ΣP·(P + C)): scale to unit norm.
     relative /= scale
-    # The triangle has the least squares of all rows in as many rows as columns.
+    # QR reduces the problem to as many rows as columns, with the same least squares.
     orthogonal, triangle = np.linalg.qr(relative)
     _reject_ambiguous(triangle.T @ triangle, names)
     solution = nnls(triangle, orthogonal.sum(axis=0))[0] / scale
@@ -54,7 +54,7 @@ def _reject_ambiguous(gram: Floats, names: Sequence[str]) -> None:
     silent = eigenvectors[:, eigenvalues <= _RANK_TOLERANCE * eigenvalues[-1]]
     if not silent.size:
         return
-    # Any combination of them leaves the predictions as they are.
+    # Moving along these directions does not change the predictions.
     parts = np.linalg.norm(silent, axis=1)
     tied = [name for name, part in zip(names, parts, strict=True) if part > 0.1]
     raise InputFileError(

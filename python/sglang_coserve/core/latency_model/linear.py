@@ -1,4 +1,4 @@
-"""The papers' linear models: one class, told apart by their features."""
+"""The papers' linear models: one class with different feature sets."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ __all__ = ["LinearModel"]
 
 @dataclass(frozen=True, slots=True)
 class LinearModel:
-    """T = Σ coefficient · feature, of ConServe's, HyGen's or BROS's features; built by ``of``.
+    """T = Σ coefficient · feature, with ConServe's, HyGen's or BROS's features; built by ``of``.
 
-    A decode-only batch that replays a CUDA graph runs as the next captured batch size and
-    without the launch costs of the other batches. With ``captured_batch_sizes`` (ConServe's
-    features only) such batches have a line of their own,
+    A decode-only batch that replays a CUDA graph runs at the next captured batch size and
+    without the launch costs of other batches. With ``captured_batch_sizes`` (ConServe's
+    features only) such batches have a separate formula,
 
         T = g1·captured(N) + g2·Σ(C + 1) + g3,
 
-    which is also the least that a batch with the same decodes takes: a prefill that joins
-    never makes an iteration shorter.
+    which is also a lower bound for batches with the same decodes: adding a prefill
+    never makes a step shorter.
     """
 
     features: FeatureSet
     coefficients: Mapping[str, float]
     captured_batch_sizes: tuple[int, ...] = ()
-    """Of the decode CUDA graphs, ascending; empty when nothing is captured."""
+    """Batch sizes of the decode CUDA graphs, ascending; empty when none is captured."""
 
     _prices: tuple[float, ...] = field(init=False, repr=False, compare=False)
-    """Of each of ``SUMS``: a prediction is then the same few products for all features."""
+    """Seconds per unit of each of ``SUMS``, so that ``predict`` is the same for all features."""
 
     _replay_prices: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
@@ -63,7 +63,7 @@ class LinearModel:
         captured_batch_sizes: tuple[int, ...] = (),
         **coefficients: float,
     ) -> LinearModel:
-        """Return a model with these coefficients, and zero for the others."""
+        """Return a model with the given coefficients; the others are zero."""
         values = dict.fromkeys(features.coefficient_names, 0.0)
         return cls(features, values | coefficients, captured_batch_sizes)
 
@@ -117,7 +117,7 @@ class LinearModel:
     def max_prefill_tokens(
         self, batch: BatchStats, context_tokens: int, limit_tokens: int, budget_s: float
     ) -> int:
-        """See ``LatencyModel.max_prefill_tokens``; closed form."""
+        """See ``LatencyModel.max_prefill_tokens``; starts from a closed-form solution."""
         # Beyond the first token, m more add m·(C + 2) + m² to ΣP·(P + C), 2·S_p·m + m² to S_p².
         first = batch.with_prefill(1, context_tokens)
         token_s, _, pair_s, token_squared_s = self._prices[1:5]
@@ -144,8 +144,8 @@ class LinearModel:
     def fit(self, samples: Iterable[Sample] | SampleTable, *, seed: int = 0) -> Fit[LinearModel]:
         """See ``LatencyModel.fit``.
 
-        With captured batch sizes the samples must hold decode-only batches and
-        mixed ones, because the two parts are fitted apart.
+        With captured batch sizes the samples must include decode-only and
+        mixed batches, because the two formulas are fitted separately.
         """
         return fit_and_report(self._fit_all, samples, seed)
 
@@ -169,8 +169,8 @@ class LinearModel:
         terms = self.features.terms(table)
         names = self.features.coefficient_names[: len(self.features.features)]
         if self.captured_batch_sizes:
-            # Each batch has work in one part only, so this one fit is two separate ones. The
-            # lower bound of mixed batches is not part of it: a machine hardly ever reaches that.
+            # Each batch has non-zero terms of one formula only, so this is two separate fits. The
+            # lower bound of mixed batches is ignored, as it hardly ever applies.
             terms = _choose(self._is_replayed(table), terms, self._replay_terms(table))
             names = self.features.coefficient_names
         return self.with_coefficients(fit_relative(terms, table.seconds, names))

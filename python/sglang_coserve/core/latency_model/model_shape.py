@@ -84,7 +84,7 @@ class ModelShape:
 
 
 class _Dimensions(Document):
-    """Those of a config, under its names."""
+    """The dimensions in a Hugging Face config, under its names."""
 
     hidden_size: PositiveInt
     num_hidden_layers: PositiveInt

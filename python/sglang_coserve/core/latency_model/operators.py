@@ -1,4 +1,4 @@
-"""What one rank computes and moves in an iteration, operator by operator (OOCO §3.3.1)."""
+"""FLOPs and bytes of each operator of a step, for one rank (OOCO §3.3.1)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALL_REDUCES_PER_LAYER: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """All layers' products of one kind, as OOCO's Table 3 counts them."""
+    """One kind of matrix product, summed over all layers (OOCO's Table 3)."""
 
     row_flops: int
     """2·D_in·D_out for each row of the input."""
@@ -39,7 +39,7 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """All layers' fused attention."""
+    """Fused attention, summed over all layers."""
 
     pair_flops: int
     """4·D_h for each query–key pair."""
@@ -57,13 +57,13 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """One iteration of one rank of a tensor-parallel group."""
+    """The operators of a step, for one rank of a tensor-parallel group."""
 
     layer_gemms: tuple[Gemm, ...]
-    """Of every token: QKV, attention output, gate and up, down."""
+    """For every token: QKV, attention output, gate and up, down."""
 
     lm_head: Gemm
-    """Of one token of each request: no logits are computed for the others."""
+    """For one token of each request, as no logits are computed for the others."""
 
     attention: Attention
     communication_bytes: float
@@ -71,7 +71,7 @@ class Operators:
 
     @classmethod
     def of(cls, shape: ModelShape, tp_size: int) -> Operators:
-        """Split a model over ``tp_size`` ranks as Megatron does.
+        """Return the operators of a model split over ``tp_size`` ranks as in Megatron.
 
         Raises:
             ConfigError: the heads cannot be split over that many ranks.

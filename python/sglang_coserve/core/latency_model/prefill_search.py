@@ -1,4 +1,4 @@
-"""The longest prefill chunk under a latency budget."""
+"""Finds the longest prefill chunk within a latency budget."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["longest_prefill", "solve_chunk"]
 def solve_chunk(slack_s: float, per_token_s: float, per_token_squared_s: float) -> float:
     """Return the n ≥ 0 with per_token_squared_s·n² + per_token_s·n = slack_s.
 
-    0 without slack, infinity when tokens are free.
+    0 without slack, infinity if both coefficients are 0.
     """
     if slack_s <= 0:
         return 0.0
-    # This form of the root subtracts nothing, so it is exact for tiny quadratic terms too.
+    # This form of the root avoids cancellation, so it is also exact for tiny quadratic terms.
     root = per_token_s + math.sqrt(per_token_s**2 + 4 * per_token_squared_s * slack_s)
     return 2 * slack_s / root if root > 0 else math.inf
 
@@ -35,9 +35,9 @@ def longest_prefill(
 ) -> int:
     """Return the largest n ≤ limit for which ``model.predict`` stays within the budget.
 
-    Correct for any monotone ``predict``. With ``guess``, a closed-form
-    solution, the search starts there and takes two predictions when rounding
-    did not move the answer; without, it bisects in O(log limit) predictions.
+    Correct for any monotone ``predict``. With ``guess``, an approximate
+    solution, the search starts there and takes only two predictions if the guess is exact;
+    without, it bisects in O(log limit) predictions.
     """
     assert limit_tokens >= 0, f"negative limit: {limit_tokens}"
     low, high = 0, limit_tokens + 1  # low fits, high does not

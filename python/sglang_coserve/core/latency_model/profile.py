@@ -1,4 +1,4 @@
-"""A measured latency model as a JSON document that people can read."""
+"""A measured latency model as a human-readable JSON document."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SCHEMA_VERSION: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class LatencyProfile:
-    """A latency model, what it was measured on, and how good it is."""
+    """A latency model, the setup that it was measured on, and its error."""
 
     latency_model: LatencyModel
     report: FitReport | None
@@ -39,7 +39,7 @@ class LatencyProfile:
     sglang_version: str
 
     def to_json(self) -> str:
-        """Return the profile as indented JSON; ``from_json`` gives an equal one."""
+        """Return the profile as indented JSON, from which ``from_json`` makes an equal one."""
         document = {
             "schema_version": _SCHEMA_VERSION,
             "kind": self.latency_model.kind,
@@ -58,8 +58,8 @@ class LatencyProfile:
         """Read what ``to_json`` wrote; ``source`` names the file in messages.
 
         Raises:
-            InputFileError: not JSON, another schema version, an unknown kind,
-                or a field that is missing or malformed.
+            InputFileError: the text is not JSON or has another schema version, an
+                unknown kind, or a missing or malformed field.
         """
         document = read_json(_Profile, text, source)
         model = _form(document.kind, text, source)
@@ -68,7 +68,7 @@ class LatencyProfile:
             if name not in given:
                 raise InputFileError(f"{source}: coefficients.{name}: this field is missing")
         for name in given:
-            # A misspelt name would otherwise silently cost nothing.
+            # A misspelt name would otherwise be ignored silently.
             if name not in names:
                 raise InputFileError(
                     f"{source}: coefficients.{name}: a {document.kind} model has only "
@@ -93,7 +93,7 @@ def _this_version(version: int) -> int:
 
 
 class _Profile(Document):
-    """A profile but for its form, which depends on its kind."""
+    """A profile without its form, which depends on its kind."""
 
     schema_version: Annotated[int, AfterValidator(_this_version)]
     kind: Literal["linear", "polynomial", "roofline", "split_linear"]
@@ -130,7 +130,7 @@ class _WithRooflineForm(Document):
 
 
 def _form(kind: str, text: str, source: str) -> LatencyModel:
-    """Return a model of the document's form, with coefficients that are not the document's."""
+    """Return a model of the document's form, with default coefficients."""
     if kind == RooflineModel.kind:
         form = read_json(_WithRooflineForm, text, source).form
         try:

@@ -1,4 +1,4 @@
-"""What a latency model promises to the scheduler, the profiler and the simulator."""
+"""The interface of latency models for the scheduler, the profiler and the simulator."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["LatencyModel", "assert_coefficients"]
 
 
 class LatencyModel(Protocol):
-    """How long one iteration takes, as a function of sums over its rows.
+    """Predicts the duration of a step from sums over the rows of its batch.
 
-    An implementation is a frozen dataclass. Its *coefficients* are seconds per unit of some
-    work, finite and never negative: so a prediction never shrinks when a batch grows, and never
-    is negative, however far from the measured batches. The rest is its *form*, which a fit does
-    not change. A regression is made with coefficients of zero, as a form to fit.
+    Implementations are frozen dataclasses. The *coefficients* are seconds per unit of some
+    work, finite and never negative; so a prediction is never negative and never shrinks when a
+    batch grows, however far from the measured batches. All other fields are the *form*, which a
+    fit does not change. A model to be fitted is created with coefficients of zero.
     """
 
     @property
     def kind(self) -> str:
-        """Names the model in a saved profile."""
+        """The name of the model in a saved profile."""
         ...
 
     @property
@@ -37,18 +37,18 @@ class LatencyModel(Protocol):
         ...
 
     def predict(self, batch: BatchStats) -> float:
-        """Return the seconds this batch takes; 0 for a batch without rows. O(1)."""
+        """Return the predicted seconds of a batch; 0 for a batch without rows. O(1)."""
         ...
 
     def max_prefill_tokens(
         self, batch: BatchStats, context_tokens: int, limit_tokens: int, budget_s: float
     ) -> int:
-        """Return the longest prefill chunk that may join the batch.
+        """Return the length of the longest prefill chunk that fits a batch within ``budget_s``.
 
         The chunk belongs to a request with ``context_tokens`` already computed
-        and ``limit_tokens`` left. The result n is at most ``limit_tokens``;
-        with a row of n tokens ``predict`` stays within ``budget_s``, with n + 1
-        it does not. 0 when not even one token fits.
+        and ``limit_tokens`` left. The result n is the largest one up to ``limit_tokens``
+        for which ``predict`` with a row of n more tokens stays within ``budget_s``; 0 if not even
+        one token fits.
         """
         ...
 
@@ -63,7 +63,7 @@ class LatencyModel(Protocol):
     def fit(self, samples: Iterable[Sample] | SampleTable, *, seed: int = 0) -> Fit[Self]:
         """Return a new model of the same form that fits the samples.
 
-        Least squares of the relative error, because MAPE is what matters; the
+        Minimizes the squared relative error, because MAPE is what matters; the
         report is on held-out samples, drawn with ``seed``.
 
         Raises:
@@ -73,11 +73,11 @@ class LatencyModel(Protocol):
         ...
 
     def form(self) -> dict[str, object]:
-        """Return what is not a coefficient, ready for JSON."""
+        """Return the form (everything except the coefficients) as a JSON object."""
         ...
 
 
 def assert_coefficients(model: LatencyModel) -> None:
-    """Check the invariant that makes every prediction monotone and non-negative."""
+    """Assert that all coefficients are finite and non-negative."""
     for name, value in model.coefficients.items():
         assert math.isfinite(value) and value >= 0, f"{model.kind}: {name} = {value}"

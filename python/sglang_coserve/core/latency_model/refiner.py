@@ -1,4 +1,4 @@
-"""Keep a latency model true to the machine while it serves."""
+"""Refines a latency model by measured steps while it serves."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Refiner"]
 
 M = TypeVar("M", bound=LatencyModel)
 
-# What may have changed since the profile, as standard deviations of the logarithm of a
-# coefficient: the machine as a whole (clocks, a neighbour) far more than one kind of work alone.
+# Prior standard deviations of the change since the profile, as the logarithm of a coefficient:
+# the whole machine (clocks, a noisy neighbour) is likelier to change than one kind of work.
 _COMMON_CHANGE: Final = 1.0
 _OWN_CHANGE: Final = 0.3
 _NOISE: Final = 0.03
-# No machine drifts this far from its profile: beyond, profile again.
+# Bound on the change of a coefficient; a machine that differs more must be profiled again.
 _MAX_LOG_CHANGE: Final = math.log(32)
 
 # A residual counts in full up to this many times the running median of its size:
@@ -42,16 +42,16 @@ class Refiner(Generic[M]):
     the coefficients, so that a slower machine seen only through decodes slows
     the predicted prefills too, and work that is not observed is not forgotten.
 
-    Huber weights bound what one sample can do. Their scale is the running
-    median of the residuals' size: an outlier here and there does not move it,
-    while a machine that really changed does, and is then believed.
+    Huber weights bound the influence of one sample. Their scale is the running
+    median of the absolute residuals: occasional outliers do not move it,
+    while a lasting change of the machine does, and is then followed.
 
-    A coefficient that the profile found to be zero stays zero. Not
-    thread-safe. One ``refine`` is O(k³) for k ≤ 10 coefficients.
+    A coefficient that is zero in the profile stays zero. Not
+    thread-safe. Each ``refine`` is O(k³) for k ≤ 10 coefficients.
     """
 
     def __init__(self, model: M, *, window_samples: int = 100) -> None:
-        """Start from a fitted model; older samples fade with ``window_samples``."""
+        """Start from a fitted model; samples decay exponentially over ``window_samples``."""
         assert window_samples > 1, f"the window must hold samples: {window_samples}"
         k = len(model.coefficients)
         self._profiled = model
@@ -70,9 +70,9 @@ class Refiner(Generic[M]):
         return self._model
 
     def refine(self, *samples: Sample) -> M:
-        """Take measured iterations into account, in their order; return the new model.
+        """Learn from measured steps, in their order, and return the refined model.
 
-        Several at once cost hardly more than one.
+        Several samples at once cost hardly more than one.
 
         Raises:
             InputFileError: a batch is empty or a time is not positive.

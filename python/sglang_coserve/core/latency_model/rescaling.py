@@ -1,4 +1,4 @@
-"""Fit a model by rescaling its coefficients, for predictions that are not linear in them."""
+"""Fits a model by rescaling its coefficients, for predictions that are not linear in them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["fit_rescaled", "rescaled"]
 
 M = TypeVar("M", bound=LatencyModel)
 
-# How sure the start is, in samples' worth: enough to hold a coefficient that no
-# sample shows, far too little to hold one that a few samples do.
+# Weight of the start values, in samples: enough to keep a coefficient that no
+# sample determines, too little to matter for one that a few samples determine.
 _PRIOR_WEIGHT: Final = 1e-3
-# Rows that are worked on at once: their intermediate columns stay in the cache.
+# Rows per block, so that the intermediate columns stay in the CPU cache.
 _BLOCK: Final = 4096
 _MAX_ROUNDS: Final = 30
 _MAX_HALVINGS: Final = 5
-# Of the logarithm of a coefficient: a hundredth of a percent.
+# Convergence threshold, in the logarithm of a coefficient: 0.01%.
 _TOLERANCE: Final = 1e-4
 
 
@@ -39,9 +39,9 @@ def rescaled(model: M, log_factors: Floats) -> M:
 def fit_rescaled(start: M, table: SampleTable) -> M:
     """Return ``start`` rescaled to the least relative squared error on the table.
 
-    Gauss–Newton on the logarithms of the coefficients, which keeps them
-    positive and makes them comparable whatever their units; steps that do not
-    improve are halved. A coefficient of zero stays zero.
+    Uses Gauss–Newton on the logarithms of the coefficients, which keeps them
+    positive and independent of units; updates that do not improve the loss
+    are halved. A coefficient of zero stays zero.
     """
     blocks = [
         table.take(np.arange(first, min(first + _BLOCK, len(table))))
@@ -70,7 +70,7 @@ def fit_rescaled(start: M, table: SampleTable) -> M:
 def _expand(
     model: LatencyModel, blocks: Iterable[SampleTable], log_factors: Floats
 ) -> tuple[Floats, Floats, float]:
-    """Return the loss, its downhill gradient and its Gauss–Newton matrix."""
+    """Return the Gauss–Newton matrix, the negative gradient and the loss."""
     gram: Floats = _PRIOR_WEIGHT * np.eye(len(log_factors))
     gradient: Floats = -_PRIOR_WEIGHT * log_factors
     loss = _PRIOR_WEIGHT * float(log_factors @ log_factors)

@@ -20,7 +20,7 @@ from sglang_coserve.core.latency_model.samples import Floats, Ints, Sample, Samp
 
 __all__ = ["RooflineModel"]
 
-# Where a fit starts, and what an unfitted model answers with: the achieved share of each peak.
+# Assumed share of each peak that is achieved, for unfitted models and as the start of a fit.
 # The two compute shares give ConServe's published prefill times for Llama-3.1-8B on an H100
 # (§4.2: 51 ms for 2048 tokens, 124 ms after 40K of context). The others are assumptions.
 _GEMM_COMPUTE: Final = 0.65
@@ -32,7 +32,8 @@ _STEP_S: Final = 1e-3
 _REQUEST_S: Final = 1e-6
 
 _CLOSED_FORMS: Final = 2
-"""The first starts at one token, perhaps bound by memory; the second mostly is exact."""
+"""Rounds of the closed form. The first starts at one token, where the batch may be memory-bound;
+the second is mostly exact."""
 
 _COEFFICIENTS: Final = (
     "gemm_flop_s",
@@ -48,18 +49,18 @@ _COEFFICIENTS: Final = (
 )
 
 _GemmLine = tuple[float, float, float]
-"""Seconds of computing a row, of moving a row, and of reading the weights."""
+"""Seconds to compute a row, to read and write a row, and to read the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class RooflineModel:
-    """Each operator takes max(FLOPs / F, bytes / M); an iteration is their sum (OOCO §3.3).
+    """Sums max(FLOPs / F, bytes / M) over the operators of a step (OOCO §3.3).
 
-    The coefficients are the inverses of the paper's Table 4, so that all of
+    The coefficients are the inverses of those in the paper's Table 4, so that all of
     them are seconds per unit. A batch with prefill and decode rows pays the
-    larger of the two static overheads; each row adds a price of its own, which
-    the paper does not have (``CONSERVE`` says why). Built from the
-    model's config and the device's datasheet it predicts before anything was
+    larger of the two static overheads. Each row adds a cost of its own, which
+    the paper does not have (see ``CONSERVE``). Built from the
+    model's config and the device's datasheet, it can predict before anything was
     measured; ``fit`` replaces the assumed efficiencies by measured ones.
     """
 
@@ -92,19 +93,19 @@ class RooflineModel:
     """O_d."""
 
     prefill_request_s: float
-    """Of each prefill row."""
+    """Cost of each prefill row."""
 
     decode_request_s: float
-    """Of each decode row."""
+    """Cost of each decode row."""
 
     _operators: Operators = field(init=False, repr=False, compare=False)
     _layer_gemm_lines: tuple[_GemmLine, ...] = field(init=False, repr=False, compare=False)
     _lm_head_line: _GemmLine = field(init=False, repr=False, compare=False)
     _per_token_s: float = field(init=False, repr=False, compare=False)
-    """Of communication."""
+    """Communication time per token."""
 
     _token_s: float = field(init=False, repr=False, compare=False)
-    """Of each token in the layers, where there are many."""
+    """Time per token in the layers, for large batches."""
 
     _prefill_pair_s: float = field(init=False, repr=False, compare=False)
     _decode_pair_s: float = field(init=False, repr=False, compare=False)
@@ -131,7 +132,7 @@ class RooflineModel:
     def from_datasheet(
         cls, shape: ModelShape, hardware: Hardware, *, tp_size: int = 1
     ) -> RooflineModel:
-        """Return a model with assumed efficiencies, to use at once or to fit.
+        """Return a model with assumed efficiencies, which may be used as it is or fitted.
 
         Raises:
             ConfigError: the model cannot be split over ``tp_size`` devices.
@@ -164,7 +165,7 @@ class RooflineModel:
 
     def predict(self, batch: BatchStats) -> float:
         """See ``LatencyModel.predict``."""
-        # Called tens of times an iteration: conditions, as a call of ``max`` costs twice as much.
+        # Called tens of times per step: conditional expressions take half the time of ``max``.
         prefills, prefill_tokens, prefill_context, pairs, decodes, decode_keys = batch
         rows = prefills + decodes
         if not rows:
@@ -202,7 +203,7 @@ class RooflineModel:
     def max_prefill_tokens(
         self, batch: BatchStats, context_tokens: int, limit_tokens: int, budget_s: float
     ) -> int:
-        """See ``LatencyModel.max_prefill_tokens``; closed forms until one is between two kinks."""
+        """See ``LatencyModel.max_prefill_tokens``; searches from a closed-form estimate."""
         if limit_tokens <= 0:
             return 0
         if self.predict(batch.with_prefill(limit_tokens, context_tokens)) <= budget_s:
@@ -210,14 +211,14 @@ class RooflineModel:
         tokens = 1
         for _ in range(_CLOSED_FORMS):
             seconds = self.predict(batch.with_prefill(tokens, context_tokens))
-            # As if compute bound: m tokens more add m·(2n + C) + m² to ΣP·(P + C).
+            # Assume compute-bound operators: m more tokens add m·(2n + C) + m² to ΣP·(P + C).
             slope_s = self._token_s + self._prefill_pair_s * (context_tokens + 2 * tokens)
             more = solve_chunk(budget_s - seconds, slope_s, self._prefill_pair_s)
             tokens += int(min(more, limit_tokens - tokens))
         return longest_prefill(self, batch, context_tokens, limit_tokens, budget_s, tokens)
 
     def contributions(self, table: SampleTable) -> Floats:
-        """See ``LatencyModel.contributions``: of each maximum, the larger side counts."""
+        """See ``LatencyModel.contributions``; the smaller side of each maximum contributes 0."""
         attention = self._operators.attention
         gemm_compute_s, gemm_memory_s = self._gemm(self._operators.lm_head, table.num_requests)
         for gemm in self._operators.layer_gemms:
@@ -261,8 +262,8 @@ class RooflineModel:
     def fit(self, samples: Iterable[Sample] | SampleTable, *, seed: int = 0) -> Fit[RooflineModel]:
         """See ``LatencyModel.fit``.
 
-        Few samples are enough: a coefficient that they leave undetermined stays
-        near its present value.
+        Few samples are enough: a coefficient that they do not determine stays
+        near its current value.
         """
         return fit_and_report(lambda table: fit_rescaled(self, table), samples, seed)
 
@@ -287,7 +288,7 @@ class RooflineModel:
 
 
 def _larger(left_s: Floats, right_s: Floats) -> tuple[Floats, Floats]:
-    """Return both with the smaller of each pair set to zero."""
+    """Return both arrays, with the smaller value of each pair set to zero."""
     # Multiplying by the mask is several times faster than np.where on mixed batches.
     left_wins = left_s > right_s
     return left_s * left_wins, right_s * ~left_wins

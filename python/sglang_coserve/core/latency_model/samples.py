@@ -1,4 +1,4 @@
-"""Measured iterations, one by one or as columns."""
+"""Measured steps, as single samples or as a table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COUNTS = BatchStats._fields
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One iteration: what ran, and how long it took."""
+    """One measured step: its batch and its duration."""
 
     batch: BatchStats
     seconds: float
@@ -29,10 +29,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleTable:
-    """Many iterations as columns of shape (n,), so that a fit is vectorised.
+    """Many measured steps as columns of shape (n,), for vectorised fits.
 
-    The columns before ``seconds`` have the names and the meaning of the fields
-    of ``BatchStats``.
+    The columns before ``seconds`` are the fields of ``BatchStats``.
 
     Raises:
         InputFileError: columns differ in length, a count is negative, a batch
@@ -84,7 +83,7 @@ class SampleTable:
 
     @property
     def num_requests(self) -> Ints:
-        """Rows of each batch."""
+        """Number of rows of each batch."""
         return self.prefill_requests + self.decode_requests
 
     @property

@@ -5,6 +5,7 @@ prefix is computed once. Which engine that is follows from the prefix alone (ren
 hashing), so another gateway, or the same one after a restart, finds the same.
 """
 
+from sglang_coserve.core.line_placement.failure_streak import FAILURES_IN_A_ROW, FailureStreak
 from sglang_coserve.core.line_placement.model_vote import model_of_most
 from sglang_coserve.core.line_placement.placement import (
     DEATHS_BEFORE_ALONE,
@@ -17,7 +18,9 @@ from sglang_coserve.core.line_placement.window import LINES_AHEAD, line_window
 
 __all__ = [
     "DEATHS_BEFORE_ALONE",
+    "FAILURES_IN_A_ROW",
     "LINES_AHEAD",
+    "FailureStreak",
     "LinePlacement",
     "Placed",
     "PrefixGroups",

@@ -1,9 +1,9 @@
 """The order in which waiting offline requests are served.
 
-- ``queue`` decides which request is next: starvation, deadlines, prefix or age.
-- ``prefix_trie`` keeps requests with a common prefix side by side.
-- ``time_order`` sorts them by a moment: arrival or latest start.
-- ``request``, ``tokens`` and ``config`` are the values that go in.
+- ``queue`` chooses the next request: by starvation, deadline, length, prefix or age.
+- ``prefix_trie`` orders requests by common prefixes.
+- ``time_order`` sorts them by a time: arrival or latest start.
+- ``request``, ``tokens`` and ``config`` define the input values.
 """
 
 from sglang_coserve.core.offline_queue.config import OfflineQueueConfig

@@ -15,7 +15,7 @@ class OfflineQueueConfig:
     """How the queue weighs prefix sharing, age, deadlines and length.
 
     Raises:
-        ConfigError: a value is out of its range; the message names the field.
+        ConfigError: a value is out of range; the message names the field.
     """
 
     utility_ratio: float = 0.95
@@ -23,7 +23,7 @@ class OfflineQueueConfig:
     1 shares prefixes as much as possible, 0 serves in order of arrival."""
 
     max_overtakes: int | None = 64
-    """Picks in a row that may pass over the most stale request; ``None``: no limit."""
+    """Most consecutive picks that may pass over the oldest request; ``None``: no limit."""
 
     max_wait_s: float | None = None
     """Age from which requests are served in order of arrival, before anything else;
@@ -35,8 +35,8 @@ class OfflineQueueConfig:
     until its latest start; ``None``: deadlines do not matter."""
 
     longest_first: bool = True
-    """A request that would run longer than all that wait, over the rows that run, goes before
-    those without time pressure."""
+    """Whether a request that alone would run longer than all waiting work takes, spread over the
+    running rows, goes before those without time pressure."""
 
     seed: int = 0
     """Seed of the draws that the utility ratio needs."""
@@ -58,7 +58,7 @@ class OfflineQueueConfig:
 
     @classmethod
     def fcfs(cls) -> OfflineQueueConfig:
-        """First come, first served, but for requests whose deadline is at risk."""
+        """Return settings for first come, first served, except that deadlines at risk go first."""
         return cls(utility_ratio=0.0, longest_first=False)
 
 

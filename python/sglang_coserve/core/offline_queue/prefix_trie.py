@@ -1,4 +1,4 @@
-"""The compressed prefix trie that puts requests with a common prefix side by side."""
+"""A compressed prefix trie, in which requests with a common prefix are neighbours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Leaf", "PrefixTrie"]
 
 
 class Leaf:
-    """A request's place in the trie, which it keeps while it waits and while it runs."""
+    """A request in the trie; it keeps its position while it waits and while it runs."""
 
     __slots__ = ("is_waiting", "next", "number", "parent", "previous", "request")
 
@@ -40,12 +40,12 @@ class Leaf:
 
 
 class _Node:
-    """A prefix at which at least two requests part.
+    """A prefix after which at least two requests diverge.
 
     ``tokens`` is the prompt of any request below it, past or present, of which
-    the first ``depth_bytes`` are the prefix: an edge needs no text of its own,
-    and splitting or joining edges copies nothing. It keeps at most one prompt
-    alive per node after that request has left.
+    the first ``depth_bytes`` are the prefix. So edges need no text of their own,
+    and splitting or joining them copies nothing. A node keeps at most one prompt
+    alive after its request has left.
 
     The children with waiting requests below them are a linked list through the
     children themselves, from ``first`` to ``last``.
@@ -116,25 +116,24 @@ _Child: TypeAlias = _Node | Leaf
 
 
 class PrefixTrie:
-    """Requests ordered by the prefixes they share (HyGen §4.3, A.2).
+    """Orders requests by the prefixes that they share (HyGen §4.3, A.2).
 
     ``near`` yields the waiting requests, those with the longest prefix in common
-    with a given prompt first: given the prompt that was taken last, this is a
-    depth-first search that goes on from where it stands. Where that leaves a
-    choice between the children of a node,
+    with a given prompt first. Given the prompt that was taken last, this continues a
+    depth-first search. Among the children of a node the order is as follows:
 
     - a new child goes last, so that arrivals do not displace the branch that is
       being served, and a branch is served until none of its requests waits;
     - a child whose requests all ran, and below which a request waits again or
       newly arrives, goes first: something below it runs, so its prefix is in the
       KV cache;
-    - a child of which others have left more in the KV cache than the node's own
-      prefix goes first once ``promote`` tells.
+    - a child goes first when ``promote`` reports that other requests have left more of its
+      prompt in the KV cache than the node's own prefix.
 
-    A request hangs below the node at which its prompt leaves all others, under
-    its next token; where its prompt ends at a node, under its own number. So no
-    request is another's prefix, and equal prompts are neighbours. Nodes exist
-    only where prompts part: fewer than there are requests.
+    A request is a child of the node at which its prompt diverges from all others, keyed by
+    its next token; if its prompt ends at a node, keyed by its own number. So no leaf
+    is an ancestor of another, and equal prompts are neighbours. Nodes exist
+    only where prompts diverge, so there are fewer nodes than requests.
     """
 
     def __init__(self) -> None:
@@ -154,7 +153,7 @@ class PrefixTrie:
             done, current = current, current.parent
 
     def insert(self, leaf: Leaf) -> None:
-        """Give a new leaf its place and let it wait. O(prompt tokens)."""
+        """Add a new leaf as waiting. O(prompt tokens)."""
         tokens = leaf.tokens
         node = self._root
         while child := node.children.get(leaf.branch(node.depth_bytes)):
@@ -170,7 +169,10 @@ class PrefixTrie:
         _wait(leaf, is_new=True)
 
     def suspend(self, leaf: Leaf) -> None:
-        """Let a waiting leaf run: it keeps its place but is not iterated over. O(nodes above)."""
+        """Mark a waiting leaf as running: it keeps its position but ``near`` skips it.
+
+        O(nodes above).
+        """
         assert leaf.is_waiting
         leaf.is_waiting = False
         child: _Child = leaf
@@ -181,12 +183,15 @@ class PrefixTrie:
             child = parent
 
     def resume(self, leaf: Leaf) -> None:
-        """Let a suspended leaf wait again at its place. O(nodes above)."""
+        """Mark a running leaf as waiting again, at its old position. O(nodes above)."""
         assert not leaf.is_waiting
         _wait(leaf, is_new=False)
 
     def promote(self, leaf: Leaf, cached_bytes: int) -> None:
-        """Let a waiting leaf go first wherever that much of its prompt decides. O(nodes above)."""
+        """Put a waiting leaf first at each node whose prefix is shorter than ``cached_bytes``.
+
+        O(nodes above).
+        """
         assert leaf.is_waiting
         child: _Child = leaf
         while (parent := child.parent) is not None:
@@ -196,7 +201,7 @@ class PrefixTrie:
             child = parent
 
     def remove(self, leaf: Leaf) -> None:
-        """Take a leaf out, waiting or not. O(nodes above)."""
+        """Remove a leaf, waiting or not. O(nodes above)."""
         if leaf.is_waiting:
             self.suspend(leaf)
         node = leaf.parent
@@ -207,7 +212,7 @@ class PrefixTrie:
             _contract(node, node.parent)
 
     def _nearest(self, tokens: bytes) -> _Child:
-        """Return the deepest child all of whose requests share the longest prefix possible."""
+        """Return the root of the subtree that shares the longest prefix with ``tokens``."""
         node = self._root
         while child := node.children.get(tokens[node.depth_bytes : node.depth_bytes + TOKEN_BYTES]):
             edge = slice(node.depth_bytes, child.depth_bytes)
@@ -217,7 +222,7 @@ class PrefixTrie:
         return node
 
     def check_invariants(self) -> None:
-        """Assert that every node, link and place is sound. O(trie)."""
+        """Assert that all nodes, links and positions are consistent. O(trie)."""
         stack: list[_Node] = [self._root]
         while stack:
             node = stack.pop()
@@ -242,7 +247,7 @@ class PrefixTrie:
 
 
 def _waiting_below(top: _Child, done: _Child | None) -> Iterator[Leaf]:
-    """Yield the waiting leaves below ``top`` in the order of the lists, but not below ``done``."""
+    """Yield the waiting leaves below ``top`` in list order, except those below ``done``."""
     if isinstance(top, Leaf):
         yield top
         return
@@ -261,7 +266,7 @@ def _waiting_below(top: _Child, done: _Child | None) -> Iterator[Leaf]:
 
 
 def _wait(leaf: Leaf, *, is_new: bool) -> None:
-    """Link a leaf, and the nodes above it that had nothing waiting below them."""
+    """Link a leaf, and those nodes above it that had no waiting leaf below them."""
     leaf.is_waiting = True
     child: _Child = leaf
     while (parent := child.parent) is not None:
@@ -276,7 +281,7 @@ def _wait(leaf: Leaf, *, is_new: bool) -> None:
 
 
 def _split(parent: _Node, child: _Child, depth_bytes: int) -> _Node:
-    """Put a node of the given depth on the edge from ``parent`` to ``child``."""
+    """Insert a node of the given depth into the edge from ``parent`` to ``child``."""
     node = _Node(parent, child.tokens, depth_bytes)
     parent.children[child.branch(parent.depth_bytes)] = node
     node.children[child.branch(depth_bytes)] = child
@@ -288,7 +293,7 @@ def _split(parent: _Node, child: _Child, depth_bytes: int) -> _Node:
 
 
 def _contract(node: _Node, parent: _Node) -> None:
-    """Take out a node that is left with one child, which takes its place."""
+    """Replace a node that has only one child left by that child."""
     (child,) = node.children.values()
     if child.is_waiting:
         node.unlink(child)

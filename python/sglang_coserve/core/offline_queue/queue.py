@@ -1,4 +1,4 @@
-"""The queue of offline requests: prefix sharing, age, deadlines and length in one order."""
+"""The queue of offline requests, ordered by deadline, length, shared prefix and age."""
 
 from __future__ import annotations
 
@@ -23,48 +23,48 @@ from sglang_coserve.errors import RequestError
 __all__ = ["OfflineQueue"]
 
 _EQUAL: Final = 1e-6
-"""Of sums, what rounding may make of equal ones."""
+"""Relative rounding error allowed when sums are compared."""
 
 
 class OfflineQueue:
-    """Offline requests that wait, and the places of those that run.
+    """Holds the waiting offline requests, and the positions of the running ones.
 
-    A request is added and waits; taken, and runs; restored when it is preempted,
-    and waits again at its place; removed when it ends for whatever reason.
+    A request is added and waits; it is taken and runs; it is restored when it is retracted,
+    and waits again at its position; it is removed when it ends for whatever reason.
 
     The next request is, by the first rule that applies:
 
-    1. Starvation: the most stale request, if the last ``max_overtakes`` picks all
-       passed over the most stale one, or if it is ``max_wait_s`` old.
-    2. Deadlines: the one with the earliest latest start, if that is less than
-       ``deadline_slack_s`` away. Among requests that have yet to start it is the
-       latest start that runs out, not the deadline.
-    3. Length, with ``longest_first``: the one that would run longest, if that is
-       longer than all that wait take on the rows that run, and than their mean: what
-       would run on alone in the end has to start now.
-    4. HyGen A.3: with probability ``utility_ratio`` the one that shares the
-       longest prefix with the request taken last, else the most stale one. In
-       HyGen the latter leaves the place in the trie's order as it was; here the
-       order goes on from any request taken, for its prefix is the one in the cache.
-       It goes on from another one where others have left more of a prompt in the
-       cache (``cached``) than the next request shares with the last.
+    1. Starvation: the oldest request, if the last ``max_overtakes`` picks all
+       passed over the oldest one, or if it is ``max_wait_s`` old.
+    2. Deadlines: the request with the earliest latest start, if that is less than
+       ``deadline_slack_s`` away. For requests that have yet to start, the latest start is what
+       matters, not the deadline.
+    3. Length, with ``longest_first``: the request that would run longest, if it would run
+       longer than all waiting work takes, spread over the running rows, and longer than the
+       mean. Otherwise it would run on alone at the end.
+    4. HyGen A.3: with probability ``utility_ratio`` the request that shares the
+       longest prefix with the one taken last, else the oldest. In
+       HyGen, picking the oldest does not move the position in the trie's order; here the
+       order continues from any request taken, because its prefix is in the cache.
+       It continues from another request instead if other requests have left more of its prompt
+       in the cache (``cached``) than the next request shares with the last.
 
-    The most stale request is the one with the earliest arrival, by order of
-    ``add`` where arrivals are equal. One draw belongs to each taken request,
-    whichever rule decided: the same seed and events give the same picks.
+    The oldest request is the one with the earliest arrival; ties go by the order of
+    ``add``. Each taken request uses one random draw, whichever rule decided, so the same seed
+    and calls give the same picks.
 
-    **No request starves.** Let r wait, let K be ``max_overtakes``, and let a count
-    the requests more stale than r: those that wait when r starts to, and every
-    later ``add`` or ``restore`` of one while r waits. Then r is among the first
-    (a + 1)·(K + 1) picks from there on, whatever else arrives. Proof: by rule 1, of
-    any K + 1 picks in a row at least one takes the request that is the most stale
-    at that time. While r waits that is r, or uses up one of the a; so it is r by
-    the (a + 1)th such pick. In the same way, once r is ``max_wait_s`` old at most a
-    picks come before it, all of them more stale. The bound is in picks: a caller
-    that passes over the first candidate, because there is no room for it, meets it
-    first again the next time, or once another one is taken (``no_room``).
+    **No request starves.** Let r be waiting, K = ``max_overtakes``, and a the number of
+    requests older than r: those waiting when r starts to wait, plus every
+    later ``add`` or ``restore`` of one while r waits. Then r is among the next
+    (a + 1)·(K + 1) picks, whatever else arrives. Proof: by rule 1, at least one of
+    any K + 1 consecutive picks takes the request that is the oldest
+    at that time. While r waits, that is r itself or one of the a; so it is r by
+    the (a + 1)th such pick. Likewise, once r is ``max_wait_s`` old, at most a
+    picks come before it, all of them older. The bound counts picks: a caller
+    that skips the first candidate for lack of room gets it first again the next time, or once
+    another one is taken (``no_room``).
 
-    No method but ``check_invariants`` takes time in proportion to the requests held.
+    No method except ``check_invariants`` takes time proportional to the number of requests.
     """
 
     def __init__(self, config: OfflineQueueConfig) -> None:
@@ -75,7 +75,7 @@ class OfflineQueue:
         self._by_latest_start = TimeOrder(_latest_start_s)
         self._longest_first = TimeOrder(_less_service_s)
         self._service_s = 0.0
-        """Of all that wait."""
+        """Sum of ``estimated_service_s`` of the waiting requests."""
 
         self._last_tokens = b""
         self._random = random.Random(config.seed)
@@ -86,26 +86,26 @@ class OfflineQueue:
         self._num_changes = 0
 
     def __len__(self) -> int:
-        """Count the waiting requests."""
+        """Return the number of waiting requests."""
         return len(self._by_age)
 
     def __contains__(self, rid: object) -> bool:
-        """Tell whether a request waits."""
+        """Return whether the request with this id waits."""
         leaf = self._leaves.get(rid) if isinstance(rid, str) else None
         return leaf is not None and leaf.is_waiting
 
     @property
     def num_running(self) -> int:
-        """Requests that were taken and neither restored nor removed."""
+        """Number of requests that were taken and neither restored nor removed."""
         return len(self._leaves) - len(self._by_age)
 
     def is_running(self, rid: str) -> bool:
-        """Tell whether a request was taken and neither restored nor removed."""
+        """Return whether a request was taken and neither restored nor removed."""
         leaf = self._leaves.get(rid)
         return leaf is not None and not leaf.is_waiting
 
     def running(self, rid: str) -> QueuedRequest:
-        """Return a request that was taken and neither restored nor removed, as it was then.
+        """Return a running request as it was when it was taken.
 
         Raises:
             RequestError: no request has this rid.
@@ -115,10 +115,10 @@ class OfflineQueue:
         return leaf.request
 
     def add(self, request: QueuedRequest) -> None:
-        """Let a new request wait. O(prompt tokens + log n).
+        """Add a new waiting request. O(prompt tokens + log n).
 
         Raises:
-            RequestError: a request with its rid waits or runs.
+            RequestError: a request with this rid waits or runs already.
         """
         if request.rid in self._leaves:
             raise RequestError(
@@ -134,20 +134,20 @@ class OfflineQueue:
     def candidates(self, now_s: float) -> Iterator[QueuedRequest]:
         """Yield the waiting requests in the order in which they should be taken.
 
-        Looking decides nothing: ``take`` those the batch has room for. The queue
+        This does not take them: call ``take`` for those that the batch has room for. The queue
         must not change while the iterator is in use. Each candidate costs O(nodes
-        above it in the trie), and the first one by prefix after one by another rule
-        a walk past those already yielded.
+        above it in the trie); the first one by prefix after one by another rule
+        also skips those already yielded.
         """
         in_order = (leaf for leaf in self._in_order(now_s) if leaf not in self._no_room)
         return (leaf.request for leaf in in_order)
 
     def peek(self, now_s: float) -> QueuedRequest | None:
-        """Return the first candidate, ``None`` if none waits."""
+        """Return the first candidate, or ``None`` if there is none."""
         return next(self.candidates(now_s), None)
 
     def take(self, rid: str) -> QueuedRequest:
-        """Let a waiting request run. O(prompt tokens + log n).
+        """Mark a waiting request as running and return it. O(prompt tokens + log n).
 
         Raises:
             RequestError: no request has this rid.
@@ -166,9 +166,9 @@ class OfflineQueue:
     def restore(
         self, rid: str, num_generated_tokens: int, estimated_service_s: float | None = None
     ) -> QueuedRequest:
-        """Let a preempted request wait again with its progress. O(prompt tokens + log n).
+        """Mark a retracted request as waiting, with its progress. O(prompt tokens + log n).
 
-        ``estimated_service_s`` is what is left to do; ``None`` keeps the estimate.
+        ``estimated_service_s`` is the time that it still needs; ``None`` keeps the estimate.
 
         Raises:
             RequestError: no request has this rid.
@@ -189,7 +189,7 @@ class OfflineQueue:
         return leaf.request
 
     def nearest(self, token_ids: PackedTokens) -> QueuedRequest | None:
-        """Return the waiting request that shares most with a prompt, None if none waits.
+        """Return the waiting request with the longest common prefix, or None if none waits.
 
         O(prompt tokens).
         """
@@ -197,9 +197,9 @@ class OfflineQueue:
         return None if leaf is None else leaf.request
 
     def opens_branch(self, rid: str) -> bool:
-        """Tell whether no request shares more of this one's prompt than that taken last does.
+        """Return whether no request shares a longer prefix with this one than that taken last.
 
-        So only then may the KV cache hold more of it than the trie knows. O(prompt tokens).
+        Only then may the KV cache hold more of its prompt than the trie knows. O(prompt tokens).
 
         Raises:
             RequestError: no request has this rid.
@@ -209,10 +209,10 @@ class OfflineQueue:
         return leaf.parent.depth_bytes <= _common_bytes(leaf.tokens, self._last_tokens)
 
     def cached(self, rid: str, cached_tokens: int) -> None:
-        """Note that the KV cache holds so much of a request's prompt, left by others.
+        """Record how much of a request's prompt the KV cache holds, left by other requests.
 
-        Requests with that prefix then go before those without, unless what is being served
-        shares as much. Nothing, if the request does not wait. O(prompt tokens).
+        Requests with that prefix then come first, unless the next request shares a prefix of at
+        least that length with the last. Ignored if the request does not wait. O(prompt tokens).
         """
         leaf = self._leaves.get(rid)
         if leaf is None or not leaf.is_waiting:
@@ -225,9 +225,9 @@ class OfflineQueue:
         self._num_changes += 1
 
     def no_room(self, rid: str) -> None:
-        """Note that the engine has no room for a request: it is no candidate for a while.
+        """Exclude a request from the candidates, because the engine has no room for it.
 
-        Until one is taken, or this has been said of all that wait. Nothing, if the request
+        Until a request is taken, or all waiting requests are excluded. Ignored if the request
         does not wait. O(1).
         """
         leaf = self._leaves.get(rid)
@@ -238,7 +238,7 @@ class OfflineQueue:
         self._leave_a_candidate()
 
     def remove(self, rid: str) -> QueuedRequest:
-        """Forget a request that has finished, failed or was cancelled, running or waiting.
+        """Remove a request that has finished, failed or was cancelled, running or waiting.
 
         O(prompt tokens + log n).
 
@@ -253,7 +253,7 @@ class OfflineQueue:
         return leaf.request
 
     def check_invariants(self) -> None:
-        """Assert that all orders hold the same waiting requests. O(n)."""
+        """Assert that all orders contain the same waiting requests. O(n)."""
         self._trie.check_invariants()
         waiting = {leaf for leaf in self._leaves.values() if leaf.is_waiting}
         assert all(rid == leaf.request.rid for rid, leaf in self._leaves.items())
@@ -316,9 +316,10 @@ class OfflineQueue:
         return slack_s is not None and _latest_start_s(leaf.request) - now_s < slack_s
 
     def _would_end_last(self, longest: Leaf, service_s: float, num_yielded: int) -> bool:
-        """Tell whether the request that runs longest has to start for all to end early.
+        """Return whether the longest request must start now, or it would end last, alone.
 
-        ``service_s`` is what it and the others that wait would run; those yielded run too.
+        ``service_s`` is the predicted time of all waiting requests, including this one, without
+        those already yielded, which count as running.
         """
         if not self._config.longest_first:
             return False
@@ -343,7 +344,7 @@ class OfflineQueue:
     def _let_no_longer_wait(self, leaf: Leaf) -> None:
         self._by_age.remove(leaf)
         self._longest_first.remove(leaf)
-        # Sums that are kept by adding and taking away would drift for ever.
+        # Reset to 0 when the queue is empty, so that rounding errors do not accumulate.
         self._service_s -= (
             leaf.request.estimated_service_s if len(self._by_age) else self._service_s
         )
@@ -368,7 +369,7 @@ class OfflineQueue:
 
 
 class _Remaining:
-    """The first of an order's leaves that was not yielded yet."""
+    """An iterator over leaves that skips those already yielded."""
 
     __slots__ = ("_first", "_leaves", "_yielded")
 

@@ -1,4 +1,4 @@
-"""What the queue knows of an offline request."""
+"""An offline request in the queue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["QueuedRequest"]
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """An offline request with the progress it made before it was last preempted.
+    """An offline request, with the progress it had when it was last retracted.
 
     Raises:
         RequestError: the prompt is empty, a time is not finite, or a count is negative.
@@ -29,22 +29,22 @@ class QueuedRequest:
     """When it was submitted, on the clock that ``now_s`` is read from."""
 
     max_new_tokens: int
-    """Output tokens after which it ends at the latest."""
+    """Most output tokens that it may generate."""
 
     num_generated_tokens: int = 0
     """Output tokens it has produced so far."""
 
     deadline_s: float | None = None
-    """When it must have finished; ``None``: it may take any time."""
+    """Time by which it must have finished; ``None`` for no deadline."""
 
     estimated_service_s: float = 0.0
     """Predicted time from its next start to its end."""
 
     expected_output_tokens: int | None = None
-    """Output tokens that it is expected to have in the end; ``None``: as many as it may."""
+    """Expected total of output tokens; ``None`` assumes ``max_new_tokens``."""
 
     def __post_init__(self) -> None:
-        """Refuse what could never be served or would break an order."""
+        """Check that the request can be served and ordered."""
         if not self.token_ids:
             raise self._error("its prompt has no tokens", "send at least one token")
         if not math.isfinite(self.arrival_s):
@@ -73,12 +73,12 @@ class QueuedRequest:
 
     @property
     def latest_start_s(self) -> float | None:
-        """The last moment at which a start is predicted to keep the deadline."""
+        """The latest time at which a start is predicted to meet the deadline; None without one."""
         return None if self.deadline_s is None else self.deadline_s - self.estimated_service_s
 
     @property
     def expected_tokens_left(self) -> int:
-        """Output tokens that are expected to be left, 1 at least while more may come."""
+        """Expected number of remaining output tokens; at least 1 while more may come."""
         expected = self.max_new_tokens
         if self.expected_output_tokens is not None:
             expected = min(expected, self.expected_output_tokens)

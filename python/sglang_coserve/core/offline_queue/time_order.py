@@ -1,4 +1,4 @@
-"""Requests in the order of a moment in their life."""
+"""Orders requests by a time, such as their arrival."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["TimeOrder"]
 
 
 class TimeOrder:
-    """Leaves by a moment of their request, earliest first; ties by insertion number.
+    """Leaves sorted by a key of their request, smallest first; ties by insertion number.
 
-    With the arrival for a moment it is HyGen A.3's freshness tree, with the
-    latest start a deadline order. ``moment`` of a request must not change while
-    its leaf is in the order. Adding and removing are O(log n), the first is O(1).
+    Keyed by arrival it is HyGen A.3's freshness tree, keyed by latest start a
+    deadline order. ``moment`` of a request must not change while
+    its leaf is in the order. Adding and removing are O(log n), ``first`` is O(1).
     """
 
     def __init__(self, moment: Callable[[QueuedRequest], float]) -> None:
@@ -33,14 +33,14 @@ class TimeOrder:
 
     @property
     def first(self) -> Leaf:
-        """The leaf with the earliest moment; there must be one."""
+        """The leaf with the smallest key; the order must not be empty."""
         leaf: Leaf = self._leaves[0][2]
         return leaf
 
     def add(self, leaf: Leaf) -> None:
-        """Put a leaf in its place."""
+        """Add a leaf."""
         self._leaves.add((self._moment(leaf.request), leaf.number, leaf))
 
     def remove(self, leaf: Leaf) -> None:
-        """Take out a leaf, which must be present."""
+        """Remove a leaf, which must be present."""
         self._leaves.remove((self._moment(leaf.request), leaf.number, leaf))

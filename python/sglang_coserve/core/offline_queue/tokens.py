@@ -38,9 +38,9 @@ def unpack_tokens(tokens: PackedTokens) -> memoryview:
 
 
 def common_prefix_bytes(a: bytes, b: bytes, start: int, stop: int) -> int:
-    """Return where ``a`` and ``b`` first differ between two token boundaries.
+    """Return the end of the common prefix of ``a`` and ``b``, at a token boundary.
 
-    The answer is the largest token boundary n with ``start <= n <= stop`` and
+    The result is the largest token boundary n with ``start <= n <= stop`` and
     ``a[start:n] == b[start:n]``. Bisection compares at most twice the bytes of
     the range, all of them in C.
     """

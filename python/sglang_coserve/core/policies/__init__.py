@@ -1,4 +1,4 @@
-"""What differs between scheduling policies, one file each."""
+"""The scheduling policies, one file each."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -37,7 +37,7 @@ POLICIES: Final[Mapping[str, Callable[..., Policy]]] = MappingProxyType(
         )
     }
 )
-"""Every policy by name; its arguments are its settings."""
+"""All policies by name; the constructor arguments are their settings."""
 
 _SHARED_SETTINGS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -46,11 +46,11 @@ _SHARED_SETTINGS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         OocoPolicy.name: ("random_picks",),
     }
 )
-"""By policy: its settings that a ``SchedulerConfig`` may hold, too."""
+"""Settings of each policy that a ``SchedulerConfig`` can override."""
 
 
 def make_policy(name: str, config: SchedulerConfig | None = None) -> Policy:
-    """Return a new policy with its default settings, but for those that ``config`` holds.
+    """Return a new policy with its default settings, overridden by those set in ``config``.
 
     Raises:
         ConfigError: no policy has this name.

@@ -24,28 +24,27 @@ _ITERATION_WEIGHT: Final = 0.1
 
 @dataclass
 class BrosPolicy(Policy):
-    """The most urgent online requests first; offline ones replace the least urgent.
+    """Packs the most urgent online requests first; offline ones may replace the least urgent.
 
-    Each iteration:
+    In each step:
 
     1. Online requests, decodes and prefills alike, ascend by the time left until
-       their TTFT or TPOT deadline, less T_avg for every further iteration they
+       their TTFT or TPOT deadline, less T_avg for every further step they
        need (lines 2–4). They join while the batch has fewer than B_curr rows,
        memory, and a predicted latency within the least residual (lines 5–15).
     2. Offline requests, those with the least KV to restore first, join on the
        same terms; one that does not fit may take the place of the least
-       urgent online request (lines 16–36). That one must still be in time an
-       average iteration later: constraint 6, which the listing leaves out.
+       urgent online request (lines 16–36). That one must still be in time one
+       average step later: constraint 6, which the listing leaves out.
     3. B_curr doubles unless a deadline stopped step 1, which resets it to B_base
        (*Adaptive Batch Sizing*).
 
-    So online decodes may pause, and online requests wait for offline ones: under
-    this policy alone.
+    Only under this policy may online decodes pause and online requests wait for offline ones.
 
-    Where we differ: a deadline that is lost already bounds nothing, or one late
+    Differences from the paper: a deadline that is already missed bounds nothing, or one late
     request would stop the engine. Prompts are cut into chunks where the paper
-    would leave them waiting. KV to restore is what must be computed again, for
-    blocks are not shared bidirectionally (§V): rows with KV go before the queue.
+    would leave them waiting. Since blocks are not shared bidirectionally (§V), KV to restore is
+    KV to compute again, so rows with KV come before the queue.
     """
 
     name: ClassVar[str] = "bros"
@@ -57,7 +56,7 @@ class BrosPolicy(Policy):
     """B_curr; 0 before the first plan."""
 
     _mean_iteration_s: float | None = field(default=None, init=False)
-    """T_avg: moving average of the time of iterations; None before the first was measured."""
+    """T_avg: moving average of step times in seconds; None before the first measurement."""
 
     def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``. O(rows log rows), and a prediction for each row."""
@@ -75,7 +74,7 @@ class BrosPolicy(Policy):
         )
         for candidate in _after_evictions(batch, online):
             if not packing.add(candidate):
-                # No room for a new one: those that run may go on.
+                # No room for a new request, but running ones may still be added.
                 if not candidate.is_new or packing.stopped_by_bound:
                     break
                 batch.admits_offline = False
@@ -111,8 +110,8 @@ def _by_urgency(
     for rows in (batch.online_decodes, batch.online_prefills, context.waiting):
         for row in rows:
             residual_s = slack_s(batch, row)
-            # The late keep the order of their deadlines, or each one that got a chunk would look
-            # less urgent than the others, and they would evict each other for ever.
+            # Late requests keep the order of their deadlines. Otherwise each one that got a chunk
+            # would look less urgent than the others, and they would retract each other forever.
             if residual_s >= 0:
                 more_iterations = (row.tokens_to_compute - 1) // chunk_tokens
                 residual_s = max(residual_s - more_iterations * mean_iteration_s, 0.0)
@@ -121,7 +120,7 @@ def _by_urgency(
 
 
 def _least_residual_s(batch: BatchBuilder, online: Sequence[Candidate]) -> float:
-    """Return T_min^res (line 4) of the requests that can still be in time."""
+    """Return T_min^res (line 4), the least residual of the requests that can still be in time."""
     for candidate in online:
         tokens = min(candidate.rest_tokens, batch.snapshot.max_batch_tokens)
         if batch.model.predict(candidate.joined(BatchStats(), tokens)) <= candidate.residual_s:
@@ -130,7 +129,7 @@ def _least_residual_s(batch: BatchBuilder, online: Sequence[Candidate]) -> float
 
 
 def _after_evictions(batch: BatchBuilder, online: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Drop the least urgent while online requests leave the most urgent no KV to run (§V-B)."""
+    """Retract the least urgent online requests until the most urgent has KV to run (§V-B)."""
     running = [candidate for candidate in online if not candidate.is_new]
     evicted: set[str] = set()
     while running:
@@ -146,7 +145,7 @@ def _after_evictions(batch: BatchBuilder, online: Sequence[Candidate]) -> Sequen
 
 
 def _offline(batch: BatchBuilder, context: PlanContext) -> Iterator[Candidate]:
-    """Yield the offline requests, those with nothing to restore first (line 17)."""
+    """Yield the offline requests, first those with no KV to restore (line 17)."""
     for row in batch.offline_decodes + batch.offline_prefills:
         if not batch.is_evicted(row):
             yield Candidate.of_row(row, math.inf)

@@ -19,23 +19,22 @@ __all__ = ["ConservePolicy"]
 class ConservePolicy(Policy):
     """SLO-aware token-level scheduling.
 
-    Algorithm 1, invoked every iteration, with one bound t_TBT on its latency:
+    Algorithm 1, invoked in each step, with one bound t_TBT on its latency:
 
-    1. Online requests in order. Without memory for one, paused offline requests
-       lose KV. Of each as many tokens as the cost model allows; none: stop.
-    2. Offline requests the same way, but without memory for one: stop.
+    1. Online requests in order, each with as many tokens as the cost model allows; stop at none.
+       If memory is short, paused offline requests are retracted.
+    2. Offline requests the same way, but stop if memory is short.
 
     Without online traffic (§4.2, last paragraph) the batch is the one with the
     highest predicted throughput: every decode, and as many prefill tokens as
-    give the most tokens per second. What then happens to a request that
-    arrives is the business of layer-wise preemption (§4.3), here of ``core.lanes``.
+    give the most tokens per second. Requests that arrive during such a step are left to
+    layer-wise preemption (§4.3), here ``core.lanes``.
 
-    Where we differ: t_TBT is the strictest of the targets of those that decode, where requests
-    bring their own; and one that brings its own TTFT target along bounds the step that computes
-    it, too. Decodes go before prefills in both phases, since a decode
-    that waits misses its target for one token's work; unfinished prefills go
-    before new ones, since the engine runs one at a time; running offline
-    requests lose KV too, once no paused one is left.
+    Differences from the paper: t_TBT is the strictest target among the online decodes if requests
+    bring their own, and a request's own TTFT target also bounds the step that computes it.
+    Decodes come before prefills in both phases, because a decode that waits misses its target
+    for one token's work. Unfinished prefills come before new ones, because the engine runs one
+    at a time. Running offline requests are retracted, too, once no paused one is left.
     """
 
     name: ClassVar[str] = "conserve"

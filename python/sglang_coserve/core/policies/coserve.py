@@ -1,4 +1,4 @@
-"""The default: what proved best in each of the four papers, put together."""
+"""The default policy, which combines ideas of all four papers."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class CoservePolicy(SlicingPolicy):
       highest throughput.
     - From BROS: the budget is the time left until the next deadline of any online
       request, TTFT and TPOT alike (§IV-B), not one TBT for all. So offline work
-      uses slack where there is some, and an urgent first token gets none of it
-      in its way. Unlike BROS, no online request waits for an offline one.
-    - From HyGen: a budget found by test runs can bound the iteration as well, since
-      per-token deadlines are not yet a mean or a percentile (§4.2); the queue
+      uses slack where there is some, and does not delay an urgent first token.
+      Unlike BROS, no online request waits for an offline one.
+    - From HyGen: a budget found by test runs can bound the step as well, since
+      per-token deadlines do not by themselves ensure a mean or a percentile (§4.2); the queue
       shares prefixes, with freshness (§4.3, A.3).
-    - From OOCO: under overload, requests that can no longer make it may be shed
+    - From OOCO: under overload, requests that can no longer meet their target may be shed
       (§3.4.4).
 
-    Beyond the papers: an iteration filled with offline work is no longer than a
-    request that arrives during it may wait (``SchedulerConfig.arrival_wait_s``),
-    so that TTFT holds also where an iteration cannot be aborted.
+    Beyond the papers: a step with offline work is no longer than a request
+    that arrives during it may wait (``SchedulerConfig.arrival_wait_s``),
+    so that TTFT targets are also met where a step cannot be suspended.
     """
 
     name: ClassVar[str] = "coserve"
 
     utility_ratio: float = OfflineQueueConfig().utility_ratio
-    """How often a pick of the queue shares a prefix rather than being the oldest."""
+    """Probability that a pick from the queue follows the prefix order, not the age."""
 
     def queue_config(self, seed: int = 0) -> OfflineQueueConfig:
         """See ``Policy.queue_config``: prefixes, freshness and deadlines."""

@@ -24,12 +24,12 @@ class _Waiting(NamedTuple):
 
 @dataclass
 class FcfsPolicy(Policy):
-    """Online and offline requests in one line, by arrival.
+    """Serves online and offline requests in one queue, by arrival.
 
-    The scheduling that BROS (§II-B) starts from, and what a server does that does
-    not know of classes: chunked prefill mixed with decodes under a fixed
-    token budget, nobody is preempted for anybody. If KV runs out, the last
-    admitted row loses its own. Needs an offline queue ordered by arrival; a request
+    The scheduling that BROS (§II-B) starts from, as in a server without request
+    classes: chunked prefill mixed with decodes under a fixed
+    token budget, without preemption. If KV runs out, the last admitted row is
+    retracted. Needs an offline queue ordered by arrival; a request
     whose deadline is at risk goes before other offline ones, not before online ones.
     """
 
@@ -82,7 +82,7 @@ class FcfsPolicy(Policy):
         is_new: bool,
         headroom_tokens: int = 0,
     ) -> bool:
-        """Add a chunk; tell whether it was all of the rest."""
+        """Add the longest chunk that fits; return whether it completes the prompt."""
         rest_tokens = max(length_tokens - cached_tokens, 1)
         tokens = batch.longest_chunk(cached_tokens, rest_tokens, math.inf)
         kv_tokens = batch.kv_to_prefill(cached_tokens, rest_tokens, is_new=is_new)

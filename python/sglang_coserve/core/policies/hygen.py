@@ -27,18 +27,18 @@ class HygenPolicy(Policy):
       (§4.2; ``core.budget_search``). It is ``SchedulerConfig.iteration_budget_s``;
       without it the TPOT target, the simple strategy of Fig. 7;
     - c, the chunk size C;
-    - m, the memory: online requests may take what offline ones hold, M_off.
+    - m, the memory: online requests may also take the memory of offline ones, M_off.
 
     Online decodes run even over budget (Algorithm 1, line 8). Offline requests
     come in prefix order with freshness (§4.3, Algorithms 3 and 4): the offline
     queue. L holds at all times, also without online traffic.
 
-    Where we differ: the paper subtracts each request's predicted latency from t;
+    Differences from the paper: it subtracts each request's predicted latency from t;
     here the batch is predicted as a whole, which is exact for terms that are
     not additive. Line 9 of Algorithms 3 and 4 breaks when ``t > t_req``, that is
     while there is budget; we follow Algorithm 1, which admits while ``t_req <= t``.
-    A preempted request keeps its head in the prefix cache. Targets that requests bring
-    along bound a step beside L, and never stretch it.
+    The first tokens of a retracted request stay in the prefix cache. Targets that requests
+    bring along bound a step in addition to L.
     """
 
     name: ClassVar[str] = "hygen"
@@ -64,7 +64,7 @@ class HygenPolicy(Policy):
         budget_s = config.iteration_budget_s or batch.targets.tpot_s or math.inf
         budget_s = min(budget_s, batch.least_tpot_s(budget_s))
         decode_online(batch)
-        # Decodes have no part in the chunk size: offline ones must find tokens left for them.
+        # Decodes do not count towards the chunk size: leave tokens for the offline ones.
         batch.limit_tokens(self.chunk_tokens + len(batch.offline_decodes))
         prefill_online(batch, context, budget_s * (1 - context.config.margin), keeps_ttft=False)
         serve_offline(batch, context)

@@ -1,4 +1,4 @@
-"""Offline requests at low priority that run to their end: the most throughput there is."""
+"""Offline requests at low priority, never preempted: an upper bound of offline throughput."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class NonPreemptivePolicy(Policy):
 
     ConServe's *Non-Preemptive* (§3.2, §6.1), an upper bound of offline throughput:
     online requests are admitted first, but wait for KV until running requests
-    end. Only when decodes run out of KV does the last admitted offline row lose
-    its own, as in any engine.
+    end. Only when decodes run out of KV is the last admitted offline row retracted,
+    as in any engine.
     """
 
     name: ClassVar[str] = "non_preemptive"

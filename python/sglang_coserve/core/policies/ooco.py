@@ -29,10 +29,10 @@ class Role(Enum):
     """Which pool an instance belongs to (§3.2)."""
 
     STRICT = "strict"
-    """Decodes only, each iteration within the TPOT target."""
+    """Decodes only, each step within the TPOT target."""
 
     RELAXED = "relaxed"
-    """Prefills, and decodes of offline requests, however long an iteration is."""
+    """Prefills, and decodes of offline requests, without a bound on step time."""
 
     BOTH = "both"
     """One instance for everything; the paper has two pools."""
@@ -40,22 +40,22 @@ class Role(Enum):
 
 @dataclass
 class OocoPolicy(Policy):
-    """Four decisions along a request's way (§3.4), for one instance.
+    """Makes four decisions in the life of a request (§3.4), for one instance.
 
-    1. Online preemption: an online prefill interrupts offline work; if it needs
-       memory, victims are long when compute is the bottleneck, so that the batch
-       keeps its rows, else short, so that less is computed again.
-    2. Gating: a new offline request is prefilled only if what the larger decode
-       batch saves exceeds what its eviction would cost, times its probability.
+    1. Online preemption: an online prefill interrupts offline work. If it needs
+       memory, the longest rows are retracted when compute is the bottleneck, so that the batch
+       keeps its size, else the shortest, so that less is computed again.
+    2. Gating: a new offline request is prefilled only if the time saved by the larger decode
+       batch exceeds the expected cost of its retraction.
     3. Migration between instances is ``core.migration``, for the caller of two.
     4. Mix decoding selection (Algorithm 2): all online decodes; up to K offline
        ones at random, against starvation; then the shortest, as many as keep
        the TPOT target.
 
-    Where we differ: ``Role.BOTH`` runs prefill chunks beside decodes within the TPOT
-    target, as one instance must. The target is the strictest of those that decode, where
-    requests bring their own, and their own TTFT targets bound the step that computes them.
-    The probability of eviction is measured; the paper does not say where its
+    Differences from the paper: ``Role.BOTH`` runs prefill chunks beside decodes within the TPOT
+    target, as one instance must. The target is the strictest among the online decodes if
+    requests bring their own, and own TTFT targets bound the step that computes the prompt.
+    The probability of a retraction is measured; the paper does not say where its
     cost model takes it from. Draws are seeded.
     """
 
@@ -66,10 +66,10 @@ class OocoPolicy(Policy):
     """K of Algorithm 2."""
 
     _eviction_rate: float = field(default=0.0, init=False)
-    """Moving estimate of how many offline admissions end in an eviction, 0 to 1."""
+    """Moving average of the share of offline admissions that end in a retraction, 0 to 1."""
 
     def victims(self, batch: BatchBuilder) -> Sequence[Row]:
-        """See ``Policy.victims``: by bottleneck (§3.4.1); of those, parked and paused first."""
+        """See ``Policy.victims``: parked and paused first, then by bottleneck (§3.4.1)."""
         rows = batch.offline_rows
         decodes = len(batch.online_decodes) + len(batch.offline_decodes)
         sign = -1 if is_compute_saturated(batch.model, decodes) else 1
@@ -85,7 +85,7 @@ class OocoPolicy(Policy):
         if self.role is not Role.STRICT:
             prefill_online(batch, context, budget_s, keeps_ttft=False)
             if self.role is Role.RELAXED and batch.chunks:
-                # An online prefill has the instance to itself.
+                # A step with an online prefill has no offline work.
                 batch.offline_budget_s = 0.0
         batch.offline_budget_s = min(batch.offline_budget_s, budget_s)
         self._decode_mix(batch, context)
@@ -102,7 +102,7 @@ class OocoPolicy(Policy):
         self._eviction_rate -= _EVICTION_WEIGHT * self._eviction_rate
 
     def _decode_mix(self, batch: BatchBuilder, context: PlanContext) -> None:
-        """Algorithm 2; O(rows log rows) when not all fit."""
+        """Add offline decodes by Algorithm 2. O(rows log rows) if not all fit."""
         rows = [row for row in batch.offline_decodes if not batch.is_evicted(row)]
         if longest_prefix(batch, rows) < len(rows):
             draws = random.Random(context.config.seed << 32 | context.step)
@@ -121,13 +121,12 @@ class OocoPolicy(Policy):
 
 
 def _saves_time(batch: BatchBuilder, context: PlanContext, eviction_rate: float) -> bool:
-    """Tell whether the next offline request is worth its prefill (§3.4.2).
+    """Return whether the next offline request is worth its prefill (§3.4.2).
 
-    One more of b decodes brings the time per token down from T(b)/b to
-    T(b + 1)/(b + 1), for as many iterations as it has tokens to generate; as
-    its own context must be read sooner or later, that is for one of average
-    length. Against that stands its prefill once more, times the probability
-    that it is evicted.
+    One more row beside b decodes lowers the time per token from T(b)/b to
+    T(b + 1)/(b + 1), for as many steps as it has tokens to generate. The new row is assumed to
+    have average length, since its own context must be read sooner or later in any case. The
+    cost is one more prefill, times the probability that it is retracted.
     """
     request = context.queue.peek(batch.snapshot.now_s)
     decodes = batch.stats.decode_requests

@@ -17,16 +17,16 @@ __all__ = ["PriorityPolicy"]
 
 @dataclass
 class PriorityPolicy(Policy):
-    """Waiting requests by priority, then arrival; running ones preempted for a higher one.
+    """Serves requests by priority, then arrival; retracts running ones for a higher priority.
 
-    The chunk size bounds prefill tokens only; all decodes run. An online request
-    that finds no KV or slot takes them from offline rows, the last admitted
-    first, whatever state they are in. Offline and online prefills of one
-    iteration are not told apart by anything but their order.
+    The chunk size bounds prefill tokens only; all decodes run. For an online request
+    that lacks KV or a slot, offline rows are retracted, the last admitted
+    first, whatever their state. Offline and online prefills of one
+    step differ only in their order.
 
-    Where we differ: decodes run along with prefills, as with
+    Differences from SGLang: decodes run along with prefills, as with
     ``--enable-mixed-chunk``; the stock default stalls them for every prefill.
-    And the head of a preempted request stays in the prefix cache.
+    The first tokens of a retracted request stay in the prefix cache.
     """
 
     name: ClassVar[str] = "priority"

@@ -18,10 +18,10 @@ class SarathiPolicy(Policy):
     """Stall-free batching under a fixed token budget, online first.
 
     ConServe's *Sarathi-Preemptive* (§6.1) and HyGen's *Sarathi++* (§5.1): every
-    iteration holds all decodes, and prefill chunks up to the budget, those of
-    online requests first. Offline rows are preempted when memory is short.
-    Nothing looks at latency: the same budget is short on an empty cache and long
-    on a deep one (ConServe §4.2).
+    step has all decodes, and prefill chunks up to the budget, those of
+    online requests first. Offline rows are retracted when memory is short.
+    Latency is not considered: a step with the same token budget is short with little cached
+    context and long with much (ConServe §4.2).
     """
 
     name: ClassVar[str] = "sarathi"

@@ -1,9 +1,9 @@
-"""What a scheduler was told and what it answered: recorded once, decided again at any time.
+"""Records the calls made to a scheduler, and replays them.
 
-A scheduler's plans follow from the calls made to it. ``RecordingScheduler`` notes the
-calls as events; ``replay`` makes them again on a fresh scheduler from the same
-``SchedulerSetup``, which must answer with the same plans. ``EventEncoder`` and
-``read_recording`` carry a recording through JSON lines.
+A scheduler's plans depend only on the calls made to it. ``RecordingScheduler`` records the
+calls as events; ``replay`` makes them again on a new scheduler from the same
+``SchedulerSetup``, which must return the same plans. ``EventEncoder`` and
+``read_recording`` write and read recordings as JSON lines.
 """
 
 from sglang_coserve.core.recording.decoder import read_recording

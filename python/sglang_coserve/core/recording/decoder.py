@@ -1,4 +1,4 @@
-"""Recordings from JSON lines."""
+"""Reads recordings from JSON lines."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ T = TypeVar("T")
 
 
 def read_recording(lines: Iterable[str], source: str) -> tuple[SchedulerSetup, Iterator[Event]]:
-    """Return what was recorded; the events are read as they are asked for.
+    """Read a recording; the events are decoded lazily.
 
-    A last line without its line feed was cut short when the recording process ended,
-    and is left out.
+    A last line without a line feed was cut short when the recording process ended,
+    and is ignored.
 
     Raises:
-        InputFileError: a line is not as it was written: the first one now, another when
-            its event is asked for. The message starts with ``source:number``.
+        InputFileError: a line is malformed; raised at once for the first line, for others
+            when the iterator reaches them. The message starts with ``source:number``.
     """
     numbered = (
         (f"{source}:{number}", line)
@@ -82,7 +82,7 @@ def _read_setup(source: str, line: str) -> SchedulerSetup:
     return SchedulerSetup(
         header.policy,
         header.slos,
-        # Its times may be infinite, which JSON has only as a string.
+        # Times may be infinite, which JSON can express only as a string.
         _read(SchedulerConfig, header.config, source, "config", strict=False),
         LatencyProfile.from_json(profile, f"{source}: profile"),
         header.engine,
@@ -90,7 +90,7 @@ def _read_setup(source: str, line: str) -> SchedulerSetup:
 
 
 class _EventDecoder:
-    """Turns the lines of one recording, in order, into events."""
+    """Decodes the lines of one recording, in order, into events."""
 
     def __init__(self) -> None:
         self._infos: dict[int, RequestInfo] = {}
@@ -101,7 +101,7 @@ class _EventDecoder:
         """Return the event of a line.
 
         Raises:
-            InputFileError: the line is not as it was written.
+            InputFileError: the line is malformed.
         """
         fields = _object(source, line)
         name = fields.pop("event", None)
@@ -155,7 +155,7 @@ class _EventDecoder:
         return Updated(replace(_read(StepResult, result, source, "result"), served=tuple(served)))
 
     def _new(self, infos: Sequence[RequestInfo], *, is_kept: bool) -> dict[int, RequestInfo]:
-        """Return the requests that a line describes, by number."""
+        """Register the requests that a line introduces; return them by number."""
         new = dict(enumerate(infos, start=self._num_known))
         self._infos |= new
         self._num_known += len(new)
@@ -189,7 +189,7 @@ def _read_queued(source: str, fields: dict[str, Any]) -> QueuedRequest:
 
 
 def _drop_seen_s(infos: object) -> None:
-    """Drop a time that recordings had of requests, and that no plan followed from."""
+    """Drop ``seen_s``, which older recordings have in requests, and which no plan used."""
     for info in infos if isinstance(infos, list) else ():
         if isinstance(info, dict):
             info.pop("seen_s", None)
@@ -206,13 +206,13 @@ def _object(source: str, line: str) -> dict[str, Any]:
 
 
 def _read(kind: type[T], value: object, source: str, path: str = "", *, strict: bool = True) -> T:
-    """Return the value of this kind that was written as ``value``, in the field ``path``.
+    """Return ``value``, which was read from the field ``path``, converted to type ``kind``.
 
     Raises:
-        InputFileError: there is none.
+        InputFileError: it does not have that type.
     """
     try:
-        # As JSON again: there a list may become a tuple, and an object a dataclass.
+        # Through JSON, because strict validation makes tuples and dataclasses only from JSON.
         adapter = _adapter(kind, strict=strict)  # type: ignore[arg-type]  # A type is hashable.
         read: tuple[T] = adapter.validate_json(to_json([value]))
     except (ValidationError, CoserveError) as error:
@@ -224,7 +224,7 @@ def _read(kind: type[T], value: object, source: str, path: str = "", *, strict: 
 
 @cache
 def _adapter(kind: Any, *, strict: bool) -> TypeAdapter[Any]:
-    # A dataclass has the configuration of the tuple that it is in.
+    # Wrapped in a tuple, so that the configuration also applies to dataclasses.
     config = ConfigDict(
         strict=strict, allow_inf_nan=not strict, extra="forbid", val_json_bytes="hex"
     )

@@ -1,4 +1,4 @@
-"""Recordings to JSON lines."""
+"""Writes recordings as JSON lines."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def encode_setup(setup: SchedulerSetup) -> str:
 
 
 class EventEncoder:
-    """Turns the events of one recording, in order, into its other lines."""
+    """Encodes the events of one recording, in order, into the lines after the first."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[int, RequestInfo]] = {}
@@ -99,7 +99,8 @@ class EventEncoder:
         values |= _changes(result, empty)
         if result.served:
             values["served"] = self._served_columns(result.served, new)
-        # They have ended, or a snapshot would have named them: no later line refers to them.
+        # Requests first seen here have ended, as no snapshot named them: no later line refers to
+        # them.
         for info in new:
             self._known.pop(info.rid, None)
         return values
@@ -133,7 +134,7 @@ def _text(line: object) -> str:
 
 
 def _numbered(times_s: Sequence[float | None]) -> tuple[list[float | None], list[int]]:
-    """Return the different times, and the place of each of ``times_s`` among them.
+    """Return the distinct times, and for each of ``times_s`` its index among them.
 
     Most rows got their last token at the same time.
     """
@@ -142,7 +143,7 @@ def _numbered(times_s: Sequence[float | None]) -> tuple[list[float | None], list
 
 
 def _changes(value: StepPlan | StepResult, base: StepPlan | StepResult) -> dict[str, Any]:
-    """Return the fields in which ``value`` is not as ``base``."""
+    """Return the fields in which ``value`` differs from ``base``."""
     return {name: item for name, item in _fields(value).items() if item != getattr(base, name)}
 
 

@@ -61,7 +61,7 @@ class Planned:
 
     snapshot: EngineSnapshot
     cached_tokens: Mapping[str, int]
-    """What the prefix cache held of each request that the scheduler asked about, by rid."""
+    """The answers of the prefix cache: cached tokens of each request queried, by rid."""
 
     plan: StepPlan
 

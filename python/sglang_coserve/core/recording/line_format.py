@@ -1,9 +1,9 @@
-"""The lines of a recording: what the encoder writes and the decoder reads.
+"""The format of the lines of a recording.
 
-Line 1 is a ``Header``. Every other line is an event under its name in ``EVENTS``: an
-``ArrivedLine``, ``PlannedLine`` or ``UpdatedLine``, or the fields of the event. Lines refer
-to requests by number, counted from 0 over the whole recording until they finish; ``new``
-describes those that are seen for the first time.
+Line 1 is a ``Header``. Every other line is an event, named as in ``EVENTS``: an
+``AddedLine``, ``ArrivedLine``, ``PlannedLine`` or ``UpdatedLine``, or the fields of the event.
+Lines refer to requests by number, counted from 0 over the whole recording; ``new`` describes
+the requests that occur for the first time.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ _STATES: Final = MappingProxyType({letter: state for state, letter in STATE_LETT
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the scheduler was made of."""
+    """The ``SchedulerSetup`` of the recorded scheduler."""
 
     format: str
     version: int
     policy: str
     slos: tuple[Slo, ...]
     engine: EngineSize
-    """Of the no-interference baseline."""
+    """Limits of the engine, for the no-interference baseline."""
 
     config: Mapping[str, Any]
     """The fields of a ``SchedulerConfig``; an infinite time is the string ``Infinity``."""
@@ -106,12 +106,17 @@ class RowColumns:
     computed: Sequence[int]
     cached: Sequence[int]
     last_token: Sequence[int]
-    """Where in ``times_s`` the time of each row's last token stands: most have the same."""
+    """Index into ``times_s`` of each row's ``last_token_s``, as most rows have the same one."""
 
     times_s: Sequence[float | None]
 
     def rows(self, infos: Mapping[int, RequestInfo]) -> list[Row]:
-        """Return the rows; a ``LookupError`` or ``ValueError`` tells that there are none."""
+        """Return the rows.
+
+        Raises:
+            LookupError: a request number, state letter or time index is unknown.
+            ValueError: the columns differ in length.
+        """
         columns = zip(
             self.request,
             self.state,
@@ -129,7 +134,7 @@ class RowColumns:
 
 @dataclass(frozen=True, slots=True)
 class ServedColumns:
-    """What online requests got, by column; their times as in ``RowColumns``."""
+    """``Served`` values by column; times are stored as in ``RowColumns``."""
 
     request: Sequence[int]
     last_token: Sequence[int]
@@ -137,7 +142,7 @@ class ServedColumns:
     times_s: Sequence[float | None]
 
     def served(self, infos: Mapping[int, RequestInfo]) -> list[Served]:
-        """As ``RowColumns.rows``."""
+        """Return the values; raises the same errors as ``RowColumns.rows``."""
         times_s = self.times_s
         columns = zip(self.request, self.last_token, self.token, strict=True)
         return [
@@ -167,7 +172,7 @@ class PlannedLine:
     elsewhere: RowColumns | None
     cached_tokens: Sequence[tuple[str, int]]
     plan: Mapping[str, Any]
-    """The fields that are not those of an empty plan."""
+    """The fields that differ from an empty plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,4 +189,4 @@ class UpdatedLine:
 
     new: Sequence[RequestInfo]
     result: Mapping[str, Any]
-    """The fields that are not those of an empty result; ``served`` as ``ServedColumns``."""
+    """The fields that differ from an empty result; ``served`` as ``ServedColumns``."""

@@ -1,4 +1,4 @@
-"""Making the recorded calls again."""
+"""Replays the recorded calls on another scheduler."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from sglang_coserve.core.step import StepPlan
 __all__ = ["ReplayedPlan", "replay"]
 
 _TIME_TOLERANCE: Final = 1e-9
-"""Relative. The linear algebra that refines a model may round differently on another machine."""
+"""Relative tolerance: refining a model may round differently on another machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedPlan:
-    """One plan of a recording, and what the replaying scheduler planned."""
+    """A plan of a recording, and the plan of the replaying scheduler for the same snapshot."""
 
     index: int
-    """Plans of the recording before this one."""
+    """Position among the plans of the recording, from 0."""
 
     snapshot: EngineSnapshot
     recorded: StepPlan
@@ -42,7 +42,7 @@ class ReplayedPlan:
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """The fields in which the two plans differ; in times by more than rounding."""
+        """Names of the fields in which the plans differ; times may differ by rounding."""
         if self.recorded == self.replayed:
             return ()
         names = (field.name for field in fields(StepPlan))
@@ -54,12 +54,12 @@ class ReplayedPlan:
 
 
 def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[ReplayedPlan]:
-    """Make the recorded calls on ``scheduler``, a fresh one; yield every plan beside its own.
+    """Make the recorded calls on a new ``scheduler``; yield each recorded plan with its own.
 
-    Whatever it plans, it is told next what the recording says: each plan starts from the
-    recorded state, also under another policy. Such a policy may ask the prefix cache
-    about a request that the recorded one did not ask about then; it gets the last answer
-    on record, 0 if there is none.
+    Whatever it plans, the next calls are those of the recording, so each plan starts from the
+    recorded state, also under another policy. Such a policy may query the prefix cache
+    for a request that the recorded one did not query at that point; it gets the last recorded
+    answer, or 0 if there is none.
     """
     cache = _RecordedAnswers()
     index = 0
@@ -92,7 +92,7 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[ReplayedPl
 
 
 class _RecordedAnswers:
-    """A ``PrefixCache`` that knows what is on record."""
+    """A ``PrefixCache`` that returns the recorded answers."""
 
     def __init__(self) -> None:
         self.known: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What a replay shows: decisions counted, plans in a line each."""
+"""Reports on a replay: counts of decisions, and plans as one line each."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _DECODES = (RequestState.DECODING, RequestState.PAUSED)
 
 @dataclass(slots=True)
 class PlanTally:
-    """What plans decide, added up. A row counts once in every plan that it is part of."""
+    """Sums over plans. A row counts once in every plan that it is part of."""
 
     decodes: int = 0
     paused_decodes: int = 0
-    """Decodes that sit out the iteration, from this plan on or an earlier one."""
+    """Decodes that skip the step, paused by this plan or an earlier one."""
 
     parked_prefills: int = 0
-    """Unfinished prefills without a chunk, from this plan on or an earlier one."""
+    """Unfinished prefills without a chunk, parked by this plan or an earlier one."""
 
     online_prefill_tokens: int = 0
     offline_prefill_tokens: int = 0
@@ -57,7 +57,7 @@ class PlanTally:
 
 
 class ReplayReport:
-    """Takes in the plans of one replay, one by one."""
+    """Collects the plans of one replay."""
 
     def __init__(self) -> None:
         self.recorded = PlanTally()
@@ -67,7 +67,7 @@ class ReplayReport:
         self._planning_us: list[float] = []
 
     def add(self, plan: ReplayedPlan, planning_s: float) -> None:
-        """Take in a plan that took ``planning_s`` to make again. O(rows)."""
+        """Add a replayed plan and the seconds that planning it took. O(rows)."""
         self.num_plans += 1
         self.num_different += bool(plan.differences)
         self.recorded.add(plan.snapshot, plan.recorded)
@@ -75,7 +75,7 @@ class ReplayReport:
         self._planning_us.append(planning_s * 1e6)
 
     def summary(self) -> str:
-        """Return how many plans differ, and how long planning took."""
+        """Return one line: how many plans differ, and how long planning took."""
         counts = f"{self.num_plans:,} plans, {self.num_different:,} differ"
         if not self._planning_us:
             return counts
@@ -92,7 +92,7 @@ class ReplayReport:
 
 
 def plan_text(plan: StepPlan) -> str:
-    """Return a plan in one line."""
+    """Return a plan as one line of text."""
     return ", ".join(_parts(plan))
 
 

@@ -1,4 +1,4 @@
-"""A scheduler that tells what is asked of it."""
+"""A scheduler that records the calls made to it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ __all__ = ["RecordingScheduler"]
 
 
 class RecordingScheduler:
-    """A ``Scheduler`` that passes every call, once it succeeded, to ``sink`` as an event.
+    """A ``Scheduler`` that passes every successful call to ``sink`` as an event.
 
-    Snapshots and plans are passed on as they are, since nobody may change them.
+    Snapshots and plans are passed on without copies, since they are immutable.
     """
 
     def __init__(self, scheduler: Scheduler, sink: Callable[[Event], None]) -> None:
-        """Record ``scheduler``, of which nothing was asked yet."""
+        """Record the calls to ``scheduler``, which must be new."""
         self._scheduler = scheduler
         self._sink = sink
 
@@ -114,7 +114,7 @@ class RecordingScheduler:
 
 
 class _NotedAnswers:
-    """A ``PrefixCache`` that notes what it answers."""
+    """A ``PrefixCache`` that records its answers."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self.noted: dict[str, int] = {}

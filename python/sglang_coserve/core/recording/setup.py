@@ -1,4 +1,4 @@
-"""What a scheduler is made of."""
+"""The settings from which a scheduler is created."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ __all__ = ["SchedulerSetup"]
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSetup:
-    """What a scheduler is made of, as a value: equal setups make equal schedulers."""
+    """The settings of a scheduler; equal setups make schedulers that behave alike."""
 
     policy: str
-    """Its name; it has the offline queue that goes with it."""
+    """Name of the policy, which also determines the offline queue."""
 
     slos: tuple[Slo, ...]
     config: SchedulerConfig
     profile: LatencyProfile
-    """Holds the latency model that planning starts with."""
+    """The latency model that planning starts with."""
 
     engine: EngineSize = field(default_factory=EngineSize)
-    """Of the no-interference baseline."""
+    """Limits of the engine, for the no-interference baseline."""
 
     def make(self, policy: str | None = None) -> Scheduler:
-        """Return a new scheduler, under another policy if one is named.
+        """Return a new scheduler, with another policy if one is named.
 
         Raises:
             ConfigError: no policy has this name.

@@ -44,6 +44,7 @@ class FifoAdmission:
 
     event_names: tuple[str, ...] = OFFLINE_EVENTS
     terms = None
+    budget_s: float | None = None
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ SGLang's alone, unless the order or the overload of online requests is the core'
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -91,6 +92,7 @@ class PlannedAdmission:
             micro_batches=view.micro_batches,
         )
         self._until_s: float | None = None
+        self.budget_s: float | None = None
         self._drift_warning = DriftWarning() if is_first_rank(scheduler) else None
         self._waiting = PlannedWaiting(view.passes_to_settle)
         self._ended: list[Req] = []
@@ -178,6 +180,8 @@ class PlannedAdmission:
             self._drop()
             plan = self.core.plan(self._snapshot(running_batch, now_s), self)
         self._steps.decided(self._clock.now_s())
+        if math.isfinite(plan.budget_s):
+            self.budget_s = plan.budget_s
         executed = self._plans.carry_out(plan, running_batch, prefill)
         for chunk in executed.admitted:
             self._waiting.reqs.pop(chunk.rid, None)

@@ -24,6 +24,9 @@ OFFLINE_EVENTS: Final = ("received", "admitted", "parked", "evicted", "put_back"
 class Admission(Protocol):
     """Keeps the waiting offline requests, and decides what each scheduling pass admits."""
 
+    budget_s: float | None
+    """What offline work was packed under in the last plan that bounded it; None before one."""
+
     event_names: tuple[str, ...]
     """Of what becomes of offline requests: what is counted, and told."""
 

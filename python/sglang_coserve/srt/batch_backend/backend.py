@@ -18,7 +18,8 @@ from sglang_coserve.srt.batch_backend.handler_thread import HandlerThread
 from sglang_coserve.srt.batch_backend.line_manager import LineManager, LineTask
 from sglang_coserve.srt.loaded_model import model_in_use
 from sglang_coserve.srt.prompt_limit import body_limits
-from sglang_coserve.srt.replicas import batch_delays_s
+from sglang_coserve.srt.replicas import sum_of_delays_s
+from sglang_coserve.srt.scheduler_query import BATCH_DELAYS, ask
 
 __all__ = ["BatchBackend"]
 
@@ -105,7 +106,7 @@ class BatchBackend(Backend):
 
     async def online_delays_s(self) -> Mapping[str, float] | None:
         """See ``Backend.online_delays_s``; the schedulers are asked."""
-        return batch_delays_s(await self._tokenizer_manager.get_internal_state())
+        return sum_of_delays_s(await ask(self._tokenizer_manager, BATCH_DELAYS))
 
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]

@@ -1,8 +1,8 @@
-"""Safepoints: an online arrival interrupts an offline batch in the middle of a forward pass.
+"""Safepoints: suspend an offline step in the middle of its forward pass for an online arrival.
 
-ConServe §4.3. Between groups of decoder layers the forward pass looks at a flag
-(``instrument``, ``flag``); a thread that receives requests raises it when waiting for the
-batch's end would cost an online request its first token in time (``monitor``,
-``arrival_watch``); the pass then ends with an exception, and what it had taken is given
-back (``rollback``). ``docs/safepoints.md`` has the whole picture.
+ConServe §4.3. Between groups of decoder layers the forward pass checks a flag
+(``instrument``, ``flag``). A thread that receives requests raises the flag when an online
+request arrives (``monitor``, ``arrival_watch``), and the pass ends with an exception. The step
+is resumed later (``resumption``), or dropped and undone (``rollback``).
+``docs/safepoints.md`` explains all of it.
 """

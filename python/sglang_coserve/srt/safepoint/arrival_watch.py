@@ -1,4 +1,4 @@
-"""Asks the batch that runs to stop when an online request arrives."""
+"""Asks the running batch to stop when an online request arrives."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ __all__ = ["ArrivalWatch", "StopRequest"]
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """Why the flag was raised."""
+    """The arrivals for which the flag was raised, and when."""
 
     arrivals: tuple[Arrival, ...]
     raised_s: float
 
 
 class ArrivalWatch:
-    """Raises the flag, in whichever thread sees an arrival and a batch together.
+    """Raises the flag when there are both an open batch and an arrival.
 
-    The event loop opens a batch and then looks for arrivals; the monitor thread puts
-    an arrival into the inbox and then looks for an open batch. So one of the two
-    finds both, whatever the order.
+    The event loop opens a batch and then checks for arrivals; the monitor thread puts
+    an arrival into the inbox and then checks for an open batch. So at least one of the two
+    threads sees both, whatever the order.
     """
 
     def __init__(self, inbox: Inbox, flag: PreemptionFlag) -> None:
         self._inbox = inbox
         self._flag = flag
-        # To look and to raise are one: the flag of a batch that has ended meanwhile could
-        # overwrite the next one's.
+        # Makes checking and raising atomic: a late raise for a batch that has ended could
+        # overwrite the flag of the next one.
         self._lock = threading.Lock()
         self._batch = 0
-        """Its name in the flag; 0: none is open."""
+        """Id of the open batch in the flag; 0 if none is open."""
 
         self._request: StopRequest | None = None
 
     def open(self, batch: int) -> None:
-        """Let this batch stop for any arrival from now on, also for what has arrived already."""
+        """Let this batch be stopped by any arrival, including those already in the inbox."""
         with self._lock:
             self._flag.lower()
             self._request = None
@@ -48,14 +48,14 @@ class ArrivalWatch:
         self.consider()
 
     def close(self) -> StopRequest | None:
-        """Note that the batch has stopped or ended; return the request to stop it, if any."""
+        """Close the batch, which has stopped or ended; return the request to stop it, if any."""
         with self._lock:
             self._batch = 0
             self._flag.lower()
             return self._request
 
     def consider(self) -> None:
-        """Raise the flag if an online request has arrived, and a batch is open."""
+        """Raise the flag if a batch is open and an online request has arrived."""
         with self._lock:
             if not self._batch or self._request is not None:
                 return

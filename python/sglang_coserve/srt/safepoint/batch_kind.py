@@ -1,4 +1,4 @@
-"""What the rows of a batch that is ready to run do, and how much that is."""
+"""Classifies a prepared batch (prefill, decode, mixed), and sums up its rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ScheduleBatch = Any
 
 
 class BatchKind(Enum):
-    """What the rows of a batch do."""
+    """The kind of a batch: prefills, decodes, or both."""
 
     EXTEND = "extend"
     DECODE = "decode"
@@ -23,7 +23,7 @@ class BatchKind(Enum):
 
 
 def kind_of(batch: ScheduleBatch) -> BatchKind | None:
-    """Return what the rows of a batch do; None for anything but plain prefills and decodes."""
+    """Return the kind of a batch; None for anything but plain prefills and decodes."""
     mode = batch.forward_mode
     if mode.is_decode():
         return BatchKind.DECODE
@@ -33,21 +33,21 @@ def kind_of(batch: ScheduleBatch) -> BatchKind | None:
 
 
 def num_decodes(batch: ScheduleBatch, kind: BatchKind) -> int:
-    """Return how many of the batch's rows, the last ones, decode."""
+    """Return the number of decodes in a batch; they are its last rows."""
     if kind is BatchKind.EXTEND:
         return 0
     return len(batch.reqs) if kind is BatchKind.DECODE else len(batch.decoding_reqs)
 
 
 def stats_of(batch: ScheduleBatch, kind: BatchKind, chosen: Sequence[bool]) -> BatchStats:
-    """Return the sums over the chosen rows of a batch that is ready to run. O(rows)."""
+    """Return the sums over the chosen rows of a prepared batch. O(rows)."""
     num_prefills = len(batch.reqs) - num_decodes(batch, kind)
     prefills = [
         (batch.extend_lens[row], batch.prefix_lens[row])
         for row in range(num_prefills)
         if chosen[row]
     ]
-    # A decode's length counts the token that it computes: C + 1.
+    # The length of a decode includes the token that it computes: C + 1.
     lengths = batch.seq_lens_cpu[num_prefills:].tolist()
     decodes = list(compress(lengths, chosen[num_prefills:]))
     return BatchStats.of(prefills)._replace(

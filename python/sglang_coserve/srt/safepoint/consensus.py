@@ -1,13 +1,13 @@
 """The gates of tensor-parallel ranks: rank 0 decides, and all stop before the same layer.
 
-A rank that stopped alone would leave the others in a collective for ever. ConServe
-broadcasts at every safepoint; here rank 0 writes how far it has come, and whether it goes
-on, to memory that all ranks of a machine share, and the others wait until it has come as
-far. One direction is enough: up to that layer all ranks have run the same collectives,
-so rank 0 is never more than one safepoint ahead.
+If only some ranks stopped, the others would hang in a collective operation. ConServe
+broadcasts at every safepoint. Here rank 0 writes its progress, and whether it stops,
+to memory shared by all ranks of a machine, and the others wait at a safepoint until rank 0 has
+reached it. No message to rank 0 is needed: up to that layer all ranks have run the same
+collectives, so rank 0 is at most one safepoint ahead.
 
-The words are written in order, and read in the opposite order. That relies on a
-processor which does not reorder stores (x86), as any shared memory without barriers does.
+The words are written in one order and read in the opposite order, without barriers, which relies
+on a processor that does not reorder stores (x86).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
 __all__ = ["FollowerGate", "LeaderGate", "SharedWords", "has_ordered_stores", "share_words"]
 
 _PROGRESS, _STOP = 0, 8
-"""Each of the words has a cache line of its own."""
+"""Indices of the words, each on its own cache line."""
 
 _SIZE_BYTES: Final = 4096
 _STEPS: Final = 1 << 12
-"""More safepoints than any model has, the end of the pass included."""
+"""More than the number of layers of any model."""
 
 _SPINS: Final = 200
 _FIRST_SLEEP_S: Final = 20e-6
 
 
 def has_ordered_stores() -> bool:
-    """Return whether this processor makes stores visible in the order of the program."""
+    """Return whether this processor makes stores visible in program order."""
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
@@ -47,7 +47,7 @@ class SharedWords:
     """64-bit words in memory that the ranks of a machine share."""
 
     def __init__(self, file: int) -> None:
-        """Map the open file; it may be closed and unlinked then."""
+        """Map an open file, which may be closed and unlinked afterwards."""
         self._map = mmap.mmap(file, _SIZE_BYTES)
         self.words = memoryview(self._map).cast("q")
 
@@ -55,7 +55,7 @@ class SharedWords:
 def share_words(group: Any, rank: int) -> SharedWords:
     """Return the same words on every rank of the CPU group ``group``; all of them must call it.
 
-    The file is gone as soon as all have it open: nothing is left behind by a crash.
+    The file is unlinked as soon as all ranks have opened it, so a crash leaves nothing behind.
     """
     distributed = torch.distributed
     leader = distributed.get_global_rank(group, 0)
@@ -79,7 +79,7 @@ def share_words(group: Any, rank: int) -> SharedWords:
 
 
 class _SharedGate:
-    """What both gates have in common: in an armed batch every safepoint asks."""
+    """Base class of both gates: every safepoint of an armed batch calls ``reached``."""
 
     def __init__(self, shared: SharedWords) -> None:
         # A numpy array has the item type that memoryview reads fastest.
@@ -98,7 +98,7 @@ class _SharedGate:
 
 
 class LeaderGate(_SharedGate):
-    """Rank 0's gate: decides by the flag, and tells."""
+    """Rank 0's gate: decides by the flag, and publishes the decision."""
 
     def __init__(self, shared: SharedWords, flag: PreemptionFlag) -> None:
         super().__init__(shared)
@@ -117,13 +117,18 @@ class LeaderGate(_SharedGate):
 
 
 class FollowerGate(_SharedGate):
-    """The gate of the other ranks: waits for rank 0 to have come as far, and does as it did."""
+    """The gate of the other ranks: waits until rank 0 is as far, and follows its decision."""
 
     def __init__(
         self, shared: SharedWords, *, timeout_s: float = 120.0, longest_sleep_s: float = 1e-3
     ) -> None:
-        """``timeout_s`` is the longest to wait for rank 0: a rank that hangs ends the server;
-        ``longest_sleep_s`` is the longest between two looks at where it is."""
+        """Create a gate.
+
+        Args:
+            shared: The words shared with rank 0.
+            timeout_s: Longest wait for rank 0; after that an error ends the server.
+            longest_sleep_s: Longest sleep between two checks of rank 0's progress.
+        """
         super().__init__(shared)
         self._timeout_s = timeout_s
         self._longest_sleep_s = longest_sleep_s
@@ -132,7 +137,7 @@ class FollowerGate(_SharedGate):
         """See ``Gate.reached``.
 
         Raises:
-            RuntimeError: rank 0 does not come.
+            RuntimeError: rank 0 does not get there in time.
         """
         step = self._step + layer
         if not self._has_come(step):
@@ -141,7 +146,7 @@ class FollowerGate(_SharedGate):
             raise ForwardPreempted(layer)
 
     def _wait_for(self, step: int) -> None:
-        """Spin for a moment, since ranks are rarely apart; then sleep, ever longer."""
+        """Spin briefly, since ranks are rarely apart; then sleep with increasing intervals."""
         for _ in range(_SPINS):
             if self._has_come(step):
                 return
@@ -157,5 +162,5 @@ class FollowerGate(_SharedGate):
             sleep_s = min(2 * sleep_s, self._longest_sleep_s)
 
     def _has_come(self, step: int) -> bool:
-        """Return whether rank 0 is at this step or beyond, in the same batch."""
+        """Return whether rank 0 is at this safepoint or beyond it, in the same batch."""
         return 0 <= self._words[_PROGRESS] - step < _STEPS

@@ -1,4 +1,4 @@
-"""Keeps penalties from counting the last token twice when a decode step is done again."""
+"""Keeps penalties from counting the last token twice when a dropped decode step is repeated."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _Rows = dict[tuple[type, str], torch.Tensor]
 
 
 class CountedPenalties:
-    """What penalizers had counted for the decodes of dropped steps.
+    """Keeps the penalty counts of decodes whose step was dropped.
 
-    SGLang counts a row's last token when it prepares the step, and the step is
-    prepared twice. So what the first preparation counted is kept, and put back
+    SGLang counts a row's last token when it prepares a step, and a dropped step is
+    prepared again. So the counts after the first preparation are kept, and restored
     after the second.
     """
 
@@ -25,11 +25,11 @@ class CountedPenalties:
         self._rows: dict[str, _Rows] = {}
 
     def __len__(self) -> int:
-        """Count the rows of which something is kept."""
+        """Return the number of rows whose counts are kept."""
         return len(self._rows)
 
     def keep(self, batch: ScheduleBatch) -> None:
-        """Keep the counts of the decodes in a batch that was rolled back. O(rows) if any count."""
+        """Keep the counts of the decodes in a rolled-back batch. O(rows) if it has penalties."""
         penalties = batch.sampling_info.penalizer_orchestrator
         if not batch.reqs or not penalties.is_required:
             return
@@ -45,9 +45,9 @@ class CountedPenalties:
                 self._rows[req.rid] = {key: value[row].clone() for key, value in tensors}
 
     def put_back(self, batch: ScheduleBatch) -> None:
-        """Set the counts of a batch that is ready to run to what was kept for its rows.
+        """Restore the counts kept for the rows of a prepared batch.
 
-        Of a row that prefills, because it was evicted since, nothing is kept any more.
+        The counts of a row that prefills, as it was retracted since, are discarded.
         """
         if not self._rows:
             return
@@ -66,5 +66,5 @@ class CountedPenalties:
                     getattr(penalizer, name)[row] = value
 
     def forget(self, rid: str) -> None:
-        """Drop what is kept for a request that has ended."""
+        """Discard the counts of a request that has ended."""
         self._rows.pop(rid, None)

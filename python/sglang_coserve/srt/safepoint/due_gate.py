@@ -1,4 +1,4 @@
-"""A gate that also stops the armed batch when its time is up."""
+"""A gate that also stops the armed batch at a deadline."""
 
 from __future__ import annotations
 
@@ -14,18 +14,25 @@ __all__ = ["DueGate"]
 
 
 class DueGate:
-    """See ``instrument.Gate``: raises the flag by which another gate decides.
+    """A gate that raises the flag when the deadline is near, then asks another gate.
 
-    For the rank that decides. A group of layers that would end too late is not begun, if it
-    takes as long as the one before it.
+    For the rank that decides. A group of layers is not begun if it would end after the deadline,
+    assuming that it takes as long as the group before it.
     """
 
     def __init__(self, gate: Gate, flag: PreemptionFlag, outstanding_groups: int) -> None:
-        """``outstanding_groups`` still have to be computed, that one included, once it is begun."""
-        # Asked at every safepoint of an armed batch.
+        """Create a gate.
+
+        Args:
+            gate: The gate that decides.
+            flag: The flag by which it decides.
+            outstanding_groups: Groups of layers still to be computed once one is begun,
+                including that one.
+        """
+        # Makes every safepoint of an armed batch call ``reached``.
         self.attention = memoryview(torch.zeros(1, dtype=torch.int32).numpy())
         self.until_s = math.inf
-        """When the next batch to be armed must have stopped, on ``time.perf_counter``."""
+        """Time (``time.perf_counter``) by which the next armed batch must have stopped."""
 
         self._gate = gate
         self._outstanding_groups = outstanding_groups

@@ -1,4 +1,4 @@
-"""Which engines and which batches can be suspended and dropped; others run to their end."""
+"""Decides which engines and batches can be suspended and dropped; others run to their end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Scheduler = Any
 def why_no_safepoints(scheduler: Scheduler, layers: Sequence[Any]) -> str | None:
     """Return why this engine's batches cannot be suspended; None if they can.
 
-    ``layers`` are those of the model, as far as they were found.
+    ``layers`` are the decoder layers that were found in the model.
     """
     args, ps = compat.settings_of(scheduler.server_args), compat.parallel(scheduler)
     reasons = {

@@ -1,11 +1,11 @@
-"""Cuts CUDA graphs before groups of layers, so that a replay can stop there and go on later.
+"""Cuts CUDA graphs before groups of layers, so that a replay can stop there and be resumed later.
 
-SGLang's breakable graphs are pieces with calls of Python between them. A cut is one more such
-call, with what the next layer is given. A replay that stops at a cut keeps a copy of that,
-since other replays use the same memory; one that goes on puts it back, and replays the pieces
-behind the cut. What a model hands from layer to layer beside its arguments and what SGLang
-keeps for it (``compat.tensors_beside``) would be lost, and so would it be in a pass
-without graphs.
+SGLang's breakable graphs are pieces with Python calls between them. A cut is one more such
+call, which gets the inputs of the next layer. A replay that stops at a cut keeps a copy of these
+tensors, since other replays use the same memory; a resumed replay restores them, and replays the
+pieces after the cut. State that a model passes from layer to layer other than through arguments
+and what SGLang keeps for it (``compat.tensors_beside``) would be lost, as it would be without
+graphs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["GraphCuts"]
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Copies of the tensors that a layer is given."""
+    """Copies of the input tensors of a layer."""
 
     tensors: tuple[torch.Tensor, ...]
 
@@ -49,11 +49,11 @@ class GraphCuts:
         self._gate = gate
         self._resumption = resumption
         self._places: dict[BreakableCUDAGraph, dict[int, int]] = {}
-        """For each graph and layer, which of the graph's breaks is the cut before it."""
+        """For each graph, by layer: index of the graph's break that is the cut before it."""
 
     @contextmanager
     def placed(self) -> Iterator[None]:
-        """Within it, a breakable graph that is captured is cut before each group but the first."""
+        """Cut breakable graphs captured in this context before each group except the first."""
         with ExitStack() as restored:
             for number, layer in self._layers.items():
                 own = vars(layer).get("forward")
@@ -63,14 +63,14 @@ class GraphCuts:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the batch that runs stopped before, and goes on now."""
+        """Whether the running batch is a resumed one."""
         return self._resumption.first > 0
 
     def replay(self, graph: BreakableCUDAGraph) -> None:
-        """Replay a graph, or what is left of it.
+        """Replay a graph, or the rest of it if the batch is resumed.
 
         Raises:
-            ForwardPreempted: it stops at a safepoint.
+            ForwardPreempted: the replay was stopped at a safepoint.
         """
         if not self.goes_on:
             if self._gate.attention[0]:
@@ -85,7 +85,7 @@ class GraphCuts:
         rest.replay()
 
     def forget(self) -> None:
-        """Drop what is known of the graphs, which are released."""
+        """Discard the data on all graphs, which are about to be released."""
         self._places.clear()
 
     def _cut_before(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,13 +103,13 @@ class GraphCuts:
         return cut_and_forward
 
     def _reach(self, number: int, *tensors: torch.Tensor) -> None:
-        """Stop here or go on, with ``tensors`` as the memory that the next piece reads."""
+        """Stop or go on at a cut; ``tensors`` are the memory that the next piece reads."""
         goes_on_here = number == self._resumption.first
         if self._gate.attention[0]:
             try:
                 self._gate.reached(number)
             except ForwardPreempted:
-                if not goes_on_here:  # Otherwise what was kept is still to be used.
+                if not goes_on_here:  # Otherwise the tensors kept before are still valid.
                     self._resumption.outputs = _Inputs(tuple(each.clone() for each in tensors))
                 raise
         if goes_on_here:
@@ -120,7 +120,7 @@ class GraphCuts:
 
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the tensors in arguments, as deep as lists and tuples go."""
+    """Return the tensors among the arguments, including those in nested lists and tuples."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -131,7 +131,7 @@ def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _restore(layer: nn.Module, own_forward: Callable[..., Any] | None) -> None:
-    """Undo the replacement of ``layer.forward``, which may have been the instance's own before."""
+    """Undo the replacement of ``layer.forward``, which may have been an instance attribute."""
     del layer.forward
     if own_forward is not None:
         layer.forward = own_forward

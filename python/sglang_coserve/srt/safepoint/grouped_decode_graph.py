@@ -1,12 +1,12 @@
-"""Decode graphs that can be suspended: cut into groups of layers, beside SGLang's own.
+"""Decode graphs that can be suspended: cut into groups of layers, in addition to SGLang's own.
 
-A decode step is one CUDA graph, and a graph that was launched runs to its end. Here every
-shape is captured twice: as SGLang does, for batches that are not armed, and as one graph
+SGLang runs a decode step as one CUDA graph, which cannot be stopped once launched. Here every
+shape is captured twice: as in SGLang, for batches that are not armed, and as one graph
 per group of layers, with a safepoint on the host before each. Attention stays inside the
 graphs.
 
-Both are captured from one preparation of the attention backend: some backends keep
-buffers per shape that a second preparation would replace under the first graph.
+Both are captured after one preparation of the attention backend: some backends keep
+buffers per shape, and a second preparation would replace those of the first graph.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ModelRunner = Any
 
 
 def why_no_grouped_decode_graphs(model_runner: ModelRunner) -> str | None:
-    """Return why decode steps cannot be captured in groups of layers; None if they can."""
+    """Return why decode steps cannot be captured as groups of layers; None if they can."""
     runner = model_runner.decode_cuda_graph_runner
     if runner is None:
         return "decode steps run without CUDA graphs"
@@ -47,7 +47,7 @@ def why_no_grouped_decode_graphs(model_runner: ModelRunner) -> str | None:
 def add_grouped_decode_graphs(model_runner: ModelRunner, cuts: GraphCuts, gate: Gate) -> None:
     """Capture all decode graphs again, each also with cuts.
 
-    Takes about twice as long as SGLang's own capture; every rank must call it, before the
+    Takes about twice as long as SGLang's own capture; every rank must call it before the
     first batch.
 
     Raises:
@@ -76,10 +76,10 @@ class GroupedDecodeBackend(FullCudaGraphBackend):
         capture_inputs: Any = None,
         post_warmup_hook: Callable[[], None] | None = None,
     ) -> None:
-        """Capture a shape both ways."""
+        """Capture a shape as one graph and as groups of layers."""
         super().capture_one(shape_key, forward_fn, capture_inputs, post_warmup_hook)
         if post_warmup_hook is not None:
-            # Capturing ran the pass's host code, as a warm-up does.
+            # Capturing ran the host code of the forward pass, like a warm-up.
             post_warmup_hook()
         graph = BreakableCUDAGraph()
         capture = BreakableCUDAGraphCapture(
@@ -93,7 +93,7 @@ class GroupedDecodeBackend(FullCudaGraphBackend):
         self._grouped[shape_key] = graph, output
 
     def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
-        """Replay a step; in groups, or what is left of them, if it may stop."""
+        """Replay a step; by groups of layers if it may be suspended or is resumed."""
         if not (self._gate.attention[0] or self._cuts.goes_on):
             return super().replay(shape_key, static_forward_batch, **kwargs)
         graph, output = self._grouped[shape_key]

@@ -1,4 +1,4 @@
-"""What has arrived and was not taken yet: between the monitor thread and the event loop."""
+"""The queue of received messages between the monitor thread and the event loop."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["Arrival", "Inbox"]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """An online request, as it came in."""
+    """An online request that was received."""
 
     rid: str
     arrival_s: float
-    """When the server got it, on this process's ``time.perf_counter``."""
+    """When the server received it, on this process's ``time.perf_counter``."""
 
 
 class Inbox:
-    """Stands where SGLang has the socket from its tokenizer, and is read like that one.
+    """A queue that replaces SGLang's socket from its tokenizer, with the same reading methods.
 
     One thread puts messages in, the event loop takes them out. ``wake_fd`` becomes
     readable with every message, so that an idle loop can sleep on it; a message
-    that arrives before the loop sleeps keeps it awake.
+    that arrives before the loop sleeps prevents the sleep.
     """
 
     def __init__(self) -> None:
@@ -38,25 +38,25 @@ class Inbox:
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def put(self, message: Any, arrivals: tuple[Arrival, ...] = ()) -> None:
-        """Add a message, and the online requests that are in it."""
+        """Add a message, with the online requests that it contains."""
         with self._lock:
             self._messages.append((message, arrivals))
         os.eventfd_write(self.wake_fd, 1)
 
     def fail(self, error: BaseException) -> None:
-        """Let the event loop end with this error as soon as it has taken what is there."""
+        """Make the event loop fail with this error after it has taken all messages."""
         with self._lock:
             self._error = error
         os.eventfd_write(self.wake_fd, 1)
 
     def arrivals(self) -> list[Arrival]:
-        """Return the online requests that the event loop has not taken."""
+        """Return the online requests that the event loop has not taken yet."""
         with self._lock:
             return [arrival for _, arrivals in self._messages for arrival in arrivals]
 
     def clear_wake(self) -> None:
-        """Note that the event loop is awake: ``wake_fd`` is silent until the next message."""
-        with suppress(BlockingIOError):  # The sleep may have ended by itself.
+        """Reset ``wake_fd`` until the next message."""
+        with suppress(BlockingIOError):  # It may be reset already, if the sleep timed out.
             os.eventfd_read(self.wake_fd)
 
     def recv_pyobj(self, flags: int = 0) -> Any:
@@ -82,5 +82,5 @@ class Inbox:
         raise zmq.Again()
 
     def close(self) -> None:
-        """Free the file descriptor; nothing may be put in any more."""
+        """Close the file descriptor; no message may be added afterwards."""
         os.close(self.wake_fd)

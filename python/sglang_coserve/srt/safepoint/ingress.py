@@ -1,4 +1,4 @@
-"""How requests reach a scheduler with safepoints: by a thread, also while a pass runs."""
+"""Receives requests in a thread, also during a forward pass, for schedulers with safepoints."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["Ingress"]
 
 
 class Ingress:
-    """The inbox that stands for SGLang's socket, the thread that fills it, and the idle loop's
-    sleep; on the rank that receives requests."""
+    """The inbox that replaces SGLang's socket, the thread that fills it, and the idle loop's
+    sleeper; exists on the rank that receives requests."""
 
     def __init__(self, socket: Any, rpc_socket: Any, inbox: Inbox, watch: ArrivalWatch) -> None:
         self.inbox = inbox
@@ -25,7 +25,7 @@ class Ingress:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Receive as long as it is entered."""
+        """Receive requests in this context."""
         self._monitor.start()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Puts safepoints into a scheduler's model, where they can work."""
+"""Installs safepoints in a scheduler's model, if the engine supports them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from sglang_coserve.srt.safepoint.safepoints import Safepoints
 __all__ = ["Installed", "install_safepoints"]
 
 _LONGEST_SLEEP_S: Final = {"cpu": 1e-3, "cuda": 2e-4}
-"""Of a rank that waits for rank 0; a GPU idles meanwhile, and computes layers faster."""
+"""Longest sleep of a rank that waits for rank 0; shorter for a GPU, which idles meanwhile and
+computes layers faster."""
 
 _INTERVAL: Final = 4
 """Layers between two safepoints, as in ConServe §6.5, unless the user says otherwise."""
@@ -36,21 +37,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """What was put in place."""
+    """The result of ``install_safepoints``."""
 
     safepoints: Safepoints | None = None
     ingress: Ingress | None = None
-    """Receives requests, on the rank that does."""
+    """Receives requests; None on the ranks that do not, and without safepoints."""
 
     why_not: str | None = None
-    """Why there are no safepoints; None if there are some, or none were asked for."""
+    """Why there are no safepoints; None if there are some, or none were requested."""
 
 
 def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
-    """Put safepoints into the model, if the settings ask for them; every rank must call it.
+    """Install safepoints in the model, if the settings request them; every rank must call it.
 
     Raises:
-        RuntimeError: the graphs of a GPU could not be captured again.
+        RuntimeError: CUDA graphs could not be captured again.
     """
     is_used = "safepoint_interval" not in FIELDS_WITHOUT_EFFECT[config.offline_policy]
     if not is_used or config.safepoint_interval == 0:
@@ -74,7 +75,7 @@ def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
     if ps.tp_rank == 0:
         gate = due_gate = DueGate(gate, flag, 1 + RUN_AHEAD if is_cuda else 1)
         if is_cuda:
-            # The other ranks wait for this one, and so for its GPU.
+            # Only on this rank: the others wait for it, and so for its GPU.
             gate = RunAheadGate(gate, flag, cuda_events(RUN_AHEAD))
     interval = fitting_interval(config.safepoint_interval or _INTERVAL, len(layers))
     if is_cuda:

@@ -1,4 +1,4 @@
-"""Puts safepoints between the layers of a model."""
+"""Installs safepoints between the layers of a model."""
 
 from __future__ import annotations
 
@@ -13,58 +13,58 @@ __all__ = ["ForwardPreempted", "Gate", "add_safepoints", "fitting_interval", "sa
 
 
 _LEAST_SAFEPOINTS: Final = 4
-"""In one pass, where the model has as many layers."""
+"""Least number of safepoints in a forward pass, if the model has as many layers."""
 
 
 class ForwardPreempted(BaseException):
     """Stops a forward pass at a safepoint.
 
-    No ``Exception``: what runs a forward pass may catch those and take them for failures.
+    Not an ``Exception``, because code that runs a forward pass may catch those as failures.
     """
 
     def __init__(self, layer: int) -> None:
-        """``layer`` is the first that did not run, the same on all ranks."""
+        """``layer`` is the first layer that did not run, the same on all ranks."""
         super().__init__(f"preempted before layer {layer}")
         self.layer = layer
 
 
 class Gate(Protocol):
-    """Says at a safepoint whether the pass goes on; only an armed batch is ever stopped."""
+    """Decides at a safepoint whether the forward pass goes on; stops only armed batches."""
 
     attention: memoryview
-    """While its first word is 0, safepoints do not ask."""
+    """While its first word is 0, safepoints do not call ``reached``."""
 
     def arm(self, batch: int) -> None:
-        """Let this batch be stopped."""
+        """Allow this batch to be stopped."""
         ...
 
     def disarm(self) -> None:
-        """Stop nothing any more."""
+        """Allow no batch to be stopped."""
         ...
 
     def reached(self, layer: int) -> None:
         """Return if the pass goes on.
 
         Raises:
-            ForwardPreempted: it does not.
+            ForwardPreempted: the pass must stop before ``layer``.
         """
         ...
 
 
 def fitting_interval(interval: int, num_layers: int) -> int:
-    """Return the interval for a model: the one asked for, but at most a quarter of the layers.
+    """Return the interval for a model: the requested one, but at most a quarter of the layers.
 
-    The fewer layers a model has, the longer one takes of the whole, and the longer an
-    arrival waits for it.
+    The fewer layers a model has, the larger the share of the step that one layer takes, and that
+    an arriving request has to wait.
     """
     return min(interval, max(1, num_layers // _LEAST_SAFEPOINTS))
 
 
 def add_safepoints(layers: Sequence[nn.Module], interval: int, gate: Gate) -> int:
-    """Put a safepoint before every ``interval``-th layer, from the first; return how many.
+    """Install a safepoint before every ``interval``-th layer, from the first; return their number.
 
-    Nothing but the instances' attribute ``forward`` is replaced: a hook of torch costs
-    six times as much. The safepoints stay for good.
+    Only the attribute ``forward`` of the instances is replaced: a torch hook costs
+    six times as much. The safepoints cannot be removed.
     """
     numbers = range(0, len(layers), interval)
     for number in numbers:
@@ -84,9 +84,9 @@ def _add_safepoint(layer: nn.Module, number: int, gate: Gate) -> None:
 
 
 def safepoint_cost_s(gate: Gate, calls: int = 2000) -> float:
-    """Return what a safepoint at which nothing is asked adds to a call, measured here and now.
+    """Measure the cost of a safepoint without an armed batch, in seconds per call.
 
-    The least of several runs: what else the machine does can only add to it.
+    The minimum of several runs, as other load on the machine can only add to it.
     """
     plain, safe = _Identity(), _Identity()
     _add_safepoint(safe, 0, gate)

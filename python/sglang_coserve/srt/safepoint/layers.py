@@ -12,18 +12,18 @@ from torch import nn
 __all__ = ["decoder_layers"]
 
 _LAYER_LISTS: Final = ("layers", "h", "blocks", "decoder_layers")
-"""What models call the list of their layers."""
+"""Attribute names that models use for the list of their layers."""
 
 _INNER_MODELS: Final = ("model", "language_model", "transformer", "decoder", "thinker")
-"""What models call the module that has that list, or that has one that has."""
+"""Attribute names of inner modules that have that list, directly or nested."""
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that every token passes in turn; empty where there are none to be found.
+    """Return the decoder layers in order; empty if none are found.
 
-    Looked for by name from the outside in, so that a vision encoder's are not taken
-    for them; then, whatever it is called, the longest list of modules each of which
-    has an attention over the KV cache.
+    They are searched by name from the outside in, so that those of a vision encoder are not
+    mistaken for them; else the longest list of modules that all have attention over the
+    KV cache, whatever its name.
     """
     for module in _inner_models(model):
         for name in _LAYER_LISTS:

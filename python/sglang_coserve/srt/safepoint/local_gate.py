@@ -1,4 +1,4 @@
-"""The gate of an engine on one rank: the flag decides by itself."""
+"""The gate of an engine with one rank, where the flag alone decides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["LocalGate"]
 
 
 class LocalGate:
-    """See ``instrument.Gate``: stops the armed batch when the flag names it."""
+    """A gate that stops the armed batch when the flag holds its id."""
 
     def __init__(self, flag: PreemptionFlag) -> None:
         self.attention = flag.words
@@ -24,6 +24,6 @@ class LocalGate:
         self._armed = 0
 
     def reached(self, layer: int) -> None:
-        """See ``Gate.reached``. A flag that is left over from another batch stops nothing."""
+        """See ``Gate.reached``. A flag left over from another batch has no effect."""
         if self._armed and self.attention[0] == self._armed:
             raise ForwardPreempted(layer)

@@ -1,4 +1,4 @@
-"""The thread that receives requests, also while a forward pass runs."""
+"""The thread that receives requests, also during a forward pass."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ def online_arrivals(message: Any, now_s: float) -> tuple[Arrival, ...]:
 
 
 class Monitor:
-    """Owns a socket while it runs: puts what comes into an inbox, then tells of online requests.
+    """Receives messages from a socket into an inbox, then reports online requests.
 
-    In that order: whoever looks for arrivals after the call finds them in the inbox.
-    An error ends the thread and, through the inbox, the event loop.
+    In that order, so that an arrival is in the inbox when ``on_arrival`` is called.
+    The monitor owns the socket while it runs. An error ends the thread and, through the inbox,
+    the event loop.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], inbox: Inbox, on_arrival: Callable[[], None]):
@@ -53,14 +54,14 @@ class Monitor:
         self._stop_fd = -1
 
     def start(self) -> None:
-        """Start to receive."""
+        """Start the thread."""
         assert self._thread is None
         self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="coserve-monitor", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop to receive; what has come is in the inbox. May be started again."""
+        """Stop the thread; messages received so far are in the inbox. May be started again."""
         if self._thread is None:
             return
         os.eventfd_write(self._stop_fd, 1)
@@ -92,7 +93,7 @@ class Monitor:
             except zmq.Again:
                 return
             now_s = time.perf_counter()
-            # The event loop takes what SGLang's own receiver would get from the socket.
+            # The inbox gets what SGLang's receiver would read from the socket.
             if io_struct._USE_PICKLE_IPC:
                 message = payload = pickle.loads(data)
             else:

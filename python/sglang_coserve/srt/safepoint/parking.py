@@ -1,4 +1,4 @@
-"""How the idle event loop waits for work."""
+"""Lets the idle event loop sleep until a message arrives."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["Parking"]
 class Parking(IdleSleeper):
     """SGLang's sleeper for ``--sleep-on-idle``, woken by the inbox instead of a socket.
 
-    The idle loop always sleeps beside a monitor thread: spinning it would hold
-    Python's lock most of the time, and the thread, which needs it to take a
-    request in, would come late.
+    With a monitor thread the idle loop must sleep: a spinning loop would hold
+    Python's interpreter lock most of the time and delay the thread when it receives a
+    request.
     """
 
     def __init__(self, inbox: Inbox, rpc_socket: Any) -> None:
@@ -24,6 +24,6 @@ class Parking(IdleSleeper):
         self._inbox = inbox
 
     def maybe_sleep(self) -> None:
-        """Sleep until there is a message or a call, for a second at most."""
+        """Sleep until there is a message or an RPC, for at most a second."""
         super().maybe_sleep()
         self._inbox.clear_wake()

@@ -1,4 +1,4 @@
-"""Where in a pass the safepoints are: between layers, of a GPU's graphs as well."""
+"""Places the safepoints of a forward pass: between layers, and in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from sglang_coserve.srt.safepoint.resumption import Resumption
 __all__ = ["RUN_AHEAD", "Placement", "place_on_cpu", "place_on_cuda"]
 
 RUN_AHEAD: Final = 1
-"""Groups of layers that the host may launch ahead of the one that a GPU computes."""
+"""Groups of layers that the host may launch ahead of the one that the GPU computes."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The safepoints of a model that are in place."""
+    """The safepoints installed in a model."""
 
     gate: Gate
-    """The one that they ask; to be armed."""
+    """The gate that they ask."""
 
     resumption: Resumption
     outstanding_groups: int = 1
-    """Most groups of layers that still run after a stop was asked for."""
+    """Most groups of layers that still run after a stop was requested."""
 
     kept: Mapping[BatchKind, str] = field(default_factory=dict)
-    """The kinds of batches that never meet a safepoint, and why."""
+    """The kinds of batches without safepoints, each with the reason."""
 
 
 def place_on_cpu(layers: Sequence[nn.Module], interval: int, gate: Gate) -> Placement:
-    """Put safepoints between the layers of a model that computes while Python waits."""
+    """Place safepoints between the layers of a model on a CPU, which computes synchronously."""
     add_safepoints(layers, interval, gate)
     return Placement(gate, Resumption(layers))
 
@@ -51,16 +51,16 @@ def place_on_cpu(layers: Sequence[nn.Module], interval: int, gate: Gate) -> Plac
 def place_on_cuda(
     scheduler: Any, layers: Sequence[nn.Module], interval: int, gate: Gate, *, groups_decodes: bool
 ) -> Placement:
-    """Put safepoints between layers, and between the pieces of prefill graphs.
+    """Place safepoints between layers, and in prefill graphs.
 
-    With ``groups_decodes`` decode graphs get some, too. To be called after SGLang has
-    captured its graphs, by all ranks, and where ``why_prefills_cannot_stop`` knows no reason.
+    With ``groups_decodes`` also in decode graphs. Must be called by all ranks, after SGLang has
+    captured its graphs, and only if ``why_prefills_cannot_stop`` returns None.
 
     Raises:
         RuntimeError: graphs could not be captured again.
     """
     runner = scheduler.tp_worker.model_runner
-    # For passes without graphs: a prefill may be longer than those that were captured.
+    # For passes without graphs: a prefill may be longer than the captured ones.
     add_safepoints(layers, interval, gate)
     resumption = Resumption(layers)
     cut_prefill_graphs(runner, GraphCuts(layers, interval, gate, resumption))

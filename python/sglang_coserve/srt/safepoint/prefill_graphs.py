@@ -1,7 +1,7 @@
-"""Prefill graphs that can be suspended: SGLang's breakable ones, with more breaks.
+"""Prefill graphs that can be suspended: SGLang's breakable graphs with additional breaks.
 
-They break at attention by themselves, where what a layer has computed so far is in memory
-that the graphs share. So they are captured again, cut between groups of layers as well.
+SGLang breaks them only at attention, where intermediate results of a layer are in memory shared
+by all graphs. So they are captured again, with cuts between groups of layers as well.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PrefillCudaGraphRunner = Any
 
 
 def why_prefills_cannot_stop(model_runner: ModelRunner) -> str | None:
-    """Return why the prefills of an engine on a GPU run as one piece; None if they do not."""
+    """Return why the prefills of an engine on a GPU cannot be stopped; None if they can."""
     # Without graphs there is no runner, or one without a backend.
     backend = getattr(model_runner.prefill_cuda_graph_runner, "backend", None)
     if backend is None:
@@ -36,9 +36,9 @@ def why_prefills_cannot_stop(model_runner: ModelRunner) -> str | None:
 
 
 def cut_prefill_graphs(model_runner: ModelRunner, cuts: GraphCuts) -> None:
-    """Capture the prefill graphs again, with cuts, if there are any.
+    """Capture the prefill graphs, if any, again with cuts.
 
-    Takes as long as SGLang's own capture; every rank must call it, before the first batch.
+    Takes as long as SGLang's own capture; every rank must call it before the first batch.
 
     Raises:
         RuntimeError: a capture failed, as it would in SGLang's; the engine cannot go on.
@@ -66,13 +66,13 @@ class CutPrefillBackend(BreakableCudaGraphBackend):
         capture_inputs: Any = None,
         post_warmup_hook: Callable[[], None] | None = None,
     ) -> None:
-        """Capture a shape, with cuts."""
+        """Capture a shape with cuts."""
         with self._cuts.placed():
             super().capture_one(shape_key, forward_fn, capture_inputs, post_warmup_hook)
 
     def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
-        """Replay a prefill, or what is left of it."""
-        del static_forward_batch, kwargs  # The graph reads what the runner has put in place.
+        """Replay a prefill, or the rest of a resumed one."""
+        del static_forward_batch, kwargs  # The graph reads the runner's static buffers.
         self._cuts.replay(self._graphs[shape_key])
         return self._outputs[shape_key]
 

@@ -1,4 +1,4 @@
-"""Lets a forward pass go on from the layer before which it was stopped."""
+"""Resumes a forward pass at the layer before which it was stopped."""
 
 from __future__ import annotations
 
@@ -15,31 +15,30 @@ __all__ = ["Resumption"]
 
 
 class Resumption:
-    """Stands around the layers of a model that runs layer by layer, and around their safepoints.
+    """Wraps the layers of a model, so that a forward pass can skip those that have run before.
 
-    A pass that goes on is a new one of the same batch, whose first layers are left out: each
-    of them returns what the last layer that had run has computed. So nothing of the engine has
-    to know of it: positions, attention, sampling and results are those of any pass. A pass
-    that replays graphs is resumed by ``GraphCuts``, which asks here where.
+    A resumed pass is a new pass of the same batch in which the first layers are skipped: each
+    of them just returns the outputs of the last layer that had run. So no other part of the engine
+    is affected: positions, attention, sampling and results are computed as in any pass. Passes
+    that replay CUDA graphs are resumed by ``GraphCuts``, which reads the layer from here.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.first = 0
-        """The layer before which the pass begins."""
+        """The first layer to run; 0 unless a pass is resumed."""
 
         self.resumed: Any = None
-        """What was kept when the batch stopped there."""
+        """The outputs that were kept when the batch stopped before that layer."""
 
         self.outputs: Any = None
-        """What the last layer that ran has returned; once the pass has stopped, what is to be kept
-        of it."""
+        """Outputs of the last layer that ran; after a stop, those to keep for the resumption."""
 
         for number, layer in enumerate(layers):
             _stand_around(self, number, layer, is_last=number == len(layers) - 1)
 
     @contextmanager
     def resuming(self, layer: int, outputs: Any) -> Iterator[None]:
-        """Within it a pass begins before ``layer``, with ``outputs`` as they were kept."""
+        """Make a pass in this context begin at ``layer`` with the kept ``outputs``."""
         self.first, self.resumed = layer, outputs
         try:
             yield

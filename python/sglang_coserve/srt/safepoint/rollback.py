@@ -1,8 +1,8 @@
-"""Gives back what a batch took for a step that is dropped.
+"""Undoes the preparation of a batch whose step is dropped.
 
-Preparing a batch allocates KV, moves lengths on and hands requests over from one
-place to another, all before the pass. A step that is dropped has computed nothing that
-counts, so each of these steps is undone, in the terms in which SGLang took it.
+To prepare a batch, SGLang allocates KV, advances lengths and moves requests between its data
+structures, all before the forward pass. The results of a dropped step do not count,
+so each of these changes is reverted.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ScheduleBatch = Any
 
 @dataclass(frozen=True)
 class RolledBack:
-    """Where the rows of a dropped batch are to go; its decodes are left in the batch."""
+    """The rows to be requeued after a dropped step; its decodes are left in the batch."""
 
     released: tuple[Req, ...]
-    """Prefills that had computed nothing before, or all rows: without KV and slot, they wait
-    again."""
+    """Rows whose KV and slot were released, and which must wait again: prefills without earlier
+    chunks, or all rows (``give_up``)."""
 
     unfinished: Req | None
-    """The prefill that had computed chunks before: it keeps those."""
+    """The prefill with earlier chunks, which it keeps."""
 
 
 def roll_back(
@@ -42,13 +42,13 @@ def roll_back(
     """Undo the preparation of ``batch``, and leave in it the rows that decode.
 
     Args:
-        batch: as it was prepared.
-        kind: of the batch.
+        batch: the prepared batch.
+        kind: its kind.
         chunked_req: the scheduler's prefill that this batch would not have finished.
-        relay: SGLang's ``FutureMap``, which hands each row's last token to its next step.
+        relay: SGLang's ``FutureMap``, which passes each row's last token to its next step.
 
-    A batch left with decodes is as it was before their step, a decode batch; one
-    without is empty.  Rows that have ended meanwhile gave their KV back by themselves.
+    Afterwards the batch is a decode batch in the state before the step, or empty if it had no
+    decodes.  Rows that have ended meanwhile have released their KV already.
     """
     count = num_decodes(batch, kind)
     num_prefills = len(batch.reqs) - count
@@ -67,9 +67,9 @@ def roll_back(
 
 
 def give_up(batch: ScheduleBatch) -> RolledBack:
-    """Release all rows of ``batch``, of a model whose layers keep a state beside KV.
+    """Release all rows of ``batch``, for a model whose layers keep a state besides KV.
 
-    Some layers have moved it on already, and there is no way back: the rows begin again
+    Some layers have advanced their state already, which cannot be undone: the rows start again
     from what the radix cache has of them.
     """
     released = tuple(req for req in batch.reqs if compat.holds_kv(req))
@@ -82,13 +82,13 @@ def give_up(batch: ScheduleBatch) -> RolledBack:
 
 
 def _undo_decodes(batch: ScheduleBatch, count: int, relay: Any) -> None:
-    """Undo ``prepare_for_decode`` for the last ``count`` rows, but for the batch's lengths."""
+    """Undo ``prepare_for_decode`` for the last ``count`` rows, and for the lengths of all rows."""
     allocator = batch.token_to_kv_pool_allocator
     reqs: Sequence[Req] = batch.reqs[-count:]
     lengths = batch.seq_lens_cpu[-count:]
     took_slots = torch.tensor([compat.holds_kv(req) for req in reqs])
     if allocator.page_size > 1:
-        # The others wrote to a page they had.
+        # Only rows that opened a new page allocated one.
         took_slots &= (lengths - 1) % allocator.page_size == 0
     slots = batch.out_cache_loc[-count:]
     allocator.free(slots[took_slots.to(slots.device)])
@@ -97,7 +97,8 @@ def _undo_decodes(batch: ScheduleBatch, count: int, relay: Any) -> None:
             compat.set_computed_tokens(req, compat.computed_tokens(req) - 1)
             req.kv.kv_allocated_len -= 1
             req.decode_batch_idx -= 1
-    # The pass took the tokens from the relay, which in SGLang's CI gives each out once.
+    # Put the tokens back into the relay, from which the pass took them: in SGLang's CI it returns
+    # each only once.
     tokens = batch.input_ids[-count:]
     relay.stash(batch.req_pool_indices[-count:], RelayPayload(bonus_tokens=tokens))
     batch.seq_lens = batch.seq_lens - 1
@@ -109,7 +110,7 @@ def _undo_decodes(batch: ScheduleBatch, count: int, relay: Any) -> None:
 
 
 def _has_chunks(req: Req) -> bool:
-    """True for a prefill that has run before, and so has more KV than its cached prefix."""
+    """Return whether a prefill has run before, and so has more KV than its cached prefix."""
     return compat.holds_kv(req) and req.extend_batch_idx > 1
 
 
@@ -118,7 +119,7 @@ def _undo_chunk(batch: ScheduleBatch, req: Req, *, is_last: bool) -> None:
     allocator = batch.token_to_kv_pool_allocator
     page = allocator.page_size
     computed = compat.prefix_tokens(req)
-    # What was written behind the prefix into its open page is overwritten by the next chunk.
+    # KV after the prefix in its open page is overwritten by the next chunk.
     first_page = -(-computed // page) * page
     slots = batch.req_to_token_pool.req_to_token[
         compat.slot_of(req), first_page : req.kv.kv_allocated_len
@@ -129,13 +130,13 @@ def _undo_chunk(batch: ScheduleBatch, req: Req, *, is_last: bool) -> None:
     req.extend_batch_idx -= 1
     if not is_last:
         req.inflight_middle_chunks -= 1
-    # An empty range tells SGLang that there is no new KV to put into the prefix cache.
+    # An empty range: there is no new KV to insert into the prefix cache.
     compat.set_extent(req, computed, computed)
     req.already_computed = computed
 
 
 def _keep_decodes(batch: ScheduleBatch, num_prefills: int) -> None:
-    """Take the prefills out of a batch; what is left of a mixed one is a decode batch."""
+    """Remove the prefills from a batch; a mixed batch becomes a decode batch."""
     batch.input_ids = None
     batch.filter_batch(keep_indices=list(range(num_prefills, len(batch.reqs))))
     batch.chunked_req = None

@@ -1,4 +1,4 @@
-"""The safepoints of one scheduler: the life of a batch that may stop at one."""
+"""The safepoints of one scheduler: arms and disarms batches of the offline lane."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ ScheduleBatch = Any
 
 
 class Safepoints:
-    """Arms batches of the offline lane, and counts those that stopped.
+    """Arms batches of the offline lane, and counts those that were suspended.
 
-    All ranks arm the same batches; the one that receives requests decides on them.
+    All ranks arm the same batches; the rank that receives requests decides when they stop.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class Safepoints:
         num_layers: int,
         interval: int,
     ) -> None:
-        """``watch`` is None on the ranks that do not receive requests, ``due_gate`` on those that
-        follow another."""
+        """``watch`` is None on ranks that do not receive requests, ``due_gate`` on all but
+        rank 0."""
         self.stats = SafepointStats()
         self.gate = placement.gate
         self.resumption = placement.resumption
@@ -52,12 +52,12 @@ class Safepoints:
 
     @property
     def stop_share(self) -> float:
-        """Part of a batch that passes at most from a request to stop it until it does."""
+        """Largest share of a batch that still runs after a stop was requested."""
         return self._stop_share
 
     @property
     def decodes_stop(self) -> bool:
-        """Whether that holds of a batch of decodes, too; if not it runs to its end."""
+        """Whether batches of decodes can be suspended, too; if not they run to their end."""
         return BatchKind.DECODE not in self._kept
 
     def why_it_must_end(self, batch: ScheduleBatch) -> str | None:
@@ -71,9 +71,10 @@ class Safepoints:
 
     @contextmanager
     def armed(self, forward_count: int, until_s: float) -> Iterator[None]:
-        """Within it ``ForwardPreempted`` may be raised, for an arrival or when time is up.
+        """Let a pass in this context be stopped, for an arrival or at ``until_s``.
 
-        ``forward_count`` tells batches apart; ``until_s`` is on the clock that all ranks share.
+        The pass then raises ``ForwardPreempted``. ``forward_count`` identifies the batch;
+        ``until_s`` is on the clock that all ranks share.
         """
         begun_s = time.perf_counter()
         name = batch_id(forward_count)
@@ -93,11 +94,11 @@ class Safepoints:
             self.stats.ran(ready_s - begun_s + time.perf_counter() - ended_s, ended_s - ready_s)
 
     def suspended(self, kind: BatchKind, now_s: float) -> None:
-        """Note that the batch that was armed last has stopped, by this process's clock."""
+        """Record that the batch armed last was suspended; ``now_s`` is ``time.perf_counter``."""
         self.stats.suspended(kind, self._request, now_s)
 
     def report(self) -> dict[str, Any]:
-        """Return the state in plain values."""
+        """Return the settings and statistics as plain values."""
         return {
             "enabled": True,
             "interval_layers": self._interval,

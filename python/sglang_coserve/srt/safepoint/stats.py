@@ -1,4 +1,4 @@
-"""What safepoints did, and what they cost."""
+"""Statistics of safepoints: counts of suspensions, costs and delays."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _DELAYS: Final = (
 
 
 class SafepointStats:
-    """Counts suspensions, and times the way from an arrival to its first token.
+    """Counts suspensions, and measures the delays from an arrival to its first token.
 
-    Delays are of the last thousand steps that were suspended for an arrival, in seconds of
-    ``time.perf_counter``. An arrival counts from when the server got the request.
+    Delays are in seconds, of the last thousand steps that were suspended for an arrival. An
+    arrival counts from when the server received the request.
     """
 
     def __init__(self) -> None:
@@ -38,18 +38,19 @@ class SafepointStats:
         self._delays: dict[str, deque[float]] = {name: deque(maxlen=_SAMPLES) for name in _DELAYS}
         self._arming_s: deque[float] = deque(maxlen=_SAMPLES)
         self._batch_s: deque[float] = deque(maxlen=_SAMPLES)
-        # Arrivals that a step was suspended for, with the times of arrival and suspension.
+        # Arrivals for which a step was suspended, with the times of arrival and suspension.
         self._awaited: dict[str, tuple[float, float]] = {}
 
     def ran(self, arming_s: float, batch_s: float) -> None:
-        """Note what it took to arm a step and to disarm it, and how long it ran between."""
+        """Record the time to arm and disarm a step, and the time that it ran in between."""
         self._arming_s.append(arming_s)
         self._batch_s.append(batch_s)
 
     def suspended(self, kind: BatchKind, request: StopRequest | None, now_s: float) -> None:
-        """Note that a step has stopped.
+        """Record that a step was suspended.
 
-        ``request`` is None if its time was up, and on ranks that follow another.
+        ``request`` is None if it was suspended at its deadline, and on ranks that do not receive
+        requests.
         """
         self.suspensions[kind] += 1
         if request is None:
@@ -62,7 +63,7 @@ class SafepointStats:
             self._awaited.setdefault(arrival.rid, (arrival.arrival_s, now_s))
 
     def results(self, reqs: Iterable[Any], now_s: float) -> None:
-        """Note who got a token. O(1) unless someone is awaited."""
+        """Record rows that may have got a first token. O(1) if no such arrival is pending."""
         if not self._awaited:
             return
         for req in reqs:
@@ -72,11 +73,11 @@ class SafepointStats:
                 self._delays["arrival_to_first_token"].append(now_s - arrival_s)
 
     def forget(self, rid: str) -> None:
-        """Wait for a request no longer."""
+        """Discard a pending arrival that has ended."""
         self._awaited.pop(rid, None)
 
     def report(self) -> dict[str, Any]:
-        """Return all of it in plain values."""
+        """Return all statistics as plain values."""
         return {
             "suspended": {kind.value: self.suspensions[kind] for kind in BatchKind},
             "resumed": self.resumed,

@@ -47,7 +47,10 @@ const short = new Intl.NumberFormat("en", { notation: "compact", maximumFraction
 const number = (value) => (value === null || value === undefined ? "–" : value < 1e4 ? whole.format(value) : short.format(value));
 const fine = (value) => (value < 10 ? value.toFixed(1) : number(value));
 const percent = (share) => (share === null || share === undefined ? "–" : `${whole.format(share * 100)}%`);
-const milliseconds = (value) => (value === null || value === undefined ? "–" : `${value >= 100 ? whole.format(value) : value.toPrecision(3)} ms`);
+const milliseconds = (value) => {
+  if (value === null || value === undefined) return "–";
+  return value >= 1e4 ? `${number(value / 1000)} s` : `${value >= 100 || value === 0 ? whole.format(value) : value.toPrecision(3)} ms`;
+};
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
 
 function moment(seconds) {
@@ -69,6 +72,15 @@ function showUsers(users) {
   if (users.attainment_online_alone !== null) parts.push(`${percent(users.attainment_online_alone)} would be without offline work, as predicted`);
   const few = users.requests < 100 ? " Of fewer than 100, a P99 is little more than the maximum." : "";
   write(byId("users-note"), parts.length ? `${parts.join(", ")}.${few}` : "");
+  byId("bill").hidden = users.bill === null;
+  if (users.bill !== null) {
+    figures(byId("bill"), [
+      ["Because of offline work, a request", milliseconds(users.bill.mean_ms)],
+      ["Of that for its first token", milliseconds(users.bill.ttft_ms)],
+      ["And for the gaps after it", milliseconds(users.bill.gaps_ms)],
+      ["Mean of the last 5 minutes", `${number(users.bill.requests)} requests`],
+    ]);
+  }
   const table = byId("slos");
   table.hidden = !users.slos.length;
   table.tBodies[0].replaceChildren(...users.slos.map(sloRow));
@@ -267,8 +279,8 @@ function showBatches(batches) {
 
 function batchRow(id) {
   const row = { buttons: {} };
-  for (const name of ["metadata", "count", "status", "p50", "p95", "window", "warning"]) row[name] = element("span");
-  row.metadata.className = row.status.className = row.p95.className = "small";
+  for (const name of ["metadata", "delay", "count", "status", "p50", "p95", "window", "warning"]) row[name] = element("span");
+  row.metadata.className = row.delay.className = row.status.className = row.p95.className = "small";
   row.warning.className = "small fair";
   row.progress = element("progress", { max: "1", "aria-label": `Progress of ${id}` });
   const button = (action, label) => {
@@ -281,7 +293,7 @@ function batchRow(id) {
   const lines = (...parts) => element("span", {}, ...parts.flatMap((part) => [part, element("br")]).slice(0, -1));
   row.actions = element("div", { class: "actions" }, button("pause", "Pause"), button("resume", "Resume"), button("cancel", "Cancel"));
   row.element = element("tr", { role: "row", "data-batch": id },
-    element("th", { role: "rowheader", scope: "row" }, lines(element("code", {}, id), row.metadata)),
+    element("th", { role: "rowheader", scope: "row" }, lines(element("code", {}, id), row.metadata, row.delay)),
     element("td", { role: "cell", "data-label": "Progress" }, lines(row.progress, row.count, row.status)),
     element("td", { role: "cell", "data-label": "Finish: P50, P95" }, lines(row.p50, row.p95)),
     element("td", { role: "cell", "data-label": "Window ends" }, lines(row.window, row.warning)),
@@ -297,6 +309,7 @@ function updateRow(row, batch, path) {
   row.path = path;
   row.progress.value = total ? (completed + failed) / total : 0;
   write(row.metadata, Object.values(batch.metadata || {}).join(", ").slice(0, 200));
+  write(row.delay, ours.online_delay_s ? `delayed online users by ${milliseconds(ours.online_delay_s * 1000)} in all` : "");
   write(row.count, `${number(completed)} of ${number(total)}${failed ? `, ${number(failed)} failed` : ""}`);
   write(row.status, ours.paused && !isFinal ? "paused" : batch.status.replace("_", " "));
   write(row.p50, batch.completed_at ? `done ${moment(batch.completed_at)}` : ours.eta && !isFinal ? moment(ours.eta) : "–");

@@ -5,21 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 from sglang_coserve.local_server import LocalServer
 from sglang_coserve.srt import cpu
 
 __all__ = ["make_server", "module_of"]
 
-_BENCHMARKS: Final = Path(__file__).resolve().parents[1]
-
 
 def module_of(*, is_ours: bool) -> str:
     """Return the Python module that is the server."""
     if is_ours:
         return "sglang_coserve.launch_server"
-    return "sglang.launch_server" if cpu.has_cuda() else "stock_on_cpu"
+    return "sglang.launch_server" if cpu.has_cuda() else "sglang_coserve.srt.stock_server"
 
 
 def make_server(
@@ -34,8 +31,6 @@ def make_server(
         cpu.set_environment_defaults(environment)
         with cpu.divided_cores(1, environment):
             environment = dict(environment)
-        paths = (str(_BENCHMARKS), environment.get("PYTHONPATH", ""))
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return LocalServer(
         list(flags),
         module=module_of(is_ours=is_ours),

@@ -1,4 +1,4 @@
-"""What our ASGI middlewares have in common."""
+"""Helpers shared by our ASGI middlewares."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS = {400: "BadRequestError"}
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """An ASGI ``receive`` that gives ``body`` once, then what the client sends next."""
+    """Return an ASGI ``receive`` that yields ``body`` once, then what the client sends next."""
     pending = [body]
 
     async def replayed() -> Message:
@@ -31,7 +31,7 @@ def replay(body: bytes, receive: Receive) -> Receive:
 
 
 def error_content(status: int, message: str) -> dict[str, Any]:
-    """Return an error as SGLang's OpenAI routes tell it."""
+    """Return the JSON of an error in the format of SGLang's OpenAI routes."""
     return {
         "object": "error",
         "message": message,
@@ -42,7 +42,7 @@ def error_content(status: int, message: str) -> dict[str, Any]:
 
 
 async def send_error(send: Send, status: int, message: str) -> None:
-    """Answer with an error as SGLang's OpenAI routes do."""
+    """Send an error response in the format of SGLang's OpenAI routes."""
     body = json.dumps(error_content(status, message)).encode()
     headers = [
         (b"content-type", b"application/json"),

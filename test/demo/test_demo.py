@@ -46,15 +46,20 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def test_the_demo_measures_both_classes(tmp_path: Path, small_model: Path) -> None:
+TRACE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    "2023-11-16 18:00:00.0000000,60,12\n"
+    "2023-11-16 18:00:01.5000000,120,8\n"
+    "2023-11-16 18:00:02.0000000,5000,9\n"  # Longer than the context: cut.
+    "2023-11-16 18:01:00.0000000,50,8\n"  # After the end.
+)
+
+
+@pytest.fixture
+def inputs(tmp_path: Path, small_model: Path) -> tuple[str, ...]:
+    """A trace of three requests in the first seconds, and five lines, of which one is malformed."""
     trace = tmp_path / "trace.csv"
-    trace.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-        "2023-11-16 18:00:00.0000000,60,12\n"
-        "2023-11-16 18:00:01.5000000,120,8\n"
-        "2023-11-16 18:00:02.0000000,5000,9\n"  # Longer than the context: cut.
-        "2023-11-16 18:01:00.0000000,50,8\n"  # After the end.
-    )
+    trace.write_text(TRACE)
     offline = tmp_path / "offline.jsonl"
     body = {"model": "default", "prompt": "The old mill", "max_tokens": 8}
     lines = [
@@ -63,28 +68,55 @@ def test_the_demo_measures_both_classes(tmp_path: Path, small_model: Path) -> No
     ]
     lines[3]["body"] = {**body, "temperature": -1}
     offline.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = ("--trace", str(trace), "--offline", str(offline))
+    return (*files, "--model", str(small_model))
 
+
+def test_three_systems_are_given_the_same_and_compared(
+    tmp_path: Path, inputs: tuple[str, ...]
+) -> None:
     out = tmp_path / "report"
-    process = demo(
-        out,
-        *("--seconds", "8", "--trace", str(trace), "--offline", str(offline)),
-        *("--model", str(small_model)),
-    )
+    process = demo(out, "--seconds", "9", *inputs)
+    output, _ = process.communicate(timeout=2 * TIMEOUT_S)
+    assert process.returncode == 0, output
+    report = json.loads((out / "report.json").read_text())
+    systems = report["systems"]
+    assert [*systems] == ["online_alone", "stock", "coserve"]
+    for name, system in systems.items():
+        assert system["online"]["n"] == 3
+        for latency in ("ttft_ms", "tpot_ms", "itl_ms"):
+            assert system["online"][latency].keys() == {"mean", "p50", "p99"}
+        if name == "online_alone":
+            assert system["offline"] is None
+        else:
+            assert system["offline"]["failed"] > 0  # One line of five.
+            assert not system["offline"]["complete"]  # The lines last.
+    assert systems["online_alone"]["online"]["finished"] == 3
+    assert report["online"] == systems["coserve"]["online"]
+    assert report["offline"] == systems["coserve"]["offline"]
+    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    text = re.sub(r"\s+", " ", output)
+    assert "1 prompts cut" in text
+    assert report["sentence"] in text
+    assert re.search(r"http://127\.0\.0\.1:\d+/coserve", text)
+    # Nothing that other libraries say: their logs and their bars.
+    assert not re.search(r"\d\d:\d\d:\d\d\]|it/s|Warning|%\|", output)
+    assert not [p for p in processes_of(out) if is_alive(p)]
+
+
+@pytest.mark.heavy  # The one that is interrupted runs as far as the window.
+def test_quick_is_ours_alone(tmp_path: Path, inputs: tuple[str, ...]) -> None:
+    out = tmp_path / "report"
+    process = demo(out, "--quick", "--seconds", "24", "--slo-ttft-ms", "60000", *inputs)
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, output
     report = json.loads((out / "report.json").read_text())
-    assert report["online"]["n"] == 3
-    assert report["online"]["finished"] == 3
-    for latency in ("ttft_ms", "tpot_ms"):
-        assert report["online"][latency].keys() == {"mean", "p50", "p99"}
-        assert report["online"][latency]["mean"] > 0
-    assert report["offline"]["ok"] == 4
-    assert report["offline"]["failed"] == 1
-    assert report["offline"]["complete"]
+    assert [*report["systems"]] == ["coserve"]
+    assert report["online"]["finished"] > 0
+    assert report["online"]["slo"]["ttft_ms"] == 60_000
+    assert report["offline"]["ok"] > 0
     assert report["offline"]["tokens_per_s"] > 0
-    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    assert "1 prompts cut" in re.sub(r"\s+", " ", output)
-    assert not [p for p in processes_of(out) if is_alive(p)]
+    assert "--quick" in report["sentence"]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +128,7 @@ def test_an_interrupted_demo_leaves_no_process_behind(
     tmp_path: Path, small_model: Path, signum: signal.Signals
 ) -> None:
     out = tmp_path / "report"
-    process = demo(out, "--seconds", "60", "--model", str(small_model))
+    process = demo(out, "--quick", "--seconds", "180", "--model", str(small_model))
     deadline = time.monotonic() + TIMEOUT_S
     # The results file appears when the server is up and lines are being sent.
     while not (out / "offline_results.jsonl").exists():

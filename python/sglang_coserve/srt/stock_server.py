@@ -1,17 +1,17 @@
 """Stock SGLang's server on a CPU, with the same repairs of SGLang that ours has.
 
-Nothing of co-serving takes part. Importing the package makes a CUDA build of
-torchvision importable beside a CPU torch, in this process and in those it spawns;
-the scheduler processes get the attention and the page allocation of
-``sglang_coserve.srt.cpu``, so that a comparison of the two servers compares
-scheduling and not kernels.
+Run as a module; what ours is compared with. Nothing of co-serving takes part: the scheduler
+processes get the attention and the page allocation of ``sglang_coserve.srt.cpu``, so that a
+comparison of the two servers compares scheduling and not kernels.
 """
+
+from __future__ import annotations
 
 import os
 import sys
 from typing import Any
 
-import sglang_coserve  # noqa: F401
+__all__: list[str] = []
 
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Whether the server can listen where it is told to, before minutes are spent on a model."""
+"""Checks, before minutes are spent on loading a model, that the server can listen."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["check_listen_address"]
 def check_listen_address(host: str, port: int) -> None:
     """Check that ``host:port`` can be listened on now.
 
-    SGLang finds out when the model is loaded, and does not end then: its warm-up goes
-    on asking whoever has the port.
+    SGLang notices only after the model is loaded, and does not exit then: its warm-up keeps
+    sending requests to whichever process has the port.
 
     Raises:
-        StartupError: the port is taken, or the host is none of this machine's.
+        StartupError: the port is taken, or the host is not an address of this machine.
     """
     try:
         found = socket.getaddrinfo(
@@ -24,7 +24,7 @@ def check_listen_address(host: str, port: int) -> None:
         )
         for family, kind, protocol, _, address in found:
             with socket.socket(family, kind, protocol) as listener:
-                # As the server does it: connections that have just ended do not count.
+                # As the server does: connections in TIME_WAIT do not count.
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
                     listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)

@@ -1,10 +1,10 @@
-"""What is left of a body that was answered before its end.
+"""Discards the rest of a request body that is answered before its end.
 
-A body that is too large, or malformed at its beginning, is answered while the client still
-sends it. An HTTP server then has a choice of two evils. To close the connection takes the
-answer from a client that has yet to read it; to read on, as uvicorn does, takes the event
-loop for as long as a body comes, and one may come for ever. So the rest is read slowly and
-for a bounded time before the answer is sent.
+A body that is too large, or malformed at its beginning, is answered while the client is still
+sending it. If the server closed the connection, the client might never read the
+answer; if it reads on, as uvicorn does, the event loop is busy for as long as the client
+sends, perhaps forever. So the rest is read at a limited rate and
+for a limited time before the answer is sent.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import asyncio
 import time
 from typing import Final
 
-from sglang_coserve.srt.asgi import App, Message, Receive, Scope, Send
+from sglang_coserve.asgi import App, Message, Receive, Scope, Send
 
 __all__ = ["UnreadBodyMiddleware"]
 
 _BYTES_PER_S: Final = 32 << 20
-"""Takes a twentieth of one core of an AMD EPYC (chunks of 60 kB); at full speed uvicorn takes
-all of it."""
+"""Rate limit; takes 5% of one core of an AMD EPYC with chunks of 60 kB. Without it uvicorn takes a
+whole core."""
 
 _LONGEST_S: Final = 20.0
-"""Enough for the rest of the largest upload at that speed; then the connection is closed."""
+"""Time limit, enough for the largest upload at that rate; then the connection is closed."""
 
 _PIECE_BYTES: Final = 1 << 18
-"""Read between two pauses."""
+"""Bytes read between two pauses."""
 
 
 class UnreadBodyMiddleware:
-    """See the module's docstring."""
+    """ASGI middleware that discards unread bodies; see the module's docstring."""
 
     def __init__(
         self, app: App, bytes_per_s: float = _BYTES_PER_S, longest_s: float = _LONGEST_S
@@ -64,7 +64,7 @@ class UnreadBodyMiddleware:
         await self._app(scope, receive_and_note, send_after_body)
 
     async def _discard(self, receive: Receive) -> bool:
-        """Read on; tell whether the body has come to its end."""
+        """Read and discard the body; return whether its end was reached in time."""
         end_s = time.monotonic() + self._longest_s
         piece_bytes = 0
         while (left_s := end_s - time.monotonic()) > 0:
@@ -83,7 +83,7 @@ class UnreadBodyMiddleware:
 
 
 def _has_body(scope: Scope) -> bool:
-    """Tell whether a body comes without being asked for."""
+    """Return whether the client sends a body without waiting for a 100 Continue."""
     headers = dict(scope["headers"])
     if b"expect" in headers:
         return False

@@ -1,0 +1,203 @@
+"""A gateway and its engines as processes, each of which can be hurt while the others go on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import httpx
+import psutil
+
+from sglang_coserve.errors import StartupError
+from sglang_coserve.local_server import LocalServer
+
+__all__ = ["INJURIES", "FleetProcesses"]
+
+_KEY: Final = "the engines' admin key"
+_END_TIMEOUT_S: Final = 60.0
+_POLL_S: Final = 0.2
+_FROZEN_S: Final = 25.0
+"""Longer than a gateway listens to an engine that says nothing."""
+
+
+class FleetProcesses:
+    """``count`` engines and a gateway before them. A context manager."""
+
+    def __init__(
+        self,
+        count: int,
+        engine_flags: Sequence[str],
+        directory: Path,
+        *,
+        ready_timeout_s: float,
+        seed: int,
+    ) -> None:
+        self._rng = random.Random(seed)
+        self._engines = [
+            LocalServer(
+                [*engine_flags, "--admin-api-key", _KEY],
+                log_path=directory / f"engine-{number}.log",
+                ready_timeout_s=ready_timeout_s,
+                # Several share the cores.
+                extra_env={"OMP_NUM_THREADS": "1"},
+            )
+            for number in range(count)
+        ]
+        urls = [flag for engine in self._engines for flag in ("--engine", engine.base_url)]
+        self._gateway = LocalServer(
+            ["--coserve-data-dir", str(directory / "data"), *urls],
+            log_path=directory / "gateway.log",
+            module="sglang_coserve.fleet",
+            ready_timeout_s=ready_timeout_s,
+            extra_env={"COSERVE_ENGINE_ADMIN_KEY": _KEY},
+        )
+        self.base_url = self._gateway.base_url
+        self._restarts: list[threading.Thread] = []
+        self._hurt: set[LocalServer] = set()
+        self._is_ending = False
+        self.injuries: dict[str, int] = dict.fromkeys(INJURIES, 0)
+        self.attempts: dict[str, int] = {"moved": 0, "lost": 0, "given_up": 0}
+        """That ended without an answer, as far as a gateway lived to tell."""
+
+        self.failures: list[str] = []
+        """Engines that did not start again."""
+
+    @property
+    def engine_urls(self) -> list[str]:
+        """Where the engines are."""
+        return [engine.base_url for engine in self._engines]
+
+    def __enter__(self) -> Self:
+        try:
+            starts = [threading.Thread(target=self._start, args=(e,)) for e in self._engines]
+            for start in starts:
+                start.start()
+            for start in starts:
+                start.join()
+            if self.failures:
+                raise StartupError("; ".join(self.failures))
+            self._gateway.start()
+        except BaseException:
+            self._stop_all()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop_all()
+
+    def injure(self, name: str) -> bool:
+        """Do what ``INJURIES`` has under ``name``; False when no engine is there to be hurt."""
+        done = INJURIES[name](self)
+        self.injuries[name] += done
+        return done
+
+    def wait_for_engines(self) -> None:
+        """Wait until every engine that was hurt is up again."""
+        for restart in self._restarts:
+            restart.join()
+
+    def note_attempts(self) -> None:
+        """Add up what the gateway tells of attempts; it forgets that when it ends."""
+        with suppress(httpx.HTTPError):
+            answer = httpx.get(f"{self.base_url}/coserve/status", timeout=10.0, trust_env=False)
+            fleet = answer.raise_for_status().json()["fleet"]
+            for name in self.attempts:
+                self.attempts[name] += fleet[f"lines_{name}"]
+
+    def kill_gateway(self) -> bool:
+        """End the gateway at once, and start another one."""
+        self.note_attempts()
+        self._gateway.kill()
+        self._gateway.start()
+        return True
+
+    def kill_engine(self) -> bool:
+        """End an engine at once; it is started again while the others go on."""
+        return self._hurt_engine(LocalServer.kill)
+
+    def kill_scheduler(self) -> bool:
+        """Let the scheduler of an engine die; its server has to notice and end."""
+
+        def kill(engine: LocalServer) -> None:
+            for child in psutil.Process(engine.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    if any("sglang::scheduler" in part for part in child.cmdline()):
+                        child.kill()
+            give_up_s = time.monotonic() + _END_TIMEOUT_S
+            while not engine.has_ended and not self._is_ending:
+                if time.monotonic() > give_up_s:
+                    self.failures.append(f"{engine.base_url} runs on without its scheduler")
+                    engine.kill()
+                time.sleep(_POLL_S)
+            engine.stop()
+
+        return self._hurt_engine(kill)
+
+    def drain_engine(self) -> bool:
+        """Stop an engine as an operator does, and start it again."""
+        return self._hurt_engine(LocalServer.stop)
+
+    def freeze_engine(self) -> bool:
+        """Stop all processes of an engine for a while."""
+
+        def freeze(engine: LocalServer) -> None:
+            with engine.standing_still():
+                time.sleep(_FROZEN_S)
+
+        return self._hurt_engine(freeze)
+
+    def _hurt_engine(self, hurt: Callable[[LocalServer], None]) -> bool:
+        well = [engine for engine in self._engines if engine not in self._hurt]
+        if not well:
+            return False
+        engine = self._rng.choice(well)
+        self._hurt.add(engine)
+        restart = threading.Thread(target=self._hurt_and_restart, args=(engine, hurt))
+        restart.start()
+        self._restarts.append(restart)
+        return True
+
+    def _hurt_and_restart(self, engine: LocalServer, hurt: Callable[[LocalServer], None]) -> None:
+        with suppress(StartupError, ProcessLookupError):
+            hurt(engine)
+        if engine.has_ended and not self._is_ending:
+            self._start(engine)
+        self._hurt.discard(engine)
+
+    def _start(self, engine: LocalServer) -> None:
+        try:
+            engine.start()
+        except StartupError as error:
+            if not self._is_ending:
+                self.failures.append(str(error))
+
+    def _stop_all(self) -> None:
+        self._is_ending = True
+        self._gateway.stop()
+        for engine in self._engines:
+            with suppress(AssertionError, ProcessLookupError):
+                os.killpg(engine.pid, signal.SIGKILL)
+            engine.stop()
+        self.wait_for_engines()
+
+
+INJURIES: Final[dict[str, Callable[[FleetProcesses], bool]]] = {
+    "kill -9 of an engine": FleetProcesses.kill_engine,
+    "kill -9 of the gateway": FleetProcesses.kill_gateway,
+    "kill -9 of a scheduler": FleetProcesses.kill_scheduler,
+    "drain of an engine": FleetProcesses.drain_engine,
+    "SIGSTOP of an engine": FleetProcesses.freeze_engine,
+}

@@ -1,0 +1,181 @@
+"""Kills, drains and hangs of engines and of the gateway: what is lost, doubled or different?
+
+    python benchmark/fleet_chaos.py --injuries 30 --out fleet-chaos-report
+
+Three engines and a gateway as processes, batches of several keys all the time. Their greedy
+answers are known from an undisturbed engine; a prompt whose answer rounding might change is left
+out. Engines and the gateway are killed, drained and frozen, one after the other, and started
+again while the rest goes on. Writes ``results.json`` and ``table.md``; exits with 1 when a target
+is missed. Ctrl-C ends the run, and the figures are those until then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.markdown import Markdown
+
+from chaos_bench.answers import known_answers
+from chaos_bench.batch_load import BatchLoad, LineCounts
+from common.figures import Figure, markdown
+from common.model import prepare_model
+from common.results import write_results
+from fleet_bench.processes import INJURIES, FleetProcesses
+from sglang_coserve.errors import CoserveError
+from sglang_coserve.interrupts import terminate_as_interrupt
+
+_CALM_S: Final = 1.0
+"""How long to wait for an engine that can be hurt."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line; return its exit status."""
+    options = parse_options(argv)
+    try:
+        with terminate_as_interrupt():
+            figures = run(options)
+    except CoserveError as error:
+        print(f"fleet_chaos: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("fleet_chaos: interrupted before anything was seen", file=sys.stderr)
+        return 130
+    return int(any(figure.is_met is False for figure in figures))
+
+
+def run(options: argparse.Namespace) -> list[Figure]:
+    """Hurt a fleet as often as asked, and judge it."""
+    out: Path = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as directory:
+        work = Path(directory)
+        model = prepare_model(options.model_path, work)
+        flags = ["--model-path", model.path, "--log-level", "warning", *options.server_flag]
+        fleet = FleetProcesses(
+            options.engines,
+            flags,
+            work,
+            ready_timeout_s=options.ready_timeout,
+            seed=options.seed,
+        )
+        began_s = time.monotonic()
+        with fleet:
+            known = known_answers(fleet.engine_urls[0], options.known, options.seed)
+            batches = BatchLoad(
+                fleet.base_url,
+                known,
+                [],
+                lines=options.lines,
+                unfinished=options.unfinished,
+                keys=options.keys,
+                seed=options.seed,
+            )
+            batches.start()
+            start_s = time.monotonic()
+            _hurt(fleet, options, rng)
+            batches.stop()
+            counts = batches.results(options.drain_timeout)
+            span_s = time.monotonic() - start_s
+            fleet.note_attempts()
+        print(f"fleet_chaos: {time.monotonic() - began_s:.0f} s", file=sys.stderr)
+    figures = _figures(fleet, counts, span_s)
+    _write(out, options, fleet, figures, counts)
+    return figures
+
+
+def _hurt(fleet: FleetProcesses, options: argparse.Namespace, rng: random.Random) -> None:
+    names = options.kinds or list(INJURIES)
+    number = 0
+    try:
+        while number < options.injuries:
+            time.sleep(rng.uniform(*options.pause))
+            name = names[number % len(names)]
+            if not fleet.injure(name):
+                time.sleep(_CALM_S)
+                continue
+            number += 1
+            print(f"fleet_chaos: {number} of {options.injuries}: {name}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("fleet_chaos: interrupted; waiting for the batches to end", file=sys.stderr)
+
+
+def _figures(fleet: FleetProcesses, counts: LineCounts, span_s: float) -> list[Figure]:
+    return [
+        *(Figure(name, "", (count,)) for name, count in fleet.injuries.items()),
+        Figure(
+            "engines that did not end or start as they should",
+            "",
+            (len(fleet.failures),),
+            at_most=0,
+        ),
+        Figure("batches", "", (counts.batches,)),
+        Figure("lines", "", (counts.lines,)),
+        Figure("lines lost", "", (counts.lost,), at_most=0),
+        Figure("lines doubled", "", (counts.doubled,), at_most=0),
+        Figure("lines different", "", (counts.different,), at_most=0),
+        Figure("lines given up", "", (counts.given_up,), at_most=0),
+        Figure("attempts that ended with an engine", "", (fleet.attempts["lost"],)),
+        Figure("attempts that were given back", "", (fleet.attempts["moved"],)),
+        Figure("time", "s", (span_s,)),
+    ]
+
+
+def _write(
+    out: Path,
+    options: argparse.Namespace,
+    fleet: FleetProcesses,
+    figures: Sequence[Figure],
+    counts: LineCounts,
+) -> None:
+    write_results(
+        out / "results.json",
+        options,
+        injuries=fleet.injuries,
+        failures=fleet.failures,
+        figures=[figure.to_dict() for figure in figures],
+        examples=counts.examples[:20],
+    )
+    table = markdown(figures)
+    (out / "table.md").write_text(table + "\n")
+    console = Console()
+    console.print(Markdown(table))
+    for example in (*fleet.failures, *counts.examples[:20]):
+        console.print(example, markup=False, highlight=False)
+
+
+def parse_options(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line.
+
+    Raises:
+        SystemExit: argparse refused it, or printed its help.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add = parser.add_argument
+    add("--injuries", type=int, default=30, help="how many, of the kinds in turn")
+    add("--kinds", nargs="*", choices=list(INJURIES), default=[], help="only these")
+    add("--engines", type=int, default=3)
+    add("--out", type=Path, default=Path("fleet-chaos-report"), help="where everything goes")
+    add("--seed", type=int, default=1)
+    add("--model-path", help="default: a random model of 4 layers, hidden size 256, fp32")
+    add("--server-flag", action="append", default=[], metavar="FLAG", help="one word of a flag")
+    add("--ready-timeout", type=float, default=300.0, metavar="S")
+    add("--drain-timeout", type=float, default=900.0, metavar="S", help="for the last batches")
+    add("--known", type=int, default=60, help="different prompts")
+    add("--lines", type=int, default=120, help="of a batch")
+    add("--unfinished", type=int, default=4, help="batches at a time")
+    add("--keys", type=int, default=3)
+    add("--pause", type=float, nargs=2, default=(2.0, 15.0), metavar=("LOW", "HIGH"))
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

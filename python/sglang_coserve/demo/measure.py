@@ -1,0 +1,105 @@
+"""One window: the trace, and perhaps the offline file beside it, on a server that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from sglang_coserve.client import AsyncCoserveClient, ClientOptions
+from sglang_coserve.demo.replay import replay
+from sglang_coserve.demo.report import OfflineResult, SystemResult
+from sglang_coserve.demo.systems import System
+from sglang_coserve.metrics import RequestTimeline
+from sglang_coserve.workload import TraceRequest
+
+__all__ = ["Window", "measure"]
+
+_CONCURRENCY: Final = 64
+_DRAIN_S: Final = 20.0
+_POLL_S: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What every system is given."""
+
+    requests: Sequence[TraceRequest]
+    seconds: float
+    vocab_size: int
+
+
+async def measure(
+    system: System,
+    window: Window,
+    base_url: str,
+    offline: tuple[Path, Path] | None,
+    tell: Callable[[float, str], None],
+) -> SystemResult:
+    """Send both loads, and return what became of them when the window is over.
+
+    Args:
+        system: What is measured.
+        window: What it is given.
+        base_url: Its server.
+        offline: The file of offline lines, and where its results go; None: no offline load.
+        tell: Called now and then with the seconds that are over and how far both are.
+
+    Raises:
+        CoserveError: the file or the server is at fault.
+    """
+    answered: list[RequestTimeline] = []
+    replaying = replay(
+        base_url,
+        window.requests,
+        vocab_size=window.vocab_size,
+        drain_s=_DRAIN_S,
+        on_finished=answered.append,
+        fields=system.online_fields,
+    )
+
+    def told(elapsed_s: float, more: str = "") -> None:
+        tell(elapsed_s, f"online {len(answered)}/{len(window.requests)}{more}")
+
+    if offline is None:
+        online = asyncio.create_task(replaying)
+        start = time.perf_counter()
+        while not online.done() and (elapsed_s := time.perf_counter() - start) < window.seconds:
+            told(elapsed_s)
+            await asyncio.sleep(_POLL_S)
+        return SystemResult(system.name, system.label, await online, None)
+    options = ClientOptions(concurrency=_CONCURRENCY)
+    async with AsyncCoserveClient(base_url, options=options) as client:
+        start = time.perf_counter()
+        job = await client.submit_jsonl(*offline)
+        online = asyncio.create_task(replaying)
+        finished_at: list[tuple[float, int]] = []
+        while (elapsed_s := time.perf_counter() - start) < window.seconds:
+            status = job.status
+            tokens = status.prompt_tokens + status.completion_tokens
+            if not finished_at or tokens > finished_at[-1][1]:
+                finished_at.append((elapsed_s, tokens))
+            told(elapsed_s, f", offline {status.ok} ok, {status.failed} failed")
+            if online.done() and not job.is_running:
+                break
+            await asyncio.sleep(_POLL_S)
+        is_complete = not job.is_running
+        job.cancel()
+        await job.ended()
+        status = job.status
+        if is_complete:
+            await job.wait()  # Raises what ended it early, if anything did.
+        timelines = await online
+    result = OfflineResult(
+        ok=status.ok,
+        failed=status.failed,
+        prompt_tokens=status.prompt_tokens,
+        completion_tokens=status.completion_tokens,
+        elapsed_s=status.elapsed_s,
+        is_complete=is_complete,
+        finished_at=finished_at,
+    )
+    return SystemResult(system.name, system.label, timelines, result)

@@ -1,0 +1,140 @@
+"""Which engines there are: a list, the addresses behind a DNS name, or what a router has."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol
+
+import httpx
+
+from sglang_coserve.errors import ConfigError, ServerError
+
+__all__ = ["DnsName", "EngineList", "EngineSource", "Router", "follow"]
+
+_LOOK_INTERVAL_S: Final = 5.0
+"""Engines come and go by the minute: they load a model first."""
+
+_TIMEOUT_S: Final = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class EngineSource(Protocol):
+    """Somebody who knows of engines."""
+
+    async def urls(self) -> Sequence[str]:
+        """Return the engines that there are now.
+
+        Raises:
+            ServerError: it cannot be told now.
+        """
+
+
+class EngineList(EngineSource):
+    """Those that were named."""
+
+    def __init__(self, urls: Iterable[str]) -> None:
+        self._urls = [url.rstrip("/") for url in urls]
+
+    async def urls(self) -> Sequence[str]:
+        """See ``EngineSource``."""
+        return self._urls
+
+
+class DnsName(EngineSource):
+    """All addresses of a name, as of a headless service of Kubernetes."""
+
+    def __init__(self, url: str) -> None:
+        """``url`` is ``http://NAME:PORT``.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        address = _address(url, "--engine-dns")
+        if address.scheme != "http" or address.port is None:
+            # A certificate is for the name, and each engine is called by its address.
+            raise ConfigError(f"--engine-dns {url!r}: use http://NAME:PORT")
+        self._name, self._port = address.host, address.port
+
+    async def urls(self) -> Sequence[str]:
+        """See ``EngineSource``."""
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise ServerError(f"{self._name} cannot be resolved: {error.strerror}") from error
+        hosts = sorted({str(address[0]) for *_, address in found})
+        return [
+            f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+            for host in hosts
+        ]
+
+
+class Router(EngineSource):
+    """The workers of SGLang's router (``smg``, ``sglang-router``)."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        """``api_key`` is the router's.
+
+        Raises:
+            ConfigError: the address cannot be used.
+        """
+        self._url = f"{str(_address(url, '--engine-router')).rstrip('/')}/workers"
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+    async def urls(self) -> Sequence[str]:
+        """See ``EngineSource``."""
+        try:
+            async with httpx.AsyncClient(headers=self._headers, timeout=_TIMEOUT_S) as client:
+                answer = (await client.get(self._url)).raise_for_status()
+            workers = json.loads(answer.content)["workers"]
+            # With --dp-aware a worker is one rank of an engine: http://HOST:PORT@RANK.
+            urls = [re.sub(r"@\d+$", "", str(worker["url"])) for worker in workers]
+            return [str(_address(url, "a worker")).rstrip("/") for url in urls]
+        except httpx.HTTPError as error:
+            raise ServerError(f"{self._url}: {error or type(error).__name__}") from error
+        except (ValueError, LookupError, TypeError, ConfigError) as error:
+            raise ServerError(f"{self._url} does not list workers: {error!r}") from error
+
+
+async def follow(
+    sources: Sequence[EngineSource],
+    set_engines: Callable[[Sequence[str]], None],
+    interval_s: float = _LOOK_INTERVAL_S,
+) -> None:
+    """Tell ``set_engines`` which engines all sources know, again and again.
+
+    Of a source that cannot tell, what it said last counts: without it an outage of the DNS would
+    take all engines away.
+    """
+    known: list[Sequence[str]] = [[] for _ in sources]
+    failures: list[str | None] = [None for _ in sources]
+    while True:
+        for number, source in enumerate(sources):
+            try:
+                known[number], failure = await source.urls(), None
+            except ServerError as error:
+                failure = str(error)
+            if failure is not None and failure != failures[number]:
+                _log.warning("%s; the engines known so far stay", failure)
+            failures[number] = failure
+        try:
+            set_engines([url for urls in known for url in urls])
+        except ConfigError as error:
+            _log.warning("%s", error)
+        await asyncio.sleep(interval_s)
+
+
+def _address(url: str, what: str) -> httpx.URL:
+    try:
+        address = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{what} {url!r}: {error}") from error
+    if address.scheme not in ("http", "https") or not address.host:
+        raise ConfigError(f"{what} {url!r}: use http://HOST:PORT")
+    return address

@@ -1,0 +1,155 @@
+"""The gateway as an application: the routes of the Batch API on a fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from http import HTTPStatus
+from typing import Any, Final
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from sglang_coserve.batch import BatchService
+from sglang_coserve.batch.data_directory import InUseError
+from sglang_coserve.batch.routes import (
+    BatchApiOffError,
+    add_batch_routes,
+    batch_api_status,
+    find_service,
+    set_admin_key,
+    set_not_ready,
+    set_service,
+)
+from sglang_coserve.batch.settings import limits_of, webhook_target_of
+from sglang_coserve.batch.webhooks import Webhooks
+from sglang_coserve.errors import CoserveError
+from sglang_coserve.fleet.backend import FleetBackend
+from sglang_coserve.fleet.discovery import follow
+from sglang_coserve.fleet.key_check import KeyCheck
+from sglang_coserve.fleet.options import GatewayOptions
+from sglang_coserve.fleet.report import fleet_metrics, fleet_status
+from sglang_coserve.unread_body import UnreadBodyMiddleware
+
+__all__ = ["gateway_app"]
+
+_STANDBY_S: Final = 0.5
+"""How often a standby gateway tries to take the directory over."""
+
+_log = logging.getLogger(__name__)
+
+
+def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], None]) -> FastAPI:
+    """Return the application of a gateway.
+
+    Its port is open from the start; the routes say what is missing until some engine has said
+    what it serves, and the data directory is free. ``on_failure`` hears what makes that
+    impossible.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
+        async with AsyncExitStack() as stack:
+            fleet = await stack.enter_async_context(FleetBackend(options.engine_admin_key))
+            app.state.fleet = fleet
+            tasks = [
+                asyncio.create_task(follow(options.sources, fleet.set_engines)),
+                asyncio.create_task(_open(app, options, fleet, stack, on_failure)),
+            ]
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+
+    app = FastAPI(title="coserve gateway", lifespan=lifespan)
+    set_not_ready(app, "the gateway is starting")
+    add_batch_routes(app)
+    if options.admin_api_key:
+        set_admin_key(app, options.admin_api_key)
+    app.add_api_route("/ping", _ping)
+    app.add_api_route("/health", _health)
+    app.add_api_route("/coserve/status", _status)
+    app.add_api_route("/metrics", _metrics)
+    if options.api_key:
+        app.add_middleware(KeyCheck, api_key=options.api_key)
+    # Added last, it comes first.
+    app.add_middleware(UnreadBodyMiddleware)
+    return app
+
+
+async def _open(
+    app: FastAPI,
+    options: GatewayOptions,
+    fleet: FleetBackend,
+    stack: AsyncExitStack,
+    on_failure: Callable[[CoserveError], None],
+) -> None:
+    """Open the Batch API as soon as that is possible, for as long as ``stack``."""
+    try:
+        set_not_ready(app, "no engine has said what it serves yet: see /coserve/status")
+        await fleet.ready()
+        target = webhook_target_of(options.batch_api)
+        service = await _open_when_free(app, options, fleet, records_events=target is not None)
+        stack.push_async_callback(_close, app, service)
+        if target is not None:
+            await stack.enter_async_context(Webhooks(service, target))
+    except CoserveError as error:
+        on_failure(error)
+        return
+    set_service(app, service)
+    _log.warning("batches in %s are served", options.data)
+
+
+async def _open_when_free(
+    app: FastAPI, options: GatewayOptions, fleet: FleetBackend, *, records_events: bool
+) -> BatchService:
+    limits, is_standby = limits_of(options.batch_api), False
+    while True:
+        try:
+            return await BatchService.open(
+                options.data, fleet, limits, record_events=records_events
+            )
+        except InUseError:
+            if not is_standby:
+                is_standby = True
+                message = f"another gateway has {options.data}: this one stands by until that ends"
+                _log.warning("%s", message)
+                set_not_ready(app, message)
+        await asyncio.sleep(_STANDBY_S)
+
+
+async def _close(app: FastAPI, service: BatchService) -> None:
+    set_not_ready(app, "the gateway is stopping: its batches continue when it starts again")
+    await service.close()
+
+
+async def _ping() -> dict[str, str]:
+    """Say that the process is there, also while it stands by."""
+    return {}
+
+
+async def _health(request: Request) -> Response:
+    """Say whether batches are served here: 200, or 503 with the reason."""
+    try:
+        find_service(request.app)
+    except BatchApiOffError as error:
+        return JSONResponse({"not_ready": str(error)}, HTTPStatus.SERVICE_UNAVAILABLE)
+    return JSONResponse({})
+
+
+async def _status(request: Request) -> dict[str, Any]:
+    """Say how the engines and the batches stand."""
+    return {
+        "fleet": fleet_status(request.app.state.fleet),
+        "batch_api": await batch_api_status(request.app),
+    }
+
+
+async def _metrics(request: Request) -> Response:
+    """Say the same in numbers, for Prometheus."""
+    content = fleet_metrics(request.app.state.fleet, await batch_api_status(request.app))
+    return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")

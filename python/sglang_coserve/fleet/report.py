@@ -1,0 +1,120 @@
+"""What a gateway tells of its engines: ``/coserve/status`` and ``/metrics``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from sglang_coserve.batch.service_status import EXPORTED_STATES
+from sglang_coserve.fleet.backend import FleetBackend
+from sglang_coserve.fleet.engine import Engine, EngineState
+
+__all__ = ["fleet_metrics", "fleet_status"]
+
+
+def fleet_status(fleet: FleetBackend) -> dict[str, Any]:
+    """Return the state of a fleet in plain values."""
+    return {
+        "model": fleet.model or None,
+        "lines_waiting": fleet.lines_waiting,
+        "lines_moved": fleet.lines_moved,
+        "lines_lost": fleet.lines_lost,
+        "lines_given_up": fleet.lines_given_up,
+        "engines": [_engine_status(fleet, engine) for engine in fleet.engines],
+    }
+
+
+def fleet_metrics(fleet: FleetBackend, batch_api: Mapping[str, Any] | None) -> bytes:
+    """Return the same, and the numbers of the Batch API, for Prometheus."""
+    registry = CollectorRegistry()
+    registry.register(_Families(fleet, batch_api or {}))
+    return generate_latest(registry)
+
+
+def _engine_status(fleet: FleetBackend, engine: Engine) -> dict[str, Any]:
+    load = engine.load
+    reason = engine.reason
+    if engine.model is not None and engine.model != fleet.model:
+        reason = f"it serves the model {engine.model}"
+    return {
+        "url": engine.url,
+        "state": engine.state.value,
+        "takes_no_lines_because": reason,
+        "model": engine.description.model if engine.description else None,
+        "window": engine.window,
+        "lines_in_flight": fleet.lines_in(engine),
+        "lines_served": engine.lines_served,
+        "lines_lost": engine.lines_lost,
+        "offline_tokens_per_s": engine.rate.per_s(),
+        "load": load.model_dump(include={"online", "offline"}) if load else None,
+    }
+
+
+class _Families(Collector):
+    def __init__(self, fleet: FleetBackend, batch_api: Mapping[str, Any]) -> None:
+        self._fleet = fleet
+        self._batch_api = batch_api
+
+    def collect(self) -> Iterator[Metric]:
+        fleet, name = self._fleet, "coserve_gateway"
+        states = Counter(engine.state for engine in fleet.engines)
+        engines = GaugeMetricFamily(f"{name}_engines", "Engines by state.", labels=["state"])
+        for state in EngineState:
+            engines.add_metric([state.value], states[state])
+        yield engines
+        attempts = CounterMetricFamily(
+            f"{name}_attempts", "Attempts at lines that ended without an answer.", labels=["end"]
+        )
+        for end, count in (
+            ("moved", fleet.lines_moved),
+            ("engine_lost", fleet.lines_lost),
+            ("given_up", fleet.lines_given_up),
+        ):
+            attempts.add_metric([end], count)
+        yield attempts
+        waiting = "Lines for which no engine has room now."
+        yield GaugeMetricFamily(f"{name}_lines_waiting", waiting, fleet.lines_waiting)
+        in_flight = GaugeMetricFamily(
+            f"{name}_lines_in_flight", "Lines that an engine has.", labels=["engine"]
+        )
+        served = CounterMetricFamily(
+            f"{name}_lines_served", "Lines that an engine has answered.", labels=["engine"]
+        )
+        for engine in fleet.engines:
+            in_flight.add_metric([engine.url], fleet.lines_in(engine))
+            served.add_metric([engine.url], engine.lines_served)
+        yield in_flight
+        yield served
+        tokens = "Prompt and output tokens of lines."
+        yield CounterMetricFamily(f"{name}_tokens", tokens, fleet.load().total_tokens)
+        if "batches" in self._batch_api:
+            yield from self._batch_families()
+
+    def _batch_families(self) -> Iterator[Metric]:
+        """Yield what a single server exports of its batches, under the same names."""
+        told = self._batch_api
+        loads = [engine.load for engine in self._fleet.engines if engine.load is not None]
+        model_name = loads[0].model_name if loads else ""
+        batches = GaugeMetricFamily(
+            "coserve_batches", "Unfinished batches by state.", labels=["model_name", "state"]
+        )
+        for state in EXPORTED_STATES:
+            batches.add_metric([model_name, state], told["batches"].get(state, 0))
+        batches.add_metric([model_name, "paused"], told["paused_batches"])
+        yield batches
+        for name, text, value in (
+            ("batch_lines_waiting", "Lines that no engine has got yet.", told["lines_waiting"]),
+            (
+                "batch_required_tokens_per_second",
+                "What all batches that are served need to be complete in their windows.",
+                told["required_tokens_per_s"],
+            ),
+        ):
+            family = GaugeMetricFamily(f"coserve_{name}", text, labels=["model_name"])
+            family.add_metric([model_name], value)
+            yield family

@@ -1,0 +1,71 @@
+"""How the Batch API stands as Prometheus metrics (``--enable-metrics``)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from sglang_coserve.batch import BatchService, StorageError
+from sglang_coserve.batch.headroom import Headroom
+from sglang_coserve.batch.service_status import EXPORTED_STATES, ServiceStatus
+
+__all__ = ["BatchExporter", "batches_exported"]
+
+_INTERVAL_S: Final = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class BatchExporter:
+    """Publishes the state of the service; one exporter a process, that of the HTTP server.
+
+    The names and meanings are listed in ``docs/metrics.md``.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        # SGLang sets where the processes of a server leave their metrics before the first import.
+        from prometheus_client import Gauge
+
+        def gauge(name: str, text: str, *labels: str) -> Any:
+            names = ("model_name", *labels)
+            return Gauge(f"coserve_{name}", text, names, multiprocess_mode="mostrecent")
+
+        self._model_name = model_name
+        self._batches = gauge("batches", "Unfinished batches by state.", "state")
+        self._waiting = gauge("batch_lines_waiting", "Lines that the engine has yet to get.")
+        self._required = gauge(
+            "batch_required_tokens_per_second",
+            "What all batches that are served need to be complete in their windows.",
+        )
+
+    def publish(self, status: ServiceStatus, headroom: Headroom) -> None:
+        """Publish a moment of the service."""
+        name = self._model_name
+        for state in EXPORTED_STATES:
+            self._batches.labels(name, state).set(status.batches.get(state, 0))
+        self._batches.labels(name, "paused").set(status.paused_batches)
+        self._waiting.labels(name).set(status.lines_waiting)
+        self._required.labels(name).set(headroom.required_tokens_per_s)
+
+
+@asynccontextmanager
+async def batches_exported(service: BatchService, model_name: str) -> AsyncGenerator[None]:
+    """Within it, ``/metrics`` shows how ``service`` stands, once a second."""
+    publishing = asyncio.create_task(_publish(service, BatchExporter(model_name)))
+    try:
+        yield
+    finally:
+        publishing.cancel()
+        await asyncio.wait({publishing})
+
+
+async def _publish(service: BatchService, exporter: BatchExporter) -> None:
+    while True:
+        try:
+            exporter.publish(await service.status(), service.headroom())
+        except StorageError as error:
+            logger.warning("the batches cannot be counted for /metrics: %s", error)
+        await asyncio.sleep(_INTERVAL_S)

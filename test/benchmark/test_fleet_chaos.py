@@ -1,0 +1,30 @@
+"""The fleet's chaos run, for some seconds: the long one is ``benchmark/fleet_chaos.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fleet_chaos
+from common.figures import Figure
+
+KINDS = ("kill -9 of an engine", "kill -9 of the gateway")
+ZERO = (
+    *("engines that did not end or start as they should", "lines lost", "lines doubled"),
+    *("lines different", "lines given up"),
+)
+
+
+def test_nothing_is_lost_doubled_or_different(small_model: Path, tmp_path: Path) -> None:
+    """Two real engines; the one that is killed is not waited for."""
+    flags = (
+        *("--engines", "2", "--injuries", "2", "--pause", "1", "2", "--kinds", *KINDS),
+        *("--known", "8", "--lines", "30", "--unfinished", "2", "--out", str(tmp_path)),
+        *("--model-path", str(small_model), "--server-flag=--dtype", "--server-flag=float32"),
+        *("--server-flag=--startup-profile-seconds", "--server-flag=0"),
+    )
+    found = fleet_chaos.run(fleet_chaos.parse_options(flags))
+    figures: dict[str, Figure] = {figure.name: figure for figure in found}
+    assert {name: figures[name].values[0] for name in ZERO} == dict.fromkeys(ZERO, 0)
+    assert [figures[kind].values[0] for kind in KINDS] == [1, 1]
+    assert figures["lines"].values[0] >= 30
+    assert (tmp_path / "table.md").exists()

@@ -1,0 +1,96 @@
+"""Gateways as processes, and engines in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import openai
+
+from batch.scripted_backend import ScriptedBackend
+from http_lines.live_engine import ADMIN_KEY, READY_S, LiveEngine
+from sglang_coserve.local_server import LocalServer
+
+TEST = Path(__file__).parents[1]
+GIVE_UP_S = 60
+
+
+class EngineThread:
+    """An engine on a loop of its own."""
+
+    def __init__(self, *, holds: bool = False, port: int = 0) -> None:
+        self.backend = ScriptedBackend(holds=holds)
+        self._port = port
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        async with LiveEngine(self.backend, port=self._port) as engine:
+            self.url, self.port = engine.url, engine.port
+            self._ready.set()
+            await self._stop.wait()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._ready.wait(READY_S), "the engine did not start"
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(READY_S)
+        assert not self._thread.is_alive(), "the engine did not stop"
+
+    def finish_all(self) -> None:
+        """Answer what the engine has."""
+
+        def finish() -> None:
+            for entry in list(self.backend.in_flight):
+                entry.finish()
+
+        self._loop.call_soon_threadsafe(finish)
+
+
+def gateway(
+    directory: Path, *flags: str, port: int | None = None, name: str = "gateway"
+) -> LocalServer:
+    """A gateway on ``directory``, which cannot import SGLang."""
+    return LocalServer(
+        ["--coserve-data-dir", str(directory / "data"), *flags],
+        log_path=directory / f"{name}.log",
+        module="fleet.without_sglang",
+        port=port,
+        ready_timeout_s=GIVE_UP_S,
+        extra_env={
+            "COSERVE_ENGINE_ADMIN_KEY": ADMIN_KEY,
+            "PYTHONPATH": os.pathsep.join([str(TEST), os.environ.get("PYTHONPATH", "")]),
+        },
+    )
+
+
+def client_of(server: LocalServer, api_key: str = "key") -> openai.OpenAI:
+    url = f"{server.base_url}/v1"
+    return openai.OpenAI(base_url=url, api_key=api_key, max_retries=0, timeout=GIVE_UP_S)
+
+
+def get(server: LocalServer, path: str, key: str | None = None) -> httpx.Response:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    return httpx.get(f"{server.base_url}{path}", headers=headers, timeout=GIVE_UP_S)
+
+
+def fleet_of(server: LocalServer, key: str | None = None) -> dict[str, Any]:
+    fleet: dict[str, Any] = get(server, "/coserve/status", key).raise_for_status().json()["fleet"]
+    return fleet
+
+
+def eventually(is_true: Callable[[], Any]) -> None:
+    give_up_s = time.monotonic() + GIVE_UP_S
+    while not is_true():
+        assert time.monotonic() < give_up_s, "still waiting"
+        time.sleep(0.05)

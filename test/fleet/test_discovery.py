@@ -1,0 +1,100 @@
+"""Engines from a list, a name and a router."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from batch.scenarios import play
+from sglang_coserve.errors import ConfigError, ServerError
+from sglang_coserve.fleet.discovery import DnsName, EngineList, EngineSource, Router, follow
+
+
+@pytest.fixture
+def router() -> Iterator[ThreadingHTTPServer]:
+    """Answers ``/workers`` with ``server.content``, as routers do, for one key."""
+
+    class Workers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_allowed = self.headers.get("authorization") == "Bearer router's key"
+            self.send_response(200 if is_allowed and self.path == "/workers" else 401)
+            self.end_headers()
+            self.wfile.write(self.server.content)  # type: ignore[attr-defined]
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Workers)
+    server.content = b"{}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+
+
+def urls(source: EngineSource) -> Sequence[str]:
+    async def ask() -> Sequence[str]:
+        return await source.urls()
+
+    return play(ask())
+
+
+def test_a_name_stands_for_all_of_its_addresses() -> None:
+    found = urls(DnsName("http://localhost:1234"))
+    assert "http://127.0.0.1:1234" in found
+    with pytest.raises(ServerError, match="cannot be resolved"):
+        urls(DnsName("http://no-such-name.invalid:1"))
+    for bad in ("localhost", "https://localhost:1", "http://localhost"):
+        with pytest.raises(ConfigError):
+            DnsName(bad)
+
+
+def test_a_router_tells_its_workers(router: Any) -> None:
+    url = f"http://127.0.0.1:{router.server_port}"
+    workers = [
+        {"id": "1", "url": "http://10.0.0.1:30000", "is_healthy": False},
+        {"id": "2", "url": "http://10.0.0.2:30000/"},
+        {"id": "3", "url": "http://10.0.0.3:30000@1"},
+    ]
+    router.content = json.dumps({"workers": workers, "total": 2}).encode()
+    found = urls(Router(url, "router's key"))
+    assert found == [f"http://10.0.0.{number}:30000" for number in (1, 2, 3)]
+    with pytest.raises(ServerError, match="401"):
+        urls(Router(url))
+    for content in (b"", b"[]", b'{"workers": [{}]}', b'{"workers": [{"url": "grpc://x:1"}]}'):
+        router.content = content
+        with pytest.raises(ServerError, match="does not list workers"):
+            urls(Router(url, "router's key"))
+
+
+class Changing(EngineSource):
+    def __init__(self, *answers: list[str] | None) -> None:
+        self.answers = list(answers)
+
+    async def urls(self) -> Sequence[str]:
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if answer is None:
+            raise ServerError("no answer")
+        return answer
+
+
+def test_a_source_that_fails_takes_no_engine_away() -> None:
+    told: list[Sequence[str]] = []
+
+    async def scenario() -> None:
+        sources = [EngineList(["http://a/"]), Changing(["http://b"], None, ["http://c"])]
+        following = asyncio.create_task(follow(sources, told.append, 0.001))
+        async with asyncio.timeout(30):
+            while len(told) < 4:
+                await asyncio.sleep(0.001)
+        following.cancel()
+
+    play(scenario())
+    assert told[:4] == [["http://a", "http://b"]] * 2 + [["http://a", "http://c"]] * 2

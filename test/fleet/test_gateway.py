@@ -1,0 +1,241 @@
+"""``coserve gateway`` as a process, without torch and SGLang, before engines on sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from batch.scenarios import lines
+from batch.scripted_backend import ENDPOINT, tokens_of
+from fleet.gateway_process import (
+    GIVE_UP_S,
+    EngineThread,
+    client_of,
+    eventually,
+    fleet_of,
+    gateway,
+    get,
+)
+from sglang_coserve.errors import ConfigError
+from sglang_coserve.fleet.command import main
+from sglang_coserve.fleet.options import parse_options
+from sglang_coserve.local_server import LocalServer, free_port
+
+API_KEY, OPERATOR = "client's key", "operator's key"
+
+
+def created(client: openai.OpenAI, content: bytes) -> str:
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    endpoint: object = ENDPOINT
+    batch = client.batches.create(
+        input_file_id=file.id,
+        endpoint=endpoint,  # type: ignore[arg-type]
+        completion_window="24h",
+    )
+    return batch.id
+
+
+def answers(client: openai.OpenAI, batch_id: str) -> dict[str, str]:
+    """The text of each line, once the batch is complete; a line with two records fails."""
+    eventually(lambda: client.batches.retrieve(batch_id).status == "completed")
+    batch = client.batches.retrieve(batch_id)
+    assert batch.output_file_id is not None
+    found: dict[str, str] = {}
+    for text in client.files.content(batch.output_file_id).text.splitlines():
+        record = json.loads(text)
+        assert record["custom_id"] not in found
+        found[record["custom_id"]] = record["response"]["body"]["choices"][0]["text"]
+    return found
+
+
+def texts(count: int) -> dict[str, str]:
+    return {f"id-{n}": " ".join(map(str, tokens_of(f"id-{n}", 4))) for n in range(1, count + 1)}
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[EngineThread]]:
+    with EngineThread() as first, EngineThread() as second:
+        yield [first, second]
+
+
+@pytest.fixture(scope="module")
+def server(
+    engines: list[EngineThread], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalServer]:
+    flags = [flag for engine in engines for flag in ("--engine", engine.url)]
+    keys = ("--api-key", API_KEY, "--admin-api-key", OPERATOR)
+    with gateway(tmp_path_factory.mktemp("gateway"), *flags, *keys) as server:
+        yield server
+
+
+def test_openais_client_gets_every_line_once_from_all_engines(
+    server: LocalServer, engines: list[EngineThread]
+) -> None:
+    client = client_of(server, API_KEY)
+    assert answers(client, created(client, lines(200))) == texts(200)
+    eventually(lambda: all(e["lines_served"] for e in fleet_of(server, API_KEY)["engines"]))
+    assert sum(len(engine.backend.started) for engine in engines) == 200
+
+
+def test_status_and_metrics_tell_of_engines_and_batches(
+    server: LocalServer, engines: list[EngineThread]
+) -> None:
+    status = get(server, "/coserve/status", API_KEY).json()
+    told = {e["url"]: e for e in status["fleet"]["engines"]}
+    assert told.keys() == {engine.url for engine in engines}
+    assert {e["state"] for e in told.values()} == {"up"}
+    assert status["fleet"]["model"] == status["batch_api"]["model"] == "scripted"
+    metrics = get(server, "/metrics").text
+    assert 'coserve_gateway_engines{state="up"} 2.0' in metrics
+    assert "coserve_gateway_lines_waiting 0.0" in metrics
+    assert 'coserve_batches{model_name="scripted",state="in_progress"} 0.0' in metrics
+    assert 'coserve_batch_required_tokens_per_second{model_name="scripted"} 0.0' in metrics
+    assert get(server, "/health").status_code == 200
+
+
+def test_keys_are_checked_as_by_a_single_server(server: LocalServer) -> None:
+    for path in ("/v1/files", "/v1/batches", "/coserve/status", "/openapi.json"):
+        assert get(server, path).status_code == 401
+        assert get(server, path, OPERATOR).status_code == 401
+        assert get(server, path, API_KEY).status_code == 200
+    assert get(server, "/coserve/batches", API_KEY).status_code == 401
+    assert get(server, "/coserve/batches", OPERATOR).status_code == 200
+    assert get(server, "/v1/chat/completions", API_KEY).status_code == 404
+
+
+def test_the_command_line_works_against_it(server: LocalServer, tmp_path: Path) -> None:
+    environment = {**os.environ, "COSERVE_BASE_URL": server.base_url, "COSERVE_API_KEY": API_KEY}
+
+    def coserve(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "sglang_coserve", *arguments]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=GIVE_UP_S
+        )
+
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(lines(30))
+    done = coserve("submit", str(source), "-o", str(output))
+    assert done.returncode == 0, done.stderr
+    assert len(output.read_text().splitlines()) == 30
+    left = coserve("submit", str(source), "--quiet")
+    assert left.returncode == 0, left.stderr
+    batch_id = next(word for word in left.stdout.split() if word.startswith("batch_"))
+    assert coserve("status", batch_id).returncode == 0
+    assert batch_id in coserve("list").stdout
+    eventually(lambda: "completed" in coserve("status", batch_id).stdout)
+    assert coserve("cancel", batch_id).returncode != 0
+    results = coserve("results", batch_id, "-o", str(tmp_path / "again.jsonl"))
+    assert results.returncode == 0, results.stderr
+    assert len((tmp_path / "again.jsonl").read_text().splitlines()) == 30
+
+
+def test_the_standby_goes_on_where_the_gateway_was_killed(tmp_path: Path) -> None:
+    with EngineThread(holds=True) as engine:
+        active = gateway(tmp_path, "--engine", engine.url, "--log-level", "warning")
+        port = free_port()
+        standby = gateway(tmp_path, "--engine", engine.url, port=port, name="standby")
+        url = f"http://127.0.0.1:{port}"
+        with active:
+            client = client_of(active)
+            batch_id = created(client, lines(12))
+            eventually(lambda: len(engine.backend.in_flight) == 12)
+            # It is ready when it has taken over: until then it says why it is not.
+            starting = threading.Thread(target=standby.start)
+            starting.start()
+            try:
+                eventually(lambda: _says(f"{url}/health", "another gateway has"))
+                assert httpx.get(f"{url}/ping").status_code == 200
+                refused = httpx.get(f"{url}/v1/batches")
+                assert refused.status_code == 503
+                assert refused.json()["error"]["code"] == "not_ready"
+                active.kill()
+            finally:
+                starting.join(GIVE_UP_S)
+        with standby:
+            eventually(lambda: len(engine.backend.in_flight) == 12)
+            engine.finish_all()
+            assert answers(client_of(standby), batch_id) == texts(12)
+
+
+def test_ctrl_c_ends_it_in_order_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    with EngineThread(holds=True) as engine:
+        flags = ("--engine", engine.url)
+        with gateway(tmp_path, *flags) as first:
+            batch_id = created(client_of(first), lines(5))
+            eventually(lambda: len(engine.backend.in_flight) == 5)
+            os.kill(first.pid, signal.SIGINT)
+            assert first._process is not None
+            assert first._process.wait(GIVE_UP_S) == 130
+            eventually(lambda: not engine.backend.in_flight)
+            assert "Traceback" not in first.log_tail()
+        with gateway(tmp_path, *flags) as second:
+            eventually(lambda: len(engine.backend.in_flight) == 5)
+            engine.finish_all()
+            assert answers(client_of(second), batch_id) == texts(5)
+
+
+def test_it_waits_for_its_first_engine_and_says_so(tmp_path: Path) -> None:
+    port = free_port()
+    late = gateway(tmp_path, "--engine-dns", f"http://localhost:{port}")
+    starting = threading.Thread(target=late.start)
+    starting.start()
+    try:
+        eventually(lambda: _says(f"{late.base_url}/health", "no engine has said"))
+        status = httpx.get(f"{late.base_url}/coserve/status").json()
+        assert {e["state"] for e in status["fleet"]["engines"]} == {"down"}
+        with EngineThread(port=port):
+            starting.join(GIVE_UP_S)
+            client = client_of(late)
+            assert answers(client, created(client, lines(3))) == texts(3)
+    finally:
+        starting.join(GIVE_UP_S)
+        late.stop()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ((), "--engine URL"),
+        (("--engine", "http://127.0.0.1:1"), "--coserve-data-dir"),
+        (("--engine", "http://127.0.0.1:1", "--coserve-data-dir", "d"), "COSERVE_ENGINE_ADMIN_KEY"),
+        (("--engine-dns", "https://name:1"), "http://NAME:PORT"),
+        (("--engine-router", "name"), "http://HOST:PORT"),
+    ],
+)
+def test_what_is_missing_is_told_with_how_to_mend_it(
+    flags: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COSERVE_ENGINE_ADMIN_KEY", raising=False)
+    with pytest.raises(ConfigError, match=says):
+        parse_options(flags)
+
+
+def test_a_directory_or_a_port_that_cannot_be_used_ends_it_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    flags = ("--engine", "http://127.0.0.1:1", "--engine-admin-key", "key")
+    bad = ("--coserve-data-dir", str(tmp_path / "file" / "data"), "--port", str(free_port()))
+    assert main((*flags, *bad)) == 2
+    assert "cannot use the data directory" in capsys.readouterr().err
+    with EngineThread() as engine:
+        taken = ("--coserve-data-dir", str(tmp_path / "data"), "--port", str(engine.port))
+        assert main((*flags, *taken)) == 2
+        assert "cannot listen on" in capsys.readouterr().err
+
+
+def _says(url: str, text: str) -> bool:
+    try:
+        return text in httpx.get(url, timeout=5).text
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,97 @@
+"""Many simulated engines under the gateway's placement."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from sglang_coserve.core.latency_model import CONSERVE, LinearModel
+from sglang_coserve.core.offline_queue import OfflineQueue
+from sglang_coserve.core.policies import make_policy
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.slo import deadlines
+from sglang_coserve.metrics import SloTargets
+from sglang_coserve.simulator.engine import Engine
+from sglang_coserve.simulator.executor import Executor
+from sglang_coserve.simulator.executor_config import ExecutorConfig
+from sglang_coserve.simulator.fleet import Fleet, FleetEngine, Mailbox
+from sglang_coserve.simulator.request import SimRequest
+from sglang_coserve.simulator.source import Source
+from simulator.engines import offline, online
+
+MODEL = LinearModel.of(CONSERVE, compute_token_s=1e-4, iteration_s=5e-3)
+KV_TOKENS, ROWS, SHARED, OWN, OUTPUT = 3_000, 16, 160, 16, 20
+MANY_LINES = 1 << 30
+
+
+def engine_of(arriving: Sequence[SimRequest] = ()) -> FleetEngine:
+    config = ExecutorConfig(KV_TOKENS, page_tokens=16, max_running_requests=ROWS)
+    executor, policy, mailbox = Executor(config, MODEL), make_policy("conserve"), Mailbox()
+    queue = OfflineQueue(policy.queue_config(0))
+    scheduler = Scheduler(policy, MODEL, deadlines(SloTargets(ttft_s=0.5)), queue)
+    source = Source([arriving], mailbox, MANY_LINES)
+    return FleetEngine(Engine(scheduler, executor, source, [mailbox]), executor, mailbox)
+
+
+def grouped_lines(groups: int, members: int) -> list[SimRequest]:
+    """In the order of a batch: those with a common beginning together."""
+    lines = []
+    for group in range(groups):
+        head = [group * 1_000 + n for n in range(SHARED)]
+        for member in range(members):
+            tail = [1_000_000 + (group * members + member) * OWN + n for n in range(OWN)]
+            lines.append(offline(f"{group}-{member}", head + tail, OUTPUT))
+    return lines
+
+
+def served(num_engines: int, *, by_prefix: bool = True) -> tuple[float, float]:
+    """The lines a second, and the part of the prompts found in caches."""
+    lines = grouped_lines(40, 12)
+    fleet = Fleet([engine_of() for _ in range(num_engines)], lines, by_prefix=by_prefix)
+    while fleet.step():
+        pass
+    assert fleet.num_ended == len(lines)
+    assert all(line.state is RequestState.FINISHED for line in lines)
+    cached = sum(line.cached_prompt_tokens for line in lines)
+    return len(lines) / fleet.now_s, cached / (len(lines) * (SHARED + OWN))
+
+
+def test_engines_add_up_and_find_the_prefixes_that_one_finds() -> None:
+    one_per_s, one_found = served(1)
+    for num_engines in (2, 3):
+        per_s, found = served(num_engines)
+        _, random_found = served(num_engines, by_prefix=False)
+        assert per_s > 0.8 * num_engines * one_per_s
+        assert found > 0.95 * one_found
+        assert found > random_found
+
+
+def test_the_same_run_again_is_the_same() -> None:
+    assert served(3) == served(3)
+
+
+def test_lines_go_where_online_requests_leave_time() -> None:
+    rng = random.Random(1)
+    busy = [online(f"on-{n}", 400, 40, arrival_s=0.05 * n + rng.random() * 0.02) for n in range(80)]
+    engines = [engine_of(busy), engine_of()]
+    lines = [offline(f"{n}", 64, 32) for n in range(300)]
+    fleet = Fleet(engines, lines)
+    while fleet.step():
+        pass
+    assert all(line.state is RequestState.FINISHED for line in lines)
+    assert all(request.state is RequestState.FINISHED for request in busy)
+    shares = [
+        sum(not request.info.is_online for request in each.engine.requests) for each in engines
+    ]
+    assert sum(shares) == len(lines)
+    assert shares[1] > shares[0]
+
+
+def test_a_line_that_no_engine_can_hold_holds_up_no_other() -> None:
+    lines = [offline("large", KV_TOKENS + 1, 1), *(offline(f"{n}", 32, 4) for n in range(5))]
+    fleet = Fleet([engine_of(), engine_of()], lines)
+    while fleet.step():
+        pass
+    assert fleet.num_ended == len(lines)
+    assert [line.state for line in lines[1:]] == [RequestState.FINISHED] * 5

@@ -1,0 +1,77 @@
+"""The last minute of a real server as a file for Perfetto."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from srt.batch_server.deployment import ADMIN_KEY, API_KEY
+from srt.monitoring.watched import LINES, ONLINE_REQUESTS, Watched
+
+
+@pytest.fixture(scope="module")
+def events(watched: Watched) -> list[dict[str, Any]]:
+    answer = watched.get("/coserve/trace?seconds=600", ADMIN_KEY)
+    assert answer.headers["content-type"] == "application/json"
+    found: list[dict[str, Any]] = json.loads(answer.raise_for_status().text)
+    return found
+
+
+def of(events: list[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["ph"] == phase]
+
+
+def test_steps_follow_each_other_and_name_who_was_in_them(events: list[dict[str, Any]]) -> None:
+    steps = sorted(of(events, "X"), key=lambda step: step["ts"])
+    assert len(steps) > 100
+    assert all(step["dur"] >= 0 for step in steps)
+    # Rounded to nanoseconds.
+    assert all(after["ts"] >= step["ts"] + step["dur"] - 0.01 for step, after in pairwise(steps))
+    assert {step["name"].split(",")[0] for step in steps} <= {"extend", "decode", "mixed", "other"}
+    for step in steps:
+        rows, args = step["args"]["rows"], step["args"]
+        for kind in ("online", "offline"):
+            assert len(args.get(kind, ())) == min(rows[kind], 32)
+    assert any(step["args"]["rows"]["offline"] for step in steps)
+    assert any(step["args"]["rows"]["online"] for step in steps)
+
+
+def test_what_was_suspended_went_on_from_there(events: list[dict[str, Any]]) -> None:
+    layers = [step["args"]["layers"] for step in of(events, "X") if "layers" in step["args"]]
+    stops = [stop for stop in layers if stop["before"] is not None]
+    assert len(stops) == sum(", suspended" in step["name"] for step in of(events, "X"))
+    for stop, after in pairwise(layers):
+        if stop["before"] is not None and after["from"]:
+            assert after["from"] == stop["before"]
+
+
+def test_every_request_has_its_span(watched: Watched, events: list[dict[str, Any]]) -> None:
+    begun = {event["id"]: event for event in of(events, "b")}
+    ended = {event["id"] for event in of(events, "e")}
+    assert set(begun) == ended
+    kinds = [event["cat"] for event in begun.values()]
+    assert kinds.count("offline") == LINES
+    assert kinds.count("online") >= ONLINE_REQUESTS
+    firsts = [event["id"] for event in of(events, "n") if event["name"] == "first_token"]
+    assert sorted(firsts) == sorted(begun)
+    named = {event["args"]["batch"] for event in begun.values() if event["cat"] == "offline"}
+    assert named == {watched.batch_id}
+
+
+def test_it_is_the_operators_alone(watched: Watched) -> None:
+    for key in (API_KEY, None, "another"):
+        assert watched.get("/coserve/trace", key).status_code == 401
+    assert watched.get("/coserve/trace?seconds=0", ADMIN_KEY).status_code in (400, 422)
+    assert "rows" not in watched.get("/coserve/status").text
+
+
+def test_only_the_seconds_that_are_asked_for_are_there(
+    watched: Watched, events: list[dict[str, Any]]
+) -> None:
+    assert watched.deployment.status()["replicas"]
+    few = json.loads(watched.get("/coserve/trace?seconds=0.001", ADMIN_KEY).text)
+    assert [event["ph"] for event in few] == ["M"]
+    assert len(events) > len(few)

@@ -1,0 +1,75 @@
+"""The ring of steps: which part of which step it shows, and that it stays small."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_coserve.srt.request_ledger import RequestLedger
+from sglang_coserve.srt.safepoint.batch_kind import BatchKind
+from sglang_coserve.srt.step_trace import StepTrace
+
+
+def request(rid: str) -> Req:
+    return Req(rid, "", [1, 2, 3], SamplingParams(max_new_tokens=4), eos_token_ids=set())
+
+
+def batch(*reqs: Req, mode: ForwardMode = ForwardMode.EXTEND) -> Any:
+    return SimpleNamespace(reqs=list(reqs), forward_mode=mode)
+
+
+def lane(held: Any = None, layer: int = 0) -> Any:
+    suspended = None if held is None else SimpleNamespace(batch=held, layer=layer)
+    return SimpleNamespace(suspended=suspended)
+
+
+def slices(trace: StepTrace) -> list[dict[str, Any]]:
+    return [event for line in trace.since(0.0) if (event := json.loads(line))["ph"] == "X"]
+
+
+def test_a_suspended_step_is_two_slices_with_their_layers() -> None:
+    ledger = RequestLedger(None)
+    req = request("a")
+    ledger.add(req, 0.5)
+    trace, ran = StepTrace(ledger), batch(req)
+    trace.launched(ran, 1.0, lane())
+    trace.ended(ran.reqs, BatchKind.EXTEND, 1.5, stopped_at=4)
+    trace.launched(ran, 2.0, lane(ran, 4))
+    req.output_ids.append(7)
+    trace.ended(ran.reqs, BatchKind.EXTEND, 2.25, [True])
+    trace.forget("a", 2.5)
+    first, second = slices(trace)
+    assert (first["name"], first["ts"], first["dur"]) == ("extend, suspended", 1e6, 5e5)
+    assert first["args"]["layers"] == {"from": 0, "before": 4}
+    assert (second["name"], second["ts"], second["dur"]) == ("extend, resumed", 2e6, 2.5e5)
+    assert second["args"]["layers"] == {"from": 4, "before": None}
+    phases = [json.loads(line)["ph"] for line in trace.since(0.0)]
+    assert phases == ["b", "X", "X", "n", "e"]
+
+
+def test_under_overlap_a_step_begins_when_the_one_before_it_has_ended() -> None:
+    trace = StepTrace(RequestLedger(None))
+    for at_s in (1.0, 1.1):
+        trace.launched(batch(request("a"), mode=ForwardMode.DECODE), at_s, None)
+    for at_s in (2.0, 3.0):
+        trace.ended([request("a")], BatchKind.DECODE, at_s, [True])
+    assert [(one["ts"], one["dur"]) for one in slices(trace)] == [(1e6, 1e6), (2e6, 1e6)]
+
+
+def test_old_events_make_room() -> None:
+    trace = StepTrace(RequestLedger(None))
+    reqs = [request(f"{n:0500}") for n in range(40)]
+    for number in range(2000):
+        trace.launched(batch(*reqs, mode=ForwardMode.DECODE), float(number), None)
+        trace.ended(reqs, BatchKind.DECODE, number + 0.5, [False] * 40)
+    lines = trace.since(0.0)
+    assert sum(map(len, lines)) <= 16 << 20
+    assert 500 < len(lines) < 2000
+    assert json.loads(lines[-1])["args"]["rows"] == {"online": 40, "offline": 0}
+    assert len(json.loads(lines[-1])["args"]["online"]) == 32
+    assert len(trace.since(1999.0)) == 1
