@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -91,11 +91,19 @@ def engine_flags(model: str, name: str) -> list[str]:
 
 def cases(options: argparse.Namespace) -> Iterator[tuple[str, Path, str, tuple[str, ...]]]:
     """Yield router, command, policy and flags of each case."""
-    for policy, flags in SMG.items() if options.smg else ():
+    for policy, flags in _chosen(SMG, options.smg, options.policies):
         interval = ("--load-monitor-interval", str(options.load_interval_s))
         yield "smg", options.smg, policy, (*flags, *interval)
-    for policy, flags in SGLANG_ROUTER.items() if options.sglang_router else ():
+    for policy, flags in _chosen(SGLANG_ROUTER, options.sglang_router, options.policies):
         yield "sglang-router", options.sglang_router, policy, flags
+
+
+def _chosen(
+    policies: Mapping[str, tuple[str, ...]], program: Path | None, names: Sequence[str]
+) -> list[tuple[str, tuple[str, ...]]]:
+    if program is None:
+        return []
+    return [(name, flags) for name, flags in policies.items() if not names or name in names]
 
 
 async def measured(
@@ -146,6 +154,13 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--smg", type=Path, help="the command smg")
     parser.add_argument("--sglang-router", type=Path, help="the command sglang-router")
+    parser.add_argument(
+        "--policies",
+        nargs="*",
+        default=(),
+        choices=[*SMG],
+        help="only these (default: all)",
+    )
     parser.add_argument("--model", help="a folder or a hub name (default: a small random one)")
     parser.add_argument("--rate", type=float, default=6.0, help="online requests a second")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each run")
