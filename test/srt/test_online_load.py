@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,9 @@ from sglang_coserve.srt.load_snapshot import (  # noqa: E402
     read_our_snapshots,
 )
 from sglang_coserve.srt.online_load import OnlineLoad  # noqa: E402
+
+STEPS = 4
+"""Decode steps, after which throughput is measured."""
 
 POOLS = PoolStats(
     full_num_used=800,
@@ -47,6 +51,7 @@ def request(rid: str, *, is_offline: bool) -> Any:
     return SimpleNamespace(
         rid=rid,
         sampling_params=SimpleNamespace(custom_params=params),
+        output_ids=[7, 7],
         priority=None,
     )
 
@@ -59,7 +64,10 @@ class Ledger:
         self.rows = rows
 
     def with_kv(self) -> tuple[list[Any], list[Any]]:
-        return self.rows[:1], self.rows[1:]
+        return (
+            [row for row in self.rows if row.rid == "on"],
+            [row for row in self.rows if row.rid != "on"],
+        )
 
 
 def online_load(rows: list[Any]) -> OnlineLoad:
@@ -75,7 +83,7 @@ def online_load(rows: list[Any]) -> OnlineLoad:
         held_in_window=lambda reqs: 60 * len(reqs),
     )
     ledger: Any = Ledger(rows)
-    return OnlineLoad(scheduler, pools, ledger)
+    return OnlineLoad(scheduler, pools, ledger, STEPS)
 
 
 def test_without_offline_rows_it_is_sglangs() -> None:
@@ -98,23 +106,40 @@ def test_what_offline_rows_hold_of_any_pool_is_evictable() -> None:
     assert load.chunked_req() is None
 
 
-def test_metrics_say_the_same_and_throughput_is_that_of_online_requests() -> None:
+def test_metrics_say_the_same_and_throughput_is_that_of_online_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 50.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
     load = online_load(ROWS)
-    load.processed(ROWS, [True] * 5)
     stats = SchedulerStats(gen_throughput=100.0)
     load.put_into(stats)
     assert (stats.num_running_reqs.total, stats.num_queue_reqs.total) == (1, 1)
     assert (stats.num_used_tokens, stats.kv_used_tokens, stats.token_usage) == (200, 200, 0.2)
-    assert stats.gen_throughput == pytest.approx(20.0)
-    # Before SGLang measures again it tells the same value, or what it was told.
-    load.processed(ROWS[:1], [True])
-    for told in (100.0, stats.gen_throughput):
-        stats.gen_throughput = told
-        load.put_into(stats)
-        assert stats.gen_throughput == pytest.approx(20.0)
-    stats.gen_throughput = 50.0
+    assert stats.gen_throughput == 100.0
+    for _ in range(STEPS):
+        now_s += 0.5
+        load.processed(ROWS, [True] * 5)
+        load.processed(ROWS[1:], [True] * 4)
     load.put_into(stats)
-    assert stats.gen_throughput == pytest.approx(50.0)
+    assert stats.gen_throughput == pytest.approx(2.0)
+    # Two intervals without offline tokens later SGLang's own says the same.
+    load.processed(ROWS[:1], [True])
+    for _ in range(2 * STEPS):
+        now_s += 0.5
+        load.processed(ROWS[:1], [True])
+    stats.gen_throughput = 100.0
+    load.put_into(stats)
+    assert stats.gen_throughput == 100.0
+
+
+def test_no_online_request_has_no_throughput() -> None:
+    """As on an engine that is idle."""
+    load = online_load([ROWS[1]])
+    load.processed([ROWS[1]], [True])
+    stats = SchedulerStats(gen_throughput=100.0)
+    load.put_into(stats)
+    assert stats.gen_throughput == 0.0
 
 
 @pytest.fixture

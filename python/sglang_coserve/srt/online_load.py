@@ -7,6 +7,7 @@ Without offline requests every figure is SGLang's.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,14 +25,14 @@ Req = Any
 class OnlineLoad:
     """See the module's docstring; has what SGLang's ``SchedulerLoadInquirer`` asks for."""
 
-    def __init__(self, scheduler: Any, pools: KvPools, ledger: RequestLedger) -> None:
+    def __init__(
+        self, scheduler: Any, pools: KvPools, ledger: RequestLedger, throughput_steps: int
+    ) -> None:
+        """``throughput_steps`` are the decode steps after which SGLang measures its throughput."""
         self._scheduler = scheduler
         self._pools = pools
         self._ledger = ledger
-        self._tokens = self._online_tokens = 0
-        """Generated since SGLang last measured its throughput, by all and by online requests."""
-
-        self._stock_per_s = self._online_per_s = 0.0
+        self._throughput = _OnlineThroughput(throughput_steps)
 
     def running_batch(self) -> Any:
         """Return something with the ``reqs`` of SGLang's running batch that are online."""
@@ -65,10 +66,11 @@ class OnlineLoad:
 
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
         """Note the rows of a batch, and who got a token."""
-        self._tokens += sum(has_token)
-        self._online_tokens += sum(
-            has and not is_offline(req) for req, has in zip(reqs, has_token, strict=True)
-        )
+        served = [req for req, has in zip(reqs, has_token, strict=True) if has]
+        online = _online(served)
+        num_decodes = sum(len(req.output_ids) > 1 for req in online)
+        has_offline = len(online) < len(served)
+        self._throughput.processed(num_decodes, time.perf_counter(), has_offline=has_offline)
 
     def put_into(self, stats: Any) -> None:
         """Let SGLang's ``SchedulerStats`` say what an online request finds."""
@@ -77,19 +79,42 @@ class OnlineLoad:
         stats.num_running_reqs = counts.from_reqs(self.running_batch().reqs, has_priorities)
         stats.num_queue_reqs = counts.from_reqs(self.waiting_queue(), has_priorities)
         self.get_pool_stats().update_scheduler_stats(stats)
-        stats.gen_throughput = self._online_throughput(stats.gen_throughput)
+        if self._throughput.is_shared:
+            running = stats.num_running_reqs.total
+            stats.gen_throughput = self._throughput.per_s if running else 0.0
 
-    def _online_throughput(self, per_s: float) -> float:
-        """Return the online part of SGLang's throughput, which it measures every few decodes.
 
-        A router that takes it for the speed of an engine would expect less waiting where
-        offline requests run.
-        """
-        if per_s not in (self._stock_per_s, self._online_per_s) and self._tokens:
-            self._stock_per_s = per_s
-            self._online_per_s = per_s * self._online_tokens / self._tokens
-            self._tokens = self._online_tokens = 0
-        return self._online_per_s if per_s else 0.0
+class _OnlineThroughput:
+    """Generated tokens a second of online requests, measured as SGLang measures those of all.
+
+    Over so many decode steps as it takes, counting those with online rows. A router that takes
+    the throughput for the speed of an engine would else see another one where offline
+    requests run.
+    """
+
+    def __init__(self, interval_steps: int) -> None:
+        self._interval_steps = interval_steps
+        self._steps = self._tokens = 0
+        self._began_s = time.perf_counter()
+        self._has_offline = self._had_offline = False
+        self.per_s = 0.0
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether offline requests got tokens in this interval or the last one."""
+        return self._has_offline or self._had_offline
+
+    def processed(self, online_decodes: int, now_s: float, *, has_offline: bool) -> None:
+        """Note the tokens of one step."""
+        self._has_offline |= has_offline
+        if not online_decodes:
+            return
+        self._tokens += online_decodes
+        self._steps += 1
+        if self._steps >= self._interval_steps:
+            self.per_s = self._tokens / max(now_s - self._began_s, 1e-9)
+            self._began_s, self._steps, self._tokens = now_s, 0, 0
+            self._had_offline, self._has_offline = self._has_offline, False
 
 
 def _online(reqs: list[Req]) -> list[Req]:

@@ -69,7 +69,10 @@ class CoserveParts:
             events=self.events,
             forget=self.forget,
         )
-        self.online_load = OnlineLoad(scheduler, self.pools, self.ledger)
+        settings = compat.settings_of(scheduler.server_args)
+        self.online_load = OnlineLoad(
+            scheduler, self.pools, self.ledger, settings.decode_log_interval
+        )
         self.load = LoadReporter(
             scheduler,
             config,

@@ -1,0 +1,102 @@
+"""Real routers in front of two real engines, one of them full of offline work.
+
+Routers are not installed with the project: name their commands in ``COSERVE_SMG`` and
+``COSERVE_SGLANG_ROUTER``, or have them on the ``PATH``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from router_bench.router import Router
+from router_bench.traffic import OnlineRun, full_of_offline_work, online_requests
+from sglang_coserve.local_server import LocalServer
+
+COMMANDS = {"smg": "COSERVE_SMG", "sglang-router": "COSERVE_SGLANG_ROUTER"}
+POLL_S = 1
+REQUESTS_PER_S, SECONDS = 5.0, 12.0
+
+
+def command(name: str) -> Path | None:
+    path = os.environ.get(COMMANDS[name]) or shutil.which(name)
+    return None if path is None else Path(path)
+
+
+@pytest.fixture(params=COMMANDS)
+def router_command(request: pytest.FixtureRequest) -> Path:
+    path = command(request.param)
+    if path is None:
+        pytest.skip(f"{request.param} is not installed: name it in {COMMANDS[request.param]}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def engines(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Two of them, for all routers; started only where there is one."""
+    if not any(map(command, COMMANDS)):
+        pytest.skip("no router is installed")
+    flags = [
+        *("--model-path", str(small_model), "--dtype", "float32", "--enable-metrics"),
+        *("--max-total-tokens", "4096", "--startup-profile-seconds", "1"),
+    ]
+    work = tmp_path_factory.mktemp("engines")
+    servers = [
+        LocalServer(
+            [*flags, "--weight-version", name],
+            log_path=work / f"{name}.log",
+            extra_env={"OMP_NUM_THREADS": "1"},
+        )
+        for name in ("first", "second")
+    ]
+    with servers[0] as first, servers[1] as second:
+        yield [first.base_url, second.base_url]
+
+
+def test_a_router_does_not_keep_away_from_offline_work(
+    router_command: Path, engines: list[str], tmp_path: Path
+) -> None:
+    """With the policy that goes by what engines report. By chance alone 60 requests would split
+    as unevenly as 18 to 42 once in 500 runs."""
+
+    async def run(url: str) -> OnlineRun:
+        async with full_of_offline_work(engines[0], requests=24):
+            await asyncio.sleep(2 * POLL_S + 1)
+            return await online_requests(url, per_s=REQUESTS_PER_S, seconds=SECONDS, seed=3)
+
+    is_smg = router_command.name == "smg"
+    flags = ("--load-monitor-interval", str(POLL_S)) if is_smg else ()
+    log_path = tmp_path / "router.log"
+    with Router(router_command, "power_of_two", engines, log_path, *flags) as router:
+        found = asyncio.run(run(router.base_url))
+    assert found.failures == ()
+    share = found.by_engine["first"] / sum(found.by_engine.values())
+    assert 0.3 < share < 0.7, found.by_engine
+
+
+def test_a_clients_errors_open_no_breaker(
+    router_command: Path, engines: list[str], tmp_path: Path
+) -> None:
+    """``sglang-router`` takes a client's errors for the engine's unless its breaker is off."""
+    flags = () if router_command.name == "smg" else ("--disable-circuit-breaker",)
+    log_path = tmp_path / "router.log"
+    bad = {"text": "x", "sampling_params": {"max_new_tokens": 1, "top_p": 7}}
+    good = {"text": "x", "sampling_params": {"max_new_tokens": 1}}
+    with (
+        Router(router_command, "round_robin", engines, log_path, *flags) as router,
+        httpx.Client(base_url=router.base_url, timeout=60) as http,
+    ):
+        # Ten failures open one by default.
+        answers = [http.post("/generate", json=bad).status_code for _ in range(30)]
+        assert set(answers) == {400}
+        versions = set()
+        for _ in range(8):
+            answer = http.post("/generate", json=good).raise_for_status().json()
+            versions.add(answer["meta_info"]["weight_version"])
+    assert versions == {"first", "second"}
