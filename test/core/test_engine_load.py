@@ -93,8 +93,8 @@ def test_the_share_is_of_the_last_ten_seconds() -> None:
 
 
 def test_lines_fit_by_their_mean_length_and_by_rows() -> None:
-    assert lines_at_a_time(kv_tokens=1000, rows=100, lengths=[50, 150]) == 10
-    assert lines_at_a_time(kv_tokens=1000, rows=7, lengths=[50, 150]) == 7
-    assert lines_at_a_time(kv_tokens=1000, rows=-1, lengths=[50, 150]) == 0
+    assert lines_at_a_time(kv_tokens=1000, rows=100, lines=2, line_tokens=200) == 10
+    assert lines_at_a_time(kv_tokens=1000, rows=7, lines=2, line_tokens=200) == 7
+    assert lines_at_a_time(kv_tokens=1000, rows=-1, lines=2, line_tokens=200) == 0
     # Nobody has sent any yet: of middle length.
-    assert lines_at_a_time(kv_tokens=1024, rows=100, lengths=[]) == 2
+    assert lines_at_a_time(kv_tokens=1024, rows=100, lines=0, line_tokens=0) == 2

@@ -84,7 +84,8 @@ def test_status_shows_settings_and_classes(http: httpx.Client) -> None:
     assert replica["config"]["slo_ttft_ms"] == 400
     assert replica["config"]["slo"] == ["ttft p99 <= 300ms", "tpot mean <= 1s"]
     assert replica["config"]["offline_policy"] == "coserve"
-    assert replica["online"].keys() == {"waiting", "running", "shed"}
+    delays = {"delay_s", "delay_ttft_s", "delay_gaps_s", "billed"}
+    assert replica["online"].keys() == {"waiting", "running", "shed", *delays}
 
 
 def test_checkpoints_are_off_unasked_and_one_line_says_why(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from sglang_coserve.core.batch_stats import BatchStats
@@ -32,12 +31,12 @@ def expected_tokens_per_s(
     return (_PROMPT_TOKENS + _OUTPUT_TOKENS) / (prefill_s + _OUTPUT_TOKENS * decode_s)
 
 
-def lines_at_a_time(*, kv_tokens: int, rows: int, lengths: Sequence[int]) -> int:
-    """Return how many offline requests fit into so much KV and so many rows.
+def lines_at_a_time(*, kv_tokens: int, rows: int, lines: int, line_tokens: int) -> int:
+    """Return how many offline requests fit into ``kv_tokens`` of KV and so many rows.
 
-    ``lengths`` are those of the requests that are there, prompts and outputs, in tokens.
+    Their mean length is that of the ``lines`` that are there: ``line_tokens`` of prompts and
+    outputs together. Without any a medium length is assumed.
     """
-    count, tokens = len(lengths), sum(lengths)
-    if not tokens:
-        count, tokens = 1, _PROMPT_TOKENS + _OUTPUT_TOKENS
-    return max(0, min(rows, kv_tokens * count // tokens))
+    if not line_tokens:
+        lines, line_tokens = 1, _PROMPT_TOKENS + _OUTPUT_TOKENS
+    return max(0, min(rows, kv_tokens * lines // line_tokens))

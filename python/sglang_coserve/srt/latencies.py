@@ -66,7 +66,6 @@ class Latencies:
         self._last: dict[str, tuple[bool, float]] = {}
         """Whether it is online, and when its last token came out."""
 
-        self._begun: set[str] = set()
         classes = ("online", "offline")
         self.ttft = {name: Buckets(WAIT_BUCKETS_S) for name in classes}
         self.queued = {name: Buckets(WAIT_BUCKETS_S) for name in classes}
@@ -75,15 +74,15 @@ class Latencies:
         self.cached_tokens = dict.fromkeys(classes, 0)
 
     def launched(self, batch: ScheduleBatch | None, now_s: float) -> None:
-        """Note which requests a batch is the first of. O(rows) of one with prompts, else O(1)."""
+        """Note which requests a batch is the first of; to be called before the ledger's
+        ``launched``. O(rows) of one with prompts, else O(1)."""
         if not batch or not batch.forward_mode.is_extend():
             return
         # Rows that decode beside prompts have begun.
         for req, cached_tokens in zip(batch.reqs, batch.prefix_lens, strict=False):
             rid = req.rid
-            if rid in self._begun or rid not in self._ledger:
+            if self._ledger.has_begun(rid) or rid not in self._ledger:
                 continue
-            self._begun.add(rid)
             info = self._ledger[rid]
             name = info.request_class.value
             self.queued[name].add(max(0.0, now_s - info.arrival_s))
@@ -113,7 +112,6 @@ class Latencies:
     def forget(self, rid: str) -> None:
         """Drop what is kept of a request that has ended."""
         self._last.pop(rid, None)
-        self._begun.discard(rid)
 
     def oldest_waiting_s(self, now_s: float) -> dict[str, float]:
         """Return how long the request has waited that came first, of those of a class that have
@@ -122,6 +120,6 @@ class Latencies:
         offline = (info for info in self._ledger.in_order_of_arrival() if not info.is_online)
         waited_s = {}
         for name, infos in (("online", online), ("offline", offline)):
-            first = next((info for info in infos if info.rid not in self._begun), None)
+            first = next((info for info in infos if not self._ledger.has_begun(info.rid)), None)
             waited_s[name] = 0.0 if first is None else max(0.0, now_s - first.arrival_s)
         return waited_s

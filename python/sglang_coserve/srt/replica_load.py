@@ -9,45 +9,17 @@ from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.engine_load import ClassLoad, OnlineShare, ReplicaLoad
 from sglang_coserve.core.offline_rate import expected_tokens_per_s, lines_at_a_time
-from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt.admission.protocol import Admission
-from sglang_coserve.srt.compat import computed_tokens, holds_kv
+from sglang_coserve.srt.compat import computed_tokens
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.kv_pools import KvPools
-from sglang_coserve.srt.offline_marks import expected_tokens_of
 from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.step_runner import StepRunner
 
 __all__ = ["LoadReporter"]
 
 Req = Any
-
-
-class _Class:
-    """The requests of one class."""
-
-    def __init__(self) -> None:
-        self.running: list[Req] = []
-        self.lengths: list[int] = []
-        self.outstanding_tokens = 0
-
-    def add(self, req: Req, info: RequestInfo) -> None:
-        output_tokens = info.max_new_tokens
-        if (expected := expected_tokens_of(req)) is not None:
-            output_tokens = min(output_tokens, max(expected, len(req.output_ids)))
-        length = info.prompt_tokens + output_tokens
-        self.lengths.append(length)
-        self.outstanding_tokens += length
-        if holds_kv(req):
-            self.running.append(req)
-            self.outstanding_tokens -= min(computed_tokens(req), length)
-
-    def load(self) -> ClassLoad:
-        return ClassLoad(
-            running=len(self.running),
-            waiting=len(self.lengths) - len(self.running),
-            outstanding_tokens=self.outstanding_tokens,
-        )
 
 
 class LoadReporter:
@@ -76,25 +48,25 @@ class LoadReporter:
         self._share = OnlineShare()
 
     def load(self) -> ReplicaLoad:
-        """Return the load as it is now. O(requests + nodes of the radix tree under online ones)."""
-        online, offline = _Class(), _Class()
-        for req in self._ledger.reqs():
-            if not req.finished():
-                info = self._ledger[req.rid]
-                (online if info.is_online else offline).add(req, info)
+        """Return the load as it is now. O(rows + nodes of the radix tree above them)."""
+        online, offline = self._ledger.with_kv()
         pools = self._pools
-        kv = pools.by_class(online.running, offline.running)
-        rows = min(self._max_offline, self._max_rows - len(online.running))
+        kv = pools.by_class(online, offline)
+        rows = min(self._max_offline, self._max_rows - len(online))
+        lines = self._ledger.totals(RequestClass.OFFLINE)
         return ReplicaLoad(
-            online=online.load(),
-            offline=offline.load(),
+            online=self._class_load(RequestClass.ONLINE, online),
+            offline=self._class_load(RequestClass.OFFLINE, offline),
             kv_tokens=pools.total_tokens,
             online_kv_tokens=kv.online,
             reclaimable_kv_tokens=kv.offline + kv.cached,
-            reclaim_s=self._reclaim_s(offline.running, online.running),
-            headroom_tokens_per_s=self._headroom_tokens_per_s(has_online=bool(online.running)),
+            reclaim_s=self._reclaim_s(offline, online),
+            headroom_tokens_per_s=self._headroom_tokens_per_s(has_online=bool(online)),
             max_lines=lines_at_a_time(
-                kv_tokens=pools.total_tokens - kv.online, rows=rows, lengths=offline.lengths
+                kv_tokens=pools.total_tokens - kv.online,
+                rows=rows,
+                lines=lines.requests,
+                line_tokens=lines.tokens,
             ),
         )
 
@@ -109,6 +81,16 @@ class LoadReporter:
             kv_tokens=self._pools.total_tokens,
             max_rows=self._max_offline,
             chunk_tokens=self._chunk_tokens,
+        )
+
+    def _class_load(self, request_class: RequestClass, running: list[Req]) -> ClassLoad:
+        ledger = self._ledger
+        totals = ledger.totals(request_class)
+        done_tokens = sum(min(computed_tokens(r), ledger.length(r.rid)) for r in running)
+        return ClassLoad(
+            running=len(running),
+            waiting=totals.requests - len(running),
+            outstanding_tokens=totals.tokens - done_tokens,
         )
 
     def _reclaim_s(self, offline: list[Req], online: list[Req]) -> float | None:

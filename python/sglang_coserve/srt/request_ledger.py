@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_coserve.core.request import Ending, RequestClass, RequestState
 from sglang_coserve.core.snapshot import RequestInfo, Row
 from sglang_coserve.srt.compat import computed_tokens, holds_kv, prefix_tokens
-from sglang_coserve.srt.offline_marks import job_of, user_of
+from sglang_coserve.srt.offline_marks import expected_tokens_of, job_of, user_of
 from sglang_coserve.srt.request_marks import is_offline, targets_of
 from sglang_coserve.srt.row_groups import has_plain_state
 
-__all__ = ["RequestLedger", "ending_of"]
+__all__ = ["ClassTotals", "RequestLedger", "ending_of"]
 
 Req = Any
+ScheduleBatch = Any
 
 _MATCHED_WAITING = 8
 """Number of waiting online requests whose cached prefix is looked up in each round; the others
 count as not cached."""
+
+
+@dataclass(slots=True)
+class ClassTotals:
+    """Sums over the requests of a class."""
+
+    requests: int = 0
+    tokens: int = 0
+    """Their lengths: prompts and expected outputs."""
+
+    def add(self, requests: int, tokens: int) -> None:
+        """Add so many of both; negative for requests that leave."""
+        self.requests += requests
+        self.tokens += tokens
 
 
 class RequestLedger:
@@ -30,6 +46,11 @@ class RequestLedger:
         self._reqs: dict[str, Req] = {}
         self._online: dict[str, Req] = {}
         self._last_token_s: dict[str, float] = {}
+        self._begun: dict[str, Req] = {}
+        """Those that were part of a batch; the others hold no KV."""
+
+        self._lengths: dict[str, int] = {}
+        self._totals = {request_class: ClassTotals() for request_class in RequestClass}
 
     def __len__(self) -> int:
         return len(self._infos)
@@ -75,7 +96,26 @@ class RequestLedger:
         )
         if info.is_online:
             self._online[req.rid] = req
+        self._lengths[req.rid] = info.prompt_tokens + _output_tokens(req, info)
+        self._totals[info.request_class].add(1, self._lengths[req.rid])
         return info
+
+    def launched(self, batch: ScheduleBatch | None) -> None:
+        """Record the batch of a scheduling round. O(rows) if it has prompts, else O(1)."""
+        if batch and batch.forward_mode.is_extend():
+            self._begun |= {req.rid: req for req in batch.reqs if req.rid in self._reqs}
+
+    def has_begun(self, rid: str) -> bool:
+        """Return whether a request has been part of a batch."""
+        return rid in self._begun
+
+    def length(self, rid: str) -> int:
+        """Return the length of a request in tokens: its prompt and its expected output."""
+        return self._lengths[rid]
+
+    def totals(self, request_class: RequestClass) -> ClassTotals:
+        """Return the number and the length of a class's requests. O(1)."""
+        return self._totals[request_class]
 
     def produced(self, rid: str, now_s: float) -> None:
         """Record the time of a token."""
@@ -98,10 +138,10 @@ class RequestLedger:
         return list(self._reqs.values())
 
     def with_kv(self) -> tuple[list[Req], list[Req]]:
-        """Return the online and the offline requests that hold KV. O(requests)."""
+        """Return the online and the offline requests that hold KV. O(those that have begun)."""
         online: list[Req] = []
         offline: list[Req] = []
-        for rid, req in self._reqs.items():
+        for rid, req in self._begun.items():
             if holds_kv(req):
                 (online if self._infos[rid].is_online else offline).append(req)
         return online, offline
@@ -109,7 +149,10 @@ class RequestLedger:
     def forget(self, rid: str) -> None:
         """Remove a request, if it is in."""
         self._last_token_s.pop(rid, None)
-        self._infos.pop(rid, None)
+        info = self._infos.pop(rid, None)
+        if info is not None:
+            self._totals[info.request_class].add(-1, -self._lengths.pop(rid))
+        self._begun.pop(rid, None)
         self._online.pop(rid, None)
         self._reqs.pop(rid, None)
 
@@ -148,6 +191,11 @@ class RequestLedger:
         # large as the batch.
         req.init_next_round_input(self._tree_cache, cow_mamba=False)
         return prefix_tokens(req)
+
+
+def _output_tokens(req: Req, info: RequestInfo) -> int:
+    expected = expected_tokens_of(req)
+    return info.max_new_tokens if expected is None else min(expected, info.max_new_tokens)
 
 
 def ending_of(req: Req) -> Ending:

@@ -148,6 +148,7 @@ class CoserveScheduler(Scheduler):
         self.parts.view.end_turn(plan.batch_to_run)
         self.parts.admission.launched(plan.batch_to_run)
         self.parts.status.launched(plan.batch_to_run)
+        self.parts.ledger.launched(plan.batch_to_run)
         return plan
 
     def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> Any:
