@@ -32,7 +32,7 @@ from sglang_coserve.simulator.assemble import read_profile
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig
 from sglang_coserve.simulator.request import SimRequest
-from sglang_coserve.simulator.run import Setup, Workload, simulate
+from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
 from sglang_coserve.workload import TraceRequest
 
 MEDIAN_TTFT, TTFT, ITL, TPOT, OFFLINE = FIGURES = (
@@ -129,7 +129,7 @@ def _simulate(
         is_closed_loop=True,
         interval_s=warmup_s + record.window_s,
     )
-    setup = Setup(machine.model, machine.executor, _left_to_scheduler(record, machine))
+    setup = SimulationSetup(machine.model, machine.executor, _left_to_scheduler(record, machine))
     policy = SYSTEMS[record.key.system].flags[-1]
     result = simulate(workload, setup, make_policy(policy))
     offline = throughput(result.offline, warmup_s, warmup_s + record.window_s)

@@ -6,7 +6,7 @@ r"""How good the Batch API's forecasts are, and how batches end, in simulation.
 Of each trace PATH:RATE:GAP:SECONDS: online requests at RATE times the trace's rate for
 SECONDS, and batches of 50 to 1,000 lines of three owners, a new one every GAP seconds on the
 average, beside them on a modelled H100 with Llama 3.1 8B. What is said of a batch when it is
-admitted (``batch.eta``, with what the batches before it have taught) is compared with what
+admitted (``batch.job_forecast``, with what the batches before it have taught) is compared with what
 came of it. The same from the rate of the last minute alone stands beside it. Then single
 batches without online requests: how long their last lines run on, with the longest first and
 without. No wall-clock time is in these figures.

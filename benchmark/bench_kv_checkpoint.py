@@ -5,7 +5,7 @@
 Repeats three things in turn and prints one table of medians with their range:
 
 - the cache alone, without a model (``kv_bench.parts``): the time to reclaim saved KV, and
-  what each iteration spends on checkpoints;
+  what each step spends on checkpoints;
 - our server with ``--kv-checkpoint off`` under offline requests that never run out and bursts of
   online prompts, which take the KV memory back each time (``kv_bench.trace``): once with long
   offline outputs, once with long offline prompts;

@@ -16,7 +16,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import (
     BROS,
     CONSERVE,
@@ -30,6 +29,7 @@ from sglang_coserve.core.latency_model import (
     SampleTable,
     find_hardware,
 )
+from sglang_coserve.core.step_stats import StepStats
 
 LLAMA_3_1_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -41,7 +41,7 @@ LLAMA_3_1_8B = {
     "vocab_size": 128256,
 }
 CAPTURED_BATCH_SIZES = (1, 2, 4, 8, *range(16, 257, 8))
-BATCH = BatchStats.of([(512, 100)], [1000] * 255)
+BATCH = StepStats.of([(512, 100)], [1000] * 255)
 
 
 def main() -> None:

@@ -6,16 +6,16 @@
 
 Every system is a real SGLang scheduler with a small model and the real event loop, in a
 process of its own. 32 requests run: 8 online decodes, and offline requests of 64 prompt and
-16 to 48 output tokens, so that in most iterations one of them ends and another begins. The
+16 to 48 output tokens, so that in most steps one of them ends and another begins. The
 others wait: behind our schedulers in the offline queue, with stock SGLang in its own.
 
 The systems run in turn, some dozens of passes each, again and again, before more requests
 are let wait. Timed is ``get_new_batch_prefill``. Ours has SGLang's own build the batch, and
 takes finished rows out of the running one, which SGLang would do a moment later; what it
-takes beyond that is our overhead, and ``core.plan`` is a part of it. An iteration lasts from
+takes beyond that is our overhead, and ``core.plan`` is a part of it. A step lasts from
 one pass to the next. On a CPU, where one thread does all of this, it is that thread's
 CPU time that is measured: what else runs on the machine does not count. "metrics" is what
-gathering and publishing them takes of an iteration, with SGLang's ``enable_metrics`` as above.
+gathering and publishing them takes of a step, with SGLang's ``enable_metrics`` as above.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python benchmark/bench_safepoint.py --out benchmark/results/safepoint_cpu.json
 
 The engines are the same but for the safepoints, and run in turn, the others stopped. Two of
-them compute an offline prompt of about a second in one iteration (1 to 3); the others have the
-default policy, which keeps iterations short for those who may arrive (4 to 6).
+them compute an offline prompt of about a second in one step (1 to 3); the others have the
+default policy, which keeps steps short for those who may arrive (4 to 6).
 
-1. overhead: arming a batch and passing its safepoints, as a part of the iteration;
+1. overhead: arming a batch and passing its safepoints, as a part of the step;
 2. the way from an arrival to the suspension, step by step;
 3. TTFT of online requests that come somewhere in an offline prefill, and on the idle engine;
 4. offline tokens per second beside one online arrival a second;

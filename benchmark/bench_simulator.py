@@ -34,11 +34,11 @@ from sglang_coserve.simulator import SimulationOptions, simulate
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.engine import Engine
 from sglang_coserve.simulator.event_log import EventLog
-from sglang_coserve.simulator.executor import Executor
+from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.models import find_model
-from sglang_coserve.simulator.observer import Observer
-from sglang_coserve.simulator.source import Source
+from sglang_coserve.simulator.observer import SimulationObserver
+from sglang_coserve.simulator.source import TrafficSource
 from sglang_coserve.workload import TraceRequest, fit_to_context, read_trace, scale_rate
 
 PROMPT_TOKENS = 512
@@ -118,7 +118,7 @@ def repeated(trace: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
 
 
 def run_rows(arguments: argparse.Namespace, policy: str) -> None:
-    """Print the iterations a second with all rows decoding."""
+    """Print the steps a second with all rows decoding."""
     print(f"{arguments.rows} rows, {arguments.iterations} iterations, {policy}")
     for name, observers in (("alone", []), ("with event log", [EventLog(io.StringIO(), {})])):
         total_s, scheduler_s = run(arguments, policy, observers)
@@ -133,9 +133,9 @@ def run_rows(arguments: argparse.Namespace, policy: str) -> None:
 
 
 def run(
-    arguments: argparse.Namespace, policy: str, observers: Sequence[Observer]
+    arguments: argparse.Namespace, policy: str, observers: Sequence[SimulationObserver]
 ) -> tuple[float, float]:
-    """Return the seconds of the iterations with all rows decoding, and the scheduler's part."""
+    """Return the seconds of the steps with all rows decoding, and the scheduler's part."""
     model = RooflineModel.from_datasheet(find_model("llama-3.1-8b"), find_hardware("h100"))
     length = PROMPT_TOKENS + 2 * arguments.iterations
     config = ExecutorConfig(
@@ -157,8 +157,8 @@ def run(
             (RequestClass.OFFLINE, offline),
         )
     ]
-    executor = Executor(config, model)
-    engine = Engine(scheduler, executor, Source(timed=streams), observers)
+    executor = SimulatedExecutor(config, model)
+    engine = Engine(scheduler, executor, TrafficSource(timed=streams), observers)
     while executor.num_decoding < arguments.rows:
         engine.step()
     stopwatch.seconds = 0.0

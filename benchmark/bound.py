@@ -36,12 +36,12 @@ from sglang_coserve.metrics import SloTargets, latency_report, percentile
 from sglang_coserve.simulator import (
     ExecutorConfig,
     SafepointConfig,
-    Setup,
     SimulationResult,
+    SimulationSetup,
     Workload,
     simulate,
 )
-from sglang_coserve.simulator.assemble import Machine, offline_requests, read_profile
+from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests, read_profile
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.models import kv_capacity_tokens
 from sglang_coserve.workload import (
@@ -90,14 +90,16 @@ class Machinery:
             backlog_depth=BACKLOG,
             interval_s=requests[-1].arrival_s,
         )
-        setup = Setup(self.model, self.executor, targets, slos=tuple(map(parse_slo, slos)))
+        setup = SimulationSetup(
+            self.model, self.executor, targets, slos=tuple(map(parse_slo, slos))
+        )
         return simulate(workload, setup, make_policy(self.policy))
 
 
 def main() -> None:
     """Print a row for each trace, load and kind of target."""
     arguments = parse()
-    machine = Machine.named(arguments.model, arguments.hardware)
+    machine = SimulatedMachine.named(arguments.model, arguments.hardware)
     model = read_profile(arguments.profile) if arguments.profile else machine.roofline()
     executor = ExecutorConfig(
         kv_capacity_tokens=arguments.kv_tokens

@@ -10,7 +10,6 @@ import numpy as np
 
 from sglang_coserve.core.allowance import Allowance
 from sglang_coserve.core.baseline import EngineSize
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.interference import Interference
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.pipeline import baseline_of
@@ -19,6 +18,7 @@ from sglang_coserve.core.request import Ending, RequestClass
 from sglang_coserve.core.slo import Latency, Slo, Statistic
 from sglang_coserve.core.slo_monitor import SloMonitor
 from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
 
 __all__ = ["Outcome", "QueueSetting", "run"]
@@ -91,7 +91,7 @@ class _Machine:
 def arrivals(setting: QueueSetting) -> list[tuple[float, int]]:
     """Return arrival and prompt tokens of each request."""
     rng = random.Random(setting.seed)
-    mean_s = MODEL.predict(BatchStats.of([(_MEAN_PROMPT_TOKENS, 0)]))
+    mean_s = MODEL.predict(StepStats.of([(_MEAN_PROMPT_TOKENS, 0)]))
     now_s, found = 0.0, []
     for _ in range(setting.requests):
         now_s += rng.expovariate(setting.load / mean_s)
@@ -124,7 +124,7 @@ def run(setting: QueueSetting) -> Outcome:
             interference.arrived(info)
             served.append((rid, arrival_s, tokens))
             place += 1
-        online_s = MODEL.predict(BatchStats.of([(n, 0) for _, _, n in served])) if served else 0.0
+        online_s = MODEL.predict(StepStats.of([(n, 0) for _, _, n in served])) if served else 0.0
         planned_s = max(online_s, allowance.arrival_s)
         for _, arrival_s, _ in served:
             slack_s = 0.95 * (arrival_s + target_s - now_s)
@@ -154,7 +154,7 @@ def run(setting: QueueSetting) -> Outcome:
     )
 
 
-def _predict(slowness: float, batch: BatchStats) -> float:
+def _predict(slowness: float, batch: StepStats) -> float:
     return MODEL.predict(batch) * slowness
 
 
@@ -169,7 +169,7 @@ def _alone(requests: list[tuple[float, int]], setting: QueueSetting) -> list[flo
         while place < len(requests) and requests[place][0] <= now_s:
             place += 1
         batch = requests[first:place]
-        seconds = MODEL.predict(BatchStats.of([(tokens, 0) for _, tokens in batch]))
+        seconds = MODEL.predict(StepStats.of([(tokens, 0) for _, tokens in batch]))
         now_s += seconds * machine.slowness(now_s) * machine.noise()
         ttfts_s += [now_s - arrival_s for arrival_s, _ in batch]
     return ttfts_s

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.workload import BLOCK_TOKENS, TraceRequest
@@ -268,7 +268,7 @@ def _convex_s(model: LatencyModel, parts: Sequence[float]) -> float:
 
 def _predict(model: LatencyModel, parts: Sequence[float]) -> float:
     """Return the time of a step whose sums need not be whole numbers."""
-    return model.predict(BatchStats(*parts))  # type: ignore[arg-type]
+    return model.predict(StepStats(*parts))  # type: ignore[arg-type]
 
 
 def _require_convex(model: LatencyModel) -> None:

@@ -83,7 +83,7 @@ class SpeedLog:
     async def run_at_usual_speed(
         self,
         run: Callable[[], Awaitable[T]],
-        standing_still: Callable[[], AbstractContextManager[None]],
+        suspended_process: Callable[[], AbstractContextManager[None]],
         *,
         tolerance: float,
         repeats: int,
@@ -91,11 +91,11 @@ class SpeedLog:
         """Return what ``run`` gave when the machine was closest to its usual speed.
 
         Runs once where that was within ``tolerance``, else ``repeats`` times more at most.
-        ``standing_still`` keeps the machine idle while it is measured.
+        ``suspended_process`` keeps the machine idle while it is measured.
         """
 
         async def measured_ms() -> float:
-            with standing_still():
+            with suspended_process():
                 await asyncio.to_thread(self.usual_ms)
                 return await asyncio.to_thread(self.measure_ms)
 
@@ -116,7 +116,7 @@ class SpeedLog:
 def measure_speed_ms() -> float:
     """Return the time of a fixed computation on one core: the mean of the cores' medians.
 
-    It resembles an iteration of the small model: matrices that fit the cache, fp32,
+    It resembles a step of the small model: matrices that fit the cache, fp32,
     memory that does not, and a stretch of plain Python. Takes about two seconds. The
     calling thread is bound to each core in turn, and to its own cores at the end.
     Processor time counts: what shares the core and is ours, a client that wakes up,

@@ -143,7 +143,7 @@ class Runner:
             assert self._plan is not None and self._server is not None
             measured, speed = await self._speeds.run_at_usual_speed(
                 partial(self._bench.measure, base_url, key, system, requests, self._say),
-                self._server.standing_still,
+                self._server.suspended_process,
                 tolerance=self._options.speed_tolerance,
                 repeats=self._options.speed_repeats,
             )

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from sglang_coserve.core.line_placement import LINES_AHEAD, LinePlacement, Placed, line_window
 from sglang_coserve.jsonl.prefix_key import KEY_BLOCK_BYTES
-from sglang_coserve.simulator.prefix_cache import Node, PrefixCache
+from sglang_coserve.simulator.prefix_cache import Node, SimulatedPrefixCache
 
 __all__ = ["FleetRun", "ModelledFleet", "grouped_keys"]
 
@@ -56,7 +56,7 @@ def grouped_keys(groups: int, members: int, shared: int, own: int, seed: int) ->
 
 @dataclass(slots=True)
 class _Engine:
-    cache: PrefixCache
+    cache: SimulatedPrefixCache
     window: int = LINES_AHEAD
     waiting: deque[int] = field(default_factory=deque)
     running: dict[int, Node] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class ModelledFleet:
         self._cache_blocks = cache_blocks
         self._rng = random.Random(seed)
         # A page is a block of the key, so that a key is a prompt of its blocks.
-        self._engines = {f"engine-{n}": _Engine(PrefixCache(1)) for n in range(engines)}
+        self._engines = {f"engine-{n}": _Engine(SimulatedPrefixCache(1)) for n in range(engines)}
         self._placement = LinePlacement(by_prefix=by_prefix)
         self._keys: Sequence[bytes] = ()
         self._ends: list[tuple[float, int, str]] = []

@@ -154,7 +154,7 @@ class FleetProcesses:
         """Stop all processes of an engine for a while."""
 
         def freeze(engine: LocalServer) -> None:
-            with engine.standing_still():
+            with engine.suspended_process():
                 time.sleep(_FROZEN_S)
 
         return self._hurt_engine(freeze)

@@ -11,13 +11,13 @@ from typing import Any
 
 from forecast_bench.batches import random_batches
 from forecast_bench.feed import Feed, Judged
-from sglang_coserve.batch.forecast_errors import Finish
+from sglang_coserve.batch.forecast_errors import FinishEstimate
 from sglang_coserve.core.offline_rate import expected_tokens_per_s
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.engine import Engine
-from sglang_coserve.simulator.executor import Executor
+from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.workload import fit_to_context, read_trace, scale_rate, window
 
@@ -58,7 +58,7 @@ def calibrate(
         ),
     )
     scheduler = setup.make_scheduler(make_policy("coserve"))
-    engine = Engine(scheduler, Executor(executor, setup.model), feed, (feed,))
+    engine = Engine(scheduler, SimulatedExecutor(executor, setup.model), feed, (feed,))
     feed.now_s = partial(getattr, engine, "now_s")
     while engine.step():
         pass
@@ -75,7 +75,7 @@ def summary(judged: Sequence[Judged]) -> dict[str, Any]:
     }
 
 
-def _figures(judged: Sequence[Judged], of: Callable[[Judged], Finish]) -> dict[str, float]:
+def _figures(judged: Sequence[Judged], of: Callable[[Judged], FinishEstimate]) -> dict[str, float]:
     held = [each.actual_s <= of(each).p95_s for each in judged]
     errors = [abs(each.actual_s - of(each).p50_s) / each.actual_s for each in judged]
     widths = [of(each).p95_s / of(each).p50_s for each in judged]

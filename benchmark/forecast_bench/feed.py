@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from forecast_bench.batches import Line, SimBatch
-from sglang_coserve.batch.eta import outlooks
-from sglang_coserve.batch.forecast_errors import Finish, ForecastErrors, Past
-from sglang_coserve.batch.rate_forecast import HOUR_S, RateForecast, Served
+from sglang_coserve.batch.forecast_errors import FinishEstimate, ForecastErrors, PastJob
+from sglang_coserve.batch.job_forecast import job_forecasts
+from sglang_coserve.batch.rate_forecast import HOUR_S, RateForecast, ServedTokens
 from sglang_coserve.batch.token_rate import TokenRate
-from sglang_coserve.lines.fair_slots import Share
-from sglang_coserve.simulator.observer import IterationRecord, RequestEvent
+from sglang_coserve.lines.fair_slots import SlotShare
+from sglang_coserve.simulator.observer import RequestEvent, StepRecord
 from sglang_coserve.simulator.request import SimRequest
-from sglang_coserve.simulator.source import Source
+from sglang_coserve.simulator.source import TrafficSource
 
 __all__ = ["Feed", "Judged"]
 
@@ -30,14 +30,14 @@ class Judged:
     lines: int
     arrival_s: float
     forecast_s: float
-    finish: Finish
-    by_last_minute: Finish
+    finish: FinishEstimate
+    by_last_minute: FinishEstimate
     """The same from the rate of the last minute alone."""
 
     actual_s: float
 
 
-class Feed(Source):
+class Feed(TrafficSource):
     """A source of requests, and an observer of what becomes of them."""
 
     def __init__(
@@ -52,24 +52,24 @@ class Feed(Source):
         self._coming = next(batches, None)
         self._running: list[SimBatch] = []
         self._lines: dict[str, tuple[SimBatch, Line]] = {}
-        self._owners: dict[str, Share] = {}
+        self._owners: dict[str, SlotShare] = {}
         self._rate = TokenRate(lambda: self.now_s(), expected_per_s=expected_per_s)
         self._work = self._rate.in_flight()
-        self._hours: dict[int, Served] = {}
-        self._counted = Served()
+        self._hours: dict[int, ServedTokens] = {}
+        self._counted = ServedTokens()
         self._errors, self._minute_errors = ForecastErrors(), ForecastErrors()
-        self._admitted: dict[int, tuple[float, Finish, float, Finish]] = {}
+        self._admitted: dict[int, tuple[float, FinishEstimate, float, FinishEstimate]] = {}
         self._took = self._expected = 0.0
         self._is_working = False
 
     @property
     def next_arrival_s(self) -> float:
-        """See ``Source``; a batch is an arrival, too."""
+        """See ``TrafficSource``; a batch is an arrival, too."""
         coming_s = math.inf if self._coming is None else self._coming.arrival_s
         return min(super().next_arrival_s, coming_s)
 
     def arrived(self, until_s: float) -> Iterator[SimRequest]:
-        """See ``Source``."""
+        """See ``TrafficSource``."""
         while self._coming is not None and self._coming.arrival_s <= until_s:
             self._admit(self._coming)
             self._coming = next(self._batches, None)
@@ -119,7 +119,7 @@ class Feed(Source):
                 self._work.__exit__(None, None, None)
                 self._is_working = False
 
-    def on_iteration(self, record: IterationRecord) -> None:
+    def on_step(self, record: StepRecord) -> None:
         """See ``Observer``: nothing is learned from it."""
 
     def _admit(self, batch: SimBatch) -> None:
@@ -129,7 +129,7 @@ class Feed(Source):
             self._work = self._rate.in_flight()
             self._work.__enter__()
             self._is_working = True
-        owner = self._owners.setdefault(batch.owner, Share())
+        owner = self._owners.setdefault(batch.owner, SlotShare())
         others = [each for each in self._running if each.owner == batch.owner]
         batch.share.level(each.share for each in others)
         if not others:
@@ -149,7 +149,7 @@ class Feed(Source):
     def _forecast(self, batch: SimBatch, rate: RateForecast) -> float:
         bias = self._took / self._expected if self._took else 1.0
         records = [each.record() for each in self._running]
-        found = outlooks(records, rate, batch.arrival_s, self._errors, bias)
+        found = job_forecasts(records, rate, batch.arrival_s, self._errors, bias)
         forecast_s = found[str(batch.number)].forecast_s
         assert forecast_s is not None
         return forecast_s
@@ -157,8 +157,8 @@ class Feed(Source):
     def _judge(self, batch: SimBatch, now_s: float) -> None:
         forecast_s, finish, minute_s, minute = self._admitted.pop(batch.number)
         actual_s = now_s - batch.arrival_s
-        self._errors.add(Past(forecast_s, actual_s))
-        self._minute_errors.add(Past(minute_s, actual_s))
+        self._errors.add(PastJob(forecast_s, actual_s))
+        self._minute_errors.add(PastJob(minute_s, actual_s))
         self._took += batch.took_tokens
         self._expected += batch.estimated_tokens
         self.judged.append(
@@ -175,8 +175,10 @@ class Feed(Source):
 
     def _count(self) -> None:
         """Note what was served since the last look, as ``batch.forecaster`` does."""
-        totals = Served(self._rate.total_tokens, self._rate.busy_s)
+        totals = ServedTokens(self._rate.total_tokens, self._rate.busy_s)
         hour = int(self.now_s() // HOUR_S)
-        served = Served(totals.tokens - self._counted.tokens, totals.busy_s - self._counted.busy_s)
-        self._hours[hour] = self._hours.get(hour, Served()) + served
+        served = ServedTokens(
+            totals.tokens - self._counted.tokens, totals.busy_s - self._counted.busy_s
+        )
+        self._hours[hour] = self._hours.get(hour, ServedTokens()) + served
         self._counted = totals

@@ -12,11 +12,11 @@ from forecast_bench.batches import Line
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.lines.output_lengths import OutputLengths
 from sglang_coserve.simulator.engine import Engine
-from sglang_coserve.simulator.executor import Executor
-from sglang_coserve.simulator.observer import IterationRecord, RequestEvent
+from sglang_coserve.simulator.executor import SimulatedExecutor
+from sglang_coserve.simulator.observer import RequestEvent, StepRecord
 from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.simulator.request import SimRequest
-from sglang_coserve.simulator.source import Source
+from sglang_coserve.simulator.source import TrafficSource
 
 __all__ = ["KINDS", "Tail", "serve"]
 
@@ -44,7 +44,7 @@ def serve(kind: str, seed: int, num_lines: int, max_rows: int, *, longest_first:
     setup = replace(setup, queue=replace(policy.queue_config(seed), longest_first=longest_first))
     feed = _Feed(_lines(kind, random.Random(seed), num_lines), seed)
     engine = Engine(
-        setup.make_scheduler(policy), Executor(setup.executor, setup.model), feed, (feed,)
+        setup.make_scheduler(policy), SimulatedExecutor(setup.executor, setup.model), feed, (feed,)
     )
     while engine.step():
         pass
@@ -53,7 +53,7 @@ def serve(kind: str, seed: int, num_lines: int, max_rows: int, *, longest_first:
     return Tail(engine.now_s, engine.now_s - busy_until_s)
 
 
-class _Feed(Source):
+class _Feed(TrafficSource):
     """Lines in order, as many in flight as the Batch API sends."""
 
     def __init__(self, lines: list[Line], seed: int) -> None:
@@ -65,7 +65,7 @@ class _Feed(Source):
         self._lengths = OutputLengths()
 
     def refill(self, _num_waiting: int, _num_running: int, now_s: float) -> Iterator[SimRequest]:
-        """See ``Source``."""
+        """See ``TrafficSource``."""
         while self._unsent and len(self._in_flight) < _MAX_IN_FLIGHT:
             line = self._unsent.popleft()
             request = line.request(self._seed)
@@ -80,7 +80,7 @@ class _Feed(Source):
             line = self._in_flight.pop(request.info.rid)
             self._lengths.add(line.limit_tokens, line.output_tokens)
 
-    def on_iteration(self, record: IterationRecord) -> None:
+    def on_step(self, record: StepRecord) -> None:
         """See ``Observer``."""
         self.rows.append((record.end_s, record.offline_running))
 

@@ -103,7 +103,7 @@ class BareEngine:
         return int(self.cache.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted)
 
     def checkpoint(self) -> None:
-        """Begin the copies of this iteration, as a scheduler does."""
+        """Begin the copies of this step, as a scheduler does."""
         self.hooks.processed(SimpleNamespace(reqs=self.running, forward_mode=self._decode))
 
     # --- Checks --------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class KvEngine:
         req.output_ids.extend([1] * tokens)
 
     def checkpoint(self) -> int:
-        """Begin the copies of an iteration; return their tokens."""
+        """Begin the copies of a step; return their tokens."""
         rows = ((req, compat.computed_tokens(req)) for req in self.running)
         copied: int = self.cache.checkpoint_step(rows)
         return copied

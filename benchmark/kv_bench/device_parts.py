@@ -29,7 +29,7 @@ def bandwidth(engine: KvEngine, tokens: int, repeats: int) -> dict[str, Any]:
 
 
 def iteration_ms(engine: KvEngine, rows: int, steps: int) -> dict[str, Any]:
-    """Return what decode iterations of ``rows`` offline rows spend: every row fills one page.
+    """Return what decode steps of ``rows`` offline rows spend: every row fills one page.
 
     ``host_ms`` is the scheduler's thread, ``copy_ms`` until the small copies have ended.
     """

@@ -52,7 +52,7 @@ class DecodeStep:
 
 
 def decode_interference(engine: KvEngine, model_path: Path) -> dict[str, Any]:
-    """Return decode steps alone, beside the copies of an iteration, and beside copies that
+    """Return decode steps alone, beside the copies of a step, and beside copies that
     never pause."""
     step = DecodeStep(model_path)
     page = engine.shape.page_tokens

@@ -17,10 +17,10 @@ RECLAIMED_ROWS = 16
 
 
 def iteration_ms(page_tokens: int, rows: int, steps: int) -> float:
-    """Return the mean time that an iteration of decoding offline rows spends on checkpoints.
+    """Return the mean time that a step of decoding offline rows spends on checkpoints.
 
     Beginning its copies and taking note of those that have ended; the copies themselves are
-    made in another thread. The mean, because with pages of 16 an iteration copies for some of
+    made in another thread. The mean, because with pages of 16 a step copies for some of
     the rows only.
     """
     engine = _decoding(page_tokens, rows, prompt_tokens=32, generated=4, to_come=steps)

@@ -41,7 +41,7 @@ class Pass:
 
     admits: bool
     metrics_s: float = 0.0
-    """Of the iteration after it, in what gathers and publishes metrics, where they are wanted."""
+    """Of the step after it, in what gathers and publishes metrics, where they are wanted."""
 
     iteration_s: float = 0.0
 
@@ -89,7 +89,7 @@ class Engine:
                 self.scheduler.result_queue.extend(self._pending)
                 self._pending.clear()
             done = len(self._passes) - first
-            # Of the last pass nobody sees the end of the iteration.
+            # Of the last pass nobody sees the end of the step.
             self.scheduler.gracefully_exit = done > num_passes or (
                 time.perf_counter() > end_s and done > 8
             )

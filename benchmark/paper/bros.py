@@ -21,7 +21,7 @@ from paper.experiment import Cell, Claim, Conditions, Experiment, Findings
 from paper.testbed import Lengths, Testbed, gamma_arriving, offline_backlog, run
 from sglang_coserve.metrics import SloTargets, attainment, latency_report
 from sglang_coserve.simulator import SimulationResult, Workload
-from sglang_coserve.simulator.assemble import Machine
+from sglang_coserve.simulator.assemble import SimulatedMachine
 
 __all__ = ["EXPERIMENTS"]
 
@@ -65,7 +65,7 @@ def be_per_s(results: Sequence[SimulationResult]) -> float:
 
 def fig9_10(conditions: Conditions) -> Iterator[Findings]:
     """Latency, throughput and attainment; Qwen2.5-14B on two A100s of 40 GB."""
-    machine = Machine.named("qwen2.5-14b", "a100", tp_size=2)
+    machine = SimulatedMachine.named("qwen2.5-14b", "a100", tp_size=2)
     # KV of 2 x 40 GB: 90% less 29.5 GB of weights, at 192 KiB a token.
     testbed = Testbed(machine, kv_tokens=216_000, checkpoint_byte_per_s=SWAP_BYTE_PER_S)
     rows: list[tuple[Cell, ...]] = []
@@ -117,7 +117,7 @@ def fig9_10(conditions: Conditions) -> Iterator[Findings]:
                 "TPOT attainment",
                 "1.73x",
                 attained(TPOT),
-                "vLLM's evictions, which cost it TPOT, are rare here: admission keeps headroom",
+                "vLLM's retractions, which cost it TPOT, are rare here: admission keeps headroom",
             ),
         ],
     )
@@ -125,7 +125,7 @@ def fig9_10(conditions: Conditions) -> Iterator[Findings]:
 
 def fig12(conditions: Conditions) -> Iterator[Findings]:
     """KV kept for preempted BE requests against recomputation; Qwen2.5-32B on four A100s."""
-    machine = Machine.named("qwen2.5-32b", "a100", tp_size=4)
+    machine = SimulatedMachine.named("qwen2.5-32b", "a100", tp_size=4)
     # KV of 4 x 40 GB: 90% less 65 GB of weights, at 256 KiB a token.
     without = Testbed(machine, kv_tokens=300_000, prefix_cache=False)
     kept = replace(without, checkpoint_byte_per_s=SWAP_BYTE_PER_S)
@@ -137,13 +137,13 @@ def fig12(conditions: Conditions) -> Iterator[Findings]:
     before, after = results.values()
     yield Findings(
         "Fig. 12",
-        ("what RT takes from BE", "TTFT SLO %", "TPOT SLO %", "evictions", "recomputed tokens"),
+        ("what RT takes from BE", "TTFT SLO %", "TPOT SLO %", "retractions", "recomputed tokens"),
         [
             (
                 name,
                 100 * share(result, TTFT),
                 100 * share(result, TPOT),
-                result.counters.evictions,
+                result.counters.retractions,
                 result.recomputed_tokens,
             )
             for name, result in results.items()

@@ -105,7 +105,7 @@ class Paged(Layout):
                 if need <= self.num_free:
                     break
                 if victim.present_tokens:
-                    self._evict(victim, need - self.num_free)
+                    self._retract(victim, need - self.num_free)
         if need > self.num_free:
             return False
         self.num_free -= need
@@ -113,7 +113,7 @@ class Paged(Layout):
         row.length_tokens += tokens
         return True
 
-    def _evict(self, victim: Row, pages: int) -> None:
+    def _retract(self, victim: Row, pages: int) -> None:
         held = self.blocks_for(victim.present_tokens)
         pages = held if self._whole else min(pages, held)
         self.num_free += pages
@@ -301,13 +301,13 @@ LAYOUTS: Final[dict[str, Callable[[], Layout]]] = {
 
 
 def compare_layouts(conditions: Conditions) -> Iterator[Findings]:
-    """Fragmentation, evictions, tokens copied and computed again; means over three seeds."""
+    """Fragmentation, retractions, tokens copied and computed again; means over three seeds."""
     rows: list[tuple[Cell, ...]] = []
     for name, make in LAYOUTS.items():
         steps = round(STEPS_PER_SECOND * conditions.seconds)
         runs = [Engine(make(), seed).run(steps) for seed in SEEDS]
         means = [fmean(run[key] for run in runs) for key in runs[0]]
         rows.append((name, 100 * means[0], *(round(mean) for mean in means[1:])))
-    columns = ("unused slots in taken blocks, %", "forced evictions", "tokens copied")
+    columns = ("unused slots in taken blocks, %", "forced retractions", "tokens copied")
     more = ("tokens computed again", "online tokens", "offline tokens")
     yield Findings("§V", ("layout", *columns, *more), rows)

@@ -3,7 +3,7 @@
 Llama-3.1-8B on one H100 unless said otherwise; Gamma arrivals, CV 0.5, 4096 prompt and 256
 output tokens (§6.2); offline a mix of the three datasets of Table 1, as the text does not name
 the one it used. No prompts share a prefix, and the engine of the paper keeps nothing of an
-evicted request on the device, so there is no prefix cache.
+retracted request on the device, so there is no prefix cache.
 
 Table 2 has Llama-3.1-70B on four H100s and BurstGPT-like online requests. The 10-minute piece of
 BurstGPT is not published: arrivals are a Gamma process with CV 1. Its rate is chosen so that
@@ -36,7 +36,7 @@ from sglang_coserve.core.policies.sarathi import SarathiPolicy
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.metrics import SloTargets, attainment, latency_report
 from sglang_coserve.simulator import SimulationResult, Workload
-from sglang_coserve.simulator.assemble import Machine
+from sglang_coserve.simulator.assemble import SimulatedMachine
 
 __all__ = ["EXPERIMENTS"]
 
@@ -68,7 +68,7 @@ class System:
 ALONE: Final = "Online-Only"
 
 
-def systems(machine: Machine, chunk_tokens: int) -> dict[str, System]:
+def systems(machine: SimulatedMachine, chunk_tokens: int) -> dict[str, System]:
     """Return the contenders of all figures; ConServe's checkpoints and safepoints as in §6.5."""
     plain = Testbed(machine, prefix_cache=False)
     layered = replace(plain, safepoint_layers=4)
@@ -84,8 +84,8 @@ def systems(machine: Machine, chunk_tokens: int) -> dict[str, System]:
     }
 
 
-SMALL: Final = systems(Machine.named("llama-3.1-8b", "h100"), CHUNK_TOKENS)
-LARGE: Final = systems(Machine.named("llama-3.1-70b", "h100", tp_size=4), CHUNK_TOKENS_70B)
+SMALL: Final = systems(SimulatedMachine.named("llama-3.1-8b", "h100"), CHUNK_TOKENS)
+LARGE: Final = systems(SimulatedMachine.named("llama-3.1-70b", "h100", tp_size=4), CHUNK_TOKENS_70B)
 
 
 def workload(
@@ -129,7 +129,7 @@ def own_targets(alone: SimulationResult, scale: float = 1.0) -> SloTargets:
 
 COLUMNS: Final = (
     *("P99 TTFT ms", "P99 TBT ms", "offline tok/s", "recomputed %"),
-    *("evictions", "suspensions"),
+    *("retractions", "suspensions"),
 )
 
 
@@ -146,7 +146,7 @@ def rows(results: Results, case: str = "") -> list[tuple[Cell, ...]]:
                 p99_itl_ms(result),
                 offline_per_s(result),
                 100 * result.recomputed_tokens / computed,
-                counters.evictions,
+                counters.retractions,
                 counters.suspensions,
             )
         )
@@ -161,7 +161,7 @@ def ratios(
 
 
 EVICTS_LESS: Final = (
-    "all policies here admit only what fits with headroom: Sarathi-P evicts less often"
+    "all policies here admit only what fits with headroom: Sarathi-P retracts less often"
 )
 
 
@@ -313,7 +313,7 @@ def ablation(conditions: Conditions) -> Iterator[Findings]:
                 "offline tokens/s with checkpoints",
                 "8810 -> 11366 (1.29x)",
                 f"{offline_per_s(preempting):,.0f} -> {offline_per_s(full):,.0f} ({gain:.2f}x)",
-                "admission with headroom evicts nobody at this load; see Fig. 6(a), 4 req/s",
+                "admission with headroom retracts nobody at this load; see Fig. 6(a), 4 req/s",
             ),
         ],
     )

@@ -26,7 +26,6 @@ from paper.testbed import (
     p99_itl_ms,
     run,
 )
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.budget_search import search_budget
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.policies.hygen import HygenPolicy
@@ -34,16 +33,17 @@ from sglang_coserve.core.policies.online_only import OnlineOnlyPolicy
 from sglang_coserve.core.policies.sarathi import SarathiPolicy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.slo import Latency, Slo, SloCheck, parse_slo
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InfeasibleError
 from sglang_coserve.metrics import LatencyReport, SloTargets, latency_report
-from sglang_coserve.simulator import Setup, SimulationResult, Workload
-from sglang_coserve.simulator.assemble import Machine
+from sglang_coserve.simulator import SimulationResult, SimulationSetup, Workload
+from sglang_coserve.simulator.assemble import SimulatedMachine
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.workload import TraceRequest
 
 __all__ = ["EXPERIMENTS"]
 
-MACHINE: Final = Machine.named("llama-2-7b", "a100")
+MACHINE: Final = SimulatedMachine.named("llama-2-7b", "a100")
 TESTBED: Final = Testbed(MACHINE, kv_tokens=42_000)
 """KV of 40 GB: 90% less 13.5 GB of weights, at 512 KiB a token."""
 
@@ -65,7 +65,7 @@ class Bench:
 
     workload: Workload
     alone: SimulationResult
-    setup: Setup
+    setup: SimulationSetup
 
     @classmethod
     def at(cls, qps: float, conditions: Conditions, believed: LatencyModel | None = None) -> Bench:
@@ -324,7 +324,7 @@ def fig14(conditions: Conditions) -> Iterator[Findings]:
     true = MACHINE.roofline()
     slo = tolerance("tbt p99", 0.05)
     batches = [
-        BatchStats.of([(tokens, context)] if tokens else [], [context] * requests)
+        StepStats.of([(tokens, context)] if tokens else [], [context] * requests)
         for tokens in (0, 64, 256, 512)
         for context in (256, 1024, 3000)
         for requests in (1, 8, 24)

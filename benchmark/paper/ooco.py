@@ -23,17 +23,17 @@ from sglang_coserve.core.policies.ooco import OocoPolicy, Role
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.metrics import RequestTimeline, SloTargets, throughput, violation_rate
-from sglang_coserve.simulator import Setup
-from sglang_coserve.simulator.assemble import Machine
+from sglang_coserve.simulator import SimulationSetup
+from sglang_coserve.simulator.assemble import SimulatedMachine
 from sglang_coserve.simulator.engine import Engine
-from sglang_coserve.simulator.executor import Executor
+from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.models import kv_bytes_per_token
 from sglang_coserve.simulator.pools import Pools, Pull, length_preference
-from sglang_coserve.simulator.source import Source
+from sglang_coserve.simulator.source import TrafficSource
 
 __all__ = ["EXPERIMENTS"]
 
-MACHINE: Final = Machine.named("qwen2.5-7b", "ascend-910c")
+MACHINE: Final = SimulatedMachine.named("qwen2.5-7b", "ascend-910c")
 OFFLINE: Final = Lengths.of_deviation(1200.52, 1200.52, 671.51, 671.51)
 TARGETS: Final = SloTargets(ttft_s=2.0, tpot_s=0.05)
 ONLINE_QPS: Final = 8.0
@@ -72,10 +72,10 @@ SYSTEMS: Final = (
 
 
 def engine_of(
-    policy: Policy, setup: Setup, source: Source, strict_of: Engine | None = None
-) -> tuple[Engine, Executor]:
+    policy: Policy, setup: SimulationSetup, source: TrafficSource, strict_of: Engine | None = None
+) -> tuple[Engine, SimulatedExecutor]:
     """Return one instance."""
-    executor = Executor(setup.executor, setup.true_model or setup.model)
+    executor = SimulatedExecutor(setup.executor, setup.true_model or setup.model)
     take_back = None if strict_of is None else strict_of.accept
     return Engine(setup.make_scheduler(policy), executor, source, (), take_back), executor
 
@@ -89,9 +89,9 @@ def serve(
     offline = gamma_arriving(
         offline_per_s, 1.0, OFFLINE, seconds, seed=3, request_class=RequestClass.OFFLINE
     )
-    source = Source([azure_online(trace, ONLINE_QPS, seconds)(), offline()])
+    source = TrafficSource([azure_online(trace, ONLINE_QPS, seconds)(), offline()])
     relaxed = engine_of(system.relaxed(), setup, source)
-    strict = engine_of(system.strict(), setup, Source(), relaxed[0])
+    strict = engine_of(system.strict(), setup, TrafficSource(), relaxed[0])
     link_tokens_per_s = MACHINE.hardware.link_byte_per_s / kv_bytes_per_token(MACHINE.shape)
     pools = Pools(relaxed, strict, link_tokens_per_s, system.pull)
     while pools.step(seconds):

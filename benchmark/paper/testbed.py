@@ -24,12 +24,12 @@ from sglang_coserve.simulator import (
     CheckpointConfig,
     ExecutorConfig,
     SafepointConfig,
-    Setup,
     SimulationResult,
+    SimulationSetup,
     Workload,
     simulate,
 )
-from sglang_coserve.simulator.assemble import Machine
+from sglang_coserve.simulator.assemble import SimulatedMachine
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.models import kv_capacity_tokens
 from sglang_coserve.simulator.request import SimRequest
@@ -168,14 +168,14 @@ def offline_backlog(pairs: Callable[[], Iterator[tuple[int, int]]]) -> Requests:
 class Testbed:
     """The paper's machine. ConServe's mechanisms are off unless asked for."""
 
-    machine: Machine
+    machine: SimulatedMachine
     checkpoint_byte_per_s: float = 0.0
     safepoint_layers: int = 0
     max_running_requests: int = 256
     kv_tokens: int | None = None
     prefix_cache: bool = True
 
-    def setup(self, targets: SloTargets, believed: LatencyModel | None = None) -> Setup:
+    def setup(self, targets: SloTargets, believed: LatencyModel | None = None) -> SimulationSetup:
         """Return the machine with these targets; the scheduler may believe another model."""
         machine = self.machine
         model = machine.roofline()
@@ -184,7 +184,7 @@ class Testbed:
         capacity = self.kv_tokens or kv_capacity_tokens(
             machine.shape, machine.hardware, tp_size=machine.tp_size
         )
-        return Setup(
+        return SimulationSetup(
             model=believed or model,
             true_model=model,
             targets=targets,
@@ -202,7 +202,7 @@ class Testbed:
         )
 
 
-def run(workload: Workload, setup: Setup, policy: str | Policy) -> SimulationResult:
+def run(workload: Workload, setup: SimulationSetup, policy: str | Policy) -> SimulationResult:
     """Run one policy, by name or with settings of its own."""
     chosen = make_policy(policy) if isinstance(policy, str) else policy
     sys.stderr.write(f"  simulating {chosen.name} ...\n")

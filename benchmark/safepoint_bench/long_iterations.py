@@ -1,7 +1,7 @@
-"""An engine whose offline iterations are as long as its prompts.
+"""An engine whose offline steps are as long as its prompts.
 
 On a CPU the plan finds small chunks best, since there is little to gain from large
-ones. What safepoints do for an arrival in a long iteration shows only in one.
+ones. What safepoints do for an arrival in a long step shows only in one.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class SystemSpec:
     interval: int
     ttft_ms: float
     is_long: bool = False
-    """Offline iterations as long as prompts; else the defaults."""
+    """Offline steps as long as prompts; else the defaults."""
 
     online_tokens: int = 32
     """Of an online prompt."""
@@ -72,7 +72,7 @@ class Measured:
                 }
             ),
             coserve_config=CoserveConfig(
-                # ConServe's policy does not shorten iterations for those who may arrive.
+                # ConServe's policy does not shorten steps for those who may arrive.
                 offline_policy="conserve" if spec.is_long else "coserve",
                 slo_ttft_ms=spec.ttft_ms,
                 slo_tpot_ms=spec.ttft_ms,
@@ -121,7 +121,7 @@ class Measured:
     ) -> Load:
         """Run an offline backlog for some seconds, with online arrivals at random times.
 
-        ``decoding`` more online requests decode all the time, so that no iteration is of
+        ``decoding`` more online requests decode all the time, so that no step is of
         offline rows alone.
         """
         load = Load(seconds, 0)

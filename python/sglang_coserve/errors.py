@@ -54,7 +54,7 @@ class StartupError(CoserveError):
 
 
 class RequestError(CoserveError):
-    """One request cannot be served as asked; HTTP doors answer 400."""
+    """One request cannot be served as asked; HTTP routes answer 400."""
 
 
 class UnknownClassError(RequestError):

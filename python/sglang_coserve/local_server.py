@@ -159,7 +159,7 @@ class LocalServer:
             killing.join()
 
     @contextmanager
-    def standing_still(self) -> Iterator[None]:
+    def suspended_process(self) -> Iterator[None]:
         """Stop all processes of the server, and let them go on at the end.
 
         Raises:

@@ -6,7 +6,7 @@ alone, so it soon repeats one token and would hide an error in the KV cache.  He
 embeddings have unit variance and every projection a gain of two, so that
 attention, hence the whole context, decides each token.  Tokens that are no text by
 themselves are never chosen: a server holds one back until the next completes it,
-and who measures latencies by the text that comes would see two iterations as one.
+and who measures latencies by the text that comes would see two steps as one.
 """
 
 from __future__ import annotations

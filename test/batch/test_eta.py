@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 
 from batch.records import a_batch
 from sglang_coserve.batch.errors import BatchRequestError
-from sglang_coserve.batch.eta import Work, outlooks, remaining_tokens, served_before
-from sglang_coserve.batch.forecast_errors import ForecastErrors, Past
+from sglang_coserve.batch.forecast_errors import ForecastErrors, PastJob
+from sglang_coserve.batch.job_forecast import (
+    RemainingWork,
+    job_forecasts,
+    remaining_tokens,
+    served_before,
+)
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.rate_forecast import RateForecast
 from sglang_coserve.batch.record import JobRecord
@@ -20,15 +25,15 @@ from sglang_coserve.batch.window import window_s
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.lines.progress import Progress, Usage
 
-EXACT = ForecastErrors([Past(1.0, 1.0)] * 20)
+EXACT = ForecastErrors([PastJob(1.0, 1.0)] * 20)
 """Nobody was ever wrong."""
 
-SOMETIMES_LATE = ForecastErrors([Past(1.0, 1.0)] * 18 + [Past(1.0, 1.1)] * 2)
+SOMETIMES_LATE = ForecastErrors([PastJob(1.0, 1.0)] * 18 + [PastJob(1.0, 1.1)] * 2)
 """P95 is a tenth later than P50."""
 
 works = st.lists(
     st.builds(
-        Work,
+        RemainingWork,
         owner=st.sampled_from(["a", "b", "c"]),
         tokens=st.floats(0, 1000),
         priority=st.integers(0, 2),
@@ -39,7 +44,7 @@ works = st.lists(
 )
 
 
-def simulated(batches: list[Work], tokens_per_s: float) -> list[float]:
+def simulated(batches: list[RemainingWork], tokens_per_s: float) -> list[float]:
     """Serve every owner alike, of each the highest priority by weight, from one completion to
     the next."""
     left = [work.tokens for work in batches]
@@ -67,7 +72,9 @@ def simulated(batches: list[Work], tokens_per_s: float) -> list[float]:
 
 @settings(deadline=None)
 @given(batches=works, tokens_per_s=st.sampled_from([0.5, 10.0, 5000.0]))
-def test_delays_are_those_of_a_simulation(batches: list[Work], tokens_per_s: float) -> None:
+def test_delays_are_those_of_a_simulation(
+    batches: list[RemainingWork], tokens_per_s: float
+) -> None:
     rate = RateForecast(tokens_per_s, 0.0)
     delays = [rate.delay_s(tokens) for tokens in served_before(batches)]
     for work, delay, expected in zip(
@@ -100,35 +107,39 @@ def test_what_other_batches_took_corrects_one_that_has_yet_to_begin() -> None:
 
 
 def test_errors_of_the_past_say_how_sure_a_forecast_is() -> None:
-    outlook = outlooks([served()], RateForecast(10.0, 1000.0), 1000.0, SOMETIMES_LATE)["batch_1"]
-    assert outlook.forecast_s == pytest.approx(100.0)
-    assert outlook.eta_s == pytest.approx(1100.0)
-    assert outlook.eta_p95_s == pytest.approx(1110.0)
-    shown = batch_object(served(), outlook).coserve
+    job_forecast = job_forecasts([served()], RateForecast(10.0, 1000.0), 1000.0, SOMETIMES_LATE)[
+        "batch_1"
+    ]
+    assert job_forecast.forecast_s == pytest.approx(100.0)
+    assert job_forecast.eta_s == pytest.approx(1100.0)
+    assert job_forecast.eta_p95_s == pytest.approx(1110.0)
+    shown = batch_object(served(), job_forecast).coserve
     assert (shown.eta, shown.eta_p95) == (1100, 1110)
 
 
 def test_an_unknown_rate_gives_no_eta() -> None:
-    outlook = outlooks([served()], None, 0.0, EXACT)["batch_1"]
-    assert outlook.eta_s is None and not outlook.is_urgent and not outlook.is_late
+    job_forecast = job_forecasts([served()], None, 0.0, EXACT)["batch_1"]
+    assert job_forecast.eta_s is None and not job_forecast.is_urgent and not job_forecast.is_late
 
 
 def test_a_window_that_cannot_be_kept_is_told_in_words() -> None:
     batch = served(expires_at_s=100.0)
-    outlook = outlooks([batch], RateForecast(5.0, 0.0), 0.0, EXACT)["batch_1"]
-    shown = batch_object(batch, outlook, None).coserve
+    job_forecast = job_forecasts([batch], RateForecast(5.0, 0.0), 0.0, EXACT)["batch_1"]
+    shown = batch_object(batch, job_forecast, None).coserve
     assert (shown.eta, shown.rate_tokens_per_s) == (200, 5.0)
     assert shown.warning is not None
     assert "expected to be complete at 1970-01-01T00:03:20+00:00, 100 s after" in shown.warning
-    assert batch_object(batch, outlook, "disk full").coserve.warning == "disk full"
-    in_time = outlooks([batch], RateForecast(50.0, 0.0), 0.0, EXACT)["batch_1"]
+    assert batch_object(batch, job_forecast, "disk full").coserve.warning == "disk full"
+    in_time = job_forecasts([batch], RateForecast(50.0, 0.0), 0.0, EXACT)["batch_1"]
     assert batch_object(batch, in_time, None).coserve.warning is None
 
 
 def test_what_takes_for_ever_has_an_end_that_can_be_written() -> None:
     batch = replace(served(), estimated_tokens=10**15)
-    outlook = outlooks([batch], RateForecast(0.01, 0.0), 0.0, EXACT)["batch_1"]
-    assert "expected to be complete at 20" in (batch_object(batch, outlook).coserve.warning or "")
+    job_forecast = job_forecasts([batch], RateForecast(0.01, 0.0), 0.0, EXACT)["batch_1"]
+    assert "expected to be complete at 20" in (
+        batch_object(batch, job_forecast).coserve.warning or ""
+    )
 
 
 def test_only_a_window_that_going_first_can_keep_is_urgent() -> None:
@@ -136,7 +147,7 @@ def test_only_a_window_that_going_first_can_keep_is_urgent() -> None:
     others = served(id="batch_2", expires_at_s=10_000.0)
     for expires_at_s, is_urgent in ((90.0, False), (150.0, True), (215.0, True), (250.0, False)):
         batch = served(expires_at_s=expires_at_s)
-        found = outlooks([batch, others], RateForecast(10.0, 0.0), 0.0, SOMETIMES_LATE)
+        found = job_forecasts([batch, others], RateForecast(10.0, 0.0), 0.0, SOMETIMES_LATE)
         assert found["batch_1"].is_urgent == is_urgent, expires_at_s
         assert not found["batch_2"].is_urgent
 

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_coserve.batch.errors import BatchRequestError
-from sglang_coserve.batch.forecast_errors import REMEMBERED, ForecastErrors, Past
-from sglang_coserve.batch.rate_forecast import HOUR_S, RateForecast, Served
+from sglang_coserve.batch.forecast_errors import REMEMBERED, ForecastErrors, PastJob
+from sglang_coserve.batch.rate_forecast import HOUR_S, RateForecast, ServedTokens
 from sglang_coserve.batch.window import window_s, window_text
 
 
-def hours(*rates: float) -> dict[int, Served]:
+def hours(*rates: float) -> dict[int, ServedTokens]:
     """Whole hours with work, from the epoch on."""
-    return {hour: Served(rate * HOUR_S, HOUR_S) for hour, rate in enumerate(rates)}
+    return {hour: ServedTokens(rate * HOUR_S, HOUR_S) for hour, rate in enumerate(rates)}
 
 
 def test_without_history_the_measured_rate_goes_on() -> None:
@@ -37,7 +37,7 @@ def test_an_hour_of_the_day_is_expected_to_be_as_it_was() -> None:
 
 def test_an_hour_that_has_only_begun_is_weighed_with_the_last_minute() -> None:
     """A minute at 1 token/s, and 10 tokens/s as measured last: 5.5 in between."""
-    rate = RateForecast(10.0, 60.0, {0: Served(60.0, 60.0)})
+    rate = RateForecast(10.0, 60.0, {0: ServedTokens(60.0, 60.0)})
     assert rate.delay_s(55.0) == pytest.approx(10.0)
 
 
@@ -67,24 +67,24 @@ def test_p95_holds_for_errors_of_any_distribution() -> None:
         if number >= 50:
             after += 1
             held += actual_s <= finish.p95_s
-        errors.add(Past(forecast_s, actual_s))
+        errors.add(PastJob(forecast_s, actual_s))
     assert 0.93 <= held / after <= 0.98
     assert len(errors) == REMEMBERED
 
 
 def test_few_past_errors_leave_a_wide_range() -> None:
-    errors = ForecastErrors([Past(10.0, 10.0)] * 5)
+    errors = ForecastErrors([PastJob(10.0, 10.0)] * 5)
     few = errors.finish(100.0)
     assert few.p50_s == pytest.approx(100.0)
     for _ in range(14):
-        errors.add(Past(10.0, 10.0))
+        errors.add(PastJob(10.0, 10.0))
     enough = errors.finish(100.0)
     assert few.p95_s > 2 * enough.p95_s == pytest.approx(200.0)
 
 
 def test_batches_of_a_like_size_are_asked() -> None:
     """Small ones take three times as long as the rate alone makes of them."""
-    past = [Past(1.0, 3.0)] * 100 + [Past(1000.0, 1000.0)] * 100
+    past = [PastJob(1.0, 3.0)] * 100 + [PastJob(1000.0, 1000.0)] * 100
     errors = ForecastErrors(past)
     assert errors.finish(2.0).p50_s == pytest.approx(6.0)
     assert errors.finish(800.0).p50_s == pytest.approx(800.0)
@@ -92,7 +92,7 @@ def test_batches_of_a_like_size_are_asked() -> None:
 
 def test_a_forecast_of_nothing_teaches_nothing() -> None:
     errors = ForecastErrors()
-    errors.add(Past(0.0, 1.0))
+    errors.add(PastJob(0.0, 1.0))
     assert len(errors) == 0
 
 

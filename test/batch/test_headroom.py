@@ -6,7 +6,7 @@ import pytest
 
 from batch.records import a_batch
 from sglang_coserve.batch.headroom import headroom, required_tokens_per_s
-from sglang_coserve.batch.rate_forecast import HOUR_S, RateForecast, Served
+from sglang_coserve.batch.rate_forecast import HOUR_S, RateForecast, ServedTokens
 from sglang_coserve.batch.record import Status
 
 SERVED = {
@@ -36,7 +36,7 @@ def test_what_is_left_can_be_added() -> None:
 def test_hours_with_history_say_so() -> None:
     """Yesterday the second hour had 100 tokens/s; of the others nothing is known."""
     now_s = 24 * HOUR_S + 10.0
-    rate = RateForecast(10.0, now_s, {1: Served(100 * HOUR_S, HOUR_S)})
+    rate = RateForecast(10.0, now_s, {1: ServedTokens(100 * HOUR_S, HOUR_S)})
     found = headroom(rate, 10.0, required_per_s=0.0, now_s=now_s).by_hour
     assert len(found) == 24
     assert found[0].starts_at == 24 * HOUR_S

@@ -17,32 +17,32 @@ from bound_bench.upper_bound import (
     offline_bound,
     required,
 )
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import HYGEN, LinearModel, RooflineModel
 from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.request import RequestClass
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator import (
     ExecutorConfig,
     SafepointConfig,
-    Setup,
     SimulationResult,
+    SimulationSetup,
     Workload,
     simulate,
 )
-from sglang_coserve.simulator.assemble import Machine, offline_requests
+from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.workload import TraceRequest
 
-MODEL = Machine.named("llama-3.1-8b", "h100").roofline()
+MODEL = SimulatedMachine.named("llama-3.1-8b", "h100").roofline()
 LARGE = Capacity(batch_tokens=8192, rows=256, kv_tokens=400_000)
 
 
 def test_without_online_requests_it_is_the_saturated_throughput() -> None:
     # One token a prompt, so nothing decodes: full steps, one after the other.
     model = LinearModel.of(HYGEN, prefill_token_s=1e-4, iteration_s=2e-3)
-    step_s = model.predict(BatchStats(prefill_requests=1, prefill_tokens=8192))
+    step_s = model.predict(StepStats(prefill_requests=1, prefill_tokens=8192))
     tokens_per_s = 8192 / step_s * 1001 / 1000  # With the token that each prompt gives.
     found = offline_bound(model, LARGE, OfflineShape(1000, 1), Required(), 50.0)
     assert found == pytest.approx(tokens_per_s, rel=1e-6)
@@ -89,7 +89,7 @@ def test_a_model_that_is_not_convex_is_refused() -> None:
     class Thrifty(RooflineModel):
         """Two small steps of it take longer than one that is not in between."""
 
-        def predict(self, batch: BatchStats) -> float:
+        def predict(self, batch: StepStats) -> float:
             return math.sqrt(batch.compute_tokens) * 1e-3
 
     model = Thrifty.from_datasheet(MODEL.shape, MODEL.hardware)
@@ -115,7 +115,7 @@ def simulated(
             backlog_depth=32,
             interval_s=window_s,
         ),
-        Setup(MODEL, config, SloTargets(0.3, 0.05)),
+        SimulationSetup(MODEL, config, SloTargets(0.3, 0.05)),
         make_policy(policy),
     )
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sglang_coserve.client.http_backend import offline_body
 from sglang_coserve.client.line_checker import LineChecker
 from sglang_coserve.jsonl.request_line import RequestLine
-from sglang_coserve.lines.line_run import Unserved
+from sglang_coserve.lines.line_run import UnservedLine
 from sglang_coserve.lines.line_source import InputLine
 
 
@@ -30,9 +30,9 @@ def valid(**changes: Any) -> dict[str, Any]:
     return {name: value for name, value in (fields | changes).items() if value is not ...}
 
 
-def check_all(*contents: bytes | dict[str, Any]) -> list[RequestLine | Unserved | None]:
+def check_all(*contents: bytes | dict[str, Any]) -> list[RequestLine | UnservedLine | None]:
     checker = LineChecker(max_line_bytes=10_000, is_finished=nothing)
-    checked: list[RequestLine | Unserved | None] = []
+    checked: list[RequestLine | UnservedLine | None] = []
     for number, content in enumerate(contents, 1):
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         checked.append(checker.check(InputLine(number, 0, len(data), data, 1)))
@@ -45,8 +45,8 @@ def error_code(content: bytes | dict[str, Any]) -> str:
     return code_of(result)
 
 
-def code_of(checked: RequestLine | Unserved | None) -> str:
-    assert isinstance(checked, Unserved)
+def code_of(checked: RequestLine | UnservedLine | None) -> str:
+    assert isinstance(checked, UnservedLine)
     return str(checked.result.body["error"]["code"])
 
 
@@ -112,14 +112,14 @@ def test_a_line_that_was_too_long_to_keep() -> None:
     checker = LineChecker(max_line_bytes=10, is_finished=nothing)
     refused = checker.check(InputLine(3, 0, 1_000_000, None, 1))
     assert code_of(refused) == "line_too_long"
-    assert isinstance(refused, Unserved)
+    assert isinstance(refused, UnservedLine)
     assert "1000000 bytes" in refused.result.body["error"]["message"]
 
 
 def test_an_error_names_the_id_when_there_is_one() -> None:
     _, bad_url, bad_json = check_all(valid(), valid(custom_id="b", url="/x"), b"{")
-    assert isinstance(bad_url, Unserved)
-    assert isinstance(bad_json, Unserved)
+    assert isinstance(bad_url, UnservedLine)
+    assert isinstance(bad_json, UnservedLine)
     assert (bad_url.custom_id, bad_json.custom_id) == ("b", None)
 
 
@@ -144,7 +144,7 @@ def test_every_later_line_with_the_same_id_is_a_duplicate() -> None:
     checked = check_all(
         valid(custom_id="a", url="/bad"), valid(custom_id="a"), valid(custom_id="b"), valid()
     )
-    codes = [code_of(line) for line in checked if isinstance(line, Unserved)]
+    codes = [code_of(line) for line in checked if isinstance(line, UnservedLine)]
     assert codes == ["invalid_url", "duplicate_custom_id", "duplicate_custom_id"]
     assert isinstance(checked[2], RequestLine)
 
@@ -161,4 +161,4 @@ def test_exactly_the_first_of_each_id_is_a_request(ids: list[str]) -> None:
 @given(st.binary())
 def test_no_bytes_break_the_checker(content: bytes) -> None:
     (checked,) = check_all(content)
-    assert isinstance(checked, Unserved)
+    assert isinstance(checked, UnservedLine)

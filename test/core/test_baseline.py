@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_coserve.core.baseline import Baseline
-from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.step_stats import StepStats
 
 Request = tuple[float, int, int]
 """Arrival, prompt tokens, output tokens."""
 
 
-def predict(batch: BatchStats) -> float:
+def predict(batch: StepStats) -> float:
     """Exact in binary, so that sums are."""
     return (8 + batch.prefill_tokens + 2 * batch.decode_requests) / 1024
 
@@ -107,10 +107,10 @@ def test_prompts_run_together_up_to_a_chunk_and_before_decodes() -> None:
     baseline = make(chunk_tokens=16)
     requests = [(0.0, 10, 3), (0.0, 10, 2)]
     # 16 tokens of prompt (10 + 6), then the other 4, then both decode.
-    first_s = predict(BatchStats(prefill_tokens=16))
-    second_s = first_s + predict(BatchStats(prefill_tokens=4))
-    third_s = second_s + predict(BatchStats(decode_requests=2))
-    last_s = third_s + predict(BatchStats(decode_requests=1))
+    first_s = predict(StepStats(prefill_tokens=16))
+    second_s = first_s + predict(StepStats(prefill_tokens=4))
+    third_s = second_s + predict(StepStats(decode_requests=2))
+    last_s = third_s + predict(StepStats(decode_requests=1))
     assert all_known(requests, baseline) == {
         "0": [first_s, third_s, last_s],
         "1": [second_s, third_s],
@@ -126,7 +126,7 @@ def test_a_cached_prefix_needs_no_computing() -> None:
     baseline = make()
     baseline.arrived("a", 0.0, 40, cached_tokens=32)
     ((_, _, at_s),) = baseline.advance(predict, 1.0)
-    assert at_s == predict(BatchStats(prefill_tokens=8))
+    assert at_s == predict(StepStats(prefill_tokens=8))
 
 
 def test_nothing_is_said_of_a_time_to_come() -> None:

@@ -7,20 +7,20 @@ import pytest
 
 from sglang_coserve.core.allowance import Allowance
 from sglang_coserve.core.baseline import Baseline
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.interference import Interference
 from sglang_coserve.core.request import Ending, RequestClass
 from sglang_coserve.core.slo import parse_slo
 from sglang_coserve.core.slo_monitor import SloMonitor
 from sglang_coserve.core.slo_report import SloReport
 from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
 
 STEP_S = 0.125
 SLOS = ("ttft p99 <= 300ms", "tpot p99 <= 200ms", "tbt p99 <= 200ms")
 
 
-def predict(_: BatchStats) -> float:
+def predict(_: StepStats) -> float:
     return STEP_S
 
 

@@ -12,7 +12,7 @@ LARGE = {"kv_tokens": 1 << 20, "max_rows": 64, "chunk_tokens": 2048}
 
 
 def test_the_rate_is_that_of_prompts_and_decodes_in_full_batches() -> None:
-    # 256 prompt tokens in an eighth of an iteration, 256 more in as many iterations of 64 rows.
+    # 256 prompt tokens in an eighth of a step, 256 more in as many steps of 64 rows.
     prefill_s = 256 * 1e-4 + 4e-3 / 8
     decode_s = 256 * (1e-4 + 4e-3 / 64)
     assert expected_tokens_per_s(MODEL, **LARGE) == pytest.approx(512 / (prefill_s + decode_s))

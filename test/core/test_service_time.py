@@ -8,16 +8,16 @@ import pytest
 
 from core.offline_queue.offline_requests import offline
 from core.scheduler.scenarios import MODEL
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.service_time import ServiceTime
 from sglang_coserve.core.step import StepResult
+from sglang_coserve.core.step_stats import StepStats
 
 REQUEST = offline("r", range(100))
-PREFILL_S = MODEL.predict(BatchStats().with_prefill(100, 0))
+PREFILL_S = MODEL.predict(StepStats().with_prefill(100, 0))
 
 
 def decode(started_s: float, seconds: float = 0.01) -> StepResult:
-    return StepResult(0, started_s, seconds, BatchStats.of(decodes=[100, 100]))
+    return StepResult(0, started_s, seconds, StepStats.of(decodes=[100, 100]))
 
 
 def observed(*results: StepResult) -> ServiceTime:
@@ -28,7 +28,7 @@ def observed(*results: StepResult) -> ServiceTime:
 
 
 def test_before_anything_ran_the_model_tells() -> None:
-    token_s = MODEL.predict(BatchStats().with_decode(100))
+    token_s = MODEL.predict(StepStats().with_decode(100))
     assert observed().predict(REQUEST, MODEL) == pytest.approx(PREFILL_S + 100 * token_s)
 
 
@@ -39,7 +39,7 @@ def test_the_time_between_steps_counts_and_not_that_of_a_step() -> None:
 
 
 def test_steps_without_offline_decodes_do_not_count() -> None:
-    prefill = StepResult(0, 0.75, 0.01, BatchStats.of(prefills=[(10, 0)]))
+    prefill = StepResult(0, 0.75, 0.01, StepStats.of(prefills=[(10, 0)]))
     service = observed(decode(0.0), decode(0.5), prefill, decode(1.0))
     assert service.predict(REQUEST, MODEL) == pytest.approx(PREFILL_S + 100 * 0.5)
 
@@ -57,8 +57,8 @@ def test_what_is_expected_counts_and_what_was_generated_does_not() -> None:
     short = replace(REQUEST, expected_output_tokens=20)
     assert service.predict(short, MODEL) == pytest.approx(PREFILL_S + 20 * 0.5)
     begun = replace(short, num_generated_tokens=15)
-    prefill_s = MODEL.predict(BatchStats().with_prefill(115, 0))
+    prefill_s = MODEL.predict(StepStats().with_prefill(115, 0))
     assert service.predict(begun, MODEL) == pytest.approx(prefill_s + 5 * 0.5)
     longer = replace(short, num_generated_tokens=60)
-    prefill_s = MODEL.predict(BatchStats().with_prefill(160, 0))
+    prefill_s = MODEL.predict(StepStats().with_prefill(160, 0))
     assert service.predict(longer, MODEL) == pytest.approx(prefill_s + 0.5)

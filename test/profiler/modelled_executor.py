@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 from sglang_coserve.core.latency_model import CONSERVE, LatencyModel, LinearModel
-from sglang_coserve.profiler import BatchShape, ExecutorLimits, Machine
+from sglang_coserve.profiler import ExecutorLimits, ProfiledMachine, StepShape
 
 LIMITS = ExecutorLimits(
     max_batch_tokens=2048, max_row_tokens=8192, max_requests=64, kv_capacity_tokens=65536
@@ -16,7 +16,7 @@ POLYNOMIAL = LinearModel.of(
     CONSERVE, compute_token_s=8e-5, attention_pair_s=5e-8, context_token_s=2e-6, iteration_s=4e-3
 )
 
-MACHINE = Machine(
+MACHINE = ProfiledMachine(
     hardware="CPU Modelled, 2 cores, 1 threads",
     model="small",
     tp_size=1,
@@ -45,12 +45,12 @@ class ModelledExecutor:
     """Standard deviation of a run's relative error."""
 
     now_s: float = 0.0
-    runs: list[BatchShape] = field(default_factory=list)
+    runs: list[StepShape] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._random = random.Random(0)
 
-    def run(self, shape: BatchShape) -> float:
+    def run(self, shape: StepShape) -> float:
         assert self.limits.allow(shape)
         seconds = self.model.predict(shape.stats) * self._random.gauss(1, self.noise)
         self.now_s += seconds

@@ -8,9 +8,9 @@ from profiler.modelled_executor import LIMITS, MACHINE, ModelledExecutor
 from sglang_coserve.core.latency_model import LatencyModel, Sample
 from sglang_coserve.profiler import (
     KINDS,
-    BatchKind,
-    BatchShape,
     ExecutorLimits,
+    ShapeKind,
+    StepShape,
     fit_all,
     plan_grid,
 )
@@ -54,13 +54,13 @@ def test_the_grid_reaches_the_limits_in_every_direction() -> None:
     assert max(s.stats.prefill_tokens for s in shapes) == LIMITS.max_batch_tokens
     assert max(len(s.decodes) for s in shapes) == LIMITS.max_requests
     assert max(tokens for s in shapes for tokens in s.row_tokens()) == LIMITS.max_row_tokens
-    assert {s.kind for s in shapes} == set(BatchKind)
-    mixed_prefills = [s for s in shapes if s.kind is BatchKind.MIXED and len(s.prefills) > 1]
+    assert {s.kind for s in shapes} == set(ShapeKind)
+    mixed_prefills = [s for s in shapes if s.kind is ShapeKind.MIXED and len(s.prefills) > 1]
     assert any(len(set(s.decodes)) > 1 for s in mixed_prefills)
 
 
 def test_early_shapes_are_small() -> None:
-    def predict(model: LatencyModel, shape: BatchShape) -> float:
+    def predict(model: LatencyModel, shape: StepShape) -> float:
         return model.predict(shape.stats)
 
     shapes = plan_grid(LIMITS)
@@ -72,18 +72,18 @@ def test_early_shapes_are_small() -> None:
 @pytest.mark.parametrize(
     ("shape", "allowed"),
     [
-        (BatchShape(prefills=((48, 16),)), True),
-        (BatchShape(prefills=((49, 0),)), False),
-        (BatchShape(prefills=((40, 0),), decodes=(1,) * 9), False),
-        (BatchShape(decodes=(99,)), True),
-        (BatchShape(decodes=(100,)), False),
-        (BatchShape(decodes=(15,) * 10), True),
-        (BatchShape(decodes=(15,) * 11), False),
-        (BatchShape(decodes=(16,) * 10), True),
-        (BatchShape(decodes=(32,) * 7), False),
+        (StepShape(prefills=((48, 16),)), True),
+        (StepShape(prefills=((49, 0),)), False),
+        (StepShape(prefills=((40, 0),), decodes=(1,) * 9), False),
+        (StepShape(decodes=(99,)), True),
+        (StepShape(decodes=(100,)), False),
+        (StepShape(decodes=(15,) * 10), True),
+        (StepShape(decodes=(15,) * 11), False),
+        (StepShape(decodes=(16,) * 10), True),
+        (StepShape(decodes=(32,) * 7), False),
     ],
 )
-def test_limits(shape: BatchShape, allowed: bool) -> None:
+def test_limits(shape: StepShape, allowed: bool) -> None:
     limits = ExecutorLimits(
         max_batch_tokens=48,
         max_row_tokens=100,

@@ -7,8 +7,8 @@ import pytest
 from profiler.modelled_executor import LIMITS, POLYNOMIAL, ModelledExecutor
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.profiler import (
-    BatchKind,
-    Measurement,
+    ShapeKind,
+    ShapeTiming,
     measure_grid,
     plan_grid,
     quick_samples,
@@ -19,8 +19,8 @@ SHAPES = plan_grid(LIMITS, 100)
 
 
 def run(
-    executor: ModelledExecutor, time_limit_s: float, done: tuple[Measurement, ...] = ()
-) -> list[Measurement]:
+    executor: ModelledExecutor, time_limit_s: float, done: tuple[ShapeTiming, ...] = ()
+) -> list[ShapeTiming]:
     measuring = measure_grid(
         executor, SHAPES, time_limit_s=time_limit_s, done=done, clock=executor.clock
     )
@@ -81,6 +81,6 @@ def test_quick_samples_determine_the_machine() -> None:
     samples = quick_samples(executor, 10.0, clock=executor.clock)
     fitted = LinearModel.of(CONSERVE).fit(samples).model
     for shape in SHAPES:
-        if shape.kind is not BatchKind.DECODE or len(shape.decodes) < 32:
+        if shape.kind is not ShapeKind.DECODE or len(shape.decodes) < 32:
             exact = POLYNOMIAL.predict(shape.stats)
             assert fitted.predict(shape.stats) == pytest.approx(exact, rel=0.1)

@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from profiler.modelled_executor import LIMITS
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.profiler import (
-    BatchShape,
     ExecutorLimits,
-    Measurement,
+    ShapeTiming,
+    StepShape,
     measure,
     repeat_error,
 )
 from sglang_coserve.profiler.cost_bound import CostBound
 
-SHAPE = BatchShape(prefills=((64, 0),))
+SHAPE = StepShape(prefills=((64, 0),))
 
 
 @dataclass
@@ -31,7 +31,7 @@ class ReplayExecutor:
     limits: ExecutorLimits = LIMITS
     now_s: float = 0.0
 
-    def run(self, shape: BatchShape) -> float:
+    def run(self, shape: StepShape) -> float:
         seconds = next(self.times_s)
         self.now_s += seconds
         return seconds
@@ -40,7 +40,7 @@ class ReplayExecutor:
         return self.now_s
 
 
-def replay(*times_s: float, budget_s: float = 100.0) -> Measurement:
+def replay(*times_s: float, budget_s: float = 100.0) -> ShapeTiming:
     executor = ReplayExecutor(iter(times_s))
     return measure(executor, SHAPE, budget_s=budget_s, clock=executor.clock)
 
@@ -63,7 +63,7 @@ def test_an_outlier_is_left_out() -> None:
 
 
 def test_equal_times_make_no_outliers_of_small_differences() -> None:
-    measurement = Measurement(SHAPE, (1.0, 1.0, 1.0, 1.0, 1.01))
+    measurement = ShapeTiming(SHAPE, (1.0, 1.0, 1.0, 1.0, 1.01))
     assert measurement.kept_s == measurement.runs_s
 
 
@@ -74,18 +74,18 @@ def test_no_run_starts_after_the_budget_but_one_is_timed() -> None:
 
 def test_repeat_error_is_the_mean_error_of_one_measurement() -> None:
     generator = random.Random(0)
-    pairs = [BatchShape(decodes=(context,)) for context in range(1, 2000)] * 2
-    measurements = [Measurement(shape, (generator.gauss(1, 0.03),)) for shape in pairs]
+    pairs = [StepShape(decodes=(context,)) for context in range(1, 2000)] * 2
+    measurements = [ShapeTiming(shape, (generator.gauss(1, 0.03),)) for shape in pairs]
     mean_absolute_error = 0.03 * 0.79788  # √(2/π) standard deviations.
     assert repeat_error(measurements) == pytest.approx(mean_absolute_error, rel=0.05)
 
 
 def test_without_a_repeated_shape_the_repeat_error_is_unknown() -> None:
-    assert repeat_error([Measurement(SHAPE, (1.0, 1.0))]) is None
+    assert repeat_error([ShapeTiming(SHAPE, (1.0, 1.0))]) is None
 
 
 batches = st.builds(
-    BatchStats.of,
+    StepStats.of,
     st.lists(st.tuples(st.integers(1, 4096), st.integers(0, 50_000)), max_size=4),
     st.lists(st.integers(1, 50_000), max_size=8),
 ).filter(lambda batch: not batch.is_empty)
@@ -96,7 +96,7 @@ eager_prices = st.fixed_dictionaries(
 ).filter(lambda prices: any(prices.values()))
 
 
-def has_kinds_of(batch: BatchStats, known: BatchStats) -> bool:
+def has_kinds_of(batch: StepStats, known: StepStats) -> bool:
     return (batch.prefill_requests == 0 or known.prefill_requests > 0) and (
         batch.decode_requests == 0 or known.decode_requests > 0
     )
@@ -104,7 +104,7 @@ def has_kinds_of(batch: BatchStats, known: BatchStats) -> bool:
 
 @given(eager_prices, st.lists(batches, min_size=1, max_size=5), batches)
 def test_cost_bound_holds_for_any_prices(
-    prices: dict[str, float], measured: list[BatchStats], batch: BatchStats
+    prices: dict[str, float], measured: list[StepStats], batch: StepStats
 ) -> None:
     model = LinearModel.of(CONSERVE, **prices)
     bound = CostBound()

@@ -9,10 +9,10 @@ from profiler.modelled_executor import LIMITS, MACHINE, POLYNOMIAL, ModelledExec
 from sglang_coserve.core.latency_model import RooflineModel
 from sglang_coserve.errors import ConfigError, InputFileError
 from sglang_coserve.profiler import (
-    BatchShape,
-    Machine,
-    Measurement,
+    ProfiledMachine,
     SampleFile,
+    ShapeTiming,
+    StepShape,
     choose,
     fit_all,
     load_profile,
@@ -24,25 +24,25 @@ from sglang_coserve.profiler import (
     write_profile,
 )
 
-FIRST = Measurement(BatchShape(prefills=((64, 0), (32, 128))), (0.5, 0.25))
-SECOND = Measurement(BatchShape(prefills=((8, 1),), decodes=(256, 1)), (1.5,))
+FIRST = ShapeTiming(StepShape(prefills=((64, 0), (32, 128))), (0.5, 0.25))
+SECOND = ShapeTiming(StepShape(prefills=((8, 1),), decodes=(256, 1)), (1.5,))
 
 
 @pytest.fixture(scope="module")
-def measurements() -> list[Measurement]:
+def measurements() -> list[ShapeTiming]:
     executor = ModelledExecutor(noise=0.01)
     shapes = plan_grid(LIMITS, 120)
     return list(measure_grid(executor, shapes, time_limit_s=10_000, clock=executor.clock))
 
 
-def written(path: Path, *measurements: Measurement) -> Path:
+def written(path: Path, *measurements: ShapeTiming) -> Path:
     with SampleFile(path, MACHINE, resume=False) as file:
         for measurement in measurements:
             file.append(measurement)
     return path
 
 
-def resumed(path: Path, machine: Machine = MACHINE) -> list[Measurement]:
+def resumed(path: Path, machine: ProfiledMachine = MACHINE) -> list[ShapeTiming]:
     with SampleFile(path, machine, resume=True) as file:
         return file.measurements
 
@@ -108,7 +108,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, named: str) -> None:
         resumed(path)
 
 
-def test_best_is_the_kind_with_the_least_error(measurements: list[Measurement]) -> None:
+def test_best_is_the_kind_with_the_least_error(measurements: list[ShapeTiming]) -> None:
     attempts = fit_all([m.sample for m in measurements], MACHINE)
     best = choose(attempts)
     fits = [attempt.fit for attempt in attempts if attempt.fit is not None]
@@ -120,7 +120,7 @@ def test_best_is_the_kind_with_the_least_error(measurements: list[Measurement]) 
     assert choose(attempts, "linear").model.kind == "linear"
 
 
-def test_a_kind_that_does_not_fit_is_told_and_left_out(measurements: list[Measurement]) -> None:
+def test_a_kind_that_does_not_fit_is_told_and_left_out(measurements: list[ShapeTiming]) -> None:
     config = {**MACHINE.model_config, "architectures": ["MixtralForCausalLM"]}
     attempts = fit_all([m.sample for m in measurements], replace(MACHINE, model_config=config))
     text = report_text(measurements, attempts)
@@ -131,7 +131,7 @@ def test_a_kind_that_does_not_fit_is_told_and_left_out(measurements: list[Measur
         choose(attempts, "roofline")
 
 
-def test_captured_batch_sizes_are_fitted_apart(measurements: list[Measurement]) -> None:
+def test_captured_batch_sizes_are_fitted_apart(measurements: list[ShapeTiming]) -> None:
     machine = replace(MACHINE, captured_batch_sizes=(1, 2, 4, 8, 16, 32, 64))
     model = choose(fit_all([m.sample for m in measurements], machine), "polynomial").model
     assert model.coefficients["graph_iteration_s"] > 0
@@ -151,7 +151,7 @@ def test_datasheets(hardware: str, flop_per_s: float, source: str) -> None:
     assert source in datasheet.source
 
 
-def test_the_report_shows_errors_beside_the_noise(measurements: list[Measurement]) -> None:
+def test_the_report_shows_errors_beside_the_noise(measurements: list[ShapeTiming]) -> None:
     text = report_text(measurements, fit_all([m.sample for m in measurements], MACHINE))
     head, *rows = text.splitlines()
     assert head.split()[:4] == ["kind", "MAPE", "P99", "bias"]
@@ -171,7 +171,7 @@ def test_without_repeats_the_noise_is_not_invented() -> None:
     assert text.count("not fitted") == 4
 
 
-def test_the_plot_is_an_image(measurements: list[Measurement], tmp_path: Path) -> None:
+def test_the_plot_is_an_image(measurements: list[ShapeTiming], tmp_path: Path) -> None:
     attempts = fit_all([m.sample for m in measurements], MACHINE)
     write_plot(measurements, attempts, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
@@ -180,7 +180,7 @@ def test_the_plot_is_an_image(measurements: list[Measurement], tmp_path: Path) -
     assert text.count('id="axes_') == 4
 
 
-def test_profiles_survive(measurements: list[Measurement], tmp_path: Path) -> None:
+def test_profiles_survive(measurements: list[ShapeTiming], tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     for attempt in fit_all([m.sample for m in measurements], MACHINE):
         assert attempt.fit is not None

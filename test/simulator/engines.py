@@ -15,14 +15,14 @@ from sglang_coserve.core.slo import deadlines
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.engine import Engine
-from sglang_coserve.simulator.executor import Executor
+from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
-from sglang_coserve.simulator.observer import Observer
+from sglang_coserve.simulator.observer import SimulationObserver
 from sglang_coserve.simulator.request import SimRequest
-from sglang_coserve.simulator.source import Source
+from sglang_coserve.simulator.source import TrafficSource
 
 MS_PER_TOKEN = LinearModel.of(CONSERVE, compute_token_s=1e-3)
-"""An iteration takes one millisecond a token, nothing else."""
+"""An step takes one millisecond a token, nothing else."""
 
 _serials = itertools.count()
 
@@ -60,21 +60,21 @@ def engine_of(
     config: ExecutorConfig | None = None,
     model: LatencyModel = MS_PER_TOKEN,
     scheduler_config: SchedulerConfig | None = None,
-    observers: Sequence[Observer] = (),
-) -> tuple[Engine, Executor]:
+    observers: Sequence[SimulationObserver] = (),
+) -> tuple[Engine, SimulatedExecutor]:
     """An engine, and its executor, before these requests arrive."""
     targets = targets or SloTargets()
     config = config or ExecutorConfig(kv_capacity_tokens=10_000, page_tokens=1)
-    executor = Executor(config, model)
+    executor = SimulatedExecutor(config, model)
     chosen = make_policy(policy)
     scheduler = Scheduler(
         chosen, model, deadlines(targets), OfflineQueue(chosen.queue_config(0)), scheduler_config
     )
     ordered = sorted(requests, key=lambda request: request.info.arrival_s)
-    return Engine(scheduler, executor, Source([ordered]), observers), executor
+    return Engine(scheduler, executor, TrafficSource([ordered]), observers), executor
 
 
-def run_out(engine: Engine, executor: Executor) -> None:
+def run_out(engine: Engine, executor: SimulatedExecutor) -> None:
     """Step until nothing is left, checking the invariants between the steps."""
     while engine.step():
         executor.check_invariants()

@@ -17,20 +17,20 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.slo import deadlines
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.simulator.assemble import Machine, offline_requests
+from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.result import SimulationResult
-from sglang_coserve.simulator.run import Setup, Workload, simulate
+from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
 from sglang_coserve.workload import TraceRequest
 
-MODEL = Machine.named("llama-3.1-8b", "h100").roofline()
+MODEL = SimulatedMachine.named("llama-3.1-8b", "h100").roofline()
 KV_TOKENS = 400_000
 REQUESTS = 300
 
 
 @dataclass(frozen=True)
-class KeptSetup(Setup):
+class KeptSetup(SimulationSetup):
     """Keeps its schedulers; their baseline composes steps as the policy ``online_only`` does."""
 
     made: list[Scheduler] = field(default_factory=list)

@@ -9,7 +9,12 @@ import pytest
 
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import ConfigError, InputFileError, WorkloadError
-from sglang_coserve.simulator.assemble import Machine, find_shape, offline_requests, read_profile
+from sglang_coserve.simulator.assemble import (
+    SimulatedMachine,
+    find_shape,
+    offline_requests,
+    read_profile,
+)
 from sglang_coserve.simulator.binding import from_jsonl, from_trace
 from sglang_coserve.simulator.executor_config import (
     CheckpointConfig,
@@ -100,9 +105,9 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Machine.named("llama-3.1-8b", "h100", 0),
-        lambda: Machine.named("llama-3.1-8b", "abacus"),
-        lambda: Machine.named("gpt-2", "h100"),
+        lambda: SimulatedMachine.named("llama-3.1-8b", "h100", 0),
+        lambda: SimulatedMachine.named("llama-3.1-8b", "abacus"),
+        lambda: SimulatedMachine.named("gpt-2", "h100"),
         lambda: ExecutorConfig(kv_capacity_tokens=-1),
         lambda: ExecutorConfig(kv_capacity_tokens=100, page_tokens=0),
         lambda: ExecutorConfig(kv_capacity_tokens=100, page_tokens=64, max_batch_tokens=32),
@@ -130,7 +135,7 @@ def test_lengths_give_an_endless_backlog() -> None:
 
 
 def test_memory_left_for_kv() -> None:
-    machine = Machine.named("llama-3.1-70b", "h100", 4)
+    machine = SimulatedMachine.named("llama-3.1-70b", "h100", 4)
     # 2 bytes, keys and values, of 80 layers with 8 heads of 128.
     assert kv_bytes_per_token(machine.shape) == 2 * 2 * 80 * 8 * 128
     # 70.6 billion parameters.

@@ -1,4 +1,4 @@
-"""Small cases whose every time can be computed by hand: an iteration takes 1 ms a token."""
+"""Small cases whose every time can be computed by hand: a step takes 1 ms a token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.step import Eviction, StepPlan
+from sglang_coserve.core.step import Retraction, StepPlan
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.executor_config import (
@@ -50,7 +50,7 @@ def test_with_overlap_an_arrival_is_seen_one_iteration_later_and_ends_hold_on() 
     assert ms(first.token_times_s) == [10, 11]
     assert executor.pool.held_tokens == 11
     assert engine.step()
-    # a has left with the iteration after its last; b holds its own until the next.
+    # a has left with the step after its last; b holds its own until the next.
     assert executor.pool.held_tokens == 5
     run_out(engine, executor)
     # b's 5 tokens beside the one too many of a.
@@ -91,13 +91,13 @@ def test_rows_that_share_a_prefix_say_so_while_they_do() -> None:
     assert shared_tokens() == [0]
 
 
-def test_the_head_of_an_evicted_request_stays_in_the_prefix_cache() -> None:
+def test_the_head_of_a_retracted_request_stays_in_the_prefix_cache() -> None:
     request = offline("f", 20, 10)
     config = ExecutorConfig(kv_capacity_tokens=100, page_tokens=4)
     engine, executor = engine_of(request, config=config)
     while request.computed_tokens < 27:
         assert engine.step()
-    executor.begin(StepPlan(evict=(Eviction("f", 2),)))
+    executor.begin(StepPlan(retract=(Retraction("f", 2),)))
     # 25 tokens are six whole pages; the last of them holds outputs.
     assert executor.cached_tokens("f") == 24
     assert executor.pool.held_tokens == 0
@@ -105,7 +105,7 @@ def test_the_head_of_an_evicted_request_stays_in_the_prefix_cache() -> None:
     assert executor.cached_tokens("f") == 16
 
 
-def evicted_then_resumed(checkpoint: CheckpointConfig | None) -> tuple[float, int, int]:
+def retracted_then_resumed(checkpoint: CheckpointConfig | None) -> tuple[float, int, int]:
     """Run an offline request whose memory an online one takes; when did it end, what was redone."""
     background = offline("f", 60, 30)
     intruder = online("n", 50, 2, arrival_s=0.065)
@@ -119,24 +119,24 @@ def evicted_then_resumed(checkpoint: CheckpointConfig | None) -> tuple[float, in
         scheduler_config=SchedulerConfig(headroom_tokens=0),
     )
     run_out(engine, executor)
-    assert engine.counters.evictions == 1
+    assert engine.counters.retractions == 1
     assert background.state is RequestState.FINISHED
     return background.token_times_s[-1], background.recomputed_tokens, background.reloaded_tokens
 
 
-def test_an_evicted_request_computes_again_what_was_not_copied() -> None:
-    end_s, recomputed, reloaded = evicted_then_resumed(None)
+def test_a_retracted_request_computes_again_what_was_not_copied() -> None:
+    end_s, recomputed, reloaded = retracted_then_resumed(None)
     # 60 ms of prefill and 5 decodes until the arrival; all 65 tokens with KV are lost.
     assert (recomputed, reloaded) == (65, 0)
-    fast_end_s, redone, copied = evicted_then_resumed(CheckpointConfig(1e9))
+    fast_end_s, redone, copied = retracted_then_resumed(CheckpointConfig(1e9))
     assert copied == recomputed
     assert redone == 0
     assert end_s - fast_end_s == pytest.approx(recomputed * 1e-3, abs=1e-6)
 
 
 def test_reloading_at_a_low_bandwidth_lengthens_the_iteration() -> None:
-    fast_end_s, _, copied = evicted_then_resumed(CheckpointConfig(1e9))
-    slow_end_s, _, slow_copied = evicted_then_resumed(CheckpointConfig(1000.0))
+    fast_end_s, _, copied = retracted_then_resumed(CheckpointConfig(1e9))
+    slow_end_s, _, slow_copied = retracted_then_resumed(CheckpointConfig(1000.0))
     assert slow_copied == copied
     # 1 ms a token, in parallel with the one token it computes.
     assert slow_end_s - fast_end_s == pytest.approx((copied - 1) * 1e-3, abs=1e-6)

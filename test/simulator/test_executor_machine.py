@@ -12,14 +12,14 @@ from hypothesis.stateful import (
     rule,
 )
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Row
-from sglang_coserve.core.step import Eviction, Lane, PrefillChunk, StepPlan
-from sglang_coserve.simulator.executor import Executor
+from sglang_coserve.core.step import Lane, PrefillChunk, Retraction, StepPlan
+from sglang_coserve.core.step_stats import StepStats
+from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import CheckpointConfig, ExecutorConfig
 from sglang_coserve.simulator.request import SimRequest
-from sglang_coserve.simulator.running_batch import RunningBatch
+from sglang_coserve.simulator.running_step import RunningStep
 from simulator.engines import MS_PER_TOKEN, sim_request
 
 PAGE = 4
@@ -35,7 +35,7 @@ class Plans(RuleBasedStateMachine):
         copied_per_s=st.sampled_from([0, 50, 1e6]),
     )
     def start(self, prefix_cache: bool, overlap: bool, copied_per_s: float) -> None:
-        self.executor = Executor(
+        self.executor = SimulatedExecutor(
             ExecutorConfig(
                 kv_capacity_tokens=CAPACITY,
                 page_tokens=PAGE,
@@ -71,7 +71,7 @@ class Plans(RuleBasedStateMachine):
             lane = data.draw(st.sampled_from(Lane), "lane")
         plan = self.draw_plan(data, executor.snapshot(self.now_s), lane)
         batch = executor.begin(plan)
-        assert {request.info.rid for request in batch.evicted} == {rid for rid, _ in plan.evict}
+        assert {request.info.rid for request in batch.retracted} == {rid for rid, _ in plan.retract}
         assert batch.stats == plan.batch
         self.now_s += 0.01
         if suspend and lane is Lane.OFFLINE and not batch.stats.is_empty:
@@ -95,7 +95,7 @@ class Plans(RuleBasedStateMachine):
         assert set(executor.drop()) == admitted
         assert not admitted & set(executor.rows.values())
 
-    def end(self, batch: RunningBatch) -> None:
+    def end(self, batch: RunningStep) -> None:
         self.computed_tokens += sum(batch.tokens_by_class())
         ended = self.executor.end(batch, self.now_s, 0.01)
         self.ended += [request.info.rid for request in ended]
@@ -106,10 +106,12 @@ class Plans(RuleBasedStateMachine):
         room = snapshot.free_kv_tokens + snapshot.evictable_kv_tokens
         slots = snapshot.free_slots
         rows = {row.info.rid: row for row in snapshot.rows}
-        evict = []
+        retract = []
         for row in snapshot.rows:
-            if data.draw(st.integers(0, 9), "evict") == 0:
-                evict.append(Eviction(row.info.rid, data.draw(st.integers(1, row.computed_tokens))))
+            if data.draw(st.integers(0, 9), "retract") == 0:
+                retract.append(
+                    Retraction(row.info.rid, data.draw(st.integers(1, row.computed_tokens)))
+                )
                 del rows[row.info.rid]
         switches: dict[str, list[str]] = {"pause": [], "resume": [], "park": []}
         decodes, prefills = [], []
@@ -126,7 +128,7 @@ class Plans(RuleBasedStateMachine):
                     room -= need
                     decodes.append(row.computed_tokens)
                 elif is_alone and row.state is here:
-                    evict.append(Eviction(row.info.rid, row.computed_tokens))
+                    retract.append(Retraction(row.info.rid, row.computed_tokens))
                 if runs and row.state is not here:
                     switches["pause" if is_alone else "resume"].append(row.info.rid)
                 elif not runs and not is_alone and row.state is here:
@@ -155,12 +157,12 @@ class Plans(RuleBasedStateMachine):
                 prefills.append((rid, chunk, cached))
         return StepPlan(
             lane=lane,
-            evict=tuple(evict),
+            retract=tuple(retract),
             pause=tuple(switches["pause"]),
             resume=tuple(switches["resume"]),
             park=tuple(switches["park"]),
             prefills=tuple(PrefillChunk(rid, tokens) for rid, tokens, _ in prefills),
-            batch=BatchStats.of(((tokens, cached) for _, tokens, cached in prefills), decodes),
+            batch=StepStats.of(((tokens, cached) for _, tokens, cached in prefills), decodes),
         )
 
     def draw_chunk(self, data: st.DataObject, row: Row, room: int) -> int:

@@ -13,11 +13,11 @@ from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.slo import deadlines
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.engine import Engine
-from sglang_coserve.simulator.executor import Executor
+from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.fleet import Fleet, FleetEngine, Mailbox
 from sglang_coserve.simulator.request import SimRequest
-from sglang_coserve.simulator.source import Source
+from sglang_coserve.simulator.source import TrafficSource
 from simulator.engines import offline, online
 
 MODEL = LinearModel.of(CONSERVE, compute_token_s=1e-4, iteration_s=5e-3)
@@ -27,10 +27,10 @@ MANY_LINES = 1 << 30
 
 def engine_of(arriving: Sequence[SimRequest] = ()) -> FleetEngine:
     config = ExecutorConfig(KV_TOKENS, page_tokens=16, max_running_requests=ROWS)
-    executor, policy, mailbox = Executor(config, MODEL), make_policy("conserve"), Mailbox()
+    executor, policy, mailbox = SimulatedExecutor(config, MODEL), make_policy("conserve"), Mailbox()
     queue = OfflineQueue(policy.queue_config(0))
     scheduler = Scheduler(policy, MODEL, deadlines(SloTargets(ttft_s=0.5)), queue)
-    source = Source([arriving], mailbox, MANY_LINES)
+    source = TrafficSource([arriving], mailbox, MANY_LINES)
     return FleetEngine(Engine(scheduler, executor, source, [mailbox]), executor, mailbox)
 
 

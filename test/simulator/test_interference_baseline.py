@@ -15,15 +15,15 @@ from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policies.online_only import OnlineOnlyPolicy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.simulator.assemble import Machine, offline_requests
+from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.executor_config import ExecutorConfig
-from sglang_coserve.simulator.observer import IterationRecord, RequestEvent
+from sglang_coserve.simulator.observer import RequestEvent, StepRecord
 from sglang_coserve.simulator.request import SimRequest
-from sglang_coserve.simulator.run import Setup, Workload, simulate
+from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
 from sglang_coserve.workload import TraceRequest
 
-MODEL = Machine.named("llama-3.1-8b", "h100").roofline()
+MODEL = SimulatedMachine.named("llama-3.1-8b", "h100").roofline()
 KV_TOKENS = 400_000
 REQUESTS = 400
 
@@ -66,10 +66,10 @@ class Follower:
             del self._told[info.rid]
             self._baseline.ended(info.rid)
 
-    def on_iteration(self, record: IterationRecord) -> None:
+    def on_step(self, record: StepRecord) -> None:
         for rid in list(self._told):
             self._tell(self.online[rid])
-        # What arrived since the iteration began is not told of yet.
+        # What arrived since the step began is not told of yet.
         self.advance(record.start_s)
 
     def advance(self, now_s: float) -> None:
@@ -95,7 +95,7 @@ def test_it_says_within_a_twentieth_what_requests_get_alone(lengths: tuple[int, 
     requests = list(trace(4.0, *lengths))
 
     def run(policy: str, offline: str, targets: SloTargets) -> tuple[list[float], list[float]]:
-        setup = Setup(MODEL, ExecutorConfig(kv_capacity_tokens=KV_TOKENS), targets)
+        setup = SimulationSetup(MODEL, ExecutorConfig(kv_capacity_tokens=KV_TOKENS), targets)
         follower = Follower()
         workload = Workload(
             online=lambda: from_trace(requests, request_class=RequestClass.ONLINE, seed=0),

@@ -15,11 +15,11 @@ from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.slo import deadlines
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.engine import Engine
-from sglang_coserve.simulator.executor import Executor
+from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.pools import Pools, Pull, length_preference
 from sglang_coserve.simulator.request import SimRequest
-from sglang_coserve.simulator.source import Source
+from sglang_coserve.simulator.source import TrafficSource
 from simulator.engines import offline, online
 
 MODEL = LinearModel.of(CONSERVE, compute_token_s=1e-3, iteration_s=5e-3)
@@ -32,8 +32,10 @@ def pools_of(requests: list[SimRequest], strict_kv_tokens: int, pull: Pull) -> P
         kv_tokens: int,
         arriving: list[SimRequest],
         take_back: Callable[[SimRequest], None] | None = None,
-    ) -> tuple[Engine, Executor]:
-        executor = Executor(ExecutorConfig(kv_tokens, page_tokens=4, max_batch_tokens=64), MODEL)
+    ) -> tuple[Engine, SimulatedExecutor]:
+        executor = SimulatedExecutor(
+            ExecutorConfig(kv_tokens, page_tokens=4, max_batch_tokens=64), MODEL
+        )
         policy = OocoPolicy(role)
         scheduler = Scheduler(
             policy,
@@ -41,7 +43,7 @@ def pools_of(requests: list[SimRequest], strict_kv_tokens: int, pull: Pull) -> P
             deadlines(SloTargets(tpot_s=TPOT_S)),
             OfflineQueue(policy.queue_config(0)),
         )
-        source = Source([sorted(arriving, key=lambda request: request.info.arrival_s)])
+        source = TrafficSource([sorted(arriving, key=lambda request: request.info.arrival_s)])
         return Engine(scheduler, executor, source, take_back=take_back), executor
 
     relaxed = instance(Role.RELAXED, 400, requests)

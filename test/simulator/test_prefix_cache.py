@@ -7,24 +7,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sglang_coserve.core.offline_queue import PackedTokens, pack_tokens
-from sglang_coserve.simulator.prefix_cache import Node, PrefixCache
+from sglang_coserve.simulator.prefix_cache import Node, SimulatedPrefixCache
 
 PAGE = 2
 A, B, C = [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9, 9], [7, 7, 7, 7]
 
 
-def hold(cache: PrefixCache, token_ids: list[int]) -> Node:
+def hold(cache: SimulatedPrefixCache, token_ids: list[int]) -> Node:
     tokens = pack_tokens(token_ids)
     node, _ = cache.extend(cache.lock(tokens, len(token_ids)), tokens, len(token_ids))
     return node
 
 
-def held(cache: PrefixCache, token_ids: list[int]) -> int:
+def held(cache: SimulatedPrefixCache, token_ids: list[int]) -> int:
     return cache.match(pack_tokens(token_ids), len(token_ids))
 
 
 def test_only_whole_pages_match() -> None:
-    cache = PrefixCache(PAGE)
+    cache = SimulatedPrefixCache(PAGE)
     hold(cache, A)
     assert held(cache, [1, 2, 3, 99]) == 2
     assert cache.match(pack_tokens(A), 5) == 4
@@ -32,7 +32,7 @@ def test_only_whole_pages_match() -> None:
 
 
 def test_common_prefixes_count_once() -> None:
-    cache = PrefixCache(PAGE)
+    cache = SimulatedPrefixCache(PAGE)
     first, second = hold(cache, A), hold(cache, B)
     assert cache.total_tokens == 8
     assert cache.shared_tokens(first) == 4
@@ -41,7 +41,7 @@ def test_common_prefixes_count_once() -> None:
 
 
 def test_the_least_recently_used_goes_first_and_the_locked_stays() -> None:
-    cache = PrefixCache(PAGE)
+    cache = SimulatedPrefixCache(PAGE)
     a, b, c = (hold(cache, ids) for ids in (A, B, C))
     for node in (c, a):
         cache.unlock(node)
@@ -60,7 +60,7 @@ class Tree(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = PrefixCache(PAGE)
+        self.cache = SimulatedPrefixCache(PAGE)
         self.heads: set[PackedTokens] = set()
         self.locked: list[tuple[PackedTokens, Node]] = []
 

@@ -18,7 +18,7 @@ from sglang_coserve.core.slo import SloCheck, parse_slo
 from sglang_coserve.errors import CoserveError, InfeasibleError
 from sglang_coserve.slo_search.load import Load
 from sglang_coserve.slo_search.machine import EngineMachine
-from sglang_coserve.slo_search.measurement import Measurement, Trial
+from sglang_coserve.slo_search.measurement import SearchRun, Trial
 from sglang_coserve.slo_search.offline_file import offline_file
 from sglang_coserve.slo_search.options import SearchOptions
 from sglang_coserve.slo_search.progress import SearchProgress
@@ -186,7 +186,7 @@ class ModelledServer:
         self._budget_s = float(flags[flags.index("--iteration-budget-ms") + 1]) / 1e3
         yield "http://nowhere"
 
-    def measure(self, _name: str, _url: str, _load: Load, _lines: Path | None) -> Measurement:
+    def measure(self, _name: str, _url: str, _load: Load, _lines: Path | None) -> SearchRun:
         return self._bench.under_budget(self._budget_s, self._check)
 
 

@@ -29,10 +29,10 @@ from sglang_coserve.core.slo import deadlines, parse_slo
 from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
 from sglang_coserve.metrics import RequestTimeline, SloTargets, latency_report
 from sglang_coserve.simulator.engine import Engine
-from sglang_coserve.simulator.executor import Executor
+from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.recorded_traffic import RecordedTraffic, read_traffic
-from sglang_coserve.simulator.source import Source
+from sglang_coserve.simulator.source import TrafficSource
 from sglang_coserve.simulator.what_if import Change, compare_change, parse_share
 from simulator.engines import offline, online
 
@@ -69,7 +69,7 @@ def recorded(num_offline: int = 150) -> tuple[list[str], list[RequestTimeline], 
         max_running_requests=SIZE.max_rows,
         max_batch_tokens=SIZE.chunk_tokens,
     )
-    engine = Engine(scheduler, Executor(config, MODEL), Source([requests]))  # type: ignore[arg-type]
+    engine = Engine(scheduler, SimulatedExecutor(config, MODEL), TrafficSource([requests]))  # type: ignore[arg-type]
     while engine.step(math.inf):
         pass
     timelines = [request.timeline() for request in requests if request.info.is_online]

@@ -2,8 +2,8 @@
 
 ``EngineProcess`` starts a process that holds one scheduler (the real model, the
 real KV pool, the real event loops) and runs functions in it that get the
-``ScriptedEngine``.  A script is called once per iteration of the event loop, in
-the place where SGLang receives requests, so a test decides to the iteration when
+``ScriptedEngine``.  A script is called once per step of the event loop, in
+the place where SGLang receives requests, so a test decides to the step when
 requests arrive and can look at any state.
 """
 
@@ -164,7 +164,7 @@ class ScriptedEngine:
     def run(self, script: Script | Iterable[Any] = ()) -> list[Iteration]:
         """Run the event loop until the script is over and nothing is left to do.
 
-        ``script(i)`` returns the messages received in iteration ``i`` and raises
+        ``script(i)`` returns the messages received in step ``i`` and raises
         ``StopIteration`` when it has no more; a plain iterable is received at once.
         Returns the forward passes of this run.
         """

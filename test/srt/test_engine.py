@@ -73,7 +73,7 @@ def test_ranks_stay_in_step_while_offline_requests_give_way(engine: Any) -> None
     assert [output["output_ids"] for output in outputs] == alone
     counts = state(engine)["offline"]
     assert counts["received"] == 16
-    assert counts["evicted"] + counts["parked"] + counts["paused"] > 0
+    assert counts["retracted"] + counts["parked"] + counts["paused"] > 0
     assert (counts["waiting"], counts["running"], counts["prefilling"]) == (0, 0, 0)
     checkpoints = state(engine)["kv_checkpoint"]
     assert checkpoints["mode"] == "eager"

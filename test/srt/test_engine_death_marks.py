@@ -17,9 +17,9 @@ from sglang_coserve.srt.weight_updates import WeightUpdates
 DYING = """
 import faulthandler, os, signal, sys
 from pathlib import Path
-from sglang_coserve.srt.engine_death import fatal_signals_told_to
+from sglang_coserve.srt.engine_death import fatal_signals_recorded_in
 
-with fatal_signals_told_to(Path(sys.argv[1])):
+with fatal_signals_recorded_in(Path(sys.argv[1])):
     if sys.argv[2] == "SIGSEGV":
         faulthandler._sigsegv()
     os.kill(os.getpid(), signal.Signals[sys.argv[2]])

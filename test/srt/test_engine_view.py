@@ -114,14 +114,14 @@ def test_each_row_with_kv_is_held_once() -> None:
     engine = Engine()
     decode, parked, chunk = (req(rid, offline=True) for rid in ("decode", "parked", "chunk"))
     engine.running_batch.reqs = [decode]
-    engine.view.aside.park(parked)
+    engine.view.paused_rows.park(parked)
     engine.chunked_req = chunk
     # Of the last batch SGLang knows itself.
     engine.last_batch = SimpleNamespace(reqs=[chunk])
-    assert engine.view.held_rows().reqs == [decode, parked]
+    assert engine.view.counted_rows().reqs == [decode, parked]
     engine.view.give_back(())
     assert engine.running_batch.reqs == [decode, parked]
-    assert not len(engine.view.aside)
+    assert not len(engine.view.paused_rows)
 
 
 class Pipelined(Engine):
@@ -159,7 +159,7 @@ def test_rows_of_the_other_micro_batches_are_seen_once() -> None:
     engine.running_mbs[1].reqs = [decode, ended]
     engine.mbs[1] = batch(decode, prefilled, chunk, parked)
     engine.chunked_req = chunk
-    engine.view.aside.park(parked)
+    engine.view.paused_rows.park(parked)
     assert engine.view.elsewhere() == [decode, prefilled]
     assert engine.view.running_rows() == [here, decode]
 

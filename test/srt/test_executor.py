@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from sglang_coserve.cli.profile import PROFILE_SETTINGS, profile
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.profiler import BatchKind, BatchShape, load_profile, plan_grid
+from sglang_coserve.profiler import ShapeKind, StepShape, load_profile, plan_grid
 from srt.scripted_engine import EngineProcess, ScriptedEngine
 
 app = typer.Typer()
@@ -51,9 +51,9 @@ def runs_what_it_is_asked(engine: ScriptedEngine) -> None:
     worker.forward_batch_generation = look
     try:
         shapes = {
-            "EXTEND": BatchShape(prefills=((40, 0), (7, 33), (1, 16))),
-            "DECODE": BatchShape(decodes=(1, 15, 16, 17, 200)),
-            "MIXED": BatchShape(prefills=((20, 50),), decodes=(100, 1, 31)),
+            "EXTEND": StepShape(prefills=((40, 0), (7, 33), (1, 16))),
+            "DECODE": StepShape(decodes=(1, 15, 16, 17, 200)),
+            "MIXED": StepShape(prefills=((20, 50),), decodes=(100, 1, 31)),
         }
         for mode, shape in shapes.items():
             assert executor.run(shape) > 0
@@ -116,11 +116,11 @@ def test_the_command_measures_resumes_and_reports(small_model: Path, tmp_path: P
     shapes = [json.dumps({**json.loads(line), "runs_s": None}) for line in lines[1:]]
     assert len(set(shapes)) == 40
     kinds = {
-        BatchKind.MIXED if row["prefill_tokens"] and row["decodes"] else BatchKind.DECODE
+        ShapeKind.MIXED if row["prefill_tokens"] and row["decodes"] else ShapeKind.DECODE
         for row in map(json.loads, lines[1:])
         if row["decodes"]
     }
-    assert kinds == {BatchKind.MIXED, BatchKind.DECODE}
+    assert kinds == {ShapeKind.MIXED, ShapeKind.DECODE}
     loaded = load_profile(output)
     assert loaded.report is not None
     assert loaded.tp_size == 1

@@ -27,9 +27,9 @@ def state(running):
 
 exporter = Exporter("m")
 assert exporter.is_due(10.0)
-exporter.publish(state(3), {"evicted": 2}, 10.0)
+exporter.publish(state(3), {"retracted": 2}, 10.0)
 assert not exporter.is_due(10.5)
-exporter.publish(state(4), {"evicted": 5}, 11.5)
+exporter.publish(state(4), {"retracted": 5}, 11.5)
 exporter.publish_load(load, oldest_waiting_s={"offline": 30.0}, budget_s=None)
 print(generate_latest().decode())
 """
@@ -40,7 +40,7 @@ def test_gauges_show_the_last_state_and_counters_add_up() -> None:
     for line in (
         'coserve_requests{model_name="m",request_class="online",state="running"} 4.0',
         'coserve_requests{model_name="m",request_class="offline",state="waiting"} 100000.0',
-        'coserve_offline_events_total{event="evicted",model_name="m"} 5.0',
+        'coserve_offline_events_total{event="retracted",model_name="m"} 5.0',
         'coserve_online_shed_total{model_name="m"} 12.0',
         'coserve_slo_attainment{model_name="m"} 0.75',
         'coserve_slo_measured_seconds{model_name="m",slo="ttft p99 <= 300ms"} 0.25',
@@ -63,5 +63,5 @@ def test_replicas_have_series_of_their_own() -> None:
         line.startswith("coserve_requests{") and 'dp_rank="1"' in line and line.endswith(" 4.0")
         for line in lines
     )
-    counted = 'coserve_offline_events_total{dp_rank="1",event="evicted",model_name="m"} 5.0'
+    counted = 'coserve_offline_events_total{dp_rank="1",event="retracted",model_name="m"} 5.0'
     assert counted in lines

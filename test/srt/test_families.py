@@ -1,4 +1,4 @@
-"""Families of models, one small engine each: with suspended, dropped, paused and evicted steps and
+"""Families of models, one small engine each: with suspended and dropped steps, paused and retracted
 rows they generate what stock SGLang does, which is what transformers does."""
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def run_crowd(engine: ScriptedEngine) -> tuple[dict[str, list[int]], dict[str, i
         parts.runner.safepoints = safepoints
     engine.assert_nothing_leaked()
     after = scenarios.counts(engine)
-    counts = {name: after[name] - before.get(name, 0) for name in ("evicted", "paused")}
+    counts = {name: after[name] - before.get(name, 0) for name in ("retracted", "paused")}
     return {spec[0]: engine.output(spec[0]) for spec in CROWD}, counts
 
 
@@ -171,7 +171,7 @@ def test_a_loaded_engine_of_every_family_generates_what_stock_does(
 
     outputs, counts = ours.call(run_crowd)
     assert outputs == {spec[0]: expected[spec[0]] for spec in CROWD}
-    assert counts["evicted"] > 0
+    assert counts["retracted"] > 0
     assert counts["paused"] > 0
 
 

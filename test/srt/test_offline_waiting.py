@@ -46,7 +46,7 @@ class WaitingMachine(RuleBasedStateMachine):
     def take_and_give_back_some(self, count: int, keep: int) -> None:
         taken = self.waiting.take(count)
         assert [req.rid for req in taken] == self.ready[:count]
-        self.waiting.untake(taken[keep:])
+        self.waiting.put_back_taken(taken[keep:])
         self.running += [req.rid for req in taken[:keep]]
         del self.ready[: min(keep, len(taken))]
 

@@ -108,7 +108,7 @@ def state(engine: Any) -> Any:
 
 def test_outputs_are_those_of_one_stage(engine: Any, reference_outputs: Reference) -> None:
     """When online requests come is up to the machine: it is tried until rows gave way."""
-    wanted = ("evicted", "paused") if engine.policy == "coserve" else ("evicted",)
+    wanted = ("retracted", "paused") if engine.policy == "coserve" else ("retracted",)
     for seed in range(MOST_ROUNDS):
         requests = [(f"{seed}-{rid}", *rest) for rid, *rest in specs(seed)]
         assert serve(engine, requests) == reference_outputs(requests)

@@ -35,7 +35,7 @@ def test_two_hundred_mixed_requests_finish_with_the_outputs_of_stock(
     specs = scenarios.mixed_specs(seed=11, num_online=80, num_offline=120)
     outputs, aborted, count = planned.call(scenarios.run_mixed, specs, 5)
     scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
-    assert count["evicted"] > 0
+    assert count["retracted"] > 0
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
@@ -87,8 +87,8 @@ def run_abort_in_every_state(engine: ScriptedEngine) -> dict[str, set[str]]:
         if iteration % 6 == 0:
             tokens = scenarios.prompt(iteration, 150)
             messages.append(engine.request(f"on{iteration}", tokens, 12))
-        parked = {req.rid for req in scheduler.parts.view.aside.parked}
-        paused = {req.rid for req in scheduler.parts.view.aside.paused}
+        parked = {req.rid for req in scheduler.parts.view.paused_rows.parked}
+        paused = {req.rid for req in scheduler.parts.view.paused_rows.paused}
         for state, rids in (("parked", parked), ("paused", paused)):
             if fresh := {rid for rid in rids if rid.startswith("off")} - seen[state]:
                 rid = min(fresh)
@@ -268,7 +268,7 @@ def test_the_core_learns_what_online_requests_got(
 
 
 def run_arrival_during_an_offline_prefill(engine: ScriptedEngine) -> list[dict[str, int]]:
-    """Return the prefill tokens of each iteration, by rid."""
+    """Return the prefill tokens of each step, by rid."""
     arrivals = {
         0: [("off", scenarios.prompt(1, 900), True)],
         2: [("on", scenarios.prompt(2, 42), False), ("late", scenarios.prompt(3, 37), False)],

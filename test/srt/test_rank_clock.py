@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.srt.rank_clock import RankClock, Tick
+from sglang_coserve.srt.rank_clock import RankClock, RankTime
 
 
 def request(rid: str, created_s: float | None = None) -> Any:
@@ -35,12 +35,12 @@ def test_without_ticks_each_rank_goes_by_its_own_clock() -> None:
 
 def test_a_tick_sets_the_time_until_the_next_one() -> None:
     clock = RankClock(is_shared=True, is_source=False)
-    clock.take(Tick(10.0, {"a": 8.0}))
+    clock.take(RankTime(10.0, {"a": 8.0}))
     assert clock.now_s() == clock.now_s() == 10.0
     # What this rank knows itself of an arrival does not count.
     assert clock.arrival_s(request("a", created_s=3.0), now_s=10.0) == 8.0
     assert clock.arrival_s(request("b", created_s=3.0), now_s=10.0) == 10.0
-    clock.take(Tick(11.0, {}))
+    clock.take(RankTime(11.0, {}))
     assert clock.now_s() == 11.0
 
 
@@ -48,7 +48,7 @@ def test_rank_0_puts_a_tick_before_what_it_received() -> None:
     carried = RankClock(is_shared=True, is_source=True).carried_by(Blocker())
     of_a_batch = SimpleNamespace(batch=[request("b", created_s=2.0)], rid=None)
     tick, *rest = carried.handle([request("a", created_s=1.0), request("held"), of_a_batch])
-    assert isinstance(tick, Tick)
+    assert isinstance(tick, RankTime)
     assert tick.arrivals_s == {"a": 1.0, "b": 2.0}
     assert [one.rid for one in rest] == ["a", None]
 

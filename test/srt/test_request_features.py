@@ -1,4 +1,4 @@
-"""What a request can ask for beside tokens, beside offline rows that pause, park and are evicted.
+"""What a request can ask for beside tokens, beside offline rows that pause, park and are retracted.
 
 Log-probabilities, grammars, LoRA adapters, logit processors and penalties, in both
 classes and all in one engine, come out as from stock SGLang, which runs each kind
@@ -216,7 +216,7 @@ def run_each_kind_alone(engine: ScriptedEngine, asks: Sequence[Ask]) -> dict[str
 def run_script(
     engine: ScriptedEngine, asks: Sequence[Ask], arrivals: Sequence[int]
 ) -> tuple[dict[str, Any], dict[str, list[int]], dict[str, int]]:
-    """Run requests that arrive in these iterations.
+    """Run requests that arrive in these steps.
 
     Returns the results, the forward passes that each request was in, and counts.
     """
@@ -281,11 +281,11 @@ def test_everything_comes_out_as_from_stock_beside_rows_that_give_way(
         for rid in [rid for rid in results if rid.startswith("penalties")]:
             del results[rid], expected[rid]
     assert_same(results, expected)
-    assert min(counts[name] for name in ("paused", "resumed", "parked", "evicted")) > 0
+    assert min(counts[name] for name in ("paused", "resumed", "parked", "retracted")) > 0
 
 
-def run_and_evict_once(engine: ScriptedEngine, asks: Sequence[Ask]) -> dict[str, Any]:
-    """Evict every row when it has ten tokens."""
+def run_and_retract_once(engine: ScriptedEngine, asks: Sequence[Ask]) -> dict[str, Any]:
+    """Retract every row when it has ten tokens."""
     scheduler = engine.scheduler
 
     def script(iteration: int) -> list[Any]:
@@ -296,7 +296,7 @@ def run_and_evict_once(engine: ScriptedEngine, asks: Sequence[Ask]) -> dict[str,
         scheduler.running_batch.filter_batch()
         rows = scheduler.running_batch.reqs
         due = {req.rid for req in rows if len(req.output_ids) >= 10 and not req.retraction_count}
-        scheduler.parts.eviction.evict(due, scheduler.running_batch)
+        scheduler.parts.retraction.retract(due, scheduler.running_batch)
         return []
 
     engine.run(script)
@@ -305,9 +305,9 @@ def run_and_evict_once(engine: ScriptedEngine, asks: Sequence[Ask]) -> dict[str,
     return results_of(engine, asks)
 
 
-def test_an_evicted_request_goes_on_as_if_it_had_not_been(start: Start, from_stock: Any) -> None:
+def test_a_retracted_request_goes_on_as_if_it_had_not_been(start: Start, from_stock: Any) -> None:
     asks = [Ask(f"{kind} once", kind, scenarios.prompt(1, 30), 40, True) for kind in KINDS]
-    results = start_tight(start, overlap=False).call(run_and_evict_once, asks)
+    results = start_tight(start, overlap=False).call(run_and_retract_once, asks)
     assert_same(results, from_stock(asks))
 
 
@@ -332,7 +332,7 @@ def test_an_online_request_does_not_wait_for_the_adapters_of_offline_rows(
     assert_same(results, from_stock(asks))
     assert passes["on"][0] <= 11
     # As many of the others as there are places for stay.
-    assert counts["evicted"] == 1
+    assert counts["retracted"] == 1
 
 
 def test_a_prefill_leaves_its_adapters_place_to_online_requests_and_goes_on_later(
@@ -344,7 +344,7 @@ def test_a_prefill_leaves_its_adapters_place_to_online_requests_and_goes_on_late
     engine = start(max_total_tokens=8192, coserve=LOOSE)
     results, passes, counts = engine.call(run_script, asks, [0, 2, 2, 2])
     assert_same(results, from_stock(asks))
-    assert counts["evicted"] == 1
+    assert counts["retracted"] == 1
     assert max(passes["off"]) > max(passes["on clerk"])
 
 

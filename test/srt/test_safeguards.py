@@ -61,7 +61,7 @@ def run_beside_others(engine: ScriptedEngine, *, with_bad: bool) -> dict[str, An
 
     Returns the tokens of the good ones, and how the bad ones ended.
     """
-    # Their sum is more than the memory: offline rows are paused, parked and evicted.
+    # Their sum is more than the memory: offline rows are paused, parked and retracted.
     specs = scenarios.mixed_specs(seed=5, num_online=12, num_offline=12)
     good = [engine.request(*spec[:3], offline=spec[3]) for spec in specs]
     bad = [

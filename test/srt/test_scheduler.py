@@ -150,19 +150,19 @@ def run_big_online_among_many_offline(
             return [engine.request(*spec[:3], offline=True) for spec in MANY_OFFLINE]
         return [engine.request(*BIG_ONLINE[:3])] if iteration == arrival else []
 
-    before = counts(engine).get("evicted", 0)
+    before = counts(engine).get("retracted", 0)
     iterations = engine.run(script)
     rids = ["on", *(spec[0] for spec in MANY_OFFLINE)]
     outputs = {rid: engine.output(rid) for rid in rids}
     engine.assert_nothing_leaked()
-    return iterations, outputs, arrival, {"evicted": counts(engine)["evicted"] - before}
+    return iterations, outputs, arrival, {"retracted": counts(engine)["retracted"] - before}
 
 
-def test_offline_decodes_are_evicted_when_an_online_request_does_not_fit(
+def test_offline_decodes_are_retracted_when_an_online_request_does_not_fit(
     engine: EngineProcess, reference_outputs: Reference
 ) -> None:
     iterations, outputs, arrival, count = engine.call(run_big_online_among_many_offline)
-    assert count["evicted"] >= 1
+    assert count["retracted"] >= 1
     assert first_pass(iterations, "on") <= arrival + 2
     assert outputs == reference_outputs([BIG_ONLINE, *MANY_OFFLINE])
 
@@ -381,7 +381,7 @@ def test_two_hundred_mixed_requests_finish_with_the_outputs_of_stock(
     assert_outputs(specs, outputs, aborted, reference_outputs(specs))
     assert aborted
     # The pool was small enough for the scenario to mean something.
-    assert count["evicted"] > 10
+    assert count["retracted"] > 10
     assert count["parked"] >= 1
 
 

@@ -468,6 +468,6 @@ def test_a_saturating_offline_load_can_be_checked_used_beside_and_dropped(
         return not (offline["waiting"] or offline["running"] or offline["prefilling"])
 
     wait_until(is_empty)
-    # The last iteration may be under way when nothing is left in it: SGLang waits for it.
+    # The last step may be under way when nothing is left in it: SGLang waits for it.
     flushed = http.post("/flush_cache", params={"timeout": 30}, timeout=60)
     assert flushed.status_code == 200

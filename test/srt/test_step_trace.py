@@ -11,7 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_coserve.srt.request_ledger import RequestLedger
-from sglang_coserve.srt.safepoint.batch_kind import BatchKind
+from sglang_coserve.srt.safepoint.forward_kind import ForwardKind
 from sglang_coserve.srt.step_trace import StepTrace, trace_events
 
 
@@ -42,10 +42,10 @@ def test_a_suspended_step_is_two_slices_with_their_layers() -> None:
     ledger.add(req, 0.5)
     trace, ran = StepTrace(ledger), batch(req)
     trace.launched(ran, 1.0, lane())
-    trace.ended(ran.reqs, BatchKind.EXTEND, 1.5, stopped_at=4)
+    trace.ended(ran.reqs, ForwardKind.EXTEND, 1.5, stopped_at=4)
     trace.launched(ran, 2.0, lane(ran, 4))
     req.output_ids.append(7)
-    trace.ended(ran.reqs, BatchKind.EXTEND, 2.25, [True])
+    trace.ended(ran.reqs, ForwardKind.EXTEND, 2.25, [True])
     trace.forget("a", 2.5)
     first, second = slices(trace)
     assert (first["name"], first["ts"], first["dur"]) == ("extend, suspended", 1e6, 5e5)
@@ -60,7 +60,7 @@ def test_under_overlap_a_step_begins_when_the_one_before_it_has_ended() -> None:
     for at_s in (1.0, 1.1):
         trace.launched(batch(request("a"), mode=ForwardMode.DECODE), at_s, None)
     for at_s in (2.0, 3.0):
-        trace.ended([request("a")], BatchKind.DECODE, at_s, [True])
+        trace.ended([request("a")], ForwardKind.DECODE, at_s, [True])
     assert [(one["ts"], one["dur"]) for one in slices(trace)] == [(1e6, 1e6), (2e6, 1e6)]
 
 
@@ -69,7 +69,7 @@ def test_old_steps_make_room() -> None:
     reqs = [request(str(n)) for n in range(40)]
     for number in range(1 << 15):
         trace.launched(batch(*reqs, mode=ForwardMode.DECODE), float(number), None)
-        trace.ended(reqs, BatchKind.DECODE, number + 0.5, [False] * 40)
+        trace.ended(reqs, ForwardKind.DECODE, number + 0.5, [False] * 40)
     records = trace.since(0.0)
     assert len(records) == 1 << 14
     (last,) = trace_events(records[-1:], process=1)

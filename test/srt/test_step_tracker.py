@@ -12,8 +12,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_coserve.core.batch_stats import BatchStats
-from sglang_coserve.core.step import PrefillChunk, Served, StepResult
+from sglang_coserve.core.step import PrefillChunk, ServedRequest, StepResult
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.step_tracker import StepTracker
 
@@ -68,9 +68,9 @@ def test_without_overlap_a_pass_shows_the_time_of_its_own_step() -> None:
     assert times(engine.run(11.0, 1)) == [(None, 0.5)]
     (result,) = engine.run(11.25, 2)
     info = engine.ledger["r2"]
-    stats = BatchStats.of([(3, 0)])
+    stats = StepStats.of([(3, 0)])
     assert result == StepResult(
-        1, 11.0, 0.25, stats, (PrefillChunk("r2", 3),), (Served(info, None, 11.25),)
+        1, 11.0, 0.25, stats, (PrefillChunk("r2", 3),), (ServedRequest(info, None, 11.25),)
     )
 
 
@@ -154,9 +154,9 @@ def test_a_pass_that_nobody_planned_is_a_step_without_a_number() -> None:
             None,
             10.0,
             0.5,
-            BatchStats.of([(1, 0)]),
+            StepStats.of([(1, 0)]),
             (PrefillChunk("r0", 1),),
-            (Served(info, None, 10.5),),
+            (ServedRequest(info, None, 10.5),),
         )
     ]
 

@@ -33,7 +33,7 @@ def replica(seconds: float = 0.0, *, plans: bool = True, suspended: int = 0) -> 
             "dropped_steps": 0,
             "online_tokens": int(100 * seconds),
             "offline_tokens": int(300 * seconds),
-            "evicted_tokens": 0,
+            "retracted_tokens": 0,
         }
         state["safepoints"] = {"suspended": {"extend": suspended, "decode": 0, "mixed": 0}}
     return state

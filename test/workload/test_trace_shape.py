@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.workload import (
     BLOCK_TOKENS,
-    FitReport,
+    ContextFit,
     TraceRequest,
     fit_to_context,
     scale_rate,
@@ -78,18 +78,18 @@ class TestRate:
 class TestFitToContext:
     def test_what_fits_is_untouched(self):
         requests = list(islice(every_second(), 5))
-        assert fit_to_context(requests, 110) == (requests, FitReport(requests=5))
+        assert fit_to_context(requests, 110) == (requests, ContextFit(requests=5))
 
     def test_prompts_give_way_to_outputs_at_their_end(self):
         request = TraceRequest(0, 0.0, 3 * BLOCK_TOKENS, 100, hash_ids=(4, 5, 6))
         (fitted,), report = fit_to_context([request], 2 * BLOCK_TOKENS)
         assert fitted == TraceRequest(0, 0.0, 2 * BLOCK_TOKENS - 100, 100, hash_ids=(4, 5))
-        assert report == FitReport(requests=1, prompts_cut=1, prompt_tokens_cut=612)
+        assert report == ContextFit(requests=1, prompts_cut=1, prompt_tokens_cut=612)
 
     def test_outputs_are_cut_to_their_own_limit_first(self):
         (fitted,), report = fit_to_context([TraceRequest(0, 0.0, 90, 50)], 100, 20)
         assert (fitted.prompt_tokens, fitted.output_tokens) == (80, 20)
-        assert report == FitReport(1, 0, 1, 1, 10, 30)
+        assert report == ContextFit(1, 0, 1, 1, 10, 30)
 
     def test_an_endless_output_leaves_room_for_a_prompt(self):
         (fitted,), _ = fit_to_context([TraceRequest(0, 0.0, 90, 10**9)], 100)
@@ -104,7 +104,7 @@ class TestFitToContext:
         ]
         fitted, report = fit_to_context(requests, 100)
         assert fitted == requests[3:]
-        assert report == FitReport(requests=1, dropped_failed=3)
+        assert report == ContextFit(requests=1, dropped_failed=3)
 
     def test_the_report_reads_as_a_sentence(self):
         _, report = fit_to_context(

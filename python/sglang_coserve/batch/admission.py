@@ -7,12 +7,12 @@ from typing import Final
 
 from sglang_coserve.batch.context import JobContext, new_id
 from sglang_coserve.batch.errors import BatchRequestError
-from sglang_coserve.batch.eta import Outlook
+from sglang_coserve.batch.job_forecast import JobForecast
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.schemas import CreateBatch
 from sglang_coserve.batch.window import window_s, window_text
 
-__all__ = ["check_limit", "check_order", "check_upload", "new_batch", "raise_if_too_short"]
+__all__ = ["check_limit", "check_order", "check_upload", "new_batch", "raise_if_window_too_short"]
 
 _MAX_FILENAME_CHARS: Final = 255
 _MAX_KEY_CHARS: Final = 255
@@ -90,22 +90,25 @@ def new_batch(
     )
 
 
-def raise_if_too_short(batch: JobRecord, outlook: Outlook) -> None:
+def raise_if_window_too_short(batch: JobRecord, job_forecast: JobForecast) -> None:
     """Refuse a batch that would miss its window even if it went first, and all went well.
 
     Raises:
         BatchRequestError: it would; the message names the window that could be kept.
     """
     asked_s = batch.expires_at_s - batch.created_at_s
-    if outlook.first_s is None or outlook.first_s <= asked_s:
+    if job_forecast.first_s is None or job_forecast.first_s <= asked_s:
         return
-    assert outlook.eta_s is not None and outlook.eta_p95_s is not None
-    p50_s, p95_s = outlook.eta_s - batch.created_at_s, outlook.eta_p95_s - batch.created_at_s
+    assert job_forecast.eta_s is not None and job_forecast.eta_p95_s is not None
+    p50_s, p95_s = (
+        job_forecast.eta_s - batch.created_at_s,
+        job_forecast.eta_p95_s - batch.created_at_s,
+    )
     message = (
         f"a completion_window of {batch.completion_window} cannot be kept: about"
         f" {batch.estimated_tokens:,} tokens take {window_text(p50_s)} (P50), and"
-        f" {window_text(outlook.first_s)} at the best, beside the batches and the online requests"
-        f" there are; ask for {window_text(p95_s)} (P95) or more, split the file, or set"
+        f" {window_text(job_forecast.first_s)} at the best, beside the batches and the online"
+        f" requests there are; ask for {window_text(p95_s)} (P95) or more, split the file, or set"
         " coserve.best_effort to have what can be finished"
     )
     raise BatchRequestError(message, code="window_too_short", param="completion_window")

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["REMEMBERED", "Finish", "ForecastErrors", "Past"]
+__all__ = ["REMEMBERED", "FinishEstimate", "ForecastErrors", "PastJob"]
 
 _ALIKE: Final = 39
 """The fewest of which P95 is a value with one beyond it, and P5 one with one below."""
@@ -27,7 +27,7 @@ batches the 5% quantiles were 0.6 and 0.7, the 95% quantiles 5.3 and 5.9, the ex
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class PastJob:
     """A batch that is complete."""
 
     forecast_s: float
@@ -37,7 +37,7 @@ class Past:
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class FinishEstimate:
     """When a batch will be complete, in seconds from now: 5, 50 and 95 of 100 are by then."""
 
     p05_s: float
@@ -54,7 +54,7 @@ class ForecastErrors:
     beside them.
     """
 
-    def __init__(self, past: Iterable[Past] = ()) -> None:
+    def __init__(self, past: Iterable[PastJob] = ()) -> None:
         """Start with ``past`` batches, the oldest first."""
         self._newest: deque[tuple[float, float]] = deque()
         self._by_size: list[tuple[float, float]] = []
@@ -64,7 +64,7 @@ class ForecastErrors:
     def __len__(self) -> int:
         return len(self._newest)
 
-    def add(self, past: Past) -> None:
+    def add(self, past: PastJob) -> None:
         """Take in a batch that has ended. O(batches)."""
         if min(past.forecast_s, past.actual_s) <= 0:
             return
@@ -74,10 +74,10 @@ class ForecastErrors:
         if len(self._newest) > REMEMBERED:
             self._by_size.remove(self._newest.popleft())
 
-    def finish(self, forecast_s: float) -> Finish:
+    def finish(self, forecast_s: float) -> FinishEstimate:
         """Return when a batch is complete that would take ``forecast_s`` by the forecast. O(1)."""
         ratios = sorted(self._alike(forecast_s))
-        return Finish(
+        return FinishEstimate(
             forecast_s * _quantile(ratios, 0.05),
             forecast_s * _quantile(ratios, 0.5),
             forecast_s * _quantile(ratios, 0.95),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from sglang_coserve.batch.eta import Outlook, outlooks
-from sglang_coserve.batch.forecast_errors import ForecastErrors, Past
+from sglang_coserve.batch.forecast_errors import ForecastErrors, PastJob
 from sglang_coserve.batch.headroom import Headroom, headroom, required_tokens_per_s
-from sglang_coserve.batch.rate_forecast import HOUR_S, REMEMBERED_HOURS, RateForecast, Served
+from sglang_coserve.batch.job_forecast import JobForecast, job_forecasts
+from sglang_coserve.batch.rate_forecast import HOUR_S, REMEMBERED_HOURS, RateForecast, ServedTokens
 from sglang_coserve.batch.record import JobRecord, Status
 from sglang_coserve.batch.store import Store, forecast_rows
 from sglang_coserve.lines.backend import Backend
@@ -30,9 +30,9 @@ class Forecaster:
         self._errors = ForecastErrors()
         self._took_tokens = 0.0
         self._expected_tokens = 0.0
-        self._hours: dict[int, Served] = {}
+        self._hours: dict[int, ServedTokens] = {}
         self._unwritten: set[int] = set()
-        self._counted = Served()
+        self._counted = ServedTokens()
         self._written_s = clock.now_s()
 
     async def load(self) -> None:
@@ -47,10 +47,10 @@ class Forecaster:
             self._note(past, tokens, expected)
         self._counted = self._totals()
 
-    def outlooks(self, batches: Iterable[JobRecord]) -> dict[str, Outlook]:
+    def job_forecasts(self, batches: Iterable[JobRecord]) -> dict[str, JobForecast]:
         """Return what is to be expected of ``batches``, of which no other is served, by id."""
         now_s = self._clock.now_s()
-        return outlooks(batches, self._rate(now_s), now_s, self._errors, self._token_bias)
+        return job_forecasts(batches, self._rate(now_s), now_s, self._errors, self._token_bias)
 
     def headroom(self, batches: Iterable[JobRecord]) -> Headroom:
         """Return what could be added to ``batches``, of which no other is served."""
@@ -74,7 +74,7 @@ class Forecaster:
         if batch.status is not Status.COMPLETED or batch.forecast_s is None:
             return
         assert batch.completed_at_s is not None
-        past = Past(batch.forecast_s, batch.completed_at_s - batch.created_at_s)
+        past = PastJob(batch.forecast_s, batch.completed_at_s - batch.created_at_s)
         self._note(past, batch.progress.usage.total_tokens, batch.progress.estimated_tokens)
 
     async def look(self) -> None:
@@ -89,7 +89,7 @@ class Forecaster:
         self._counted = totals
         if busy_s > 0:
             hour = int(now_s // HOUR_S)
-            self._hours[hour] = self._hours.get(hour, Served()) + Served(tokens, busy_s)
+            self._hours[hour] = self._hours.get(hour, ServedTokens()) + ServedTokens(tokens, busy_s)
             self._unwritten.add(hour)
         if now_s - self._written_s >= _WRITE_INTERVAL_S:
             await self.write()
@@ -110,11 +110,11 @@ class Forecaster:
         self._unwritten.clear()
         await self._store.run(forecast_rows.put_hours, written, oldest)
 
-    def _note(self, past: Past, tokens: float, expected: float) -> None:
+    def _note(self, past: PastJob, tokens: float, expected: float) -> None:
         self._errors.add(past)
         self._took_tokens += tokens
         self._expected_tokens += expected
 
-    def _totals(self) -> Served:
+    def _totals(self) -> ServedTokens:
         load = self._backend.load()
-        return Served(load.total_tokens, load.busy_s)
+        return ServedTokens(load.total_tokens, load.busy_s)

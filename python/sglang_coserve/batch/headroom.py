@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from sglang_coserve.batch.eta import remaining_tokens
+from sglang_coserve.batch.job_forecast import remaining_tokens
 from sglang_coserve.batch.rate_forecast import HOUR_S, RateForecast
 from sglang_coserve.batch.record import JobRecord
 

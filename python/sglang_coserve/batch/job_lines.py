@@ -18,7 +18,7 @@ from sglang_coserve.lines.backend import LineResult
 from sglang_coserve.lines.fair_slots import JobShare
 from sglang_coserve.lines.journal import TokenJournal
 from sglang_coserve.lines.line_bitmap import LineBitmap
-from sglang_coserve.lines.line_run import LineRun, Unserved
+from sglang_coserve.lines.line_run import LineRun, UnservedLine
 from sglang_coserve.lines.line_source import InputLine, LineSource
 from sglang_coserve.lines.prefix_order import PrefixOrder
 from sglang_coserve.lines.progress import Progress, Usage
@@ -125,16 +125,18 @@ class JobLines:
         """See ``LineJob``."""
         return self._tag
 
-    async def parse(self, line: InputLine) -> RequestLine | Unserved:
+    async def parse(self, line: InputLine) -> RequestLine | UnservedLine:
         """See ``LineJob``."""
         try:
             request = await self._parser.parse(line)
         except BodyTooLargeError as error:
             custom_id = await self._parser.custom_id(line)
-            return Unserved(custom_id, _refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error)))
+            return UnservedLine(
+                custom_id, _refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error))
+            )
         if request.body.get("stream"):
             message = "a batch line cannot stream: remove stream from its body"
-            return Unserved(request.custom_id, _refusal(HTTPStatus.BAD_REQUEST, message))
+            return UnservedLine(request.custom_id, _refusal(HTTPStatus.BAD_REQUEST, message))
         return request
 
     async def model_changed(self, model: str, completed: int) -> None:

@@ -9,13 +9,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
-from sglang_coserve.batch.admission import raise_if_too_short
+from sglang_coserve.batch.admission import raise_if_window_too_short
 from sglang_coserve.batch.context import JobContext, new_id
 from sglang_coserve.batch.errors import NotFoundError
-from sglang_coserve.batch.eta import Outlook
 from sglang_coserve.batch.forecaster import Forecaster
 from sglang_coserve.batch.headroom import Headroom
 from sglang_coserve.batch.job_driver import JobDriver
+from sglang_coserve.batch.job_forecast import JobForecast
 from sglang_coserve.batch.online_delays import COUNT_INTERVAL_S, OnlineDelays
 from sglang_coserve.batch.owner_storage import raise_if_over
 from sglang_coserve.batch.record import JobRecord, Status
@@ -81,14 +81,14 @@ class JobSupervisor:
         """
         return await _to_its_end(self._change(batch_id, event, owner))
 
-    def outlooks(self, latest: Iterable[JobRecord] = ()) -> dict[str, Outlook]:
+    def job_forecasts(self, latest: Iterable[JobRecord] = ()) -> dict[str, JobForecast]:
         """Return what is to be expected of every batch that is, or soon will be, served, by id.
 
         ``latest`` are batches as they are now, which their drivers may not have seen yet.
         """
         records = {driver.record.id: driver.record for driver in self._drivers.values()}
         records |= {record.id: record for record in latest}
-        return self._forecaster.outlooks(r for r in records.values() if r.will_be_served)
+        return self._forecaster.job_forecasts(r for r in records.values() if r.will_be_served)
 
     def headroom(self) -> Headroom:
         """Return how much offline work could be added, and still be done in time."""
@@ -115,13 +115,13 @@ class JobSupervisor:
     async def _create(self, wanted: JobRecord, best_effort: bool) -> JobRecord:
         limits, directory = self._context.limits, self._context.directory
         wanted = replace(wanted, estimated_tokens=await self._estimate_tokens(wanted))
-        outlook = self.outlooks([wanted])[wanted.id]
-        wanted = replace(wanted, forecast_s=outlook.forecast_s)
+        job_forecast = self.job_forecasts([wanted])[wanted.id]
+        wanted = replace(wanted, forecast_s=job_forecast.forecast_s)
 
         def check(used_bytes: int) -> None:
             raise_if_over(used_bytes, limits.max_stored_bytes_per_owner, directory.free_bytes)
             if not best_effort:
-                raise_if_too_short(wanted, outlook)
+                raise_if_window_too_short(wanted, job_forecast)
 
         record, is_new = await self._context.store.run(
             batch_rows.create,
@@ -205,8 +205,8 @@ class JobSupervisor:
         while True:
             await self._context.clock.sleep(_LOOK_INTERVAL_S)
             self._size_slots()
-            for batch_id, outlook in self.outlooks().items():
-                self._drivers[batch_id].share.is_urgent = outlook.is_urgent
+            for batch_id, job_forecast in self.job_forecasts().items():
+                self._drivers[batch_id].share.is_urgent = job_forecast.is_urgent
             try:
                 await self._forecaster.look()
             except StorageError as error:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["HOUR_S", "REMEMBERED_HOURS", "RateForecast", "Served"]
+__all__ = ["HOUR_S", "REMEMBERED_HOURS", "RateForecast", "ServedTokens"]
 
 HOUR_S: Final = 3600.0
 _HOURS: Final = 24
@@ -23,21 +23,21 @@ _RECENT_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedTokens:
     """Tokens of offline work, and the seconds in which there was any."""
 
     tokens: float = 0.0
     busy_s: float = 0.0
 
-    def __add__(self, other: Served) -> Served:
-        return Served(self.tokens + other.tokens, self.busy_s + other.busy_s)
+    def __add__(self, other: ServedTokens) -> ServedTokens:
+        return ServedTokens(self.tokens + other.tokens, self.busy_s + other.busy_s)
 
 
 class RateForecast:
     """Tokens a second, hour by hour, as forecast at one moment."""
 
     def __init__(
-        self, recent_per_s: float, now_s: float, hours: Mapping[int, Served] | None = None
+        self, recent_per_s: float, now_s: float, hours: Mapping[int, ServedTokens] | None = None
     ) -> None:
         """Forecast from now on. O(hours known).
 
@@ -50,11 +50,11 @@ class RateForecast:
         """
         here = int(now_s // HOUR_S)
         by_hour = _by_hour_of_day(hours or {}, here - REMEMBERED_HOURS)
-        here_per_s = _mean(by_hour.get(here % _HOURS, Served()), recent_per_s)
+        here_per_s = _mean(by_hour.get(here % _HOURS, ServedTokens()), recent_per_s)
         self._per_s = [here_per_s]
         self._known = frozenset((hour - here) % _HOURS for hour in by_hour)
         for ahead in range(1, _HOURS):
-            served = by_hour.get((here + ahead) % _HOURS, Served())
+            served = by_hour.get((here + ahead) % _HOURS, ServedTokens())
             self._per_s.append(_mean(served, here_per_s))
         self._a_day = HOUR_S * sum(self._per_s)
         self._here_s = (here + 1) * HOUR_S - now_s
@@ -77,13 +77,13 @@ class RateForecast:
         return delay_s + tokens / self._per_s[ahead % _HOURS]
 
 
-def _by_hour_of_day(hours: Mapping[int, Served], oldest: int) -> dict[int, Served]:
-    found: dict[int, Served] = {}
+def _by_hour_of_day(hours: Mapping[int, ServedTokens], oldest: int) -> dict[int, ServedTokens]:
+    found: dict[int, ServedTokens] = {}
     for hour, served in hours.items():
         if hour > oldest:
-            found[hour % _HOURS] = found.get(hour % _HOURS, Served()) + served
+            found[hour % _HOURS] = found.get(hour % _HOURS, ServedTokens()) + served
     return found
 
 
-def _mean(served: Served, otherwise_per_s: float) -> float:
+def _mean(served: ServedTokens, otherwise_per_s: float) -> float:
     return (served.tokens + _RECENT_S * otherwise_per_s) / (served.busy_s + _RECENT_S)

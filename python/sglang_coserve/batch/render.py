@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
-from sglang_coserve.batch.eta import Outlook
+from sglang_coserve.batch.job_forecast import JobForecast
 from sglang_coserve.batch.record import FileRecord, JobRecord
 from sglang_coserve.batch.schemas import (
     BatchError,
@@ -49,7 +49,7 @@ def batch_list(batches: Iterable[BatchObject], limit: int) -> BatchList:
 
 def batch_object(
     batch: JobRecord,
-    outlook: Outlook | None = None,
+    job_forecast: JobForecast | None = None,
     stalled_by: str | None = None,
     model: str | None = None,
 ) -> BatchObject:
@@ -59,7 +59,7 @@ def batch_object(
         BatchError(code=fault.code, message=fault.message, line=fault.line, param=fault.param)
         for fault in batch.faults
     ]
-    warnings = (stalled_by or _lateness(batch, outlook), mixed_models(batch, model))
+    warnings = (stalled_by or _lateness(batch, job_forecast), mixed_models(batch, model))
     return BatchObject(
         id=batch.id,
         endpoint=batch.endpoint,
@@ -94,9 +94,9 @@ def batch_object(
             paused=batch.is_paused,
             priority=batch.priority,
             weight=batch.weight,
-            eta=_seconds(outlook.eta_s) if outlook else None,
-            eta_p95=_seconds(outlook.eta_p95_s) if outlook else None,
-            rate_tokens_per_s=outlook.rate_tokens_per_s if outlook else None,
+            eta=_seconds(job_forecast.eta_s) if job_forecast else None,
+            eta_p95=_seconds(job_forecast.eta_p95_s) if job_forecast else None,
+            rate_tokens_per_s=job_forecast.rate_tokens_per_s if job_forecast else None,
             online_delay_s=_delay_s(batch.online_delay_s),
             warning="; ".join(filter(None, warnings)) or None,
         ),
@@ -119,13 +119,13 @@ def mixed_models(batch: JobRecord, model: str | None) -> str | None:
     )
 
 
-def _lateness(batch: JobRecord, outlook: Outlook | None) -> str | None:
-    if outlook is None or outlook.eta_s is None or not outlook.is_late:
+def _lateness(batch: JobRecord, job_forecast: JobForecast | None) -> str | None:
+    if job_forecast is None or job_forecast.eta_s is None or not job_forecast.is_late:
         return None
-    eta = datetime.fromtimestamp(outlook.eta_s, UTC).isoformat(timespec="seconds")
+    eta = datetime.fromtimestamp(job_forecast.eta_s, UTC).isoformat(timespec="seconds")
     return (
-        f"expected to be complete at {eta}, {outlook.eta_s - batch.expires_at_s:.0f} s after the"
-        f" window of {batch.completion_window} closes: lines that are not finished then will expire"
+        f"expected to be complete at {eta}, {job_forecast.eta_s - batch.expires_at_s:.0f} s after"
+        f" the window of {batch.completion_window} closes: lines that are not finished then will expire"
     )
 
 

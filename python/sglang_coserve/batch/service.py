@@ -423,10 +423,12 @@ class BatchService:
 
     def _renderer(self, batches: list[JobRecord]) -> Callable[[JobRecord], BatchObject]:
         """Return what makes objects of ``batches``, in any thread."""
-        outlooks = self._runner.outlooks(batches)
+        job_forecasts = self._runner.job_forecasts(batches)
         stalled = {batch.id: self._runner.stalled_by(batch.id) for batch in batches}
         model = self._context.backend.model
-        return lambda batch: batch_object(batch, outlooks.get(batch.id), stalled[batch.id], model)
+        return lambda batch: batch_object(
+            batch, job_forecasts.get(batch.id), stalled[batch.id], model
+        )
 
     async def _expire_regularly(self) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""``coserve profile slo``: the iteration budget that just meets the SLOs (HyGen §4.2)."""
+"""``coserve profile slo``: the step budget that just meets the SLOs (HyGen §4.2)."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def profile_slo(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
-    """Find the iteration budget that just meets the SLOs: simulated, then measured.
+    """Find the step budget that just meets the SLOs: simulated, then measured.
 
-    Simulates the server's scheduler with iterations as long as the profile says.
+    Simulates the server's scheduler with steps as long as the profile says.
     With --validate it then starts the server, measures the same load, and lowers
     the budget until the SLOs are met there; the limits of the engine are read
     from that server, where no flag gives them. Takes SGLang's flags as well.
@@ -137,7 +137,7 @@ def profile_slo(
         TemporaryDirectory(prefix="coserve-slo-") as work,
         slo_search.SearchProgress(show=not quiet) as progress,
     ):
-        session = slo_search.Session(options, Path(work), progress)
+        session = slo_search.SearchSession(options, Path(work), progress)
         try:
             with terminate_as_interrupt():
                 session.run()

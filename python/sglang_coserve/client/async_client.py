@@ -38,7 +38,7 @@ _JOURNAL_S = 0.25
 _THREADS = 2
 
 
-class Run(Protocol):
+class JobRun(Protocol):
     """The work of a job."""
 
     def status(self, state: JobState) -> JobStatus:
@@ -51,7 +51,7 @@ class Run(Protocol):
 class AsyncJob:
     """A submitted file. It runs on its own, whether or not anybody waits for it."""
 
-    def __init__(self, run: Run, output: Path, errors: Path) -> None:
+    def __init__(self, run: JobRun, output: Path, errors: Path) -> None:
         self.output = output
         """Where results go, in OpenAI's batch output format."""
 

@@ -13,7 +13,7 @@ from sglang_coserve.jsonl.request_line import (
 )
 from sglang_coserve.jsonl.seen_ids import SeenIds
 from sglang_coserve.lines.backend import LineResult
-from sglang_coserve.lines.line_run import Unserved
+from sglang_coserve.lines.line_run import UnservedLine
 from sglang_coserve.lines.line_source import InputLine
 
 __all__ = ["LineChecker"]
@@ -32,7 +32,7 @@ class LineChecker:
         self._is_finished = is_finished
         self._seen = SeenIds()
 
-    def check(self, line: InputLine) -> RequestLine | Unserved | None:
+    def check(self, line: InputLine) -> RequestLine | UnservedLine | None:
         """Return the request of a line, or its failed result; None for a finished line."""
         fields: object = None
         error: LineError | None = None
@@ -51,7 +51,7 @@ class LineChecker:
                 raise error
             return _request(fields, is_first=is_first)
         except LineError as found:
-            return Unserved(custom_id, LineResult.unserved(found.code, str(found)))
+            return UnservedLine(custom_id, LineResult.unserved(found.code, str(found)))
 
     def close(self) -> None:
         """Release the memory of the ids seen."""

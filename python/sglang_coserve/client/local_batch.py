@@ -16,7 +16,7 @@ from sglang_coserve.jsonl.request_line import RequestLine
 from sglang_coserve.lines.context import LineContext
 from sglang_coserve.lines.fair_slots import JobShare
 from sglang_coserve.lines.journal import TokenJournal
-from sglang_coserve.lines.line_run import LineRun, Unserved
+from sglang_coserve.lines.line_run import LineRun, UnservedLine
 from sglang_coserve.lines.line_source import InputLine, LineSource
 from sglang_coserve.lines.prefix_order import PrefixOrder
 from sglang_coserve.lines.progress import Progress
@@ -135,7 +135,7 @@ class LocalBatch:
         """See ``LineJob``: the line's digest, by which a later run finds out that it changed."""
         return line.digest
 
-    async def parse(self, line: InputLine) -> RequestLine | Unserved | None:
+    async def parse(self, line: InputLine) -> RequestLine | UnservedLine | None:
         """See ``LineJob``."""
         return self._checker.check(line)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["Baseline", "BaselineToken", "EngineSize"]
 
@@ -128,7 +128,7 @@ class Baseline:
         if request is not None:
             self._gone.append(request)
 
-    def advance(self, predict: Callable[[BatchStats], float], now_s: float) -> list[BaselineToken]:
+    def advance(self, predict: Callable[[StepStats], float], now_s: float) -> list[BaselineToken]:
         """Run the steps that start by ``now_s``, as far as their tokens are known.
 
         Args:
@@ -144,7 +144,7 @@ class Baseline:
         return tokens
 
     def _step(
-        self, predict: Callable[[BatchStats], float], now_s: float, tokens: list[BaselineToken]
+        self, predict: Callable[[StepStats], float], now_s: float, tokens: list[BaselineToken]
     ) -> bool:
         """Run one step and append its tokens; return False when none can be run yet."""
         self._drop_ended()
@@ -164,7 +164,7 @@ class Baseline:
             if row.generated_tokens >= row.known_tokens:
                 return False
             keys += row.context_tokens
-        stats = BatchStats(decode_requests=len(decodes), decode_context_tokens=keys)
+        stats = StepStats(decode_requests=len(decodes), decode_context_tokens=keys)
         for request, count in chunks:
             stats = stats.with_prefill(count, request.context_tokens)
         if stats.is_empty:

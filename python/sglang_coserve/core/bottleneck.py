@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["fixed_s", "is_compute_saturated", "saturated_batch_size"]
 
@@ -15,7 +15,7 @@ _SATURATED_GROWTH: Final = 1.5
 
 def fixed_s(model: LatencyModel) -> float:
     """Return the fixed cost of a step in seconds: the predicted time of a single decode."""
-    return model.predict(BatchStats(decode_requests=1))
+    return model.predict(StepStats(decode_requests=1))
 
 
 def is_compute_saturated(model: LatencyModel, batch_size: int) -> bool:
@@ -27,8 +27,8 @@ def is_compute_saturated(model: LatencyModel, batch_size: int) -> bool:
     """
     if batch_size == 0:
         return False
-    once_s = model.predict(BatchStats(decode_requests=batch_size))
-    twice_s = model.predict(BatchStats(decode_requests=2 * batch_size))
+    once_s = model.predict(StepStats(decode_requests=batch_size))
+    twice_s = model.predict(StepStats(decode_requests=2 * batch_size))
     return twice_s >= _SATURATED_GROWTH * once_s
 
 

@@ -38,13 +38,13 @@ class Subject(Enum):
     UNLIMITED = "Offline work of {value} a step beside online requests: no target limits it."
     NONE_BESIDE = "Online steps without offline work in them: their targets leave no time for it."
     DROPPED = "Suspended offline steps given up: online requests needed what they held."
-    EVICTED = "KV of {value} taken back from running requests: memory was short."
+    RETRACTED = "KV of {value} taken back from running requests: memory was short."
     PAUSED = "{value} paused with their KV kept: the steps had no time for them."
     SHED = "{value} refused: they could no longer meet their TTFT target."
 
 
 _UNITS: Final = {
-    Subject.EVICTED: ("token", "tokens"),
+    Subject.RETRACTED: ("token", "tokens"),
     Subject.PAUSED: ("decode", "decodes"),
     Subject.SHED: ("online request", "online requests"),
 }
@@ -72,8 +72,8 @@ def decisions_of(plan: StepPlan, result: StepResult, arrival_s: float) -> Iterat
         return
     if plan.shed:
         yield Decision(Subject.SHED, len(plan.shed))
-    if plan.evict:
-        yield Decision(Subject.EVICTED, sum(eviction.tokens for eviction in plan.evict))
+    if plan.retract:
+        yield Decision(Subject.RETRACTED, sum(retraction.tokens for retraction in plan.retract))
     if plan.pause:
         yield Decision(Subject.PAUSED, len(plan.pause))
     if result.batch.is_empty:

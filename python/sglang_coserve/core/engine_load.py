@@ -14,7 +14,7 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
-from sglang_coserve.core.validation import Document
+from sglang_coserve.core.validation import JsonDocument
 
 __all__ = ["ClassLoad", "EngineLoad", "KvFormat", "OnlineShare", "ReplicaLoad", "Versions", "total"]
 
@@ -22,7 +22,7 @@ _Count = Annotated[int, Field(ge=0)]
 _Amount = Annotated[float, Field(ge=0)]
 
 
-class ClassLoad(Document):
+class ClassLoad(JsonDocument):
     """The requests of one class in an engine."""
 
     running: _Count
@@ -35,7 +35,7 @@ class ClassLoad(Document):
     expected to become, else as they may become."""
 
 
-class ReplicaLoad(Document):
+class ReplicaLoad(JsonDocument):
     """What the scheduler of one replica tells."""
 
     online: ClassLoad
@@ -65,7 +65,7 @@ class ReplicaLoad(Document):
     online ones."""
 
 
-class KvFormat(Document):
+class KvFormat(JsonDocument):
     """What KV looks like: taken over by another engine only where it is the same there."""
 
     dtype: str
@@ -76,7 +76,7 @@ class KvFormat(Document):
     page_size: int
 
 
-class Versions(Document):
+class Versions(JsonDocument):
     """Of the software that serves."""
 
     sglang_coserve: str

@@ -10,7 +10,6 @@ from typing import Final
 
 from sglang_coserve.core.allowance import Allowance
 from sglang_coserve.core.baseline import Baseline, EngineSize
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.bill import Bill, Delay, WorkMark
 from sglang_coserve.core.bottleneck import fixed_s
 from sglang_coserve.core.latency_model import LatencyModel
@@ -20,6 +19,7 @@ from sglang_coserve.core.slo import Slo, request_targets
 from sglang_coserve.core.slo_monitor import SloMonitor, TokenTimes
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.core.step import JobTokens
+from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["Interference"]
 
@@ -97,7 +97,7 @@ class Interference:
         engine = engine or EngineSize()
         allowance = Allowance(
             slos,
-            ttft_prior_s=model.predict(BatchStats.of([(engine.chunk_tokens, 0)])),
+            ttft_prior_s=model.predict(StepStats.of([(engine.chunk_tokens, 0)])),
             gap_prior_s=fixed_s(model),
         )
         return cls(_monitor(slos), baseline_of(engine), allowance)
@@ -213,7 +213,7 @@ class Interference:
         if ending is Ending.REFUSED:
             self._monitor.failed(watched.info, self._now_s, _times(watched))
 
-    def advance(self, predict: Callable[[BatchStats], float], now_s: float) -> None:
+    def advance(self, predict: Callable[[StepStats], float], now_s: float) -> None:
         """Advance the baseline as far as its tokens are known. O(online rows) per engine step.
 
         Args:

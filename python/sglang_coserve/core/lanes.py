@@ -6,27 +6,27 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sglang_coserve.core.batch_builder import BatchBuilder
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.bottleneck import fixed_s
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Row
+from sglang_coserve.core.step_builder import StepBuilder
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
 
 __all__ = [
     "gets_anywhere",
     "is_stuck",
     "longest_s",
+    "mixed_share",
+    "offline_lane_view",
     "offline_until_s",
-    "seen_alone",
-    "share_beside",
     "share_in_lane",
     "stop_share",
 ]
 
 
-def offline_until_s(batch: BatchBuilder, gap_share: float, margin: float) -> float | None:
+def offline_until_s(batch: StepBuilder, gap_share: float, margin: float) -> float | None:
     """Return until when a step of the offline lane may run now; None if online work is next.
 
     Online prompts are computed at once. Decodes can wait until their token is due, less the
@@ -47,7 +47,7 @@ def offline_until_s(batch: BatchBuilder, gap_share: float, margin: float) -> flo
     return seen.now_s + left_s if 0 < left_s < math.inf else None
 
 
-def is_stuck(batch: BatchBuilder, gap_share: float, margin: float) -> bool:
+def is_stuck(batch: StepBuilder, gap_share: float, margin: float) -> bool:
     """Return whether the suspended step cannot reach its next safepoint between two decodes.
 
     This happens when it began with fewer online decodes, or with a larger ``gap_share``.
@@ -60,7 +60,7 @@ def is_stuck(batch: BatchBuilder, gap_share: float, margin: float) -> bool:
     return not gets_anywhere(seen.suspended.batch, whole_s, seen, left_s)
 
 
-def stop_share(batch: BatchStats, seen: EngineSnapshot) -> float:
+def stop_share(batch: StepStats, seen: EngineSnapshot) -> float:
     """Return the largest share of an offline-lane step that runs until it can be suspended.
 
     1 if it cannot be suspended.
@@ -69,7 +69,7 @@ def stop_share(batch: BatchStats, seen: EngineSnapshot) -> float:
 
 
 def gets_anywhere(
-    batch: BatchStats, predicted_s: float, seen: EngineSnapshot, left_s: float
+    batch: StepStats, predicted_s: float, seen: EngineSnapshot, left_s: float
 ) -> bool:
     """Return whether a step of the offline lane reaches a safepoint within ``left_s``.
 
@@ -99,7 +99,7 @@ def longest_s(
     return min(gap_s, arrival_wait_s)
 
 
-def seen_alone(seen: EngineSnapshot, headroom_tokens: int) -> EngineSnapshot:
+def offline_lane_view(seen: EngineSnapshot, headroom_tokens: int) -> EngineSnapshot:
     """Return the snapshot from which a step of the offline lane is planned. O(rows).
 
     It has no online requests, and ``headroom_tokens`` of KV less for each online row, so that
@@ -125,7 +125,7 @@ def seen_alone(seen: EngineSnapshot, headroom_tokens: int) -> EngineSnapshot:
     )
 
 
-def share_in_lane(mixed: BatchBuilder, left_s: float, alone: BatchBuilder | None = None) -> float:
+def share_in_lane(mixed: StepBuilder, left_s: float, alone: StepBuilder | None = None) -> float:
     """Return the share of time that does offline work if it runs in the offline lane.
 
     A step there may take any time, as it is suspended for each step of the online decodes. Lost
@@ -150,7 +150,7 @@ def share_in_lane(mixed: BatchBuilder, left_s: float, alone: BatchBuilder | None
     return share * _work_s(mixed, alone.stats) / alone.predicted_s
 
 
-def share_beside(mixed: BatchBuilder, least_tokens: int, *, has_prompts: bool) -> float:
+def mixed_share(mixed: StepBuilder, least_tokens: int, *, has_prompts: bool) -> float:
     """Return the share of time that does offline work if it runs in steps with online decodes.
 
     There it shares the fixed cost of a step, but the whole step must end before its decodes, or
@@ -179,7 +179,7 @@ def share_beside(mixed: BatchBuilder, least_tokens: int, *, has_prompts: bool) -
     return max(shares)
 
 
-def _work_s(batch: BatchBuilder, offline: BatchStats) -> float:
+def _work_s(batch: StepBuilder, offline: StepStats) -> float:
     """Return the time that offline work would take as its part of a step full of such work.
 
     This amortizes the fixed cost of a step, and lets decodes read memory while prompts compute.
@@ -188,15 +188,15 @@ def _work_s(batch: BatchBuilder, offline: BatchStats) -> float:
     if offline.is_empty:
         return 0.0
     times = max(batch.snapshot.max_batch_tokens // offline.compute_tokens, 1)
-    full = BatchStats(*(times * part for part in offline._replace(prefill_context_tokens=0)))
+    full = StepStats(*(times * part for part in offline._replace(prefill_context_tokens=0)))
     return batch.model.predict(full) / times
 
 
-def _left_s(batch: BatchBuilder, slack_s: float, gap_share: float, margin: float) -> float:
+def _left_s(batch: StepBuilder, slack_s: float, gap_share: float, margin: float) -> float:
     decodes_s = batch.model.predict(_decodes(batch.online_decodes))
     return gap_share * (slack_s - decodes_s) * (1 - margin)
 
 
-def _decodes(rows: Sequence[Row]) -> BatchStats:
+def _decodes(rows: Sequence[Row]) -> StepStats:
     keys = len(rows) + sum([row.computed_tokens for row in rows])
-    return BatchStats(decode_requests=len(rows), decode_context_tokens=keys)
+    return StepStats(decode_requests=len(rows), decode_context_tokens=keys)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel, Refiner, Sample
 from sglang_coserve.core.pipeline import pipelined
 from sglang_coserve.core.prediction_error import PredictionError
+from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["LearnedModel"]
 
@@ -42,7 +42,7 @@ class LearnedModel:
         """The error of the predictions, each made before the model was corrected by that step."""
         return self._error
 
-    def observe(self, sample: Sample, beside: Sequence[BatchStats] = ()) -> None:
+    def observe(self, sample: Sample, beside: Sequence[StepStats] = ()) -> None:
         """Learn from a measured step. Amortized O(1).
 
         ``beside`` are the batches that shared a pipeline with it (``StepResult.beside``). If
@@ -60,6 +60,6 @@ class LearnedModel:
             self._model = self._refiner.refine(*self._observed)
             self._observed.clear()
 
-    def predict_now(self, batch: BatchStats) -> float:
+    def predict_now(self, batch: StepStats) -> float:
         """Return the seconds of a step, scaled by how slow the machine is at present."""
         return self._model.predict(batch) * self._error.slowness

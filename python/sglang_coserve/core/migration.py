@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["LengthPreference", "closest_lengths", "preferred_length"]
 
@@ -24,7 +24,7 @@ class LengthPreference:
 
 def preferred_length(
     model: LatencyModel,
-    batch: BatchStats,
+    batch: StepStats,
     slo_s: float,
     free_kv_tokens: int,
     saturated_size: int,
@@ -69,13 +69,13 @@ def closest_lengths(lengths: Iterable[int], preference: LengthPreference, count:
 
 
 def _longest(
-    model: LatencyModel, batch: BatchStats, count: int, slo_s: float, limit_tokens: int
+    model: LatencyModel, batch: StepStats, count: int, slo_s: float, limit_tokens: int
 ) -> int:
     """Return the greatest length at which ``count`` more decodes stay within the bound, or 0."""
     low, high = 0, limit_tokens + 1
     while high - low > 1:
         middle = (low + high) // 2
-        joined = BatchStats(
+        joined = StepStats(
             batch.prefill_requests,
             batch.prefill_tokens,
             batch.prefill_context_tokens,

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, islice
 from typing import Final
 
-from sglang_coserve.core.batch_builder import BatchBuilder
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES, common_prefix_bytes
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.step_builder import StepBuilder
+from sglang_coserve.core.step_stats import StepStats
 
 __all__ = [
     "best_prefill_tokens",
@@ -28,7 +28,7 @@ _SMALLEST_PREFILL_TOKENS: Final = 128
 
 
 def serve_offline(
-    batch: BatchBuilder, context: PlanContext, *, for_throughput: bool = False
+    batch: StepBuilder, context: PlanContext, *, for_throughput: bool = False
 ) -> None:
     """Add offline decodes, then offline prefills, within ``batch.offline_budget_s``.
 
@@ -53,14 +53,14 @@ def serve_offline(
         prefill_offline(batch, context)
 
 
-def decode_offline(batch: BatchBuilder, rows: Iterable[Row]) -> None:
+def decode_offline(batch: StepBuilder, rows: Iterable[Row]) -> None:
     """Add as many decodes as fit, in the given order; the others pause and keep their KV.
 
     If those that fit the latency budget lack KV, rows are retracted in the policy's victim
     order, but never the only one left: it pauses until another request has ended.
     O(rows), with O(log rows) predictions for each retraction.
     """
-    rows = batch.without_evicted(rows)
+    rows = batch.without_retracted(rows)
     while True:
         fitting = rows[: longest_prefix(batch, rows)]
         needed = batch.kv_to_decode(fitting)
@@ -70,13 +70,13 @@ def decode_offline(batch: BatchBuilder, rows: Iterable[Row]) -> None:
         if victim is None or rows == [victim]:
             fitting = []
             break
-        batch.evict(victim, needed)
+        batch.retract(victim, needed)
         if victim in rows:
             rows.remove(victim)
     batch.decode(fitting)
 
 
-def longest_prefix(batch: BatchBuilder, rows: Sequence[Row]) -> int:
+def longest_prefix(batch: StepBuilder, rows: Sequence[Row]) -> int:
     """Return how many of the first rows fit the latency and token budgets, by bisection."""
     limit = min(len(rows), batch.free_tokens)
     tokens = [row.computed_tokens for row in rows[:limit]]
@@ -90,7 +90,7 @@ def longest_prefix(batch: BatchBuilder, rows: Sequence[Row]) -> int:
     )
 
 
-def best_prefill_tokens(batch: BatchBuilder) -> int:
+def best_prefill_tokens(batch: StepBuilder) -> int:
     """Return the prefill tokens with the most tokens per second, among all that fit and halves.
 
     Computed for a single prompt without context: with more tokens its attention costs
@@ -105,7 +105,7 @@ def best_prefill_tokens(batch: BatchBuilder) -> int:
     return max(sizes, key=lambda size: (decodes + size) / batch.predict_with_prefill(size, 0))
 
 
-def prefill_offline(batch: BatchBuilder, context: PlanContext) -> None:
+def prefill_offline(batch: StepBuilder, context: PlanContext) -> None:
     """Add offline prefills, unfinished ones first, then from the queue, each as long as fits.
 
     Stops at the first that is cut or does not fit, so at most one is unfinished and
@@ -118,9 +118,9 @@ def prefill_offline(batch: BatchBuilder, context: PlanContext) -> None:
         _admit(batch, context)
 
 
-def _continue_prefills(batch: BatchBuilder, context: PlanContext) -> bool:
+def _continue_prefills(batch: StepBuilder, context: PlanContext) -> bool:
     for row in batch.offline_prefills:
-        if batch.is_evicted(row):
+        if batch.is_retracted(row):
             continue
         rest_tokens = row.tokens_to_compute
         kv_tokens = batch.kv_to_prefill(row.computed_tokens, rest_tokens, is_new=False)
@@ -129,7 +129,7 @@ def _continue_prefills(batch: BatchBuilder, context: PlanContext) -> bool:
             victim = batch.next_victim()
             if victim is None or victim is row:
                 return False
-            batch.evict(victim, kv_tokens)
+            batch.retract(victim, kv_tokens)
         if not batch.has_room(kv_tokens):
             return False
         if not _add(batch, context, row.info.rid, row.computed_tokens, rest_tokens, kv_tokens):
@@ -137,7 +137,7 @@ def _continue_prefills(batch: BatchBuilder, context: PlanContext) -> bool:
     return True
 
 
-def _admit(batch: BatchBuilder, context: PlanContext) -> None:
+def _admit(batch: StepBuilder, context: PlanContext) -> None:
     config, queue = context.config, context.queue
     # Return early: looking up the prefix cache costs as much as the rest of the function.
     if batch.free_slots <= 0 or batch.free_tokens <= 0:
@@ -175,7 +175,7 @@ def _admit(batch: BatchBuilder, context: PlanContext) -> None:
 
 
 def _shared_tokens(
-    batch: BatchBuilder, request: QueuedRequest, cached_tokens: int, prompts: Sequence[bytes]
+    batch: StepBuilder, request: QueuedRequest, cached_tokens: int, prompts: Sequence[bytes]
 ) -> int:
     """Return how many tokens of a prompt will be cached once one of ``prompts`` is computed.
 
@@ -193,17 +193,17 @@ def _shared_tokens(
 
 
 def _is_worth_a_step(
-    batch: BatchBuilder, length_tokens: int, cached_tokens: int, shared_tokens: int
+    batch: StepBuilder, length_tokens: int, cached_tokens: int, shared_tokens: int
 ) -> bool:
     """Return whether computing the shared tokens costs more than the fixed cost of a step."""
-    least_s = batch.model.predict(BatchStats().with_prefill(1, 0))
+    least_s = batch.model.predict(StepStats().with_prefill(1, 0))
     whole_s = batch.predict_with_prefill(length_tokens - cached_tokens, cached_tokens)
     rest_s = batch.predict_with_prefill(length_tokens - shared_tokens, shared_tokens)
     return whole_s - rest_s > least_s
 
 
 def _add(
-    batch: BatchBuilder,
+    batch: StepBuilder,
     context: PlanContext,
     rid: str,
     cached_tokens: int,

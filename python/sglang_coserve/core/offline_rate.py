@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["expected_tokens_per_s", "lines_at_a_time"]
 
@@ -25,9 +25,9 @@ def expected_tokens_per_s(
     """
     rows = max(1, min(max_rows, kv_tokens // (_PROMPT_TOKENS + _OUTPUT_TOKENS)))
     prompts = max(1, min(rows, chunk_tokens // _PROMPT_TOKENS))
-    prefill_s = model.predict(BatchStats.of(prefills=[(_PROMPT_TOKENS, 0)] * prompts)) / prompts
+    prefill_s = model.predict(StepStats.of(prefills=[(_PROMPT_TOKENS, 0)] * prompts)) / prompts
     middle_tokens = _PROMPT_TOKENS + _OUTPUT_TOKENS // 2
-    decode_s = model.predict(BatchStats.of(decodes=[middle_tokens] * rows)) / rows
+    decode_s = model.predict(StepStats.of(decodes=[middle_tokens] * rows)) / rows
     return (_PROMPT_TOKENS + _OUTPUT_TOKENS) / (prefill_s + _OUTPUT_TOKENS * decode_s)
 
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 from typing import Final
 
-from sglang_coserve.core.batch_builder import BatchBuilder
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.scheduler_config import OnlineOrder, Overload
 from sglang_coserve.core.snapshot import Row
 from sglang_coserve.core.step import Lane
+from sglang_coserve.core.step_builder import StepBuilder
+from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["decode_online", "prefill_online", "serve_online", "slack_s"]
 
@@ -22,7 +22,7 @@ _SPARED_CUT: Final = 0.1
 and all requests that decode meanwhile, another step."""
 
 
-def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> None:
+def serve_online(batch: StepBuilder, context: PlanContext, budget_s: float) -> None:
     """Add every online decode, then online prefills in order within the budget.
 
     The batch is also kept within the TPOT slack of the decodes and the TTFT slack
@@ -54,7 +54,7 @@ def serve_online(batch: BatchBuilder, context: PlanContext, budget_s: float) -> 
     )
 
 
-def _prefill_before_decodes(batch: BatchBuilder, context: PlanContext, budget_s: float) -> None:
+def _prefill_before_decodes(batch: StepBuilder, context: PlanContext, budget_s: float) -> None:
     """Add online prefills without decodes; only the decodes if no prompt finds memory."""
     decodes_kv = batch.kv_to_decode(batch.online_decodes)
     batch.free_kv_tokens -= decodes_kv  # Reserved for the decodes of the next step.
@@ -64,11 +64,11 @@ def _prefill_before_decodes(batch: BatchBuilder, context: PlanContext, budget_s:
         decode_online(batch)
     else:
         batch.skips_decodes = True
-        batch.leave_over_online(by_deadline=True)
+        batch.reserve_rest_for_online(by_deadline=True)
 
 
 def _time_before_decodes_s(
-    batch: BatchBuilder, context: PlanContext, budget_s: float
+    batch: StepBuilder, context: PlanContext, budget_s: float
 ) -> float | None:
     """Return the latency budget of a step with prompts only; None to mix prompts with decodes.
 
@@ -98,7 +98,7 @@ def _time_before_decodes_s(
         return None
     first_s = min(alone_s, limit_s)
     chunk_s = min(budget_s, batch.tpot_slack_s) * share - decodes_s
-    beside_s = alone_s + decodes_s * _chunks_beside(prompts, alone_s, chunk_s, context)
+    beside_s = alone_s + decodes_s * _mixed_chunks(prompts, alone_s, chunk_s, context)
     slacks_s = [slack_s(batch, row) * share for row in prompts]
     done = list(accumulate([row.tokens_to_compute for row in prompts]))
 
@@ -114,14 +114,14 @@ def _time_before_decodes_s(
     return limit_s if is_better else None
 
 
-def _prompts_that_fit(batch: BatchBuilder) -> list[Row]:
+def _prompts_that_fit(batch: StepBuilder) -> list[Row]:
     """Return the first prompts that together fit the token budget of a step."""
     rows = [*batch.online_prefills, *batch.snapshot.waiting]
     tokens = accumulate([row.tokens_to_compute for row in rows])
     return rows[: bisect_right(list(tokens), batch.free_tokens)]
 
 
-def _chunks_beside(
+def _mixed_chunks(
     prompts: Sequence[Row], alone_s: float, chunk_s: float, context: PlanContext
 ) -> int:
     """Return the number of steps to compute prompts that get ``chunk_s`` of each mixed step."""
@@ -135,14 +135,14 @@ def _tokens(prompts: Sequence[Row]) -> int:
     return sum([row.tokens_to_compute for row in prompts])
 
 
-def _gap_budget_s(batch: BatchBuilder, context: PlanContext) -> float:
+def _gap_budget_s(batch: StepBuilder, context: PlanContext) -> float:
     """Return the latency budget that the decodes leave for a batch with offline work: the batch so
     far plus ``gap_share`` of the slack left after it."""
     spare_s = batch.offline_slack_s - batch.predicted_s
     return batch.predicted_s + (context.gap_share * spare_s if spare_s > 0 else spare_s)
 
 
-def decode_online(batch: BatchBuilder) -> None:
+def decode_online(batch: StepBuilder) -> None:
     """Add every online decode.
 
     If KV is short, offline rows are retracted, then unfinished online prefills, then
@@ -150,17 +150,17 @@ def decode_online(batch: BatchBuilder) -> None:
     """
     rows = batch.online_decodes
     while not batch.reclaim(needed := batch.kv_to_decode(rows), rows=len(rows)):
-        batch.evict((batch.online_prefills or rows).pop(), needed)
+        batch.retract((batch.online_prefills or rows).pop(), needed)
     batch.decode(rows)
 
 
 def prefill_online(
-    batch: BatchBuilder,
+    batch: StepBuilder,
     context: PlanContext,
     budget_s: float,
     *,
     keeps_ttft: bool = True,
-    may_evict: bool = True,
+    may_retract: bool = True,
     spared_cut: float = 0.0,
 ) -> None:
     """Add online prefills in order: the unfinished ones, then the waiting ones.
@@ -211,32 +211,32 @@ def prefill_online(
             limit_s = min(budget_s, deadline_s)
             tokens = _cut(batch, cached_tokens, rest_tokens, limit_s, floor_tokens)
         if tokens == 0:
-            batch.leave_over_online(by_deadline=batch.free_tokens > 0)
+            batch.reserve_rest_for_online(by_deadline=batch.free_tokens > 0)
             return
         kv_tokens = batch.kv_to_prefill(cached_tokens, rest_tokens, is_new=is_new)
         has_room = batch.has_room(kv_tokens, is_new)
-        if not has_room and not (may_evict and batch.reclaim(kv_tokens, is_new)):
+        if not has_room and not (may_retract and batch.reclaim(kv_tokens, is_new)):
             batch.admits_offline = False
             break
         batch.prefill(row.info.rid, tokens, cached_tokens, kv_tokens, is_new=is_new)
         floor_tokens = 0
         if tokens < rest_tokens:
-            batch.leave_over_online(by_deadline=batch.free_tokens > 0)
+            batch.reserve_rest_for_online(by_deadline=batch.free_tokens > 0)
             return
         if whole_s > row_slack_s:
-            batch.leave_over_online(by_deadline=True)
+            batch.reserve_rest_for_online(by_deadline=True)
         else:
             ttft_s = min(ttft_s, row_slack_s * slack_share)
     batch.offline_budget_s = min(batch.offline_budget_s, budget_s, ttft_s)
 
 
-def _is_late_next(batch: BatchBuilder, tokens: int, context_tokens: int, slack_s: float) -> bool:
+def _is_late_next(batch: StepBuilder, tokens: int, context_tokens: int, slack_s: float) -> bool:
     """Return whether a prompt would be late if it ran in the step after the batch so far."""
-    alone_s = batch.model.predict(BatchStats.of([(tokens, context_tokens)]))
+    alone_s = batch.model.predict(StepStats.of([(tokens, context_tokens)]))
     return batch.predicted_s + alone_s > slack_s
 
 
-def slack_s(batch: BatchBuilder, row: Row) -> float:
+def slack_s(batch: StepBuilder, row: Row) -> float:
     """Return the time until a row's next token misses its target; negative once it has."""
     info, targets = row.info, batch.targets
     if row.generated_tokens and row.last_token_s is not None:
@@ -246,7 +246,7 @@ def slack_s(batch: BatchBuilder, row: Row) -> float:
     return math.inf if target_s is None else start_s + target_s - batch.snapshot.now_s
 
 
-def _prefills(batch: BatchBuilder, context: PlanContext) -> Iterator[tuple[Row, bool]]:
+def _prefills(batch: StepBuilder, context: PlanContext) -> Iterator[tuple[Row, bool]]:
     for row in batch.online_prefills:
         yield row, False
     for row in context.waiting:
@@ -254,7 +254,7 @@ def _prefills(batch: BatchBuilder, context: PlanContext) -> Iterator[tuple[Row, 
 
 
 def _cut(
-    batch: BatchBuilder, cached_tokens: int, rest_tokens: int, budget_s: float, floor_tokens: int
+    batch: StepBuilder, cached_tokens: int, rest_tokens: int, budget_s: float, floor_tokens: int
 ) -> int:
     """Return the longest chunk within the budget, but at least ``floor_tokens``."""
     tokens = batch.longest_chunk(cached_tokens, rest_tokens, budget_s)

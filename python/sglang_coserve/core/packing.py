@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sglang_coserve.core.batch_builder import BatchBuilder
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.offline_phase import decode_offline
 from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.step_builder import StepBuilder
+from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["Candidate", "Packing"]
 
@@ -52,7 +52,7 @@ class Candidate:
         rest_tokens = length_tokens - cached_tokens
         return cls(request.rid, None, cached_tokens, rest_tokens, False, False, True, math.inf)
 
-    def joined(self, stats: BatchStats, tokens: int) -> BatchStats:
+    def joined(self, stats: StepStats, tokens: int) -> StepStats:
         """Return the sums with ``tokens`` tokens of this request added."""
         if self.is_decode:
             return stats.with_decode(self.context_tokens)
@@ -63,7 +63,7 @@ class _Choice(NamedTuple):
     candidate: Candidate
     tokens: int
     kv_tokens: int
-    has_evicted: bool
+    has_retracted: bool
     """Offline rows were retracted for it."""
 
     @property
@@ -79,7 +79,7 @@ class Packing:
     """
 
     def __init__(
-        self, batch: BatchBuilder, bound_s: float, max_requests: int, headroom_tokens: int
+        self, batch: StepBuilder, bound_s: float, max_requests: int, headroom_tokens: int
     ) -> None:
         self.stopped_by_bound = False
         """True once a candidate did not fit the latency bound in full."""
@@ -113,7 +113,7 @@ class Packing:
         has_room = self._has_room(candidate, kv_tokens)
         if not has_room and not (candidate.is_online and self._reclaim(candidate, kv_tokens)):
             return False
-        self._choose(_Choice(candidate, tokens, kv_tokens, has_evicted=not has_room))
+        self._choose(_Choice(candidate, tokens, kv_tokens, has_retracted=not has_room))
         return True
 
     def replace_last_online(self, candidate: Candidate, wait_s: float) -> bool:
@@ -122,7 +122,7 @@ class Packing:
         Done only if that candidate can wait for this step and ``wait_s`` more, and no row was
         retracted for it.
         """
-        if not self._online or self._online[-1].has_evicted:
+        if not self._online or self._online[-1].has_retracted:
             return False
         leaving = self._drop_last_online()
         predicted_s = self._batch.model.predict(candidate.joined(self._stats, 1))
@@ -145,8 +145,8 @@ class Packing:
             if candidate.is_decode:
                 continue
             # It may have been retracted for an offline decode meanwhile.
-            was_evicted = candidate.row is not None and batch.is_evicted(candidate.row)
-            if not was_evicted and batch.has_room(kv_tokens, int(candidate.is_new)):
+            was_retracted = candidate.row is not None and batch.is_retracted(candidate.row)
+            if not was_retracted and batch.has_room(kv_tokens, int(candidate.is_new)):
                 batch.prefill(
                     candidate.rid,
                     tokens,
@@ -212,7 +212,7 @@ class Packing:
     def _drop_last_online(self) -> _Choice:
         choice = self._online.pop()
         candidate, tokens, kv_tokens, _ = choice
-        self._stats = _difference(self._stats, candidate.joined(BatchStats(), tokens))
+        self._stats = _difference(self._stats, candidate.joined(StepStats(), tokens))
         self._free_tokens += tokens
         self._kv_tokens -= kv_tokens
         self._slots -= candidate.is_new
@@ -226,5 +226,5 @@ def _decodes(choices: list[_Choice]) -> list[Row]:
     return [row for row in rows if row is not None]
 
 
-def _difference(left: BatchStats, right: BatchStats) -> BatchStats:
-    return BatchStats(*(a - b for a, b in zip(left, right, strict=True)))
+def _difference(left: StepStats, right: StepStats) -> StepStats:
+    return StepStats(*(a - b for a, b in zip(left, right, strict=True)))

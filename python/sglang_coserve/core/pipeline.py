@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sglang_coserve.core.baseline import Baseline, BaselineToken, EngineSize
-from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["PipelineBaseline", "baseline_of", "pipelined"]
 
 
 def pipelined(
-    predict: Callable[[BatchStats], float], batch: BatchStats, beside: Sequence[BatchStats]
+    predict: Callable[[StepStats], float], batch: StepStats, beside: Sequence[StepStats]
 ) -> tuple[float, bool]:
     """Return the seconds of a step in a pipeline, and whether no overlapping batch is slower.
 
@@ -78,7 +78,7 @@ class PipelineBaseline:
         if (engine := self._engine_of.pop(rid, None)) is not None:
             engine.given_up(rid)
 
-    def advance(self, predict: Callable[[BatchStats], float], now_s: float) -> list[BaselineToken]:
+    def advance(self, predict: Callable[[StepStats], float], now_s: float) -> list[BaselineToken]:
         """See ``Baseline.advance``; tokens are ordered by engine, not by time."""
         return [token for engine in self._engines for token in engine.advance(predict, now_s)]
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.offline_queue import OfflineQueueConfig
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.snapshot import Row
 from sglang_coserve.core.step import StepPlan, StepResult
+from sglang_coserve.core.step_builder import StepBuilder
 from sglang_coserve.core.victims import last_admitted_first
 
 __all__ = ["Policy", "SlicingPolicy"]
@@ -21,7 +21,7 @@ class Policy(ABC):
     """Composes the batch of one step: a paper's algorithm on top of the shared code.
 
     ``compose`` must depend only on its arguments and the policy's state, and must not change
-    that state. Only ``update``, ``evicted`` and ``finished`` may change it.
+    that state. Only ``update``, ``retracted`` and ``finished`` may change it.
     """
 
     name: ClassVar[str]
@@ -30,21 +30,21 @@ class Policy(ABC):
     """Whether offline-only steps are suspended for online work, if the engine can do so."""
 
     @abstractmethod
-    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
+    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
         """Add the work of the next step to the empty batch."""
 
     def queue_config(self, seed: int = 0) -> OfflineQueueConfig:
         """Return the order of its offline queue; here deadlines at risk first, then by arrival."""
         return replace(OfflineQueueConfig.fcfs(), seed=seed)
 
-    def victims(self, batch: BatchBuilder) -> Sequence[Row]:
+    def victims(self, batch: StepBuilder) -> Sequence[Row]:
         """Return the offline rows that may be retracted, the first to retract first."""
         return last_admitted_first(batch)
 
     def update(self, plan: StepPlan, result: StepResult) -> None:  # noqa: B027
         """Learn from the result of a step, of which at least a part ran."""
 
-    def evicted(self) -> None:  # noqa: B027
+    def retracted(self) -> None:  # noqa: B027
         """Record that an offline request was retracted."""
 
     def finished(self) -> None:  # noqa: B027
@@ -59,14 +59,14 @@ class SlicingPolicy(Policy):
     """
 
     @abstractmethod
-    def compose_online(self, batch: BatchBuilder, context: PlanContext) -> None:
+    def compose_online(self, batch: StepBuilder, context: PlanContext) -> None:
         """Add the online work, and set ``batch.offline_budget_s``."""
 
     @abstractmethod
-    def compose_offline(self, batch: BatchBuilder, context: PlanContext) -> None:
+    def compose_offline(self, batch: StepBuilder, context: PlanContext) -> None:
         """Add offline work within ``batch.offline_budget_s``."""
 
-    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
+    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""
         self.compose_online(batch, context)
         self.compose_offline(batch, context)

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sglang_coserve.core.baseline import EngineSize
-from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.fairness import ArrivalOrder, VirtualTokenCounter, WaitingOrder
 from sglang_coserve.core.interference import Interference
 from sglang_coserve.core.lanes import (
     gets_anywhere,
     is_stuck,
     longest_s,
+    mixed_share,
+    offline_lane_view,
     offline_until_s,
-    seen_alone,
-    share_beside,
     share_in_lane,
     stop_share,
 )
@@ -32,6 +31,7 @@ from sglang_coserve.core.service_time import ServiceTime
 from sglang_coserve.core.slo import Slo
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
 from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan, StepResult
+from sglang_coserve.core.step_builder import StepBuilder
 from sglang_coserve.core.work_log import WorkLog
 
 __all__ = ["Scheduler"]
@@ -234,7 +234,7 @@ class Scheduler:
         request = replace(self._queue.running(rid), num_generated_tokens=generated_tokens)
         service_s = self._service_time.predict(request, self.model)
         self._queue.restore(rid, generated_tokens, service_s)
-        self._policy.evicted()
+        self._policy.retracted()
 
     def finish(self, rid: str, ending: Ending = Ending.COMPLETE) -> None:
         """Remove a request of either class that has ended."""
@@ -246,7 +246,7 @@ class Scheduler:
             self._queue.remove(rid)
 
     def _plan_before(
-        self, until_s: float, mixed: BatchBuilder, cache: PrefixCache
+        self, until_s: float, mixed: StepBuilder, cache: PrefixCache
     ) -> StepPlan | None:
         """Return the plan of a step before the online decodes are due; None if they are next.
 
@@ -268,18 +268,18 @@ class Scheduler:
                 predicted_s=(1 - suspended.done_share) * whole_s,
             )
         if math.isinf(until_s):
-            return self._build(self._compose_alone(snapshot, cache), until_s)
+            return self._build(self._compose_offline(snapshot, cache), until_s)
         if not isinstance(self._policy, SlicingPolicy):
             return None
         context = self._context(snapshot, cache)
         self._policy.compose_online(mixed, context)
-        beside = share_beside(
+        beside = mixed_share(
             mixed,
             self._config.min_chunk_tokens,
             has_prompts=bool(mixed.offline_prefills or len(self._queue)),
         )
         if beside < share_in_lane(mixed, left_s):
-            alone = self._compose_alone(snapshot, cache)
+            alone = self._compose_offline(snapshot, cache)
             if gets_anywhere(alone.stats, alone.predicted_s, snapshot, left_s) and (
                 beside < share_in_lane(mixed, left_s, alone)
             ):
@@ -287,9 +287,9 @@ class Scheduler:
         self._policy.compose_offline(mixed, context)
         return self._build(mixed)
 
-    def _compose_alone(self, snapshot: EngineSnapshot, cache: PrefixCache) -> BatchBuilder:
+    def _compose_offline(self, snapshot: EngineSnapshot, cache: PrefixCache) -> StepBuilder:
         """Compose a step of the offline lane."""
-        seen = seen_alone(snapshot, self._config.headroom_tokens)
+        seen = offline_lane_view(snapshot, self._config.headroom_tokens)
         most_s = longest_s(self.model, self._allowance.targets, self._arrival_s, snapshot)
         alone = self._builder(seen, Lane.OFFLINE)
         alone.offline_budget_s = most_s / snapshot.stop_share
@@ -306,14 +306,14 @@ class Scheduler:
 
     def _builder(
         self, snapshot: EngineSnapshot, lane: Lane = Lane.SHARED, *, rides: bool = True
-    ) -> BatchBuilder:
+    ) -> StepBuilder:
         targets, victims = self._allowance.targets, self._policy.victims
         mean_due_s = self._interference.mean_due_s
-        return BatchBuilder(
+        return StepBuilder(
             snapshot, self.model, targets, victims, lane, rides=rides, mean_due_s=mean_due_s
         )
 
-    def _compose(self, batch: BatchBuilder, cache: PrefixCache) -> BatchBuilder:
+    def _compose(self, batch: StepBuilder, cache: PrefixCache) -> StepBuilder:
         """Let the policy add the work of the next step to ``batch``; return it."""
         batch.spare_elsewhere()
         self._policy.compose(batch, self._context(batch.snapshot, cache))
@@ -333,7 +333,7 @@ class Scheduler:
             gaps_per_request=self._interference.gaps_per_request,
         )
 
-    def _build(self, batch: BatchBuilder, until_s: float = math.inf) -> StepPlan:
+    def _build(self, batch: StepBuilder, until_s: float = math.inf) -> StepPlan:
         users = self._waiting_order.users(batch.snapshot.waiting)
         return batch.build(self._next_step, users, until_s)
 

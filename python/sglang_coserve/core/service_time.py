@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.step import StepResult
+from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["ServiceTime"]
 
@@ -51,10 +51,10 @@ class ServiceTime:
     def predict(self, request: QueuedRequest, model: LatencyModel) -> float:
         """Return the predicted seconds of ``request`` from its next start to its end."""
         length_tokens = request.num_prompt_tokens + request.num_generated_tokens
-        prefill_s = model.predict(BatchStats().with_prefill(length_tokens, 0))
+        prefill_s = model.predict(StepStats().with_prefill(length_tokens, 0))
         token_s = self._token_s
         if not self._count:
-            token_s = model.predict(BatchStats().with_decode(length_tokens))
+            token_s = model.predict(StepStats().with_decode(length_tokens))
         return prefill_s + request.expected_tokens_left * token_s
 
 

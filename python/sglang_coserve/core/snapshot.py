@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.request import RequestClass, RequestState
+from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["EngineSnapshot", "PrefixCache", "RequestInfo", "Row", "SuspendedStep"]
 
@@ -92,7 +92,7 @@ class SuspendedStep:
     step: int
     """The number of its plan."""
 
-    batch: BatchStats
+    batch: StepStats
     done_share: float
     """Share of its layers that has been computed, 0 to 1."""
 

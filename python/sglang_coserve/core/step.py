@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.core.step_stats import StepStats
 
 __all__ = [
-    "Eviction",
-    "Expected",
+    "ExpectedResult",
     "JobTokens",
     "Lane",
     "PrefillChunk",
-    "Served",
+    "Retraction",
+    "ServedRequest",
     "StepPlan",
     "StepResult",
 ]
@@ -43,7 +43,7 @@ class PrefillChunk(NamedTuple):
     tokens: int
 
 
-class Eviction(NamedTuple):
+class Retraction(NamedTuple):
     """Release the KV of the last ``tokens`` tokens of a request, and let it wait.
 
     It keeps its generated tokens; the KV of its first tokens goes to the prefix cache.
@@ -54,7 +54,7 @@ class Eviction(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedResult:
     """What the scheduler remembers of a plan for ``update``; adapters ignore it."""
 
     online_part_s: float = 0.0
@@ -93,7 +93,7 @@ class StepPlan:
     shed: tuple[str, ...] = ()
     """Online requests to refuse, as they can no longer meet their target (``Overload.SHED``)."""
 
-    evict: tuple[Eviction, ...] = ()
+    retract: tuple[Retraction, ...] = ()
     pause: tuple[str, ...] = ()
     """Decodes that skip steps from now on and keep their KV. Only BROS pauses online ones."""
 
@@ -107,7 +107,7 @@ class StepPlan:
     skips_decodes: bool = False
     """If true, no row decodes in this step, and decodes keep their state."""
 
-    batch: BatchStats = field(default_factory=BatchStats)
+    batch: StepStats = field(default_factory=StepStats)
     """Sums over the planned batch."""
 
     predicted_s: float = 0.0
@@ -117,7 +117,7 @@ class StepPlan:
     """Latency budget for offline work; infinite if it is not bounded, 0 if online work was left
     over, so that there is no offline work."""
 
-    expected: Expected = field(default_factory=Expected)
+    expected: ExpectedResult = field(default_factory=ExpectedResult)
 
     @property
     def is_idle(self) -> bool:
@@ -125,7 +125,7 @@ class StepPlan:
         return self.batch.is_empty
 
 
-class Served(NamedTuple):
+class ServedRequest(NamedTuple):
     """An online request that took part in a step."""
 
     info: RequestInfo
@@ -158,19 +158,19 @@ class StepResult:
     seconds: float | None = None
     """Measured duration; None if unknown."""
 
-    batch: BatchStats = field(default_factory=BatchStats)
+    batch: StepStats = field(default_factory=StepStats)
     """Sums over the rows computed; empty if nothing ran or the step was dropped."""
 
     chunks: tuple[PrefillChunk, ...] = ()
     """The prefill chunks computed."""
 
-    served: tuple[Served, ...] = ()
+    served: tuple[ServedRequest, ...] = ()
     """The online requests among the rows."""
 
     given_up: tuple[str, ...] = ()
     """The rows of a suspended step that was dropped, whose work is lost."""
 
-    beside: tuple[BatchStats, ...] = ()
+    beside: tuple[StepStats, ...] = ()
     """With a pipeline of K micro-batches, the batches of the K - 1 steps begun before this one and
     of the K - 1 begun after it, in order; an entry is empty if its step ran nothing. All of them
     overlapped with this step."""

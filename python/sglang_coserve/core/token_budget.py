@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 
-from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.offline_phase import decode_offline, prefill_offline
 from sglang_coserve.core.online_phase import decode_online, prefill_online
 from sglang_coserve.core.plan_context import PlanContext
+from sglang_coserve.core.step_builder import StepBuilder
 
 __all__ = ["serve_by_priority"]
 
 
 def serve_by_priority(
-    batch: BatchBuilder, context: PlanContext, max_tokens: int, *, may_evict: bool
+    batch: StepBuilder, context: PlanContext, max_tokens: int, *, may_retract: bool
 ) -> None:
     """Add all decodes, then online prefills, then offline prefills, up to ``max_tokens``.
 
-    Offline decodes run regardless of latency. With ``may_evict``, offline rows are retracted
+    Offline decodes run regardless of latency. With ``may_retract``, offline rows are retracted
     for an online request that lacks KV or a slot.
     """
     max_tokens = min(max_tokens, batch.free_tokens)
@@ -26,7 +26,7 @@ def serve_by_priority(
     # added after the online prefills, because those may still retract them.
     reserved_tokens = len(batch.offline_decodes)
     batch.limit_tokens(max(max_tokens - batch.stats.decode_requests - reserved_tokens, 0))
-    prefill_online(batch, context, math.inf, keeps_ttft=False, may_evict=may_evict)
+    prefill_online(batch, context, math.inf, keeps_ttft=False, may_retract=may_retract)
     left_tokens = 0 if batch.has_left_over_online else batch.free_tokens
     batch.offline_budget_s = math.inf
     batch.free_tokens = reserved_tokens

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from sglang_coserve.errors import InputFileError
 
-__all__ = ["STRICT", "Document", "explain", "read_json"]
+__all__ = ["STRICT", "JsonDocument", "explain", "read_json"]
 
 T = TypeVar("T")
 
@@ -16,7 +16,7 @@ STRICT: Final = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 """No coercion: strings and booleans are not accepted as numbers, and NaN is refused."""
 
 
-class Document(BaseModel):
+class JsonDocument(BaseModel):
     """Base class for a JSON object with the declared fields; other fields are ignored."""
 
     model_config = STRICT

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.step_builder import StepBuilder
 
 __all__ = ["last_admitted_first", "yields_first"]
 
@@ -23,7 +23,7 @@ def yields_first(row: Row) -> int:
     return _RANK[row.state]
 
 
-def last_admitted_first(batch: BatchBuilder) -> Sequence[Row]:
+def last_admitted_first(batch: StepBuilder) -> Sequence[Row]:
     """Return the offline rows in the order of retraction: parked, paused, running.
 
     Within a rank, the last admitted comes first, since the oldest are closest to their end.

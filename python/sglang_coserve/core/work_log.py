@@ -38,7 +38,7 @@ class WorkTotals:
     """Tokens computed, prompts and outputs."""
 
     offline_tokens: int = 0
-    evicted_tokens: int = 0
+    retracted_tokens: int = 0
     """KV given up, to be computed again."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class WorkLog:
             arrival_s = self._arrival_s.pop(plan.step)
             for decision in decisions_of(plan, result, arrival_s):
                 self.decisions.note(decision, result.started_s)
-            totals.evicted_tokens += sum(eviction.tokens for eviction in plan.evict)
+            totals.retracted_tokens += sum(retraction.tokens for retraction in plan.retract)
         if result.given_up:
             totals.dropped_steps += 1
             totals.lost_s += result.seconds or 0.0

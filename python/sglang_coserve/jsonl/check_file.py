@@ -21,7 +21,7 @@ from sglang_coserve.jsonl.lines import UTF16_BOMS, Line, is_blank, read_lines
 from sglang_coserve.jsonl.request_line import LineError, estimate_tokens, parse_request_line
 from sglang_coserve.jsonl.seen_ids import SeenIds
 
-__all__ = ["CheckLimits", "Fault", "FileReport", "check_file", "main"]
+__all__ = ["CheckLimits", "FileReport", "InputFault", "check_file", "main"]
 
 _READ_BYTES = 1 << 20
 
@@ -39,7 +39,7 @@ class CheckLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class InputFault:
     """Why the file cannot be used."""
 
     code: str
@@ -54,14 +54,14 @@ class FileReport:
 
     requests: int = 0
     estimated_tokens: int = 0
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[InputFault] = field(default_factory=list)
 
 
 def check_file(file: BinaryIO, endpoint: str, limits: CheckLimits) -> FileReport:
     """Check every line of ``file``, from its beginning, in bounded memory."""
     report = FileReport()
     if file.read(2) in UTF16_BOMS:
-        report.faults.append(Fault("invalid_utf8", "the file is UTF-16: save it as UTF-8"))
+        report.faults.append(InputFault("invalid_utf8", "the file is UTF-16: save it as UTF-8"))
         return report
     file.seek(0)
     seen = SeenIds()
@@ -71,18 +71,18 @@ def check_file(file: BinaryIO, endpoint: str, limits: CheckLimits) -> FileReport
         report.requests += 1
         if report.requests > limits.max_lines:
             message = f"more than {limits.max_lines:,} requests: split the file"
-            report.faults.append(Fault("too_many_requests", message))
+            report.faults.append(InputFault("too_many_requests", message))
             break
         try:
             report.estimated_tokens += _check_line(line, endpoint, limits, seen)
         except LineError as error:
-            report.faults.append(Fault(error.code, str(error), line.number, error.param))
+            report.faults.append(InputFault(error.code, str(error), line.number, error.param))
             if len(report.faults) >= limits.max_faults:
                 message = f"only the first {limits.max_faults} faults are listed"
-                report.faults.append(Fault("too_many_errors", message))
+                report.faults.append(InputFault("too_many_errors", message))
                 break
     if not report.requests:
-        report.faults.append(Fault("empty_file", "the file has no requests"))
+        report.faults.append(InputFault("empty_file", "the file has no requests"))
     return report
 
 

@@ -16,10 +16,10 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["FairSlots", "JobShare", "Share"]
+__all__ = ["FairSlots", "JobShare", "SlotShare"]
 
 
-class Share:
+class SlotShare:
     """The tokens that an owner or a job has taken so far."""
 
     def __init__(self, weight: float = 1.0) -> None:
@@ -48,13 +48,13 @@ class Share:
         self.tokens_in_flight -= estimated_tokens
         self.served_per_weight += tokens / self.weight
 
-    def level(self, others: Iterable[Share]) -> None:
+    def level(self, others: Iterable[SlotShare]) -> None:
         """Raise the counter of an idle share to the least of ``others``, which were not idle."""
         least = min((other.served_per_weight for other in others), default=0.0)
         self.served_per_weight = max(self.served_per_weight, least)
 
 
-class JobShare(Share):
+class JobShare(SlotShare):
     """The share of one job."""
 
     def __init__(self, owner: str, priority: int, weight: float, deadline_s: float) -> None:
@@ -86,7 +86,7 @@ class FairSlots:
         self.bytes_in_flight = 0
         self._waiting: dict[JobShare, _Turn] = {}
         self._jobs: set[JobShare] = set()
-        self._owners: dict[str, Share] = {}
+        self._owners: dict[str, SlotShare] = {}
         """Shares of owners with a job, and of former owners who would gain by being forgotten."""
 
         self._is_granting = False
@@ -99,7 +99,7 @@ class FairSlots:
     def join(self, job: JobShare) -> None:
         """Add a job."""
         self._jobs.add(job)
-        self._owners.setdefault(job.owner, Share())
+        self._owners.setdefault(job.owner, SlotShare())
         self._level(job)
 
     def leave(self, job: JobShare) -> None:

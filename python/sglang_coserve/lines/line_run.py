@@ -27,13 +27,13 @@ from sglang_coserve.lines.result_record import encode_record, usage_of
 from sglang_coserve.lines.result_writer import ResultWriter
 from sglang_coserve.lines.serve_line import serve_line
 
-__all__ = ["LineJob", "LineRun", "Unserved"]
+__all__ = ["LineJob", "LineRun", "UnservedLine"]
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Unserved:
+class UnservedLine:
     """A line that gets a result without being sent to the engine."""
 
     custom_id: str | None
@@ -62,7 +62,7 @@ class LineJob(Protocol):
     def tag(self, line: InputLine) -> int:
         """Return the tag of a line's record (see ``encode_record``)."""
 
-    async def parse(self, line: InputLine) -> RequestLine | Unserved | None:
+    async def parse(self, line: InputLine) -> RequestLine | UnservedLine | None:
         """Return the request of a line; None if it has a record. Called in order of the lines."""
 
     async def model_changed(self, model: str, completed: int) -> None:
@@ -160,7 +160,7 @@ class LineRun:
         """Return the request of a line; None if it needs no serving."""
         await self._writer.room()
         parsed = await self._job.parse(line)
-        if isinstance(parsed, Unserved):
+        if isinstance(parsed, UnservedLine):
             await self._record(line, parsed.custom_id, parsed.result)
             return None
         return parsed

@@ -56,7 +56,7 @@ class LineTurns:
         """Wait until ordinary lines may run; an ordinary line is served in this context."""
         self._num_waiting_beside += 1
         try:
-            while not self._may_begin_beside():
+            while not self._may_begin_mixed():
                 await self._changed.wait()
         finally:
             self._num_waiting_beside -= 1
@@ -73,7 +73,7 @@ class LineTurns:
         """Wait until no other line is being served; a suspect is served in this context."""
         self._num_waiting_alone += 1
         try:
-            while not self._may_begin_alone():
+            while not self._may_begin_offline():
                 await self._changed.wait()
         finally:
             self._num_waiting_alone -= 1
@@ -85,7 +85,7 @@ class LineTurns:
             self._has_suspect = False
             self._wake_all()
 
-    def _may_begin_beside(self) -> bool:
+    def _may_begin_mixed(self) -> bool:
         if self._has_suspect:
             return False
         if not self._num_runs:
@@ -96,7 +96,7 @@ class LineTurns:
             return False
         return not (self._is_turn_over and self._num_waiting_alone)
 
-    def _may_begin_alone(self) -> bool:
+    def _may_begin_offline(self) -> bool:
         if self._has_suspect or self._num_beside:
             return False
         is_over, others_wait = self._is_turn_over, self._num_waiting_beside > 0

@@ -3,12 +3,12 @@
 The executor that runs a batch is a protocol; the real one is in ``srt``.
 """
 
-from sglang_coserve.profiler.executor import BatchKind, BatchShape, Executor, ExecutorLimits
+from sglang_coserve.profiler.executor import ExecutorLimits, ShapeExecutor, ShapeKind, StepShape
 from sglang_coserve.profiler.fits import BEST, KINDS, FitAttempt, choose, fit_all, to_profile
 from sglang_coserve.profiler.grid import plan_grid
 from sglang_coserve.profiler.latency import measure_grid, quick_samples
-from sglang_coserve.profiler.machine import Machine
-from sglang_coserve.profiler.measurement import Measurement, measure, repeat_error
+from sglang_coserve.profiler.machine import ProfiledMachine
+from sglang_coserve.profiler.measurement import ShapeTiming, measure, repeat_error
 from sglang_coserve.profiler.profile_file import load_profile, write_profile
 from sglang_coserve.profiler.report import report_text, write_plot
 from sglang_coserve.profiler.sample_file import SampleFile
@@ -16,14 +16,14 @@ from sglang_coserve.profiler.sample_file import SampleFile
 __all__ = [
     "BEST",
     "KINDS",
-    "BatchKind",
-    "BatchShape",
-    "Executor",
     "ExecutorLimits",
     "FitAttempt",
-    "Machine",
-    "Measurement",
+    "ProfiledMachine",
     "SampleFile",
+    "ShapeExecutor",
+    "ShapeKind",
+    "ShapeTiming",
+    "StepShape",
     "choose",
     "fit_all",
     "load_profile",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["CostBound"]
 
@@ -22,11 +22,11 @@ class CostBound:
     def __init__(self) -> None:
         self._measured: list[tuple[tuple[float, ...], float]] = []
 
-    def observe(self, batch: BatchStats, seconds: float) -> None:
+    def observe(self, batch: StepStats, seconds: float) -> None:
         """Add a measured batch."""
         self._measured.append((_works(batch), seconds))
 
-    def seconds(self, batch: BatchStats) -> float:
+    def seconds(self, batch: StepStats) -> float:
         """Return the least bound; 0 if no observed batch bounds this one. O(observations)."""
         works = _works(batch)
         bound_s = min(
@@ -36,7 +36,7 @@ class CostBound:
         return bound_s if bound_s < math.inf else 0.0
 
 
-def _works(batch: BatchStats) -> tuple[float, ...]:
+def _works(batch: StepStats) -> tuple[float, ...]:
     return (
         1.0,
         batch.compute_tokens,

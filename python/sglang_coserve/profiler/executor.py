@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.step_stats import StepStats
 
-__all__ = ["BatchKind", "BatchShape", "Executor", "ExecutorLimits"]
+__all__ = ["ExecutorLimits", "ShapeExecutor", "ShapeKind", "StepShape"]
 
 
-class BatchKind(Enum):
+class ShapeKind(Enum):
     """The kinds of rows in a batch."""
 
     PREFILL = "prefill"
@@ -21,7 +21,7 @@ class BatchKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class BatchShape:
+class StepShape:
     """The lengths of the rows of a batch; the tokens themselves do not matter."""
 
     prefills: tuple[tuple[int, int], ...] = ()
@@ -36,16 +36,16 @@ class BatchShape:
         assert all(context >= 1 for context in self.decodes)
 
     @property
-    def kind(self) -> BatchKind:
+    def kind(self) -> ShapeKind:
         """The kinds of its rows."""
         if not self.decodes:
-            return BatchKind.PREFILL
-        return BatchKind.MIXED if self.prefills else BatchKind.DECODE
+            return ShapeKind.PREFILL
+        return ShapeKind.MIXED if self.prefills else ShapeKind.DECODE
 
     @property
-    def stats(self) -> BatchStats:
+    def stats(self) -> StepStats:
         """The sums used by latency models. O(rows)."""
-        return BatchStats.of(self.prefills, self.decodes)
+        return StepStats.of(self.prefills, self.decodes)
 
     def row_tokens(self) -> Iterator[int]:
         """Yield P + C of each row: the KV that it holds after the batch has run."""
@@ -71,7 +71,7 @@ class ExecutorLimits:
 
     page_tokens: int = 1
 
-    def allow(self, shape: BatchShape) -> bool:
+    def allow(self, shape: StepShape) -> bool:
         """Return whether a batch of this shape can run. O(rows)."""
         rows = list(shape.row_tokens())
         pages = sum(-(-tokens // self.page_tokens) for tokens in rows)
@@ -84,7 +84,7 @@ class ExecutorLimits:
         )
 
 
-class Executor(Protocol):
+class ShapeExecutor(Protocol):
     """Runs batches one at a time, without lasting effects."""
 
     @property
@@ -92,7 +92,7 @@ class Executor(Protocol):
         """The limits of the shapes that ``run`` accepts."""
         ...
 
-    def run(self, shape: BatchShape) -> float:
+    def run(self, shape: StepShape) -> float:
         """Run one batch within ``limits``; return the seconds of its step.
 
         The time excludes building and releasing the batch.

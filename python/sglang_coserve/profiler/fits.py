@@ -21,7 +21,7 @@ from sglang_coserve.core.latency_model import (
     SampleTable,
 )
 from sglang_coserve.errors import CoserveError, InputFileError
-from sglang_coserve.profiler.machine import Machine
+from sglang_coserve.profiler.machine import ProfiledMachine
 
 __all__ = ["BEST", "KINDS", "FitAttempt", "choose", "fit_all", "to_profile"]
 
@@ -41,7 +41,7 @@ class FitAttempt:
 
 
 def fit_all(
-    samples: Iterable[Sample], machine: Machine, *, seed: int = 0
+    samples: Iterable[Sample], machine: ProfiledMachine, *, seed: int = 0
 ) -> tuple[FitAttempt, ...]:
     """Fit all four kinds, with the same held-out samples, so that their reports are comparable."""
     table = SampleTable.of(samples)
@@ -62,7 +62,7 @@ def choose(attempts: Sequence[FitAttempt], kind: str = BEST) -> Fit[LatencyModel
     return min(fits, key=lambda fit: fit.report.mape)
 
 
-def to_profile(fit: Fit[LatencyModel], machine: Machine) -> LatencyProfile:
+def to_profile(fit: Fit[LatencyModel], machine: ProfiledMachine) -> LatencyProfile:
     """Return the profile to be loaded by a server."""
     return LatencyProfile(
         fit.model,
@@ -74,14 +74,14 @@ def to_profile(fit: Fit[LatencyModel], machine: Machine) -> LatencyProfile:
     )
 
 
-def _attempt(kind: str, machine: Machine, table: SampleTable, seed: int) -> FitAttempt:
+def _attempt(kind: str, machine: ProfiledMachine, table: SampleTable, seed: int) -> FitAttempt:
     try:
         return FitAttempt(kind, _form(kind, machine).fit(table, seed=seed))
     except CoserveError as error:
         return FitAttempt(kind, None, str(error))
 
 
-def _form(kind: str, machine: Machine) -> LatencyModel:
+def _form(kind: str, machine: ProfiledMachine) -> LatencyModel:
     if kind == RooflineModel.kind:
         shape = ModelShape.from_config(machine.model_config)
         return RooflineModel.from_datasheet(shape, machine.datasheet, tp_size=machine.tp_size)

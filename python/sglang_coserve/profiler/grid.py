@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import chain, zip_longest
 from typing import Final
 
-from sglang_coserve.profiler.executor import BatchKind, BatchShape, ExecutorLimits
+from sglang_coserve.profiler.executor import ExecutorLimits, ShapeKind, StepShape
 
 __all__ = ["plan_grid"]
 
@@ -20,10 +20,10 @@ _MIN_CONTEXT_TOKENS: Final = 16
 _BASE_CHUNK_TOKENS: Final = 64
 _BASE_CONTEXT_TOKENS: Final = 256
 _BASE_DECODES: Final = 4
-_KINDS: Final = (BatchKind.PREFILL, BatchKind.DECODE, BatchKind.MIXED)
+_KINDS: Final = (ShapeKind.PREFILL, ShapeKind.DECODE, ShapeKind.MIXED)
 
 
-def plan_grid(limits: ExecutorLimits, num_shapes: int = 400) -> tuple[BatchShape, ...]:
+def plan_grid(limits: ExecutorLimits, num_shapes: int = 400) -> tuple[StepShape, ...]:
     """Return up to ``num_shapes`` different shapes within ``limits``, the most informative first.
 
     First come ladders: one quantity doubles (chunk, decodes, context, prompts)
@@ -34,7 +34,7 @@ def plan_grid(limits: ExecutorLimits, num_shapes: int = 400) -> tuple[BatchShape
     prefill, decode and mixed batches in turn, with uneven contexts within a batch.
     """
     candidates = chain(_ladders(limits), _fill(limits))
-    shapes: dict[BatchShape, None] = {}
+    shapes: dict[StepShape, None] = {}
     for shape in candidates:
         if len(shapes) == num_shapes:
             break
@@ -43,38 +43,38 @@ def plan_grid(limits: ExecutorLimits, num_shapes: int = 400) -> tuple[BatchShape
     return tuple(shapes)
 
 
-def _ladders(limits: ExecutorLimits) -> Iterator[BatchShape]:
+def _ladders(limits: ExecutorLimits) -> Iterator[StepShape]:
     chunk, base_context = _BASE_CHUNK_TOKENS, _BASE_CONTEXT_TOKENS
     max_chunk = min(limits.max_batch_tokens, limits.max_row_tokens)
     chunks = _doubling(_MIN_CHUNK_TOKENS, max_chunk)
     decodes = _doubling(1, min(_MAX_DECODES, limits.max_requests))
     contexts = _doubling(_MIN_CONTEXT_TOKENS, limits.max_row_tokens - chunk)
     ladders = (
-        [BatchShape(prefills=((tokens, 0),)) for tokens in chunks],
-        [BatchShape(decodes=(base_context,) * rows) for rows in decodes],
-        [BatchShape(prefills=((chunk, context),)) for context in contexts],
-        [BatchShape(decodes=(context,) * _BASE_DECODES) for context in contexts],
-        [BatchShape(((tokens, 0),), (base_context,) * _BASE_DECODES) for tokens in chunks],
-        [BatchShape(prefills=((chunk, 0),) * rows) for rows in _doubling(2, _MAX_PREFILLS)],
-        [BatchShape(((chunk, base_context),), (base_context,) * rows) for rows in decodes],
+        [StepShape(prefills=((tokens, 0),)) for tokens in chunks],
+        [StepShape(decodes=(base_context,) * rows) for rows in decodes],
+        [StepShape(prefills=((chunk, context),)) for context in contexts],
+        [StepShape(decodes=(context,) * _BASE_DECODES) for context in contexts],
+        [StepShape(((tokens, 0),), (base_context,) * _BASE_DECODES) for tokens in chunks],
+        [StepShape(prefills=((chunk, 0),) * rows) for rows in _doubling(2, _MAX_PREFILLS)],
+        [StepShape(((chunk, base_context),), (base_context,) * rows) for rows in decodes],
     )
     for step in zip_longest(*ladders):
         yield from (shape for shape in step if shape is not None)
 
 
-def _fill(limits: ExecutorLimits) -> Iterator[BatchShape]:
+def _fill(limits: ExecutorLimits) -> Iterator[StepShape]:
     max_decodes = min(_MAX_DECODES, limits.max_requests)
     max_context = limits.max_row_tokens
     for index in range(1, _MAX_CANDIDATES):
         kind = _KINDS[index % len(_KINDS)]
         decodes: tuple[int, ...] = ()
         prefills: tuple[tuple[int, int], ...] = ()
-        if kind is not BatchKind.PREFILL:
+        if kind is not ShapeKind.PREFILL:
             rows = _between(1, max_decodes, _halton(index, 2))
             fitting = max(1, limits.kv_capacity_tokens // (2 * rows))
             context = _between(_MIN_CONTEXT_TOKENS, min(max_context, fitting), _halton(index, 3))
             decodes = tuple(min(max_context - 1, c) for c in _spread(context, rows))
-        if kind is not BatchKind.DECODE:
+        if kind is not ShapeKind.DECODE:
             tokens = _between(
                 _MIN_CHUNK_TOKENS, limits.max_batch_tokens - len(decodes), _halton(index, 5)
             )
@@ -82,7 +82,7 @@ def _fill(limits: ExecutorLimits) -> Iterator[BatchShape]:
             chunk = tokens // rows
             context = _between(1, max_context - chunk, _halton(index, 11))
             prefills = tuple((chunk, c) for c in _spread(context, rows))
-        yield BatchShape(prefills, decodes)
+        yield StepShape(prefills, decodes)
 
 
 def _doubling(first: int, last: int) -> list[int]:

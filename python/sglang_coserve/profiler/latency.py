@@ -8,9 +8,9 @@ from typing import Final
 
 from sglang_coserve.core.latency_model import Sample
 from sglang_coserve.profiler.cost_bound import CostBound
-from sglang_coserve.profiler.executor import BatchShape, Executor
+from sglang_coserve.profiler.executor import ShapeExecutor, StepShape
 from sglang_coserve.profiler.grid import plan_grid
-from sglang_coserve.profiler.measurement import MIN_RUNS, Measurement, measure
+from sglang_coserve.profiler.measurement import MIN_RUNS, ShapeTiming, measure
 
 __all__ = ["measure_grid", "quick_samples"]
 
@@ -21,13 +21,13 @@ _REVISIT_AFTER: Final = 8
 
 
 def measure_grid(
-    executor: Executor,
-    shapes: Sequence[BatchShape],
+    executor: ShapeExecutor,
+    shapes: Sequence[StepShape],
     *,
     time_limit_s: float,
-    done: Iterable[Measurement] = (),
+    done: Iterable[ShapeTiming] = (),
     clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Measurement]:
+) -> Iterator[ShapeTiming]:
     """Yield measurements of the shapes in order, until all are measured or the time is up.
 
     Shapes in ``done`` are not measured again, and those that may take longer
@@ -42,13 +42,13 @@ def measure_grid(
     end_s = clock() + time_limit_s
     shape_limit_s = time_limit_s * _SHAPE_SHARE
     bound = CostBound()
-    known: set[BatchShape] = set()
+    known: set[StepShape] = set()
     for earlier in done:
         bound.observe(earlier.shape.stats, earlier.seconds)
         known.add(earlier.shape)
-    measured: list[BatchShape] = []
+    measured: list[StepShape] = []
 
-    def visit(shape: BatchShape) -> Measurement | None:
+    def visit(shape: StepShape) -> ShapeTiming | None:
         budget_s = min(shape_limit_s, end_s - clock())
         warm_up_and_runs = 1 + MIN_RUNS
         if budget_s <= 0 or bound.seconds(shape.stats) * warm_up_and_runs > budget_s:
@@ -72,7 +72,7 @@ def measure_grid(
 
 
 def quick_samples(
-    executor: Executor, time_limit_s: float, *, clock: Callable[[], float] = time.monotonic
+    executor: ShapeExecutor, time_limit_s: float, *, clock: Callable[[], float] = time.monotonic
 ) -> list[Sample]:
     """Return samples of the default grid, as many as the time allows.
 

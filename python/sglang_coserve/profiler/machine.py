@@ -8,7 +8,7 @@ from typing import Final
 
 from sglang_coserve.core.latency_model import HARDWARE, Hardware
 
-__all__ = ["Machine"]
+__all__ = ["ProfiledMachine"]
 
 # Start values for fitting a roofline on a device without a known datasheet.
 _ANY_CPU: Final = Hardware(
@@ -22,7 +22,7 @@ _ANY_CPU: Final = Hardware(
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class ProfiledMachine:
     """A model on a device, with everything that step times depend on."""
 
     hardware: str

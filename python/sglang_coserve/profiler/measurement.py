@@ -11,9 +11,9 @@ from itertools import pairwise
 from typing import Final
 
 from sglang_coserve.core.latency_model import Sample
-from sglang_coserve.profiler.executor import BatchShape, Executor
+from sglang_coserve.profiler.executor import ShapeExecutor, StepShape
 
-__all__ = ["MIN_RUNS", "Measurement", "measure", "repeat_error"]
+__all__ = ["MIN_RUNS", "ShapeTiming", "measure", "repeat_error"]
 
 MIN_RUNS: Final = 3
 """Least number of timed runs of a shape, if its time budget allows them."""
@@ -30,10 +30,10 @@ _MAD_SCALE: Final = 1.4826
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class ShapeTiming:
     """The timed runs of one shape."""
 
-    shape: BatchShape
+    shape: StepShape
     runs_s: tuple[float, ...]
     """All timed runs in order, without the warm-up."""
 
@@ -54,8 +54,8 @@ class Measurement:
 
 
 def measure(
-    executor: Executor, shape: BatchShape, *, budget_s: float, clock: Callable[[], float]
-) -> Measurement:
+    executor: ShapeExecutor, shape: StepShape, *, budget_s: float, clock: Callable[[], float]
+) -> ShapeTiming:
     """Run the shape once to warm up, then until the mean is precise or the time is up.
 
     At least one run is timed; no further one starts later than ``budget_s`` from now.
@@ -68,10 +68,10 @@ def measure(
     runs_s = [executor.run(shape)]
     while len(runs_s) < _MAX_RUNS and not _is_precise(runs_s) and clock() < end_s:
         runs_s.append(executor.run(shape))
-    return Measurement(shape, tuple(runs_s))
+    return ShapeTiming(shape, tuple(runs_s))
 
 
-def repeat_error(measurements: Iterable[Measurement]) -> float | None:
+def repeat_error(measurements: Iterable[ShapeTiming]) -> float | None:
     """Return the part of a prediction's MAPE that is due to noise of the machine.
 
     Computed from shapes that were measured again later, so it includes slow drift
@@ -80,7 +80,7 @@ def repeat_error(measurements: Iterable[Measurement]) -> float | None:
     absolute relative error of one measurement, hence the least MAPE that any
     model can reach. None without a repeated shape.
     """
-    by_shape: defaultdict[BatchShape, list[float]] = defaultdict(list)
+    by_shape: defaultdict[StepShape, list[float]] = defaultdict(list)
     for measurement in measurements:
         by_shape[measurement.shape].append(measurement.seconds)
     errors = [

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from sglang_coserve.interrupts import StopOnInterrupt
-from sglang_coserve.profiler.measurement import Measurement
+from sglang_coserve.profiler.measurement import ShapeTiming
 from sglang_coserve.progress_bar import progress_bar
 
 __all__ = ["ProfileProgress"]
@@ -49,7 +49,7 @@ class ProfileProgress:
         """True after SIGINT."""
         return self._stop.is_interrupted
 
-    def advance(self, measurement: Measurement) -> None:
+    def advance(self, measurement: ShapeTiming) -> None:
         """Show one more measurement."""
         self._num_measured += 1
         of_time = (time.monotonic() - self._start_s) / self._time_limit_s

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Final
 
 from sglang_coserve.errors import StartupError
-from sglang_coserve.profiler.executor import BatchKind
+from sglang_coserve.profiler.executor import ShapeKind
 from sglang_coserve.profiler.fits import FitAttempt
-from sglang_coserve.profiler.measurement import Measurement, repeat_error
+from sglang_coserve.profiler.measurement import ShapeTiming, repeat_error
 
 __all__ = ["report_text", "write_plot"]
 
 _COLORS: Final = {
-    BatchKind.PREFILL: "tab:blue",
-    BatchKind.DECODE: "tab:orange",
-    BatchKind.MIXED: "tab:green",
+    ShapeKind.PREFILL: "tab:blue",
+    ShapeKind.DECODE: "tab:orange",
+    ShapeKind.MIXED: "tab:green",
 }
 
 
-def report_text(measurements: Sequence[Measurement], attempts: Sequence[FitAttempt]) -> str:
+def report_text(measurements: Sequence[ShapeTiming], attempts: Sequence[FitAttempt]) -> str:
     """Return a table of the held-out errors of every kind, with the repeat error below it."""
     lines = [f"{'kind':<14}{'MAPE':>9}{'P99':>9}{'bias':>9}   held-out error"]
     for attempt in attempts:
@@ -39,7 +39,7 @@ def report_text(measurements: Sequence[Measurement], attempts: Sequence[FitAttem
     counts = Counter(measurement.shape.kind for measurement in measurements)
     runs = sum(len(measurement.runs_s) for measurement in measurements)
     outliers = runs - sum(len(measurement.kept_s) for measurement in measurements)
-    kinds = ", ".join(f"{counts[kind]} {kind.value}" for kind in BatchKind)
+    kinds = ", ".join(f"{counts[kind]} {kind.value}" for kind in ShapeKind)
     largest_s = max(measurement.seconds for measurement in measurements)
     lines.append(
         f"{len(measurements)} measurements ({kinds}), {runs} runs, {outliers} outliers left out; "
@@ -49,7 +49,7 @@ def report_text(measurements: Sequence[Measurement], attempts: Sequence[FitAttem
 
 
 def write_plot(
-    measurements: Sequence[Measurement], attempts: Sequence[FitAttempt], path: Path
+    measurements: Sequence[ShapeTiming], attempts: Sequence[FitAttempt], path: Path
 ) -> None:
     """Plot measured against predicted seconds, one panel per kind; the suffix sets the format.
 

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Final, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from sglang_coserve.core.validation import Document, read_json
+from sglang_coserve.core.validation import JsonDocument, read_json
 from sglang_coserve.errors import ConfigError, InputFileError
-from sglang_coserve.profiler.executor import BatchShape
-from sglang_coserve.profiler.machine import Machine
-from sglang_coserve.profiler.measurement import Measurement
+from sglang_coserve.profiler.executor import StepShape
+from sglang_coserve.profiler.machine import ProfiledMachine
+from sglang_coserve.profiler.measurement import ShapeTiming
 
 __all__ = ["SampleFile"]
 
@@ -28,14 +28,14 @@ class SampleFile:
     last line that an interruption cut short is ignored when reading.
     """
 
-    def __init__(self, path: Path, machine: Machine, *, resume: bool) -> None:
+    def __init__(self, path: Path, machine: ProfiledMachine, *, resume: bool) -> None:
         """Open the file for appending; create it unless ``resume``.
 
         Raises:
             ConfigError: the file exists, without ``resume``.
             InputFileError: it cannot be read, or was measured on another machine.
         """
-        self.measurements: list[Measurement] = []
+        self.measurements: list[ShapeTiming] = []
         """The measurements in the file, in order."""
 
         exists = path.exists()
@@ -64,7 +64,7 @@ class SampleFile:
     ) -> None:
         self._file.close()
 
-    def append(self, measurement: Measurement) -> None:
+    def append(self, measurement: ShapeTiming) -> None:
         """Append a measurement; it has been written when this returns."""
         self._write(_Line.of(measurement).model_dump())
         self.measurements.append(measurement)
@@ -74,7 +74,7 @@ class SampleFile:
         self._file.flush()
 
 
-class _Line(Document):
+class _Line(JsonDocument):
     """A measurement as stored in the file."""
 
     prefill_tokens: tuple[PositiveInt, ...]
@@ -83,7 +83,7 @@ class _Line(Document):
     runs_s: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
 
     @classmethod
-    def of(cls, measurement: Measurement) -> _Line:
+    def of(cls, measurement: ShapeTiming) -> _Line:
         """Return the line of a measurement."""
         shape = measurement.shape
         return cls(
@@ -93,7 +93,7 @@ class _Line(Document):
             runs_s=measurement.runs_s,
         )
 
-    def measurement(self, source: str) -> Measurement:
+    def measurement(self, source: str) -> ShapeTiming:
         """Return the measurement; ``source`` names the line in messages."""
         tokens, contexts = self.prefill_tokens, self.prefill_contexts
         if len(tokens) != len(contexts):
@@ -103,10 +103,10 @@ class _Line(Document):
         if not (tokens or self.decodes):
             raise InputFileError(f"{source}: a measurement has at least one row: remove the line")
         prefills = tuple(zip(tokens, contexts, strict=True))
-        return Measurement(BatchShape(prefills, self.decodes), self.runs_s)
+        return ShapeTiming(StepShape(prefills, self.decodes), self.runs_s)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], list[Measurement], int]:
+def _read(path: Path) -> tuple[dict[str, Any], list[ShapeTiming], int]:
     """Return the header, the measurements, and the size in bytes of all complete lines."""
     text = path.read_bytes()
     length = text.rfind(b"\n") + 1

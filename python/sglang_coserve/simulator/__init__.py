@@ -23,7 +23,7 @@ from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.simulator.plots import require_matplotlib
 from sglang_coserve.simulator.report import table_text, write_report
 from sglang_coserve.simulator.result import SimulationResult
-from sglang_coserve.simulator.run import Setup, Workload, simulate
+from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
 from sglang_coserve.simulator.run_control import RunControl
 
 __all__ = [
@@ -33,9 +33,9 @@ __all__ = [
     "ExecutorConfig",
     "RunControl",
     "SafepointConfig",
-    "Setup",
     "SimulationOptions",
     "SimulationResult",
+    "SimulationSetup",
     "Workload",
     "compare",
     "require_matplotlib",

@@ -25,13 +25,13 @@ from sglang_coserve.simulator.models import MODELS, find_model, kv_bytes_per_tok
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.workload import TraceRequest, fit_to_context, read_trace
 
-__all__ = ["Machine", "find_shape", "offline_requests", "read_profile"]
+__all__ = ["SimulatedMachine", "find_shape", "offline_requests", "read_profile"]
 
 _LENGTHS = re.compile(r"(\d+)x(\d+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class SimulatedMachine:
     """A model on a number of devices of one kind."""
 
     shape: ModelShape
@@ -39,7 +39,7 @@ class Machine:
     tp_size: int
 
     @classmethod
-    def named(cls, model: str, hardware: str, tp_size: int = 1) -> Machine:
+    def named(cls, model: str, hardware: str, tp_size: int = 1) -> SimulatedMachine:
         """Look up model and hardware by name; a model may also be the path of a config.json.
 
         Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Final, Self, TextIO
 
-from sglang_coserve.simulator.observer import IterationRecord, RequestEvent
+from sglang_coserve.simulator.observer import RequestEvent, StepRecord
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.trace_events import (
     HEAD,
@@ -59,7 +59,7 @@ class ChromeTrace:
         else:
             self._write(mark(rid, kind, event.value, now_s))
 
-    def on_iteration(self, record: IterationRecord) -> None:
+    def on_step(self, record: StepRecord) -> None:
         """See ``Observer``."""
         kind = "prefill" if record.prefills else "decode"
         name = f"{kind}, suspended" if record.is_suspended else kind

@@ -9,15 +9,15 @@ from typing import Protocol
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.simulator.chrome_trace import ChromeTrace
 from sglang_coserve.simulator.event_log import EventLog
-from sglang_coserve.simulator.observer import Observer
+from sglang_coserve.simulator.observer import SimulationObserver
 from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.simulator.result import SimulationResult
 from sglang_coserve.simulator.run import simulate
 
-__all__ = ["Control", "compare"]
+__all__ = ["SimulationControl", "compare"]
 
 
-class Control(Protocol):
+class SimulationControl(Protocol):
     """Observes the progress of runs and may end them; implemented by ``RunControl``."""
 
     @property
@@ -37,7 +37,7 @@ class Control(Protocol):
 def compare(
     options: SimulationOptions,
     directory: Path,
-    control: Control,
+    control: SimulationControl,
     *,
     event_log: bool = False,
     chrome_trace: bool = False,
@@ -75,8 +75,8 @@ def _observers(
     files: ExitStack,
     event_log: bool,
     chrome_trace: bool,
-) -> list[Observer]:
-    observers: list[Observer] = []
+) -> list[SimulationObserver]:
+    observers: list[SimulationObserver] = []
     if event_log:
         log = files.enter_context((directory / f"events-{policy.name}.jsonl").open("w"))
         run = {"policy": policy.name, "settings": options.to_dict()}

@@ -19,7 +19,7 @@ class Counters:
     """Tokens computed for online requests, including recomputed ones."""
 
     offline_tokens: int = 0
-    evictions: int = 0
+    retractions: int = 0
     pauses: int = 0
     suspensions: int = 0
     """How often a step was suspended at a safepoint."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.simulator.request import SimRequest
 
 __all__ = ["DecodeRows"]
@@ -44,7 +44,7 @@ class DecodeRows:
         """Pages to allocate for one more token of each row."""
         return self._rows_by_fill[-self._iterations % self._page_tokens]
 
-    def add_to(self, prefills: BatchStats) -> BatchStats:
+    def add_to(self, prefills: StepStats) -> StepStats:
         """Return the sums over the prefills and one token of each row."""
         count = len(self.rows)
         return prefills._replace(

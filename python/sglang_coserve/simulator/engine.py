@@ -11,20 +11,20 @@ from sglang_coserve.core.request import Ending, RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
 from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan, StepResult
 from sglang_coserve.simulator.counters import Counters
-from sglang_coserve.simulator.executor import Executor
+from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import SafepointConfig
-from sglang_coserve.simulator.observer import IterationRecord, Observer, RequestEvent
+from sglang_coserve.simulator.observer import RequestEvent, SimulationObserver, StepRecord
 from sglang_coserve.simulator.request import SimRequest
-from sglang_coserve.simulator.running_batch import RunningBatch
-from sglang_coserve.simulator.source import Source
+from sglang_coserve.simulator.running_step import RunningStep
+from sglang_coserve.simulator.source import TrafficSource
 
-__all__ = ["Engine", "SchedulerDoor"]
+__all__ = ["Engine", "SchedulerApi"]
 
 _ROUNDING: Final = 1e-9
 """Tolerance for shares that are multiples of a safepoint's share."""
 
 
-class SchedulerDoor(Protocol):
+class SchedulerApi(Protocol):
     """The methods of ``core.scheduler.Scheduler`` that the event loop calls."""
 
     def arrived(self, info: RequestInfo) -> None:
@@ -65,10 +65,10 @@ class Engine:
 
     def __init__(
         self,
-        scheduler: SchedulerDoor,
-        executor: Executor,
-        source: Source,
-        observers: Sequence[Observer] = (),
+        scheduler: SchedulerApi,
+        executor: SimulatedExecutor,
+        source: TrafficSource,
+        observers: Sequence[SimulationObserver] = (),
         take_back: Callable[[SimRequest], None] | None = None,
     ) -> None:
         """``take_back`` is called with retracted requests; with None they wait here again."""
@@ -112,7 +112,7 @@ class Engine:
         if plan.drops:
             self._drop()
             return True
-        if plan.is_idle and not (plan.shed or plan.evict):
+        if plan.is_idle and not (plan.shed or plan.retract):
             return self._pass_time(end_s)
         self.last_plan = plan
         batch = executor.suspended if plan.resumes else self._begin(plan)
@@ -125,22 +125,22 @@ class Engine:
         self._seen_until_s = start_s if executor.config.overlap else self.now_s
         if executor.suspended is batch:
             self.counters.suspensions += 1
-            self._tell_step(plan, batch, start_s)
+            self._report_step(plan, batch, start_s)
             return True
         ended = executor.end(batch, self.now_s, batch.spent_s)
         self._scheduler.update(batch.result(self.now_s))
-        self._tell_step(plan, batch, start_s)
-        self._tell_tokens(batch)
+        self._report_step(plan, batch, start_s)
+        self._report_tokens(batch)
         for request in ended:
             self._scheduler.finish(request.info.rid)
             self._tell(RequestEvent.FINISHED, request)
         return True
 
-    def _begin(self, plan: StepPlan) -> RunningBatch:
+    def _begin(self, plan: StepPlan) -> RunningStep:
         if not plan.is_idle:
             self._scheduler.start(plan, plan.prefills)
         batch = self._executor.begin(plan, self.now_s)
-        self._tell_changes(plan, batch)
+        self._report_changes(plan, batch)
         return batch
 
     def _drop(self) -> None:
@@ -153,7 +153,7 @@ class Engine:
         self._scheduler.update(result)
         for request in lost:
             self._scheduler.restore(request.info.rid, request.generated_tokens)
-            self._tell(RequestEvent.EVICTED, request)
+            self._tell(RequestEvent.RETRACTED, request)
 
     def _pass_time(self, end_s: float) -> bool:
         if self._executor.settle():
@@ -203,7 +203,7 @@ class Engine:
         """Remove a request that moves to another engine."""
         self._scheduler.finish(request.info.rid, Ending.ABORTED)
 
-    def _run(self, plan: StepPlan, batch: RunningBatch) -> None:
+    def _run(self, plan: StepPlan, batch: RunningStep) -> None:
         """Advance the time until the step ends or is suspended at a safepoint."""
         executor, safepoint = self._executor, self._executor.config.safepoint
         start_s, resume_s = self.now_s, 0.0
@@ -221,7 +221,7 @@ class Engine:
             executor.suspended = batch if share < 1.0 else None
 
     def _share_done(
-        self, plan: StepPlan, batch: RunningBatch, start_s: float, safepoint: SafepointConfig
+        self, plan: StepPlan, batch: RunningStep, start_s: float, safepoint: SafepointConfig
     ) -> float:
         """Return the share of an offline-lane step that is done when it is suspended or ends.
 
@@ -247,13 +247,13 @@ class Engine:
                 share = min(share, at_share)
         return min(share, 1.0)
 
-    def _tell_changes(self, plan: StepPlan, batch: RunningBatch) -> None:
+    def _report_changes(self, plan: StepPlan, batch: RunningStep) -> None:
         for request in batch.shed:
             self._scheduler.finish(request.info.rid, Ending.REFUSED)
             self._tell(RequestEvent.SHED, request)
-        for request in batch.evicted:
-            self.counters.evictions += 1
-            self._tell(RequestEvent.EVICTED, request)
+        for request in batch.retracted:
+            self.counters.retractions += 1
+            self._tell(RequestEvent.RETRACTED, request)
             if self._take_back is not None:
                 self._executor.withdraw(request)
                 self._take_back(request)
@@ -271,7 +271,7 @@ class Engine:
             for rid in rids:
                 self._tell(event, rows[rid])
 
-    def _tell_step(self, plan: StepPlan, batch: RunningBatch, start_s: float) -> None:
+    def _report_step(self, plan: StepPlan, batch: RunningStep, start_s: float) -> None:
         is_suspended = self._executor.suspended is batch
         online, offline = (0, 0) if is_suspended else batch.tokens_by_class()
         counters = self.counters
@@ -282,7 +282,7 @@ class Engine:
         if not self._observers:
             return
         executor = self._executor
-        record = IterationRecord(
+        record = StepRecord(
             counters.iterations - 1,
             start_s,
             self.now_s,
@@ -303,9 +303,9 @@ class Engine:
             is_suspended,
         )
         for observer in self._observers:
-            observer.on_iteration(record)
+            observer.on_step(record)
 
-    def _tell_tokens(self, batch: RunningBatch) -> None:
+    def _report_tokens(self, batch: RunningStep) -> None:
         if self._observers:
             for request, _ in batch.chunks:
                 if len(request.token_times_s) == 1:

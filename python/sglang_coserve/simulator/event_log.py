@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Final, TextIO
 
-from sglang_coserve.simulator.observer import IterationRecord, RequestEvent
+from sglang_coserve.simulator.observer import RequestEvent, StepRecord
 from sglang_coserve.simulator.request import SimRequest
 
 __all__ = ["EventLog"]
@@ -48,7 +48,7 @@ class EventLog:
             line["generated_tokens"] = request.generated_tokens
         self._write(line)
 
-    def on_iteration(self, record: IterationRecord) -> None:
+    def on_step(self, record: StepRecord) -> None:
         """See ``Observer``."""
         fields = record._asdict()
         if math.isinf(record.budget_s):

@@ -12,28 +12,28 @@ import random
 from bisect import insort
 from typing import Final
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Row
 from sglang_coserve.core.step import Lane, StepPlan
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.simulator.checkpoint import HostCheckpoint
 from sglang_coserve.simulator.decode_rows import DecodeRows
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.kv_pool import KvPool
-from sglang_coserve.simulator.prefix_cache import PrefixCache
+from sglang_coserve.simulator.prefix_cache import SimulatedPrefixCache
 from sglang_coserve.simulator.request import SimRequest
-from sglang_coserve.simulator.running_batch import RunningBatch
+from sglang_coserve.simulator.running_step import RunningStep
 
-__all__ = ["Executor"]
+__all__ = ["SimulatedExecutor"]
 
 _DECODES_IN: Final = {Lane.SHARED: RequestState.DECODING, Lane.OFFLINE: RequestState.PAUSED}
 
 
-class Executor:
+class SimulatedExecutor:
     """The requests of one engine, their KV, and the time that steps take.
 
-    Also implements the core's ``PrefixCache``. A step costs O(rows), plus O(prompt)
+    Also implements the core's ``SimulatedPrefixCache``. A step costs O(rows), plus O(prompt)
     for each chunk.
     """
 
@@ -44,7 +44,7 @@ class Executor:
         self._random = random.Random(config.seed)
         # Parameter of a lognormal distribution with mean 1.
         self._noise_sigma = math.sqrt(math.log1p(config.noise_cv**2))
-        self.cache = PrefixCache(config.page_tokens)
+        self.cache = SimulatedPrefixCache(config.page_tokens)
         self.pool = KvPool(config.kv_capacity_tokens, self.cache, config.page_tokens)
         self._checkpoint = (
             HostCheckpoint(config.checkpoint.tokens_per_s, config.page_tokens)
@@ -63,7 +63,7 @@ class Executor:
         self._sharing_version = 0
         self._decoding = DecodeRows((), config.page_tokens)
         self._no_decodes = DecodeRows((), config.page_tokens)
-        self.suspended: RunningBatch | None = None
+        self.suspended: RunningStep | None = None
         """The suspended step. It holds its KV, and its rows are in no other step."""
 
         self._ended: list[SimRequest] = []
@@ -117,10 +117,10 @@ class Executor:
             resume_s=safepoint.resume_s if safepoint else 0.0,
         )
 
-    def begin(self, plan: StepPlan, now_s: float = 0.0) -> RunningBatch:
+    def begin(self, plan: StepPlan, now_s: float = 0.0) -> RunningStep:
         """Change memory and states as planned, and start the step."""
         shed = [self._shed(rid) for rid in plan.shed]
-        evicted = [self._evict(self.rows[rid], tokens) for rid, tokens in plan.evict]
+        retracted = [self._retract(self.rows[rid], tokens) for rid, tokens in plan.retract]
         for rid in plan.pause:
             self._switch(self.rows[rid], RequestState.PAUSED)
         for rid in plan.resume:
@@ -130,16 +130,16 @@ class Executor:
         if plan.pause or plan.resume:
             self._list_decoding()
         decoding = self._decodes_of(plan)
-        batch = RunningBatch(
+        batch = RunningStep(
             step=plan.step,
             lane=plan.lane,
             started_s=now_s,
             chunks=[],
             decodes=decoding.rows,
             online_decodes=decoding.num_online,
-            stats=BatchStats(),
+            stats=StepStats(),
             seconds=0.0,
-            evicted=evicted,
+            retracted=retracted,
             shed=shed,
         )
         opened = decoding.opened_pages
@@ -149,13 +149,13 @@ class Executor:
         # Reloaded pages belong to the requests at once.
         batch.opened_pages = opened - batch.reloaded_tokens // self.pool.page_tokens
         batch.stats = decoding.add_to(
-            BatchStats.of((tokens, request.computed_tokens) for request, tokens in batch.chunks)
+            StepStats.of((tokens, request.computed_tokens) for request, tokens in batch.chunks)
         )
         assert batch.stats == plan.batch, f"planned {plan.batch}, found {batch.stats}"
         batch.seconds = self._duration_s(batch)
         return batch
 
-    def end(self, batch: RunningBatch, end_s: float, seconds: float) -> list[SimRequest]:
+    def end(self, batch: RunningStep, end_s: float, seconds: float) -> list[SimRequest]:
         """Finish a step that took ``seconds``; return the requests that ended."""
         self._release_ended()
         ended: list[SimRequest] = []
@@ -206,7 +206,7 @@ class Executor:
         for request, tokens in batch.chunks:
             request.dropped_tokens += tokens
             if request in batch.admitted:
-                lost.append(self._evict(request, 0))
+                lost.append(self._retract(request, 0))
             else:
                 self._switch(request, RequestState.PARKED)
         return lost
@@ -287,7 +287,7 @@ class Executor:
             return saved
         return max(saved, self.cache.match(request.tokens, limit))
 
-    def _begin_chunk(self, batch: RunningBatch, rid: str, tokens: int) -> int:
+    def _begin_chunk(self, batch: RunningStep, rid: str, tokens: int) -> int:
         """Add a chunk to the batch; return the pages that it needs."""
         pages_of = self.pool.pages_of
         request = self.rows.get(rid)
@@ -302,7 +302,7 @@ class Executor:
         batch.chunks.append((request, tokens))
         return opened + pages_of(computed + tokens) - pages_of(computed)
 
-    def _admit(self, batch: RunningBatch, rid: str) -> tuple[SimRequest, int]:
+    def _admit(self, batch: RunningStep, rid: str) -> tuple[SimRequest, int]:
         """Make a waiting request a row; return it and the pages needed for reloaded KV."""
         request = self.offline_waiting.pop(rid, None)
         if request is None:
@@ -358,7 +358,7 @@ class Executor:
         request.move(RequestState.ABORTED)
         return request
 
-    def _evict(self, request: SimRequest, tokens: int) -> SimRequest:
+    def _retract(self, request: SimRequest, tokens: int) -> SimRequest:
         """Retract a row: release its last tokens; the first ones stay in the prefix cache."""
         head_tokens = request.computed_tokens - tokens
         assert head_tokens >= 0, f"{request.info.rid}: {tokens} tokens of {request.computed_tokens}"
@@ -433,7 +433,7 @@ class Executor:
     def _list_decoding(self) -> None:
         self._decoding = DecodeRows(self.rows.values(), self.pool.page_tokens)
 
-    def _duration_s(self, batch: RunningBatch) -> float:
+    def _duration_s(self, batch: RunningStep) -> float:
         stats = batch.stats
         for request in self._ended:
             stats = stats.with_decode(request.computed_tokens)

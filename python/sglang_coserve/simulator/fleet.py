@@ -16,8 +16,8 @@ from sglang_coserve.core.line_placement import LINES_AHEAD, LinePlacement, Place
 from sglang_coserve.core.offline_queue import unpack_tokens
 from sglang_coserve.jsonl.prefix_key import prefix_key
 from sglang_coserve.simulator.engine import Engine
-from sglang_coserve.simulator.executor import Executor
-from sglang_coserve.simulator.observer import IterationRecord, Observer, RequestEvent
+from sglang_coserve.simulator.executor import SimulatedExecutor
+from sglang_coserve.simulator.observer import RequestEvent, SimulationObserver, StepRecord
 from sglang_coserve.simulator.request import SimRequest
 
 __all__ = ["Fleet", "FleetEngine", "Mailbox"]
@@ -31,7 +31,7 @@ _KEY_TOKENS: Final = 1024
 _ENDS: Final = frozenset({RequestEvent.FINISHED, RequestEvent.SHED})
 
 
-class Mailbox(Observer):
+class Mailbox(SimulationObserver):
     """What an engine gets of a batch, and which lines have ended in it.
 
     It is the backlog of the engine's ``Source`` and one of its observers.
@@ -54,19 +54,19 @@ class Mailbox(Observer):
         self._coming.append(line)
 
     def on_request(self, _now_s: float, event: RequestEvent, request: SimRequest) -> None:
-        """See ``Observer``."""
+        """See ``SimulationObserver``."""
         if event in _ENDS and not request.info.is_online:
             self.ended.append(request)
 
-    def on_iteration(self, record: IterationRecord) -> None:
-        """See ``Observer``."""
+    def on_step(self, record: StepRecord) -> None:
+        """See ``SimulationObserver``."""
 
 
 class FleetEngine(NamedTuple):
     """An engine whose source has ``mailbox`` as a backlog without an end of its depth."""
 
     engine: Engine
-    executor: Executor
+    executor: SimulatedExecutor
     mailbox: Mailbox
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_coserve.simulator.prefix_cache import PrefixCache
+from sglang_coserve.simulator.prefix_cache import SimulatedPrefixCache
 
 __all__ = ["KvPool"]
 
@@ -13,7 +13,7 @@ class KvPool:
     Every method is O(1), except for evictions that ``allocate`` makes.
     """
 
-    def __init__(self, capacity_tokens: int, cache: PrefixCache, page_tokens: int) -> None:
+    def __init__(self, capacity_tokens: int, cache: SimulatedPrefixCache, page_tokens: int) -> None:
         self.cache = cache
         self.page_tokens = page_tokens
         self.capacity_pages = capacity_tokens // page_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from sglang_coserve.simulator.observer import IterationRecord, RequestEvent
+from sglang_coserve.simulator.observer import RequestEvent, StepRecord
 from sglang_coserve.simulator.request import SimRequest
 
 __all__ = ["LoadBin", "LoadCurve"]
@@ -36,7 +36,7 @@ class LoadCurve:
     def on_request(self, now_s: float, event: RequestEvent, request: SimRequest) -> None:
         """See ``Observer``; ignored."""
 
-    def on_iteration(self, record: IterationRecord) -> None:
+    def on_step(self, record: StepRecord) -> None:
         """See ``Observer``."""
         while (index := int(record.end_s / self.bin_s)) >= self.MAX_BINS:
             self._widen()

@@ -7,14 +7,14 @@ from typing import NamedTuple, Protocol
 
 from sglang_coserve.simulator.request import SimRequest
 
-__all__ = ["IterationRecord", "Observer", "RequestEvent"]
+__all__ = ["RequestEvent", "SimulationObserver", "StepRecord"]
 
 
 class RequestEvent(Enum):
     """An event in the life of a request."""
 
     ARRIVED = "arrived"
-    EVICTED = "evicted"
+    RETRACTED = "retracted"
     """Its KV was released; it waits again with its progress."""
 
     PAUSED = "paused"
@@ -26,7 +26,7 @@ class RequestEvent(Enum):
     """Refused: by the scheduler, or because it could never fit the device."""
 
 
-class IterationRecord(NamedTuple):
+class StepRecord(NamedTuple):
     """A step that has ended; of a suspended step there is one record for each part."""
 
     number: int
@@ -66,13 +66,13 @@ class IterationRecord(NamedTuple):
     """It was suspended; its tokens are in the record of the part in which it ends."""
 
 
-class Observer(Protocol):
+class SimulationObserver(Protocol):
     """Receives all events of a run in order of time."""
 
     def on_request(self, now_s: float, event: RequestEvent, request: SimRequest) -> None:
         """Called for each event of a request."""
         ...
 
-    def on_iteration(self, record: IterationRecord) -> None:
+    def on_step(self, record: StepRecord) -> None:
         """Called at the end of each step, before the events of its requests."""
         ...

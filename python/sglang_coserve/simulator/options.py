@@ -14,7 +14,7 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.simulator.assemble import Machine, offline_requests, read_profile
+from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests, read_profile
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.executor_config import (
     CheckpointConfig,
@@ -22,7 +22,7 @@ from sglang_coserve.simulator.executor_config import (
     SafepointConfig,
 )
 from sglang_coserve.simulator.models import kv_capacity_tokens
-from sglang_coserve.simulator.run import Setup, Workload
+from sglang_coserve.simulator.run import SimulationSetup, Workload
 from sglang_coserve.workload import fit_to_context, read_trace, sample_path, scale_rate, window
 
 __all__ = ["BASELINES", "SimulationOptions"]
@@ -104,17 +104,17 @@ class SimulationOptions:
         return [make_policy(name.strip()) for name in self.policy.split(",")]
 
     @cached_property
-    def machine(self) -> Machine:
+    def machine(self) -> SimulatedMachine:
         """The model and the devices."""
-        return Machine.named(self.model, self.hardware, self.tp_size)
+        return SimulatedMachine.named(self.model, self.hardware, self.tp_size)
 
-    def setup(self, policy: str) -> Setup:
+    def setup(self, policy: str) -> SimulationSetup:
         """Return the machine and the scheduler's settings for the policy of this name."""
         machine = self.machine
         has_mechanisms = policy not in BASELINES
         copied_bytes_per_s = self.checkpoint_gb_s * 1e9 * has_mechanisms
         safepoint_layers = self.safepoint_layers * has_mechanisms
-        return Setup(
+        return SimulationSetup(
             model=read_profile(self.profile) if self.profile else machine.roofline(),
             true_model=read_profile(self.true_profile) if self.true_profile else None,
             targets=SloTargets(_seconds(self.slo_ttft_ms), _seconds(self.slo_tpot_ms)),

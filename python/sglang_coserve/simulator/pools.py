@@ -11,7 +11,7 @@ from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.migration import closest_lengths, preferred_length
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.simulator.engine import Engine
-from sglang_coserve.simulator.executor import Executor
+from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.request import SimRequest
 
 __all__ = ["Pools", "Pull", "length_preference"]
@@ -31,8 +31,8 @@ class Pools:
 
     def __init__(
         self,
-        relaxed: tuple[Engine, Executor],
-        strict: tuple[Engine, Executor],
+        relaxed: tuple[Engine, SimulatedExecutor],
+        strict: tuple[Engine, SimulatedExecutor],
         link_tokens_per_s: float,
         pull: Pull,
     ) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES, common_prefix_bytes
 
-__all__ = ["Node", "PrefixCache"]
+__all__ = ["Node", "SimulatedPrefixCache"]
 
 
 @dataclass(eq=False, slots=True)
@@ -39,7 +39,7 @@ class Node:
         return len(self.edge) // TOKEN_BYTES
 
 
-class PrefixCache:
+class SimulatedPrefixCache:
     """The prefixes with KV on the device, in whole pages; evicts the least recently used first.
 
     Tokens are packed (``core.offline_queue.pack_tokens``). Walks cost O(edges on

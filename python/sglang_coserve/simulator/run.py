@@ -15,15 +15,15 @@ from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.slo import Slo, deadlines
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.engine import Engine
-from sglang_coserve.simulator.executor import Executor
+from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.load_curve import LoadCurve
-from sglang_coserve.simulator.observer import Observer
+from sglang_coserve.simulator.observer import SimulationObserver
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.result import SimulationResult
-from sglang_coserve.simulator.source import Source
+from sglang_coserve.simulator.source import TrafficSource
 
-__all__ = ["Setup", "Workload", "simulate"]
+__all__ = ["SimulationSetup", "Workload", "simulate"]
 
 _PROGRESS_ITERATIONS = 256
 
@@ -51,7 +51,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class SimulationSetup:
     """The machine and the scheduler's settings, shared by all policies that are compared."""
 
     model: LatencyModel
@@ -88,10 +88,10 @@ class Setup:
 
 def simulate(
     workload: Workload,
-    setup: Setup,
+    setup: SimulationSetup,
     policy: Policy,
     *,
-    observers: Sequence[Observer] = (),
+    observers: Sequence[SimulationObserver] = (),
     on_progress: Callable[[float], bool] | None = None,
 ) -> SimulationResult:
     """Run a workload under one policy.
@@ -104,10 +104,10 @@ def simulate(
         on_progress: Called regularly with the simulated time; if it returns True, the
             run ends, and the result covers the time so far.
     """
-    executor = Executor(setup.executor, setup.true_model or setup.model)
+    executor = SimulatedExecutor(setup.executor, setup.true_model or setup.model)
     scheduler = setup.make_scheduler(policy)
     is_backlog = workload.backlog_depth > 0
-    source = Source(
+    source = TrafficSource(
         timed=[workload.online()] if is_backlog else [workload.online(), workload.offline()],
         backlog=workload.offline() if is_backlog else (),
         backlog_depth=workload.backlog_depth,

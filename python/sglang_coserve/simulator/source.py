@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 
 from sglang_coserve.simulator.request import SimRequest
 
-__all__ = ["Source"]
+__all__ = ["TrafficSource"]
 
 
-class Source:
+class TrafficSource:
     """Timed arrivals in order, and a backlog that keeps the offline queue filled."""
 
     def __init__(

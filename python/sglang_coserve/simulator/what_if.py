@@ -15,7 +15,7 @@ from sglang_coserve.metrics import LatencyReport, latency_report
 from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig
 from sglang_coserve.simulator.recorded_traffic import RecordedTraffic
 from sglang_coserve.simulator.result import LABEL, SimulationResult
-from sglang_coserve.simulator.run import Setup, Workload, simulate
+from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
 
 __all__ = ["Change", "Comparison", "Outcome", "compare_change", "parse_share"]
 
@@ -152,7 +152,7 @@ def _simulate(
         safepoint = SafepointConfig(
             round(1 / engine.stop_share), interval_layers=1, resume_s=engine.resume_s
         )
-    setup = Setup(
+    setup = SimulationSetup(
         model=recorded.profile.latency_model,
         true_model=traffic.true_model,
         executor=ExecutorConfig(

@@ -10,12 +10,12 @@
 from sglang_coserve.slo_search.options import SearchOptions, ValidationOptions
 from sglang_coserve.slo_search.progress import SearchProgress
 from sglang_coserve.slo_search.report import report_text, report_to_dict
-from sglang_coserve.slo_search.session import Session
+from sglang_coserve.slo_search.session import SearchSession
 
 __all__ = [
     "SearchOptions",
     "SearchProgress",
-    "Session",
+    "SearchSession",
     "ValidationOptions",
     "report_text",
     "report_to_dict",

@@ -19,7 +19,7 @@ from sglang_coserve.local_server import LocalServer
 from sglang_coserve.metrics import Outcome, RequestTimeline, latency_report
 from sglang_coserve.slo_search.load import Load
 from sglang_coserve.slo_search.machine import EngineMachine
-from sglang_coserve.slo_search.measurement import Measurement
+from sglang_coserve.slo_search.measurement import SearchRun
 from sglang_coserve.slo_search.progress import SearchProgress
 from sglang_coserve.workload import TraceRequest
 
@@ -99,7 +99,7 @@ class LiveBench:
 
     def measure(
         self, name: str, base_url: str, load: Load, offline_file: Path | None = None
-    ) -> Measurement:
+    ) -> SearchRun:
         """Send the online requests, together with a batch file if given, and measure them.
 
         Raises:
@@ -109,7 +109,7 @@ class LiveBench:
 
     async def _measure(
         self, name: str, base_url: str, load: Load, offline_file: Path | None
-    ) -> Measurement:
+    ) -> SearchRun:
         self.progress.begin(f"{name}: warming up")
         warmup = [
             replace(request, index=request.index + _WARMUP_INDEX, arrival_s=0.0)
@@ -119,7 +119,7 @@ class LiveBench:
         if offline_file is None:
             online = asyncio.create_task(self._replay(base_url, load.online))
             await self._wait(name, online, load.seconds)
-            return Measurement(latency_report(_served(await online)))
+            return SearchRun(latency_report(_served(await online)))
         options = ClientOptions(concurrency=load.offline_concurrency)
         async with AsyncCoserveClient(base_url, options=options) as client:
             results = self.logs / f"{name}.results.jsonl"
@@ -135,7 +135,7 @@ class LiveBench:
             timelines = await online
         tokens = after.prompt_tokens + after.completion_tokens
         tokens -= before.prompt_tokens + before.completion_tokens
-        return Measurement(
+        return SearchRun(
             latency_report(_served(timelines)),
             offline_tokens_per_s=tokens / load.seconds,
             offline_requests_per_s=(after.ok - before.ok) / load.seconds,

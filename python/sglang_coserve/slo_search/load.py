@@ -14,7 +14,7 @@ from sglang_coserve.simulator import Workload
 from sglang_coserve.simulator.assemble import offline_requests
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.workload import (
-    FitReport,
+    ContextFit,
     TraceRequest,
     fit_to_context,
     read_trace,
@@ -41,7 +41,7 @@ class Load:
     """Offline tokens are counted up to this time; online requests arrive before it."""
 
     max_context_tokens: int
-    cut: FitReport
+    cut: ContextFit
     """How the online requests were cut to the context length."""
 
     seed: int = 0
@@ -72,7 +72,7 @@ class Load:
 
 def read_online(
     trace: Path | None, *, rate: float, seconds: float | None, max_context_tokens: int
-) -> tuple[list[TraceRequest], FitReport]:
+) -> tuple[list[TraceRequest], ContextFit]:
     """Return the first ``seconds`` of a trace (None: the bundled sample), cut to the context.
 
     The arrival rate is multiplied by ``rate``; without ``seconds`` the whole trace is used.

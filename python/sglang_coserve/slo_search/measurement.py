@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from sglang_coserve.core.slo import SloCheck, SloResult
 from sglang_coserve.metrics import LatencyReport
 
-__all__ = ["Measurement", "Trial"]
+__all__ = ["SearchRun", "Trial"]
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class SearchRun:
     """The results of one run."""
 
     latency: LatencyReport
@@ -33,11 +33,11 @@ class Trial:
     budget_s: float | None
     """Step budget of the run; None for online requests alone."""
 
-    measurement: Measurement
+    measurement: SearchRun
     results: tuple[SloResult, ...]
 
     @classmethod
-    def of(cls, budget_s: float | None, measurement: Measurement, check: SloCheck) -> Trial:
+    def of(cls, budget_s: float | None, measurement: SearchRun, check: SloCheck) -> Trial:
         """Judge a run.
 
         Raises:

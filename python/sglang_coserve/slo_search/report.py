@@ -10,7 +10,7 @@ from sglang_coserve import __version__
 from sglang_coserve.core.slo import SloResult, format_slo
 from sglang_coserve.simulator.result import LABEL
 from sglang_coserve.slo_search.measurement import Trial
-from sglang_coserve.slo_search.session import Session
+from sglang_coserve.slo_search.session import SearchSession
 from sglang_coserve.slo_search.validation import ValidationRun
 
 __all__ = ["report_text", "report_to_dict"]
@@ -18,12 +18,12 @@ __all__ = ["report_text", "report_to_dict"]
 _MEASURED: Final = "measured"
 
 
-def report_text(session: Session) -> str:
+def report_text(session: SearchSession) -> str:
     """Return the tables of all runs, the result, and the command line to serve with."""
     return "".join(f"{line}\n" for line in _lines(session))
 
 
-def report_to_dict(session: Session) -> dict[str, Any]:
+def report_to_dict(session: SearchSession) -> dict[str, Any]:
     """Return the whole session for JSON, with times in milliseconds."""
     search, validation, profile = session.search, session.validation, session.profile
     return {
@@ -62,7 +62,7 @@ def report_to_dict(session: Session) -> dict[str, Any]:
     }
 
 
-def _lines(session: Session) -> Iterator[str]:
+def _lines(session: SearchSession) -> Iterator[str]:
     profile, search = session.profile, session.search
     yield f"{profile.model} on {profile.hardware}, tp {profile.tp_size}"
     if session.machine is not None:
@@ -81,7 +81,7 @@ def _lines(session: Session) -> Iterator[str]:
         yield f"  {command}"
 
 
-def _measured_rows(session: Session, alone: Trial) -> Iterator[tuple[str, Trial]]:
+def _measured_rows(session: SearchSession, alone: Trial) -> Iterator[tuple[str, Trial]]:
     yield f"online only, {_MEASURED}", alone
     if session.validation is not None:
         yield f"online only, {LABEL}", session.validation.simulated_alone
@@ -90,7 +90,7 @@ def _measured_rows(session: Session, alone: Trial) -> Iterator[tuple[str, Trial]
             yield f"run {number}, {LABEL}", run.simulated
 
 
-def _verdict(session: Session) -> str:
+def _verdict(session: SearchSession) -> str:
     search, validation = session.search, session.validation
     if session.problem is not None:
         return f"no budget: {session.problem}"
@@ -109,7 +109,7 @@ def _verdict(session: Session) -> str:
     )
 
 
-def _command(session: Session) -> str | None:
+def _command(session: SearchSession) -> str | None:
     flags = session.server_flags
     return None if flags is None else shlex.join(["coserve", "serve", *flags])
 

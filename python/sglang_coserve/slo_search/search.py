@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.budget_search import search_budget
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.slo import Slo, SloCheck
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InfeasibleError
 from sglang_coserve.metrics import LatencyReport
 from sglang_coserve.slo_search.load import Load
@@ -68,7 +68,7 @@ class BudgetSearch:
         """The smallest useful budget: the time of an online decode and an offline chunk."""
         online = self._bench.load.online
         context_tokens = sum(r.prompt_tokens for r in online) // len(online)
-        batch = BatchStats.of([(SchedulerConfig().min_chunk_tokens, 0)], [context_tokens])
+        batch = StepStats.of([(SchedulerConfig().min_chunk_tokens, 0)], [context_tokens])
         return self._bench.model.predict(batch)
 
     def run(self) -> float:

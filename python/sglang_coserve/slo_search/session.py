@@ -18,12 +18,12 @@ from sglang_coserve.slo_search.server_flags import budget_flags, policy_flags, s
 from sglang_coserve.slo_search.simulated import SimulatedBench
 from sglang_coserve.slo_search.validation import Validation
 
-__all__ = ["Session"]
+__all__ = ["SearchSession"]
 
 _ALONE = "online-only"
 
 
-class Session:
+class SearchSession:
     """One search. Its results so far remain available when it ends early."""
 
     def __init__(self, options: SearchOptions, work: Path, progress: SearchProgress) -> None:

@@ -9,10 +9,10 @@ from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.slo import SloCheck, request_targets
 from sglang_coserve.metrics import Outcome, SloTargets, latency_report
-from sglang_coserve.simulator import Setup, SimulationResult, simulate
+from sglang_coserve.simulator import SimulationResult, SimulationSetup, simulate
 from sglang_coserve.slo_search.load import Load
 from sglang_coserve.slo_search.machine import EngineMachine
-from sglang_coserve.slo_search.measurement import Measurement
+from sglang_coserve.slo_search.measurement import SearchRun
 from sglang_coserve.slo_search.progress import SearchProgress
 
 __all__ = ["SimulatedBench"]
@@ -28,18 +28,18 @@ class SimulatedBench:
     policy: str
     progress: SearchProgress
 
-    def online_only(self) -> Measurement:
+    def online_only(self) -> SearchRun:
         """Run without offline requests and without targets."""
         return self._run("online_only", SloTargets(), None)
 
-    def under_budget(self, budget_s: float, check: SloCheck) -> Measurement:
+    def under_budget(self, budget_s: float, check: SloCheck) -> SearchRun:
         """Run both classes; as on the server, the scheduler has the SLOs and the budget."""
         targets = request_targets(check.slos, check.online_only)
         return self._run(self.policy, targets, budget_s)
 
-    def _run(self, policy: str, targets: SloTargets, budget_s: float | None) -> Measurement:
+    def _run(self, policy: str, targets: SloTargets, budget_s: float | None) -> SearchRun:
         load = self.load
-        setup = Setup(
+        setup = SimulationSetup(
             model=self.model,
             executor=self.machine.executor_config(load.seed),
             targets=targets,
@@ -55,10 +55,10 @@ class SimulatedBench:
         return _measurement(result)
 
 
-def _measurement(result: SimulationResult) -> Measurement:
+def _measurement(result: SimulationResult) -> SearchRun:
     offline = result.offline_throughput
     outcomes = {timeline.outcome for timeline in result.offline}
-    return Measurement(
+    return SearchRun(
         latency_report(result.online),
         offline_tokens_per_s=offline.total_tokens_per_s,
         offline_requests_per_s=offline.requests_per_s,

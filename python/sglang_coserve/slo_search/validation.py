@@ -12,7 +12,7 @@ from sglang_coserve.core.slo import Latency, SloCheck
 from sglang_coserve.errors import InfeasibleError
 from sglang_coserve.slo_search.live import LiveBench
 from sglang_coserve.slo_search.load import Load
-from sglang_coserve.slo_search.measurement import Measurement, Trial
+from sglang_coserve.slo_search.measurement import SearchRun, Trial
 from sglang_coserve.slo_search.offline_file import offline_file
 from sglang_coserve.slo_search.server_flags import budget_flags, slo_flags
 from sglang_coserve.slo_search.simulated import SimulatedBench
@@ -114,7 +114,7 @@ class Validation:
         self.runs.append(run)
         return run.measured
 
-    def _lines(self, load: Load, expected: Measurement) -> Path:
+    def _lines(self, load: Load, expected: SearchRun) -> Path:
         seconds = _LINES_FACTOR * (load.seconds + _EXTRA_SECONDS)
         num_lines = math.ceil(expected.offline_requests_per_s * seconds) + load.offline_concurrency
         path = self._live.logs / "offline.jsonl"

@@ -136,7 +136,7 @@ async def _open_service(
     http_server: Any, config: CoserveConfig, backend: BatchBackend, stack: AsyncExitStack
 ) -> None:
     """Open the Batch API for as long as ``stack``."""
-    from sglang_coserve.srt.engine_death import fatal_signals_told_to
+    from sglang_coserve.srt.engine_death import fatal_signals_recorded_in
 
     assert config.coserve_data_dir is not None
     target = webhook_target_of(config)
@@ -145,7 +145,7 @@ async def _open_service(
     )
     set_service(http_server.app, service)
     stack.push_async_callback(_close, http_server.app, service)
-    stack.enter_context(fatal_signals_told_to(service.fatal_signal_path))
+    stack.enter_context(fatal_signals_recorded_in(service.fatal_signal_path))
     manager = http_server._global_state.tokenizer_manager
     manager.coserve_on_death = service.note_engine_death
     args = compat.settings_of(manager.server_args)

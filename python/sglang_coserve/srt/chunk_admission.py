@@ -13,7 +13,7 @@ from typing import Any
 from sglang_coserve.core.step import PrefillChunk
 from sglang_coserve.srt.chunk_limit import install_chunk_limits, limit_next_chunk
 from sglang_coserve.srt.engine_view import EngineView
-from sglang_coserve.srt.offline_eviction import OfflineEviction, Prefill
+from sglang_coserve.srt.offline_retraction import OfflineRetraction, Prefill
 
 __all__ = ["ChunkAdmission"]
 
@@ -25,12 +25,16 @@ class ChunkAdmission:
     """Offers SGLang's admission exactly the requests that the next batch should have."""
 
     def __init__(
-        self, view: EngineView, eviction: OfflineEviction, events: Counter[str], page_tokens: int
+        self,
+        view: EngineView,
+        retraction: OfflineRetraction,
+        events: Counter[str],
+        page_tokens: int,
     ) -> None:
         """Install chunk limits in this process (``chunk_limit``)."""
         install_chunk_limits()
         self._view = view
-        self._eviction = eviction
+        self._retraction = retraction
         self._events = events
         self._page_tokens = page_tokens
 
@@ -39,7 +43,7 @@ class ChunkAdmission:
 
         At most one chunk continues an unfinished prefill, and it comes first.
         """
-        begun = {req.rid for req in self._view.aside.parked}
+        begun = {req.rid for req in self._view.paused_rows.parked}
         if self._view.chunk is not None:
             begun.add(self._view.chunk.rid)
         continued: list[PrefillChunk] = []
@@ -101,16 +105,16 @@ class ChunkAdmission:
         unfinished = view.chunk
         if unfinished is not None and unfinished.rid not in {chunk.rid for chunk in chunks}:
             self.park_chunk()
-        if chunks and view.aside.is_parked(chunks[0].rid):
+        if chunks and view.paused_rows.is_parked(chunks[0].rid):
             assert view.chunk is None
-            view.put_chunk(view.aside.unpark(chunks[0].rid))
+            view.put_chunk(view.paused_rows.unpark(chunks[0].rid))
         if view.chunk is not None:
             limit_next_chunk(view.chunk, chunks[0].tokens)
 
     def park_chunk(self) -> None:
         """Park the unfinished prefill, unless there is none or SGLang is aborting it."""
         if self._view.can_take_chunk:
-            self._view.aside.park(self._view.take_chunk())
+            self._view.paused_rows.park(self._view.take_chunk())
             self._events["parked"] += 1
 
     def _admit(
@@ -129,7 +133,7 @@ class ChunkAdmission:
         running_batch.batch_is_full = False
         with self._view.chunk_size(max(tokens, page) + num_decodes, mixes_decodes=mixes_decodes):
             # This may retract rows: SGLang also reserves room for a request's output.
-            return self._eviction.admit(running_batch, prefill)
+            return self._retraction.admit(running_batch, prefill)
 
 
 def _correct_mixed_prefix_lens(batch: ScheduleBatch) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["fatal_signals_told_to", "is_stop_asked"]
+__all__ = ["fatal_signals_recorded_in", "is_stop_asked"]
 
 
 def is_stop_asked(tokenizer_manager: Any) -> bool:
@@ -26,7 +26,7 @@ def is_stop_asked(tokenizer_manager: Any) -> bool:
 
 
 @contextmanager
-def fatal_signals_told_to(path: Path) -> Generator[None]:
+def fatal_signals_recorded_in(path: Path) -> Generator[None]:
     """Write a traceback to ``path`` if the process dies of SIGSEGV or the like in this context.
 
     The next start logs it. Python's fault handler writes to one file only, so nothing goes to

@@ -43,7 +43,7 @@ def snapshot_of(
         resume_s: See ``EngineSnapshot``.
     """
     rows = _rows(view, ledger, running_batch)
-    num_decodes = len(running_batch.reqs) + len(view.aside.paused)
+    num_decodes = len(running_batch.reqs) + len(view.paused_rows.paused)
     return EngineSnapshot(
         now_s=now_s,
         rows=rows,
@@ -67,8 +67,8 @@ def snapshot_of(
 
 def _rows(view: EngineView, ledger: RequestLedger, running_batch: ScheduleBatch) -> list[Row]:
     rows = ledger.decode_rows(running_batch.reqs, RequestState.DECODING)
-    rows += ledger.decode_rows(view.aside.paused, RequestState.PAUSED)
-    rows += [ledger.prefill_row(req, RequestState.PARKED) for req in view.aside.parked]
+    rows += ledger.decode_rows(view.paused_rows.paused, RequestState.PAUSED)
+    rows += [ledger.prefill_row(req, RequestState.PARKED) for req in view.paused_rows.parked]
     if view.chunk is not None:
         rows.append(ledger.prefill_row(view.chunk, RequestState.PREFILLING))
     return rows

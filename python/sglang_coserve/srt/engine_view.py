@@ -12,8 +12,8 @@ from itertools import compress
 from typing import Any
 
 from sglang_coserve.srt import compat
+from sglang_coserve.srt.paused_rows import CountedRows, PausedRows
 from sglang_coserve.srt.request_marks import is_offline
-from sglang_coserve.srt.set_aside import HeldRows, SetAside
 
 __all__ = ["EngineView"]
 
@@ -36,7 +36,7 @@ class EngineView:
 
         self._scheduler = scheduler
         self._offered: list[Req] = []
-        self.aside = SetAside()
+        self.paused_rows = PausedRows()
         """Offline rows with KV that are in no batch of SGLang's."""
 
         self.suspended: tuple[Req, ...] = ()
@@ -182,7 +182,9 @@ class EngineView:
         if self.micro_batches == 1:
             return []
         scheduler = self._scheduler
-        here = {id(req) for req in (*scheduler.running_batch.reqs, *self.aside.reqs, self.chunk)}
+        here = {
+            id(req) for req in (*scheduler.running_batch.reqs, *self.paused_rows.reqs, self.chunk)
+        }
         rows: dict[int, Req] = {}
         for turn in range(self.micro_batches):
             if turn == self.turn:
@@ -207,15 +209,15 @@ class EngineView:
     def rows_with_kv(self, running_batch: ScheduleBatch) -> Iterator[Req]:
         """Yield all rows with KV: decoding, paused, parked, suspended, the unfinished prefill."""
         yield from running_batch.reqs
-        yield from self.aside.reqs
+        yield from self.paused_rows.reqs
         yield from self.suspended
         if self.chunk is not None:
             yield self.chunk
 
-    def held_rows(self) -> HeldRows:
+    def counted_rows(self) -> CountedRows:
         """Return the rows that SGLang's memory check must count instead of the running batch."""
         scheduler = self._scheduler
-        return HeldRows(
+        return CountedRows(
             self.rows_with_kv(scheduler.running_batch),
             counted=scheduler.last_batch.reqs if scheduler.last_batch else (),
         )
@@ -224,4 +226,4 @@ class EngineView:
         """Add these rows, and the paused and parked ones, to the running batch, so that SGLang
         retracts them with it."""
         running = self._scheduler.running_batch
-        running.reqs = [*running.reqs, *self.aside.take_all(), *reqs]
+        running.reqs = [*running.reqs, *self.paused_rows.take_all(), *reqs]

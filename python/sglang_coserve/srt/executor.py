@@ -22,7 +22,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.common import DynamicGradMode
 
 from sglang_coserve.core.latency_model import Sample
-from sglang_coserve.profiler.executor import BatchShape, ExecutorLimits
+from sglang_coserve.profiler.executor import ExecutorLimits, StepShape
 from sglang_coserve.profiler.latency import quick_samples
 from sglang_coserve.srt import compat
 
@@ -74,7 +74,7 @@ class SchedulerExecutor:
         """Limits of the scheduler; the KV capacity is what was free at the start."""
         return self._limits
 
-    def run(self, shape: BatchShape) -> float:
+    def run(self, shape: StepShape) -> float:
         """See ``profiler.Executor.run``."""
         assert self._limits.allow(shape), f"outside of {self._limits}: {shape}"
         reqs: list[Req] = []
@@ -86,7 +86,7 @@ class SchedulerExecutor:
                 self._release(reqs)
                 assert self._allocator.available_size() == free_tokens, "a batch leaked KV"
 
-    def _build(self, shape: BatchShape, reqs: list[Req]) -> ScheduleBatch:
+    def _build(self, shape: StepShape, reqs: list[Req]) -> ScheduleBatch:
         """Return the prepared batch; append its requests to ``reqs`` as memory is allocated."""
         decodes = None
         if shape.decodes:

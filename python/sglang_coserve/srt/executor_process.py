@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from sglang_coserve.errors import CoserveError, ServerError, StartupError
-from sglang_coserve.profiler.executor import BatchShape, ExecutorLimits
-from sglang_coserve.profiler.machine import Machine
+from sglang_coserve.profiler.executor import ExecutorLimits, StepShape
+from sglang_coserve.profiler.machine import ProfiledMachine
 from sglang_coserve.srt import compat, cpu
 
 __all__ = ["ExecutorProcesses"]
@@ -31,7 +31,7 @@ class ExecutorProcesses:
     """
 
     limits: ExecutorLimits
-    machine: Machine
+    machine: ProfiledMachine
 
     def __init__(self, argv: list[str]) -> None:
         compat.check_version()
@@ -76,7 +76,7 @@ class ExecutorProcesses:
     ) -> None:
         self.close()
 
-    def run(self, shape: BatchShape) -> float:
+    def run(self, shape: StepShape) -> float:
         """See ``profiler.Executor.run``."""
         for connection in self._connections:
             connection.send(shape)

@@ -16,7 +16,7 @@ __all__ = ["GrammarCache", "install_compiler_bound"]
 
 _MOST_GRAMMARS: Final = 1024
 _MOST_BYTES: Final = 256 << 20
-"""Compiled for a large vocabulary, a schema takes up to a few megabytes. An evicted one is
+"""Compiled for a large vocabulary, a schema takes up to a few megabytes. An retracted one is
 compiled again when needed, in tens of milliseconds outside of the scheduler's thread."""
 
 

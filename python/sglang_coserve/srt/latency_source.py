@@ -15,7 +15,7 @@ from sglang_coserve.core.latency_model import (
     RooflineModel,
 )
 from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
-from sglang_coserve.profiler.machine import Machine
+from sglang_coserve.profiler.machine import ProfiledMachine
 from sglang_coserve.srt.machine import machine_of
 
 __all__ = ["check_profile", "known_latency_model", "latency_profile"]
@@ -75,7 +75,7 @@ def _read(path: Path, tp_size: int) -> LatencyProfile:
     return profile
 
 
-def _load(path: Path, machine: Machine) -> LatencyProfile:
+def _load(path: Path, machine: ProfiledMachine) -> LatencyProfile:
     profile = _read(path, machine.tp_size)
     for what, profiled, here in (
         ("hardware", profile.hardware, machine.hardware),
@@ -91,7 +91,9 @@ def _load(path: Path, machine: Machine) -> LatencyProfile:
     return profile
 
 
-def _measure(scheduler: Any, machine: Machine, time_limit_s: float) -> LatencyProfile | None:
+def _measure(
+    scheduler: Any, machine: ProfiledMachine, time_limit_s: float
+) -> LatencyProfile | None:
     """Profile for at most this time; return None, with a warning, if that is not possible."""
     from sglang_coserve.srt.executor import profile_quickly
 
@@ -105,7 +107,7 @@ def _measure(scheduler: Any, machine: Machine, time_limit_s: float) -> LatencyPr
     return profiler.to_profile(fit, machine)
 
 
-def _guess(machine: Machine) -> LatencyProfile:
+def _guess(machine: ProfiledMachine) -> LatencyProfile:
     try:
         model = _datasheet_model(machine)
     except CoserveError as error:
@@ -119,6 +121,6 @@ def _guess(machine: Machine) -> LatencyProfile:
     )
 
 
-def _datasheet_model(machine: Machine) -> RooflineModel:
+def _datasheet_model(machine: ProfiledMachine) -> RooflineModel:
     shape = ModelShape.from_config(machine.model_config)
     return RooflineModel.from_datasheet(shape, machine.datasheet, tp_size=machine.tp_size)

@@ -8,7 +8,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from sglang_coserve.profiler.machine import Machine
+from sglang_coserve.profiler.machine import ProfiledMachine
 from sglang_coserve.srt import compat, cpu
 
 __all__ = ["machine_of"]
@@ -27,11 +27,11 @@ _SETTINGS = (
 """Fields of ServerArgs that affect step times or the batches that can run."""
 
 
-def machine_of(scheduler: Any) -> Machine:
+def machine_of(scheduler: Any) -> ProfiledMachine:
     """Return the device, the model and the settings that step times depend on."""
     server_args = compat.settings_of(scheduler.server_args)
     runner = scheduler.tp_worker.model_runner.decode_cuda_graph_runner
-    return Machine(
+    return ProfiledMachine(
         hardware=_hardware_name(),
         model=server_args.model_path,
         tp_size=server_args.tp_size,

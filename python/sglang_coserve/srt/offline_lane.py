@@ -19,16 +19,16 @@ from sglang.srt.managers.scheduler import NextBatchPlan
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.snapshot import SuspendedStep
 from sglang_coserve.core.step import PrefillChunk, StepPlan
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.chunk_admission import ChunkAdmission
 from sglang_coserve.srt.engine_view import EngineView
-from sglang_coserve.srt.offline_eviction import Prefill
+from sglang_coserve.srt.offline_retraction import Prefill
 from sglang_coserve.srt.request_marks import is_offline
-from sglang_coserve.srt.safepoint.batch_kind import BatchKind, kind_of, stats_of
 from sglang_coserve.srt.safepoint.counted_penalties import CountedPenalties
+from sglang_coserve.srt.safepoint.forward_kind import ForwardKind, kind_of, stats_of
 from sglang_coserve.srt.safepoint.rollback import give_up, roll_back
 from sglang_coserve.srt.safepoint.run_ahead import order_behind_pass
 
@@ -45,8 +45,8 @@ class SuspendedBatch:
     """The number of its plan."""
 
     batch: Any
-    kind: BatchKind
-    stats: BatchStats
+    kind: ForwardKind
+    stats: StepStats
     layer: int
     """The first layer that has not run."""
 
@@ -124,7 +124,7 @@ class OfflineLane:
             return last_batch
         if self._suspended is not None:
             return None  # SGLang's last batch has no rows any more (see ``stopped``).
-        scheduler, aside = self._scheduler, self._view.aside
+        scheduler, paused_rows = self._scheduler, self._view.paused_rows
         away = [req for req in (_chunk_of(batch),) if req is not None]
         chunk = self._view.chunk
         if chunk is not None:
@@ -137,7 +137,7 @@ class OfflineLane:
             compat.filter_out(batch, away)
         else:
             batch.filter_batch()
-        aside.hold(batch if batch.reqs else None)
+        paused_rows.hold(batch if batch.reqs else None)
         return None
 
     def prepare(
@@ -161,7 +161,7 @@ class OfflineLane:
             SGLang's plan, without a batch if there is nothing to run, and the admitted chunks.
         """
         running_batch = self._move(plan, running_batch)
-        decodes = self._view.aside.take_paused_batch()
+        decodes = self._view.paused_rows.take_paused_batch()
         if decodes.reqs:
             decodes.filter_batch()
         if self._has_left_decodes and decodes.reqs:
@@ -176,7 +176,7 @@ class OfflineLane:
             batch = decodes = self._scheduler.update_running_batch(decodes)
             batch = batch if batch.reqs else None
         if decodes is not batch and decodes.reqs:
-            self._view.aside.hold(decodes)
+            self._view.paused_rows.hold(decodes)
         self._launched = batch
         self._step = plan.step
         return NextBatchPlan(batch_to_run=batch, running_batch=running_batch), admitted
@@ -198,12 +198,12 @@ class OfflineLane:
         if not plan.pause:
             return running_batch
         self._events["paused"] += len(plan.pause)
-        aside = self._view.aside
+        paused_rows = self._view.paused_rows
         if all(is_offline(req) for req in running_batch.reqs):
             # The whole batch moves, so rows may have state other than KV.
-            aside.hold(running_batch)
+            paused_rows.hold(running_batch)
             return ScheduleBatch(reqs=[], batch_is_full=False)
-        aside.pause(running_batch, set(plan.pause))
+        paused_rows.pause(running_batch, set(plan.pause))
         return running_batch
 
     # --- Suspend and drop ----------------------------------------------------------------
@@ -217,7 +217,7 @@ class OfflineLane:
         assert held.batch is batch
         return held.layer, held.outputs
 
-    def stopped(self, batch: Any, layer: int, outputs: Any) -> BatchKind:
+    def stopped(self, batch: Any, layer: int, outputs: Any) -> ForwardKind:
         """Keep the lane's batch, which was suspended before ``layer``; return its kind."""
         kind = kind_of(batch)
         assert kind is not None
@@ -255,12 +255,12 @@ class OfflineLane:
             rows = roll_back(batch, held.kind, _chunk_of(batch), self._scheduler.future_map)
             self._penalties.keep(batch)
         batch.filter_batch()  # Rows may have ended meanwhile.
-        view.aside.hold(batch if batch.reqs else None)
+        view.paused_rows.hold(batch if batch.reqs else None)
         if rows.unfinished is not None:
             if view.chunk is None:
                 view.put_chunk(rows.unfinished)
             else:
-                view.aside.park(rows.unfinished)
+                view.paused_rows.park(rows.unfinished)
         view.wait_again(rows.released)
         self._has_left_decodes = False
         return rids

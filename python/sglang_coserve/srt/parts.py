@@ -19,7 +19,7 @@ from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_checkpoint.settings import why_off
 from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.latency_source import latency_profile
-from sglang_coserve.srt.offline_eviction import OfflineEviction
+from sglang_coserve.srt.offline_retraction import OfflineRetraction
 from sglang_coserve.srt.online_load import OnlineLoad
 from sglang_coserve.srt.rank_clock import RankClock
 from sglang_coserve.srt.replica_load import LoadReporter
@@ -57,7 +57,7 @@ class CoserveParts:
         self.checkpointing = KvCheckpointing(scheduler.tree_cache, reason)
         self.view = EngineView(scheduler, micro_batches=compat.parallel(scheduler).pp_size)
         self.pools = KvPools(scheduler)
-        self.eviction = OfflineEviction(scheduler, self.pools, self.view, self.events)
+        self.retraction = OfflineRetraction(scheduler, self.pools, self.view, self.events)
         self.runner = StepRunner(scheduler, installed)
         self.admission = self._make_admission(scheduler, config, clock)
         self.intake = RequestIntake(
@@ -102,7 +102,7 @@ class CoserveParts:
                 config,
                 pools=self.pools,
                 view=self.view,
-                eviction=self.eviction,
+                retraction=self.retraction,
                 clock=clock,
                 events=self.events,
                 forget=self.forget,
@@ -119,7 +119,7 @@ class CoserveParts:
             ),
             pools=self.pools,
             view=self.view,
-            eviction=self.eviction,
+            retraction=self.retraction,
             runner=self.runner,
             clock=clock,
             ledger=self.ledger,

@@ -13,13 +13,13 @@ from typing import Any
 
 from sglang_coserve.srt.arrival_time import arrival_s
 
-__all__ = ["RankClock", "Tick"]
+__all__ = ["RankClock", "RankTime"]
 
 Req = Any
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class RankTime:
     """The time on rank 0 at the start of a step."""
 
     now_s: float
@@ -42,7 +42,7 @@ class RankClock:
         """
         self._is_shared = is_shared
         self._is_source = is_source
-        self._tick: Tick | None = None
+        self._tick: RankTime | None = None
 
     def carried_by(self, input_blocker: Any) -> Any:
         """Return a wrapper of SGLang's input blocker that adds ticks to the broadcast."""
@@ -50,7 +50,7 @@ class RankClock:
             return input_blocker
         return _TickSource(input_blocker, is_source=self._is_source)
 
-    def take(self, tick: Tick) -> None:
+    def take(self, tick: RankTime) -> None:
         """Use the time of a tick from now on."""
         self._tick = tick
 
@@ -66,7 +66,7 @@ class RankClock:
 
 
 class _TickSource:
-    """Replaces SGLang's input blocker; adds a ``Tick`` to what rank 0 receives."""
+    """Replaces SGLang's input blocker; adds a ``RankTime`` to what rank 0 receives."""
 
     def __init__(self, inner: Any, *, is_source: bool) -> None:
         self._inner = inner
@@ -79,7 +79,7 @@ class _TickSource:
         if self._is_source and recv_reqs is not None:
             now_s = time.perf_counter()
             arrivals_s = {req.rid: arrival_s(req, now_s) for req in _with_rid(recv_reqs)}
-            return [Tick(now_s, arrivals_s), *recv_reqs]
+            return [RankTime(now_s, arrivals_s), *recv_reqs]
         return recv_reqs
 
 

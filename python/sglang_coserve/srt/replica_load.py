@@ -6,10 +6,10 @@ import time
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.engine_load import ClassLoad, OnlineShare, ReplicaLoad
 from sglang_coserve.core.offline_rate import expected_tokens_per_s, lines_at_a_time
 from sglang_coserve.core.request import RequestClass
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.compat import computed_tokens
 from sglang_coserve.srt.engine_view import EngineView
@@ -94,7 +94,7 @@ class LoadReporter:
         )
 
     def _reclaim_s(self, offline: list[Req], online: list[Req]) -> float | None:
-        """Return how long a step of these rows goes on until offline rows can be evicted."""
+        """Return how long a step of these rows goes on until offline rows can be retracted."""
         if not offline:
             return 0.0
         model = self._admission.latency_model() if self._is_predicted else None
@@ -108,7 +108,7 @@ class LoadReporter:
             left_tokens -= computed_tokens(chunk)
             tokens = min(self._chunk_tokens, left_tokens)
             prefills = [(max(tokens, 1), computed_tokens(chunk))]
-        step_s = model.predict(BatchStats.of(prefills=prefills, decodes=decodes))
+        step_s = model.predict(StepStats.of(prefills=prefills, decodes=decodes))
         # A step with online rows is theirs, too, and runs to its end.
         return step_s if online else step_s * self._runner.stop_share
 

@@ -19,7 +19,7 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.grammar_cache import GrammarCache
 from sglang_coserve.srt.load_snapshot import ReportingLoadInquirer
 from sglang_coserve.srt.parts import CoserveParts
-from sglang_coserve.srt.rank_clock import RankClock, Tick
+from sglang_coserve.srt.rank_clock import RankClock, RankTime
 from sglang_coserve.srt.replicas import STATE_KEY
 from sglang_coserve.srt.safepoint.install import install_safepoints
 from sglang_coserve.srt.scheduler_query import answer
@@ -70,7 +70,7 @@ class CoserveScheduler(Scheduler):
     def init_request_dispatcher(self) -> None:
         """Handle ticks in the broadcast."""
         super().init_request_dispatcher()
-        self._request_dispatcher += TypeBasedDispatcher([(Tick, self._rank_clock.take)])
+        self._request_dispatcher += TypeBasedDispatcher([(RankTime, self._rank_clock.take)])
 
     def init_metrics_reporter(self, *args: Any) -> None:
         """Let SGLang's metrics, too, say what online requests find."""
@@ -109,7 +109,7 @@ class CoserveScheduler(Scheduler):
     def init_invariant_checker(self) -> None:
         """Make SGLang's memory check count the rows outside of its batches, too."""
         super().init_invariant_checker()
-        self.invariant_checker.get_running_batch = lambda: self.parts.view.held_rows()
+        self.invariant_checker.get_running_batch = lambda: self.parts.view.counted_rows()
 
     # --- Requests arrive and leave -------------------------------------------------------
 
@@ -170,7 +170,7 @@ class CoserveScheduler(Scheduler):
 
     def update_running_batch(self, batch: ScheduleBatch) -> Any:
         """Before a decode step, retract offline rows so that SGLang need not choose victims."""
-        self.parts.eviction.make_room_for_decodes(batch)
+        self.parts.retraction.make_room_for_decodes(batch)
         return super().update_running_batch(batch)
 
     def is_disable_overlap_for_batch(

@@ -21,7 +21,7 @@ from sglang_coserve.srt.replica_load import LoadReporter
 from sglang_coserve.srt.replicas import EXPECTED_RATE_KEY
 from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.request_marks import is_offline
-from sglang_coserve.srt.safepoint.batch_kind import kind_of
+from sglang_coserve.srt.safepoint.forward_kind import kind_of
 from sglang_coserve.srt.step_runner import StepRunner
 from sglang_coserve.srt.step_trace import Record, StepTrace
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from sglang_coserve.srt.offline_lane import OfflineLane
 from sglang_coserve.srt.request_ledger import RequestLedger
-from sglang_coserve.srt.safepoint.batch_kind import BatchKind
+from sglang_coserve.srt.safepoint.forward_kind import ForwardKind
 from sglang_coserve.trace_events import mark, slice_of, span_begin, span_end
 
 __all__ = ["Record", "StepTrace", "trace_events"]
@@ -74,7 +74,7 @@ class StepTrace:
     def ended(
         self,
         reqs: Sequence[Req],
-        kind: BatchKind | None,
+        kind: ForwardKind | None,
         now_s: float,
         has_token: Sequence[bool] = (),
         *,

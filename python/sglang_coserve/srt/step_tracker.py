@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_coserve.core.batch_stats import BatchStats
-from sglang_coserve.core.step import JobTokens, PrefillChunk, Served, StepResult
+from sglang_coserve.core.step import JobTokens, PrefillChunk, ServedRequest, StepResult
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt.request_ledger import RequestLedger
-from sglang_coserve.srt.safepoint.batch_kind import kind_of, num_decodes, stats_of
+from sglang_coserve.srt.safepoint.forward_kind import kind_of, num_decodes, stats_of
 
 __all__ = ["StepTracker"]
 
@@ -27,11 +27,11 @@ class _Step:
     """Number of its plan; None if the core did not plan it."""
 
     started_s: float
-    batch: BatchStats
+    batch: StepStats
     chunks: tuple[PrefillChunk, ...]
     jobs: tuple[JobTokens, ...]
     seconds: float | None = None
-    served: tuple[Served, ...] = ()
+    served: tuple[ServedRequest, ...] = ()
     planning_s: float = 0.0
     spent_s: float = 0.0
     """Time that it ran before it was suspended; NaN if unknown."""
@@ -41,7 +41,7 @@ class _Step:
     is_told: bool = False
     """Whether its results are in: it is known which rows got a token."""
 
-    beside: tuple[BatchStats, ...] = ()
+    beside: tuple[StepStats, ...] = ()
     """See ``StepResult``."""
 
     def result(self) -> StepResult:
@@ -195,8 +195,8 @@ class StepTracker:
         step = passes[place] if place >= 0 else None
         if step is None:
             return
-        batches = [BatchStats() if other is None else other.batch for other in passes]
-        nothing = [BatchStats()] * (before - place)
+        batches = [StepStats() if other is None else other.batch for other in passes]
+        nothing = [StepStats()] * (before - place)
         step.beside = (*nothing, *batches[:place], *batches[place + 1 :])
         step.is_timed = True
         if not step.batch.is_empty and now_s > step.started_s:
@@ -204,7 +204,7 @@ class StepTracker:
 
     def _note_tokens(
         self, reqs: Sequence[Req], has_token: Sequence[bool], now_s: float
-    ) -> tuple[Served, ...]:
+    ) -> tuple[ServedRequest, ...]:
         ledger = self._ledger
         served = []
         for req, has in zip(reqs, has_token, strict=True):
@@ -212,19 +212,19 @@ class StepTracker:
                 continue  # The request was aborted meanwhile.
             info, last_s = ledger[req.rid], ledger.last_token_s(req.rid)
             if info.is_online:
-                served.append(Served(info, last_s, now_s if has else None))
+                served.append(ServedRequest(info, last_s, now_s if has else None))
             if has:
                 ledger.produced(req.rid, now_s)
         return tuple(served)
 
     def _content(
         self, batch: ScheduleBatch | None
-    ) -> tuple[BatchStats, tuple[PrefillChunk, ...], tuple[JobTokens, ...]]:
+    ) -> tuple[StepStats, tuple[PrefillChunk, ...], tuple[JobTokens, ...]]:
         """Return the sums over a batch that is ready to run, its prefills, and whose its offline
         rows are."""
         kind = kind_of(batch) if batch else None
         if batch is None or kind is None:
-            return BatchStats(), (), ()
+            return StepStats(), (), ()
         reqs = batch.reqs
         count = len(reqs) - num_decodes(batch, kind)
         chunks = [PrefillChunk(reqs[row].rid, batch.extend_lens[row]) for row in range(count)]

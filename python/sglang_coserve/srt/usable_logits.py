@@ -45,15 +45,15 @@ class GuardedSampler(Sampler):
     def forward(self, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any) -> Any:
         """Sample a token for each row; takes SGLang's arguments."""
         tokens = super().forward(logits_output, sampling_info, *args, **kwargs)
-        self._tell_of_rows(logits_output)
+        self._abort_unusable(logits_output)
         return tokens
 
     def compute_logprobs_only(self, logits_output: Any, *args: Any, **kwargs: Any) -> None:
         """Compute log-probabilities for requests that want scores and no token."""
         super().compute_logprobs_only(logits_output, *args, **kwargs)
-        self._tell_of_rows(logits_output)
+        self._abort_unusable(logits_output)
 
-    def _tell_of_rows(self, logits_output: Any) -> None:
+    def _abort_unusable(self, logits_output: Any) -> None:
         # This copy ends before that of the tokens, which SGLang waits for.
         setattr(logits_output, _ATTRIBUTE, self._unusable.to("cpu", non_blocking=True))
 

@@ -26,7 +26,7 @@ _SHARES: Final = {
 _RATES: Final = {
     "online_tokens_per_s": "online_tokens",
     "offline_tokens_per_s": "offline_tokens",
-    "evicted_tokens_per_s": "evicted_tokens",
+    "retracted_tokens_per_s": "retracted_tokens",
     "dropped_steps_per_s": "dropped_steps",
     "suspensions_per_s": "suspensions",
 }

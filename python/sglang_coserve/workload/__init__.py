@@ -9,13 +9,13 @@ Read or synthesize requests, shape them to the machine, then make prompts::
 from sglang_coserve.workload.arrivals import gamma_arrivals, poisson_arrivals, synthesize
 from sglang_coserve.workload.prompts import prompt_token_ids
 from sglang_coserve.workload.samples import sample_path
-from sglang_coserve.workload.shape import FitReport, fit_to_context, scale_rate, thin, window
+from sglang_coserve.workload.shape import ContextFit, fit_to_context, scale_rate, thin, window
 from sglang_coserve.workload.trace import TraceRequest, detect_format, read_trace
 from sglang_coserve.workload.trace_formats import BLOCK_TOKENS, TraceFormat
 
 __all__ = [
     "BLOCK_TOKENS",
-    "FitReport",
+    "ContextFit",
     "TraceFormat",
     "TraceRequest",
     "detect_format",

@@ -16,7 +16,7 @@ from sglang_coserve.errors import ConfigError
 from sglang_coserve.workload.trace import TraceRequest
 from sglang_coserve.workload.trace_formats import BLOCK_TOKENS
 
-__all__ = ["FitReport", "fit_to_context", "scale_rate", "thin", "window"]
+__all__ = ["ContextFit", "fit_to_context", "scale_rate", "thin", "window"]
 
 
 def window(
@@ -71,7 +71,7 @@ def thin(requests: Iterable[TraceRequest], keep: float, seed: int) -> Iterator[T
 
 
 @dataclass(frozen=True, slots=True)
-class FitReport:
+class ContextFit:
     """What ``fit_to_context`` changed. All zero but ``requests`` when it changed nothing."""
 
     requests: int = 0
@@ -101,7 +101,7 @@ def fit_to_context(
     requests: Iterable[TraceRequest],
     max_context_tokens: int,
     max_output_tokens: int | None = None,
-) -> tuple[list[TraceRequest], FitReport]:
+) -> tuple[list[TraceRequest], ContextFit]:
     """Cut requests to a model's context and drop those that failed when recorded.
 
     First outputs are cut, to ``max_output_tokens`` and to leave room for one
@@ -136,7 +136,7 @@ def fit_to_context(
                 hash_ids=request.hash_ids[: -(-prompt_tokens // BLOCK_TOKENS)],
             )
         )
-    report = FitReport(
+    report = ContextFit(
         len(kept), failed, prompts_cut, outputs_cut, prompt_tokens_cut, output_tokens_cut
     )
     return kept, report

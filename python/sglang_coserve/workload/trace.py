@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_coserve.errors import InputFileError, WorkloadError
-from sglang_coserve.workload.trace_formats import LAYOUTS, BadRowError, Layout, TraceFormat
+from sglang_coserve.workload.trace_formats import LAYOUTS, BadRowError, TraceFormat, TraceLayout
 
 __all__ = ["TraceRequest", "detect_format", "read_trace"]
 
@@ -76,7 +76,7 @@ def detect_format(path: str | Path) -> TraceFormat:
     return _only(path, _matching_formats(path))
 
 
-def _requests(path: Path, layout: Layout) -> Iterator[TraceRequest]:
+def _requests(path: Path, layout: TraceLayout) -> Iterator[TraceRequest]:
     rows = _csv_rows(path) if layout.container == "csv" else _json_rows(path)
     first_ns: int | None = None
     previous_ns = 0

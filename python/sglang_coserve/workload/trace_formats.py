@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from enum import Enum
 from typing import Any, Final, Literal, NoReturn
 
-__all__ = ["BLOCK_TOKENS", "LAYOUTS", "BadRowError", "Layout", "Record", "TraceFormat"]
+__all__ = ["BLOCK_TOKENS", "LAYOUTS", "BadRowError", "Record", "TraceFormat", "TraceLayout"]
 
 BLOCK_TOKENS: Final = 512
 """Prompt tokens covered by one of Mooncake's hash ids."""
@@ -43,7 +43,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TraceLayout:
     """How a format is laid out in its file."""
 
     container: Literal["csv", "jsonl"]
@@ -155,12 +155,14 @@ def _mooncake(row: Mapping[str, Any]) -> Record:
     )
 
 
-LAYOUTS: Final[Mapping[TraceFormat, Layout]] = {
-    TraceFormat.AZURE: Layout("csv", ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure),
-    TraceFormat.BURSTGPT: Layout(
+LAYOUTS: Final[Mapping[TraceFormat, TraceLayout]] = {
+    TraceFormat.AZURE: TraceLayout(
+        "csv", ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure
+    ),
+    TraceFormat.BURSTGPT: TraceLayout(
         "csv", ("Timestamp", "Request tokens", "Response tokens"), _burstgpt
     ),
-    TraceFormat.MOONCAKE: Layout(
+    TraceFormat.MOONCAKE: TraceLayout(
         "jsonl", ("timestamp", "input_length", "output_length"), _mooncake
     ),
 }

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from hypothesis import strategies as st
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import (
     BROS,
     CONSERVE,
@@ -20,6 +19,7 @@ from sglang_coserve.core.latency_model import (
     Sample,
     SampleTable,
 )
+from sglang_coserve.core.step_stats import StepStats
 
 LLAMA_3_1_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -147,7 +147,7 @@ def as_samples(table: SampleTable) -> list[Sample]:
     )
     rows = zip(*(column.tolist() for column in columns), strict=True)
     return [
-        Sample(BatchStats(*row), seconds)
+        Sample(StepStats(*row), seconds)
         for row, seconds in zip(rows, table.seconds.tolist(), strict=True)
     ]
 
@@ -166,8 +166,8 @@ class Rows:
     decodes: tuple[int, ...]
 
     @property
-    def stats(self) -> BatchStats:
-        return BatchStats.of(self.prefills, self.decodes)
+    def stats(self) -> StepStats:
+        return StepStats.of(self.prefills, self.decodes)
 
 
 _tokens = st.integers(1, 20_000)

@@ -20,7 +20,6 @@ from latency_cases import (
     unfitted,
 )
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import (
     BROS,
     CONSERVE,
@@ -31,6 +30,7 @@ from sglang_coserve.core.latency_model import (
     Sample,
     SampleTable,
 )
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError
 
 # The mean absolute value of normal noise of 3%.
@@ -111,9 +111,9 @@ def test_replayed_graphs_are_fitted_apart() -> None:
     together = LinearModel.of(CONSERVE).fit(both)
     assert apart.report.mape < 0.002
     assert together.report.mape > 0.05
-    sixty_five = BatchStats.of([], [100] * 65)
+    sixty_five = StepStats.of([], [100] * 65)
     assert (
-        apart.model.predict(sixty_five) - apart.model.predict(BatchStats.of([], [100] * 64))
+        apart.model.predict(sixty_five) - apart.model.predict(StepStats.of([], [100] * 64))
         > 60 * 2e-4
     )
 
@@ -121,14 +121,14 @@ def test_replayed_graphs_are_fitted_apart() -> None:
 def test_decodes_beyond_the_captured_sizes_run_eagerly() -> None:
     model = replace(POLYNOMIAL, captured_batch_sizes=(4,))
     eager = replace(POLYNOMIAL, captured_batch_sizes=())
-    five = BatchStats.of([], [100] * 5)
+    five = StepStats.of([], [100] * 5)
     assert model.predict(five) == eager.predict(five)
-    assert model.predict(BatchStats.of([], [100] * 4)) < eager.predict(five)
+    assert model.predict(StepStats.of([], [100] * 4)) < eager.predict(five)
 
 
 def test_separate_phases_of_bros_add_up() -> None:
-    prefill, decode = BatchStats.of([(500, 0)]), BatchStats.of([], [700] * 9)
-    mixed = BatchStats.of([(500, 0)], [700] * 9)
+    prefill, decode = StepStats.of([(500, 0)]), StepStats.of([], [700] * 9)
+    mixed = StepStats.of([(500, 0)], [700] * 9)
     assert SPLIT_LINEAR.predict(mixed) == pytest.approx(
         SPLIT_LINEAR.predict(prefill) + SPLIT_LINEAR.predict(decode)
     )
@@ -138,16 +138,16 @@ def grid(
     prompts: list[tuple[int, int]], decodes: list[list[int]], *, mixed: bool = False
 ) -> SampleTable:
     """Batches of one and of two equal prompts, of decodes, and of one prompt with decodes."""
-    batches = [BatchStats.of([prompt] * rows) for prompt in prompts for rows in (1, 2)]
-    batches += [BatchStats.of([], contexts) for contexts in decodes]
+    batches = [StepStats.of([prompt] * rows) for prompt in prompts for rows in (1, 2)]
+    batches += [StepStats.of([], contexts) for contexts in decodes]
     if mixed:
-        batches += [BatchStats.of([prompts[0]], contexts) for contexts in decodes]
+        batches += [StepStats.of([prompts[0]], contexts) for contexts in decodes]
     return SampleTable.of([Sample(batch, 0.01) for batch in batches])
 
 
 def one_row_each(prompts: list[tuple[int, int]], contexts: list[int]) -> SampleTable:
-    batches = [BatchStats.of([prompt]) for prompt in prompts]
-    batches += [BatchStats.of([], [context]) for context in contexts]
+    batches = [StepStats.of([prompt]) for prompt in prompts]
+    batches += [StepStats.of([], [context]) for context in contexts]
     return SampleTable.of([Sample(batch, 0.01) for batch in batches])
 
 
@@ -223,7 +223,7 @@ def test_a_grid_that_varies_everything_is_enough() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_impossible_times_are_refused_by_row(seconds: float) -> None:
-    good = Sample(BatchStats.of([(10, 0)]), 0.01)
+    good = Sample(StepStats.of([(10, 0)]), 0.01)
     with pytest.raises(InputFileError, match="seconds is not a positive number in sample 2"):
         SampleTable.of([good, good, Sample(good.batch, seconds)])
 
@@ -235,4 +235,4 @@ def test_impossible_columns_are_refused() -> None:
     with pytest.raises(InputFileError, match="prefill_tokens is negative in sample 0"):
         replace(table, prefill_tokens=table.prefill_tokens - 100_000)
     with pytest.raises(InputFileError, match="no row in sample 1"):
-        SampleTable.of([Sample(BatchStats.of([(10, 0)]), 0.01), Sample(BatchStats(), 0.01)])
+        SampleTable.of([Sample(StepStats.of([(10, 0)]), 0.01), Sample(StepStats(), 0.01)])

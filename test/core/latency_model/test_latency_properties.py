@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from latency_cases import MACHINES, Rows, machine_id, models, rows
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel, Sample, SampleTable
+from sglang_coserve.core.step_stats import StepStats
 
 more = st.integers(1, 50_000)
 
@@ -49,7 +49,7 @@ def test_more_work_is_never_predicted_to_take_less_time(
 @settings(deadline=None)
 @given(models())
 def test_nothing_takes_no_time(model: LatencyModel) -> None:
-    assert model.predict(BatchStats()) == 0
+    assert model.predict(StepStats()) == 0
 
 
 @settings(deadline=None)
@@ -62,7 +62,7 @@ def test_contributions_sum_to_the_prediction(model: LatencyModel, batch: Rows) -
 
 
 def assert_longest(
-    model: LatencyModel, batch: BatchStats, context: int, limit: int, budget_s: float
+    model: LatencyModel, batch: StepStats, context: int, limit: int, budget_s: float
 ) -> int:
     tokens = model.max_prefill_tokens(batch, context, limit, budget_s)
     assert 0 <= tokens <= limit
@@ -108,12 +108,12 @@ def test_the_chunk_is_exact_when_the_budget_is_tight(
 def test_closed_forms_take_a_handful_of_predictions(
     model: LatencyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = BatchStats.of([(300, 1000)], [900] * 40)
+    batch = StepStats.of([(300, 1000)], [900] * 40)
     budget_s = model.predict(batch.with_prefill(1234, 5000))
     calls = []
     predict = type(model).predict
 
-    def counted(self: LatencyModel, stats: BatchStats) -> float:
+    def counted(self: LatencyModel, stats: StepStats) -> float:
         calls.append(stats)
         return predict(self, stats)
 

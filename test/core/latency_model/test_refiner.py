@@ -23,12 +23,12 @@ from latency_cases import (
     rows,
 )
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import (
     LatencyModel,
     Refiner,
     Sample,
 )
+from sglang_coserve.core.step_stats import StepStats
 
 CHECK = random_batches(1000, seed=99)
 
@@ -91,7 +91,7 @@ def test_one_absurd_measurement_changes_next_to_nothing() -> None:
     refiner = Refiner(POLYNOMIAL)
     for sample in as_samples(measure(POLYNOMIAL, random_batches(300, seed=1), seed=2)):
         refiner.refine(sample)
-    batch = BatchStats.of([(700, 100)], [900] * 20)
+    batch = StepStats.of([(700, 100)], [900] * 20)
     before_s = refiner.model.predict(batch)
     after = refiner.refine(Sample(batch, 1000 * before_s))
     assert after.predict(batch) == pytest.approx(before_s, rel=0.005)
@@ -102,7 +102,7 @@ def test_work_that_is_not_observed_follows_the_machine() -> None:
     machine = scaled(LINEAR, 2.0)
     decodes = random_batches(600, seed=1, prefills=False)
     model = refined(LINEAR, as_samples(measure(machine, decodes, seed=2)))
-    prefill = BatchStats.of([(2000, 0)])
+    prefill = StepStats.of([(2000, 0)])
     assert model.predict(prefill) > 1.7 * LINEAR.predict(prefill)
 
 
@@ -118,7 +118,7 @@ def test_the_refiner_starts_from_the_profile_and_leaves_it_alone() -> None:
     refiner = Refiner(ROOFLINE)
     assert refiner.model is ROOFLINE
     before = ROOFLINE.coefficients
-    new = refiner.refine(Sample(BatchStats.of([(2048, 0)]), 0.07))
+    new = refiner.refine(Sample(StepStats.of([(2048, 0)]), 0.07))
     assert new is refiner.model
     assert ROOFLINE.coefficients == before
     assert new != ROOFLINE

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from latency_cases import LLAMA_3_1_8B, QWEN_2_5_7B, ROOFLINE, error_of, measure, random_batches
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import (
     HARDWARE,
     ModelShape,
     RooflineModel,
     find_hardware,
 )
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError
 
 LLAMA = ModelShape.from_config(LLAMA_3_1_8B)
@@ -30,14 +30,14 @@ def test_one_decode_takes_little_more_than_reading_the_weights(name: str) -> Non
     hardware = HARDWARE[name]
     model = RooflineModel.from_datasheet(LLAMA, hardware)
     read_s = LLAMA_WEIGHT_BYTES / (0.8 * hardware.memory_byte_per_s)
-    one_row_s = model.predict(BatchStats.of([], [100])) - model.decode_step_s
+    one_row_s = model.predict(StepStats.of([], [100])) - model.decode_step_s
     assert one_row_s == pytest.approx(read_s, rel=0.01)
 
 
 def test_prefill_times_that_conserve_publishes() -> None:
     """ConServe §4.2: Llama-3.1-8B on an H100, a chunk of 2048 tokens."""
-    assert ROOFLINE.predict(BatchStats.of([(2048, 0)])) == pytest.approx(0.051, rel=0.05)
-    assert ROOFLINE.predict(BatchStats.of([(2048, 40_000)])) == pytest.approx(0.124, rel=0.05)
+    assert ROOFLINE.predict(StepStats.of([(2048, 0)])) == pytest.approx(0.051, rel=0.05)
+    assert ROOFLINE.predict(StepStats.of([(2048, 40_000)])) == pytest.approx(0.124, rel=0.05)
 
 
 def test_batch_size_that_ooco_publishes() -> None:
@@ -45,15 +45,15 @@ def test_batch_size_that_ooco_publishes() -> None:
     model = RooflineModel.from_datasheet(QWEN, HARDWARE["ascend-910c"])
 
     def decode_s(requests: int) -> float:
-        return model.predict(BatchStats.of([], [1] * requests))
+        return model.predict(StepStats.of([], [1] * requests))
 
     assert decode_s(128) < 1.1 * decode_s(1)
     assert decode_s(600) > 1.8 * decode_s(300)
 
 
 def test_decode_attention_reads_every_cached_key_once() -> None:
-    batch = BatchStats.of([], [5000] * 8)
-    longer = BatchStats.of([], [5000 + 1000] * 8)
+    batch = StepStats.of([], [5000] * 8)
+    longer = StepStats.of([], [5000 + 1000] * 8)
     kv_bytes = 8 * 1000 * 2 * 2 * 32 * 8 * 128  # tokens, K and V, bytes, layers, heads, dim
     grown_s = ROOFLINE.predict(longer) - ROOFLINE.predict(batch)
     assert grown_s == pytest.approx(kv_bytes * ROOFLINE.attention_byte_s)
@@ -62,14 +62,14 @@ def test_decode_attention_reads_every_cached_key_once() -> None:
 def test_a_mixed_batch_pays_the_larger_overhead_once() -> None:
     slow_prefill = ROOFLINE.with_coefficients({"prefill_step_s": 5e-3, "decode_step_s": 2e-3})
     free = ROOFLINE.with_coefficients({"prefill_step_s": 0.0, "decode_step_s": 0.0})
-    prefill, decode = BatchStats.of([(64, 0)]), BatchStats.of([], [64])
-    mixed = BatchStats.of([(64, 0)], [64])
+    prefill, decode = StepStats.of([(64, 0)]), StepStats.of([], [64])
+    mixed = StepStats.of([(64, 0)], [64])
     for batch, overhead_s in ((prefill, 5e-3), (decode, 2e-3), (mixed, 5e-3)):
         assert slow_prefill.predict(batch) - free.predict(batch) == pytest.approx(overhead_s)
 
 
 def test_tensor_parallel_ranks_share_the_work_and_pay_for_talking() -> None:
-    chunk = BatchStats.of([(4096, 0)])
+    chunk = StepStats.of([(4096, 0)])
     one, four = (RooflineModel.from_datasheet(LLAMA, HARDWARE["h100"], tp_size=n) for n in (1, 4))
     silent = four.with_coefficients({"communication_byte_s": 0.0})
     assert silent.predict(chunk) - 1e-3 == pytest.approx((one.predict(chunk) - 1e-3) / 4, rel=0.01)
@@ -82,7 +82,7 @@ def test_ranks_beyond_the_kv_heads_keep_copies() -> None:
     eight, sixteen = (
         RooflineModel.from_datasheet(LLAMA, HARDWARE["h100"], tp_size=n) for n in (8, 16)
     )
-    batch, longer = BatchStats.of([], [1000]), BatchStats.of([], [9000])
+    batch, longer = StepStats.of([], [1000]), StepStats.of([], [9000])
     assert sixteen.predict(longer) - sixteen.predict(batch) == pytest.approx(
         eight.predict(longer) - eight.predict(batch)
     )

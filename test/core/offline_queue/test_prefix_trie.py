@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from core.offline_queue.naive_trie import NaiveTrie, Prompt
 from core.offline_queue.offline_requests import offline
 from sglang_coserve.core.offline_queue import pack_tokens
-from sglang_coserve.core.offline_queue.prefix_trie import Leaf, PrefixTrie
+from sglang_coserve.core.offline_queue.prefix_trie import PrefixTrie, TrieLeaf
 
 # Three tokens and short prompts: equal prompts and prefixes of each other are common.
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
@@ -24,7 +24,7 @@ class TrieMachine(RuleBasedStateMachine):
         super().__init__()
         self.trie = PrefixTrie()
         self.naive = NaiveTrie()
-        self.leaves: dict[int, Leaf] = {}
+        self.leaves: dict[int, TrieLeaf] = {}
         self.num_inserted = 0
 
     def running(self) -> list[int]:
@@ -34,7 +34,7 @@ class TrieMachine(RuleBasedStateMachine):
     def insert(self, prompt: Prompt) -> None:
         number = self.num_inserted
         self.num_inserted += 1
-        self.leaves[number] = Leaf(offline(str(number), prompt), number)
+        self.leaves[number] = TrieLeaf(offline(str(number), prompt), number)
         self.trie.insert(self.leaves[number])
         self.naive.insert(number, prompt)
 
@@ -78,7 +78,7 @@ def test_prompts_that_are_prefixes_of_each_other_may_be_thousands_deep() -> None
     trie = PrefixTrie()
     lengths = list(range(1, 3001))
     random.Random(0).shuffle(lengths)
-    leaves = {length: Leaf(offline("r", [7] * length), length) for length in lengths}
+    leaves = {length: TrieLeaf(offline("r", [7] * length), length) for length in lengths}
     for leaf in leaves.values():
         trie.insert(leaf)
     trie.check_invariants()

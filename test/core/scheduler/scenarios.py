@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest, pack_tokens
 from sglang_coserve.core.policies import make_policy
@@ -15,10 +14,11 @@ from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.slo import deadlines, parse_slo
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row
-from sglang_coserve.core.step import PrefillChunk, Served, StepPlan, StepResult
+from sglang_coserve.core.step import PrefillChunk, ServedRequest, StepPlan, StepResult
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
 
-# 10 ms an iteration, 0.1 ms a token, and a little for context.
+# 10 ms a step, 0.1 ms a token, and a little for context.
 MODEL = LinearModel.of(
     CONSERVE, compute_token_s=1e-4, attention_pair_s=1e-9, context_token_s=1e-7, iteration_s=0.010
 )
@@ -185,7 +185,7 @@ def result_of(
     """What an engine would say of a step with these chunks."""
     seconds = plan.predicted_s if seconds is None else seconds
     left = {chunk.rid: chunk.tokens for chunk in chunks}
-    out = {eviction.rid for eviction in plan.evict} | {*plan.pause}
+    out = {retraction.rid for retraction in plan.retract} | {*plan.pause}
     decodes = [
         row
         for row in seen.rows
@@ -195,9 +195,9 @@ def result_of(
     ]
     prefills = [row for row in (*seen.rows, *seen.waiting) if row.info.rid in left]
     contexts = {row.info.rid: row.computed_tokens or row.cached_tokens for row in prefills}
-    served = [Served(row.info, row.last_token_s, seen.now_s + seconds) for row in decodes]
+    served = [ServedRequest(row.info, row.last_token_s, seen.now_s + seconds) for row in decodes]
     served += [
-        Served(
+        ServedRequest(
             row.info,
             row.last_token_s,
             seen.now_s + seconds if left[row.info.rid] == row.tokens_to_compute else None,
@@ -208,7 +208,7 @@ def result_of(
         step=plan.step,
         started_s=seen.now_s,
         seconds=seconds,
-        batch=BatchStats.of(
+        batch=StepStats.of(
             [(tokens, contexts.get(rid, 0)) for rid, tokens in left.items()],
             [row.computed_tokens for row in decodes],
         ),

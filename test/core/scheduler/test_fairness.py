@@ -8,12 +8,12 @@ from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import OnlineOrder
 from sglang_coserve.core.snapshot import Row
-from sglang_coserve.core.step import PrefillChunk, Served, StepResult
+from sglang_coserve.core.step import PrefillChunk, ServedRequest, StepResult
 from sglang_coserve.metrics import SloTargets
 
 
 def fair() -> Scheduler:
-    """One prompt of 100 tokens an iteration, without targets."""
+    """One prompt of 100 tokens a step, without targets."""
     return scheduler(
         "coserve", targets=SloTargets(), online_order=OnlineOrder.VTC, iteration_budget_s=10.0
     )
@@ -107,7 +107,7 @@ def test_users_who_name_themselves_take_no_memory_without_bound() -> None:
     def serve(user: str, tokens: int) -> None:
         row = online(tokens, user=user)
         chunk = PrefillChunk(row.info.rid, tokens)
-        served = (Served(row.info, None, None),)
+        served = (ServedRequest(row.info, None, None),)
         counter.served(StepResult(None, 0.0, chunks=(chunk,), served=served))
 
     serve("flood", 1_000_000)

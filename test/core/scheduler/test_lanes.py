@@ -18,17 +18,17 @@ from core.scheduler.scenarios import (
     scheduler,
     snapshot,
 )
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.snapshot import EngineSnapshot, Row, SuspendedStep
 from sglang_coserve.core.step import Lane, StepPlan, StepResult
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
 
 DECODING, PAUSED = RequestState.DECODING, RequestState.PAUSED
-WORK = BatchStats.of([(1000, 0)])
+WORK = StepStats.of([(1000, 0)])
 """110 ms of it."""
 
 
@@ -104,12 +104,12 @@ def test_a_suspended_step_is_given_up_only_if_all_else_is_not_enough() -> None:
     prompt, paused = online(300), offline(200, PAUSED)
     engine = seen(prompt, paused, done_share=0.5, free_kv_tokens=150)
     assert not plan_of(core, engine).drops
-    assert [eviction.rid for eviction in plan_of(core, engine).evict] == [paused.info.rid]
+    assert [retraction.rid for retraction in plan_of(core, engine).retract] == [paused.info.rid]
     engine = seen(prompt, paused, done_share=0.5, free_kv_tokens=50)
     plan = plan_of(core, engine)
     assert plan.drops
     assert plan.is_idle
-    assert not plan.evict
+    assert not plan.retract
 
 
 def test_nothing_of_the_lane_begins_while_an_online_request_waits_for_memory() -> None:
@@ -178,7 +178,7 @@ def test_decodes_that_run_to_their_end_are_as_short_as_what_an_arrival_may_wait(
 
 
 def test_decodes_that_run_to_their_end_are_not_begun_before_a_decode_that_is_due() -> None:
-    work = BatchStats(decode_requests=8, decode_context_tokens=8000)
+    work = StepStats(decode_requests=8, decode_context_tokens=8000)
     engine = replace(seen(online(100, DECODING)), now_s=0.08, suspended=SuspendedStep(7, work, 0.0))
     model = LinearModel.of(CONSERVE, context_token_s=3e-6)
     core = scheduler("coserve", model=model)
@@ -197,7 +197,7 @@ def test_one_that_cannot_pause_stays_in_the_lane_where_it_is() -> None:
     fixed = offline(100, PAUSED, can_pause=False)
     plan = plan_of(scheduler("conserve"), seen(online(100, DECODING), fixed))
     assert not plan.resume
-    assert not plan.evict
+    assert not plan.retract
 
 
 # --- Where there is no lane ---------------------------------------------------------------

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.bottleneck import is_compute_saturated, saturated_batch_size
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.migration import LengthPreference, closest_lengths, preferred_length
+from sglang_coserve.core.step_stats import StepStats
 
 # Saturates where 20 µs a row exceed the 6.4 ms all share: at 320 rows, so 512 of the powers.
 MODEL = LinearModel.of(CONSERVE, compute_token_s=2e-5, context_token_s=1e-7, iteration_s=0.0064)
@@ -17,7 +17,7 @@ MODEL = LinearModel.of(CONSERVE, compute_token_s=2e-5, context_token_s=1e-7, ite
 def prefer(
     decodes: int, slo_s: float, *, free: int = 1_000_000, includes_all: bool = True
 ) -> LengthPreference | None:
-    batch = BatchStats.of(decodes=[100] * decodes)
+    batch = StepStats.of(decodes=[100] * decodes)
     return preferred_length(MODEL, batch, slo_s, free, 512, includes_all=includes_all)
 
 
@@ -59,7 +59,7 @@ def test_the_closest_to_the_preference_migrate() -> None:
 
 @given(st.integers(1, 1000), st.floats(0.001, 0.5), st.integers(0, 10**6))
 def test_what_is_preferred_fits(decodes: int, slo_s: float, free: int) -> None:
-    batch = BatchStats.of(decodes=[100] * decodes)
+    batch = StepStats.of(decodes=[100] * decodes)
     preference = prefer(decodes, slo_s, free=free)
     if preference is not None:
         longest = preference.max_tokens

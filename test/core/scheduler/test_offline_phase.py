@@ -17,10 +17,10 @@ from core.scheduler.scenarios import (
     scheduler,
     snapshot,
 )
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.step import PrefillChunk
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
 
 DECODING, PAUSED = RequestState.DECODING, RequestState.PAUSED
@@ -45,7 +45,7 @@ def test_paused_decodes_resume_when_there_is_time() -> None:
     assert not plan.pause
 
 
-def test_a_decode_that_cannot_pause_is_evicted_where_others_pause() -> None:
+def test_a_decode_that_cannot_pause_is_retracted_where_others_pause() -> None:
     """All but its last page stays in the prefix cache, so that it loses little."""
     rows = (
         online(10, DECODING, last_token_s=-5.0),
@@ -54,14 +54,14 @@ def test_a_decode_that_cannot_pause_is_evicted_where_others_pause() -> None:
     )
     plan = scheduler("coserve").plan(snapshot(*rows, page_tokens=16), NO_CACHE)
     assert plan.pause == rids(rows[2:])
-    assert plan.evict == ((rows[1].info.rid, 4),)
+    assert plan.retract == ((rows[1].info.rid, 4),)
     assert plan.batch.decode_requests == 1
 
 
 def test_decodes_that_cannot_pause_run_before_those_that_can() -> None:
     rows = [offline(100_000) for _ in range(9)] + [offline(100_000, can_pause=False)]
     plan = scheduler("coserve").plan(snapshot(online(10, DECODING), *rows), NO_CACHE)
-    assert not plan.evict
+    assert not plan.retract
     assert plan.pause
 
 
@@ -70,7 +70,7 @@ def test_offline_work_counts_as_offline_whether_it_can_pause_or_not(can_pause: b
     rows = [offline(can_pause=can_pause) for _ in range(50)]
     plan = scheduler("coserve").plan(snapshot(online(10, DECODING), *rows), NO_CACHE)
     assert plan.batch.decode_requests == 51
-    assert plan.expected.online_part_s == MODEL.predict(BatchStats.of(decodes=[10]))
+    assert plan.expected.online_part_s == MODEL.predict(StepStats.of(decodes=[10]))
     alone = scheduler("coserve").plan(snapshot(*rows), NO_CACHE)
     assert alone.expected.online_part_s == 0.0
 
@@ -78,7 +78,7 @@ def test_offline_work_counts_as_offline_whether_it_can_pause_or_not(can_pause: b
 def test_a_chunk_is_the_longest_under_the_budget() -> None:
     decode = online(10, DECODING)
     plan = scheduler("coserve", queued(5000, rid="long")).plan(snapshot(decode), NO_CACHE)
-    decodes = BatchStats().with_decode(decode.computed_tokens)
+    decodes = StepStats().with_decode(decode.computed_tokens)
     longest = MODEL.max_prefill_tokens(decodes, 0, 5000, 0.1)
     assert plan.prefills == (PrefillChunk("long", longest),)
 
@@ -162,7 +162,7 @@ def test_admission_leaves_running_rows_room_to_grow() -> None:
             snapshot(*rows, free_kv_tokens=180), NO_CACHE
         )
         assert len(plan.prefills) == admitted
-        assert not plan.evict
+        assert not plan.retract
 
 
 def test_an_empty_engine_needs_no_headroom() -> None:
@@ -172,12 +172,12 @@ def test_an_empty_engine_needs_no_headroom() -> None:
     assert len(plan.prefills) == 1
 
 
-def test_evicted_rows_are_not_admitted_again_at_once() -> None:
+def test_retracted_rows_are_not_admitted_again_at_once() -> None:
     """KV ran out, one row went: its KV covers its own return, but no headroom."""
     rows = [offline(100) for _ in range(4)]
     brain = scheduler("coserve", headroom_tokens=50)
     plan = brain.plan(snapshot(*rows, free_kv_tokens=0), NO_CACHE)
-    assert [eviction.rid for eviction in plan.evict] == [rows[-1].info.rid]
+    assert [retraction.rid for retraction in plan.retract] == [rows[-1].info.rid]
     brain.add_offline(queued(100, rid="returns"))
     after = brain.plan(snapshot(*rows[:3], free_kv_tokens=1, evictable_kv_tokens=96), NO_CACHE)
     assert not after.prefills
@@ -188,7 +188,7 @@ def test_the_last_decode_pauses_rather_than_starting_over() -> None:
     plan = scheduler("coserve").plan(
         snapshot(online(1000, DECODING), offline(100), free_kv_tokens=1), NO_CACHE
     )
-    assert not plan.evict
+    assert not plan.retract
     assert len(plan.pause) == 1
 
 

@@ -16,16 +16,16 @@ from core.scheduler.scenarios import (
     scheduler,
     snapshot,
 )
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import Overload
 from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
 
 DECODING, PAUSED = RequestState.DECODING, RequestState.PAUSED
-STEP = BatchStats.of(decodes=[100])
+STEP = StepStats.of(decodes=[100])
 PARKED, PREFILLING = RequestState.PARKED, RequestState.PREFILLING
 
 
@@ -55,7 +55,7 @@ def test_a_chunk_is_as_long_as_the_decodes_allow() -> None:
     decode, prompt = online(state=DECODING), online(5000)
     plan = scheduler("coserve").plan(snapshot(decode, prompt), NO_CACHE)
     (chunk,) = plan.prefills
-    decodes = BatchStats().with_decode(decode.computed_tokens)
+    decodes = StepStats().with_decode(decode.computed_tokens)
     assert plan.predicted_s <= 0.1
     assert MODEL.predict(decodes.with_prefill(chunk.tokens + 1, 0)) > 0.1
     assert plan.expected.is_deadline_bound
@@ -177,7 +177,7 @@ def test_decodes_run_where_a_late_prompt_finds_no_memory() -> None:
     rows = [online(10, DECODING), online(1000, arrival_s=-3.0)]
     plan = scheduler("coserve").plan(snapshot(*rows, free_kv_tokens=50), NO_CACHE)
     assert not plan.skips_decodes
-    assert plan.batch == BatchStats.of(decodes=[rows[0].computed_tokens])
+    assert plan.batch == StepStats.of(decodes=[rows[0].computed_tokens])
 
 
 def test_without_a_tpot_target_no_decode_waits() -> None:
@@ -306,7 +306,7 @@ def test_victims_are_parked_then_paused_then_the_last_admitted(policy: str) -> N
         plan = scheduler(policy).plan(
             snapshot(*rows, online(prompt_tokens), free_kv_tokens=0), NO_CACHE
         )
-        victims.append(tuple(eviction.rid for eviction in plan.evict))
+        victims.append(tuple(retraction.rid for retraction in plan.retract))
     oldest, paused, parked = rids(rows)
     assert victims == [(parked,), (parked, paused), (parked, paused, oldest)]
 
@@ -316,23 +316,23 @@ def test_a_victim_gives_up_its_tail_only() -> None:
     plan = scheduler("coserve").plan(
         snapshot(row, online(100), free_kv_tokens=0, page_tokens=10), NO_CACHE
     )
-    assert plan.evict == ((row.info.rid, 100),)
+    assert plan.retract == ((row.info.rid, 100),)
 
 
 def test_what_others_share_frees_nothing() -> None:
     shared = offline(100, PARKED, computed=100, generated=0, cached=90)
     own = offline(100, PARKED, computed=100, generated=0)
     plan = scheduler("coserve").plan(snapshot(own, shared, online(100), free_kv_tokens=0), NO_CACHE)
-    assert plan.evict == ((shared.info.rid, 100), (own.info.rid, 90))
+    assert plan.retract == ((shared.info.rid, 100), (own.info.rid, 90))
 
 
-def test_nobody_is_evicted_in_vain() -> None:
+def test_nobody_is_retracted_in_vain() -> None:
     """The prompt needs more than all offline rows hold."""
     rows = (online(1000, DECODING), offline(100))
     plan = scheduler("coserve", queued()).plan(
         snapshot(*rows, online(500), free_kv_tokens=50), NO_CACHE
     )
-    assert not plan.evict
+    assert not plan.retract
     assert not plan.prefills, "nor does anything new take the KV it waits for"
     assert plan.batch.decode_requests == 2
 
@@ -340,13 +340,13 @@ def test_nobody_is_evicted_in_vain() -> None:
 def test_a_request_slot_is_taken_from_the_last_admitted() -> None:
     rows = (offline(), offline())
     plan = scheduler("coserve").plan(snapshot(*rows, online(), free_slots=0), NO_CACHE)
-    assert [eviction.rid for eviction in plan.evict] == [*rids(rows[1:])]
+    assert [retraction.rid for retraction in plan.retract] == [*rids(rows[1:])]
 
 
 def test_rows_that_cannot_pause_are_victims_as_any_other() -> None:
     rows = (offline(), offline(can_pause=False))
     plan = scheduler("coserve").plan(snapshot(*rows, online(), free_slots=0), NO_CACHE)
-    assert [eviction.rid for eviction in plan.evict] == [*rids(rows[1:])]
+    assert [retraction.rid for retraction in plan.retract] == [*rids(rows[1:])]
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"fcfs"}))
@@ -354,14 +354,14 @@ def test_no_online_row_loses_memory_to_an_offline_one_that_cannot_pause(policy: 
     """Each of the decodes opens a page, and there is none."""
     rows = (online(16, DECODING, computed=16), offline(16, computed=16, can_pause=False))
     plan = scheduler(policy).plan(snapshot(*rows, free_kv_tokens=0, page_tokens=16), NO_CACHE)
-    assert [eviction.rid for eviction in plan.evict] == [*rids(rows[1:])]
+    assert [retraction.rid for retraction in plan.retract] == [*rids(rows[1:])]
     assert plan.batch.decode_requests == 1
 
 
 def test_online_decodes_out_of_kv_retract_the_last() -> None:
     rows = (online(state=DECODING), online(state=DECODING), offline())
     plan = scheduler("coserve").plan(snapshot(*rows, free_kv_tokens=0), NO_CACHE)
-    assert [eviction.rid for eviction in plan.evict] == [rows[2].info.rid]
+    assert [retraction.rid for retraction in plan.retract] == [rows[2].info.rid]
     plan = scheduler("coserve").plan(snapshot(*rows[:2], free_kv_tokens=0), NO_CACHE)
-    assert [eviction.rid for eviction in plan.evict] == [rows[1].info.rid]
+    assert [retraction.rid for retraction in plan.retract] == [rows[1].info.rid]
     assert plan.batch.decode_requests == 1

@@ -9,20 +9,20 @@ import pytest
 
 from core.scheduler.scenarios import MODEL, NO_CACHE, offline, online, queued, scheduler, snapshot
 from sglang_coserve.core.baseline import EngineSize
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.pipeline import baseline_of, pipelined
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Row
 from sglang_coserve.core.step import StepResult
+from sglang_coserve.core.step_stats import StepStats
 
 DECODING = RequestState.DECODING
 
 
-def batch(tokens: int) -> BatchStats:
-    return BatchStats.of([(tokens, 0)])
+def batch(tokens: int) -> StepStats:
+    return StepStats.of([(tokens, 0)])
 
 
-def predict(stats: BatchStats) -> float:
+def predict(stats: StepStats) -> float:
     return float(stats.prefill_tokens)
 
 
@@ -49,7 +49,7 @@ def around(rows: Sequence[Row], *own: Row, free_kv_tokens: int = 100_000) -> Eng
 def test_all_batches_move_on_at_the_pace_of_the_slowest(
     before: list[int], own: int, after: list[int], seconds: float, is_slowest: bool
 ) -> None:
-    beside = [batch(tokens) if tokens else BatchStats() for tokens in (*before, *after)]
+    beside = [batch(tokens) if tokens else StepStats() for tokens in (*before, *after)]
     assert pipelined(predict, batch(own), beside) == (pytest.approx(seconds), is_slowest)
 
 
@@ -82,12 +82,12 @@ def test_their_target_bounds_offline_work(policy: str) -> None:
 
 
 def test_they_find_kv_for_their_next_tokens() -> None:
-    """Offline rows here give way for them: their own micro-batch could evict none."""
+    """Offline rows here give way for them: their own micro-batch could retract none."""
     brain = scheduler("coserve")
     mine = [offline(100) for _ in range(4)]
     theirs = [online(100, DECODING) for _ in range(3)]
-    assert not brain.plan(around(theirs, *mine, free_kv_tokens=7), NO_CACHE).evict
-    assert len(brain.plan(around(theirs, *mine, free_kv_tokens=2), NO_CACHE).evict) == 1
+    assert not brain.plan(around(theirs, *mine, free_kv_tokens=7), NO_CACHE).retract
+    assert len(brain.plan(around(theirs, *mine, free_kv_tokens=2), NO_CACHE).retract) == 1
     assert brain.plan(around(theirs, free_kv_tokens=0), NO_CACHE).is_idle
 
 
@@ -96,12 +96,12 @@ def test_a_prompt_gets_the_kv_of_offline_rows_of_both_micro_batches() -> None:
     brain = scheduler("coserve")
     prompt, mine, theirs = online(150), offline(100), offline(100)
     first = brain.plan(around([theirs], prompt, mine, free_kv_tokens=10), NO_CACHE)
-    assert [eviction.rid for eviction in first.evict] == [mine.info.rid]
+    assert [retraction.rid for retraction in first.retract] == [mine.info.rid]
     assert not first.prefills
     second = brain.plan(around([], prompt, theirs, free_kv_tokens=110), NO_CACHE)
     assert [chunk.rid for chunk in second.prefills] == [prompt.info.rid]
     enough = brain.plan(around([offline(30)], prompt, mine, free_kv_tokens=10), NO_CACHE)
-    assert not enough.evict, "all of them together are too few"
+    assert not enough.retract, "all of them together are too few"
 
 
 def test_offline_rows_elsewhere_count_for_the_most_that_may_run() -> None:

@@ -110,7 +110,7 @@ class TestBros:
         assert tight.batch.decode_requests == 1
 
     def test_no_online_request_is_replaced_that_cannot_wait(self) -> None:
-        """It has 60 ms left; this iteration takes 30 and the average one 50."""
+        """It has 60 ms left; this step takes 30 and the average one 50."""
         brain = scheduler(BrosPolicy(base_batch_requests=1))
         seen = snapshot(online(400))
         ran(brain, brain.plan(seen, NO_CACHE), seen)
@@ -152,7 +152,7 @@ class TestOoco:
         plan = scheduler("ooco", model=model, targets=SloTargets()).plan(
             snapshot(*rows, online(20), free_slots=0), NO_CACHE
         )
-        assert [eviction.rid for eviction in plan.evict] == [victim]
+        assert [retraction.rid for retraction in plan.retract] == [victim]
 
     def test_the_shortest_fill_the_batch_after_the_random_ones(self) -> None:
         """Without draws the short ones run, wherever they stand."""
@@ -165,7 +165,7 @@ class TestOoco:
         assert {*plan.pause} < {*rids(long)}
 
     def test_draws_let_long_ones_run_too(self) -> None:
-        """One of each iteration's draws: in the end every long decode has run."""
+        """One of each step's draws: in the end every long decode has run."""
         rows = [offline(400_000) for _ in range(4)] + [offline(100) for _ in range(400)]
         brain = scheduler(OocoPolicy(random_picks=40))
         seen: set[str] = set()
@@ -176,8 +176,8 @@ class TestOoco:
             seen |= {*rids(rows[:4])} - {*plan.pause}
         assert seen == {*rids(rows[:4])}
 
-    def test_a_prefill_that_eviction_would_waste_is_not_begun(self) -> None:
-        """Ten compute-bound decodes gain little from one more, and every admission was evicted."""
+    def test_a_prefill_that_retraction_would_waste_is_not_begun(self) -> None:
+        """Ten compute-bound decodes gain little from one more, and all admissions were retracted."""
         rows = [offline(100) for _ in range(10)]
         brain = scheduler("ooco", queued(4000, rid="new"), model=self.COMPUTE_BOUND)
         idle = snapshot(*rows)
@@ -230,15 +230,15 @@ class TestBaselines:
         assert plan.batch.decode_requests == 1
         assert plan.batch.compute_tokens == 512
 
-    def test_priority_evicts_the_last_admitted_whatever_its_state(self) -> None:
+    def test_priority_retracts_the_last_admitted_whatever_its_state(self) -> None:
         rows = (offline(100, PARKED, computed=50, generated=0), offline(100, DECODING))
         plan = scheduler("priority").plan(snapshot(*rows, online(), free_slots=0), NO_CACHE)
-        assert [eviction.rid for eviction in plan.evict] == [*rids(rows[1:])]
+        assert [retraction.rid for retraction in plan.retract] == [*rids(rows[1:])]
 
     def test_non_preemptive_lets_an_online_prompt_wait_for_memory(self) -> None:
         rows = (offline(100), online(500))
         plan = scheduler("non_preemptive").plan(snapshot(*rows, free_kv_tokens=450), NO_CACHE)
-        assert not plan.evict
+        assert not plan.retract
         assert not plan.prefills
         assert plan.batch.decode_requests == 1
 

@@ -22,7 +22,6 @@ from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 from core.scheduler.scenarios import MODEL, NO_CACHE, Cache, offline, online, queued, ran, snapshot
 from core.scheduler.test_scheduler_machine import SchedulerMachine, configs, slo_targets
 from sglang_coserve.core.baseline import EngineSize
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import HYGEN, LatencyProfile, LinearModel
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.policies import POLICIES
@@ -45,11 +44,19 @@ from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.slo import Slo, deadlines, parse_slo
-from sglang_coserve.core.step import Eviction, Expected, PrefillChunk, Served, StepPlan, StepResult
+from sglang_coserve.core.step import (
+    ExpectedResult,
+    PrefillChunk,
+    Retraction,
+    ServedRequest,
+    StepPlan,
+    StepResult,
+)
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.metrics import SloTargets
 
-STEP = BatchStats(decode_requests=1)
+STEP = StepStats(decode_requests=1)
 PROFILE = LatencyProfile(MODEL, None, "h100", "llama-3.1-8b", 1, "0.5.17")
 
 
@@ -213,7 +220,7 @@ def test_settings_without_a_bound_are_read_also_as_they_were_written_before() ->
 
 def test_results_refer_to_requests_by_number_also_to_those_that_have_ended() -> None:
     row, other = online(50, rid="a"), online(50, rid="b")
-    served = (Served(row.info, None, 2.5), Served(other.info, 1.5, None))
+    served = (ServedRequest(row.info, None, 2.5), ServedRequest(other.info, 1.5, None))
     updated = Updated(StepResult(0, 1.0, 0.5, STEP, (PrefillChunk("b", 8),), served, ("c",)))
     planned = Planned(snapshot(row, other), {}, StepPlan())
     events: list[Event] = [planned, updated, Finished("a"), updated, planned, updated]
@@ -359,10 +366,10 @@ def test_another_policy_starts_every_plan_from_the_recorded_state() -> None:
 
 def all_lines() -> list[str]:
     made_of, events = recorded_evening()
-    served = (Served(online(10, rid="z").info, 0.5, 1.5),)
+    served = (ServedRequest(online(10, rid="z").info, 0.5, 1.5),)
     events += [Updated(StepResult(2, 0.5, 0.5, STEP, served=served)), Restored("q0", 3)]
-    expected = Expected(0.5, True, frozenset({None}))
-    plan = StepPlan(expected=expected, evict=(Eviction("q0", 3),))
+    expected = ExpectedResult(0.5, True, frozenset({None}))
+    plan = StepPlan(expected=expected, retract=(Retraction("q0", 3),))
     events += [Planned(snapshot(online(5)), {}, plan), Started((PrefillChunk("q0", 3),))]
     return lines_of(made_of, events)
 
@@ -458,7 +465,7 @@ def test_columns_that_do_not_fit_together_are_refused(changes: dict[str, object]
     ("changes", "message"),
     [
         ({"format": "csv"}, "format: expected 'coserve plans'"),
-        ({"version": 1}, "version: 1 is not 7, .* record again"),
+        ({"version": 1}, "version: 1 is not 8, .* record again"),
         ({"config": {"margin": 3.0}}, "config: scheduler: margin is 3.0"),
         (
             {"config": {"online_order": "lifo"}},

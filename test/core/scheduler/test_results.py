@@ -18,8 +18,6 @@ from core.scheduler.scenarios import (
     scheduler,
     snapshot,
 )
-from sglang_coserve.core.batch_builder import BatchBuilder
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.policies.bros import BrosPolicy
 from sglang_coserve.core.policies.coserve import CoservePolicy
@@ -27,7 +25,9 @@ from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import OnlineOrder
 from sglang_coserve.core.snapshot import Row
-from sglang_coserve.core.step import Served, StepResult
+from sglang_coserve.core.step import ServedRequest, StepResult
+from sglang_coserve.core.step_builder import StepBuilder
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.core.victims import last_admitted_first
 from sglang_coserve.metrics import SloTargets
 
@@ -40,7 +40,7 @@ class Probe(CoservePolicy):
 
     context: PlanContext = field(init=False)
 
-    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
+    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
         self.context = context
         super().compose(batch, context)
 
@@ -122,7 +122,7 @@ def test_the_time_of_a_part_teaches_the_model_of_that_part() -> None:
     brain = scheduler("coserve", *(queued(300, rid=f"q{i}", first=1000 * i) for i in range(3)))
     seen = snapshot()
     plan = brain.plan(seen, NO_CACHE)
-    part_s = MODEL.predict(BatchStats.of([(300, 0)]))
+    part_s = MODEL.predict(StepStats.of([(300, 0)]))
     ran(brain, plan, seen, admitted=plan.prefills[:1], seconds=part_s)
     assert brain.prediction_error.mape == 0.0
 
@@ -168,7 +168,7 @@ def served_late(brain: Scheduler, count: int) -> None:
         plan = brain.plan(seen, NO_CACHE)
         brain.start(plan, plan.prefills)
         result = result_of(plan, seen, chunks=plan.prefills, seconds=plan.predicted_s)
-        brain.update(replace(result, served=(Served(prompt.info, None, at_s + 1.01),)))
+        brain.update(replace(result, served=(ServedRequest(prompt.info, None, at_s + 1.01),)))
         brain.finish(prompt.info.rid)
 
 
@@ -186,7 +186,7 @@ def test_what_a_step_without_a_plan_served_is_learned_from_as_well() -> None:
     before_s = arrival_s(brain, probe)
     prompt = online(100, arrival_s=1.0)
     brain.arrived(prompt.info)
-    brain.update(StepResult(None, 1.0, served=(Served(prompt.info, None, 3.0),)))
+    brain.update(StepResult(None, 1.0, served=(ServedRequest(prompt.info, None, 3.0),)))
     assert arrival_s(brain, probe) < 0.9 * before_s
 
 
@@ -235,13 +235,13 @@ def test_the_average_iteration_is_the_one_that_was_measured() -> None:
 # --- A budget of nothing ------------------------------------------------------------------
 
 
-def builder(*rows: Row) -> BatchBuilder:
-    return BatchBuilder(snapshot(*rows), MODEL, TARGETS, last_admitted_first)
+def builder(*rows: Row) -> StepBuilder:
+    return StepBuilder(snapshot(*rows), MODEL, TARGETS, last_admitted_first)
 
 
 def test_a_budget_of_nothing_is_no_prompt_left_over() -> None:
     batch = builder(offline())
     batch.offline_budget_s = 0.0
     assert not batch.has_left_over_online
-    batch.leave_over_online(by_deadline=False)
+    batch.reserve_rest_for_online(by_deadline=False)
     assert batch.has_left_over_online

@@ -50,7 +50,7 @@ configs = st.builds(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests arrive, iterations run, requests are aborted; in the end all have ended."""
+    """Requests arrive, steps run, requests are aborted; in the end all have ended."""
 
     policy = "conserve"
 
@@ -183,7 +183,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 (states.get(rid) is RequestState.DECODING and not plan.skips_decodes)
                 or rid in dict(plan.prefills)
             )
-            and rid not in dict(plan.evict)
+            and rid not in dict(plan.retract)
         ]
         if offline_work and self.policy not in RUNS_ALL_DECODES:
             assert plan.predicted_s <= plan.budget_s
@@ -204,7 +204,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         reachable_kv = snapshot.free_kv_tokens + snapshot.evictable_kv_tokens + offline_kv
         for row in (*snapshot.rows, *snapshot.waiting):
             rid = row.info.rid
-            if not row.info.is_online or rid in plan.shed or rid in dict(plan.evict):
+            if not row.info.is_online or rid in plan.shed or rid in dict(plan.retract):
                 continue
             if row.state in (RequestState.DECODING, RequestState.PAUSED):
                 assert rid not in plan.pause

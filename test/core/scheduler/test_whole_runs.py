@@ -106,7 +106,7 @@ def test_no_offline_request_starves_behind_a_popular_prefix(policy: str) -> None
 
 @pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"online_only"}))
 def test_offline_requests_survive_a_storm(policy: str) -> None:
-    """They are paused, parked and evicted by a burst, and all end with their tokens."""
+    """They are paused, parked and retracted by a burst, and all end with their tokens."""
     engine = engine_of(policy)
     rids = [arrive(engine, RequestClass.OFFLINE, 400, 30) for _ in range(8)]
     for _ in range(12):

@@ -27,7 +27,7 @@ def test_offline_rows_leave_it_for_an_online_prompt(policy: str) -> None:
     rows = [offline(1000) for _ in range(4)]
     seen = snapshot(online(1000), *rows, window_tokens=WINDOW, free_window_tokens=10)
     plan = scheduler(policy).plan(seen, NO_CACHE)
-    assert len(plan.evict) == 1
+    assert len(plan.retract) == 1
     assert len(plan.prefills) == 1
 
 
@@ -43,7 +43,7 @@ def test_a_begun_prompt_takes_the_slots_of_another_when_nothing_else_runs() -> N
     begun = [offline(900, PARKED, computed=300) for _ in range(3)]
     seen = snapshot(*begun, window_tokens=WINDOW, free_window_tokens=0)
     plan = scheduler("coserve").plan(seen, NO_CACHE)
-    assert len(plan.evict) >= 1
+    assert len(plan.retract) >= 1
     assert [chunk.rid for chunk in plan.prefills] == list(rids(begun[:1]))
 
 
@@ -51,15 +51,15 @@ def test_each_decode_takes_a_slot() -> None:
     rows = [offline(100) for _ in range(WINDOW + 10)]
     seen = snapshot(*rows, window_tokens=WINDOW, free_window_tokens=WINDOW)
     plan = scheduler("coserve").plan(seen, NO_CACHE)
-    assert plan.evict
-    assert plan.batch.decode_requests + len(plan.evict) == len(rows)
+    assert plan.retract
+    assert plan.batch.decode_requests + len(plan.retract) == len(rows)
 
 
 def test_online_rows_keep_their_slots_beside_the_offline_lane() -> None:
-    from sglang_coserve.core.lanes import seen_alone
+    from sglang_coserve.core.lanes import offline_lane_view
 
     seen = snapshot(
         online(100, DECODING), offline(100), window_tokens=WINDOW, free_window_tokens=100
     )
-    assert seen_alone(seen, 30).free_window_tokens == 70
-    assert seen_alone(seen, 300).free_window_tokens == 0
+    assert offline_lane_view(seen, 30).free_window_tokens == 70
+    assert offline_lane_view(seen, 300).free_window_tokens == 0

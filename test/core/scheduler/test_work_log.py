@@ -17,12 +17,12 @@ from core.scheduler.scenarios import (
     scheduler,
     snapshot,
 )
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.decision_log import Decision, DecisionLog, Subject
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.snapshot import EngineSnapshot
 from sglang_coserve.core.step import Lane, StepPlan, StepResult
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.core.work_log import WorkLog
 
 DECODING = RequestState.DECODING
@@ -95,7 +95,7 @@ def test_a_step_nobody_waits_for_says_so() -> None:
 def test_a_step_between_two_online_tokens_says_whether_it_fits(
     predicted_s: float, text: str
 ) -> None:
-    batch = BatchStats.of([(100, 0)])
+    batch = StepStats.of([(100, 0)])
     plan = StepPlan(lane=Lane.OFFLINE, until_s=5.018, batch=batch, predicted_s=predicted_s)
     log = WorkLog()
     log.started(plan, arrival_s=0.5)
@@ -138,12 +138,12 @@ def test_decisions_of_a_kind_are_one_entry() -> None:
     log = DecisionLog()
     for number in range(10):
         log.note(Decision(Subject.CUT, 0.01 + number / 1e3), number / 10)
-        log.note(Decision(Subject.EVICTED, 100), number / 10)
+        log.note(Decision(Subject.RETRACTED, 100), number / 10)
     found = log.to_list(now_s=1.0)
     assert len(found) == 2
     by_subject = {each["subject"]: each for each in found}
     assert by_subject["cut"]["text"].startswith("Offline steps limited to 10 to 19 ms:")
-    assert by_subject["evicted"]["text"].startswith("KV of 1,000 tokens taken back")
+    assert by_subject["retracted"]["text"].startswith("KV of 1,000 tokens taken back")
     assert by_subject["cut"]["steps"] == 10
     assert by_subject["cut"]["age_s"] == pytest.approx(0.1)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import RequestState, check_transition
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row, SuspendedStep
-from sglang_coserve.core.step import Lane, PrefillChunk, Served, StepPlan, StepResult
+from sglang_coserve.core.step import Lane, PrefillChunk, ServedRequest, StepPlan, StepResult
+from sglang_coserve.core.step_stats import StepStats
 
 _S = RequestState
 
@@ -32,7 +32,7 @@ class _Live:
 class _Suspended:
     plan: StepPlan
     started_s: float
-    batch: BatchStats
+    batch: StepStats
     prefills: tuple[PrefillChunk, ...]
     decodes: list[str]
     admitted: list[str]
@@ -48,7 +48,7 @@ class _Suspended:
 class TinyEngine:
     """Requests, pages and a clock; tokens are only counted.
 
-    The head of an evicted request stays in a cache, page by page, until its slots
+    The head of a retracted request stays in a cache, page by page, until its slots
     are needed. Nothing is shared between requests.
     """
 
@@ -178,7 +178,7 @@ class TinyEngine:
             decodes = []
         contexts = [self.requests[rid].computed for rid in decodes]
         chunks, admitted = self._begin_chunks(prefills)
-        batch = BatchStats.of(chunks, contexts)
+        batch = StepStats.of(chunks, contexts)
         if prefills == plan.prefills:
             assert plan.batch == batch
             assert plan.predicted_s == self.model.predict(plan.batch)
@@ -265,8 +265,8 @@ class TinyEngine:
         for rid in plan.shed:
             assert rid in self.waiting
             self._end(rid, _S.ABORTED)
-        for rid, tokens in plan.evict:
-            self._evict(rid, tokens)
+        for rid, tokens in plan.retract:
+            self._retract(rid, tokens)
         pausing: list[str] = []
         for rid in plan.pause:
             # Of a batch without online rows all are moved at once.
@@ -307,7 +307,7 @@ class TinyEngine:
         decodes: Sequence[str],
         prefills: Sequence[PrefillChunk],
         decoding: RequestState = _S.DECODING,
-    ) -> tuple[Served, ...]:
+    ) -> tuple[ServedRequest, ...]:
         """Compute; a prefill that is complete enters the state ``decoding``."""
         work = [*((rid, 1) for rid in decodes), *prefills]
         rows = [self.requests[rid] for rid, _ in work]
@@ -315,7 +315,7 @@ class TinyEngine:
         for rid, tokens in work:
             self._compute(rid, tokens, decoding)
         return tuple(
-            Served(live.info, last_s, self.now_s if live.generated > generated else None)
+            ServedRequest(live.info, last_s, self.now_s if live.generated > generated else None)
             for live, (last_s, generated) in zip(rows, before, strict=True)
             if live.info.is_online
         )
@@ -353,7 +353,7 @@ class TinyEngine:
         self.rows.append(rid)
         self._enter(rid, _S.PREFILLING)
 
-    def _evict(self, rid: str, tokens: int) -> None:
+    def _retract(self, rid: str, tokens: int) -> None:
         live = self.requests[rid]
         assert rid in self.rows
         assert 0 < tokens <= live.computed

@@ -13,7 +13,7 @@ import sglang_coserve.srt
 from sglang_coserve.errors import StartupError
 from sglang_coserve.srt.compat import by_version, replace, replacements, seam_check
 from sglang_coserve.srt.compat.seam_check import changes, imported_names, problems
-from sglang_coserve.srt.compat.seams import SEAMS, Seam, Use
+from sglang_coserve.srt.compat.seams import SEAMS, NameUse, Seam
 from sglang_coserve.srt.compat.source_tree import SourceTree
 
 INSTALLED = importlib.metadata.version("sglang")
@@ -136,7 +136,7 @@ def test_a_method_has_to_take_what_it_is_given(
     source: str, says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "sglang.srt.managers.schedule_batch.Req.end"
-    check_only(monkeypatch, Seam(name, Use.CALLED, ("why",)))
+    check_only(monkeypatch, Seam(name, NameUse.CALLED, ("why",)))
     lines = problems(tree({BATCH: source}), "0.5.24")
     if says is None:
         assert lines == []
@@ -178,7 +178,7 @@ def test_an_attribute_is_found_where_it_is_bound(source: str, is_there: bool) ->
 def test_our_calls_pass_no_keyword_that_is_not_taken(
     parameters: str, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_only(monkeypatch, Seam("sglang.srt.managers.schedule_batch.Req.end", Use.CALLED))
+    check_only(monkeypatch, Seam("sglang.srt.managers.schedule_batch.Req.end", NameUse.CALLED))
     calls = list(ast.walk(ast.parse("req.end(why=1)\nother.start(why=1)")))
     monkeypatch.setattr(seam_check, "_own_nodes", lambda _version: ((n, "x") for n in calls))
     source = f"class Req:\n    def end({parameters}): pass"
@@ -206,7 +206,7 @@ def test_the_differences_of_two_versions_are_told(
     before: str, after: str, says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "sglang.srt.managers.schedule_batch.end"
-    check_only(monkeypatch, Seam(name, Use.CALLED))
+    check_only(monkeypatch, Seam(name, NameUse.CALLED))
     lines = changes(tree({BATCH: before}), tree({BATCH: after}), "0.5.23", "0.5.24")
     assert lines == ([] if says is None else [f"{name}: {says}"])
 

@@ -209,7 +209,7 @@ def test_a_full_host_pool_costs_recomputation_only(
 
 
 def run_with_stuck_copies(engine: ScriptedEngine, specs: list[Spec]) -> Any:
-    """The copy engine stops for many iterations, then goes on."""
+    """The copy engine stops for many steps, then goes on."""
     cache = engine.scheduler.tree_cache
     gate = threading.Event()
     compat.copy_streams(cache.cache_controller)[0].submit(gate.wait)

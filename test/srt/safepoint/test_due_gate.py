@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_coserve.srt.safepoint import due_gate
-from sglang_coserve.srt.safepoint.due_gate import DueGate
+from sglang_coserve.srt.safepoint import deadline_gate
+from sglang_coserve.srt.safepoint.deadline_gate import DeadlineGate
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
 from sglang_coserve.srt.safepoint.local_gate import LocalGate
@@ -21,9 +21,9 @@ class Pass:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, outstanding_groups: int = 1) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr(due_gate, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
+        monkeypatch.setattr(deadline_gate, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
         self.flag = PreemptionFlag()
-        self.gate = DueGate(LocalGate(self.flag), self.flag, outstanding_groups)
+        self.gate = DeadlineGate(LocalGate(self.flag), self.flag, outstanding_groups)
 
     def run(self, until_s: float, first: int = 0) -> int | None:
         """Return the layer before which it stops."""

@@ -102,13 +102,13 @@ def take(inbox: Inbox) -> Any:
 
 
 def test_an_error_in_the_thread_reaches_the_event_loop(inbox: Inbox) -> None:
-    from sglang_coserve.srt.safepoint.monitor import Monitor
+    from sglang_coserve.srt.safepoint.monitor import SocketMonitor
 
     context = zmq.Context()
     sender, receiver = context.socket(zmq.PUSH), context.socket(zmq.PULL)
     sender.bind("inproc://requests")
     receiver.connect("inproc://requests")
-    monitor = Monitor(receiver, inbox, lambda: None)
+    monitor = SocketMonitor(receiver, inbox, lambda: None)
     monitor.start()
     sender.send(pickle.dumps("a message"))
     sender.send(b"no message")
@@ -122,7 +122,7 @@ def test_an_error_in_the_thread_reaches_the_event_loop(inbox: Inbox) -> None:
 # --- The engine ---------------------------------------------------------------------------
 
 LIVE = {
-    # Without online requests it fills iterations as far as that pays, whatever may arrive.
+    # Without online requests it fills steps as far as that pays, whatever may arrive.
     "offline_policy": "conserve",
     "startup_profile_seconds": 0.0,
     "safepoint_interval": 2,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_coserve.srt.safepoint.arrival_watch import StopRequest
-from sglang_coserve.srt.safepoint.batch_kind import BatchKind
+from sglang_coserve.srt.safepoint.forward_kind import ForwardKind
 from sglang_coserve.srt.safepoint.inbox import Arrival
 from sglang_coserve.srt.safepoint.stats import SafepointStats
 from srt.own_process import printed_by
@@ -16,8 +16,8 @@ from srt.own_process import printed_by
 def test_a_suspension_is_followed_to_the_first_token() -> None:
     stats = SafepointStats()
     arrivals = tuple(Arrival(f"on{i}", 1.0 + i / 10) for i in range(2))
-    stats.suspended(BatchKind.MIXED, StopRequest(arrivals, raised_s=1.25), 1.5)
-    stats.suspended(BatchKind.EXTEND, None, 1.7)  # Its time was up.
+    stats.suspended(ForwardKind.MIXED, StopRequest(arrivals, raised_s=1.25), 1.5)
+    stats.suspended(ForwardKind.EXTEND, None, 1.7)  # Its time was up.
     stats.results([SimpleNamespace(rid="on0", output_ids=[])], 1.6)
     stats.results([SimpleNamespace(rid="on0", output_ids=[5])], 2.0)
     stats.forget("on1")

@@ -282,11 +282,11 @@ ONLINE: list[Spec] = [(f"on{i}", scenarios.prompt(90 + i, 60), 6, False) for i i
 
 def run_with_decodes_that_end(engine: ScriptedEngine) -> Any:
     """As on a GPU, where a decode step is a single graph."""
-    from sglang_coserve.srt.safepoint.batch_kind import BatchKind
+    from sglang_coserve.srt.safepoint.forward_kind import ForwardKind
 
     safepoints, stops = engine.scheduler.parts.runner.safepoints, suspensions_of(engine)
     before = dict(safepoints.stats.suspensions)
-    safepoints._kept = {BatchKind.DECODE: "one piece"}
+    safepoints._kept = {ForwardKind.DECODE: "one piece"}
     stops.start(9, 0.7)
     try:
         outputs, aborted, _ = scenarios.run_mixed(engine, [*WORK, *ONLINE], 1)
@@ -295,7 +295,7 @@ def run_with_decodes_that_end(engine: ScriptedEngine) -> Any:
         safepoints._kept = {}
     engine.assert_nothing_leaked()
     after = safepoints.stats.suspensions
-    suspended = {kind.value: after[kind] - before.get(kind, 0) for kind in BatchKind}
+    suspended = {kind.value: after[kind] - before.get(kind, 0) for kind in ForwardKind}
     return outputs, aborted, suspended, safepoints.stats.kept["one piece"]
 
 

@@ -31,7 +31,7 @@ def engine(small_model: Path) -> Iterator[Any]:
             max_total_tokens=8192,
             chunked_prefill_size=1024,
             coserve_config=CoserveConfig(
-                # Without online requests it fills iterations as far as that pays.
+                # Without online requests it fills steps as far as that pays.
                 offline_policy="conserve",
                 slo_ttft_ms=1,
                 safepoint_interval=1,

@@ -13,11 +13,11 @@ from sglang.srt.model_executor.runner_backend import BreakableCudaGraphBackend, 
 
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.safepoint import placement
-from sglang_coserve.srt.safepoint.batch_kind import BatchKind
 from sglang_coserve.srt.safepoint.eligibility import why_no_safepoints
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
+from sglang_coserve.srt.safepoint.forward_kind import ForwardKind
 from sglang_coserve.srt.safepoint.local_gate import LocalGate
-from sglang_coserve.srt.safepoint.placement import Placement, place_on_cpu, place_on_cuda
+from sglang_coserve.srt.safepoint.placement import SafepointPlacement, place_on_cpu, place_on_cuda
 from sglang_coserve.srt.safepoint.resumption import Resumption
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
 from srt.safepoint_cuda.call_graphs import Layer
@@ -48,7 +48,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return runners
 
 
-def place(scheduler: Any, *, groups_decodes: bool = False) -> Placement:
+def place(scheduler: Any, *, groups_decodes: bool = False) -> SafepointPlacement:
     gate = LocalGate(PreemptionFlag())
     layers = some_layers(LAYERS)
     return place_on_cuda(scheduler, layers, INTERVAL, gate, groups_decodes=groups_decodes)
@@ -58,7 +58,7 @@ def test_prefills_stop_with_graphs_and_without_and_decodes_do_not(cut: list[Any]
     scheduler = scheduler_of()
     placed = place(scheduler)
     assert cut == [scheduler.tp_worker.model_runner]
-    assert set(placed.kept) == {BatchKind.DECODE}
+    assert set(placed.kept) == {ForwardKind.DECODE}
     assert place(scheduler_of(decode_graphs=False)).kept == {}
 
 
@@ -78,14 +78,14 @@ def test_grouped_decode_graphs_are_made_where_they_are_asked_for_and_can_be(
     assert placed.kept == {}
     monkeypatch.setattr(placement, "why_no_grouped_decode_graphs", lambda _: "a reason")
     with caplog.at_level(logging.WARNING):
-        assert set(place(scheduler_of(), groups_decodes=True).kept) == {BatchKind.DECODE}
+        assert set(place(scheduler_of(), groups_decodes=True).kept) == {ForwardKind.DECODE}
     assert "changes nothing: a reason" in caplog.text
 
 
 # --- What follows -------------------------------------------------------------------------
 
 
-def safepoints_with(placed: Placement) -> Safepoints:
+def safepoints_with(placed: SafepointPlacement) -> Safepoints:
     return Safepoints(placed, None, None, num_layers=LAYERS, interval=INTERVAL)
 
 
@@ -111,7 +111,7 @@ def test_an_arrival_waits_for_all_groups_that_are_outstanding() -> None:
 
 
 def test_no_share_is_more_than_the_whole() -> None:
-    placed = Placement(LocalGate(PreemptionFlag()), Resumption([]), 2)
+    placed = SafepointPlacement(LocalGate(PreemptionFlag()), Resumption([]), 2)
     few = Safepoints(placed, None, None, num_layers=2, interval=2)
     assert few.stop_share == 1.0
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Mapping
 
-from sglang_coserve.batch.forecast_errors import REMEMBERED, Past
-from sglang_coserve.batch.rate_forecast import Served
+from sglang_coserve.batch.forecast_errors import REMEMBERED, PastJob
+from sglang_coserve.batch.rate_forecast import ServedTokens
 
 __all__ = ["hours", "past", "put_hours", "void_unfinished"]
 
 
-def put_hours(connection: sqlite3.Connection, served: Mapping[int, Served], oldest: int) -> None:
+def put_hours(
+    connection: sqlite3.Connection, served: Mapping[int, ServedTokens], oldest: int
+) -> None:
     """Set what was served in these hours since the epoch; forget those before ``oldest``."""
     connection.executemany(
         "INSERT OR REPLACE INTO served_hours (hour, tokens, busy_s) VALUES (?, ?, ?)",
@@ -20,13 +22,13 @@ def put_hours(connection: sqlite3.Connection, served: Mapping[int, Served], olde
     connection.execute("DELETE FROM served_hours WHERE hour < ?", (oldest,))
 
 
-def hours(connection: sqlite3.Connection) -> dict[int, Served]:
+def hours(connection: sqlite3.Connection) -> dict[int, ServedTokens]:
     """Return what was served, by the hour since the epoch."""
     rows = connection.execute("SELECT hour, tokens, busy_s FROM served_hours")
-    return {hour: Served(tokens, busy_s) for hour, tokens, busy_s in rows}
+    return {hour: ServedTokens(tokens, busy_s) for hour, tokens, busy_s in rows}
 
 
-def past(connection: sqlite3.Connection) -> list[tuple[Past, float, float]]:
+def past(connection: sqlite3.Connection) -> list[tuple[PastJob, float, float]]:
     """Return the newest complete batches that had a forecast, the oldest first.
 
     With each the tokens that its lines took, and those that they were expected to take.
@@ -38,7 +40,7 @@ def past(connection: sqlite3.Connection) -> list[tuple[Past, float, float]]:
         (REMEMBERED,),
     ).fetchall()
     return [
-        (Past(forecast_s, actual_s), tokens, expected)
+        (PastJob(forecast_s, actual_s), tokens, expected)
         for forecast_s, actual_s, tokens, expected in reversed(rows)
     ]
 

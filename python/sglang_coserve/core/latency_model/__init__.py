@@ -1,7 +1,7 @@
 """Predicts how long a step takes: linear models with three feature sets, and a roofline.
 
 ``predict`` and ``max_prefill_tokens`` answer the scheduler in constant time
-from ``BatchStats``. ``fit`` learns from measured steps, ``Refiner`` keeps
+from ``StepStats``. ``fit`` learns from measured steps, ``Refiner`` keeps
 learning while serving, and ``LatencyProfile`` stores a model as JSON.
 """
 

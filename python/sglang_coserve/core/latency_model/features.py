@@ -26,7 +26,7 @@ SUMS: Final = (
     "has_decodes",
     "has_rows",
 )
-"""The terms that features are made of: the fields of ``BatchStats``, the squares of two of them,
+"""The terms that features are made of: the fields of ``StepStats``, the squares of two of them,
 and indicators (1 if the batch has prefills, decodes, or any rows)."""
 
 

@@ -10,13 +10,13 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model.features import FeatureSet
 from sglang_coserve.core.latency_model.fitting import Fit, fit_and_report
 from sglang_coserve.core.latency_model.least_squares import fit_relative
 from sglang_coserve.core.latency_model.prefill_search import longest_prefill, solve_chunk
 from sglang_coserve.core.latency_model.protocol import assert_coefficients
 from sglang_coserve.core.latency_model.samples import Floats, Sample, SampleTable
+from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["LinearModel"]
 
@@ -76,7 +76,7 @@ class LinearModel:
         """See ``LatencyModel.with_coefficients``."""
         return replace(self, coefficients={**self.coefficients, **values})
 
-    def predict(self, batch: BatchStats) -> float:
+    def predict(self, batch: StepStats) -> float:
         """See ``LatencyModel.predict``."""
         prefills, prefill_tokens, prefill_context, pairs, decodes, decode_tokens = batch
         (
@@ -115,7 +115,7 @@ class LinearModel:
         return self._with_graphs(seconds, batch) if self.captured_batch_sizes else seconds
 
     def max_prefill_tokens(
-        self, batch: BatchStats, context_tokens: int, limit_tokens: int, budget_s: float
+        self, batch: StepStats, context_tokens: int, limit_tokens: int, budget_s: float
     ) -> int:
         """See ``LatencyModel.max_prefill_tokens``; starts from a closed-form solution."""
         # Beyond the first token, m more add m·(C + 2) + m² to ΣP·(P + C), 2·S_p·m + m² to S_p².
@@ -155,7 +155,7 @@ class LinearModel:
             return {}
         return {"captured_batch_sizes": list(self.captured_batch_sizes)}
 
-    def _with_graphs(self, eager_s: float, batch: BatchStats) -> float:
+    def _with_graphs(self, eager_s: float, batch: StepStats) -> float:
         sizes, decodes = self.captured_batch_sizes, batch.decode_requests
         row_s, context_token_s, iteration_s = self._replay_prices
         replayable = decodes <= sizes[-1]

@@ -8,7 +8,7 @@ from typing import Final
 
 from pydantic import PositiveInt, ValidationError
 
-from sglang_coserve.core.validation import Document, explain
+from sglang_coserve.core.validation import JsonDocument, explain
 from sglang_coserve.errors import ConfigError
 
 __all__ = ["ModelShape"]
@@ -83,7 +83,7 @@ class ModelShape:
         )
 
 
-class _Dimensions(Document):
+class _Dimensions(JsonDocument):
     """The dimensions in a Hugging Face config, under its names."""
 
     hidden_size: PositiveInt

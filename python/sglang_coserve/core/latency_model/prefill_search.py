@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.step_stats import StepStats
 
 if TYPE_CHECKING:
     from sglang_coserve.core.latency_model.protocol import LatencyModel
@@ -27,7 +27,7 @@ def solve_chunk(slack_s: float, per_token_s: float, per_token_squared_s: float) 
 
 def longest_prefill(
     model: LatencyModel,
-    batch: BatchStats,
+    batch: StepStats,
     context_tokens: int,
     limit_tokens: int,
     budget_s: float,

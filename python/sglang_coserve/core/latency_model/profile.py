@@ -15,7 +15,7 @@ from sglang_coserve.core.latency_model.linear import LinearModel
 from sglang_coserve.core.latency_model.model_shape import ModelShape
 from sglang_coserve.core.latency_model.protocol import LatencyModel
 from sglang_coserve.core.latency_model.roofline import RooflineModel
-from sglang_coserve.core.validation import Document, read_json
+from sglang_coserve.core.validation import JsonDocument, read_json
 from sglang_coserve.errors import ConfigError, InputFileError
 
 __all__ = ["LatencyProfile"]
@@ -92,7 +92,7 @@ def _this_version(version: int) -> int:
     return version
 
 
-class _Profile(Document):
+class _Profile(JsonDocument):
     """A profile without its form, which depends on its kind."""
 
     schema_version: Annotated[int, AfterValidator(_this_version)]
@@ -111,21 +111,21 @@ def _ascending(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return sizes
 
 
-class _GraphForm(Document):
+class _GraphForm(JsonDocument):
     captured_batch_sizes: Annotated[tuple[PositiveInt, ...], AfterValidator(_ascending)]
 
 
-class _RooflineForm(Document):
+class _RooflineForm(JsonDocument):
     shape: ModelShape
     hardware: Hardware
     tp_size: PositiveInt
 
 
-class _WithGraphForm(Document):
+class _WithGraphForm(JsonDocument):
     form: _GraphForm
 
 
-class _WithRooflineForm(Document):
+class _WithRooflineForm(JsonDocument):
     form: _RooflineForm
 
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Protocol, Self
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model.fitting import Fit
 from sglang_coserve.core.latency_model.samples import Floats, Sample, SampleTable
+from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["LatencyModel", "assert_coefficients"]
 
@@ -36,12 +36,12 @@ class LatencyModel(Protocol):
         """Return the same form with the named coefficients replaced."""
         ...
 
-    def predict(self, batch: BatchStats) -> float:
+    def predict(self, batch: StepStats) -> float:
         """Return the predicted seconds of a batch; 0 for a batch without rows. O(1)."""
         ...
 
     def max_prefill_tokens(
-        self, batch: BatchStats, context_tokens: int, limit_tokens: int, budget_s: float
+        self, batch: StepStats, context_tokens: int, limit_tokens: int, budget_s: float
     ) -> int:
         """Return the length of the longest prefill chunk that fits a batch within ``budget_s``.
 

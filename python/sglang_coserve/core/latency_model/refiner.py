@@ -32,7 +32,7 @@ _MEDIAN_RANGE: Final = (0.005, 1.0)
 
 
 class Refiner(Generic[M]):
-    """Recursive least squares on measured iterations, robust to outliers.
+    """Recursive least squares on measured steps, robust to outliers.
 
     The state is, for each coefficient, the logarithm x of its change since the
     profile; hence coefficients stay positive and predictions monotone. Each

@@ -8,7 +8,6 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model.fitting import Fit, fit_and_report
 from sglang_coserve.core.latency_model.hardware import Hardware
 from sglang_coserve.core.latency_model.model_shape import ModelShape
@@ -17,6 +16,7 @@ from sglang_coserve.core.latency_model.prefill_search import longest_prefill, so
 from sglang_coserve.core.latency_model.protocol import assert_coefficients
 from sglang_coserve.core.latency_model.rescaling import fit_rescaled
 from sglang_coserve.core.latency_model.samples import Floats, Ints, Sample, SampleTable
+from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["RooflineModel"]
 
@@ -163,7 +163,7 @@ class RooflineModel:
         coefficients = {**self.coefficients, **values}
         return RooflineModel(self.shape, self.hardware, self.tp_size, **coefficients)
 
-    def predict(self, batch: BatchStats) -> float:
+    def predict(self, batch: StepStats) -> float:
         """See ``LatencyModel.predict``."""
         # Called tens of times per step: conditional expressions take half the time of ``max``.
         prefills, prefill_tokens, prefill_context, pairs, decodes, decode_keys = batch
@@ -201,7 +201,7 @@ class RooflineModel:
         return seconds + step_s
 
     def max_prefill_tokens(
-        self, batch: BatchStats, context_tokens: int, limit_tokens: int, budget_s: float
+        self, batch: StepStats, context_tokens: int, limit_tokens: int, budget_s: float
     ) -> int:
         """See ``LatencyModel.max_prefill_tokens``; searches from a closed-form estimate."""
         if limit_tokens <= 0:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError
 
 __all__ = ["Floats", "Ints", "Sample", "SampleTable"]
@@ -16,14 +16,14 @@ __all__ = ["Floats", "Ints", "Sample", "SampleTable"]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.floating]
 
-_COUNTS = BatchStats._fields
+_COUNTS = StepStats._fields
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One measured step: its batch and its duration."""
 
-    batch: BatchStats
+    batch: StepStats
     seconds: float
 
 
@@ -31,7 +31,7 @@ class Sample:
 class SampleTable:
     """Many measured steps as columns of shape (n,), for vectorised fits.
 
-    The columns before ``seconds`` are the fields of ``BatchStats``.
+    The columns before ``seconds`` are the fields of ``StepStats``.
 
     Raises:
         InputFileError: columns differ in length, a count is negative, a batch

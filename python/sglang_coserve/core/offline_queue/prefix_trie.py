@@ -8,10 +8,10 @@ from typing import TypeAlias
 from sglang_coserve.core.offline_queue.request import QueuedRequest
 from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES, common_prefix_bytes
 
-__all__ = ["Leaf", "PrefixTrie"]
+__all__ = ["PrefixTrie", "TrieLeaf"]
 
 
-class Leaf:
+class TrieLeaf:
     """A request in the trie; it keeps its position while it waits and while it runs."""
 
     __slots__ = ("is_waiting", "next", "number", "parent", "previous", "request")
@@ -112,7 +112,7 @@ class _Node:
             right.previous = left
 
 
-_Child: TypeAlias = _Node | Leaf
+_Child: TypeAlias = _Node | TrieLeaf
 
 
 class PrefixTrie:
@@ -139,7 +139,7 @@ class PrefixTrie:
     def __init__(self) -> None:
         self._root = _Node(None, b"", 0)
 
-    def near(self, tokens: bytes) -> Iterator[Leaf]:
+    def near(self, tokens: bytes) -> Iterator[TrieLeaf]:
         """Yield the waiting leaves, nearest to the packed prompt ``tokens`` first.
 
         The trie must not change meanwhile. The first leaf costs O(prompt tokens),
@@ -152,7 +152,7 @@ class PrefixTrie:
                 yield from _waiting_below(current, done)
             done, current = current, current.parent
 
-    def insert(self, leaf: Leaf) -> None:
+    def insert(self, leaf: TrieLeaf) -> None:
         """Add a new leaf as waiting. O(prompt tokens)."""
         tokens = leaf.tokens
         node = self._root
@@ -168,7 +168,7 @@ class PrefixTrie:
         leaf.parent = node
         _wait(leaf, is_new=True)
 
-    def suspend(self, leaf: Leaf) -> None:
+    def suspend(self, leaf: TrieLeaf) -> None:
         """Mark a waiting leaf as running: it keeps its position but ``near`` skips it.
 
         O(nodes above).
@@ -182,12 +182,12 @@ class PrefixTrie:
                 break
             child = parent
 
-    def resume(self, leaf: Leaf) -> None:
+    def resume(self, leaf: TrieLeaf) -> None:
         """Mark a running leaf as waiting again, at its old position. O(nodes above)."""
         assert not leaf.is_waiting
         _wait(leaf, is_new=False)
 
-    def promote(self, leaf: Leaf, cached_bytes: int) -> None:
+    def promote(self, leaf: TrieLeaf, cached_bytes: int) -> None:
         """Put a waiting leaf first at each node whose prefix is shorter than ``cached_bytes``.
 
         O(nodes above).
@@ -200,7 +200,7 @@ class PrefixTrie:
                 parent.link_first(child)
             child = parent
 
-    def remove(self, leaf: Leaf) -> None:
+    def remove(self, leaf: TrieLeaf) -> None:
         """Remove a leaf, waiting or not. O(nodes above)."""
         if leaf.is_waiting:
             self.suspend(leaf)
@@ -216,7 +216,7 @@ class PrefixTrie:
         node = self._root
         while child := node.children.get(tokens[node.depth_bytes : node.depth_bytes + TOKEN_BYTES]):
             edge = slice(node.depth_bytes, child.depth_bytes)
-            if isinstance(child, Leaf) or child.tokens[edge] != tokens[edge]:
+            if isinstance(child, TrieLeaf) or child.tokens[edge] != tokens[edge]:
                 return child
             node = child
         return node
@@ -246,9 +246,9 @@ class PrefixTrie:
             assert set(linked) == set(waiting)
 
 
-def _waiting_below(top: _Child, done: _Child | None) -> Iterator[Leaf]:
+def _waiting_below(top: _Child, done: _Child | None) -> Iterator[TrieLeaf]:
     """Yield the waiting leaves below ``top`` in list order, except those below ``done``."""
-    if isinstance(top, Leaf):
+    if isinstance(top, TrieLeaf):
         yield top
         return
     stack = [top.first]
@@ -259,13 +259,13 @@ def _waiting_below(top: _Child, done: _Child | None) -> Iterator[Leaf]:
             stack.append(child.next)
         if child is done:
             continue
-        if isinstance(child, Leaf):
+        if isinstance(child, TrieLeaf):
             yield child
         else:
             stack.append(child.first)
 
 
-def _wait(leaf: Leaf, *, is_new: bool) -> None:
+def _wait(leaf: TrieLeaf, *, is_new: bool) -> None:
     """Link a leaf, and those nodes above it that had no waiting leaf below them."""
     leaf.is_waiting = True
     child: _Child = leaf

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from sglang_coserve.core.offline_queue.config import OfflineQueueConfig
-from sglang_coserve.core.offline_queue.prefix_trie import Leaf, PrefixTrie
+from sglang_coserve.core.offline_queue.prefix_trie import PrefixTrie, TrieLeaf
 from sglang_coserve.core.offline_queue.request import QueuedRequest
 from sglang_coserve.core.offline_queue.time_order import TimeOrder
 from sglang_coserve.core.offline_queue.tokens import (
@@ -69,7 +69,7 @@ class OfflineQueue:
 
     def __init__(self, config: OfflineQueueConfig) -> None:
         self._config = config
-        self._leaves: dict[str, Leaf] = {}
+        self._leaves: dict[str, TrieLeaf] = {}
         self._trie = PrefixTrie()
         self._by_age = TimeOrder(_arrival_s)
         self._by_latest_start = TimeOrder(_latest_start_s)
@@ -81,7 +81,7 @@ class OfflineQueue:
         self._random = random.Random(config.seed)
         self._draws: deque[float] = deque()
         self._num_overtakes = 0
-        self._no_room: set[Leaf] = set()
+        self._no_room: set[TrieLeaf] = set()
         self._num_added = 0
         self._num_changes = 0
 
@@ -125,11 +125,11 @@ class OfflineQueue:
                 f"offline request {request.rid!r} is already queued or running: "
                 "give every request an id of its own"
             )
-        leaf = Leaf(request, self._num_added)
+        leaf = TrieLeaf(request, self._num_added)
         self._num_added += 1
         self._leaves[request.rid] = leaf
         self._trie.insert(leaf)
-        self._let_wait(leaf)
+        self._add_waiting(leaf)
 
     def candidates(self, now_s: float) -> Iterator[QueuedRequest]:
         """Yield the waiting requests in the order in which they should be taken.
@@ -160,7 +160,7 @@ class OfflineQueue:
         self._last_tokens = leaf.tokens
         self._trie.suspend(leaf)
         self._no_room.clear()
-        self._let_no_longer_wait(leaf)
+        self._remove_waiting(leaf)
         return leaf.request
 
     def restore(
@@ -185,7 +185,7 @@ class OfflineQueue:
             estimated_service_s=estimated_service_s,
         )
         self._trie.resume(leaf)
-        self._let_wait(leaf)
+        self._add_waiting(leaf)
         return leaf.request
 
     def nearest(self, token_ids: PackedTokens) -> QueuedRequest | None:
@@ -247,7 +247,7 @@ class OfflineQueue:
         """
         leaf = self._leaf(rid)
         if leaf.is_waiting:
-            self._let_no_longer_wait(leaf)
+            self._remove_waiting(leaf)
         self._trie.remove(leaf)
         del self._leaves[rid]
         return leaf.request
@@ -269,10 +269,10 @@ class OfflineQueue:
             leaf for leaf in waiting if leaf.request.deadline_s is not None
         }
 
-    def _in_order(self, now_s: float) -> Iterator[Leaf]:
+    def _in_order(self, now_s: float) -> Iterator[TrieLeaf]:
         num_changes = self._num_changes
         num_overtakes = self._num_overtakes
-        yielded: set[Leaf] = set()
+        yielded: set[TrieLeaf] = set()
         by_age = _Remaining(self._by_age, yielded)
         by_latest_start = _Remaining(self._by_latest_start, yielded)
         longest_first = _Remaining(self._longest_first, yielded)
@@ -305,17 +305,17 @@ class OfflineQueue:
             yield leaf
             assert num_changes == self._num_changes, "the queue changed under its candidates"
 
-    def _is_starving(self, oldest: Leaf, num_overtakes: int, now_s: float) -> bool:
+    def _is_starving(self, oldest: TrieLeaf, num_overtakes: int, now_s: float) -> bool:
         max_overtakes, max_wait_s = self._config.max_overtakes, self._config.max_wait_s
         return (max_overtakes is not None and num_overtakes >= max_overtakes) or (
             max_wait_s is not None and now_s >= oldest.request.arrival_s + max_wait_s
         )
 
-    def _is_at_risk(self, leaf: Leaf, now_s: float) -> bool:
+    def _is_at_risk(self, leaf: TrieLeaf, now_s: float) -> bool:
         slack_s = self._config.deadline_slack_s
         return slack_s is not None and _latest_start_s(leaf.request) - now_s < slack_s
 
-    def _would_end_last(self, longest: Leaf, service_s: float, num_yielded: int) -> bool:
+    def _would_end_last(self, longest: TrieLeaf, service_s: float, num_yielded: int) -> bool:
         """Return whether the longest request must start now, or it would end last, alone.
 
         ``service_s`` is the predicted time of all waiting requests, including this one, without
@@ -333,7 +333,7 @@ class OfflineQueue:
             self._draws.append(self._random.random())
         return self._draws[index]
 
-    def _let_wait(self, leaf: Leaf) -> None:
+    def _add_waiting(self, leaf: TrieLeaf) -> None:
         self._by_age.add(leaf)
         self._longest_first.add(leaf)
         self._service_s += leaf.request.estimated_service_s
@@ -341,7 +341,7 @@ class OfflineQueue:
             self._by_latest_start.add(leaf)
         self._num_changes += 1
 
-    def _let_no_longer_wait(self, leaf: Leaf) -> None:
+    def _remove_waiting(self, leaf: TrieLeaf) -> None:
         self._by_age.remove(leaf)
         self._longest_first.remove(leaf)
         # Reset to 0 when the queue is empty, so that rounding errors do not accumulate.
@@ -358,7 +358,7 @@ class OfflineQueue:
         if len(self._no_room) == len(self._by_age):
             self._no_room.clear()
 
-    def _leaf(self, rid: str) -> Leaf:
+    def _leaf(self, rid: str) -> TrieLeaf:
         leaf = self._leaves.get(rid)
         if leaf is None:
             raise RequestError(
@@ -373,13 +373,13 @@ class _Remaining:
 
     __slots__ = ("_first", "_leaves", "_yielded")
 
-    def __init__(self, leaves: Iterable[Leaf], yielded: set[Leaf]) -> None:
+    def __init__(self, leaves: Iterable[TrieLeaf], yielded: set[TrieLeaf]) -> None:
         self._leaves = iter(leaves)
         self._yielded = yielded
         self._first = next(self._leaves, None)
 
     @property
-    def first(self) -> Leaf | None:
+    def first(self) -> TrieLeaf | None:
         while self._first in self._yielded:
             self._first = next(self._leaves, None)
         return self._first

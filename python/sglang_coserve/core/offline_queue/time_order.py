@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from sortedcontainers import SortedList
 
-from sglang_coserve.core.offline_queue.prefix_trie import Leaf
+from sglang_coserve.core.offline_queue.prefix_trie import TrieLeaf
 from sglang_coserve.core.offline_queue.request import QueuedRequest
 
 __all__ = ["TimeOrder"]
@@ -27,20 +27,20 @@ class TimeOrder:
     def __len__(self) -> int:
         return len(self._leaves)
 
-    def __iter__(self) -> Iterator[Leaf]:
+    def __iter__(self) -> Iterator[TrieLeaf]:
         """Yield the leaves in order; the order must not change meanwhile."""
         return (leaf for _, _, leaf in self._leaves)
 
     @property
-    def first(self) -> Leaf:
+    def first(self) -> TrieLeaf:
         """The leaf with the smallest key; the order must not be empty."""
-        leaf: Leaf = self._leaves[0][2]
+        leaf: TrieLeaf = self._leaves[0][2]
         return leaf
 
-    def add(self, leaf: Leaf) -> None:
+    def add(self, leaf: TrieLeaf) -> None:
         """Add a leaf."""
         self._leaves.add((self._moment(leaf.request), leaf.number, leaf))
 
-    def remove(self, leaf: Leaf) -> None:
+    def remove(self, leaf: TrieLeaf) -> None:
         """Remove a leaf, which must be present."""
         self._leaves.remove((self._moment(leaf.request), leaf.number, leaf))

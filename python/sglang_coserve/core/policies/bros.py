@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import ClassVar, Final
 
-from sglang_coserve.core.batch_builder import BatchBuilder
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.online_phase import slack_s
 from sglang_coserve.core.packing import Candidate, Packing
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.step import StepPlan, StepResult
+from sglang_coserve.core.step_builder import StepBuilder
+from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["BrosPolicy"]
 
@@ -58,7 +58,7 @@ class BrosPolicy(Policy):
     _mean_iteration_s: float | None = field(default=None, init=False)
     """T_avg: moving average of step times in seconds; None before the first measurement."""
 
-    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
+    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``. O(rows log rows), and a prediction for each row."""
         mean_iteration_s = self._mean_iteration_s or 0.0
         online = _by_urgency(batch, context, mean_iteration_s)
@@ -72,7 +72,7 @@ class BrosPolicy(Policy):
             max_requests=self._batch_requests or self.base_batch_requests,
             headroom_tokens=context.config.headroom_tokens,
         )
-        for candidate in _after_evictions(batch, online):
+        for candidate in _after_retractions(batch, online):
             if not packing.add(candidate):
                 # No room for a new request, but running ones may still be added.
                 if not candidate.is_new or packing.stopped_by_bound:
@@ -102,7 +102,7 @@ class BrosPolicy(Policy):
 
 
 def _by_urgency(
-    batch: BatchBuilder, context: PlanContext, mean_iteration_s: float
+    batch: StepBuilder, context: PlanContext, mean_iteration_s: float
 ) -> list[Candidate]:
     """Return the online requests by residual time (lines 2–3)."""
     chunk_tokens = batch.snapshot.max_batch_tokens
@@ -119,19 +119,19 @@ def _by_urgency(
     return sorted(candidates, key=lambda candidate: candidate.residual_s)
 
 
-def _least_residual_s(batch: BatchBuilder, online: Sequence[Candidate]) -> float:
+def _least_residual_s(batch: StepBuilder, online: Sequence[Candidate]) -> float:
     """Return T_min^res (line 4), the least residual of the requests that can still be in time."""
     for candidate in online:
         tokens = min(candidate.rest_tokens, batch.snapshot.max_batch_tokens)
-        if batch.model.predict(candidate.joined(BatchStats(), tokens)) <= candidate.residual_s:
+        if batch.model.predict(candidate.joined(StepStats(), tokens)) <= candidate.residual_s:
             return candidate.residual_s
     return math.inf
 
 
-def _after_evictions(batch: BatchBuilder, online: Sequence[Candidate]) -> Sequence[Candidate]:
+def _after_retractions(batch: StepBuilder, online: Sequence[Candidate]) -> Sequence[Candidate]:
     """Retract the least urgent online requests until the most urgent has KV to run (§V-B)."""
     running = [candidate for candidate in online if not candidate.is_new]
-    evicted: set[str] = set()
+    retracted: set[str] = set()
     while running:
         first = running[0]
         needed = batch.kv_to_prefill(first.context_tokens, first.rest_tokens, is_new=False)
@@ -139,15 +139,15 @@ def _after_evictions(batch: BatchBuilder, online: Sequence[Candidate]) -> Sequen
             break
         row = running.pop().row
         assert row is not None
-        batch.evict(row, needed)
-        evicted.add(row.info.rid)
-    return [candidate for candidate in online if candidate.rid not in evicted]
+        batch.retract(row, needed)
+        retracted.add(row.info.rid)
+    return [candidate for candidate in online if candidate.rid not in retracted]
 
 
-def _offline(batch: BatchBuilder, context: PlanContext) -> Iterator[Candidate]:
+def _offline(batch: StepBuilder, context: PlanContext) -> Iterator[Candidate]:
     """Yield the offline requests, first those with no KV to restore (line 17)."""
     for row in batch.offline_decodes + batch.offline_prefills:
-        if not batch.is_evicted(row):
+        if not batch.is_retracted(row):
             yield Candidate.of_row(row, math.inf)
     if batch.admits_offline:
         queued = context.queue.candidates(batch.snapshot.now_s)

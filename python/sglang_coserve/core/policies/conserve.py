@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.offline_phase import serve_offline
 from sglang_coserve.core.online_phase import decode_online, prefill_online
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.step_builder import StepBuilder
 
 __all__ = ["ConservePolicy"]
 
@@ -39,7 +39,7 @@ class ConservePolicy(Policy):
 
     name: ClassVar[str] = "conserve"
 
-    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
+    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""
         decode_online(batch)
         if batch.has_online:

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.offline_phase import serve_offline
 from sglang_coserve.core.offline_queue import OfflineQueueConfig
 from sglang_coserve.core.online_phase import serve_online
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.policy import SlicingPolicy
+from sglang_coserve.core.step_builder import StepBuilder
 
 __all__ = ["CoservePolicy"]
 
@@ -47,10 +47,10 @@ class CoservePolicy(SlicingPolicy):
         """See ``Policy.queue_config``: prefixes, freshness and deadlines."""
         return OfflineQueueConfig(utility_ratio=self.utility_ratio, seed=seed)
 
-    def compose_online(self, batch: BatchBuilder, context: PlanContext) -> None:
+    def compose_online(self, batch: StepBuilder, context: PlanContext) -> None:
         """See ``SlicingPolicy.compose_online``."""
         serve_online(batch, context, context.config.iteration_budget_s or math.inf)
 
-    def compose_offline(self, batch: BatchBuilder, context: PlanContext) -> None:
+    def compose_offline(self, batch: StepBuilder, context: PlanContext) -> None:
         """See ``SlicingPolicy.compose_offline``."""
         serve_offline(batch, context, for_throughput=not batch.has_online)

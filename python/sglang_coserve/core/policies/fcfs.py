@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.step_builder import StepBuilder
 
 __all__ = ["FcfsPolicy"]
 
@@ -37,14 +37,14 @@ class FcfsPolicy(Policy):
     is_preemptive: ClassVar[bool] = False
 
     chunk_tokens: int = 8192
-    """Most tokens of an iteration, prefill and decode together."""
+    """Most tokens of a step, prefill and decode together."""
 
-    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
+    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""
         batch.limit_tokens(self.chunk_tokens)
         self._decode(batch)
         for row in batch.online_prefills + batch.offline_prefills:
-            if not batch.is_evicted(row) and not self._prefill(
+            if not batch.is_retracted(row) and not self._prefill(
                 batch, row.info.rid, row.length_tokens, row.computed_tokens, is_new=False
             ):
                 return
@@ -62,19 +62,19 @@ class FcfsPolicy(Policy):
                 return
             num_rows += 1
 
-    def _decode(self, batch: BatchBuilder) -> None:
+    def _decode(self, batch: StepBuilder) -> None:
         rows = batch.online_decodes + batch.offline_decodes
         last_first = list(reversed(batch.snapshot.rows))
         while not batch.has_room(needed := batch.kv_to_decode(rows), rows=len(rows)):
             row = last_first.pop(0)
-            batch.evict(row, needed)
+            batch.retract(row, needed)
             if row in rows:
                 rows.remove(row)
         batch.decode(rows)
 
     def _prefill(
         self,
-        batch: BatchBuilder,
+        batch: StepBuilder,
         rid: str,
         length_tokens: int,
         cached_tokens: int,
@@ -92,7 +92,7 @@ class FcfsPolicy(Policy):
         return tokens == rest_tokens
 
     @staticmethod
-    def _by_arrival(batch: BatchBuilder, context: PlanContext) -> Iterator[_Waiting]:
+    def _by_arrival(batch: StepBuilder, context: PlanContext) -> Iterator[_Waiting]:
         online = (
             _Waiting(row.info.arrival_s, row.info.rid, row.length_tokens, row.cached_tokens)
             for row in context.waiting

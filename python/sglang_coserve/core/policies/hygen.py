@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.offline_phase import serve_offline
 from sglang_coserve.core.offline_queue import OfflineQueueConfig
 from sglang_coserve.core.online_phase import decode_online, prefill_online
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.step_builder import StepBuilder
 
 __all__ = ["HygenPolicy"]
 
@@ -44,7 +44,7 @@ class HygenPolicy(Policy):
     name: ClassVar[str] = "hygen"
 
     chunk_tokens: int = 512
-    """C: prefill tokens of an iteration, both phases together."""
+    """C: prefill tokens of a step, both phases together."""
 
     utility_ratio: float = 0.95
     """u of Algorithm 4; 1 is plain PSM (Algorithm 3)."""
@@ -58,7 +58,7 @@ class HygenPolicy(Policy):
             seed=seed,
         )
 
-    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
+    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""
         config = context.config
         budget_s = config.iteration_budget_s or batch.targets.tpot_s or math.inf

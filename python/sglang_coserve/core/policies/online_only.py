@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.online_phase import decode_online, prefill_online
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.step_builder import StepBuilder
 
 __all__ = ["OnlineOnlyPolicy"]
 
@@ -25,9 +25,9 @@ class OnlineOnlyPolicy(Policy):
     name: ClassVar[str] = "online_only"
 
     chunk_tokens: int = 2048
-    """Most tokens of an iteration, prefill and decode together (Sarathi-Serve's budget)."""
+    """Most tokens of a step, prefill and decode together (Sarathi-Serve's budget)."""
 
-    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
+    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""
         batch.limit_tokens(self.chunk_tokens)
         decode_online(batch)

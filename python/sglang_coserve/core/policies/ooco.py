@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar, Final
 
-from sglang_coserve.core.batch_builder import BatchBuilder
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.bottleneck import is_compute_saturated
 from sglang_coserve.core.offline_phase import decode_offline, longest_prefix, prefill_offline
 from sglang_coserve.core.online_phase import decode_online, prefill_online
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.step_builder import StepBuilder
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.core.victims import yields_first
 
 __all__ = ["OocoPolicy", "Role"]
 
 
-_EVICTION_WEIGHT: Final = 1 / 32
+_RETRACTION_WEIGHT: Final = 1 / 32
 
 
 class Role(Enum):
@@ -65,17 +65,17 @@ class OocoPolicy(Policy):
     random_picks: int = 8
     """K of Algorithm 2."""
 
-    _eviction_rate: float = field(default=0.0, init=False)
+    _retraction_rate: float = field(default=0.0, init=False)
     """Moving average of the share of offline admissions that end in a retraction, 0 to 1."""
 
-    def victims(self, batch: BatchBuilder) -> Sequence[Row]:
+    def victims(self, batch: StepBuilder) -> Sequence[Row]:
         """See ``Policy.victims``: parked and paused first, then by bottleneck (§3.4.1)."""
         rows = batch.offline_rows
         decodes = len(batch.online_decodes) + len(batch.offline_decodes)
         sign = -1 if is_compute_saturated(batch.model, decodes) else 1
         return sorted(rows, key=lambda row: (yields_first(row), sign * row.computed_tokens))
 
-    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
+    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""
         tpot_s = batch.least_tpot_s(batch.targets.tpot_s or math.inf)
         budget_s = tpot_s * (1 - context.config.margin)
@@ -90,20 +90,20 @@ class OocoPolicy(Policy):
         batch.offline_budget_s = min(batch.offline_budget_s, budget_s)
         self._decode_mix(batch, context)
         if self.role is not Role.STRICT:
-            batch.admits_offline &= _saves_time(batch, context, self._eviction_rate)
+            batch.admits_offline &= _saves_time(batch, context, self._retraction_rate)
             prefill_offline(batch, context)
 
-    def evicted(self) -> None:
-        """See ``Policy.evicted``."""
-        self._eviction_rate += _EVICTION_WEIGHT * (1.0 - self._eviction_rate)
+    def retracted(self) -> None:
+        """See ``Policy.retracted``."""
+        self._retraction_rate += _RETRACTION_WEIGHT * (1.0 - self._retraction_rate)
 
     def finished(self) -> None:
         """See ``Policy.finished``."""
-        self._eviction_rate -= _EVICTION_WEIGHT * self._eviction_rate
+        self._retraction_rate -= _RETRACTION_WEIGHT * self._retraction_rate
 
-    def _decode_mix(self, batch: BatchBuilder, context: PlanContext) -> None:
+    def _decode_mix(self, batch: StepBuilder, context: PlanContext) -> None:
         """Add offline decodes by Algorithm 2. O(rows log rows) if not all fit."""
-        rows = [row for row in batch.offline_decodes if not batch.is_evicted(row)]
+        rows = [row for row in batch.offline_decodes if not batch.is_retracted(row)]
         if longest_prefix(batch, rows) < len(rows):
             draws = random.Random(context.config.seed << 32 | context.step)
             draws.shuffle(rows)
@@ -120,7 +120,7 @@ class OocoPolicy(Policy):
         decode_offline(batch, rows)
 
 
-def _saves_time(batch: BatchBuilder, context: PlanContext, eviction_rate: float) -> bool:
+def _saves_time(batch: StepBuilder, context: PlanContext, retraction_rate: float) -> bool:
     """Return whether the next offline request is worth its prefill (§3.4.2).
 
     One more row beside b decodes lowers the time per token from T(b)/b to
@@ -133,11 +133,11 @@ def _saves_time(batch: BatchBuilder, context: PlanContext, eviction_rate: float)
     if request is None or decodes == 0:
         return True
     length_tokens = request.num_prompt_tokens + request.num_generated_tokens
-    now = BatchStats(
+    now = StepStats(
         decode_requests=decodes, decode_context_tokens=batch.stats.decode_context_tokens
     )
     before_s = batch.model.predict(now) * (decodes + 1) / decodes
     after_s = batch.model.predict(now.with_decode(now.decode_context_tokens // decodes))
     new_tokens = request.max_new_tokens - request.num_generated_tokens
-    prefill_s = batch.model.predict(BatchStats().with_prefill(length_tokens, 0))
-    return new_tokens * (before_s - after_s) >= eviction_rate * prefill_s
+    prefill_s = batch.model.predict(StepStats().with_prefill(length_tokens, 0))
+    return new_tokens * (before_s - after_s) >= retraction_rate * prefill_s

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.step_builder import StepBuilder
 from sglang_coserve.core.token_budget import serve_by_priority
 
 __all__ = ["PriorityPolicy"]
@@ -33,13 +33,13 @@ class PriorityPolicy(Policy):
     is_preemptive: ClassVar[bool] = False
 
     chunk_tokens: int = 8192
-    """Prefill tokens of an iteration (``--chunked-prefill-size``)."""
+    """Prefill tokens of a step (``--chunked-prefill-size``)."""
 
-    def victims(self, batch: BatchBuilder) -> Sequence[Row]:
+    def victims(self, batch: StepBuilder) -> Sequence[Row]:
         """See ``Policy.victims``: the last admitted first."""
         return [row for row in reversed(batch.snapshot.rows) if not row.info.is_online]
 
-    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
+    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""
         decodes = len(batch.online_decodes) + len(batch.offline_decodes)
-        serve_by_priority(batch, context, self.chunk_tokens + decodes, may_evict=True)
+        serve_by_priority(batch, context, self.chunk_tokens + decodes, may_retract=True)

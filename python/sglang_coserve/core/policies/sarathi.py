@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sglang_coserve.core.batch_builder import BatchBuilder
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.step_builder import StepBuilder
 from sglang_coserve.core.token_budget import serve_by_priority
 
 __all__ = ["SarathiPolicy"]
@@ -28,8 +28,8 @@ class SarathiPolicy(Policy):
     is_preemptive: ClassVar[bool] = False
 
     chunk_tokens: int = 2048
-    """Tokens of an iteration, prefill and decode together."""
+    """Tokens of a step, prefill and decode together."""
 
-    def compose(self, batch: BatchBuilder, context: PlanContext) -> None:
+    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""
-        serve_by_priority(batch, context, self.chunk_tokens, may_evict=True)
+        serve_by_priority(batch, context, self.chunk_tokens, may_retract=True)

@@ -35,7 +35,7 @@ from sglang_coserve.core.recording.line_format import (
 from sglang_coserve.core.recording.setup import SchedulerSetup
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row
-from sglang_coserve.core.step import Served, StepPlan, StepResult
+from sglang_coserve.core.step import ServedRequest, StepPlan, StepResult
 from sglang_coserve.core.validation import explain
 from sglang_coserve.errors import CoserveError, InputFileError
 
@@ -145,7 +145,7 @@ class _EventDecoder:
     def _updated(self, source: str, line: UpdatedLine) -> Updated:
         new = self._new(line.new, is_kept=False)
         result = dict(line.result)
-        served: list[Served] = []
+        served: list[ServedRequest] = []
         if "served" in result:
             path = "result.served"
             columns = _read(ServedColumns, result.pop("served"), source, path)

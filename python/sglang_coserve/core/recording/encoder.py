@@ -33,7 +33,7 @@ from sglang_coserve.core.recording.line_format import (
 )
 from sglang_coserve.core.recording.setup import SchedulerSetup
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row
-from sglang_coserve.core.step import Served, StepPlan, StepResult
+from sglang_coserve.core.step import ServedRequest, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -105,7 +105,9 @@ class EventEncoder:
             self._known.pop(info.rid, None)
         return values
 
-    def _served_columns(self, served: Sequence[Served], new: list[RequestInfo]) -> ServedColumns:
+    def _served_columns(
+        self, served: Sequence[ServedRequest], new: list[RequestInfo]
+    ) -> ServedColumns:
         infos, last_tokens, tokens = zip(*served, strict=True)
         times, places = _numbered([*last_tokens, *tokens])
         numbers = [self._number(info, new) for info in infos]

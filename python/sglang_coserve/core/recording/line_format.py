@@ -28,7 +28,7 @@ from sglang_coserve.core.recording.events import (
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.slo import Slo
 from sglang_coserve.core.snapshot import RequestInfo, Row
-from sglang_coserve.core.step import Served
+from sglang_coserve.core.step import ServedRequest
 
 __all__ = [
     "EVENTS",
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 FORMAT: Final = "coserve plans"
-VERSION: Final = 7
+VERSION: Final = 8
 
 EVENTS: Final[Mapping[str, Any]] = MappingProxyType(
     {
@@ -134,19 +134,20 @@ class RowColumns:
 
 @dataclass(frozen=True, slots=True)
 class ServedColumns:
-    """``Served`` values by column; times are stored as in ``RowColumns``."""
+    """``ServedRequest`` values by column; times are stored as in ``RowColumns``."""
 
     request: Sequence[int]
     last_token: Sequence[int]
     token: Sequence[int]
     times_s: Sequence[float | None]
 
-    def served(self, infos: Mapping[int, RequestInfo]) -> list[Served]:
+    def served(self, infos: Mapping[int, RequestInfo]) -> list[ServedRequest]:
         """Return the values; raises the same errors as ``RowColumns.rows``."""
         times_s = self.times_s
         columns = zip(self.request, self.last_token, self.token, strict=True)
         return [
-            Served(infos[number], times_s[last], times_s[token]) for number, last, token in columns
+            ServedRequest(infos[number], times_s[last], times_s[token])
+            for number, last, token in columns
         ]
 
 

@@ -29,16 +29,16 @@ class PlanTally:
 
     online_prefill_tokens: int = 0
     offline_prefill_tokens: int = 0
-    evicted_rows: int = 0
-    evicted_tokens: int = 0
+    retracted_rows: int = 0
+    retracted_tokens: int = 0
     shed_requests: int = 0
 
     def add(self, snapshot: EngineSnapshot, plan: StepPlan) -> None:
         """Count one plan. O(rows)."""
-        evicted = {eviction.rid for eviction in plan.evict}
+        retracted = {retraction.rid for retraction in plan.retract}
         chunks = {chunk.rid for chunk in plan.prefills}
         online = {row.info.rid for row in (*snapshot.rows, *snapshot.waiting) if row.info.is_online}
-        kept = [row for row in snapshot.rows if row.info.rid not in evicted]
+        kept = [row for row in snapshot.rows if row.info.rid not in retracted]
         num_decodes = sum(row.state in _DECODES for row in kept)
         self.decodes += plan.batch.decode_requests
         if not plan.skips_decodes:
@@ -51,8 +51,8 @@ class PlanTally:
                 self.online_prefill_tokens += tokens
             else:
                 self.offline_prefill_tokens += tokens
-        self.evicted_rows += len(plan.evict)
-        self.evicted_tokens += sum(eviction.tokens for eviction in plan.evict)
+        self.retracted_rows += len(plan.retract)
+        self.retracted_tokens += sum(retraction.tokens for retraction in plan.retract)
         self.shed_requests += len(plan.shed)
 
 
@@ -98,7 +98,7 @@ def plan_text(plan: StepPlan) -> str:
 
 def _parts(plan: StepPlan) -> Iterator[str]:
     yield f"{plan.batch.decode_requests} decodes"
-    for name in ("prefills", "pause", "resume", "park", "evict", "shed"):
+    for name in ("prefills", "pause", "resume", "park", "retract", "shed"):
         items: Sequence[str | tuple[str, int]] = getattr(plan, name)
         if items:
             told = (item if isinstance(item, str) else f"{item[0]}:{item[1]}" for item in items)

@@ -25,7 +25,7 @@ from sglang_coserve.srt.compat import prefix_tokens
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.latency_source import known_latency_model
-from sglang_coserve.srt.offline_eviction import OfflineEviction, Prefill
+from sglang_coserve.srt.offline_retraction import OfflineRetraction, Prefill
 from sglang_coserve.srt.rank_clock import RankClock
 from sglang_coserve.srt.request_ledger import ending_of
 from sglang_coserve.srt.request_marks import is_offline
@@ -53,7 +53,7 @@ class FifoAdmission:
         *,
         pools: KvPools,
         view: EngineView,
-        eviction: OfflineEviction,
+        retraction: OfflineRetraction,
         clock: RankClock,
         events: Counter[str],
         forget: Callable[[Req, Ending], None],
@@ -64,7 +64,7 @@ class FifoAdmission:
         self._config = config
         self._pools = pools
         self._view = view
-        self._eviction = eviction
+        self._retraction = retraction
         self._clock = clock
         self._events = events
         self._forget = forget
@@ -118,15 +118,15 @@ class FifoAdmission:
         if self._online_waits():
             self._release_offline_chunk()
             self._make_room_for_online_chunk(running_batch)
-            if in_the_way := self._eviction.rids_in_the_way(running_batch.reqs):
+            if in_the_way := self._retraction.rids_blocking_adapters(running_batch.reqs):
                 running_batch.filter_batch()  # A finished request has nothing left to release.
-                self._eviction.evict(in_the_way, running_batch)
+                self._retraction.retract(in_the_way, running_batch)
         elif self._waiting.has_ready:
             is_offered = self._offer(running_batch)
-        plan = self._eviction.admit(running_batch, prefill)
+        plan = self._retraction.admit(running_batch, prefill)
         if is_offered:
             left, num_admitted = self._view.withdraw()
-            self._waiting.untake(left)
+            self._waiting.put_back_taken(left)
             self._events["admitted"] += num_admitted
             # Full for an offline request is not full for an online one, which may be smaller
             # and has offline requests to displace.
@@ -179,7 +179,7 @@ class FifoAdmission:
         """Release a half-prefilled offline prompt: SGLang keeps one such prompt at a time,
         and would finish it before it looks at the waiting queue."""
         if self._view.can_take_chunk and is_offline(self._view.chunk):
-            self._eviction.release(self._view.take_chunk())
+            self._retraction.release(self._view.take_chunk())
             self._events["parked"] += 1
 
     def _make_room_for_online_chunk(self, running_batch: ScheduleBatch) -> None:
@@ -190,7 +190,7 @@ class FifoAdmission:
         remaining = len(req.origin_input_ids) + len(req.output_ids) - prefix_tokens(req)
         chunk = min(remaining, self._scheduler.chunked_prefill_size or remaining)
         while self._pools.headroom_tokens < chunk + self._scheduler.page_size:
-            if not self._eviction.evict_one(running_batch):
+            if not self._retraction.retract_one(running_batch):
                 return
 
     # --- What others ask about -----------------------------------------------------------

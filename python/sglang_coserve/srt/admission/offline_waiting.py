@@ -57,7 +57,7 @@ class OfflineWaiting:
         """Remove and return up to ``count`` ready requests. O(count)."""
         return [self._ready.popleft() for _ in range(min(count, len(self._ready)))]
 
-    def untake(self, reqs: Iterable[Req]) -> None:
+    def put_back_taken(self, reqs: Iterable[Req]) -> None:
         """Return requests, in their order, that were taken in this pass but not admitted."""
         self._ready.extendleft(reversed(list(reqs)))
 

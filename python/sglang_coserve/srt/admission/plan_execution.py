@@ -15,8 +15,8 @@ from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan
 from sglang_coserve.srt.chunk_admission import ChunkAdmission
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
-from sglang_coserve.srt.offline_eviction import OfflineEviction, Prefill
 from sglang_coserve.srt.offline_lane import OfflineLane
+from sglang_coserve.srt.offline_retraction import OfflineRetraction, Prefill
 from sglang_coserve.srt.step_runner import StepRunner
 
 __all__ = ["Executed", "PlanExecution"]
@@ -50,7 +50,7 @@ class PlanExecution:
         scheduler: Any,
         *,
         view: EngineView,
-        eviction: OfflineEviction,
+        retraction: OfflineRetraction,
         runner: StepRunner,
         checkpointing: KvCheckpointing,
         events: Counter[str],
@@ -60,8 +60,8 @@ class PlanExecution:
         """``waiting`` are the offline requests that wait, by rid; ``refuse`` takes an online one
         out of SGLang's queue."""
         self._view = view
-        self._eviction = eviction
-        self._chunks = ChunkAdmission(view, eviction, events, scheduler.page_size)
+        self._retraction = retraction
+        self._chunks = ChunkAdmission(view, retraction, events, scheduler.page_size)
         self._checkpointing = checkpointing
         self._events = events
         self._waiting = waiting
@@ -111,7 +111,7 @@ class PlanExecution:
         assert lane is not None
         if plan.resumes:
             return Executed(lane.resume(running_batch), (), is_started=False)
-        self._eviction.evict({eviction.rid for eviction in plan.evict}, running_batch)
+        self._retraction.retract({retraction.rid for retraction in plan.retract}, running_batch)
         chunks = self._executable(plan)
         result, admitted = lane.prepare(plan, chunks, self._waiting, running_batch, prefill)
         is_started = result.batch_to_run is not None
@@ -122,12 +122,12 @@ class PlanExecution:
         """Carry out a plan but for its prefills; a chunk that gets none is parked with those."""
         for rid in plan.shed:
             self._refuse(rid)
-        self._eviction.evict({eviction.rid for eviction in plan.evict}, running_batch)
+        self._retraction.retract({retraction.rid for retraction in plan.retract}, running_batch)
         if plan.pause:
-            self._view.aside.pause(running_batch, set(plan.pause))
+            self._view.paused_rows.pause(running_batch, set(plan.pause))
             self._events["paused"] += len(plan.pause)
         self._events["resumed"] += len(plan.resume)
-        return self._view.aside.resume(running_batch, set(plan.resume))
+        return self._view.paused_rows.resume(running_batch, set(plan.resume))
 
     def _executable(self, plan: StepPlan) -> list[PrefillChunk]:
         """Return the planned chunks that SGLang can run now."""

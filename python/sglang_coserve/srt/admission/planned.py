@@ -32,7 +32,7 @@ from sglang_coserve.srt.engine_snapshot import snapshot_of
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_pools import KvPools
-from sglang_coserve.srt.offline_eviction import OfflineEviction, Prefill
+from sglang_coserve.srt.offline_retraction import OfflineRetraction, Prefill
 from sglang_coserve.srt.rank_clock import RankClock
 from sglang_coserve.srt.request_ledger import RequestLedger, ending_of
 from sglang_coserve.srt.request_marks import is_offline
@@ -60,7 +60,7 @@ class PlannedAdmission:
         *,
         pools: KvPools,
         view: EngineView,
-        eviction: OfflineEviction,
+        retraction: OfflineRetraction,
         runner: StepRunner,
         clock: RankClock,
         ledger: RequestLedger,
@@ -78,7 +78,7 @@ class PlannedAdmission:
         self._scheduler = scheduler
         self._pools = pools
         self._view = view
-        self._eviction = eviction
+        self._retraction = retraction
         self._runner = runner
         self._clock = clock
         self._ledger = ledger
@@ -99,7 +99,7 @@ class PlannedAdmission:
         self._plans = PlanExecution(
             scheduler,
             view=view,
-            eviction=eviction,
+            retraction=retraction,
             runner=runner,
             checkpointing=checkpointing,
             events=events,
@@ -118,7 +118,7 @@ class PlannedAdmission:
         self._waiting.reqs[req.rid] = req
         self.core.add_offline(queued_request(req, self._ledger[req.rid].arrival_s))
         if self.core.queue.opens_branch(req.rid):
-            self._tell_cached(req.rid)
+            self._report_cached(req.rid)
 
     def arrived(self, req: Req, info: RequestInfo) -> None:
         """See ``Admission``. One that failed validation is not computed."""
@@ -127,10 +127,10 @@ class PlannedAdmission:
     def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
         """See ``Admission``. Paused rows that match stay, and end when they run next."""
         gone = self._waiting.remove(matches)
-        for req in self._view.aside.unpark_all(matches):
+        for req in self._view.paused_rows.unpark_all(matches):
             release_aborted(req, self._scheduler.tree_cache)
             gone.append(req)
-        self._view.aside.abort_paused(matches)
+        self._view.paused_rows.abort_paused(matches)
         if self._lane is not None:
             self._lane.abort(matches)
         return gone
@@ -138,7 +138,7 @@ class PlannedAdmission:
     def num_waiting(self) -> int:
         """See ``Admission``."""
         view = self._view
-        return len(self._waiting) + len(view.aside) + len(view.suspended)
+        return len(self._waiting) + len(view.paused_rows) + len(view.suspended)
 
     def take_launched(self) -> list[Req]:
         """See ``Admission``."""
@@ -169,12 +169,12 @@ class PlannedAdmission:
             self._steps.decided(self._clock.now_s())
             return prefill(running_batch)
         running_batch.filter_batch()
-        running_batch = self._view.aside.resume_ended(running_batch)
+        running_batch = self._view.paused_rows.resume_ended(running_batch)
         rows = self._view.rows_with_kv(running_batch)
-        in_the_way = self._eviction.rids_in_the_way(rows)
+        in_the_way = self._retraction.rids_blocking_adapters(rows)
         if any(req.rid in in_the_way for req in self._view.suspended):
             self._drop()
-        self._eviction.evict(in_the_way, running_batch)
+        self._retraction.retract(in_the_way, running_batch)
         plan = self.core.plan(self._snapshot(running_batch, now_s), self)
         if plan.drops:
             self._drop()
@@ -239,15 +239,15 @@ class PlannedAdmission:
         if self._waiting.reqs:
             for req, has in zip(reqs, has_token, strict=True):
                 if has and len(req.output_ids) == 1 and not is_offline(req):
-                    self._tell_left(req)
+                    self._report_left(req)
 
-    def _tell_left(self, req: Req) -> None:
+    def _report_left(self, req: Req) -> None:
         """Tell the core of an offline request that can use the prompt of an online one."""
         waiting = self.core.queue.nearest(pack_tokens(req.origin_input_ids))
         if waiting is not None and waiting.rid in self._waiting.reqs:
-            self._tell_cached(waiting.rid)
+            self._report_cached(waiting.rid)
 
-    def _tell_cached(self, rid: str) -> None:
+    def _report_cached(self, rid: str) -> None:
         if cached_tokens := self.cached_tokens(rid):
             self.core.cached(rid, cached_tokens)
 

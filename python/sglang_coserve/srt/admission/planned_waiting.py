@@ -23,7 +23,7 @@ class PlannedWaiting:
         """Those that may be picked, by rid."""
 
         self._cooling: deque[list[Req]] = deque([] for _ in range(passes_to_settle))
-        """Evicted in each of the last passes, the oldest first."""
+        """Retracted in each of the last passes, the oldest first."""
 
     def __len__(self) -> int:
         return len(self.reqs) + sum(map(len, self._cooling))

@@ -9,7 +9,7 @@ from sglang_coserve.core.interference import Interference
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.snapshot import RequestInfo
-from sglang_coserve.srt.offline_eviction import Prefill
+from sglang_coserve.srt.offline_retraction import Prefill
 from sglang_coserve.srt.step_runner import StepTerms
 
 __all__ = ["OFFLINE_EVENTS", "Admission"]
@@ -17,7 +17,14 @@ __all__ = ["OFFLINE_EVENTS", "Admission"]
 Req = Any
 ScheduleBatch = Any
 
-OFFLINE_EVENTS: Final = ("received", "admitted", "parked", "evicted", "put_back", "aborted_waiting")
+OFFLINE_EVENTS: Final = (
+    "received",
+    "admitted",
+    "parked",
+    "retracted",
+    "put_back",
+    "aborted_waiting",
+)
 """What becomes of offline requests, whoever admits them."""
 
 

@@ -25,6 +25,7 @@ from sglang_coserve.srt.compat.by_version import (
     free_prepared,
     has_unsaved_kv,
     holds_kv,
+    inserting_cache,
     is_mixed,
     keep_outputs,
     logit_processors,
@@ -47,7 +48,6 @@ from sglang_coserve.srt.compat.by_version import (
     start_load,
     start_scheduler,
     tensors_beside,
-    told_of_rows,
 )
 from sglang_coserve.srt.compat.ranks import is_first_rank, num_ranks
 from sglang_coserve.srt.compat.release import (
@@ -88,6 +88,7 @@ __all__ = [
     "free_prepared",
     "has_unsaved_kv",
     "holds_kv",
+    "inserting_cache",
     "installed_version",
     "is_first_rank",
     "is_mixed",
@@ -121,7 +122,6 @@ __all__ = [
     "start_scheduler",
     "start_up_line",
     "tensors_beside",
-    "told_of_rows",
 ]
 
 UPDATE_COMMUNICATORS = (

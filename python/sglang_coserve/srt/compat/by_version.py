@@ -19,6 +19,7 @@ __all__ = [
     "free_prepared",
     "has_unsaved_kv",
     "holds_kv",
+    "inserting_cache",
     "is_mixed",
     "keep_outputs",
     "logit_processors",
@@ -41,7 +42,6 @@ __all__ = [
     "start_load",
     "start_scheduler",
     "tensors_beside",
-    "told_of_rows",
 ]
 
 if INSTALLED >= (0, 5, 18):
@@ -127,11 +127,11 @@ if INSTALLED >= (0, 5, 22):
         filter_out,
         free_prepared,
         has_unsaved_kv,
+        inserting_cache,
         place_context,
         prefix_tokens,
         release_kv,
         set_extent,
-        told_of_rows,
     )
 else:
     from sglang_coserve.srt.compat.v17 import (
@@ -145,6 +145,6 @@ else:
     )
 
     if INSTALLED >= (0, 5, 21):
-        from sglang_coserve.srt.compat.v21 import cached_nodes, told_of_rows
+        from sglang_coserve.srt.compat.v21 import cached_nodes, inserting_cache
     else:
-        from sglang_coserve.srt.compat.v17 import cached_nodes, told_of_rows
+        from sglang_coserve.srt.compat.v17 import cached_nodes, inserting_cache

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from sglang_coserve.errors import StartupError
-from sglang_coserve.srt.compat.seams import SEAMS, Use
+from sglang_coserve.srt.compat.seams import SEAMS, NameUse
 from sglang_coserve.srt.compat.versions import installed_version
 
 __all__ = ["replace", "replaced_names"]
@@ -14,7 +14,7 @@ __all__ = ["replace", "replaced_names"]
 
 def replaced_names() -> frozenset[str]:
     """Return the dotted names that may be replaced: those listed in ``seams``."""
-    return frozenset(seam.name for seam in SEAMS if seam.use is Use.REPLACED)
+    return frozenset(seam.name for seam in SEAMS if seam.use is NameUse.REPLACED)
 
 
 def replace(name: str, value: Any) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.srt.compat.seams import Seam, Use, seams_of
+from sglang_coserve.srt.compat.seams import NameUse, Seam, seams_of
 from sglang_coserve.srt.compat.source_tree import Definition, SourceTree
 from sglang_coserve.srt.compat.versions import version_key
 
@@ -69,7 +69,7 @@ def _unknown_keywords(tree: SourceTree, version: str) -> list[str]:
     """Return calls of listed functions, by their names alone, with keywords they do not take."""
     taken: dict[str, set[str]] = {}
     for seam in seams_of(version):
-        definition = tree.find(seam.name) if seam.use is Use.CALLED else None
+        definition = tree.find(seam.name) if seam.use is NameUse.CALLED else None
         name = seam.name.rpartition(".")[2]
         if name == "__init__":  # Any class has one.
             continue

@@ -16,10 +16,10 @@ from typing import Final
 from sglang_coserve.srt.compat.versions import NEWEST, OLDEST, version_key
 from sglang_coserve.srt.continuation import STATEFUL_FIELDS, STATEFUL_PARAMS
 
-__all__ = ["SEAMS", "Seam", "Use", "seams_of"]
+__all__ = ["SEAMS", "NameUse", "Seam", "seams_of"]
 
 
-class Use(StrEnum):
+class NameUse(StrEnum):
     """What is done with a name."""
 
     OVERRIDDEN = "overridden"
@@ -39,7 +39,7 @@ class Seam:
     name: str
     """Dotted, from ``sglang`` on."""
 
-    use: Use
+    use: NameUse
 
     parameters: tuple[str, ...] | None = None
     """The first parameters of a function, ``self`` left out; it needs no others. Not checked
@@ -66,7 +66,7 @@ _Members = Mapping[str, str | None]
 
 
 def _of(
-    owner: str, use: Use, members: _Members, *, first: str = OLDEST, last: str = NEWEST
+    owner: str, use: NameUse, members: _Members, *, first: str = OLDEST, last: str = NEWEST
 ) -> Iterator[Seam]:
     for name, parameters in members.items():
         words = None if parameters is None else tuple(parameters.split())
@@ -96,7 +96,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
     # --- The scheduler -------------------------------------------------------------------
     *_of(
         _SCHEDULER,
-        Use.OVERRIDDEN,
+        NameUse.OVERRIDDEN,
         {
             "_add_request_to_queue": "req is_retracted",
             "abort_request": "recv_req",
@@ -123,19 +123,19 @@ SEAMS: Final[tuple[Seam, ...]] = (
     ),
     *_of(
         _SCHEDULER,
-        Use.OVERRIDDEN,
+        NameUse.OVERRIDDEN,
         {"_can_schedule_lora_req": "req running_loras"},
         last="0.5.19",
     ),
     *_of(
         _SCHEDULER,
-        Use.OVERRIDDEN,
+        NameUse.OVERRIDDEN,
         {"can_schedule_lora_req": "req running_loras"},
         first="0.5.20",
     ),
     *_of(
         _SCHEDULER,
-        Use.CALLED,
+        NameUse.CALLED,
         {
             "_set_or_validate_priority": "req",
             "flush_cache": "empty_cache",
@@ -146,7 +146,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
     ),
     *_of(
         _SCHEDULER,
-        Use.READ,
+        NameUse.READ,
         _names(
             *("_pending_chunked_abort_req", "_request_dispatcher", "chunked_prefill_size"),
             *("chunked_req", "disaggregation_mode", "future_map", "grammar_manager"),
@@ -158,39 +158,39 @@ SEAMS: Final[tuple[Seam, ...]] = (
             *("tokenizer", "tp_cpu_group", "tp_worker", "tree_cache", "waiting_queue"),
         ),
     ),
-    *_of(_SCHEDULER, Use.READ, _names("ps"), last="0.5.20"),
+    *_of(_SCHEDULER, NameUse.READ, _names("ps"), last="0.5.20"),
     # --- Load ----------------------------------------------------------------------------
     *_of(
         "srt.managers.scheduler_components.load_inquirer.SchedulerLoadInquirer",
-        Use.OVERRIDDEN,
+        NameUse.OVERRIDDEN,
         {"get_loads": ""},
     ),
-    *_of("srt.managers.load_snapshot", Use.REPLACED, _names("snapshot_decoder")),
+    *_of("srt.managers.load_snapshot", NameUse.REPLACED, _names("snapshot_decoder")),
     *_of(
         "srt.managers.load_snapshot.LoadSnapshot",
-        Use.READ,
+        NameUse.READ,
         _names("num_running_reqs", "num_total_tokens", "num_waiting_reqs", "timestamp"),
     ),
     *_of(
         "srt.managers.scheduler_components.load_inquirer.SchedulerLoadInquirer",
-        Use.READ,
+        NameUse.READ,
         _names(
             *("get_chunked_req", "get_running_batch", "get_waiting_queue", "pool_stats_observer"),
         ),
     ),
     *_of(
         "srt.managers.scheduler_components.pool_stats_observer.SchedulerPoolStatsObserver",
-        Use.CALLED,
+        NameUse.CALLED,
         {"get_pool_stats": ""},
     ),
     *_of(
         "srt.managers.scheduler_components.pool_stats_observer.PoolStats",
-        Use.CALLED,
+        NameUse.CALLED,
         {"update_scheduler_stats": "stats"},
     ),
     *_of(
         "srt.managers.scheduler_components.pool_stats_observer.PoolStats",
-        Use.READ,
+        NameUse.READ,
         _names(
             *("full_evictable_size", "full_num_used", "full_token_usage", "is_hybrid_ssm"),
             *("is_hybrid_swa", "mamba_evictable_size", "mamba_num_used", "mamba_usage"),
@@ -199,55 +199,55 @@ SEAMS: Final[tuple[Seam, ...]] = (
     ),
     *_of(
         "srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter",
-        Use.READ,
+        NameUse.READ,
         _names("metrics_collector"),
     ),
     *_of(
         "srt.observability.metrics_collector.SchedulerMetricsCollector",
-        Use.OVERRIDDEN,
+        NameUse.OVERRIDDEN,
         {"log_stats": "stats"},
     ),
     *_of(
         "srt.observability.metrics_collector.SchedulerStats",
-        Use.READ,
+        NameUse.READ,
         _names("num_queue_reqs", "num_running_reqs"),
     ),
     *_of(
         "srt.observability.metrics_collector.QueueCount",
-        Use.CALLED,
+        NameUse.CALLED,
         {"from_reqs": "reqs enable_priority_scheduling"},
     ),
     *_of(
         "srt.mem_cache.base_prefix_cache.BasePrefixCache",
-        Use.CALLED,
+        NameUse.CALLED,
         {"resolve_node_handle": "node_handle"},
     ),
-    *_of(_TREE, Use.CALLED, {"collect_path_info": "end_node_ids"}, first="0.5.22"),
+    *_of(_TREE, NameUse.CALLED, {"collect_path_info": "end_node_ids"}, first="0.5.22"),
     *_of(
         "srt.mem_cache.unified_cache.unified_tree_core_interface.TreePathNodeInfo",
-        Use.READ,
+        NameUse.READ,
         _names("node_id", "path_end", "path_start"),
         first="0.5.22",
     ),
     *_of(
         "srt.managers.tokenizer_control_mixin.TokenizerControlMixin",
-        Use.CALLED,
+        NameUse.CALLED,
         {"get_loads": "include dp_rank"},
     ),
     # --- The scheduler, on ---------------------------------------------------------------
     *_of(
         "srt.managers.scheduler",
-        Use.REPLACED,
+        NameUse.REPLACED,
         {"PrefillAdder": None, "Scheduler": None},
     ),
     *_of(
         "srt.distributed.parallel_state",
-        Use.REPLACED,
+        NameUse.REPLACED,
         {"init_model_parallel_group": "group_ranks local_rank backend use_pynccl"},
     ),
     *_of(
         _ADDER,
-        Use.OVERRIDDEN,
+        NameUse.OVERRIDDEN,
         {
             "add_chunked_req": "req",
             "add_one_req": "req has_chunked_req truncation_align_size",
@@ -255,7 +255,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
     ),
     *_of(
         _ADDER,
-        Use.CALLED,
+        NameUse.CALLED,
         {
             "_lock_node": "last_node",
             "_swa_new_tokens": "req",
@@ -264,41 +264,41 @@ SEAMS: Final[tuple[Seam, ...]] = (
     ),
     *_of(
         _ADDER,
-        Use.READ,
+        NameUse.READ,
         _names(
             *("is_hybrid_swa", "new_chunked_req", "rem_chunk_tokens", "running_batch"),
         ),
     ),
     *_of(
         _ADDER,
-        Use.CALLED,
+        NameUse.CALLED,
         {"_swa_budget_for_req": "extend_input_len max_new_tokens swa_host_hit_length"},
         last="0.5.20",
     ),
     *_of(
         _ADDER,
-        Use.READ,
+        NameUse.READ,
         _names("cur_rem_token_offset", "rem_swa_token_offset", "rem_swa_tokens"),
         last="0.5.20",
     ),
-    *_of(_ADDER, Use.READ, _names("memory_budget"), first="0.5.21"),
+    *_of(_ADDER, NameUse.READ, _names("memory_budget"), first="0.5.21"),
     *_of(
         "srt.mem_cache.prefill_budget.SWAPrefillBudget",
-        Use.CALLED,
+        NameUse.CALLED,
         {"swa_tokens": "extend_input_len max_new_tokens chunk_limit"},
         first="0.5.21",
     ),
     *_of(
         "srt.mem_cache.prefill_budget.SWAPrefillBudget",
-        Use.READ,
+        NameUse.READ,
         _names("current_offset", "remaining_swa", "swa_offset"),
         first="0.5.21",
     ),
     # --- Requests and batches ------------------------------------------------------------
-    *_of(_REQ, Use.CALLED, {"reset_for_retract": "", "update_reasoning_tokens": None}),
+    *_of(_REQ, NameUse.CALLED, {"reset_for_retract": "", "update_reasoning_tokens": None}),
     *_of(
         _REQ,
-        Use.READ,
+        NameUse.READ,
         _names(
             *("already_computed", "decode_batch_idx", "extend_batch_idx", "finished_reason"),
             *("full_untruncated_fill_ids", "inflight_middle_chunks", "kv", "last_node"),
@@ -308,7 +308,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
     ),
     *_of(
         _BATCH,
-        Use.CALLED,
+        NameUse.CALLED,
         {
             "check_decode_mem": "selected_indices",
             "merge_batch": "other",
@@ -317,63 +317,63 @@ SEAMS: Final[tuple[Seam, ...]] = (
             "prepare_for_extend": "",
         },
     ),
-    *_of(_REQ, Use.READ, _names("kv_committed_len", "req_pool_idx"), last="0.5.18"),
+    *_of(_REQ, NameUse.READ, _names("kv_committed_len", "req_pool_idx"), last="0.5.18"),
     *_of(
         _REQ,
-        Use.READ,
+        NameUse.READ,
         _names("extend_range", "prefix_indices"),
         last="0.5.21",
     ),
-    *_of(_REQ, Use.CALLED, {"set_extend_range": "start end"}, last="0.5.21"),
+    *_of(_REQ, NameUse.CALLED, {"set_extend_range": "start end"}, last="0.5.21"),
     *_of(
         _BATCH,
-        Use.CALLED,
+        NameUse.CALLED,
         {"filter_batch": "chunked_req_to_exclude keep_indices"},
         last="0.5.21",
     ),
-    *_of(_BATCH, Use.CALLED, {"filter_batch": "reqs_to_exclude keep_indices"}, first="0.5.22"),
+    *_of(_BATCH, NameUse.CALLED, {"filter_batch": "reqs_to_exclude keep_indices"}, first="0.5.22"),
     *_of(
         "srt.managers.schedule_batch.ReqKvInfo",
-        Use.READ,
+        NameUse.READ,
         _names("holds_kv", "kv_allocated_len", "kv_committed_len", "req_pool_idx"),
         first="0.5.19",
     ),
-    *_of(_REQ, Use.READ, _names("extend_end", "prefix_len"), first="0.5.22"),
+    *_of(_REQ, NameUse.READ, _names("extend_end", "prefix_len"), first="0.5.22"),
     *_of(
         "srt.mem_cache.common",
-        Use.CALLED,
+        NameUse.CALLED,
         {"release_kv_cache": "req tree_cache is_insert"},
         last="0.5.21",
     ),
     *_of(
         "srt.mem_cache.common",
-        Use.CALLED,
+        NameUse.CALLED,
         {"release_kv_cache": "req tree_cache checkpoint"},
         first="0.5.22",
     ),
     # --- What layers hand on -------------------------------------------------------------
     *_of(
         "srt.layers.layer_boundary.residual.batch",
-        Use.CALLED,
+        NameUse.CALLED,
         {"complete_output": "hidden_states forward_batch"},
         first="0.5.21",
     ),
     *_of(
         "srt.layers.layer_boundary.residual.stream.ResidualStream",
-        Use.READ,
+        NameUse.READ,
         _names("pending", "residual"),
         first="0.5.21",
     ),
     # --- Sampling and grammars -----------------------------------------------------------
     *_of(
         "srt.layers.sampler.Sampler",
-        Use.OVERRIDDEN,
+        NameUse.OVERRIDDEN,
         {"_preprocess_logits": "logits sampling_info", "compute_logprobs_only": None},
     ),
-    *_of("srt.layers.sampler", Use.REPLACED, _names("multinomial_with_seed")),
+    *_of("srt.layers.sampler", NameUse.REPLACED, _names("multinomial_with_seed")),
     *_of(
         "srt.sampling.sampling_batch_info.SamplingBatchInfo",
-        Use.READ,
+        NameUse.READ,
         _names(
             *("custom_logit_processor", "custom_params", "has_custom_logit_processor"),
             *("is_all_greedy", "temperatures"),
@@ -381,31 +381,35 @@ SEAMS: Final[tuple[Seam, ...]] = (
     ),
     *_of(
         "srt.sampling.sampling_batch_info.ProcessorEntry",
-        Use.READ,
+        NameUse.READ,
         _names("indices", "processor", "rows"),
         first="0.5.21",
     ),
-    *_of("srt.managers.schedule_batch", Use.REPLACED, _names("re")),
-    *_of("srt.sampling.sampling_batch_info", Use.REPLACED, _names("apply_scaling_penalties")),
+    *_of("srt.managers.schedule_batch", NameUse.REPLACED, _names("re")),
+    *_of("srt.sampling.sampling_batch_info", NameUse.REPLACED, _names("apply_scaling_penalties")),
     *_of(
         "srt.sampling.penaltylib.repetition_penalty",
-        Use.REPLACED,
+        NameUse.REPLACED,
         _names("apply_scaling_penalties"),
     ),
-    *_of(_PENALIZERS, Use.CALLED, {"cumulate_output_tokens": "output_ids"}),
-    *_of(_PENALIZERS, Use.READ, _names("batch", "penalizers")),
+    *_of(_PENALIZERS, NameUse.CALLED, {"cumulate_output_tokens": "output_ids"}),
+    *_of(_PENALIZERS, NameUse.READ, _names("batch", "penalizers")),
     *_of(
         "srt.constrained.base_grammar_backend.BaseGrammarBackend",
-        Use.CALLED,
+        NameUse.CALLED,
         {"get_cached_or_future_value": "key require_reasoning", "set_cache": "key value"},
     ),
-    *_of(_XGRAMMAR, Use.REPLACED, _names("GrammarCompiler", "torch")),
-    *_of(f"{_XGRAMMAR}.XGrammarGrammar", Use.OVERRIDDEN, {"apply_vocab_mask": "logits vocab_mask"}),
-    *_of(f"{_XGRAMMAR}.XGrammarGrammarBackend", Use.OVERRIDDEN, _names("apply_vocab_mask")),
+    *_of(_XGRAMMAR, NameUse.REPLACED, _names("GrammarCompiler", "torch")),
+    *_of(
+        f"{_XGRAMMAR}.XGrammarGrammar",
+        NameUse.OVERRIDDEN,
+        {"apply_vocab_mask": "logits vocab_mask"},
+    ),
+    *_of(f"{_XGRAMMAR}.XGrammarGrammarBackend", NameUse.OVERRIDDEN, _names("apply_vocab_mask")),
     # --- The tokenizer manager and the HTTP server ---------------------------------------
     *_of(
         _MANAGER,
-        Use.OVERRIDDEN,
+        NameUse.OVERRIDDEN,
         {
             "_batch_tokenize_and_process": "batch_size obj",
             "_create_tokenized_object": "obj input_text input_ids",
@@ -427,45 +431,45 @@ SEAMS: Final[tuple[Seam, ...]] = (
             "update_weights_from_tensor": "obj request",
         },
     ),
-    *_of(_MANAGER, Use.CALLED, {"config_value": "name", "flush_cache": "timeout_s"}),
+    *_of(_MANAGER, NameUse.CALLED, {"config_value": "name", "flush_cache": "timeout_s"}),
     *_of(
         _MANAGER,
-        Use.READ,
+        NameUse.READ,
         _names("incremental_streaming_output", "is_pause", "preferred_sampling_params"),
     ),
     *_of(
         "srt.managers.tokenizer_manager",
-        Use.REPLACED,
+        NameUse.REPLACED,
         _names("APIServerReqTimeStats"),
     ),
     *_of(
         "srt.managers.io_struct.GenerateReqInput",
-        Use.READ,
+        NameUse.READ,
         _names("contains_mm_input", "rid", "stream", *STATEFUL_FIELDS),
     ),
     *_of(
         "srt.managers.io_struct.EmbeddingReqInput",
-        Use.READ,
+        NameUse.READ,
         _names("contains_mm_input", "rid", "sampling_params"),
     ),
-    *_of("srt.managers.io_struct", Use.READ, _names("_USE_PICKLE_IPC")),
+    *_of("srt.managers.io_struct", NameUse.READ, _names("_USE_PICKLE_IPC")),
     *_of(
         "srt.sampling.sampling_params.SamplingParams",
-        Use.READ,
+        NameUse.READ,
         _names("is_normalized", "stream_interval", *STATEFUL_PARAMS),
     ),
     *_of(
         _OPENAI,
-        Use.OVERRIDDEN,
+        NameUse.OVERRIDDEN,
         {
             "_convert_to_internal_request": "request raw_request",
             "handle_request": "request raw_request",
         },
     ),
-    *_of(_OPENAI, Use.OVERRIDDEN, {"_compute_extra_key": "request"}, last="0.5.17"),
+    *_of(_OPENAI, NameUse.OVERRIDDEN, {"_compute_extra_key": "request"}, last="0.5.17"),
     *_of(
         "srt.entrypoints.anthropic.serving.AnthropicServing",
-        Use.OVERRIDDEN,
+        NameUse.OVERRIDDEN,
         {
             "_error_response": "status_code error_type message",
             "_handle_non_streaming": "chat_request anthropic_request raw_request",
@@ -475,14 +479,14 @@ SEAMS: Final[tuple[Seam, ...]] = (
     ),
     *_of(
         "srt.entrypoints.ollama.serving.OllamaServing",
-        Use.OVERRIDDEN,
+        NameUse.OVERRIDDEN,
         {"handle_chat": "request raw_request", "handle_generate": "request raw_request"},
     ),
-    *_of("srt.entrypoints.http_server", Use.REPLACED, _names("_setup_and_run_http_server")),
-    *_of("srt.entrypoints.http_server", Use.READ, _names("_global_state", "app")),
+    *_of("srt.entrypoints.http_server", NameUse.REPLACED, _names("_setup_and_run_http_server")),
+    *_of("srt.entrypoints.http_server", NameUse.READ, _names("_global_state", "app")),
     *_of(
         "srt.entrypoints.http_server",
-        Use.CALLED,
+        NameUse.CALLED,
         {
             "launch_server": (
                 "server_args init_tokenizer_manager_func run_scheduler_process_func "
@@ -492,30 +496,30 @@ SEAMS: Final[tuple[Seam, ...]] = (
     ),
     *_of(
         "srt.entrypoints.engine",
-        Use.CALLED,
+        NameUse.CALLED,
         {"init_tokenizer_manager": "server_args port_args TokenizerManagerClass"},
     ),
     *_of(
         "srt.entrypoints.engine",
-        Use.REPLACED,
+        NameUse.REPLACED,
         {
             "run_data_parallel_controller_process": (
                 "server_args port_args pipe_writer run_scheduler_process_func"
             )
         },
     ),
-    *_of("srt.entrypoints.engine.Engine", Use.READ, _names("_scheduler_init_result")),
+    *_of("srt.entrypoints.engine.Engine", NameUse.READ, _names("_scheduler_init_result")),
     *_of(
         "srt.server_args.ServerArgs",
-        Use.OVERRIDDEN,
+        NameUse.OVERRIDDEN,
         {"add_cli_args": None, "from_cli_args": None},
     ),
-    *_of("srt.server_args.ServerArgs", Use.CALLED, {"get_model_config": ""}, last="0.5.18"),
-    *_of("srt.server_args.ServerArgs", Use.CALLED, {"resolve_once": ""}, first="0.5.19"),
+    *_of("srt.server_args.ServerArgs", NameUse.CALLED, {"get_model_config": ""}, last="0.5.18"),
+    *_of("srt.server_args.ServerArgs", NameUse.CALLED, {"resolve_once": ""}, first="0.5.19"),
     # --- Processes of the profiler -------------------------------------------------------
     *_of(
         _SCHEDULER,
-        Use.CALLED,
+        NameUse.CALLED,
         {
             "__init__": (
                 "server_args port_args gpu_id tp_rank moe_ep_rank pp_rank attn_cp_rank "
@@ -524,11 +528,11 @@ SEAMS: Final[tuple[Seam, ...]] = (
         },
         last="0.5.20",
     ),
-    *_of(_SCHEDULER, Use.CALLED, {"__init__": "server_args port_args"}, first="0.5.21"),
+    *_of(_SCHEDULER, NameUse.CALLED, {"__init__": "server_args port_args"}, first="0.5.21"),
     # --- KV checkpoints: the radix cache -------------------------------------------------
     *_of(
         _CACHE,
-        Use.OVERRIDDEN,
+        NameUse.OVERRIDDEN,
         {
             "_evict_components": "request_by_type tracker",
             "_execute_and_commit_kv_backup": "action",
@@ -544,28 +548,28 @@ SEAMS: Final[tuple[Seam, ...]] = (
     ),
     *_of(
         _CACHE,
-        Use.OVERRIDDEN,
+        NameUse.OVERRIDDEN,
         {"cache_finished_req": "req is_insert kv_len_to_handle"},
         last="0.5.20",
     ),
-    *_of(_CACHE, Use.OVERRIDDEN, {"cache_unfinished_req": "req chunked"}, last="0.5.21"),
+    *_of(_CACHE, NameUse.OVERRIDDEN, {"cache_unfinished_req": "req chunked"}, last="0.5.21"),
     *_of(
         _CACHE,
-        Use.OVERRIDDEN,
+        NameUse.OVERRIDDEN,
         {"insert_req": "req up_to", "on_release": "req inserted"},
         first="0.5.21",
         last="0.5.21",
     ),
     *_of(
         _CACHE,
-        Use.OVERRIDDEN,
+        NameUse.OVERRIDDEN,
         {"checkpoint_into_tree": "req up_to", "on_release": "req checkpointed"},
         first="0.5.22",
     ),
-    *_of(_REQ, Use.CALLED, {"owned_kv_len": ""}, first="0.5.21"),
+    *_of(_REQ, NameUse.CALLED, {"owned_kv_len": ""}, first="0.5.21"),
     *_of(
         _CACHE,
-        Use.CALLED,
+        NameUse.CALLED,
         {
             "_all_reduce": "data tp_reduce_op",
             "check_hicache_events": "",
@@ -574,7 +578,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
     ),
     *_of(
         _CACHE,
-        Use.READ,
+        NameUse.READ,
         _names(
             *("cache_controller", "host_pool_group", "is_write_back", "ongoing_load_back"),
             *("ongoing_write_through", "page_size", "root_node", "tp_world_size", "tree_core"),
@@ -582,13 +586,13 @@ SEAMS: Final[tuple[Seam, ...]] = (
     ),
     *_of(
         _TREE,
-        Use.OVERRIDDEN,
+        NameUse.OVERRIDDEN,
         {"_is_host_leaf": "node", "_split_node": "key child split_len", "reset": ""},
     ),
-    *_of(_TREE, Use.OVERRIDDEN, {"_is_settled_full_host_duplicate": "node"}, first="0.5.18"),
+    *_of(_TREE, NameUse.OVERRIDDEN, {"_is_settled_full_host_duplicate": "node"}, first="0.5.18"),
     *_of(
         _TREE,
-        Use.CALLED,
+        NameUse.CALLED,
         {
             "_remove_leaf_from_parent": "node",
             "_unevict_node_on_insert": "node fresh_value",
@@ -602,88 +606,88 @@ SEAMS: Final[tuple[Seam, ...]] = (
     ),
     *_of(
         _TREE,
-        Use.READ,
+        NameUse.READ,
         _names("eviction_strategy", "evictable_device_leaves", "evictable_host_leaves"),
     ),
     # --- KV checkpoints: copies ----------------------------------------------------------
     *_of(
         _CONTROLLER,
-        Use.READ,
+        NameUse.READ,
         _names("ack_load_queue", "ack_write_queue", "layer_done_counter", "write_queue"),
     ),
-    *_of(_CONTROLLER, Use.CALLED, {"start_writing": ""}),
+    *_of(_CONTROLLER, NameUse.CALLED, {"start_writing": ""}),
     *_of(
         _CONTROLLER,
-        Use.CALLED,
+        NameUse.CALLED,
         {"move_indices": "host_indices device_indices"},
         last="0.5.17",
     ),
-    *_of(_CONTROLLER, Use.READ, _names("load_stream", "write_stream"), last="0.5.17"),
+    *_of(_CONTROLLER, NameUse.READ, _names("load_stream", "write_stream"), last="0.5.17"),
     *_of(
         _CONTROLLER,
-        Use.CALLED,
+        NameUse.CALLED,
         {
             "_l2_load_transfers": "host_indices device_indices pool_transfers",
             "_move_op_indices": "op",
         },
         first="0.5.18",
     ),
-    *_of(_CONTROLLER, Use.READ, _names("l2_transfer_engine"), first="0.5.18"),
-    *_of(_CONTROLLER, Use.READ, _names("load_fence_stream"), first="0.5.19"),
-    *_of(_CONTROLLER, Use.READ, _names("layer_num"), last="0.5.20"),
-    *_of(_CONTROLLER, Use.READ, _names("transfer_layer_id_max"), first="0.5.21"),
+    *_of(_CONTROLLER, NameUse.READ, _names("l2_transfer_engine"), first="0.5.18"),
+    *_of(_CONTROLLER, NameUse.READ, _names("load_fence_stream"), first="0.5.19"),
+    *_of(_CONTROLLER, NameUse.READ, _names("layer_num"), last="0.5.20"),
+    *_of(_CONTROLLER, NameUse.READ, _names("transfer_layer_id_max"), first="0.5.21"),
     *_of(
         _TRANSFERS,
-        Use.READ,
+        NameUse.READ,
         _names("device_to_host_stream", "host_to_device_stream"),
         first="0.5.18",
     ),
     *_of(
         _TRANSFERS,
-        Use.CALLED,
+        NameUse.CALLED,
         {"submit_host_to_device": "transfers layer_num"},
         first="0.5.18",
         last="0.5.20",
     ),
     *_of(
         _TRANSFERS,
-        Use.CALLED,
+        NameUse.CALLED,
         {"submit_host_to_device": "transfers transfer_layer_id_max"},
         first="0.5.21",
     ),
-    *_of("srt.managers.cache_controller", Use.REPLACED, _names("device_module")),
+    *_of("srt.managers.cache_controller", NameUse.REPLACED, _names("device_module")),
     *_of(
         "srt.mem_cache.hybrid_cache.hybrid_cache_controller",
-        Use.REPLACED,
+        NameUse.REPLACED,
         _names("device_module"),
         last="0.5.17",
     ),
-    *_of("srt.mem_cache.l2_transfer", Use.REPLACED, _names("device_module"), first="0.5.18"),
+    *_of("srt.mem_cache.l2_transfer", NameUse.REPLACED, _names("device_module"), first="0.5.18"),
     *_of(
         "srt.managers.cache_controller",
-        Use.CALLED,
+        NameUse.CALLED,
         {"_timing_events_supported": ""},
         last="0.5.17",
     ),
     *_of(
         "srt.mem_cache.l2_transfer",
-        Use.CALLED,
+        NameUse.CALLED,
         {"_timing_events_supported": ""},
         first="0.5.18",
     ),
     *_of(
         "srt.mem_cache.hybrid_cache.hybrid_pool_assembler",
-        Use.REPLACED,
+        NameUse.REPLACED,
         _names("get_mha_host_pool_cls"),
     ),
     *_of(
         "srt.mem_cache.pool_host.base",
-        Use.REPLACED,
+        NameUse.REPLACED,
         _names("HICACHE_HOST_MEMORY_RESERVE_BYTES"),
     ),
     *_of(
         "srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost",
-        Use.OVERRIDDEN,
+        NameUse.OVERRIDDEN,
         {
             "backup_from_device_all_layer": "device_pool host_indices device_indices io_backend",
             "init_kv_buffer": "",
@@ -694,28 +698,28 @@ SEAMS: Final[tuple[Seam, ...]] = (
     ),
     *_of(
         "srt.mem_cache.pool_host.base.HostKVCache",
-        Use.CALLED,
+        NameUse.CALLED,
         {"alloc": "need_size", "available_size": "", "free": "indices"},
     ),
     *_of(
         "srt.mem_cache.pool_host.base.HostKVCache",
-        Use.READ,
+        NameUse.READ,
         _names("logical_size", "size_per_token"),
     ),
-    *_of(_REQ, Use.READ, _names("best_match_node", "host_hit_length")),
-    *_of(_REQ, Use.CALLED, {"init_next_round_input": "tree_cache"}),
-    *_of(_REQ, Use.READ, _names("cache_protected_len"), last="0.5.18"),
-    *_of(_REQ, Use.READ, _names("cache_salt"), first="0.5.18"),
+    *_of(_REQ, NameUse.READ, _names("best_match_node", "host_hit_length")),
+    *_of(_REQ, NameUse.CALLED, {"init_next_round_input": "tree_cache"}),
+    *_of(_REQ, NameUse.READ, _names("cache_protected_len"), last="0.5.18"),
+    *_of(_REQ, NameUse.READ, _names("cache_salt"), first="0.5.18"),
     *_of(
         "srt.managers.schedule_batch.ReqKvInfo",
-        Use.READ,
+        NameUse.READ,
         _names("cache_protected_len"),
         first="0.5.19",
     ),
     # --- Kernels and attention -----------------------------------------------------------
     *_of(
         "srt.mem_cache.allocator.paged",
-        Use.REPLACED,
+        NameUse.REPLACED,
         {
             "alloc_decode_kernel": (
                 "seq_lens_ptr last_loc_ptr free_page_ptr out_indices bs_upper page_size"
@@ -728,30 +732,30 @@ SEAMS: Final[tuple[Seam, ...]] = (
     ),
     *_of(
         "kernels.ops.elementwise.elementwise",
-        Use.REPLACED,
+        NameUse.REPLACED,
         _names("_fused_gate_sigmoid_mul_add_kernel"),
     ),
     *_of(
         "kernels.ops.attention.fla.fused_norm_gate",
-        Use.REPLACED,
+        NameUse.REPLACED,
         _names("layer_norm_gated_fwd"),
     ),
     *_of(
         _CONVOLUTION,
-        Use.REPLACED,
+        NameUse.REPLACED,
         _names("_causal_conv1d_fn_triton", "_causal_conv1d_update_triton"),
     ),
-    *_of("srt.lora.layers", Use.REPLACED, _names("torch")),
-    *_of("srt.lora.backend.torch_backend", Use.REPLACED, _names("torch")),
-    *_of("srt.lora.lora_manager.LoRAManager", Use.CALLED, {"validate_lora_batch": "lora_ids"}),
+    *_of("srt.lora.layers", NameUse.REPLACED, _names("torch")),
+    *_of("srt.lora.backend.torch_backend", NameUse.REPLACED, _names("torch")),
+    *_of("srt.lora.lora_manager.LoRAManager", NameUse.CALLED, {"validate_lora_batch": "lora_ids"}),
     *_of(
         "srt.layers.attention.base_attn_backend.AttentionBackend",
-        Use.OVERRIDDEN,
+        NameUse.OVERRIDDEN,
         {"forward": "q k v layer forward_batch save_kv_cache"},
     ),
     *_of(
         "srt.layers.attention.torch_native_backend.TorchNativeAttnBackend",
-        Use.OVERRIDDEN,
+        NameUse.OVERRIDDEN,
         {
             "forward_decode": "q k v layer forward_batch save_kv_cache",
             "forward_extend": "q k v layer forward_batch save_kv_cache",
@@ -759,7 +763,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
     ),
     *_of(
         "srt.model_executor.runner_backend.FullCudaGraphBackend",
-        Use.OVERRIDDEN,
+        NameUse.OVERRIDDEN,
         {
             "capture_one": "shape_key forward_fn capture_inputs post_warmup_hook",
             "cleanup": "",
@@ -768,14 +772,14 @@ SEAMS: Final[tuple[Seam, ...]] = (
     ),
     *_of(
         "srt.model_executor.runner_backend.FullCudaGraphBackend",
-        Use.READ,
+        NameUse.READ,
         _names("_capture_stream", "_graphs", "_outputs", "_pool", "_tp_group"),
     ),
-    *_of(f"{_CUDA_GRAPH}.BreakableCUDAGraph", Use.READ, _names("_break_fns", "_segments")),
-    *_of(f"{_CUDA_GRAPH}.breakable_cuda_graph", Use.READ, _names("_current_capture_var")),
+    *_of(f"{_CUDA_GRAPH}.BreakableCUDAGraph", NameUse.READ, _names("_break_fns", "_segments")),
+    *_of(f"{_CUDA_GRAPH}.breakable_cuda_graph", NameUse.READ, _names("_current_capture_var")),
     *_of(
         "srt.managers.scheduler_components.idle_sleeper.IdleSleeper",
-        Use.OVERRIDDEN,
+        NameUse.OVERRIDDEN,
         {"maybe_sleep": ""},
     ),
 )

@@ -18,6 +18,7 @@ __all__ = [
     "free_prepared",
     "has_unsaved_kv",
     "holds_kv",
+    "inserting_cache",
     "is_mixed",
     "keep_outputs",
     "logit_processors",
@@ -40,7 +41,6 @@ __all__ = [
     "start_load",
     "start_scheduler",
     "tensors_beside",
-    "told_of_rows",
 ]
 
 Req = Any
@@ -207,7 +207,7 @@ def tensors_beside(arguments: Sequence[Any]) -> tuple[Any, ...]:  # noqa: ARG001
 # --- KV checkpoints (until 0.5.17, and what is told of rows until 0.5.20) ------------------
 
 
-def told_of_rows(kind: type) -> type:
+def inserting_cache(kind: type) -> type:
     """Return ``kind``, a subclass of ``UnifiedRadixCache``, with what tells it of rows.
 
     Of an insertion by the context manager ``inserting(req)``, in which it takes place. Of the
@@ -215,7 +215,7 @@ def told_of_rows(kind: type) -> type:
     the radix cache has KV, None: nothing was inserted.
     """
 
-    class ToldOfRows(kind):
+    class InsertingCache(kind):
         def cache_unfinished_req(self, req: Req, chunked: bool = False, **kwargs: Any) -> None:
             with self.inserting(req):
                 super().cache_unfinished_req(req, chunked, **kwargs)
@@ -229,7 +229,7 @@ def told_of_rows(kind: type) -> type:
                 )
             self.released(req, kv_len_to_handle if is_insert else None)
 
-    return ToldOfRows
+    return InsertingCache
 
 
 def radix_key(req: Req, tokens: int) -> Any:

@@ -14,6 +14,7 @@ from sglang_coserve.srt.compat.v19 import protected_tokens
 __all__ = [
     "cached_nodes",
     "exceeds_window_pool",
+    "inserting_cache",
     "is_mixed",
     "keep_outputs",
     "logit_processors",
@@ -23,7 +24,6 @@ __all__ = [
     "start_load",
     "start_scheduler",
     "tensors_beside",
-    "told_of_rows",
 ]
 
 Req = Any
@@ -107,10 +107,10 @@ def start_load(controller: Any, host_slots: Any, device_slots: Any, load_id: int
     submit_load(controller, host_slots, device_slots, load_id, transfer_layer_id_max=last)
 
 
-def told_of_rows(kind: type) -> type:
+def inserting_cache(kind: type) -> type:
     """As in ``v17``."""
 
-    class ToldOfRows(kind):
+    class InsertingCache(kind):
         def cache_unfinished_req(self, req: Req, chunked: bool = False, **kwargs: Any) -> None:
             with self.inserting(req):
                 super().cache_unfinished_req(req, chunked, **kwargs)
@@ -123,7 +123,7 @@ def told_of_rows(kind: type) -> type:
             super().on_release(req, inserted=inserted)
             self.released(req, req.owned_kv_len() if inserted else None)
 
-    return ToldOfRows
+    return InsertingCache
 
 
 def parallel(scheduler: Any) -> Any:  # noqa: ARG001

@@ -14,11 +14,11 @@ __all__ = [
     "filter_out",
     "free_prepared",
     "has_unsaved_kv",
+    "inserting_cache",
     "place_context",
     "prefix_tokens",
     "release_kv",
     "set_extent",
-    "told_of_rows",
 ]
 
 Req = Any
@@ -84,10 +84,10 @@ def filter_out(batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
     batch.filter_batch(reqs_to_exclude=list(reqs))
 
 
-def told_of_rows(kind: type) -> type:
+def inserting_cache(kind: type) -> type:
     """As in ``v17``."""
 
-    class ToldOfRows(kind):
+    class InsertingCache(kind):
         def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
             with self.inserting(req):
                 super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
@@ -96,4 +96,4 @@ def told_of_rows(kind: type) -> type:
             super().on_release(req, checkpointed=checkpointed)
             self.released(req, req.owned_kv_len() if checkpointed else None)
 
-    return ToldOfRows
+    return InsertingCache

@@ -24,12 +24,12 @@ from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy, 
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import TREE_BACKEND
+from sglang_coserve.srt.kv_checkpoint.checkpoint_writer import CheckpointWriter
 from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs
 from sglang_coserve.srt.kv_checkpoint.handover import Handover
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.prefetch import Prefetches
 from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
-from sglang_coserve.srt.kv_checkpoint.saving import Saver
 from sglang_coserve.srt.kv_checkpoint.tree_nodes import (
     EVICTION_RANK,
     EvictionOrder,
@@ -43,7 +43,7 @@ __all__ = ["CheckpointCache"]
 Req = Any
 
 
-@compat.told_of_rows
+@compat.inserting_cache
 class CheckpointCache(UnifiedRadixCache):
     """A radix cache with checkpoints of offline KV; runs in the scheduler's thread.
 
@@ -89,7 +89,9 @@ class CheckpointCache(UnifiedRadixCache):
         self.space = HostSpace(pool, quota, counts)
         self.copies = CopyJobs(self, self.space, self.policy)
         self._reclaimer = Reclaimer(self, self.policy, self.space, self.copies, counts)
-        self._saver = Saver(self, self.policy, self.space, self.copies, self._reclaimer, counts)
+        self._saver = CheckpointWriter(
+            self, self.policy, self.space, self.copies, self._reclaimer, counts
+        )
         self._handover = Handover(self, self.space, counts)
         self.prefetches = Prefetches(self, self._reclaimer, counts)
         self._order = EvictionOrder(self.copies.is_copying)

@@ -17,7 +17,7 @@ from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.row_checkpoint import RowCheckpoint
 from sglang_coserve.srt.kv_checkpoint.tree_nodes import can_save, host_slots
 
-__all__ = ["CopyJobs", "LateCopy", "NodeCopy", "Piece", "RowCopy"]
+__all__ = ["CopyJobs", "NodeCopy", "PendingCopy", "Piece", "RowCopy"]
 
 _POLL_S = 0.0002
 
@@ -44,14 +44,14 @@ class NodeCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class LateCopy:
+class PendingCopy:
     """A copy of a node that is being reclaimed; its device slots are freed after the copy."""
 
     node: Any
     host_slots: torch.Tensor
 
 
-Piece = RowCopy | NodeCopy | LateCopy
+Piece = RowCopy | NodeCopy | PendingCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class CopyJobs:
             for piece in job.pieces
             if isinstance(piece, NodeCopy)
             or (isinstance(piece, RowCopy) and piece.row.is_released)
-            or (isinstance(piece, LateCopy) and host_slots(piece.node) is None)
+            or (isinstance(piece, PendingCopy) and host_slots(piece.node) is None)
         ]
 
     def _end(self, piece: Piece) -> None:

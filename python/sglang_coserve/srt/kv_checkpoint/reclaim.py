@@ -10,7 +10,7 @@ import torch
 
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy, reclaim_tokens
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs, LateCopy
+from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs, PendingCopy
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.tree_nodes import (
     device_slots,
@@ -126,7 +126,7 @@ class Reclaimer:
         if slots is None:
             return False
         cache.tree_core.bind_host(node, slots, RequestClass.OFFLINE)
-        self._copies.begin([LateCopy(node, slots)], device_slots(node), slots, cache.step)
+        self._copies.begin([PendingCopy(node, slots)], device_slots(node), slots, cache.step)
         self._counts["checkpointed_tokens"] += tokens
         return True
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from sglang_coserve.srt.safepoint.arrival_watch import ArrivalWatch
 from sglang_coserve.srt.safepoint.inbox import Inbox
-from sglang_coserve.srt.safepoint.monitor import Monitor
-from sglang_coserve.srt.safepoint.parking import Parking
+from sglang_coserve.srt.safepoint.inbox_sleeper import InboxSleeper
+from sglang_coserve.srt.safepoint.monitor import SocketMonitor
 
 __all__ = ["Ingress"]
 
@@ -20,8 +20,8 @@ class Ingress:
 
     def __init__(self, socket: Any, rpc_socket: Any, inbox: Inbox, watch: ArrivalWatch) -> None:
         self.inbox = inbox
-        self.parking = Parking(inbox, rpc_socket)
-        self._monitor = Monitor(socket, inbox, watch.consider)
+        self.parking = InboxSleeper(inbox, rpc_socket)
+        self._monitor = SocketMonitor(socket, inbox, watch.consider)
 
     @contextmanager
     def running(self) -> Iterator[None]:

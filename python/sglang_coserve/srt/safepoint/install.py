@@ -10,7 +10,7 @@ from sglang_coserve.config import FIELDS_WITHOUT_EFFECT, CoserveConfig
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.safepoint.arrival_watch import ArrivalWatch
 from sglang_coserve.srt.safepoint.consensus import FollowerGate, LeaderGate, share_words
-from sglang_coserve.srt.safepoint.due_gate import DueGate
+from sglang_coserve.srt.safepoint.deadline_gate import DeadlineGate
 from sglang_coserve.srt.safepoint.eligibility import why_no_safepoints
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
 from sglang_coserve.srt.safepoint.inbox import Inbox
@@ -71,9 +71,9 @@ def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
         return Installed(why_not=reason)
     flag = PreemptionFlag(pinned=is_cuda)
     gate = _make_gate(scheduler, flag)
-    due_gate = None
+    deadline_gate = None
     if ps.tp_rank == 0:
-        gate = due_gate = DueGate(gate, flag, 1 + RUN_AHEAD if is_cuda else 1)
+        gate = deadline_gate = DeadlineGate(gate, flag, 1 + RUN_AHEAD if is_cuda else 1)
         if is_cuda:
             # Only on this rank: the others wait for it, and so for its GPU.
             gate = RunAheadGate(gate, flag, cuda_events(RUN_AHEAD))
@@ -89,7 +89,9 @@ def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
         watch = ArrivalWatch(inbox, flag)
         channels = scheduler.ipc_channels
         ingress = Ingress(channels.recv_from_tokenizer, channels.recv_from_rpc, inbox, watch)
-    safepoints = Safepoints(placement, watch, due_gate, num_layers=len(layers), interval=interval)
+    safepoints = Safepoints(
+        placement, watch, deadline_gate, num_layers=len(layers), interval=interval
+    )
     return Installed(safepoints, ingress)
 
 

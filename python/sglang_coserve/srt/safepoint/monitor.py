@@ -19,7 +19,7 @@ from sglang_coserve.srt.arrival_time import arrival_s
 from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.safepoint.inbox import Arrival, Inbox
 
-__all__ = ["Monitor", "online_arrivals"]
+__all__ = ["SocketMonitor", "online_arrivals"]
 
 _JOIN_S: Final = 10.0
 
@@ -38,7 +38,7 @@ def online_arrivals(message: Any, now_s: float) -> tuple[Arrival, ...]:
     )
 
 
-class Monitor:
+class SocketMonitor:
     """Receives messages from a socket into an inbox, then reports online requests.
 
     In that order, so that an arrival is in the inbox when ``on_arrival`` is called.

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from sglang_coserve.srt.safepoint.batch_kind import BatchKind
+from sglang_coserve.srt.safepoint.forward_kind import ForwardKind
 from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
 from sglang_coserve.srt.safepoint.grouped_decode_graph import (
     add_grouped_decode_graphs,
@@ -19,7 +19,7 @@ from sglang_coserve.srt.safepoint.instrument import Gate, add_safepoints
 from sglang_coserve.srt.safepoint.prefill_graphs import cut_prefill_graphs
 from sglang_coserve.srt.safepoint.resumption import Resumption
 
-__all__ = ["RUN_AHEAD", "Placement", "place_on_cpu", "place_on_cuda"]
+__all__ = ["RUN_AHEAD", "SafepointPlacement", "place_on_cpu", "place_on_cuda"]
 
 RUN_AHEAD: Final = 1
 """Groups of layers that the host may launch ahead of the one that the GPU computes."""
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Placement:
+class SafepointPlacement:
     """The safepoints installed in a model."""
 
     gate: Gate
@@ -38,19 +38,19 @@ class Placement:
     outstanding_groups: int = 1
     """Most groups of layers that still run after a stop was requested."""
 
-    kept: Mapping[BatchKind, str] = field(default_factory=dict)
+    kept: Mapping[ForwardKind, str] = field(default_factory=dict)
     """The kinds of batches without safepoints, each with the reason."""
 
 
-def place_on_cpu(layers: Sequence[nn.Module], interval: int, gate: Gate) -> Placement:
+def place_on_cpu(layers: Sequence[nn.Module], interval: int, gate: Gate) -> SafepointPlacement:
     """Place safepoints between the layers of a model on a CPU, which computes synchronously."""
     add_safepoints(layers, interval, gate)
-    return Placement(gate, Resumption(layers))
+    return SafepointPlacement(gate, Resumption(layers))
 
 
 def place_on_cuda(
     scheduler: Any, layers: Sequence[nn.Module], interval: int, gate: Gate, *, groups_decodes: bool
-) -> Placement:
+) -> SafepointPlacement:
     """Place safepoints between layers, and in prefill graphs.
 
     With ``groups_decodes`` also in decode graphs. Must be called by all ranks, after SGLang has
@@ -64,9 +64,9 @@ def place_on_cuda(
     add_safepoints(layers, interval, gate)
     resumption = Resumption(layers)
     cut_prefill_graphs(runner, GraphCuts(layers, interval, gate, resumption))
-    kept: dict[BatchKind, str] = {}
+    kept: dict[ForwardKind, str] = {}
     if getattr(runner.decode_cuda_graph_runner, "backend", None) is not None:
-        kept[BatchKind.DECODE] = "a decode step is a single CUDA graph, and short"
+        kept[ForwardKind.DECODE] = "a decode step is a single CUDA graph, and short"
     if groups_decodes:
         why_not = why_no_grouped_decode_graphs(runner)
         if why_not is None:
@@ -74,4 +74,4 @@ def place_on_cuda(
             kept.clear()
         else:
             logger.warning("--safepoint-decode-graphs changes nothing: %s", why_not)
-    return Placement(gate, resumption, 1 + RUN_AHEAD, kept)
+    return SafepointPlacement(gate, resumption, 1 + RUN_AHEAD, kept)

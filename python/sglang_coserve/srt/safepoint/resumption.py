@@ -34,7 +34,7 @@ class Resumption:
         """Outputs of the last layer that ran; after a stop, those to keep for the resumption."""
 
         for number, layer in enumerate(layers):
-            _stand_around(self, number, layer, is_last=number == len(layers) - 1)
+            _wrap_layer(self, number, layer, is_last=number == len(layers) - 1)
 
     @contextmanager
     def resuming(self, layer: int, outputs: Any) -> Iterator[None]:
@@ -46,7 +46,7 @@ class Resumption:
             self.first, self.resumed = 0, None
 
 
-def _stand_around(resumption: Resumption, number: int, layer: nn.Module, *, is_last: bool) -> None:
+def _wrap_layer(resumption: Resumption, number: int, layer: nn.Module, *, is_last: bool) -> None:
     forward = layer.forward
 
     def forward_or_skip(*args: Any, **kwargs: Any) -> Any:

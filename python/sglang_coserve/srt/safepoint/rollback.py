@@ -16,7 +16,7 @@ from sglang.srt.managers.overlap_utils import RelayPayload
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.safepoint.batch_kind import BatchKind, num_decodes
+from sglang_coserve.srt.safepoint.forward_kind import ForwardKind, num_decodes
 
 __all__ = ["RolledBack", "give_up", "roll_back"]
 
@@ -37,7 +37,7 @@ class RolledBack:
 
 
 def roll_back(
-    batch: ScheduleBatch, kind: BatchKind, chunked_req: Req | None, relay: Any
+    batch: ScheduleBatch, kind: ForwardKind, chunked_req: Req | None, relay: Any
 ) -> RolledBack:
     """Undo the preparation of ``batch``, and leave in it the rows that decode.
 
@@ -61,7 +61,7 @@ def roll_back(
     released = tuple(req for req in prefills if compat.holds_kv(req) and req is not unfinished)
     for req in released:
         compat.release_uncomputed(req, batch.tree_cache)
-    if kind is not BatchKind.DECODE:
+    if kind is not ForwardKind.DECODE:
         _keep_decodes(batch, num_prefills)
     return RolledBack(released, unfinished)
 

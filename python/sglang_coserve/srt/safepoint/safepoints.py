@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from sglang_coserve.srt.safepoint.arrival_watch import ArrivalWatch, StopRequest
-from sglang_coserve.srt.safepoint.batch_kind import BatchKind, kind_of, num_decodes
-from sglang_coserve.srt.safepoint.due_gate import DueGate
+from sglang_coserve.srt.safepoint.deadline_gate import DeadlineGate
 from sglang_coserve.srt.safepoint.eligibility import why_batch_must_end
 from sglang_coserve.srt.safepoint.flag import batch_id
+from sglang_coserve.srt.safepoint.forward_kind import ForwardKind, kind_of, num_decodes
 from sglang_coserve.srt.safepoint.instrument import safepoint_cost_s
-from sglang_coserve.srt.safepoint.placement import Placement
+from sglang_coserve.srt.safepoint.placement import SafepointPlacement
 from sglang_coserve.srt.safepoint.stats import SafepointStats
 
 __all__ = ["Safepoints"]
@@ -29,14 +29,14 @@ class Safepoints:
 
     def __init__(
         self,
-        placement: Placement,
+        placement: SafepointPlacement,
         watch: ArrivalWatch | None,
-        due_gate: DueGate | None,
+        deadline_gate: DeadlineGate | None,
         *,
         num_layers: int,
         interval: int,
     ) -> None:
-        """``watch`` is None on ranks that do not receive requests, ``due_gate`` on all but
+        """``watch`` is None on ranks that do not receive requests, ``deadline_gate`` on all but
         rank 0."""
         self.stats = SafepointStats()
         self.gate = placement.gate
@@ -44,7 +44,7 @@ class Safepoints:
         self.num_layers = num_layers
         self._kept = placement.kept
         self._watch = watch
-        self._due_gate = due_gate
+        self._due_gate = deadline_gate
         self._interval = interval
         self._stop_share = min(1.0, placement.outstanding_groups * interval / num_layers)
         self._cost_s = safepoint_cost_s(placement.gate)
@@ -58,7 +58,7 @@ class Safepoints:
     @property
     def decodes_stop(self) -> bool:
         """Whether batches of decodes can be suspended, too; if not they run to their end."""
-        return BatchKind.DECODE not in self._kept
+        return ForwardKind.DECODE not in self._kept
 
     def why_it_must_end(self, batch: ScheduleBatch) -> str | None:
         """Return why a batch cannot stop at a safepoint; None if it can. O(rows)."""
@@ -93,7 +93,7 @@ class Safepoints:
                 self._request = self._watch.close()
             self.stats.ran(ready_s - begun_s + time.perf_counter() - ended_s, ended_s - ready_s)
 
-    def suspended(self, kind: BatchKind, now_s: float) -> None:
+    def suspended(self, kind: ForwardKind, now_s: float) -> None:
         """Record that the batch armed last was suspended; ``now_s`` is ``time.perf_counter``."""
         self.stats.suspended(kind, self._request, now_s)
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from sglang_coserve.srt.safepoint.arrival_watch import StopRequest
-from sglang_coserve.srt.safepoint.batch_kind import BatchKind
+from sglang_coserve.srt.safepoint.forward_kind import ForwardKind
 
 __all__ = ["SafepointStats"]
 
@@ -30,7 +30,7 @@ class SafepointStats:
     """
 
     def __init__(self) -> None:
-        self.suspensions: Counter[BatchKind] = Counter()
+        self.suspensions: Counter[ForwardKind] = Counter()
         self.resumed = 0
         self.kept: Counter[str] = Counter()
         """Steps of the offline lane that had to run to their end, by reason."""
@@ -46,7 +46,7 @@ class SafepointStats:
         self._arming_s.append(arming_s)
         self._batch_s.append(batch_s)
 
-    def suspended(self, kind: BatchKind, request: StopRequest | None, now_s: float) -> None:
+    def suspended(self, kind: ForwardKind, request: StopRequest | None, now_s: float) -> None:
         """Record that a step was suspended.
 
         ``request`` is None if it was suspended at its deadline, and on ranks that do not receive
@@ -79,7 +79,7 @@ class SafepointStats:
     def report(self) -> dict[str, Any]:
         """Return all statistics as plain values."""
         return {
-            "suspended": {kind.value: self.suspensions[kind] for kind in BatchKind},
+            "suspended": {kind.value: self.suspensions[kind] for kind in ForwardKind},
             "resumed": self.resumed,
             "kept": dict(self.kept),
             "arming_ms": _summary(self._arming_s),

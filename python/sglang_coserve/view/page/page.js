@@ -193,8 +193,8 @@ function showEngine() {
     curves: [["granted_share", "granted", "offline, granted"]],
   }, `Engine time, last minute: ${minute("online_share", percent)} online, ${minute("offline_share", percent)} offline work of ${minute("granted_share", percent)} granted, ${minute("lost_share", percent)} given up.`);
   timeChart("rate-chart", ceiling(most("online_tokens_per_s", "offline_tokens_per_s")), number, {
-    curves: [["online_tokens_per_s", "online", "online"], ["offline_tokens_per_s", "offline", "offline"], ["evicted_tokens_per_s", "lost", "KV taken back"]],
-  }, `Tokens a second, last minute: ${minute("online_tokens_per_s", number)} online, ${minute("offline_tokens_per_s", number)} offline; KV of ${minute("evicted_tokens_per_s", number)} tokens a second taken back.`);
+    curves: [["online_tokens_per_s", "online", "online"], ["offline_tokens_per_s", "offline", "offline"], ["retracted_tokens_per_s", "lost", "KV taken back"]],
+  }, `Tokens a second, last minute: ${minute("online_tokens_per_s", number)} online, ${minute("offline_tokens_per_s", number)} offline; KV of ${minute("retracted_tokens_per_s", number)} tokens a second taken back.`);
   const kv = ["online", "offline", "cached", "free"].map((who) => latest(`${who}_kv_tokens`) || 0);
   timeChart("kv-chart", sum(kv) || 1, number, {
     areas: [["online_kv_tokens", "online", "online"], ["offline_kv_tokens", "offline", "offline"], ["cached_kv_tokens", "cached", "cached prefixes"], ["free_kv_tokens", "free", "free"]],

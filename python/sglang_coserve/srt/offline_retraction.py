@@ -12,7 +12,7 @@ from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.penalties import restore_penalties
 from sglang_coserve.srt.request_marks import is_offline
 
-__all__ = ["OfflineEviction", "Prefill"]
+__all__ = ["OfflineRetraction", "Prefill"]
 
 Req = Any
 ScheduleBatch = Any
@@ -21,7 +21,7 @@ Prefill = Callable[[ScheduleBatch], Any]
 """SGLang's admission: takes the running batch, returns a plan with a prefill batch or none."""
 
 
-class OfflineEviction:
+class OfflineRetraction:
     """Retracts offline rows for online ones, before SGLang lets those wait or retracts them."""
 
     def __init__(
@@ -37,7 +37,7 @@ class OfflineEviction:
     def admit(self, running_batch: ScheduleBatch, prefill: Prefill) -> Any:
         """Run SGLang's admission; retract offline rows while an online request does not fit."""
         plan = prefill(running_batch)
-        while self._online_is_starved(plan) and self.evict_one(plan.running_batch):
+        while self._online_is_starved(plan) and self.retract_one(plan.running_batch):
             plan = prefill(plan.running_batch)
         if plan.batch_to_run is not None:
             restore_penalties(plan.batch_to_run)
@@ -58,16 +58,16 @@ class OfflineEviction:
         if self._has_slots(batch.batch_size() + elsewhere):
             return
         batch.filter_batch()
-        evicted = False
+        retracted = False
         while batch.batch_size() > 1 and not (
             batch.check_decode_mem()
             # Other micro-batches come next, and cannot retract rows of this one.
             and (not elsewhere or self._has_slots(batch.batch_size() + elsewhere))
         ):
-            if not self.evict_one(batch):
+            if not self.retract_one(batch):
                 break
-            evicted = True
-        if evicted:
+            retracted = True
+        if retracted:
             # As after any retraction, expect longer outputs; otherwise the retracted
             # requests would be admitted at once and retracted again.
             tracker = self._scheduler.new_token_ratio_tracker
@@ -77,7 +77,7 @@ class OfflineEviction:
         """Return whether there is KV for one more token of ``rows`` rows, each in a new page."""
         return bool(self._pools.headroom_tokens >= rows * self._scheduler.page_size)
 
-    def rids_in_the_way(self, rows: Iterable[Req]) -> set[str]:
+    def rids_blocking_adapters(self, rows: Iterable[Req]) -> set[str]:
         """Return the ids of ``rows`` to retract for the LoRA adapter of the next online request.
 
         A batch has slots for a few adapters, where the bare model counts as one, and
@@ -109,14 +109,14 @@ class OfflineEviction:
 
     # --- Retract rows --------------------------------------------------------------------
 
-    def evict_one(self, running_batch: ScheduleBatch) -> bool:
+    def retract_one(self, running_batch: ScheduleBatch) -> bool:
         """Retract the last parked offline row, else the last paused, else the last running one.
 
         Returns False if there is none.
         """
-        aside = self._view.aside
-        if victims := aside.parked or aside.paused:
-            self.evict({victims[-1].rid}, running_batch)
+        paused_rows = self._view.paused_rows
+        if victims := paused_rows.parked or paused_rows.paused:
+            self.retract({victims[-1].rid}, running_batch)
             running_batch.batch_is_full = False
             return True
         if not any(is_offline(req) for req in running_batch.reqs):
@@ -125,23 +125,23 @@ class OfflineEviction:
         victim = next((req for req in reversed(running_batch.reqs) if is_offline(req)), None)
         if victim is None:
             return False
-        self._evict_decodes(running_batch, {victim.rid})
+        self._retract_decodes(running_batch, {victim.rid})
         return True
 
-    def evict(self, rids: Collection[str], running_batch: ScheduleBatch) -> None:
+    def retract(self, rids: Collection[str], running_batch: ScheduleBatch) -> None:
         """Retract the rows in ``rids``, whatever their state; unknown ids are ignored."""
         if not rids:
             return
-        unfinished = self._view.aside.unpark_all(lambda req: req.rid in rids)
+        unfinished = self._view.paused_rows.unpark_all(lambda req: req.rid in rids)
         if self._view.chunk is not None and self._view.chunk.rid in rids:
             unfinished.append(self._view.take_chunk())
         for req in unfinished:
             self.release(req)
-        self._events["evicted"] += len(unfinished)
-        self._evict_decodes(running_batch, rids)
-        self._view.aside.take_paused(self._evict_decodes, rids)
+        self._events["retracted"] += len(unfinished)
+        self._retract_decodes(running_batch, rids)
+        self._view.paused_rows.take_paused(self._retract_decodes, rids)
 
-    def _evict_decodes(self, batch: ScheduleBatch, rids: Collection[str]) -> None:
+    def _retract_decodes(self, batch: ScheduleBatch, rids: Collection[str]) -> None:
         keep = [i for i, req in enumerate(batch.reqs) if req.rid not in rids]
         gone = [req for req in batch.reqs if req.rid in rids]
         for req in gone:
@@ -149,7 +149,7 @@ class OfflineEviction:
         if gone:
             batch.filter_batch(keep_indices=keep)
             batch.batch_is_full = False
-        self._events["evicted"] += len(gone)
+        self._events["retracted"] += len(gone)
 
     def release(self, req: Req) -> None:
         """Release the KV of a row that is in no batch, or about to leave it, and requeue it."""

@@ -8,10 +8,10 @@ from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
 
 from sglang_coserve.srt.safepoint.inbox import Inbox
 
-__all__ = ["Parking"]
+__all__ = ["InboxSleeper"]
 
 
-class Parking(IdleSleeper):
+class InboxSleeper(IdleSleeper):
     """SGLang's sleeper for ``--sleep-on-idle``, woken by the inbox instead of a socket.
 
     With a monitor thread the idle loop must sleep: a spinning loop would hold

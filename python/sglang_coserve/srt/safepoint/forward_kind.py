@@ -7,14 +7,14 @@ from enum import Enum
 from itertools import compress
 from typing import Any
 
-from sglang_coserve.core.batch_stats import BatchStats
+from sglang_coserve.core.step_stats import StepStats
 
-__all__ = ["BatchKind", "kind_of", "num_decodes", "stats_of"]
+__all__ = ["ForwardKind", "kind_of", "num_decodes", "stats_of"]
 
 ScheduleBatch = Any
 
 
-class BatchKind(Enum):
+class ForwardKind(Enum):
     """The kind of a batch: prefills, decodes, or both."""
 
     EXTEND = "extend"
@@ -22,24 +22,24 @@ class BatchKind(Enum):
     MIXED = "mixed"
 
 
-def kind_of(batch: ScheduleBatch) -> BatchKind | None:
+def kind_of(batch: ScheduleBatch) -> ForwardKind | None:
     """Return the kind of a batch; None for anything but plain prefills and decodes."""
     mode = batch.forward_mode
     if mode.is_decode():
-        return BatchKind.DECODE
+        return ForwardKind.DECODE
     if mode.is_mixed():
-        return BatchKind.MIXED
-    return BatchKind.EXTEND if mode.is_extend_without_speculative() else None
+        return ForwardKind.MIXED
+    return ForwardKind.EXTEND if mode.is_extend_without_speculative() else None
 
 
-def num_decodes(batch: ScheduleBatch, kind: BatchKind) -> int:
+def num_decodes(batch: ScheduleBatch, kind: ForwardKind) -> int:
     """Return the number of decodes in a batch; they are its last rows."""
-    if kind is BatchKind.EXTEND:
+    if kind is ForwardKind.EXTEND:
         return 0
-    return len(batch.reqs) if kind is BatchKind.DECODE else len(batch.decoding_reqs)
+    return len(batch.reqs) if kind is ForwardKind.DECODE else len(batch.decoding_reqs)
 
 
-def stats_of(batch: ScheduleBatch, kind: BatchKind, chosen: Sequence[bool]) -> BatchStats:
+def stats_of(batch: ScheduleBatch, kind: ForwardKind, chosen: Sequence[bool]) -> StepStats:
     """Return the sums over the chosen rows of a prepared batch. O(rows)."""
     num_prefills = len(batch.reqs) - num_decodes(batch, kind)
     prefills = [
@@ -50,6 +50,6 @@ def stats_of(batch: ScheduleBatch, kind: BatchKind, chosen: Sequence[bool]) -> B
     # The length of a decode includes the token that it computes: C + 1.
     lengths = batch.seq_lens_cpu[num_prefills:].tolist()
     decodes = list(compress(lengths, chosen[num_prefills:]))
-    return BatchStats.of(prefills)._replace(
+    return StepStats.of(prefills)._replace(
         decode_requests=len(decodes), decode_context_tokens=sum(decodes)
     )

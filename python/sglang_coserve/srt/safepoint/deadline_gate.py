@@ -10,10 +10,10 @@ import torch
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
 from sglang_coserve.srt.safepoint.instrument import Gate
 
-__all__ = ["DueGate"]
+__all__ = ["DeadlineGate"]
 
 
-class DueGate:
+class DeadlineGate:
     """A gate that raises the flag when the deadline is near, then asks another gate.
 
     For the rank that decides. A group of layers is not begun if it would end after the deadline,

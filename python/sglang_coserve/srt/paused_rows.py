@@ -9,12 +9,12 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
 
 from sglang_coserve.srt.row_groups import has_plain_state, join, split
 
-__all__ = ["HeldRows", "SetAside"]
+__all__ = ["CountedRows", "PausedRows"]
 
 Req = Any
 
 
-class SetAside:
+class PausedRows:
     """Parked rows (unfinished prefills) and paused rows (decodes).
 
     Paused rows stay in a batch of their own, because their sampling state is
@@ -111,11 +111,11 @@ class SetAside:
                 req.to_finish = FINISH_ABORT()
 
     def take_paused(
-        self, evict_rows: Callable[[ScheduleBatch, Collection[str]], None], rids: Collection[str]
+        self, retract_rows: Callable[[ScheduleBatch, Collection[str]], None], rids: Collection[str]
     ) -> None:
-        """Call ``evict_rows`` to remove the rows in ``rids`` from the paused batch."""
+        """Call ``retract_rows`` to remove the rows in ``rids`` from the paused batch."""
         if self._paused is not None:
-            evict_rows(self._paused, rids)
+            retract_rows(self._paused, rids)
             self._drop_empty_batch()
 
     def take_all(self) -> list[Req]:
@@ -129,7 +129,7 @@ class SetAside:
             self._paused = None
 
 
-class HeldRows:
+class CountedRows:
     """The rows with KV, each once, in place of the running batch for SGLang's memory check."""
 
     def __init__(self, reqs: Iterable[Req], counted: Iterable[Req]) -> None:

@@ -18,7 +18,7 @@ from sglang_coserve.batch.forecast_errors import ForecastErrors
 from sglang_coserve.batch.rate_forecast import RateForecast
 from sglang_coserve.batch.record import JobRecord
 
-__all__ = ["Outlook", "Work", "outlooks", "remaining_tokens", "served_before"]
+__all__ = ["JobForecast", "RemainingWork", "job_forecasts", "remaining_tokens", "served_before"]
 
 _PRIOR_LINES: Final = 20
 """The estimate weighs as much as this many finished lines."""
@@ -28,7 +28,7 @@ _CENTURY_S: Final = 100 * 365 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RemainingWork:
     """What is left of one batch."""
 
     owner: str
@@ -38,7 +38,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class JobForecast:
     """What is to be expected of one batch."""
 
     eta_s: float | None
@@ -80,7 +80,7 @@ def remaining_tokens(batch: JobRecord, token_bias: float = 1.0) -> float:
     return max(0, expected - done.estimated_tokens) * correction
 
 
-def served_before(works: Sequence[Work]) -> list[float]:
+def served_before(works: Sequence[RemainingWork]) -> list[float]:
     """Return what is served, to whomever, until each of ``works`` is complete.
 
     O(n log n + n · owners).
@@ -94,7 +94,7 @@ def served_before(works: Sequence[Work]) -> list[float]:
     return served
 
 
-def _totals(works: Iterable[Work]) -> dict[str, float]:
+def _totals(works: Iterable[RemainingWork]) -> dict[str, float]:
     """Return what each owner has to do."""
     totals: dict[str, float] = {}
     for work in works:
@@ -110,7 +110,7 @@ def _served_to_all(tokens: float, totals: Iterable[float]) -> float:
     return sum(min(total, tokens) for total in totals)
 
 
-def _served_to_owner(works: Sequence[Work]) -> list[float]:
+def _served_to_owner(works: Sequence[RemainingWork]) -> list[float]:
     """Return, for the works of one owner, what the owner is served until each is complete."""
     served_before = [0.0] * len(works)
     served = 0.0
@@ -130,14 +130,14 @@ def _served_to_owner(works: Sequence[Work]) -> list[float]:
     return served_before
 
 
-def outlooks(
+def job_forecasts(
     batches: Iterable[JobRecord],
     rate: RateForecast | None,
     now_s: float,
     errors: ForecastErrors,
     token_bias: float = 1.0,
-) -> dict[str, Outlook]:
-    """Return the outlook of every batch, by id; nothing is known without a ``rate``.
+) -> dict[str, JobForecast]:
+    """Return the job_forecast of every batch, by id; nothing is known without a ``rate``.
 
     Args:
         batches: Those that are being served, or soon will be.
@@ -148,13 +148,16 @@ def outlooks(
     """
     running = list(batches)
     if rate is None:
-        return {batch.id: Outlook(None, None, False, False) for batch in running}
-    works = [Work(b.owner, remaining_tokens(b, token_bias), b.priority, b.weight) for b in running]
+        return {batch.id: JobForecast(None, None, False, False) for batch in running}
+    works = [
+        RemainingWork(b.owner, remaining_tokens(b, token_bias), b.priority, b.weight)
+        for b in running
+    ]
     totals = _totals(works)
-    found: dict[str, Outlook] = {}
+    found: dict[str, JobForecast] = {}
     for batch, work, served in zip(running, works, served_before(works), strict=True):
         if not batch.estimated_tokens:
-            found[batch.id] = Outlook(None, None, False, False)
+            found[batch.id] = JobForecast(None, None, False, False)
             continue
         forecast_s = rate.delay_s(served)
         first_s = rate.delay_s(_served_to_all(work.tokens, totals.values()))
@@ -164,18 +167,18 @@ def outlooks(
 
 def _outlook(
     batch: JobRecord,
-    work: Work,
+    work: RemainingWork,
     forecast_s: float,
     first_s: float,
     now_s: float,
     errors: ForecastErrors,
-) -> Outlook:
+) -> JobForecast:
     """``first_s`` is what the batch would need were it the first of its owner's."""
     left_s = batch.expires_at_s - now_s
     finish, first = errors.finish(forecast_s), errors.finish(first_s)
     # A window that cannot be kept must not push aside those that can.
     is_possible = first.p50_s <= left_s
-    return Outlook(
+    return JobForecast(
         eta_s=now_s + min(finish.p50_s, _CENTURY_S),
         rate_tokens_per_s=work.tokens / finish.p50_s if finish.p50_s else None,
         is_urgent=is_possible and finish.p95_s > left_s,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.snapshot import SuspendedStep
-from sglang_coserve.core.step import Lane, PrefillChunk, Served, StepResult
+from sglang_coserve.core.step import Lane, PrefillChunk, ServedRequest, StepResult
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.simulator.request import SimRequest
 
-__all__ = ["RunningBatch"]
+__all__ = ["RunningStep"]
 
 
 @dataclass(slots=True)
-class RunningBatch:
+class RunningStep:
     """A step between ``Executor.begin`` and ``Executor.end``, which may be suspended."""
 
     step: int
@@ -30,14 +30,14 @@ class RunningBatch:
     online_decodes: int
     """Number of online rows in ``decodes``."""
 
-    stats: BatchStats
+    stats: StepStats
     """Sums over its rows."""
 
     seconds: float
     """Duration without suspensions."""
 
-    evicted: list[SimRequest]
-    """Rows that the plan retracted; they wait again."""
+    retracted: list[SimRequest]
+    """Rows that the pla retracted; they wait again."""
 
     shed: list[SimRequest]
     """Requests that the plan refused."""
@@ -79,7 +79,7 @@ class RunningBatch:
         # A decode has a token of its prefill and one of this step. Like Served(), at half the cost.
         new = tuple.__new__
         served += [
-            new(Served, (request.info, request.token_times_s[-2], end_s))
+            new(ServedRequest, (request.info, request.token_times_s[-2], end_s))
             for request in self.decodes
             if request.info.request_class is RequestClass.ONLINE
         ]
@@ -108,8 +108,8 @@ class RunningBatch:
         return online, offline
 
 
-def _served(request: SimRequest, end_s: float) -> Served:
+def _served(request: SimRequest, end_s: float) -> ServedRequest:
     times_s = request.token_times_s
     if not times_s or times_s[-1] != end_s:
-        return Served(request.info, times_s[-1] if times_s else None, None)
-    return Served(request.info, times_s[-2] if len(times_s) > 1 else None, end_s)
+        return ServedRequest(request.info, times_s[-1] if times_s else None, None)
+    return ServedRequest(request.info, times_s[-2] if len(times_s) > 1 else None, end_s)

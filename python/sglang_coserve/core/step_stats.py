@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["BatchStats"]
+__all__ = ["StepStats"]
 
 
-class BatchStats(NamedTuple):
+class StepStats(NamedTuple):
     """Sums over the rows of the batch of one step.
 
     A row is a request with P tokens to compute and C tokens already in the KV
@@ -63,11 +63,11 @@ class BatchStats(NamedTuple):
         """True when the batch has no row."""
         return self.prefill_requests == 0 and self.decode_requests == 0
 
-    def with_prefill(self, tokens: int, context_tokens: int) -> BatchStats:
+    def with_prefill(self, tokens: int, context_tokens: int) -> StepStats:
         """Return this batch with one more row that computes ``tokens`` prompt tokens."""
         assert tokens > 0, f"a prefill row computes at least one token, got {tokens}"
         assert context_tokens >= 0, f"negative context: {context_tokens}"
-        return BatchStats(
+        return StepStats(
             self.prefill_requests + 1,
             self.prefill_tokens + tokens,
             self.prefill_context_tokens + context_tokens,
@@ -76,10 +76,10 @@ class BatchStats(NamedTuple):
             self.decode_context_tokens,
         )
 
-    def with_decode(self, context_tokens: int) -> BatchStats:
+    def with_decode(self, context_tokens: int) -> StepStats:
         """Return this batch with one more decode row of ``context_tokens`` cached tokens."""
         assert context_tokens >= 0, f"negative context: {context_tokens}"
-        return BatchStats(
+        return StepStats(
             self.prefill_requests,
             self.prefill_tokens,
             self.prefill_context_tokens,
@@ -89,9 +89,7 @@ class BatchStats(NamedTuple):
         )
 
     @classmethod
-    def of(
-        cls, prefills: Iterable[tuple[int, int]] = (), decodes: Iterable[int] = ()
-    ) -> BatchStats:
+    def of(cls, prefills: Iterable[tuple[int, int]] = (), decodes: Iterable[int] = ()) -> StepStats:
         """Return the sums over rows: (P, C) of each prefill, C of each decode. O(rows)."""
         stats = cls()
         for tokens, context_tokens in prefills:

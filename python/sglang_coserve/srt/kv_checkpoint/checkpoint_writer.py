@@ -24,7 +24,7 @@ from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
 from sglang_coserve.srt.kv_checkpoint.row_checkpoint import RowCheckpoint, slots_of_runs
 from sglang_coserve.srt.kv_checkpoint.tree_nodes import can_save, full, unsaved_path
 
-__all__ = ["Saver"]
+__all__ = ["CheckpointWriter"]
 
 Node = Any
 Req = Any
@@ -32,7 +32,7 @@ Target = tuple[Node | RowCheckpoint, int]
 """A node or row to copy, and how many of its tokens."""
 
 
-class Saver:
+class CheckpointWriter:
     """Carries out the plans of ``core.kv_checkpoint``; keeps the checkpoints of running rows.
 
     It runs in every step, so all rows of a step share one copy operation.

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from sglang_coserve.core.batch_stats import BatchStats
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row
-from sglang_coserve.core.step import Eviction, Expected, Lane, PrefillChunk, StepPlan
+from sglang_coserve.core.step import ExpectedResult, Lane, PrefillChunk, Retraction, StepPlan
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
 
-__all__ = ["BatchBuilder", "VictimOrder"]
+__all__ = ["StepBuilder", "VictimOrder"]
 
-VictimOrder = Callable[["BatchBuilder"], Sequence[Row]]
+VictimOrder = Callable[["StepBuilder"], Sequence[Row]]
 """Returns the offline rows in the order in which they are to be retracted."""
 
 _DECODING = RequestState.DECODING
@@ -24,7 +24,7 @@ _WAITING = RequestState.WAITING
 _ONLINE = RequestClass.ONLINE
 
 
-class BatchBuilder:
+class StepBuilder:
     """Collects the work of one step during a call of ``Scheduler.plan``.
 
     A policy adds work to it. It keeps the sums over the batch, the predicted latency, and
@@ -109,19 +109,19 @@ class BatchBuilder:
 
         self._has_online_elsewhere = False
         self._kv_elsewhere = 0
-        """KV of offline rows in other micro-batches, which only the plans of those can retract."""
+        """KV of offline rows in other micro-batches, which only the plans of those ca retract."""
 
         self._page_tokens = snapshot.page_tokens
         self._window_tokens = snapshot.window_tokens
         self._victim_order = victim_order
         self._victims: Sequence[Row] | None = None
-        self._evictions: dict[str, Eviction] = {}
+        self._retractions: dict[str, Retraction] = {}
         # The sums, and the prefills not yet included in them: adding many at once is much cheaper
-        # than creating a BatchStats for each.
-        self._stats = BatchStats()
+        # than creating a StepStats for each.
+        self._stats = StepStats()
         self._predicted_s: float | None = 0.0
         self._pending: list[tuple[int, int]] = []
-        self._probe: tuple[int, int, BatchStats, float] | None = None
+        self._probe: tuple[int, int, StepStats, float] | None = None
         self._asked_kv: tuple[Sequence[Row], int, int] = ((), 0, 0)
         """Cache of ``kv_to_decode``: the list last asked for, its length, and the result."""
         self._shed: list[str] = []
@@ -132,7 +132,7 @@ class BatchBuilder:
             self._heed_elsewhere()
 
     @property
-    def stats(self) -> BatchStats:
+    def stats(self) -> StepStats:
         """Sums over the batch so far."""
         if self._pending:
             self._stats = _with_prefills(self._stats, self._pending)
@@ -182,7 +182,7 @@ class BatchBuilder:
         targets_s = [row.info.tpot_target_s or default_s for row in self.online_decodes]
         return min(min(targets_s, default=default_s), self.elsewhere_s)
 
-    def leave_over_online(self, *, by_deadline: bool) -> None:
+    def reserve_rest_for_online(self, *, by_deadline: bool) -> None:
         """Leave no budget for offline work, since an online prompt got less than it could use.
 
         ``by_deadline``: the prompt was cut because a deadline would have been missed otherwise.
@@ -191,14 +191,16 @@ class BatchBuilder:
         self.offline_budget_s = 0.0
         self.is_deadline_bound |= by_deadline
 
-    def without_evicted(self, rows: Iterable[Row]) -> list[Row]:
+    def without_retracted(self, rows: Iterable[Row]) -> list[Row]:
         """Return the rows that this plan does not retract. O(rows)."""
-        evictions = self._evictions
-        return [row for row in rows if row.info.rid not in evictions] if evictions else list(rows)
+        retractions = self._retractions
+        return (
+            [row for row in rows if row.info.rid not in retractions] if retractions else list(rows)
+        )
 
-    def is_evicted(self, row: Row) -> bool:
-        """Return whether this plan retracts the row."""
-        return row.info.rid in self._evictions
+    def is_retracted(self, row: Row) -> bool:
+        """Return whether this pla retracts the row."""
+        return row.info.rid in self._retractions
 
     def limit_tokens(self, tokens: int) -> None:
         """Add at most ``tokens`` more tokens to the batch."""
@@ -338,10 +340,10 @@ class BatchBuilder:
             self.lacks_kv = True
             if 0 < kv_short <= self._kv_elsewhere:
                 for row in victims:
-                    self.evict(row, kv_tokens)
+                    self.retract(row, kv_tokens)
             return False
         for row in victims:
-            self.evict(row, kv_tokens)
+            self.retract(row, kv_tokens)
         return True
 
     def spare_elsewhere(self) -> None:
@@ -353,14 +355,14 @@ class BatchBuilder:
             return
         victims = self._remaining_victims()
         while self.free_kv_tokens < 0 and (victim := next(victims, None)) is not None:
-            self.evict(victim, 0)
+            self.retract(victim, 0)
         self.free_kv_tokens = max(self.free_kv_tokens, 0)
 
     def next_victim(self) -> Row | None:
         """Return the offline row to retract next, ``None`` if there is none."""
         return next(self._remaining_victims(), None)
 
-    def evict(self, row: Row, kv_tokens: int) -> None:
+    def retract(self, row: Row, kv_tokens: int) -> None:
         """Retract a row: release its last pages, at least one, until ``kv_tokens`` of KV are free.
 
         Its first pages stay in the prefix cache, from which they are freed on demand.
@@ -369,7 +371,7 @@ class BatchBuilder:
         short = max(kv_tokens - self.free_kv_tokens, 0)
         pages_kept = max(-(-row.computed_tokens // page) - max(-(-short // page), 1), 0)
         tokens = row.computed_tokens - min(pages_kept * page, row.computed_tokens)
-        self._evictions[row.info.rid] = Eviction(row.info.rid, tokens)
+        self._retractions[row.info.rid] = Retraction(row.info.rid, tokens)
         # The pages that stay cached are freed on demand, so they count as free.
         self._take(-own_kv, -min(own_kv, self._window_tokens))
         self.free_slots += 1
@@ -413,11 +415,11 @@ class BatchBuilder:
         pause: list[str] = []
         resume: list[str] = []
         park: list[str] = []
-        evictions, decoding, skips_decodes = self._evictions, self._decoding, self.skips_decodes
+        retractions, decoding, skips_decodes = self._retractions, self._decoding, self.skips_decodes
         stays_as = _PAUSED if self.lane is Lane.OFFLINE else _DECODING
         for row in self.snapshot.rows:
             rid, state = row.info.rid, row.state
-            if rid in evictions:
+            if rid in retractions:
                 continue
             if state is _DECODING or state is _PAUSED:
                 if skips_decodes or (state is stays_as and rid in decoding):
@@ -428,7 +430,7 @@ class BatchBuilder:
                 elif move is _DECODING:
                     resume.append(rid)
                 elif move is _WAITING:
-                    self.evict(row, 0)
+                    self.retract(row, 0)
             elif state is _PREFILLING and rid not in self._chunks:
                 park.append(rid)
         return StepPlan(
@@ -436,7 +438,7 @@ class BatchBuilder:
             lane=self.lane,
             until_s=until_s,
             shed=tuple(self._shed),
-            evict=tuple(evictions.values()),
+            retract=tuple(retractions.values()),
             pause=tuple(pause),
             resume=tuple(resume),
             park=tuple(park),
@@ -445,7 +447,7 @@ class BatchBuilder:
             batch=self.stats,
             predicted_s=self.predicted_s,
             budget_s=self.offline_budget_s,
-            expected=Expected(self.online_part_s, self.is_deadline_bound, waiting_users),
+            expected=ExpectedResult(self.online_part_s, self.is_deadline_bound, waiting_users),
         )
 
     # --- inside ---
@@ -504,9 +506,9 @@ class BatchBuilder:
         self.elsewhere_s = min([s for s in targets_s if s is not None], default=math.inf)
         self.tpot_slack_s = min(self.tpot_slack_s, self.elsewhere_s)
 
-    def _with_decodes(self, count: int, context_tokens: int) -> BatchStats:
+    def _with_decodes(self, count: int, context_tokens: int) -> StepStats:
         stats = self.stats
-        return BatchStats(
+        return StepStats(
             stats.prefill_requests,
             stats.prefill_tokens,
             stats.prefill_context_tokens,
@@ -551,11 +553,11 @@ class BatchBuilder:
             self._victims = self._victim_order(self)
         for row in self._victims:
             rid = row.info.rid
-            if not (rid in self._evictions or rid in self._chunks or rid in self._decoding):
+            if not (rid in self._retractions or rid in self._chunks or rid in self._decoding):
                 yield row
 
 
-def _with_prefills(stats: BatchStats, prefills: Iterable[tuple[int, int]]) -> BatchStats:
+def _with_prefills(stats: StepStats, prefills: Iterable[tuple[int, int]]) -> StepStats:
     rows, tokens, context_tokens, pairs = (
         stats.prefill_requests,
         stats.prefill_tokens,
@@ -567,6 +569,6 @@ def _with_prefills(stats: BatchStats, prefills: Iterable[tuple[int, int]]) -> Ba
         tokens += more
         context_tokens += context
         pairs += more * (more + context)
-    return BatchStats(
+    return StepStats(
         rows, tokens, context_tokens, pairs, stats.decode_requests, stats.decode_context_tokens
     )
