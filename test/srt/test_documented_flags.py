@@ -70,9 +70,14 @@ def flags_of_other_versions() -> set[str]:
     return flags_in(ROOT / "python/sglang_coserve/srt/compat/settings.py")
 
 
+def flags_of_routers() -> set[str]:
+    """Those that routers are started with in their tests."""
+    return flags_in(ROOT / "test/srt/test_routers.py")
+
+
 def test_every_flag_in_the_docs_exists() -> None:
     known = flags_of_server() | flags_of_sglang() | flags_of_coserve() | flags_of_scripts()
-    known |= flags_of_other_versions()
+    known |= flags_of_other_versions() | flags_of_routers()
     assert sorted(documented() - known) == []
 
 

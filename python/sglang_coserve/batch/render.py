@@ -125,7 +125,8 @@ def _lateness(batch: JobRecord, job_forecast: JobForecast | None) -> str | None:
     eta = datetime.fromtimestamp(job_forecast.eta_s, UTC).isoformat(timespec="seconds")
     return (
         f"expected to be complete at {eta}, {job_forecast.eta_s - batch.expires_at_s:.0f} s after"
-        f" the window of {batch.completion_window} closes: lines that are not finished then will expire"
+        f" the window of {batch.completion_window} closes: lines that are not finished then will"
+        " expire"
     )
 
 

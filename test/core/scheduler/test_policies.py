@@ -177,7 +177,7 @@ class TestOoco:
         assert seen == {*rids(rows[:4])}
 
     def test_a_prefill_that_retraction_would_waste_is_not_begun(self) -> None:
-        """Ten compute-bound decodes gain little from one more, and all admissions were retracted."""
+        """Ten compute-bound decodes gain little from one more, and admissions were retracted."""
         rows = [offline(100) for _ in range(10)]
         brain = scheduler("ooco", queued(4000, rid="new"), model=self.COMPUTE_BOUND)
         idle = snapshot(*rows)
