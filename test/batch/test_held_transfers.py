@@ -75,7 +75,8 @@ def test_400_held_uploads_block_nobody_and_end(app: LiveApp) -> None:
                 while connection.recv(1 << 16):
                     pass
             while status == 429 and refused not in answer:
-                assert (more := connection.recv(1 << 16))
+                more = connection.recv(1 << 16)
+                assert more
                 answer += more
         assert set(statuses) == {408, 429}
         assert statuses[408] >= 32
