@@ -153,7 +153,7 @@ async def _send(load: Load, base_url: str, repeat: int, mode: str, seconds: floa
         percentiles[49] * 1e3,
         percentiles[98] * 1e3,
         len(ttfts_s),
-        status["offline"]["evicted"],
+        status["offline"]["retracted"],
         found["recomputed_tokens"],
         found["recompute_tax"],
         checkpointing,

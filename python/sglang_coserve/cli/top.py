@@ -88,7 +88,10 @@ def _screen(client: ViewClient, view: dict[str, Any], interval_s: float) -> None
     from sglang_coserve.printable import printable
     from sglang_coserve.view.terminal import as_screen
 
-    with Live(as_screen(view), screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+    live = Live(as_screen(view), screen=True, auto_refresh=False, vertical_overflow="crop")
+    try:
+        # Not as a context manager: an interrupt while it starts would leave its screen in place.
+        live.start(refresh=True)
         while True:
             time.sleep(interval_s)
             try:
@@ -97,3 +100,5 @@ def _screen(client: ViewClient, view: dict[str, Any], interval_s: float) -> None
             except ServerGoneError as error:
                 gone = Text(printable(f"{error}; shown is what it said last"), "bold red")
                 live.update(Group(gone, as_screen(view)), refresh=True)
+    finally:
+        live.stop()

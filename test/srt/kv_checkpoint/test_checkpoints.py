@@ -61,7 +61,7 @@ def test_mixed_requests_finish_with_the_outputs_of_stock(
     specs = duplicated_specs(seed=21, num_online=20, num_offline=30)
     outputs, aborted, count, demoted = engine.call(run_mixed, specs, 3)
     scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
-    assert count["evicted"] > 0
+    assert count["retracted"] > 0
     assert demoted > 0
 
 
@@ -96,7 +96,7 @@ HOG: Spec = ("on", scenarios.prompt(50, 700), 40, False)
 def run_preemption(engine: ScriptedEngine) -> Any:
     """A large online request arrives when the offline rows have generated many tokens."""
     before = engine.scheduler.parts.checkpointing.stats()
-    evicted = scenarios.counts(engine).get("evicted", 0)
+    retracted = scenarios.counts(engine).get("retracted", 0)
     has_come: list[bool] = []
 
     def script(iteration: int) -> list[Any]:
@@ -114,17 +114,17 @@ def run_preemption(engine: ScriptedEngine) -> Any:
     outputs = {spec[0]: engine.output(spec[0]) for spec in (HOG, *VICTIMS)}
     engine.assert_nothing_leaked()
     recomputed = [s.classes["offline"].recomputed_tokens for s in (before, after)]
-    evicted = scenarios.counts(engine)["evicted"] - evicted
+    retracted = scenarios.counts(engine)["retracted"] - retracted
     prefetched = after.prefetch_published_tokens - before.prefetch_published_tokens
-    return outputs, evicted, recomputed[1] - recomputed[0], prefetched
+    return outputs, retracted, recomputed[1] - recomputed[0], prefetched
 
 
-def most_recomputed(mode: str, page_size: int, evicted: int) -> int:
+def most_recomputed(mode: str, page_size: int, retracted: int) -> int:
     """Return the tokens that may be computed again after so many preemptions."""
     policy = CheckpointPolicy(CheckpointMode(mode))
     unsaved = page_size if mode == "lazy" else max(page_size, policy.least_copy_tokens)
     # The last token of a request is always computed, so that there is one to continue from.
-    return evicted * (unsaved + 1)
+    return retracted * (unsaved + 1)
 
 
 @pytest.mark.parametrize(
@@ -143,11 +143,11 @@ def test_a_preempted_row_recomputes_only_what_was_not_worth_a_copy(
     page_size: int,
 ) -> None:
     engine = start_checkpointing(mode, overlap=overlap, page_size=page_size)
-    outputs, evicted, recomputed, prefetched = engine.call(run_preemption)
+    outputs, retracted, recomputed, prefetched = engine.call(run_preemption)
     assert outputs == reference_outputs([HOG, *VICTIMS])
-    assert evicted > 0
+    assert retracted > 0
     assert prefetched > 0
-    assert recomputed <= most_recomputed(mode, page_size, evicted)
+    assert recomputed <= most_recomputed(mode, page_size, retracted)
 
 
 # --- Batches that are aborted between layers ----------------------------------------------
@@ -179,10 +179,10 @@ def test_of_a_suspended_step_nothing_is_saved_before_it_has_ended(
         page_size=page_size,
         coserve={"safepoint_interval": 1},
     )
-    outputs, evicted, _, prefetched, resumed = engine.call(run_preemption_with_suspensions)
+    outputs, retracted, _, prefetched, resumed = engine.call(run_preemption_with_suspensions)
     assert outputs == reference_outputs([HOG, *VICTIMS])
     assert resumed > 20
-    assert evicted > 0
+    assert retracted > 0
     assert prefetched > 0
 
 
