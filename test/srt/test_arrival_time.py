@@ -25,10 +25,14 @@ def new_request(delay: OutputDelay, created_s: float) -> ArrivalTimeStats:
     return stats
 
 
+def state_of(stats: ArrivalTimeStats, *, streams: bool = True) -> SimpleNamespace:
+    return SimpleNamespace(time_stats=stats, obj=SimpleNamespace(stream=streams))
+
+
 def first_token(delay: OutputDelay, created_s: float, sent_s: float, seen_s: float) -> None:
     """A request whose first token the scheduler sent and the HTTP server saw then."""
     stats = new_request(delay, created_s)
-    waiting = delay.without_token(["gone", "r"], {"r": SimpleNamespace(time_stats=stats)})
+    waiting = delay.without_token(["gone", "r"], {"r": state_of(stats)})
     # As SGLang does since 0.5.22; before, it set both to what is the later one here.
     stats.set_first_token_time(sent_s)
     stats.set_last_time(seen_s)
@@ -43,18 +47,29 @@ def test_a_request_arrived_when_the_server_got_it() -> None:
 
 def test_the_way_of_first_tokens_makes_requests_arrive_earlier() -> None:
     delay = OutputDelay()
-    first_token(delay, 10.0, sent_s=11.0, seen_s=11.5)
-    assert delay.mean_s == pytest.approx(0.5)
+    for _ in range(9):  # A fourth of them are timed.
+        first_token(delay, 10.0, sent_s=11.0, seen_s=11.5)
+    assert delay.usual_s == pytest.approx(0.5)
     stats = at_the_scheduler(new_request(delay, 20.0))
     assert stats.created_time == pytest.approx(19.5, abs=0.01)
 
 
-def test_the_delay_follows_its_mean() -> None:
+def test_the_delay_of_the_warm_up_is_not_taken_for_the_usual_one() -> None:
     delay = OutputDelay()
     first_token(delay, 10.0, sent_s=11.0, seen_s=11.5)
-    for _ in range(400):
+    assert delay.usual_s == 0.0
+    for _ in range(8):
         first_token(delay, 10.0, sent_s=11.0, seen_s=11.1)
-    assert delay.mean_s == pytest.approx(0.1, abs=0.01)
+    assert delay.usual_s == pytest.approx(0.1, abs=0.01)
+
+
+def test_the_delay_follows_what_is_usual() -> None:
+    delay = OutputDelay()
+    for _ in range(100):
+        first_token(delay, 10.0, sent_s=11.0, seen_s=11.5)
+    for _ in range(100):
+        first_token(delay, 10.0, sent_s=11.0, seen_s=11.1)
+    assert delay.usual_s == pytest.approx(0.1, abs=0.01)
 
 
 def test_only_some_requests_are_timed() -> None:
@@ -64,11 +79,17 @@ def test_only_some_requests_are_timed() -> None:
     assert [state.has_timing_data for state in states] == 2 * [True, False, False, False]
 
 
+def test_the_first_tokens_of_who_does_not_stream_are_kept_by_the_scheduler() -> None:
+    delay = OutputDelay()
+    states = {"r": state_of(new_request(delay, 10.0), streams=False)}
+    assert not delay.without_token(["r"], states)
+
+
 def test_outputs_without_times_tell_nothing() -> None:
     delay = OutputDelay()
     stats = new_request(delay, 10.0)
-    waiting = delay.without_token(["r"], {"r": SimpleNamespace(time_stats=stats)})
+    waiting = delay.without_token(["r"], {"r": state_of(stats)})
     delay.observe(waiting, None)
-    assert delay.mean_s == 0.0
+    assert delay.usual_s == 0.0
     stats.set_first_token_time(11.0)
-    assert not delay.without_token(["r"], {"r": SimpleNamespace(time_stats=stats)})
+    assert not delay.without_token(["r"], {"r": state_of(stats)})

@@ -72,8 +72,8 @@ DOORS: dict[str, dict[str, Any]] = {
 
 
 def test_status_shows_how_long_tokens_take_from_the_scheduler(http: httpx.Client) -> None:
-    for _ in range(4):  # At least one of which is timed.
-        body = {"text": "Who", "sampling_params": {"max_new_tokens": 2}}
+    for _ in range(12):  # Three of which are timed.
+        body = {"text": "Who", "sampling_params": {"max_new_tokens": 2}, "stream": True}
         http.post("/generate", json=body).raise_for_status()
     delay_ms = http.get("/coserve/status").raise_for_status().json()["output_delay_ms"]
     assert 0 < delay_ms < 10_000

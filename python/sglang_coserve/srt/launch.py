@@ -177,7 +177,7 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
         states = await manager.get_internal_state()
         return {
             "replicas": [state["coserve"] for state in states],
-            "output_delay_ms": manager.coserve_output_delay.mean_s * 1e3,
+            "output_delay_ms": manager.coserve_output_delay.usual_s * 1e3,
             "batch_api": await batch_api_status(app),
         }
 
