@@ -83,7 +83,7 @@ def test_a_line_that_waits_longer_than_the_heartbeat_is_not_lost() -> None:
 
 
 def test_a_silent_engine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_coserve.http_lines.engine_connection._SILENT_S", 0.2)
+    monkeypatch.setattr("sglang_coserve.http_lines.engine_stream._SILENT_S", 0.2)
 
     async def scenario() -> None:
         async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
@@ -199,8 +199,12 @@ def test_what_is_no_attempt_or_too_large_is_refused_with_what_is_wrong() -> None
             httpx.AsyncClient(base_url=engine.url, headers=headers, trust_env=False) as client,
         ):
             bad = await client.post("/coserve/lines", content=b'{"line": "one"}')
-            assert bad.status_code == 400
-            assert "LineAttempt" in bad.json()["error"]["message"]
+            assert "LineCall" in bad.json()["fault"]
+            content = b'{"id":7,"attempt":{"line": "one"}}'
+            bad = await client.post("/coserve/lines", content=content)
+            event = bad.json()
+            assert (event["id"], event["result"]["status_code"]) == (7, 400)
+            assert "attempt" in event["result"]["body"]["error"]["message"]
             large = await connection.run(request(text="x" * 3_000_000), "scripted", ignore)
             assert (large.status_code, large.is_retryable) == (413, False)
             described = await connection.describe()
