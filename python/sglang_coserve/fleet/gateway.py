@@ -111,7 +111,11 @@ async def _open_when_free(
     while True:
         try:
             return await BatchService.open(
-                options.data, fleet, limits, record_events=records_events
+                options.data,
+                fleet,
+                limits,
+                record_events=records_events,
+                dies_with_engine=False,
             )
         except InUseError:
             if not is_standby:

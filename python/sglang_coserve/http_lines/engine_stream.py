@@ -20,6 +20,7 @@ from sglang_coserve.http_lines.failures import (
 )
 from sglang_coserve.http_lines.line_server import HEARTBEAT_S
 from sglang_coserve.http_lines.messages import (
+    GATHER_S,
     LINES_PATH,
     LineAttempt,
     LineCall,
@@ -47,7 +48,7 @@ class _Attempt:
 class EngineStream:
     """One POST that lasts: calls go out in its body while events come in as its answer.
 
-    Calls of one turn of the event loop, and those made while others are being sent, go together.
+    Calls that are made soon after each other go together.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
@@ -145,6 +146,7 @@ class EngineStream:
             self._unsent.clear()
             if calls:
                 yield encode_messages(calls)
+                await asyncio.sleep(GATHER_S)
 
     def _hear(self, event: LineEvent) -> None:
         if event.fault is not None:

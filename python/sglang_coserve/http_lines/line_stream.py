@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Send
 
 from sglang_coserve.http_lines.call_reader import BadCallError, CallReader
 from sglang_coserve.http_lines.messages import (
+    GATHER_S,
     HEARTBEAT,
     LineAttempt,
     LineCall,
@@ -46,8 +47,8 @@ class _Attempt:
 class LineStream:
     """Serves what is asked for on one connection, until that or the stream ends.
 
-    Calls come in and events go out at the same time. What happens while a message is being sent
-    goes out together with the next one.
+    Calls come in and events go out at the same time, those together that come soon after each
+    other.
     """
 
     def __init__(
@@ -106,11 +107,12 @@ class LineStream:
                 if not await self._has_changed(heartbeat_s):
                     await send(_part(HEARTBEAT))
                     continue
-                if content := await self._content():
+                if content := self._content():
                     await send(_part(content))
                 if self._fault is not None or self._has_ended:
                     await send({"type": "http.response.body"})
                     return
+                await asyncio.sleep(GATHER_S)
         finally:
             reading.cancel()
             for attempt in self._attempts.values():
@@ -131,18 +133,15 @@ class LineStream:
         self._changed.clear()
         return True
 
-    async def _content(self) -> bytes:
+    def _content(self) -> bytes:
         """Return what there is to tell."""
         events = [LineEvent(of, tuple(tokens)) for of, tokens in self._tokens.items()]
-        self._tokens.clear()
+        events += self._ends
         if self._fault is not None:
             events.append(LineEvent(fault=self._fault))
-        if not self._ends:
-            return encode_messages(events)
-        events += self._ends
+        self._tokens.clear()
         self._ends.clear()
-        # An answer may have megabytes.
-        return await asyncio.to_thread(encode_messages, events)
+        return encode_messages(events)
 
     async def _read(self, receive: Receive) -> None:
         while not self._is_gone:

@@ -14,6 +14,7 @@ from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import Backend, FailureKind, LineRequest, LineResult
 
 __all__ = [
+    "GATHER_S",
     "HEARTBEAT",
     "LINES_PATH",
     "LOAD_PATH",
@@ -38,6 +39,10 @@ LOAD_PATH: Final = "/coserve/load"
 
 HEARTBEAT: Final = b"\n"
 """Says that the engine is there."""
+
+GATHER_S: Final = 0.005
+"""What happens within so much of a message goes with the next one. Lines take seconds; on each
+side the cost is that of a message, however much there is in it."""
 
 _CALL_ID: Final = re.compile(rb'\{"id":([1-9][0-9]{0,17})[,}]')
 
