@@ -102,10 +102,12 @@ def measured(options: argparse.Namespace, lines: int) -> list[ServedBatch]:
         work = Path(directory)
         source = work / "in.jsonl"
         _write(source, lines, options.prompt_chars)
+        single: list[ServedBatch] = []
         alone = ("--coserve-data-dir", str(work / "single"), "--max-lines", str(lines))
         in_flight = ("--max-in-flight", str(options.in_flight))
-        with _fake(work, options, "single", *alone, *in_flight) as server:
-            single = _served("single server", server, source, lines)
+        if not options.gateway_alone:
+            with _fake(work, options, "single", *alone, *in_flight) as server:
+                single.append(_served("single server", server, source, lines))
         urls = []
         for number in range(options.engines):
             engine = stack.enter_context(_fake(work, options, f"engine-{number}"))
@@ -123,7 +125,7 @@ def measured(options: argparse.Namespace, lines: int) -> list[ServedBatch]:
         )
         with gateway:
             name = f"gateway, {options.engines} engines"
-            return [single, _served(name, gateway, source, lines)]
+            return [*single, _served(name, gateway, source, lines)]
 
 
 def _fake(work: Path, options: argparse.Namespace, name: str, *flags: str) -> LocalServer:
@@ -215,6 +217,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--line-s", type=float, default=0.1, help="how long an engine has a line")
     add("--in-flight", type=int, default=256, help="lines at a time, at most")
     add("--prompt-chars", type=int, default=256)
+    add("--gateway-alone", action="store_true", help="without the single server beside it")
     add("--out", type=Path)
     return parser.parse_args(argv)
 
