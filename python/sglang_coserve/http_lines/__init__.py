@@ -9,7 +9,12 @@ tokens. A connection that closes aborts its attempts.
 from sglang_coserve.http_lines.engine_connection import EngineConnection
 from sglang_coserve.http_lines.failures import EngineLostError, EngineRefusesError, LineMovedError
 from sglang_coserve.http_lines.line_server import LineServer
-from sglang_coserve.http_lines.messages import LINES_PATH, LOAD_PATH, EngineDescription
+from sglang_coserve.http_lines.messages import (
+    LINES_PATH,
+    LOAD_PATH,
+    EngineDelays,
+    EngineDescription,
+)
 from sglang_coserve.http_lines.routes import (
     add_line_routes,
     line_endpoints,
@@ -20,6 +25,7 @@ __all__ = [
     "LINES_PATH",
     "LOAD_PATH",
     "EngineConnection",
+    "EngineDelays",
     "EngineDescription",
     "EngineLostError",
     "EngineRefusesError",

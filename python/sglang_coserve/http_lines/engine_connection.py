@@ -6,16 +6,19 @@ import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 import aiohttp
 import httpx
+import msgspec
 
 from sglang_coserve.errors import ConfigError, RequestError
 from sglang_coserve.http_lines.engine_stream import EngineStream
 from sglang_coserve.http_lines.failures import EngineLostError, EngineRefusesError, refusal_text
 from sglang_coserve.http_lines.messages import (
+    DELAYS_PATH,
     LINES_PATH,
+    EngineDelays,
     EngineDescription,
     attempt_of,
     decode_message,
@@ -30,6 +33,8 @@ _ASK_TIMEOUT_S: Final = 10.0
 
 _KEEPALIVE_S: Final = 2.0
 """Servers close connections that were idle for 5 s; what is sent on one just then is lost."""
+
+_Message = TypeVar("_Message", bound=msgspec.Struct)
 
 
 class EngineConnection:
@@ -76,11 +81,18 @@ class EngineConnection:
             EngineLostError: it does not answer.
             EngineRefusesError: it answers something else.
         """
-        content = await self.ask(LINES_PATH)
+        return await self._told(LINES_PATH, EngineDescription)
+
+    async def delays(self) -> EngineDelays:
+        """Ask by how much batches have delayed its online requests; raises as ``describe``."""
+        return await self._told(DELAYS_PATH, EngineDelays)
+
+    async def _told(self, path: str, kind: type[_Message]) -> _Message:
+        content = await self.ask(path)
         try:
-            return decode_message(content, EngineDescription)
+            return decode_message(content, kind)
         except RequestError as error:
-            raise EngineRefusesError(f"{self.url}{LINES_PATH}: {error}") from None
+            raise EngineRefusesError(f"{self.url}{path}: {error}") from None
 
     async def ask(self, path: str) -> bytes:
         """Return what the engine answers to GET.

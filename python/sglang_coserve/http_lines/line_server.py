@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from typing import Final
@@ -11,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from sglang_coserve.http_lines.line_stream import LineStream
 from sglang_coserve.http_lines.messages import (
+    EngineDelays,
     EngineDescription,
     LineAttempt,
     LineCall,
@@ -43,6 +45,7 @@ class LineServer:
         self._backend = backend
         self._heartbeat_s = heartbeat_s
         self._now_s = now_s
+        self._run = secrets.token_hex(8)
         self._closed: str | None = None
         self._streams: set[LineStream] = set()
         backend.when_changing(lambda: self._take_out(_ENGINE_CHANGES))
@@ -72,6 +75,11 @@ class LineServer:
     def description(self) -> EngineDescription:
         """Say what the engine serves."""
         return description_of(self._backend, self.refuses)
+
+    async def delays(self) -> EngineDelays:
+        """Say by how much batches have delayed online requests; whoever computes is asked."""
+        delays_s = await self._backend.online_delays_s()
+        return EngineDelays(self._run, None if delays_s is None else dict(delays_s))
 
     def close(self, why: str) -> None:
         """Give all lines back, take no more, and end the streams."""

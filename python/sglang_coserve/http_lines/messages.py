@@ -14,10 +14,12 @@ from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import Backend, FailureKind, LineRequest, LineResult
 
 __all__ = [
+    "DELAYS_PATH",
     "GATHER_S",
     "HEARTBEAT",
     "LINES_PATH",
     "LOAD_PATH",
+    "EngineDelays",
     "EngineDescription",
     "LineAttempt",
     "LineCall",
@@ -34,6 +36,7 @@ __all__ = [
 ]
 
 LINES_PATH: Final = "/coserve/lines"
+DELAYS_PATH: Final = f"{LINES_PATH}/delays"
 LOAD_PATH: Final = "/coserve/load"
 """Where an engine says how loaded it is (``core.engine_load``)."""
 
@@ -117,6 +120,16 @@ class EngineDescription(msgspec.Struct, frozen=True):
     def body_limits(self) -> BodyLimits:
         """What one line may be."""
         return BodyLimits(**self.limits)
+
+
+class EngineDelays(msgspec.Struct, frozen=True):
+    """By how much batches have delayed the engine's online requests."""
+
+    run: str
+    """Another one after each start of the engine: sums begin again at 0."""
+
+    online_delays_s: dict[str, float] | None
+    """See ``Backend.online_delays_s``."""
 
 
 def attempt_of(request: LineRequest, model: str, now_s: float) -> LineAttempt:

@@ -52,6 +52,12 @@ async def describe_engine(request: Request) -> Response:
     return Response(encode_message(description), media_type="application/json")
 
 
+@router.get("/delays")
+async def show_delays(request: Request) -> Response:
+    """Say by how many seconds each batch has delayed online requests since the start."""
+    return Response(encode_message(await _server(request).delays()), media_type="application/json")
+
+
 @router.post("")
 async def serve_lines(request: Request) -> Response:
     """Make attempts at lines: JSON lines in, and JSON lines out at the same time."""

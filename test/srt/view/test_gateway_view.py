@@ -42,6 +42,12 @@ def batch(server: LocalServer, count: int, max_tokens: int) -> str:
     return made.id
 
 
+def _delay_s(server: LocalServer, batch_id: str) -> object:
+    """What the batch says; 0 where the engine knows that it delayed nobody."""
+    shown = client_of(server, CLIENT).batches.retrieve(batch_id).to_dict()
+    return shown["coserve"]["online_delay_s"]  # type: ignore[index]
+
+
 @pytest.mark.usefixtures("online_load")
 def test_the_view_has_engines_users_and_batches_and_nothing_else(
     server: LocalServer, deployment: Deployment
@@ -50,6 +56,7 @@ def test_the_view_has_engines_users_and_batches_and_nothing_else(
     for key in (None, API_KEY, ADMIN_KEY):
         assert view(server, key).status_code == 401
     eventually(lambda: view(server, CLIENT).json()["online_users"]["requests"])
+    eventually(lambda: _delay_s(server, batch_id) is not None)
     shown = view(server, CLIENT).json()
     assert shown.keys() == {
         *("at", "model", "online_users", "fleet", "engines", "batches", "headroom")
