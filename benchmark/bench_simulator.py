@@ -78,7 +78,7 @@ def main() -> None:
         if arguments.trace:
             run_trace(arguments, policy)
         else:
-            run_rows(arguments, policy)
+            run_requests(arguments, policy)
 
 
 def run_trace(arguments: argparse.Namespace, policy: str) -> None:
@@ -117,7 +117,7 @@ def repeated(trace: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
             yield replace(request, index=next(index), arrival_s=arrival_s)
 
 
-def run_rows(arguments: argparse.Namespace, policy: str) -> None:
+def run_requests(arguments: argparse.Namespace, policy: str) -> None:
     """Print the steps a second with all rows decoding."""
     print(f"{arguments.rows} rows, {arguments.iterations} iterations, {policy}")
     for name, observers in (("alone", []), ("with event log", [EventLog(io.StringIO(), {})])):

@@ -73,20 +73,20 @@ def test_the_same_prompt_again_computes_its_last_token() -> None:
     assert ms(second.token_times_s) == [1001]
 
 
-def test_rows_that_share_a_prefix_say_so_while_they_do() -> None:
+def test_requests_that_share_a_prefix_say_so_while_they_do() -> None:
     shared = list(range(100, 108))
     first, second = online("a", [*shared, 1], 9), online("b", [*shared, 2], 3, arrival_s=0.010)
     engine, executor = engine_of(first, second, policy="online_only")
 
     def shared_tokens() -> list[int]:
-        return [row.cached_tokens for row in executor.snapshot(engine.now_s).rows]
+        return [request.cached_tokens for request in executor.snapshot(engine.now_s).admitted]
 
     assert engine.step()
     assert shared_tokens() == [0]
-    while len(executor.rows) < 2:
+    while len(executor.admitted) < 2:
         assert engine.step()
     assert shared_tokens() == [8, 8]
-    while len(executor.rows) == 2:
+    while len(executor.admitted) == 2:
         assert engine.step()
     assert shared_tokens() == [0]
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from sglang_coserve.core.bottleneck import fixed_s
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.snapshot import EngineSnapshot, Row
+from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.core.step_builder import StepBuilder
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
@@ -100,24 +100,24 @@ def longest_s(
 
 
 def offline_lane_view(seen: EngineSnapshot, headroom_tokens: int) -> EngineSnapshot:
-    """Return the snapshot from which a step of the offline lane is planned. O(rows).
+    """Return the snapshot from which a step of the offline lane is planned. O(requests).
 
-    It has no online requests, and ``headroom_tokens`` of KV less for each online row, so that
-    those can go on while the step is suspended. If there are online rows, it leaves out offline
+    It has no online requests, and ``headroom_tokens`` of KV less for each online request, so that
+    those can go on while the step is suspended. If there are online requests, it leaves out offline
     decodes that cannot pause: they can decode only together with the online ones.
     """
-    num_online = sum([row.info.is_online for row in seen.rows])
-    rows = [
-        row
-        for row in seen.rows
-        if not row.info.is_online
-        and (not num_online or row.info.can_pause or row.state is not RequestState.DECODING)
+    num_online = sum([request.info.is_online for request in seen.admitted])
+    requests = [
+        request
+        for request in seen.admitted
+        if not request.info.is_online
+        and (not num_online or request.info.can_pause or request.state is not RequestState.DECODING)
     ]
     kept_tokens = headroom_tokens * num_online
     from_free = min(kept_tokens, seen.free_kv_tokens)
     return replace(
         seen,
-        rows=rows,
+        admitted=requests,
         waiting=(),
         free_kv_tokens=seen.free_kv_tokens - from_free,
         evictable_kv_tokens=max(seen.evictable_kv_tokens - (kept_tokens - from_free), 0),
@@ -197,6 +197,6 @@ def _left_s(batch: StepBuilder, slack_s: float, gap_share: float, margin: float)
     return gap_share * (slack_s - decodes_s) * (1 - margin)
 
 
-def _decodes(rows: Sequence[Row]) -> StepStats:
-    keys = len(rows) + sum([row.computed_tokens for row in rows])
-    return StepStats(decode_requests=len(rows), decode_context_tokens=keys)
+def _decodes(requests: Sequence[Request]) -> StepStats:
+    keys = len(requests) + sum([request.computed_tokens for request in requests])
+    return StepStats(decode_requests=len(requests), decode_context_tokens=keys)

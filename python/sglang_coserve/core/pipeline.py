@@ -42,7 +42,7 @@ def pipelined(
 class PipelineBaseline:
     """The no-interference baseline of a pipeline: one virtual engine for each micro-batch.
 
-    Each has 1/K of the rows and of the KV, and its steps take as long as a batch takes through
+    Each has 1/K of the requests and of the KV, and its steps take as long as a batch takes through
     all stages. That the slowest micro-batch delays the others is ignored, so the baseline is a
     little too fast.
     """
@@ -90,7 +90,7 @@ def baseline_of(size: EngineSize) -> Baseline | PipelineBaseline:
     engines = [
         Baseline(
             chunk_tokens=size.chunk_tokens,
-            max_rows=max(size.max_rows // count, 1),
+            max_requests=max(size.max_requests // count, 1),
             kv_tokens=max(size.kv_tokens // count, 1),
             mixes_decodes=size.mixes_decodes,
         )

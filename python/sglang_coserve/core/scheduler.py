@@ -150,7 +150,7 @@ class Scheduler:
     def plan(self, snapshot: EngineSnapshot, cache: PrefixCache) -> StepPlan:
         """Return the plan of the next step, without changing any state.
 
-        O(rows + waiting online requests), whatever waits in the offline queue.
+        O(requests + waiting online requests), whatever waits in the offline queue.
         """
         if snapshot.stop_share == 1.0 or not self._policy.is_preemptive:
             return self._build(self._compose(self._builder(snapshot), cache))
@@ -195,7 +195,7 @@ class Scheduler:
         self._waiting_order.started(plan.expected.waiting_users)
 
     def update(self, result: StepResult) -> None:
-        """Learn from the result of a step in flight. O(online rows of the step).
+        """Learn from the result of a step in flight. O(online requests of the step).
 
         Nothing is learned from a step that ran nothing or was dropped. From a step without a plan
         only its duration and the times of its online tokens are learned.
@@ -299,7 +299,7 @@ class Scheduler:
             alone = self._builder(seen, Lane.OFFLINE)
             alone.offline_budget_s = most_s
             self._compose(alone, cache)
-        if alone.stats.is_empty and (seen.rows or len(self._queue)):
+        if alone.stats.is_empty and (seen.admitted or len(self._queue)):
             # Even the smallest batch exceeds the budget, and one has to run.
             alone = self._compose(self._builder(seen, Lane.OFFLINE), cache)
         return alone

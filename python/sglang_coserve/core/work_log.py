@@ -61,7 +61,7 @@ class WorkLog:
     def ended(
         self, plan: StepPlan | None, result: StepResult, online_s: float, offline_s: float
     ) -> None:
-        """Note what came of a step. O(rows that were prefilled + online rows).
+        """Note what came of a step. O(requests that were prefilled + online requests).
 
         Args:
             plan: None of a step that the engine took without one.

@@ -39,7 +39,7 @@ class _Step:
     is_suspended: bool = False
     is_timed: bool = False
     is_told: bool = False
-    """Whether its results are in: it is known which rows got a token."""
+    """Whether its results are in: it is known which requests got a token."""
 
     beside: tuple[StepStats, ...] = ()
     """See ``StepResult``."""
@@ -93,12 +93,12 @@ class StepTracker:
         """Launched batches whose results are pending, in order."""
 
         self._told: list[tuple[_Step, Sequence[Req], Sequence[bool]]] = []
-        """Results since the last pass: the step, its rows, and whether each got a token."""
+        """Results since the last pass: the step, its requests, and whether each got a token."""
 
         self._open: deque[_Step] = deque()
 
     def next_pass(self, now_s: float) -> list[StepResult]:
-        """Begin a pass; return the results that are complete now, in order. O(their rows)."""
+        """Begin a pass; return the results that are complete now, in order. O(their requests)."""
         self._note_time(now_s)
         for step, reqs, has_token in self._told:
             step.served = self._note_tokens(reqs, has_token, now_s)
@@ -122,7 +122,7 @@ class StepTracker:
         self._planned = step
 
     def launched(self, batch: ScheduleBatch | None) -> None:
-        """Record the batch that this pass launches; None if nothing is to run. O(rows)."""
+        """Record the batch that this pass launches; None if nothing is to run. O(requests)."""
         number, self._planned = self._planned, None
         planning_s, self._planning_s = self._planning_s, 0.0
         step, self._resumed = self._resumed, None
@@ -161,13 +161,13 @@ class StepTracker:
         return StepResult(step.number, step.started_s, seconds, given_up=tuple(rids))
 
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
-        """Record the results of the oldest pending batch: rows, and whether each got a token."""
+        """Record the results of the oldest pending batch: requests, and whether each got a token."""
         self._told.append((self._running.popleft(), reqs, has_token))
 
     def _note_time(self, now_s: float) -> None:
         """Set the duration of the step that ended with the last pass.
 
-        It stays None if unknown: beside a batch without rows the time is not that step's alone.
+        It stays None if unknown: beside a batch without requests the time is not that step's alone.
         """
         if self._micro_batches > 1:
             self._note_round(now_s)
@@ -221,13 +221,13 @@ class StepTracker:
         self, batch: ScheduleBatch | None
     ) -> tuple[StepStats, tuple[PrefillChunk, ...], tuple[JobTokens, ...]]:
         """Return the sums over a batch that is ready to run, its prefills, and whose its offline
-        rows are."""
+        requests are."""
         kind = kind_of(batch) if batch else None
         if batch is None or kind is None:
             return StepStats(), (), ()
         reqs = batch.reqs
         count = len(reqs) - num_decodes(batch, kind)
-        chunks = [PrefillChunk(reqs[row].rid, batch.extend_lens[row]) for row in range(count)]
+        chunks = [PrefillChunk(reqs[place].rid, batch.extend_lens[place]) for place in range(count)]
         stats = stats_of(batch, kind, [True] * len(reqs))
         return stats, tuple(chunks), self._jobs(chunks, reqs[count:])
 

@@ -219,17 +219,17 @@ def test_settings_without_a_bound_are_read_also_as_they_were_written_before() ->
 
 
 def test_results_refer_to_requests_by_number_also_to_those_that_have_ended() -> None:
-    row, other = online(50, rid="a"), online(50, rid="b")
-    served = (ServedRequest(row.info, None, 2.5), ServedRequest(other.info, 1.5, None))
+    request, other = online(50, rid="a"), online(50, rid="b")
+    served = (ServedRequest(request.info, None, 2.5), ServedRequest(other.info, 1.5, None))
     updated = Updated(StepResult(0, 1.0, 0.5, STEP, (PrefillChunk("b", 8),), served, ("c",)))
-    planned = Planned(snapshot(row, other), {}, StepPlan())
+    planned = Planned(snapshot(request, other), {}, StepPlan())
     events: list[Event] = [planned, updated, Finished("a"), updated, planned, updated]
     lines = lines_of(setup(), events)
     assert read(lines)[1] == events
     assert [line.count('"rid":"a"') for line in lines[1:]] == [1, 0, 1, 1, 1, 0]
 
 
-def test_a_snapshot_of_64_rows_is_small() -> None:
+def test_a_snapshot_of_64_requests_is_small() -> None:
     rng = random.Random(0)
     decodes = [
         offline(
@@ -471,7 +471,10 @@ def test_columns_that_do_not_fit_together_are_refused(changes: dict[str, object]
             {"config": {"online_order": "lifo"}},
             "config.online_order: .* 'fcfs' or 'vtc', found",
         ),
-        ({"engine": {"max_rows": "many"}}, "engine.max_rows: .* valid integer, found 'many'"),
+        (
+            {"engine": {"max_requests": "many"}},
+            "engine.max_requests: .* valid integer, found 'many'",
+        ),
         ({"profile": {}}, "profile: schema_version: this field is missing"),
     ],
 )

@@ -28,13 +28,13 @@ from sglang_coserve.core.recording.line_format import (
     ArrivedLine,
     Header,
     PlannedLine,
-    RowColumns,
+    RequestColumns,
     ServedColumns,
     UpdatedLine,
 )
 from sglang_coserve.core.recording.setup import SchedulerSetup
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row
+from sglang_coserve.core.snapshot import EngineSnapshot, Request, RequestInfo
 from sglang_coserve.core.step import ServedRequest, StepPlan, StepResult
 from sglang_coserve.core.validation import explain
 from sglang_coserve.errors import CoserveError, InputFileError
@@ -135,9 +135,9 @@ class _EventDecoder:
         engine = _read(EngineSnapshot, {**line.engine, "rows": [], "waiting": []}, source, "engine")
         snapshot = replace(
             engine,
-            rows=self._rows(f"{source}: rows", line.rows),
-            waiting=self._rows(f"{source}: waiting", line.waiting),
-            elsewhere=tuple(self._rows(f"{source}: elsewhere", line.elsewhere)),
+            admitted=self._requests(f"{source}: rows", line.admitted),
+            waiting=self._requests(f"{source}: waiting", line.waiting),
+            elsewhere=tuple(self._requests(f"{source}: elsewhere", line.elsewhere)),
         )
         plan = _read(StepPlan, line.plan, source, "plan")
         return Planned(snapshot, dict(line.cached_tokens), plan)
@@ -163,8 +163,8 @@ class _EventDecoder:
             self._numbers |= {info.rid: number for number, info in new.items()}
         return new
 
-    def _rows(self, place: str, columns: RowColumns | None) -> list[Row]:
-        return [] if columns is None else _joined(place, columns.rows, self._infos)
+    def _requests(self, place: str, columns: RequestColumns | None) -> list[Request]:
+        return [] if columns is None else _joined(place, columns.requests, self._infos)
 
 
 def _joined(

@@ -1,6 +1,6 @@
 """Carries a plan out on SGLang's scheduler, as far as it goes along.
 
-Rows are freed, paused and resumed, and the planned chunks are admitted by SGLang: in a batch
+Requests are freed, paused and resumed, and the planned chunks are admitted by SGLang: in a batch
 of SGLang's, or in one of the offline lane.
 """
 
@@ -124,10 +124,10 @@ class PlanExecution:
             self._refuse(rid)
         self._retraction.retract({retraction.rid for retraction in plan.retract}, running_batch)
         if plan.pause:
-            self._view.paused_rows.pause(running_batch, set(plan.pause))
+            self._view.paused_requests.pause(running_batch, set(plan.pause))
             self._events["paused"] += len(plan.pause)
         self._events["resumed"] += len(plan.resume)
-        return self._view.paused_rows.resume(running_batch, set(plan.resume))
+        return self._view.paused_requests.resume(running_batch, set(plan.resume))
 
     def _executable(self, plan: StepPlan) -> list[PrefillChunk]:
         """Return the planned chunks that SGLang can run now."""

@@ -125,12 +125,12 @@ class PlannedAdmission:
         self.core.arrived(info, self._ledger.match_prefix(req) if req.to_finish is None else 0)
 
     def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
-        """See ``Admission``. Paused rows that match stay, and end when they run next."""
+        """See ``Admission``. Paused requests that match stay, and end when they run next."""
         gone = self._waiting.remove(matches)
-        for req in self._view.paused_rows.unpark_all(matches):
+        for req in self._view.paused_requests.unpark_all(matches):
             release_aborted(req, self._scheduler.tree_cache)
             gone.append(req)
-        self._view.paused_rows.abort_paused(matches)
+        self._view.paused_requests.abort_paused(matches)
         if self._lane is not None:
             self._lane.abort(matches)
         return gone
@@ -138,7 +138,7 @@ class PlannedAdmission:
     def num_waiting(self) -> int:
         """See ``Admission``."""
         view = self._view
-        return len(self._waiting) + len(view.paused_rows) + len(view.suspended)
+        return len(self._waiting) + len(view.paused_requests) + len(view.suspended)
 
     def take_launched(self) -> list[Req]:
         """See ``Admission``."""
@@ -169,9 +169,9 @@ class PlannedAdmission:
             self._steps.decided(self._clock.now_s())
             return prefill(running_batch)
         running_batch.filter_batch()
-        running_batch = self._view.paused_rows.resume_ended(running_batch)
-        rows = self._view.rows_with_kv(running_batch)
-        in_the_way = self._retraction.rids_blocking_adapters(rows)
+        running_batch = self._view.paused_requests.resume_ended(running_batch)
+        requests = self._view.requests_with_kv(running_batch)
+        in_the_way = self._retraction.rids_blocking_adapters(requests)
         if any(req.rid in in_the_way for req in self._view.suspended):
             self._drop()
         self._retraction.retract(in_the_way, running_batch)
@@ -186,7 +186,7 @@ class PlannedAdmission:
         for chunk in executed.admitted:
             self._waiting.reqs.pop(chunk.rid, None)
         for rid in executed.refused:
-            # No row will end and make room: what holds the memory may be a load that hangs.
+            # No request will end and make room: what holds the memory may be a load that hangs.
             self.core.no_room(rid)
         if plan.resumes:
             self._steps.resumed()
@@ -272,7 +272,7 @@ class PlannedAdmission:
             return True
         if self._plans_online and (running_batch.reqs or self._view.chunk is not None):
             return True
-        return any(is_offline(req) for req in self._view.rows_with_kv(running_batch))
+        return any(is_offline(req) for req in self._view.requests_with_kv(running_batch))
 
     def _snapshot(self, running_batch: ScheduleBatch, now_s: float) -> EngineSnapshot:
         return snapshot_of(

@@ -110,7 +110,7 @@ class Admission(Protocol):
         ...
 
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
-        """Note the results of the batch that was launched first: rows, and who got a token."""
+        """Note the results of the batch that was launched first: requests, and who got a token."""
         ...
 
     # --- What others ask about -----------------------------------------------------------
