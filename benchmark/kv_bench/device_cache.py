@@ -27,7 +27,7 @@ _HOST_TIMES: Final = 1.5
 
 
 class KvEngine:
-    """Requests that are admitted, grow, are checkpointed and preempted. All tokens in whole pages."""
+    """Requests that are admitted, grow, are saved and preempted. All tokens in whole pages."""
 
     def __init__(self, shape: KvShape) -> None:
         self.shape, self.device = shape, "cuda" if cpu.has_cuda() else "cpu"
@@ -47,7 +47,7 @@ class KvEngine:
         self._numbers = count(1)
 
     def admit(self, tokens: int) -> Req:
-        """Add an offline request whose prompt has so many tokens and KV; nobody else has its prefix."""
+        """Add an offline request whose prompt has so many tokens and KV, and is its own."""
         number = next(self._numbers)
         req = new_request(f"offline-{number}", [number, *range(1, tokens)], offline=True)
         assert self._rows.admit(req), "the parts below fit into the pool"

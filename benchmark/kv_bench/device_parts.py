@@ -29,7 +29,7 @@ def bandwidth(engine: KvEngine, tokens: int, repeats: int) -> dict[str, Any]:
 
 
 def iteration_ms(engine: KvEngine, requests: int, steps: int) -> dict[str, Any]:
-    """Return what decode steps of ``requests`` offline requests spend: every request fills one page.
+    """Return what decode steps of so many offline requests spend: every one fills one page.
 
     ``host_ms`` is the scheduler's thread, ``copy_ms`` until the small copies have ended.
     """

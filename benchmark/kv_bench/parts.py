@@ -13,7 +13,7 @@ from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 __all__ = ["iteration_ms", "reclaim_ms"]
 
 EAGER = CheckpointPolicy(CheckpointMode.EAGER)
-RECLAIMED_ROWS = 16
+RECLAIMED_REQUESTS = 16
 
 
 def iteration_ms(page_tokens: int, requests: int, steps: int) -> float:
@@ -35,8 +35,8 @@ def iteration_ms(page_tokens: int, requests: int, steps: int) -> float:
 
 def reclaim_ms(page_tokens: int, tokens: int) -> float:
     """Return how long it takes to reclaim so many saved tokens of requests that gave way."""
-    prompt_tokens = tokens // RECLAIMED_ROWS - 16
-    engine = _decoding(page_tokens, RECLAIMED_ROWS, prompt_tokens, generated=32)
+    prompt_tokens = tokens // RECLAIMED_REQUESTS - 16
+    engine = _decoding(page_tokens, RECLAIMED_REQUESTS, prompt_tokens, generated=32)
     for req in list(engine.running):
         engine.release(req)
     elapsed_ms = _ms(lambda: engine.evict(tokens))

@@ -29,7 +29,7 @@ EAGER = CheckpointPolicy(CheckpointMode.EAGER)
 PRESSURE = CheckpointPolicy(CheckpointMode.PRESSURE, watermark=0.8)
 
 modes = st.sampled_from(CheckpointMode)
-row_lists = st.lists(st.integers(0, 2000), max_size=12).map(
+unsaved = st.lists(st.integers(0, 2000), max_size=12).map(
     lambda dirty: tuple(RequestToSave(f"r{i}", tokens) for i, tokens in enumerate(dirty))
 )
 
@@ -150,7 +150,10 @@ def test_a_stuck_engine_gets_no_more_copies() -> None:
 
 
 @given(
-    mode=modes, requests=row_lists, in_flight=st.integers(0, 20_000), page=st.sampled_from([1, 16])
+    mode=modes,
+    requests=unsaved,
+    in_flight=st.integers(0, 20_000),
+    page=st.sampled_from([1, 16]),
 )
 def test_plans_are_whole_pages_within_all_bounds(
     mode: CheckpointMode, requests: tuple[RequestToSave, ...], in_flight: int, page: int

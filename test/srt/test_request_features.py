@@ -1,4 +1,4 @@
-"""What a request can ask for beside tokens, beside offline requests that pause, park and are retracted.
+"""What a request can ask for beside tokens, beside offline ones that pause and are retracted.
 
 Log-probabilities, grammars, LoRA adapters, logit processors and penalties, in both
 classes and all in one engine, come out as from stock SGLang, which runs each kind

@@ -1,4 +1,6 @@
-"""Decides which KV pages of offline requests to copy to host memory, and when (ConServe §4.4, BROS §V).
+"""Decides which KV pages of offline requests to save to host memory, and when.
+
+ConServe §4.4, BROS §V.
 
 A request's full pages are saved in order, so two counts give the state of each page. Every
 decision is an immutable value computed from a snapshot. Time is counted in steps, so that
@@ -46,7 +48,7 @@ class CheckpointMode(Enum):
 
 @dataclass(slots=True)
 class RequestPages:
-    """Counts the full pages of one request: first the saved ones, then those in copy, then dirty ones.
+    """Counts a request's full pages: first the saved ones, then those in copy, then dirty ones.
 
     The only mutable class here, as it changes for every request in every step.
     """

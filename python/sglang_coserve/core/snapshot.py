@@ -63,9 +63,9 @@ class Request(NamedTuple):
     """Tokens with KV on the device; 0 while it waits."""
 
     cached_tokens: int = 0
-    """For a waiting request: the tokens that the prefix cache or a checkpoint holds of it. For a request
+    """For a waiting request: the tokens that the prefix cache or a checkpoint holds of it. For one
     that holds KV: how many of its first computed tokens other requests use too, so that retracting
-    this request does not free them."""
+    it does not free them."""
 
     last_token_s: float | None = None
     """When its last token came out; None before the first."""

@@ -102,7 +102,7 @@ class StepPlan:
     """Running prefills that skip steps from now on and keep their KV."""
 
     prefills: tuple[PrefillChunk, ...] = ()
-    """Chunks in order, online before offline: of requests, waiting requests and queued requests."""
+    """Chunks in order, online before offline: of admitted, waiting and queued requests."""
 
     skips_decodes: bool = False
     """If true, no request decodes in this step, and decodes keep their state."""
@@ -165,7 +165,7 @@ class StepResult:
     """The prefill chunks computed."""
 
     served: tuple[ServedRequest, ...] = ()
-    """The online requests among the requests."""
+    """The online requests of the step."""
 
     given_up: tuple[str, ...] = ()
     """The requests of a suspended step that was dropped, whose work is lost."""

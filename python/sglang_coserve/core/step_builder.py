@@ -92,8 +92,8 @@ class StepBuilder:
         self.online_prefills: list[Request] = []
         """Online requests whose prefill is unfinished, the running one first."""
         self.offline_decodes: list[Request] = []
-        """Offline requests that decode or are paused, in order of admission; those that cannot pause
-        before the others."""
+        """Offline requests that decode or are paused, in order of admission; those that cannot
+        pause before the others."""
         self.staying_decodes: list[Request] = []
         """Paused offline decodes that do not join this step."""
         self.offline_prefills: list[Request] = []
@@ -109,7 +109,7 @@ class StepBuilder:
 
         self._has_online_elsewhere = False
         self._kv_elsewhere = 0
-        """KV of offline requests in other micro-batches, which only the plans of those ca retract."""
+        """KV of offline requests in other micro-batches, which only their own plans can retract."""
 
         self._page_tokens = snapshot.page_tokens
         self._window_tokens = snapshot.window_tokens
@@ -201,7 +201,7 @@ class StepBuilder:
         )
 
     def is_retracted(self, request: Request) -> bool:
-        """Return whether this pla retracts the request."""
+        """Return whether this plan retracts the request."""
         return request.info.rid in self._retractions
 
     def limit_tokens(self, tokens: int) -> None:
@@ -279,8 +279,8 @@ class StepBuilder:
         return seconds
 
     def predict_with_whole(self, requests: Iterable[Request]) -> float:
-        """Return the latency with the whole prompts of all requests; infinite if they exceed the free
-        tokens.
+        """Return the latency with the whole prompts of all requests; infinite if they exceed the
+        free tokens.
 
         O(requests), and at most O(free tokens).
         """
@@ -314,7 +314,7 @@ class StepBuilder:
     # --- memory ---
 
     def has_room(self, kv_tokens: int, slots: int = 0, *, requests: int = 1) -> bool:
-        """Return whether so many KV slots and request slots are free, for ``requests`` requests in all."""
+        """Return whether so many KV slots and request slots are free, for ``requests`` in all."""
         return (
             self.free_kv_tokens >= kv_tokens
             and self.free_slots >= slots
@@ -367,7 +367,7 @@ class StepBuilder:
         return next(self._remaining_victims(), None)
 
     def retract(self, request: Request, kv_tokens: int) -> None:
-        """Retract a request: release its last pages, at least one, until ``kv_tokens`` of KV are free.
+        """Release the last pages of a request, at least one, until ``kv_tokens`` of KV are free.
 
         Its first pages stay in the prefix cache, from which they are freed on demand.
         """

@@ -16,7 +16,7 @@ __all__ = ["StepStats"]
 class StepStats(NamedTuple):
     """Sums over the requests of the batch of one step.
 
-    A request is a request with P tokens to compute and C tokens already in the KV
+    A request has P tokens to compute and C tokens already in the KV
     cache (ConServe §4.2). A decode request has P = 1; a prefill chunk any P ≥ 1.
     """
 

@@ -73,12 +73,12 @@ class ExecutorLimits:
 
     def allow(self, shape: StepShape) -> bool:
         """Return whether a batch of this shape can run. O(requests)."""
-        requests = list(shape.request_tokens())
-        pages = sum(-(-tokens // self.page_tokens) for tokens in requests)
+        lengths = list(shape.request_tokens())
+        pages = sum(-(-tokens // self.page_tokens) for tokens in lengths)
         batch_tokens = sum(tokens for tokens, _ in shape.prefills) + len(shape.decodes)
         return (
-            len(requests) <= self.max_requests
-            and max(requests) <= self.max_request_tokens
+            len(lengths) <= self.max_requests
+            and max(lengths) <= self.max_request_tokens
             and pages * self.page_tokens <= self.kv_capacity_tokens
             and (not shape.prefills or batch_tokens <= self.max_batch_tokens)
         )

@@ -103,11 +103,11 @@ def _between(low: int, high: int, share: float) -> int:
     return round(low * math.exp(share * math.log(high / low)))
 
 
-def _spread(mean: int, requests: int) -> list[int]:
-    """Return ``requests`` values from half to one and a half of the mean, ascending."""
-    if requests == 1:
+def _spread(mean: int, count: int) -> list[int]:
+    """Return ``count`` values from half to one and a half of the mean, ascending."""
+    if count == 1:
         return [mean]
-    return [max(1, round(mean * (0.5 + request / (requests - 1)))) for request in range(requests)]
+    return [max(1, round(mean * (0.5 + place / (count - 1)))) for place in range(count)]
 
 
 def _halton(index: int, base: int) -> float:

@@ -15,8 +15,8 @@ __all__ = ["DecodingRequests"]
 class DecodingRequests:
     """The decoding requests among ``requests``, in their order, and sums over them.
 
-    Each step adds a token to all of them, so the sums are updated in O(1), and in O(requests added or
-    removed) when requests change.
+    Each step adds a token to all of them, so the sums are updated in O(1), and in O(requests added
+    or removed) when requests change.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class DecodingRequests:
         self._page_tokens = page_tokens
         self._iterations = 0
         self._requests_by_fill = [0] * page_tokens
-        """Number of requests by tokens in their last page (0: full), before the first ``advance``."""
+        """Number of requests by tokens in their last page (0: full), before ``advance``."""
 
         for request in self.requests:
             self._requests_by_fill[request.computed_tokens % page_tokens] += 1

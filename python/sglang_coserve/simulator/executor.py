@@ -303,7 +303,7 @@ class SimulatedExecutor:
         return opened + pages_of(computed + tokens) - pages_of(computed)
 
     def _admit(self, batch: RunningStep, rid: str) -> tuple[SimRequest, int]:
-        """Make a waiting request a request; return it and the pages needed for reloaded KV."""
+        """Admit a waiting request; return it and the pages needed for reloaded KV."""
         request = self.offline_waiting.pop(rid, None)
         if request is None:
             index = next(i for i, r in enumerate(self.waiting) if r.info.rid == rid)

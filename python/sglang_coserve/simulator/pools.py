@@ -86,7 +86,7 @@ class Pools:
         self._num_moved += 1
 
     def _deliver(self) -> None:
-        """Add transferred requests to the strict engine, or return those for which it lacks room."""
+        """Add transferred requests to the strict engine; return those for which it lacks room."""
         while self._on_their_way and self._on_their_way[0][0] <= self.strict.now_s:
             _, _, request, kv_tokens = heapq.heappop(self._on_their_way)
             self._coming_tokens -= kv_tokens

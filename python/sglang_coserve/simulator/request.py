@@ -19,7 +19,7 @@ __all__ = ["SimRequest"]
 class SimRequest:
     """A request, its progress and its memory; changed only by the executor.
 
-    ``request`` is the request for snapshots, created anew only when something in it changes.
+    ``view`` is the request as snapshots have it, created anew only when something in it changes.
     """
 
     __slots__ = (
@@ -92,7 +92,7 @@ class SimRequest:
         """Leading tokens with a copy in host memory, in whole pages."""
 
         self.place = -1
-        """Position of its request by order of admission."""
+        """Its position by order of admission."""
 
         self.token_times_s: list[float] = []
         self.cached_prompt_tokens = 0
@@ -113,7 +113,7 @@ class SimRequest:
         """Tokens copied back from host memory, over all admissions."""
 
         self.lost_tokens = 0
-        """Computed tokens released when it lost its request, over all retractions and drops."""
+        """Computed tokens released, over all retractions and drops."""
 
         self.recomputed_tokens = 0
         """Those of ``worked_tokens`` whose KV had been computed before."""
@@ -125,7 +125,7 @@ class SimRequest:
         """Most computed tokens that it held before it lost them."""
 
         self.match_version = -1
-        """Version of the prefix cache at which ``request.cached_tokens`` was looked up."""
+        """Version of the prefix cache at which ``view.cached_tokens`` was looked up."""
 
         self.view = Request(info, self.state, 0, 0)
 
@@ -191,7 +191,7 @@ class SimRequest:
         self._tokens = PackedTokens(self.prompt + output.tobytes())
 
     def refresh_view(self, cached_tokens: int = 0) -> None:
-        """Update ``request`` to the current state; ``cached_tokens`` is for waiting requests."""
+        """Update ``view`` to the current state; ``cached_tokens`` is for waiting requests."""
         times = self.token_times_s
         self.view = Request(
             self.info,

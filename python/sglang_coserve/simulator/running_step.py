@@ -37,7 +37,7 @@ class RunningStep:
     """Duration without suspensions."""
 
     retracted: list[SimRequest]
-    """Requests that the pla retracted; they wait again."""
+    """Requests that the plan retracted; they wait again."""
 
     shed: list[SimRequest]
     """Requests that the plan refused."""

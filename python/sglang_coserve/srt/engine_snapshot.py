@@ -33,7 +33,7 @@ def snapshot_of(
     Args:
         scheduler: SGLang's scheduler.
         pools: Its KV pools.
-        view: Its requests, and the requests outside of its batches.
+        view: Its requests, and those outside of its batches.
         ledger: The core's data on these requests.
         running_batch: SGLang's batch of decodes.
         now_s: The time on the clock shared by all ranks.

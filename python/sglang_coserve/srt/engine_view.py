@@ -208,7 +208,7 @@ class EngineView:
         return [req for req in requests.values() if not req.finished()]
 
     def requests_with_kv(self, running_batch: ScheduleBatch) -> Iterator[Req]:
-        """Yield all requests with KV: decoding, paused, parked, suspended, the unfinished prefill."""
+        """Yield those with KV: decoding, paused, parked, suspended, the unfinished prefill."""
         yield from running_batch.reqs
         yield from self.paused_requests.reqs
         yield from self.suspended
@@ -216,7 +216,7 @@ class EngineView:
             yield self.chunk
 
     def counted_requests(self) -> CountedRequests:
-        """Return the requests that SGLang's memory check must count instead of the running batch."""
+        """Return what SGLang's memory check must count instead of the running batch."""
         scheduler = self._scheduler
         return CountedRequests(
             self.requests_with_kv(scheduler.running_batch),

@@ -110,7 +110,7 @@ class SchedulerExecutor:
         return batch
 
     def _extend(self, lengths: Sequence[tuple[int, int]], reqs: list[Req]) -> ScheduleBatch:
-        """Return a prepared prefill batch of (tokens, context) requests."""
+        """Return a prepared prefill batch with requests of (tokens, context)."""
         scheduler = self._scheduler
         added = [self._request(tokens, context) for tokens, context in lengths]
         reqs += added

@@ -87,15 +87,15 @@ class OfflineLane:
 
     @property
     def num_running(self) -> int:
-        """Requests of the last batch that have yet to join the lane's decodes, without the unfinished
-        prefill."""
+        """Requests of the last batch that have yet to join the lane's decodes, without the
+        unfinished prefill."""
         if self._launched is None or self._suspended is not None:
             return 0
         chunk = _chunk_of(self._launched)
         return sum(not req.finished() and req is not chunk for req in self._launched.reqs)
 
     def take_launched(self) -> list[Req]:
-        """Remove and return the requests of the last batch that have yet to join the lane's decodes.
+        """Remove and return those of the last batch that have yet to join the lane's decodes.
 
         Only of a decode batch: SGLang itself retracts the requests of a prefill batch.
         """

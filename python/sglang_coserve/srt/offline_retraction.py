@@ -74,11 +74,11 @@ class OfflineRetraction:
             tracker.current = tracker.estimate_new_token_ratio_after_retract(batch.reqs)
 
     def _has_slots(self, requests: int) -> bool:
-        """Return whether there is KV for one more token of ``requests`` requests, each in a new page."""
+        """Return whether there is KV for one more token of so many requests, each in a new page."""
         return bool(self._pools.headroom_tokens >= requests * self._scheduler.page_size)
 
     def rids_blocking_adapters(self, requests: Iterable[Req]) -> set[str]:
-        """Return the ids of ``requests`` to retract for the LoRA adapter of the next online request.
+        """Return the ids of those to retract for the LoRA adapter of the next online request.
 
         A batch has slots for a few adapters, where the bare model counts as one, and
         SGLang skips a request that needs one more. Offline requests whose adapters fit

@@ -132,7 +132,7 @@ class CoserveParts:
     def forget(self, req: Req, ending: Ending = Ending.ABORTED) -> None:
         """Remove all state of a request that has ended; does nothing if already done.
 
-        Under overlap scheduling a request is in one more batch after its end. By then another request
+        Under overlap scheduling a request is in one more batch after its end. By then another
         may have its id.
         """
         if not self.ledger.has(req):

@@ -89,7 +89,7 @@ class PausedRequests:
         """Move aborted paused requests to the running batch, where they end, and return it.
 
         To be called before each scheduling round; it also removes requests that have finished, as
-        under overlap scheduling the result of the last step may end a request paused since. Requests
+        under overlap scheduling the result of the last step may end one paused since. Requests
         that cannot be split off end in the next step of the offline lane.
         """
         if self._paused is None:
@@ -113,7 +113,7 @@ class PausedRequests:
     def take_paused(
         self, retract: Callable[[ScheduleBatch, Collection[str]], None], rids: Collection[str]
     ) -> None:
-        """Call ``retract_rows`` to remove the requests in ``rids`` from the paused batch."""
+        """Call ``retract`` to remove the requests in ``rids`` from the paused batch."""
         if self._paused is not None:
             retract(self._paused, rids)
             self._drop_empty_batch()

@@ -96,7 +96,7 @@ class LoadReporter:
         )
 
     def _reclaim_s(self, offline: list[Req], online: list[Req]) -> float | None:
-        """Return how long a step of these requests goes on until offline requests can be retracted."""
+        """Return how long a step of these requests goes on until offline ones can be retracted."""
         if not offline:
             return 0.0
         model = self._admission.latency_model() if self._is_predicted else None

@@ -50,7 +50,7 @@ def split(
     """Remove the requests in ``rids`` from ``batch``; return them as a separate batch.
 
     The requests must have plain state (``has_plain_state``). Returns None if no request is named.
-    ``keep_rows`` reduces a batch to the given requests; by default SGLang's method.
+    ``keep`` reduces a batch to the given requests; by default SGLang's method.
     """
     chosen = [i for i, req in enumerate(batch.reqs) if req.rid in rids]
     if not chosen:

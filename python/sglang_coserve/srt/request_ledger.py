@@ -1,4 +1,4 @@
-"""Keeps the core's data on the requests in the engine, and builds snapshot requests from it."""
+"""Keeps the core's data on the requests in the engine, and gives it to snapshots."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class RequestLedger:
         self._reqs.pop(rid, None)
 
     def decoding_requests(self, reqs: Iterable[Req], state: RequestState) -> list[Request]:
-        """Return the requests of requests that generate or are paused."""
+        """Return those that generate or are paused as a snapshot has them."""
         infos, last_token_s = self._infos, self._last_token_s.get
         requests = []
         for req in reqs:
@@ -170,13 +170,13 @@ class RequestLedger:
         return requests
 
     def prefilling_request(self, req: Req, state: RequestState) -> Request:
-        """Return the request of a request whose prompt is partly computed."""
+        """Return one whose prompt is partly computed as a snapshot has it."""
         computed = prefix_tokens(req)
         last_s = self._last_token_s.get(req.rid)
         return Request(self._infos[req.rid], state, len(req.output_ids), computed, 0, last_s)
 
     def waiting_requests(self, reqs: Iterable[Req]) -> list[Request]:
-        """Return the requests of waiting requests, the first ones with their cached prefix."""
+        """Return those that wait as a snapshot has them, the first with their cached prefix."""
         requests = []
         for position, req in enumerate(reqs):
             cached = self.match_prefix(req) if position < _MATCHED_WAITING else 0

@@ -156,7 +156,7 @@ class CoserveScheduler(Scheduler):
         return self.parts.admission.admit(running_batch, super().get_new_batch_prefill)
 
     def _can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
-        """Count the adapters of all requests, since requests of both lanes may end up in one batch."""
+        """Count the adapters of all requests, since those of both lanes may end up in one batch."""
         return bool(super()._can_schedule_lora_req(req, running_loras | self._kept_loras()))
 
     def can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:

@@ -161,7 +161,7 @@ class StepTracker:
         return StepResult(step.number, step.started_s, seconds, given_up=tuple(rids))
 
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
-        """Record the results of the oldest pending batch: requests, and whether each got a token."""
+        """Record the results of the oldest pending batch: its requests, and which got a token."""
         self._told.append((self._running.popleft(), reqs, has_token))
 
     def _note_time(self, now_s: float) -> None:

@@ -10,7 +10,7 @@ from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.migration import LengthPreference, closest_lengths, preferred_length
 from sglang_coserve.core.step_stats import StepStats
 
-# Saturates where 20 µs a request exceed the 6.4 ms all share: at 320 requests, so 512 of the powers.
+# Saturates where 20 µs a request exceed the 6.4 ms all share: at 320, so 512 of the powers.
 MODEL = LinearModel.of(CONSERVE, compute_token_s=2e-5, context_token_s=1e-7, iteration_s=0.0064)
 
 

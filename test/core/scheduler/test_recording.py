@@ -465,7 +465,7 @@ def test_columns_that_do_not_fit_together_are_refused(changes: dict[str, object]
     ("changes", "message"),
     [
         ({"format": "csv"}, "format: expected 'coserve plans'"),
-        ({"version": 1}, "version: 1 is not 8, .* record again"),
+        ({"version": 1}, "version: 1 is not 9, .* record again"),
         ({"config": {"margin": 3.0}}, "config: scheduler: margin is 3.0"),
         (
             {"config": {"online_order": "lifo"}},

@@ -107,9 +107,9 @@ class TinyEngine:
     def snapshot(self) -> EngineSnapshot:
         return EngineSnapshot(
             now_s=self.now_s,
-            admitted=[self._row(rid) for rid in self.admitted if rid not in self._suspended_work],
+            admitted=[self._seen(rid) for rid in self.admitted if rid not in self._suspended_work],
             waiting=[
-                self._row(rid)._replace(cached_tokens=self.cached_tokens(rid))
+                self._seen(rid)._replace(cached_tokens=self.cached_tokens(rid))
                 for rid in self.waiting
             ],
             free_kv_tokens=self.free_kv,
@@ -333,7 +333,7 @@ class TinyEngine:
         else:
             self.scheduler.restore(rid, live.generated)
 
-    def _row(self, rid: str) -> Request:
+    def _seen(self, rid: str) -> Request:
         live = self.requests[rid]
         return Request(live.info, live.state, live.generated, live.computed, 0, live.last_token_s)
 

@@ -131,13 +131,13 @@ def test_a_class_without_a_share_never_asks() -> None:
 
 
 def request_with_unsaved_tokens() -> tuple[BareEngine, Any]:
-    """An engine with one request: 32 tokens of a prompt, which are saved, and 48 more, which are not.
+    """An engine with a request: 32 tokens of a prompt, which are saved, and 48 more, which are not.
 
     As when a chunk of a prompt has just been computed.
     """
     policy = CheckpointPolicy(CheckpointMode.EAGER)
     engine = BareEngine(policy, slots=256, host_slots=512, page_tokens=16)
-    request = new_request("row", list(range(32)), offline=True)
+    request = new_request("off", list(range(32)), offline=True)
     assert engine.admit(request)
     engine.checkpoint()
     engine.settle()
@@ -165,7 +165,7 @@ def test_what_a_request_has_not_saved_is_saved_when_it_gives_way() -> None:
 def test_what_a_request_with_a_namespace_of_its_own_has_saved_is_kept() -> None:
     policy = CheckpointPolicy(CheckpointMode.EAGER)
     engine = BareEngine(policy, slots=256, host_slots=512, page_tokens=16)
-    request = new_request("row", list(range(32)), offline=True)
+    request = new_request("off", list(range(32)), offline=True)
     request.extra_key, request.cache_salt = (
         "adapter",
         "salt",

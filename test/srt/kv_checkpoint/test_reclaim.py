@@ -21,7 +21,7 @@ def engine() -> BareEngine:
 
 
 def give_way(engine: BareEngine, rid: str, token: int, gate: threading.Event | None = None) -> None:
-    """A request is computed, its copy is begun, which a gate keeps from ending, and it is released."""
+    """A request is computed, its copy is begun, which a gate keeps from ending; it is released."""
     request = new_request(rid, [token] * PROMPT_TOKENS, offline=True)
     assert engine.admit(request)
     if gate is not None:

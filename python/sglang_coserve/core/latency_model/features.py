@@ -107,9 +107,9 @@ The paper's communication term k3·P multiplies the same P as k1, so only k1 + k
 measured: one coefficient, valid for one tensor-parallel size.
 
 The paper has no term for requests. It profiles a GPU, where one kernel serves all requests;
-elsewhere each request has kernels of its own, and some work of a request (logits, sampling) does not
-depend on its length. Prefill and decode requests have separate coefficients, because their kernels
-differ.
+elsewhere each request has kernels of its own, and some work of a request (logits, sampling) does
+not depend on its length. Prefill and decode requests have separate coefficients, because their
+kernels differ.
 """
 
 HYGEN: Final = FeatureSet(

@@ -44,7 +44,7 @@ _NAMES: Final = MappingProxyType({kind: name for name, kind in EVENTS.items()})
 _ENGINE_FIELDS: Final = tuple(
     field.name
     for field in fields(EngineSnapshot)
-    if field.name not in ("rows", "waiting", "elsewhere")
+    if field.name not in ("admitted", "waiting", "elsewhere")
 )
 _EMPTY_PLAN: Final = StepPlan()
 

@@ -33,6 +33,7 @@ from sglang_coserve.core.step import ServedRequest
 __all__ = [
     "EVENTS",
     "FORMAT",
+    "NAMES_OF_8",
     "STATE_LETTERS",
     "VERSION",
     "AddedLine",
@@ -45,7 +46,12 @@ __all__ = [
 ]
 
 FORMAT: Final = "coserve plans"
-VERSION: Final = 8
+VERSION: Final = 9
+
+NAMES_OF_8: Final[Mapping[str, str]] = MappingProxyType(
+    {"rows": "admitted", "max_rows": "max_requests", "max_offline_rows": "max_offline_requests"}
+)
+"""Names of fields in version 8, which differs in nothing else, and those of today."""
 
 EVENTS: Final[Mapping[str, Any]] = MappingProxyType(
     {
@@ -106,7 +112,7 @@ class RequestColumns:
     computed: Sequence[int]
     cached: Sequence[int]
     last_token: Sequence[int]
-    """Index into ``times_s`` of each request's ``last_token_s``, as most requests have the same one."""
+    """Index into ``times_s`` of each request's ``last_token_s``; most have the same one."""
 
     times_s: Sequence[float | None]
 

@@ -140,7 +140,7 @@ class CheckpointCache(UnifiedRadixCache):
             self._inserting = RequestClass.ONLINE
 
     def released(self, req: Req, kept_tokens: int | None) -> None:
-        """Hand the saved pages of a retracted request over to the tree; free those of other requests.
+        """Hand the saved pages of a retracted request over to the tree; free those of others.
 
         ``kept_tokens`` is the number of the request's tokens that were inserted into the tree; None
         if none were.

@@ -30,7 +30,7 @@ class RecomputeMeter:
         self.recomputed_tokens: Counter[RequestClass] = Counter()
 
     def ran(self, batch: ScheduleBatch, offline: Sequence[bool]) -> None:
-        """Count a batch whose results are in; ``offline`` says which of its requests are offline."""
+        """Count a batch whose results are in; ``offline`` says which requests are offline."""
         if batch.forward_mode.is_extend():
             for computed in zip(
                 batch.reqs, offline, batch.prefix_lens, batch.extend_lens, strict=True

@@ -17,8 +17,8 @@ __all__ = ["RequestCheckpoint", "Run", "slots_of_runs"]
 Req = Any
 
 Run = tuple[int, int, int]
-"""A run of consecutive tokens of a request: the request's index in SGLang's ``req_to_token``, the first
-position in the request, and the number of tokens."""
+"""A run of consecutive tokens of a request: its row in SGLang's ``req_to_token``, the first
+position in the row, and the number of tokens."""
 
 
 class RequestCheckpoint:

@@ -82,7 +82,7 @@ def give_up(batch: ScheduleBatch) -> RolledBack:
 
 
 def _undo_decodes(batch: ScheduleBatch, count: int, relay: Any) -> None:
-    """Undo ``prepare_for_decode`` for the last ``count`` requests, and for the lengths of all requests."""
+    """Undo ``prepare_for_decode`` for the last ``count`` requests, and for the lengths of all."""
     allocator = batch.token_to_kv_pool_allocator
     reqs: Sequence[Req] = batch.reqs[-count:]
     lengths = batch.seq_lens_cpu[-count:]
