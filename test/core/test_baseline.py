@@ -156,7 +156,7 @@ def test_a_decode_step_waits_for_all_its_tokens() -> None:
     assert [token.rid for token in baseline.advance(predict, 9.0)] == ["a"]
 
 
-def test_a_request_that_is_given_up_leaves() -> None:
+def test_a_request_that_is_dropped_leaves() -> None:
     baseline = make(max_requests=1)
     baseline.arrived("a", 0.0, 8)
     baseline.arrived("b", 0.0, 8)

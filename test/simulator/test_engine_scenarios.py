@@ -191,7 +191,7 @@ def test_an_offline_step_goes_on_between_the_tokens_of_a_decode() -> None:
     )
 
 
-def test_a_suspended_step_is_given_up_for_memory_only() -> None:
+def test_a_suspended_step_is_dropped_for_memory_only() -> None:
     # 600 tokens of prompt are in flight when 500 tokens of an online one arrive.
     background, request = offline("f", 600, 1), online("n", 500, 1, arrival_s=0.1)
     config = replace(safepoints(), max_batch_tokens=600, kv_capacity_tokens=1000)

@@ -84,10 +84,10 @@ def test_a_hidden_request_comes_back_in_order_of_arrival() -> None:
     assert engine.queue == ["on0", "on1", "on2"]
 
 
-def test_prefills_that_were_given_up_wait_first_or_as_offline_ones_do() -> None:
+def test_prefills_that_were_dropped_wait_first_or_as_offline_ones_do() -> None:
     engine = Engine(req("waits"))
-    given_up = [req("on"), req("off", offline=True), req("bad", offline=True, fails=True)]
-    engine.view.wait_again(given_up)
+    dropped = [req("on"), req("off", offline=True), req("bad", offline=True, fails=True)]
+    engine.view.wait_again(dropped)
     assert engine.queue == ["on", "bad", "waits"]
     assert engine.retracted == ["off"]
     assert not engine.running_batch.batch_is_full

@@ -155,7 +155,7 @@ def test_plans_see_both_micro_batches_and_replay_to_the_same(engine: Any) -> Non
     assert [plan.index for plan in replays if plan.differences] == []
     assert any(plan.snapshot.elsewhere for plan in replays)
     results = [event.result for event in events if isinstance(event, Updated)]
-    assert all(len(result.beside) == 2 for result in results if not result.batch.is_empty)
+    assert all(len(result.overlapping) == 2 for result in results if not result.batch.is_empty)
     assert any(result.concurrency == 2 for result in results)
 
 

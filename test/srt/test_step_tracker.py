@@ -110,7 +110,7 @@ class Pipeline:
 
 
 def sizes(result: StepResult) -> list[int]:
-    return [batch.prefill_tokens for batch in result.beside]
+    return [batch.prefill_tokens for batch in result.overlapping]
 
 
 def test_in_a_pipeline_a_step_lasts_until_its_micro_batch_has_its_turn_again() -> None:
@@ -201,7 +201,7 @@ def test_a_suspended_step_has_the_time_of_its_parts() -> None:
 
 def test_of_a_suspended_step_that_is_dropped_the_time_is_known_and_nothing_ran() -> None:
     tracker = suspended_step()
-    assert tracker.dropped(["a"]) == StepResult(0, 1.0, 0.5, given_up=("a",))
+    assert tracker.dropped(["a"]) == StepResult(0, 1.0, 0.5, dropped=("a",))
     tracker.launched(None)
     assert tracker.next_pass(2.0) == []
 

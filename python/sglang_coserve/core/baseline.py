@@ -122,8 +122,8 @@ class Baseline:
             if request.has_all:
                 self._gone.append(request)
 
-    def given_up(self, rid: str) -> None:
-        """Drop a request that the real engine gave up. Its rid may be used again. O(1)."""
+    def drop(self, rid: str) -> None:
+        """Forget a request that the real engine dropped. Its rid may be used again. O(1)."""
         request = self._requests.pop(rid, None)
         if request is not None:
             self._gone.append(request)

@@ -208,7 +208,7 @@ class Interference:
             self._finished(watched)
             return
         if self._baseline is not None:
-            self._baseline.given_up(rid)
+            self._baseline.drop(rid)
         del self._watched[rid]
         if ending is Ending.REFUSED:
             self._monitor.failed(watched.info, self._now_s, _times(watched))

@@ -15,12 +15,12 @@ from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
 
 __all__ = [
-    "gets_anywhere",
     "is_stuck",
     "longest_s",
     "mixed_share",
     "offline_lane_view",
     "offline_until_s",
+    "reaches_safepoint",
     "share_in_lane",
     "stop_share",
 ]
@@ -57,7 +57,7 @@ def is_stuck(batch: StepBuilder, gap_share: float, margin: float) -> bool:
         return False
     whole_s = batch.model.predict(seen.suspended.batch)
     left_s = _left_s(batch, target_s, gap_share, margin)
-    return not gets_anywhere(seen.suspended.batch, whole_s, seen, left_s)
+    return not reaches_safepoint(seen.suspended.batch, whole_s, seen, left_s)
 
 
 def stop_share(batch: StepStats, seen: EngineSnapshot) -> float:
@@ -68,7 +68,7 @@ def stop_share(batch: StepStats, seen: EngineSnapshot) -> float:
     return seen.stop_share if batch.prefill_requests or seen.decodes_stop else 1.0
 
 
-def gets_anywhere(
+def reaches_safepoint(
     batch: StepStats, predicted_s: float, seen: EngineSnapshot, left_s: float
 ) -> bool:
     """Return whether a step of the offline lane reaches a safepoint within ``left_s``.

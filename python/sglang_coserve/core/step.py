@@ -167,10 +167,10 @@ class StepResult:
     served: tuple[ServedRequest, ...] = ()
     """The online requests of the step."""
 
-    given_up: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
     """The requests of a suspended step that was dropped, whose work is lost."""
 
-    beside: tuple[StepStats, ...] = ()
+    overlapping: tuple[StepStats, ...] = ()
     """With a pipeline of K micro-batches, the batches of the K - 1 steps begun before this one and
     of the K - 1 begun after it, in order; an entry is empty if its step ran nothing. All of them
     overlapped with this step."""
@@ -191,4 +191,4 @@ class StepResult:
     @property
     def concurrency(self) -> float:
         """Average number of steps that ran at the same time; 1 without a pipeline."""
-        return 1 + sum(not batch.is_empty for batch in self.beside) / 2
+        return 1 + sum(not batch.is_empty for batch in self.overlapping) / 2

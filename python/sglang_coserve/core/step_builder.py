@@ -129,7 +129,7 @@ class StepBuilder:
         self._decoding: set[str] = set()
         self._sort_requests()
         if snapshot.elsewhere:
-            self._heed_elsewhere()
+            self._reserve_for_other_micro_batches()
 
     @property
     def stats(self) -> StepStats:
@@ -498,7 +498,7 @@ class StepBuilder:
                 num_steady += 1
         self.tpot_slack_s = min(due_s, default=math.inf) - self.snapshot.now_s
 
-    def _heed_elsewhere(self) -> None:
+    def _reserve_for_other_micro_batches(self) -> None:
         """Account for the other micro-batches: reserve KV for their next tokens, and bound this
         step by the TPOT targets of their online requests. O(requests elsewhere)."""
         requests = self.snapshot.elsewhere

@@ -75,7 +75,7 @@ class WorkLog:
             for decision in decisions_of(plan, result, arrival_s):
                 self.decisions.note(decision, result.started_s)
             totals.retracted_tokens += sum(retraction.tokens for retraction in plan.retract)
-        if result.given_up:
+        if result.dropped:
             totals.dropped_steps += 1
             totals.lost_s += result.seconds or 0.0
         if result.batch.is_empty:

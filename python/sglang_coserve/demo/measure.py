@@ -61,14 +61,14 @@ async def measure(
         fields=system.online_fields,
     )
 
-    def told(elapsed_s: float, more: str = "") -> None:
+    def say_progress(elapsed_s: float, more: str = "") -> None:
         tell(elapsed_s, f"online {len(answered)}/{len(window.requests)}{more}")
 
     if offline is None:
         online = asyncio.create_task(replaying)
         start = time.perf_counter()
         while not online.done() and (elapsed_s := time.perf_counter() - start) < window.seconds:
-            told(elapsed_s)
+            say_progress(elapsed_s)
             await asyncio.sleep(_POLL_S)
         return SystemResult(system.name, system.label, await online, None)
     options = ClientOptions(concurrency=_CONCURRENCY)
@@ -82,7 +82,7 @@ async def measure(
             tokens = status.prompt_tokens + status.completion_tokens
             if not finished_at or tokens > finished_at[-1][1]:
                 finished_at.append((elapsed_s, tokens))
-            told(elapsed_s, f", offline {status.ok} ok, {status.failed} failed")
+            say_progress(elapsed_s, f", offline {status.ok} ok, {status.failed} failed")
             if online.done() and not job.is_running:
                 break
             await asyncio.sleep(_POLL_S)

@@ -168,8 +168,8 @@ class EngineConnection:
             hint = ": its --admin-api-key is not the gateway's --engine-admin-key"
         elif status == HTTPStatus.NOT_FOUND:
             hint = ": it is no server of sglang_coserve, or has no --admin-api-key"
-        told = content[:300].decode(errors="replace").strip()
-        return f"{self.url}{path} answers HTTP {status}{hint} ({told})"
+        text = content[:300].decode(errors="replace").strip()
+        return f"{self.url}{path} answers HTTP {status}{hint} ({text})"
 
     def _failed(self, error: BaseException) -> str:
         return f"{self.url}: {str(error) or type(error).__name__}"

@@ -210,7 +210,7 @@ class _Reader:
                 if result.seconds is not None and not result.batch.is_empty:
                     predicted_s = self._learned.model.predict(result.batch)
                     self._ratios.append(result.seconds / predicted_s)
-                    self._learned.observe(Sample(result.batch, result.seconds), result.beside)
+                    self._learned.observe(Sample(result.batch, result.seconds), result.overlapping)
             case Finished(rid, ending):
                 self._end(rid, ending)
 

@@ -95,7 +95,7 @@ class RunningStep:
     def dropped(self) -> StepResult:
         """Return its result if it is dropped. O(requests)."""
         rids = tuple([request.info.rid for request in self.requests])
-        return StepResult(step=self.step, started_s=self.started_s, given_up=rids)
+        return StepResult(step=self.step, started_s=self.started_s, dropped=rids)
 
     def tokens_by_class(self) -> tuple[int, int]:
         """Return the tokens computed for online and for offline requests. O(chunks)."""

@@ -38,10 +38,10 @@ class _Step:
 
     is_suspended: bool = False
     is_timed: bool = False
-    is_told: bool = False
+    has_results: bool = False
     """Whether its results are in: it is known which requests got a token."""
 
-    beside: tuple[StepStats, ...] = ()
+    overlapping: tuple[StepStats, ...] = ()
     """See ``StepResult``."""
 
     def result(self) -> StepResult:
@@ -52,7 +52,7 @@ class _Step:
             self.batch,
             self.chunks,
             self.served,
-            beside=self.beside,
+            overlapping=self.overlapping,
             jobs=self.jobs,
             planning_s=self.planning_s,
         )
@@ -92,7 +92,7 @@ class StepTracker:
         self._running: deque[_Step] = deque()
         """Launched batches whose results are pending, in order."""
 
-        self._told: list[tuple[_Step, Sequence[Req], Sequence[bool]]] = []
+        self._results: list[tuple[_Step, Sequence[Req], Sequence[bool]]] = []
         """Results since the last pass: the step, its requests, and whether each got a token."""
 
         self._open: deque[_Step] = deque()
@@ -100,13 +100,13 @@ class StepTracker:
     def next_pass(self, now_s: float) -> list[StepResult]:
         """Begin a pass; return the results that are complete now, in order. O(their requests)."""
         self._note_time(now_s)
-        for step, reqs, has_token in self._told:
+        for step, reqs, has_token in self._results:
             step.served = self._note_tokens(reqs, has_token, now_s)
-            step.is_told = True
-        self._told.clear()
+            step.has_results = True
+        self._results.clear()
         self._pass_s = now_s
         results = []
-        while self._open and self._open[0].is_timed and self._open[0].is_told:
+        while self._open and self._open[0].is_timed and self._open[0].has_results:
             step = self._open.popleft()
             results.append(step.result())
         return results
@@ -131,7 +131,7 @@ class StepTracker:
             self._open.append(step)
         elif number is not None or batch:
             assert self._pass_s is not None
-            step = _Step(number, self._pass_s, *self._content(batch), is_told=not batch)
+            step = _Step(number, self._pass_s, *self._content(batch), has_results=not batch)
             step.planning_s = planning_s
             self._open.append(step)
         self._last.append(step)
@@ -158,11 +158,11 @@ class StepTracker:
         assert step is not None
         # What it ran is lost, and not known where another batch may have taken some of the time.
         seconds = step.spent_s if step.spent_s > 0 else None
-        return StepResult(step.number, step.started_s, seconds, given_up=tuple(rids))
+        return StepResult(step.number, step.started_s, seconds, dropped=tuple(rids))
 
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
         """Record the results of the oldest pending batch: its requests, and which got a token."""
-        self._told.append((self._running.popleft(), reqs, has_token))
+        self._results.append((self._running.popleft(), reqs, has_token))
 
     def _note_time(self, now_s: float) -> None:
         """Set the duration of the step that ended with the last pass.
@@ -189,7 +189,7 @@ class StepTracker:
             step.seconds = None if math.isnan(seconds) else seconds
 
     def _note_round(self, now_s: float) -> None:
-        """Set the duration of the current micro-batch's last step, and the batches beside it."""
+        """Set the duration of the current micro-batch's last step, and what overlapped with it."""
         passes, before = list(self._last), self._micro_batches - 1
         place = len(passes) - self._micro_batches
         step = passes[place] if place >= 0 else None
@@ -197,7 +197,7 @@ class StepTracker:
             return
         batches = [StepStats() if other is None else other.batch for other in passes]
         nothing = [StepStats()] * (before - place)
-        step.beside = (*nothing, *batches[:place], *batches[place + 1 :])
+        step.overlapping = (*nothing, *batches[:place], *batches[place + 1 :])
         step.is_timed = True
         if not step.batch.is_empty and now_s > step.started_s:
             step.seconds = now_s - step.started_s

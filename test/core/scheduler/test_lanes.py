@@ -99,7 +99,7 @@ def test_without_a_deadline_a_decode_is_always_next() -> None:
     assert not plan_of(core, seen(online(100, DECODING), done_share=0.5)).resumes
 
 
-def test_a_suspended_step_is_given_up_only_if_all_else_is_not_enough() -> None:
+def test_a_suspended_step_is_dropped_only_if_all_else_is_not_enough() -> None:
     core = scheduler("coserve")
     prompt, paused = online(300), offline(200, PAUSED)
     engine = seen(prompt, paused, done_share=0.5, free_kv_tokens=150)

@@ -61,11 +61,13 @@ def test_a_step_behind_a_slower_one_says_nothing_of_its_own_batch() -> None:
     quick, slow = batch(10), batch(1000)
     expected_s = (MODEL.predict(slow) + MODEL.predict(slow)) / 2
     for step in range(32):
-        brain.update(StepResult(None, float(step), expected_s, quick, beside=(slow, slow)))
+        brain.update(StepResult(None, float(step), expected_s, quick, overlapping=(slow, slow)))
     assert brain.prediction_error.mape == pytest.approx(0)
     assert brain.model.predict(quick) == pytest.approx(MODEL.predict(quick))
     for step in range(32, 64):
-        brain.update(StepResult(None, float(step), 2 * expected_s, slow, beside=(quick, quick)))
+        brain.update(
+            StepResult(None, float(step), 2 * expected_s, slow, overlapping=(quick, quick))
+        )
     assert brain.model.predict(slow) > 1.5 * MODEL.predict(slow)
 
 

@@ -40,6 +40,7 @@ from sglang_coserve.core.recording import (
     read_recording,
     replay,
 )
+from sglang_coserve.core.recording.line_format import NAMES_OF_8
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
@@ -266,6 +267,19 @@ def test_a_recording_of_an_earlier_version_still_loads_and_replays() -> None:
         replays = list(replay(events, made_of.make()))
     assert len(replays) > 20
     assert not any(replayed.differences for replayed in replays)
+
+
+def test_version_8_differs_in_names_of_fields_only() -> None:
+    made_of = setup(max_offline_requests=3)
+    events: list[Event] = [
+        Planned(snapshot(online(10), offline(20)), {}, StepPlan()),
+        Updated(StepResult(0, 1.0, 0.5, dropped=("a",), overlapping=(STEP, StepStats()))),
+    ]
+    text = "".join(lines_of(made_of, events)).replace('"version":9', '"version":8')
+    for old, new in NAMES_OF_8.items():
+        assert f'"{new}":' in text
+        text = text.replace(f'"{new}":', f'"{old}":')
+    assert read(text.splitlines(keepends=True)) == (made_of, events)
 
 
 # --- Recording ----------------------------------------------------------------------------

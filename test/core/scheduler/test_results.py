@@ -135,7 +135,7 @@ def test_a_step_that_was_dropped_teaches_nothing() -> None:
     seen = snapshot()
     plan = brain.plan(seen, NO_CACHE)
     brain.start(plan, plan.prefills)
-    brain.update(StepResult(plan.step, seen.now_s, 9.0, given_up=("q",)))
+    brain.update(StepResult(plan.step, seen.now_s, 9.0, dropped=("q",)))
     assert brain.prediction_error.mape is None
     brain.restore("q", 0)
     assert [chunk.rid for chunk in brain.plan(seen, NO_CACHE).prefills] == ["q"]
@@ -208,7 +208,7 @@ def test_steps_with_equal_batches_are_not_taken_for_each_other() -> None:
     (first, first_seen), (second, second_seen) = plans
     assert first.batch == second.batch
     everyone = tuple(chunk.rid for chunk in first.prefills)
-    brain.update(StepResult(first.step, first_seen.now_s, given_up=everyone))
+    brain.update(StepResult(first.step, first_seen.now_s, dropped=everyone))
     brain.update(result_of(second, second_seen, chunks=second.prefills, seconds=0.2))
     assert arrival_s(brain, probe) >= before_s
 

@@ -68,7 +68,7 @@ def test_what_a_dropped_step_took_is_lost() -> None:
     brain = scheduler("coserve", queued(300))
     plan = brain.plan(snapshot(), NO_CACHE)
     brain.start(plan, plan.prefills)
-    brain.update(StepResult(plan.step, 0.0, seconds=0.02, given_up=("a",)))
+    brain.update(StepResult(plan.step, 0.0, seconds=0.02, dropped=("a",)))
     totals = brain.work.totals
     assert (totals.lost_s, totals.dropped_steps, totals.steps) == (0.02, 1, 0)
     assert texts(brain) == [Subject.DROPPED.value]

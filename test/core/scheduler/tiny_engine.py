@@ -248,7 +248,7 @@ class TinyEngine:
             if rid not in step.admitted:
                 self._enter(rid, _S.PARKED)
         rids = tuple(step.work)
-        self.scheduler.update(StepResult(step.plan.step, step.started_s, given_up=rids))
+        self.scheduler.update(StepResult(step.plan.step, step.started_s, dropped=rids))
         self._end_aborted()
 
     def _end_aborted(self) -> None:

@@ -109,6 +109,7 @@ class _EventDecoder:
         fields = _object(source, line)
         name = fields.pop("event", None)
         _rename(fields)
+        _rename(fields.get("result"))
         _drop_seen_s(fields.get("new"))
         kind = EVENTS.get(name) if isinstance(name, str) else None
         if kind is None:

@@ -49,7 +49,13 @@ FORMAT: Final = "coserve plans"
 VERSION: Final = 9
 
 NAMES_OF_8: Final[Mapping[str, str]] = MappingProxyType(
-    {"rows": "admitted", "max_rows": "max_requests", "max_offline_rows": "max_offline_requests"}
+    {
+        "rows": "admitted",
+        "max_rows": "max_requests",
+        "max_offline_rows": "max_offline_requests",
+        "given_up": "dropped",
+        "beside": "overlapping",
+    }
 )
 """Names of fields in version 8, which differs in nothing else, and those of today."""
 

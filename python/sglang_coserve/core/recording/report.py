@@ -105,6 +105,6 @@ def _parts(plan: StepPlan) -> Iterator[str]:
     for name in ("prefills", "pause", "resume", "park", "retract", "shed"):
         items: Sequence[str | tuple[str, int]] = getattr(plan, name)
         if items:
-            told = (item if isinstance(item, str) else f"{item[0]}:{item[1]}" for item in items)
-            yield f"{name.removesuffix('s')} {' '.join(told)}"
+            texts = (item if isinstance(item, str) else f"{item[0]}:{item[1]}" for item in items)
+            yield f"{name.removesuffix('s')} {' '.join(texts)}"
     yield f"{plan.predicted_s * 1e3:.2f} of {plan.budget_s * 1e3:.2f} ms"
