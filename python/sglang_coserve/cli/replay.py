@@ -1,4 +1,4 @@
-"""``coserve replay``: recorded scheduling decisions, made again."""
+"""``coserve replay``: makes recorded scheduling decisions again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One window: the trace, and perhaps the offline file beside it, on a server that runs."""
+"""Measures one window: the trace, with or without the offline file, on a running server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _POLL_S: Final = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What every system is given."""
+    """The workload, which is the same for every system."""
 
     requests: Sequence[TraceRequest]
     seconds: float
@@ -39,14 +39,14 @@ async def measure(
     offline: tuple[Path, Path] | None,
     tell: Callable[[float, str], None],
 ) -> SystemResult:
-    """Send both loads, and return what became of them when the window is over.
+    """Send both loads, and return their results when the window is over.
 
     Args:
         system: What is measured.
-        window: What it is given.
+        window: The workload.
         base_url: Its server.
         offline: The file of offline lines, and where its results go; None: no offline load.
-        tell: Called now and then with the seconds that are over and how far both are.
+        tell: Called now and then with the seconds that are over and the progress of both.
 
     Raises:
         CoserveError: the file or the server is at fault.

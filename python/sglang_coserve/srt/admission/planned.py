@@ -45,7 +45,8 @@ Req = Any
 ScheduleBatch = Any
 
 _RESUME_S: Final = 1.6e-3
-"""What it takes to suspend a step and go on with it: the median on a CPU (``bench_suspension``)."""
+"""The cost of suspending and resuming a step, in seconds: the median on a CPU
+(``bench_suspension``)."""
 
 
 class PlannedAdmission:
@@ -160,7 +161,7 @@ class PlannedAdmission:
     # --- One pass ------------------------------------------------------------------------
 
     def admit(self, running_batch: ScheduleBatch, prefill: Prefill) -> Any:
-        """Let the core decide, and SGLang admit what it decided."""
+        """Ask the core for a plan, and have SGLang admit it."""
         now_s = self._clock.now_s()
         self._until_s = None
         self._checkpointing.prefetch(now_s)
@@ -233,7 +234,7 @@ class PlannedAdmission:
         self._steps.processed((), ())
 
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
-        """See ``Admission``. Who ended is forgotten when the next pass begins."""
+        """See ``Admission``. Requests that ended are forgotten when the next pass begins."""
         self._steps.processed(reqs, has_token)
         self._ended += [req for req in reqs if req.finished()]
         if self._waiting.reqs:
@@ -252,7 +253,7 @@ class PlannedAdmission:
             self.core.cached(rid, cached_tokens)
 
     def _account(self, now_s: float) -> None:
-        """Close the books on the last pass: its results, ends, and cool-downs."""
+        """Process the last pass: its results, ended requests and cool-downs."""
         results = self._steps.next_pass(now_s)
         if not results and len(self.core.interference):
             # Nothing ran, but the baseline goes on: it may be behind.
@@ -293,7 +294,7 @@ class PlannedAdmission:
         return self._ledger.match_prefix(self._waiting.reqs[rid])
 
     def _refuse(self, rid: str) -> None:
-        """Answer an online request that can no longer meet its target."""
+        """Refuse an online request that can no longer meet its target."""
         for req in self._view.remove_waiting(rid):
             reason = {
                 "type": "abort",
