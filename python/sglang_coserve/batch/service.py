@@ -92,7 +92,7 @@ class BatchService:
 
     @staticmethod
     async def check(directory: Path) -> None:
-        """Find out whether ``open`` could use ``directory``, and make it when it is not there.
+        """Check whether ``open`` can use ``directory``; create it if it does not exist.
 
         Raises:
             StartupError: it could not.
@@ -116,7 +116,7 @@ class BatchService:
         clock: Clock | None = None,
         rng: random.Random | None = None,
     ) -> Self:
-        """Open ``directory``, or make it, and continue the batches that are unfinished.
+        """Open or create ``directory``, and continue its unfinished batches.
 
         With ``record_events`` the end of a batch stays in ``pending_events`` until it
         is settled. Without ``dies_with_engine`` this process outlives the engine's end, so that
@@ -186,7 +186,7 @@ class BatchService:
         self._expiring = asyncio.create_task(self._expire_regularly())
 
     async def close(self) -> None:
-        """Stop every batch where it is, and let another server have the directory."""
+        """Stop every batch where it is, and release the directory."""
         if self._expiring is not None:
             self._expiring.cancel()
             await asyncio.wait({self._expiring})
@@ -268,7 +268,7 @@ class BatchService:
         order: str = "desc",
         purpose: str | None = None,
     ) -> str:
-        """Return the same page as JSON; no file of it becomes an object of Python."""
+        """Return the same page as JSON, which SQLite makes."""
         check_limit(limit, _MAX_FILES)
         check_order(order)
         return await self._context.store.run(
@@ -348,7 +348,7 @@ class BatchService:
         return await self._context.threads.run(lambda: batch_list(map(render, found), limit))
 
     async def cancel_batch(self, owner: str | None, batch_id: str) -> BatchObject:
-        """Have a batch cancelled; what is finished stays.
+        """Cancel a batch; finished lines keep their results.
 
         Raises:
             ConflictError: it is finalizing, or in a final state.
@@ -414,7 +414,7 @@ class BatchService:
         )
 
     def headroom(self) -> Headroom:
-        """Return how much offline work could be added, and still be done in time. Cheap."""
+        """Return how much more offline work would finish in time. Cheap."""
         return self._runner.headroom()
 
     async def _find_file(self, owner: str, file_id: str) -> FileRecord:
