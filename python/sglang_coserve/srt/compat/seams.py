@@ -443,6 +443,21 @@ SEAMS: Final[tuple[Seam, ...]] = (
         _names("APIServerReqTimeStats"),
     ),
     *_of(
+        "srt.observability.req_time_stats.APIServerReqTimeStats",
+        NameUse.CALLED,
+        {"get_e2e_latency": "", "get_first_token_latency": ""},
+    ),
+    *_of(
+        "srt.observability.trace.TraceReqContext",
+        NameUse.CALLED,
+        {"trace_set_root_attrs": "attrs", "trace_slice": "slice"},
+    ),
+    *_of(
+        "srt.observability.trace.TraceReqContext",
+        NameUse.READ,
+        _names("root_span_context", "thread_context", "tracing_enable"),
+    ),
+    *_of(
         "srt.managers.io_struct.GenerateReqInput",
         NameUse.READ,
         _names("contains_mm_input", "rid", "stream", *STATEFUL_FIELDS),
