@@ -41,6 +41,7 @@ from sglang_coserve.batch.upload_pace import UploadPace
 from sglang_coserve.errors import StartupError, StorageError
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.clock import Clock, SystemClock
+from sglang_coserve.lines.engine_lines import EngineLines
 from sglang_coserve.lines.fair_slots import FairSlots
 from sglang_coserve.lines.retry import EngineHealth, RetryPolicy
 from sglang_coserve.lines.worker_threads import WorkerThreads
@@ -111,13 +112,16 @@ class BatchService:
         limits: BatchLimits | None = None,
         *,
         record_events: bool = False,
+        dies_with_engine: bool = True,
         clock: Clock | None = None,
         rng: random.Random | None = None,
     ) -> Self:
         """Open or create ``directory``, and continue its unfinished batches.
 
         With ``record_events`` the end of a batch stays in ``pending_events`` until it
-        is settled. ``rng`` makes the ids, so it must be one that cannot be guessed.
+        is settled. Without ``dies_with_engine`` this process outlives the engine's end, so that
+        nothing is recorded to learn from it at the next start. ``rng`` makes the ids, so it must be
+        one that cannot be guessed.
 
         Raises:
             StartupError: the directory cannot be used, or another server is using it.
@@ -133,7 +137,9 @@ class BatchService:
 
         threads = WorkerThreads("coserve-files", _FILE_THREADS)
         try:
-            engine_lines = await open_engine_lines(data, store, threads)
+            engine_lines = EngineLines()
+            if dies_with_engine:
+                engine_lines = await open_engine_lines(data, store, threads)
         except BaseException as error:
             await threads.close()
             await store.close()

@@ -29,8 +29,8 @@ class LineTask:
 
     batch_id: str
 
-    due_in_s: float
-    """Time left until the batch should be complete."""
+    due_in_s: float | None
+    """Time left until the batch should be complete; None if there is no such time."""
 
     generated: tuple[int, ...]
     """Output tokens of an interrupted attempt, to go on after if the request allows it."""
