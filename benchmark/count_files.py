@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
+import psutil
 
 from common.batch_server import BatchServer, wait_until
 from common.input_file import batch_line, completion_body
@@ -30,12 +31,14 @@ from common.results import markdown_table, write_results
 from sglang_coserve.interrupts import terminate_as_interrupt
 
 _TRACER: Final = Path(__file__).parent / "walk_bench" / "tracer"
-_SETTLE_S: Final = 1.0
+_SETTLE_S: Final = 2.0
 """Between phases: each process looks 20 times a second which one it is."""
+
+_SETTLE_TIMEOUT_S: Final = 60.0
 
 _IDLE_S: Final = 5.0
 _FLAGS: Final = ("--startup-profile-seconds", "1", "--slo-ttft-ms", "1000", "--slo-tpot-ms", "200")
-_COLUMNS: Final = ("walk", "files", "not when idle", "of these in the scheduler's process")
+_COLUMNS: Final = ("walk", "files", "not when idle")
 
 
 def main() -> None:
@@ -61,9 +64,10 @@ class Walks:
     def __init__(self, work: Path) -> None:
         self.folder = work / "walks"
         self.folder.mkdir()
-        self._enter("start")
         self.files: dict[str, list[str]] = {}
-        self._in_scheduler: dict[str, set[str]] = {}
+        self._pids: set[int] = set()
+        self._phase = "start"
+        (self.folder / "phase").write_text(self._phase)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -71,33 +75,33 @@ class Walks:
         self._enter(name)
         yield
         self._enter("between")
-        files: set[str] = set()
-        of_scheduler: set[str] = set()
-        for path in self.folder.glob(f"{name}.*.json"):
-            ran = {
-                file.split("/sglang_coserve/")[-1] for file in json.loads(path.read_text())["files"]
+        self.files[name] = sorted(
+            {
+                file.split("/sglang_coserve/")[-1]
+                for path in self.folder.glob(f"{name}.*.json")
+                for file in json.loads(path.read_text())
             }
-            files |= ran
-            if "srt/scheduler.py" in ran:
-                of_scheduler |= ran
-        self.files[name] = sorted(files)
-        self._in_scheduler[name] = of_scheduler
+        )
 
-    def counts(self) -> dict[str, tuple[int, int, int]]:
+    def counts(self) -> dict[str, tuple[int, int]]:
         """Return by walk what ``_COLUMNS`` say."""
         idle = set(self.files["idle"])
-        return {
-            name: (
-                len(files),
-                len(set(files) - idle),
-                len(self._in_scheduler[name] - idle),
-            )
-            for name, files in self.files.items()
-        }
+        return {name: (len(files), len(set(files) - idle)) for name, files in self.files.items()}
 
     def _enter(self, name: str) -> None:
+        """Begin a phase, and wait until all processes have written what ran in the one before."""
+        before, self._phase = self._phase, name
         (self.folder / "phase").write_text(name)
         time.sleep(_SETTLE_S)
+
+        def written() -> set[int]:
+            return {int(path.suffixes[0][1:]) for path in self.folder.glob(f"{before}.*.json")}
+
+        def has_all() -> bool:
+            return {pid for pid in self._pids if psutil.pid_exists(pid)} <= written()
+
+        wait_until(has_all, _SETTLE_TIMEOUT_S, f"what ran in the phase {before!r}", 0.1)
+        self._pids |= written()
 
 
 def run(server: BatchServer, walks: Walks, work: Path) -> None:
@@ -106,6 +110,7 @@ def run(server: BatchServer, walks: Walks, work: Path) -> None:
     complete(server, 8, "flex")
     serve_batch(server, work)
     with walks.phase("idle"):
+        resumed(server)
         time.sleep(_IDLE_S)
     with walks.phase("an online request"):
         complete(server, 8, "default")
@@ -138,8 +143,8 @@ def suspend(server: BatchServer) -> None:
     with ThreadPoolExecutor() as threads:
 
         def is_resumed() -> bool:
-            prompts = [threads.submit(complete, server, 1, "flex", 1800) for _ in range(4)]
-            for _ in range(10):
+            prompts = [threads.submit(complete, server, 1, "flex", 1200) for _ in range(2)]
+            for _ in range(5):
                 complete(server, 2, "default")
             for prompt in prompts:
                 prompt.result()

@@ -36,7 +36,7 @@ def _install(folder: Path) -> None:
                 seen.clear()
                 if phase:
                     path = folder / f"{phase}.{os.getpid()}.json"
-                    path.write_text(json.dumps({"process": sys.argv, "files": files}))
+                    path.write_text(json.dumps(files))
                 phase = latest
             time.sleep(_POLL_S)
 
