@@ -81,9 +81,13 @@ class LineServer:
         return description_of(self._backend, self.refuses)
 
     def close(self, why: str) -> None:
-        """Give all lines back, and take no more."""
+        """Give all lines back, each after what the engine has generated of it; take no more."""
         self._closed = why
         self._take_out(why)
+
+    def open(self) -> None:
+        """Take lines again after ``close``."""
+        self._closed = None
 
     def answer(self, attempt: LineAttempt) -> Response:
         """Return the response that makes ``attempt``."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_coserve.lines.backend import LineResult
+from sglang_coserve.srt.batch_backend import BatchBackend
 from srt.batch_backend.served import (
     CHAT,
     COMPLETION,
@@ -46,6 +47,32 @@ def test_cancelling_a_running_line_leaves_nothing_behind(
             await line
 
     served.do(begin_and_cancel())
+    served.assert_nothing_left()
+
+
+def test_a_cancelled_line_has_told_of_all_its_tokens(served: Served) -> None:
+    """Without a stream of them, as after an interval that is not over: they come with the end."""
+    heard: list[int] = []
+    quiet = BatchBackend(
+        served.manager,
+        served.engine.template_manager,
+        fingerprint="small",
+        stream_interval_tokens=10_000,
+    )
+
+    async def begin_and_cancel() -> None:
+        line = asyncio.create_task(served.run(COMPLETIONS, LONG, heard.extend, backend=quiet))
+        await served.until(lambda counts: counts["offline"]["running"] > 0)
+        beside = {**GREEDY, "prompt": "Beside it", "max_tokens": 40}
+        await served.run(COMPLETIONS, beside)
+        line.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await line
+
+    served.do(begin_and_cancel())
+    assert 20 < len(heard) < LONG["max_tokens"]
+    whole = served.answer(COMPLETIONS, LONG)
+    assert served.answer(COMPLETIONS, LONG, generated=heard) == whole
     served.assert_nothing_left()
 
 
