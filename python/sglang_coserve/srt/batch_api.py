@@ -32,7 +32,7 @@ from sglang_coserve.http_lines import (
     set_line_server,
 )
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.batch_exporter import batches_exported
+from sglang_coserve.srt.batch_exporter import BatchExporter, batches_exported
 from sglang_coserve.srt.drain import Drain, install_drain_routes, set_drain
 from sglang_coserve.srt.trace_route import install_trace_route
 
@@ -108,11 +108,12 @@ async def _served(http_server: Any, config: CoserveConfig) -> AsyncGenerator[Non
     backend = await _backend(http_server)
     lines = LineServer(backend)
     set_line_server(http_server.app, lines)
-    drain = Drain(
-        http_server._global_state.tokenizer_manager,
-        lines,
-        partial(_open_service, http_server, config, backend),
-    )
+    manager = http_server._global_state.tokenizer_manager
+    args = compat.settings_of(manager.server_args)
+    # Once: Prometheus takes no metric twice, and the service is opened again after a drain.
+    exporter = BatchExporter(args.served_model_name) if args.enable_metrics else None
+    open_service = partial(_open_service, http_server, config, backend, exporter)
+    drain = Drain(manager, lines, open_service)
     await drain.end()
     set_drain(http_server.app, drain)
     stopping = asyncio.create_task(_drain_when_stopping(backend, drain))
@@ -140,7 +141,11 @@ async def _backend(http_server: Any) -> BatchBackend:
 
 
 async def _open_service(
-    http_server: Any, config: CoserveConfig, backend: BatchBackend, stack: AsyncExitStack
+    http_server: Any,
+    config: CoserveConfig,
+    backend: BatchBackend,
+    exporter: BatchExporter | None,
+    stack: AsyncExitStack,
 ) -> None:
     """Open the Batch API for as long as ``stack``, if the server has one."""
     from sglang_coserve.srt.engine_death import fatal_signals_recorded_in
@@ -154,11 +159,9 @@ async def _open_service(
     set_service(http_server.app, service)
     stack.push_async_callback(_close, http_server.app, service)
     stack.enter_context(fatal_signals_recorded_in(service.fatal_signal_path))
-    manager = http_server._global_state.tokenizer_manager
-    manager.coserve_on_death = service.note_engine_death
-    args = compat.settings_of(manager.server_args)
-    if args.enable_metrics:
-        await stack.enter_async_context(batches_exported(service, args.served_model_name))
+    http_server._global_state.tokenizer_manager.coserve_on_death = service.note_engine_death
+    if exporter is not None:
+        await stack.enter_async_context(batches_exported(service, exporter))
     if target is not None:
         await stack.enter_async_context(Webhooks(service, target))
 

@@ -12,6 +12,7 @@ take the arrival time from rank 0, compute the same deadline.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -57,16 +58,17 @@ def offline_marks(
 ) -> Marks:
     """Return the marks of an offline request.
 
-    ``due_in_s`` is the time left until its deadline, negative when that has passed; ``job`` is
-    the batch that it is a line of; ``generated`` are the output tokens that it goes on after,
-    ``expected_output_tokens`` is how many it is expected to have in the end, None if nothing is
-    known.
+    ``due_in_s`` is the time left until its deadline, negative when that has passed, infinite
+    without one; ``job`` is the batch that it is a line of; ``generated`` are the output tokens that
+    it goes on after, ``expected_output_tokens`` is how many it is expected to have in the end, None
+    if nothing is known.
     """
     marks: dict[str, float | str | list[int]] = {
         CLASS_KEY: RequestClass.OFFLINE.value,
-        _DUE_IN_KEY: due_in_s,
         _JOB_KEY: job,
     }
+    if math.isfinite(due_in_s):
+        marks[_DUE_IN_KEY] = due_in_s
     if expected_output_tokens is not None:
         marks[_EXPECTED_KEY] = expected_output_tokens
     if generated:
