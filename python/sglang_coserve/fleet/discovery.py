@@ -39,7 +39,14 @@ class EngineList(EngineSource):
     """Those that were named."""
 
     def __init__(self, urls: Iterable[str]) -> None:
-        self._urls = [url.rstrip("/") for url in urls]
+        """Each is ``http://HOST:PORT``.
+
+        Raises:
+            ConfigError: one is not, or there are none.
+        """
+        self._urls = [str(_address(url, "engine")).rstrip("/") for url in urls]
+        if not self._urls:
+            raise ConfigError("no engines: name one at least")
 
     async def urls(self) -> Sequence[str]:
         """See ``EngineSource``."""

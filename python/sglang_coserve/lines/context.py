@@ -1,4 +1,4 @@
-"""The objects shared by all jobs of a process."""
+"""The objects that lines share, whatever job they are of."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from sglang_coserve.lines.fair_slots import FairSlots
 from sglang_coserve.lines.retry import EngineHealth, RetryPolicy
 from sglang_coserve.lines.worker_threads import WorkerThreads
 
-__all__ = ["LineContext"]
+__all__ = ["AttemptContext", "LineContext"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LineContext:
-    """Everything that a job needs to serve its lines, shared by all jobs."""
+class AttemptContext:
+    """What is needed to serve one line, with retries."""
 
     backend: LineBackend
     engine_lines: EngineLines
-    slots: FairSlots
-    threads: WorkerThreads
     clock: Clock
 
     rng: random.Random
@@ -30,6 +28,14 @@ class LineContext:
 
     retry_policy: RetryPolicy
     health: EngineHealth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineContext(AttemptContext):
+    """Everything that a job needs to serve its lines, shared by all jobs."""
+
+    slots: FairSlots
+    threads: WorkerThreads
 
     flush_interval_s: float
     """Longest time that a result waits to be written together with others."""

@@ -14,7 +14,7 @@ from zlib import crc32
 from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.line_bitmap import LineBitmap
 
-__all__ = ["TokenJournal"]
+__all__ = ["LineTokens", "TokenJournal"]
 
 _MAGIC: Final = b"coserve journal 1\n"
 _HEADER: Final = struct.Struct("<III")
@@ -23,7 +23,29 @@ _HEADER: Final = struct.Struct("<III")
 _MAX_ENTRY_TOKENS: Final = 1 << 24
 
 
-class TokenJournal:
+class LineTokens:
+    """The tokens of unfinished lines, in memory."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        """What generated them, which alone can continue them."""
+
+        self._tokens: dict[int, array[int]] = {}
+
+    def tokens(self, line: int) -> tuple[int, ...]:
+        """Return the tokens generated for ``line`` so far."""
+        return tuple(self._tokens.get(line, ()))
+
+    def add(self, line: int, tokens: Sequence[int]) -> None:
+        """Append ``tokens`` to those generated for ``line`` so far."""
+        _append(self._tokens, line, tokens)
+
+    def drop(self, line: int) -> None:
+        """Remove a line that is finished or has to start over."""
+        self._tokens.pop(line, None)
+
+
+class TokenJournal(LineTokens):
     """The tokens of one batch's unfinished lines, in memory and in an append-only file.
 
     An entry holds the tokens that follow those of the line's earlier entries. The file
@@ -33,12 +55,11 @@ class TokenJournal:
     """
 
     def __init__(self, path: Path, model: str, compact_bytes: int) -> None:
-        self.model = model
+        super().__init__(model)
         self._path = path
         self._head = _MAGIC + blake2b(model.encode(), digest_size=16).digest()
         self._compact_bytes = compact_bytes
         self._size_bytes = 0
-        self._tokens: dict[int, array[int]] = {}
         self._unwritten: dict[int, array[int]] = {}
 
     def load(self, finished: LineBitmap) -> int:
@@ -75,20 +96,14 @@ class TokenJournal:
         except OSError as error:
             raise self._failed(error) from error
 
-    def tokens(self, line: int) -> tuple[int, ...]:
-        """Return the tokens generated for ``line`` so far."""
-        return tuple(self._tokens.get(line, ()))
-
     def add(self, line: int, tokens: Sequence[int]) -> None:
-        """Append ``tokens`` to those generated for ``line`` so far."""
-        for lines in (self._tokens, self._unwritten):
-            if line not in lines:
-                lines[line] = array("I")
-            lines[line].extend(tokens)
+        """See ``LineTokens``."""
+        super().add(line, tokens)
+        _append(self._unwritten, line, tokens)
 
     def drop(self, line: int) -> None:
-        """Remove a line that is finished or has to start over."""
-        self._tokens.pop(line, None)
+        """See ``LineTokens``."""
+        super().drop(line)
         self._unwritten.pop(line, None)
 
     @property
@@ -139,6 +154,12 @@ class TokenJournal:
 
     def _failed(self, error: OSError) -> StorageError:
         return StorageError(f"the journal {self._path} failed: {error.strerror}")
+
+
+def _append(lines: dict[int, array[int]], line: int, tokens: Sequence[int]) -> None:
+    if line not in lines:
+        lines[line] = array("I")
+    lines[line].extend(tokens)
 
 
 def _entry(line: int, tokens: array[int]) -> bytes:

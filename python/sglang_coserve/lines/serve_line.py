@@ -11,8 +11,8 @@ from typing import Any
 
 from sglang_coserve.errors import ServerError
 from sglang_coserve.lines.backend import LineRequest, LineResult
-from sglang_coserve.lines.context import LineContext
-from sglang_coserve.lines.journal import TokenJournal
+from sglang_coserve.lines.context import AttemptContext
+from sglang_coserve.lines.journal import LineTokens
 from sglang_coserve.lines.retry import LineRetries
 
 __all__ = ["serve_line"]
@@ -23,13 +23,13 @@ _log = logging.getLogger(__name__)
 async def serve_line(
     request: LineRequest,
     fresh_body: Callable[[], Awaitable[dict[str, Any]]],
-    journal: TokenJournal,
-    context: LineContext,
+    heard: LineTokens,
+    context: AttemptContext,
 ) -> tuple[LineResult, str]:
     """Return the engine's answer to ``request``, or its last failure, and the model used.
 
-    An attempt continues from the tokens of earlier attempts, also from an earlier run, if the
-    model is the same. If the weights change while the line is served, it
+    An attempt continues from the tokens ``heard`` in earlier attempts, also of an earlier run,
+    if the model is the same. If the weights change while the line is served, it
     starts over, as an answer must be of one model. Each attempt gets its own body: the first that
     of ``request``, later ones a ``fresh_body``.
 
@@ -40,23 +40,23 @@ async def serve_line(
     backend, now_s = context.backend, asyncio.get_running_loop().time
     retries = LineRetries(request.line, context.retry_policy, context.health, context.rng)
 
-    def journal_tokens(tokens: Sequence[int]) -> None:
-        if backend.model == journal.model:
-            journal.add(request.line, tokens)
+    def hear(tokens: Sequence[int]) -> None:
+        if backend.model == heard.model:
+            heard.add(request.line, tokens)
 
     is_first = True
     while True:
         await backend.settled()
         async with context.engine_lines.in_engine(request.batch_id, request.line) as limit:
             model = backend.model
-            generated = journal.tokens(request.line) if model == journal.model else ()
+            generated = heard.tokens(request.line) if model == heard.model else ()
             body = request.body if is_first else await fresh_body()
             is_first = False
             retries.began(now_s())
             try:
                 async with limit:
                     result = await backend.run(
-                        replace(request, body=body, generated=generated), journal_tokens
+                        replace(request, body=body, generated=generated), hear
                     )
             except ServerError:
                 raise

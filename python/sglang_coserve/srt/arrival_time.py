@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
+from types import MappingProxyType
 from typing import Any, Final
 
 from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
@@ -36,6 +37,8 @@ class ArrivalTimeStats(APIServerReqTimeStats):
 
     output_delay_s: float = 0.0
     is_timed: bool = False
+    attributes: Mapping[str, str] = MappingProxyType({})
+    """Its service tier and what is asked for, as OpenTelemetry names them."""
 
     def __getstate__(self) -> object:
         """Return the state that is sent to the scheduler."""
@@ -69,7 +72,7 @@ class OutputDelay:
         return stats
 
     def without_token(self, rids: Sequence[str], states: Mapping[str, Any]) -> dict[int, Any]:
-        """Return the times of the requests without a first token so far, by index. O(rows).
+        """Return the times of the requests without a first token so far, by index. O(requests).
 
         Only for requests whose times the scheduler sends back, and which stream: the scheduler
         keeps the first tokens of the others until there are dozens of them.

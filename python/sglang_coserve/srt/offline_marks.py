@@ -50,23 +50,24 @@ logger = logging.getLogger(__name__)
 
 def offline_marks(
     *,
-    due_in_s: float,
+    due_in_s: float | None,
     job: str,
     generated: Sequence[int] = (),
     expected_output_tokens: int | None = None,
 ) -> Marks:
     """Return the marks of an offline request.
 
-    ``due_in_s`` is the time left until its deadline, negative when that has passed; ``job`` is
-    the batch that it is a line of; ``generated`` are the output tokens that it goes on after,
-    ``expected_output_tokens`` is how many it is expected to have in the end, None if nothing is
-    known.
+    ``due_in_s`` is the time left until its deadline, negative when that has passed, None if it
+    has none; ``job`` is the batch that it is a line of; ``generated`` are the output tokens that
+    it goes on after, ``expected_output_tokens`` is how many it is expected to have in the end,
+    None if nothing is known.
     """
     marks: dict[str, float | str | list[int]] = {
         CLASS_KEY: RequestClass.OFFLINE.value,
-        _DUE_IN_KEY: due_in_s,
         _JOB_KEY: job,
     }
+    if due_in_s is not None:
+        marks[_DUE_IN_KEY] = due_in_s
     if expected_output_tokens is not None:
         marks[_EXPECTED_KEY] = expected_output_tokens
     if generated:

@@ -31,6 +31,7 @@ def request_with(custom_params: Any, **attributes: Any) -> Any:
 def test_marks_are_read_as_they_were_made() -> None:
     req = request_with(offline_marks(due_in_s=-5.5, job="batch_1", generated=(1, 2)))
     assert deadline_of(req, arrival_s=20.0) == 14.5
+    assert deadline_of(request_with(offline_marks(due_in_s=None, job="batch_1")), 20.0) is None
     restore_generated(req, None)
     restore_generated(req, None)
     assert req.output_ids == [1, 2]

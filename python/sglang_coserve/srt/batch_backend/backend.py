@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +25,8 @@ from sglang_coserve.srt.scheduler_query import BATCH_DELAYS, ask
 __all__ = ["BatchBackend"]
 
 _STREAM_INTERVAL_TOKENS = 16
-"""How often a line's new tokens are told of. SGLang sends those of any request every 50; each
-time costs a message between processes."""
+"""Interval in tokens at which a line's new tokens are reported. SGLang's own is 50; each report is
+a message between processes."""
 
 logger = logging.getLogger(__name__)
 
@@ -127,10 +128,11 @@ class BatchBackend(Backend):
             self._rate.add(len(token_ids))
             on_tokens(token_ids)
 
+        due_in_s = request.deadline_s - self._now_s()
         task = LineTask(
             request_id=request_id,
             batch_id=request.batch_id,
-            due_in_s=request.deadline_s - self._now_s(),
+            due_in_s=None if math.isinf(due_in_s) else due_in_s,
             generated=request.generated,
             expected_output_tokens=request.expected_output_tokens,
             on_tokens=report,

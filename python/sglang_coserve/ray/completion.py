@@ -1,0 +1,162 @@
+"""From a dataset of requests to one of results."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Coroutine, Sequence
+from typing import Any, Final, TypeVar
+
+import pyarrow as pa
+import ray
+from ray.data import ActorPoolStrategy, Dataset
+
+from sglang_coserve.errors import ConfigError
+from sglang_coserve.fleet.discovery import EngineList, EngineSource
+from sglang_coserve.fleet.options import ENGINE_KEY_VARIABLE
+from sglang_coserve.lines.result_record import error_message
+from sglang_coserve.ray.fleet_lines import Answer, FleetLines
+from sglang_coserve.ray.request_files import REQUEST
+
+__all__ = ["complete"]
+
+_RESULT: Final = pa.schema(
+    [
+        ("custom_id", pa.string()),
+        ("status_code", pa.int32()),
+        ("response", pa.string()),
+        ("error", pa.string()),
+    ]
+)
+"""Named with their types: of a block in which all lines succeeded Ray would guess another type for
+the errors, and the files of the results would not be one dataset."""
+
+_T = TypeVar("_T")
+
+
+def complete(
+    requests: Dataset,
+    *,
+    engines: Sequence[str] | EngineSource,
+    admin_key: str | None = None,
+    actors: int = 1,
+    lines_in_flight: int = 2048,
+    lines_per_block: int = 64,
+    patience_s: float = 300.0,
+) -> Dataset:
+    """Return the results of ``requests``, in the offline class of all engines.
+
+    Rows of ``requests`` have a column ``request``: a line of the Batch API's input format, as
+    text or bytes. Instead of it those of the results have ``custom_id``; ``status_code`` and
+    ``response``, the answer as JSON text, both null without an answer; and ``error``, null
+    when the line was served. Other columns stay as they are. Every row has a result: what is
+    wrong with a line is in its ``error``.
+
+    A line whose engine ends goes on elsewhere, after the tokens it had, as in a gateway.
+    What Ray does again, because one of its processes ended, are whole blocks.
+
+    Args:
+        requests: As of ``read_requests``, or any other.
+        engines: Their addresses, ``http://HOST:PORT``, or who knows them: ``DnsName``, ``Router``.
+        admin_key: The engines' ``--admin-api-key``; by default ``COSERVE_ENGINE_ADMIN_KEY``.
+        actors: Processes that speak with the engines.
+        lines_in_flight: Lines that one actor has at a time, at engines or waiting for them. As a
+            block is done with its slowest line, several times what the engines can run.
+        lines_per_block: Lines that are handed on, written and done again together.
+        patience_s: How long there may be no engine until the job fails.
+
+    Raises:
+        ConfigError: an argument cannot be used.
+    """
+    if isinstance(engines, str):
+        raise ConfigError(f"engines={engines!r}: use a list of addresses")
+    source = EngineList(engines) if isinstance(engines, Sequence) else engines
+    key = admin_key or os.environ.get(ENGINE_KEY_VARIABLE)
+    if not key:
+        raise ConfigError(
+            "engines serve lines for their admin key only: start them with --admin-api-key KEY,"
+            f" and set {ENGINE_KEY_VARIABLE} to it, or pass admin_key=KEY"
+        )
+    for name, value in (
+        ("actors", actors),
+        ("lines_in_flight", lines_in_flight),
+        ("lines_per_block", lines_per_block),
+        ("patience_s", patience_s),
+    ):
+        if value <= 0:
+            raise ConfigError(f"{name}={value}: use more than 0")
+    blocks = max(1, lines_in_flight // lines_per_block)
+    return requests.repartition(target_num_rows_per_block=lines_per_block).map_batches(
+        _CompleteLines,
+        fn_constructor_args=[source, key, patience_s],
+        # A call makes one block of one. Ray counts on it that a call that it makes again ends
+        # in the same blocks as before, or rows would be lost or doubled.
+        batch_size=None,
+        batch_format="pyarrow",
+        # It waits for engines. With a CPU each, actors and Ray's own would wait for each other
+        # on a small machine.
+        num_cpus=0,
+        compute=ActorPoolStrategy(
+            size=actors,
+            max_tasks_in_flight_per_actor=blocks,
+            max_concurrent_calls_per_actor=blocks,
+            enable_true_multi_threading=True,
+        ),
+    )
+
+
+class _CompleteLines:
+    """One actor. Called for several blocks at a time, each in a thread of Ray's."""
+
+    def __init__(self, source: EngineSource, admin_key: str, patience_s: float) -> None:
+        # Not Ray's loop, which stops where results wait for who writes them: engines that are
+        # not listened to for so long are taken for dead.
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="engines", daemon=True).start()
+        job = f"ray-{ray.get_runtime_context().get_job_id()}"
+
+        async def begin() -> FleetLines:
+            return FleetLines(source, admin_key, job=job, patience_s=patience_s)
+
+        self._lines = self._run(begin())
+
+    def __call__(self, block: pa.Table) -> pa.Table:
+        """Return ``block`` with the results of its requests."""
+        if REQUEST not in block.column_names:
+            raise ConfigError(f"requests have no column {REQUEST!r}, but {block.column_names}")
+        lines = [_content(value) for value in block[REQUEST].to_pylist()]
+        answers = self._run(self._lines.answers(lines))
+        results = pa.Table.from_pylist([_row(answer) for answer in answers], _RESULT)
+        replaced = [name for name in (REQUEST, *_RESULT.names) if name in block.column_names]
+        block = block.drop_columns(replaced)
+        for field, column in zip(_RESULT, results.columns, strict=True):
+            block = block.append_column(field, column)
+        return block
+
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def _content(request: object) -> bytes | None:
+    """Return a line as bytes; anything but text ends as an error of its row."""
+    if isinstance(request, str):
+        return request.encode(errors="surrogatepass")
+    return request if isinstance(request, bytes) else None
+
+
+def _row(answer: Answer) -> dict[str, object]:
+    result = answer.result
+    is_answered = bool(result.status_code)
+    error = None
+    if not result.is_ok:
+        error = error_message(result.body)
+        if is_answered:
+            error = f"HTTP {result.status_code}: {error}"
+    return {
+        "custom_id": answer.custom_id,
+        "status_code": result.status_code if is_answered else None,
+        "response": json.dumps(result.body) if is_answered else None,
+        "error": error,
+    }

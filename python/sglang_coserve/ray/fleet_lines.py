@@ -1,0 +1,139 @@
+"""Lines of which somebody else keeps account, on many engines."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+import time
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from sglang_coserve.errors import ServerGoneError
+from sglang_coserve.fleet import EngineState, FleetBackend
+from sglang_coserve.fleet.discovery import EngineSource, follow
+from sglang_coserve.jsonl.body_limits import BodyTooLargeError, check_body
+from sglang_coserve.jsonl.request_line import (
+    LineError,
+    RequestLine,
+    custom_id_of,
+    parse_json,
+    request_of,
+)
+from sglang_coserve.lines.backend import LineRequest, LineResult
+from sglang_coserve.lines.clock import SystemClock
+from sglang_coserve.lines.context import AttemptContext
+from sglang_coserve.lines.engine_lines import EngineLines
+from sglang_coserve.lines.journal import LineTokens
+from sglang_coserve.lines.retry import EngineHealth, RetryPolicy
+from sglang_coserve.lines.serve_line import serve_line
+
+__all__ = ["Answer", "FleetLines"]
+
+_LOOK_INTERVAL_S: Final = 0.5
+"""As often as the fleet looks at its engines."""
+
+
+class Answer(NamedTuple):
+    """What came of a line."""
+
+    custom_id: str | None
+    result: LineResult
+
+
+class FleetLines:
+    """Serves lines until each has its result. Made on the event loop on which it lives."""
+
+    def __init__(
+        self, engines: EngineSource, admin_key: str, *, job: str, patience_s: float
+    ) -> None:
+        """``job`` names it in the engines' logs."""
+        self._fleet = fleet = FleetBackend(admin_key)
+        self._job = job
+        self._patience_s = patience_s
+        self._numbers = itertools.count(1)
+        engine_lines = EngineLines()
+        # Lines start over that were begun with a model of which there are no engines any more.
+        fleet.when_changing(engine_lines.take_out)
+        self._context = AttemptContext(
+            backend=fleet,
+            engine_lines=engine_lines,
+            clock=SystemClock(),
+            rng=random.Random(),
+            retry_policy=RetryPolicy(retry_for_s=patience_s),
+            health=EngineHealth(),
+        )
+        self._following = asyncio.ensure_future(follow([engines], fleet.set_engines))
+        self._no_engine = asyncio.ensure_future(self._watch_for_engines())
+
+    async def answers(self, lines: Sequence[bytes | None]) -> list[Answer]:
+        """Return what came of each of ``lines``, in their order; None is one without a text.
+
+        Raises:
+            ServerGoneError: no engine has taken lines for as long as patience lasts.
+        """
+        answers = asyncio.gather(*map(self._answer, lines))
+        try:
+            ends: set[asyncio.Future[Any]] = {answers, self._no_engine}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not answers.done():
+                self._no_engine.result()
+            return await answers
+        finally:
+            answers.cancel()
+
+    async def _answer(self, content: bytes | None) -> Answer:
+        await self._fleet.ready()
+        custom_id: str | None = None
+        try:
+            if content is None:
+                raise LineError("invalid_line", "no text, or one longer than any engine takes")
+            check_body(content, self._fleet.limits)
+            fields = parse_json(content)
+            custom_id = custom_id_of(fields)
+            request = request_of(fields, None)
+        except BodyTooLargeError as error:
+            return Answer(None, LineResult.unserved("line_too_large", str(error)))
+        except LineError as error:
+            return Answer(custom_id, LineResult.unserved(error.code, str(error)))
+        return Answer(custom_id, await self._served(content, request))
+
+    async def _served(self, content: bytes, request: RequestLine) -> LineResult:
+        async def fresh_body() -> dict[str, object]:
+            body: dict[str, object] = parse_json(content)["body"]
+            return body
+
+        line = LineRequest(
+            batch_id=self._job,
+            line=next(self._numbers),
+            endpoint=request.url,
+            body=request.body,
+            generated=(),
+            deadline_s=math.inf,
+        )
+        heard = LineTokens(self._fleet.model)
+        result, _ = await serve_line(line, fresh_body, heard, self._context)
+        return result
+
+    async def _watch_for_engines(self) -> None:
+        """Wait for as long as there are engines.
+
+        Raises:
+            ServerGoneError: there are none, or none that speaks with us.
+        """
+        last_up_s = time.monotonic()
+        while True:
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+            states = {engine.state for engine in self._fleet.engines}
+            if EngineState.UP in states:
+                last_up_s = time.monotonic()
+            elif states == {EngineState.REFUSING}:
+                raise ServerGoneError(f"every engine refuses lines: {self._reasons()}")
+            elif time.monotonic() - last_up_s >= self._patience_s:
+                message = f"no engine has taken lines for {self._patience_s:g} s"
+                raise ServerGoneError(f"{message}: {self._reasons()}")
+
+    def _reasons(self) -> str:
+        reasons = [f"{engine.url}: {engine.reason}" for engine in self._fleet.engines]
+        return "; ".join(reasons) or "there is none"

@@ -1,0 +1,145 @@
+"""What an actor of a Ray job does with its lines, on engines behind real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from batch.scenarios import play
+from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer
+from fleet.test_backend import GIVE_UP_S, finish_all, request, until
+from http_lines.live_engine import ADMIN_KEY, LiveEngine
+from sglang_coserve.errors import ConfigError, ServerGoneError
+from sglang_coserve.fleet.discovery import EngineList
+
+pytest.importorskip("ray")
+from sglang_coserve.ray import complete
+from sglang_coserve.ray.fleet_lines import Answer, FleetLines
+
+
+def text(name: str, **fields: Any) -> bytes:
+    body = request(name).body
+    line = {"custom_id": name, "method": "POST", "url": ENDPOINT, "body": body, **fields}
+    return json.dumps(line).encode()
+
+
+def lines_on(
+    *engines: LiveEngine, admin_key: str = ADMIN_KEY, patience_s: float = GIVE_UP_S
+) -> FleetLines:
+    source = EngineList(engine.url for engine in engines)
+    return FleetLines(source, admin_key, job="job", patience_s=patience_s)
+
+
+async def answered(lines: FleetLines, *contents: bytes | None) -> Sequence[Answer]:
+    async with asyncio.timeout(GIVE_UP_S):
+        return await lines.answers(contents)
+
+
+def test_every_line_has_its_answer_or_its_error_in_its_place() -> None:
+    async def scenario() -> None:
+        async with LiveEngine(ScriptedBackend()) as engine:
+            lines = lines_on(engine)
+            bad = (
+                None,
+                b"{",
+                b"\xff",
+                b"[]",
+                text("b", url="/v1/images"),
+                text("c", body=[]),
+                text("d", method="GET"),
+                json.dumps({"custom_id": "e"}).encode(),
+                text("f", body={"prompt": "x" * engine.backend.limits.max_bytes}),
+            )
+            answers = await answered(lines, text("a"), *bad, text("z"))
+            assert answers[0] == ("a", answer(request("a")))
+            assert answers[-1] == ("z", answer(request("z")))
+            codes = [each.result.body["error"]["code"] for each in answers[1:-1]]
+            assert codes == [
+                *("invalid_line", "invalid_json", "invalid_utf8", "invalid_line"),
+                *("invalid_url", "invalid_body", "invalid_method", "missing_field"),
+                "line_too_large",
+            ]
+            assert [each.custom_id for each in answers[5:9]] == ["b", "c", "d", "e"]
+            assert len(engine.backend.started) == 2
+
+    play(scenario())
+
+
+def test_lines_of_an_engine_that_dies_go_on_elsewhere() -> None:
+    async def scenario() -> None:
+        a, b = LiveEngine(), LiveEngine()
+        async with a, b:
+            lines = lines_on(a, b)
+            names = [f"line {n}" for n in range(12)]
+            serving = asyncio.ensure_future(answered(lines, *map(text, names)))
+            await until(lambda: len(a.backend.in_flight) + len(b.backend.in_flight) == 12)
+            await a.kill()
+            await b.holds(12)
+            finish_all(b)
+            assert [each.result for each in await serving] == [answer(request(n)) for n in names]
+
+    play(scenario())
+
+
+def test_the_job_fails_when_there_is_no_engine_for_long() -> None:
+    async def scenario() -> None:
+        async with LiveEngine() as engine:
+            lines = lines_on(engine, patience_s=1.0)
+            serving = asyncio.ensure_future(answered(lines, text("a")))
+            await engine.holds(1)
+            await engine.kill()
+            with pytest.raises(ServerGoneError, match="no engine has taken lines for 1 s: http"):
+                await serving
+
+    play(scenario())
+
+
+def test_the_job_fails_at_once_when_no_engine_takes_the_key() -> None:
+    async def scenario() -> None:
+        async with LiveEngine() as engine:
+            with pytest.raises(ServerGoneError, match="--admin-api-key"):
+                await answered(lines_on(engine, admin_key="another"), text("a"))
+
+    play(scenario())
+
+
+def test_a_dataset_without_requests_is_refused_before_any_engine_is_asked() -> None:
+    import pyarrow as pa
+
+    from sglang_coserve.ray.completion import _CompleteLines
+
+    with pytest.raises(ConfigError, match="no column 'request', but \\['prompt'\\]"):
+        _CompleteLines.__call__(object(), pa.table({"prompt": ["a"]}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"engines": []}, "name one at least"),
+        ({"engines": "http://a:1"}, "a list"),
+        ({"engines": ["a:1"]}, "http://HOST:PORT"),
+        ({"admin_key": None}, "COSERVE_ENGINE_ADMIN_KEY"),
+        ({"actors": 0}, "actors=0"),
+        ({"lines_per_block": -1}, "lines_per_block=-1"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_told_at_once(
+    arguments: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COSERVE_ENGINE_ADMIN_KEY", raising=False)
+    given: dict[str, Any] = {"engines": ["http://a:1"], "admin_key": "key", **arguments}
+    with pytest.raises(ConfigError, match=says):
+        complete(None, **given)  # type: ignore[arg-type]
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("sglang_coserve.ray")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install"):
+        import sglang_coserve.ray  # noqa: F401
