@@ -20,7 +20,7 @@ __all__ = ["SEAMS", "NameUse", "Seam", "seams_of"]
 
 
 class NameUse(StrEnum):
-    """What is done with a name."""
+    """How a name is used."""
 
     OVERRIDDEN = "overridden"
     """A method that a subclass of ours replaces, or that is replaced in SGLang's class."""
@@ -34,7 +34,7 @@ class NameUse(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """A name in SGLang, and how it has to be."""
+    """A name in SGLang, and what is required of it."""
 
     name: str
     """Dotted, from ``sglang`` on."""
@@ -50,7 +50,7 @@ class Seam:
     """The versions it was checked against, and in which it is used."""
 
     def is_in(self, version: str) -> bool:
-        """Tell whether ``version`` is expected to have it. A newer one than any checked is."""
+        """Return whether ``version`` is expected to have it. A newer one than any checked is."""
         key = version_key(version)
         is_early_enough = self.last == NEWEST or key <= version_key(self.last)
         return version_key(self.first) <= key and is_early_enough
@@ -457,6 +457,21 @@ SEAMS: Final[tuple[Seam, ...]] = (
         _MANAGER_MODULE,
         NameUse.REPLACED,
         _names("APIServerReqTimeStats"),
+    ),
+    *_of(
+        "srt.observability.req_time_stats.APIServerReqTimeStats",
+        NameUse.CALLED,
+        {"get_e2e_latency": "", "get_first_token_latency": ""},
+    ),
+    *_of(
+        "srt.observability.trace.TraceReqContext",
+        NameUse.CALLED,
+        {"trace_set_root_attrs": "attrs", "trace_slice": "slice"},
+    ),
+    *_of(
+        "srt.observability.trace.TraceReqContext",
+        NameUse.READ,
+        _names("root_span_context", "thread_context", "tracing_enable"),
     ),
     *_of(
         "srt.managers.io_struct.GenerateReqInput",
