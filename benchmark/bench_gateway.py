@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -80,7 +81,8 @@ def main(argv: Sequence[str]) -> int:
     found: list[ServedBatch] = []
     try:
         for lines in options.lines:
-            found += measured(options, lines)
+            for _ in range(options.repeats):
+                found += measured(options, lines)
     except CoserveError as error:
         print(f"bench_gateway: {error}", file=sys.stderr)
         return 2
@@ -88,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
         print("bench_gateway: interrupted", file=sys.stderr)
         if not found:
             return 130
-    print(markdown_table(_COLUMNS, [_cells(batch) for batch in found]))
+    print(markdown_table(_COLUMNS, [_cells(runs) for runs in _alike(found)]))
     if options.out is not None:
         write_results(options.out, options, batches=[asdict(batch) for batch in found])
     return 0
@@ -100,10 +102,12 @@ def measured(options: argparse.Namespace, lines: int) -> list[ServedBatch]:
         work = Path(directory)
         source = work / "in.jsonl"
         _write(source, lines, options.prompt_chars)
+        single: list[ServedBatch] = []
         alone = ("--coserve-data-dir", str(work / "single"), "--max-lines", str(lines))
         in_flight = ("--max-in-flight", str(options.in_flight))
-        with _fake(work, options, "single", *alone, *in_flight) as server:
-            single = _served("single server", server, source, lines)
+        if not options.gateway_alone:
+            with _fake(work, options, "single", *alone, *in_flight) as server:
+                single.append(_served("single server", server, source, lines))
         urls = []
         for number in range(options.engines):
             engine = stack.enter_context(_fake(work, options, f"engine-{number}"))
@@ -121,7 +125,7 @@ def measured(options: argparse.Namespace, lines: int) -> list[ServedBatch]:
         )
         with gateway:
             name = f"gateway, {options.engines} engines"
-            return [single, _served(name, gateway, source, lines)]
+            return [*single, _served(name, gateway, source, lines)]
 
 
 def _fake(work: Path, options: argparse.Namespace, name: str, *flags: str) -> LocalServer:
@@ -176,14 +180,27 @@ def _write(path: Path, lines: int, prompt_chars: int) -> None:
             file.write(batch_line(f"id-{number}", completion_body(prompt, 32)))
 
 
-def _cells(batch: ServedBatch) -> list[str]:
+def _alike(found: Sequence[ServedBatch]) -> list[list[ServedBatch]]:
+    runs: dict[tuple[str, int], list[ServedBatch]] = {}
+    for batch in found:
+        runs.setdefault((batch.server, batch.lines), []).append(batch)
+    return list(runs.values())
+
+
+def _cells(runs: Sequence[ServedBatch]) -> list[str]:
     return [
-        batch.server,
-        f"{batch.lines:,}",
-        f"{batch.cpu_us_per_line:.0f}",
-        f"{batch.lines_per_s:,.0f}",
-        f"{batch.most_memory_mib:.0f}",
+        runs[0].server,
+        f"{runs[0].lines:,}",
+        _median_and_range([batch.cpu_us_per_line for batch in runs]),
+        _median_and_range([batch.lines_per_s for batch in runs]),
+        f"{max(batch.most_memory_mib for batch in runs):.0f}",
     ]
+
+
+def _median_and_range(values: Sequence[float]) -> str:
+    if len(values) == 1:
+        return f"{values[0]:,.0f}"
+    return f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -195,10 +212,12 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
     add("--lines", type=int, nargs="+", default=[10_000, 100_000], help="of a batch")
+    add("--repeats", type=int, default=1, help="of each batch; the median and the range are told")
     add("--engines", type=int, default=2)
     add("--line-s", type=float, default=0.1, help="how long an engine has a line")
     add("--in-flight", type=int, default=256, help="lines at a time, at most")
     add("--prompt-chars", type=int, default=256)
+    add("--gateway-alone", action="store_true", help="without the single server beside it")
     add("--out", type=Path)
     return parser.parse_args(argv)
 

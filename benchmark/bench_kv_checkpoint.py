@@ -62,7 +62,7 @@ def main() -> None:
             for page in (1, 16):
                 name = f"reclaim {options.tokens} saved tokens, page {page}"
                 timed.setdefault(name, []).append(parts.reclaim_ms(page, options.tokens))
-                name = f"checkpoints of {options.rows} rows, an iteration, page {page}"
+                name = f"checkpoints of {options.rows} requests, an iteration, page {page}"
                 timed.setdefault(name, []).append(parts.iteration_ms(page, options.rows, steps=200))
             write_results(options.out, options, parts_ms=timed, runs=list(map(asdict, runs)))
             for load, mode in product(loads, (OFF, options.mode)):

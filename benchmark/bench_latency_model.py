@@ -59,7 +59,7 @@ def main() -> None:
         LinearModel.of(BROS),
         machine,
     ]
-    print(f"{num_samples:,} samples; a batch of {BATCH.num_requests} rows; best of 5")
+    print(f"{num_samples:,} samples; a batch of {BATCH.num_requests} requests; best of 5")
     print("model         predict  max_prefill   refine       fit   held-out error")
     for form in forms:
         print_line(form, samples)

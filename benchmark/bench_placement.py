@@ -2,10 +2,10 @@
 
     python benchmark/bench_placement.py --out placement.json
 
-Simulated: engines are rows and a prefix cache, the decisions are those of ``core/line_placement``
-that the gateway makes. Shown are the part of all prompts' blocks that engines found in their
-caches, on 1, 2 and 3 engines with homes by prefix and without, then how evenly many engines are
-used and how many lines a second one core places.
+Simulated: an engine is a number of requests and a prefix cache, the decisions are those of
+``core/line_placement`` that the gateway makes. Shown are the part of all prompts' blocks that
+engines found in their caches, on 1, 2 and 3 engines with homes by prefix and without, then how
+evenly many engines are used and how many lines a second one core places.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def main() -> None:
         if arguments.trace:
             run_trace(arguments, policy)
         else:
-            run_rows(arguments, policy)
+            run_requests(arguments, policy)
 
 
 def run_trace(arguments: argparse.Namespace, policy: str) -> None:
@@ -117,9 +117,9 @@ def repeated(trace: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
             yield replace(request, index=next(index), arrival_s=arrival_s)
 
 
-def run_rows(arguments: argparse.Namespace, policy: str) -> None:
-    """Print the steps a second with all rows decoding."""
-    print(f"{arguments.rows} rows, {arguments.iterations} iterations, {policy}")
+def run_requests(arguments: argparse.Namespace, policy: str) -> None:
+    """Print the steps a second with all requests decoding."""
+    print(f"{arguments.rows} requests, {arguments.iterations} iterations, {policy}")
     for name, observers in (("alone", []), ("with event log", [EventLog(io.StringIO(), {})])):
         total_s, scheduler_s = run(arguments, policy, observers)
         own_s = total_s - scheduler_s
@@ -135,7 +135,7 @@ def run_rows(arguments: argparse.Namespace, policy: str) -> None:
 def run(
     arguments: argparse.Namespace, policy: str, observers: Sequence[SimulationObserver]
 ) -> tuple[float, float]:
-    """Return the seconds of the steps with all rows decoding, and the scheduler's part."""
+    """Return the seconds of the steps with all requests decoding, and the scheduler's part."""
     model = RooflineModel.from_datasheet(find_model("llama-3.1-8b"), find_hardware("h100"))
     length = PROMPT_TOKENS + 2 * arguments.iterations
     config = ExecutorConfig(

@@ -202,7 +202,7 @@ def alone_times(requests: Sequence[TraceRequest], machinery: Machinery) -> dict[
     executor = machinery.executor
     size = EngineSize(
         chunk_tokens=executor.max_batch_tokens,
-        max_rows=executor.max_running_requests,
+        max_requests=executor.max_running_requests,
         kv_tokens=executor.kv_capacity_tokens,
     )
     baseline = baseline_of(size)

@@ -44,7 +44,7 @@ class Capacity:
     """What a step and the device hold at most."""
 
     batch_tokens: int
-    rows: int
+    requests: int
     kv_tokens: int
 
 
@@ -145,7 +145,7 @@ def offline_bound(
     plan = _Plan(model, capacity, offline, online)
     if plan.least_s(0.0, 0.0) > window_s:
         return 0.0
-    held = min(capacity.kv_tokens / offline.prompt_tokens, float(capacity.rows))
+    held = min(capacity.kv_tokens / offline.prompt_tokens, float(capacity.requests))
 
     def most_tokens(unfinished: float) -> float:
         requests = _largest(lambda count: plan.least_s(count, unfinished) <= window_s)
@@ -184,7 +184,7 @@ class _Plan:
         fewest = max(
             online.steps,
             (prompt_tokens + all_decodes) / capacity.batch_tokens,
-            (prompts + all_decodes) / capacity.rows,
+            (prompts + all_decodes) / capacity.requests,
             (prompt_tokens + online.held + keys) / capacity.kv_tokens,
         )
         keys += online.keys
@@ -280,10 +280,10 @@ def _require_convex(model: LatencyModel) -> None:
     rng = random.Random(0)
 
     def drawn() -> list[float]:
-        rows, tokens, decodes = rng.randint(1, 64), rng.randint(1, 8192), rng.randint(1, 256)
+        requests, tokens, decodes = rng.randint(1, 64), rng.randint(1, 8192), rng.randint(1, 256)
         context = rng.randint(1, 4096)
         share = rng.random()
-        step = [rows, tokens, 0.0, tokens * context, decodes, decodes * context]
+        step = [requests, tokens, 0.0, tokens * context, decodes, decodes * context]
         if share < 1 / 3:
             step[:4] = [0.0] * 4
         elif share < 2 / 3:

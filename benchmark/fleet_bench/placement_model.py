@@ -1,4 +1,4 @@
-"""Engines that are modelled as rows and a prefix cache, fed by the placement of the gateway."""
+"""Engines modelled as so many requests and a prefix cache, fed by the gateway's placement."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class _Engine:
 
 
 class ModelledFleet:
-    """``engines`` engines of ``rows`` rows each, with room for ``cache_blocks`` blocks of KV."""
+    """``engines`` engines of ``max_requests`` each, with room for ``cache_blocks`` blocks of KV."""
 
     def __init__(
-        self, engines: int, rows: int, cache_blocks: int, *, by_prefix: bool, seed: int
+        self, engines: int, max_requests: int, cache_blocks: int, *, by_prefix: bool, seed: int
     ) -> None:
-        self._rows = rows
+        self._max_requests = max_requests
         self._cache_blocks = cache_blocks
         self._rng = random.Random(seed)
         # A page is a block of the key, so that a key is a prompt of its blocks.
@@ -132,9 +132,9 @@ class ModelledFleet:
             self._start(name)
 
     def _start(self, name: str) -> None:
-        """Run what waits in an engine, as far as there are rows."""
+        """Run what waits in an engine, as far as an engine runs so many."""
         engine = self._engines[name]
-        while engine.waiting and len(engine.running) < self._rows:
+        while engine.waiting and len(engine.running) < self._max_requests:
             line = engine.waiting.popleft()
             key, cache = self._keys[line], engine.cache
             num_blocks = len(key) // KEY_BLOCK_BYTES

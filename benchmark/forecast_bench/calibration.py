@@ -53,7 +53,7 @@ def calibrate(
         expected_tokens_per_s(
             setup.model,
             kv_tokens=executor.kv_capacity_tokens,
-            max_rows=executor.max_running_requests,
+            max_requests=executor.max_running_requests,
             chunk_tokens=executor.max_batch_tokens,
         ),
     )

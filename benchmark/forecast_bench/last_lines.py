@@ -33,12 +33,12 @@ class Tail:
 
     makespan_s: float
     tail_s: float
-    """Of it, from when fewer than half of the rows ran for the last time."""
+    """Of it, from when fewer than half of the requests ran for the last time."""
 
 
-def serve(kind: str, seed: int, num_lines: int, max_rows: int, *, longest_first: bool) -> Tail:
+def serve(kind: str, seed: int, num_lines: int, max_requests: int, *, longest_first: bool) -> Tail:
     """Serve one batch alone; return how it ended."""
-    options = SimulationOptions(policy="coserve", max_running=max_rows, seed=seed)
+    options = SimulationOptions(policy="coserve", max_running=max_requests, seed=seed)
     setup = options.setup("coserve")
     policy = make_policy("coserve")
     setup = replace(setup, queue=replace(policy.queue_config(seed), longest_first=longest_first))
@@ -48,8 +48,8 @@ def serve(kind: str, seed: int, num_lines: int, max_rows: int, *, longest_first:
     )
     while engine.step():
         pass
-    half = max_rows / 2
-    busy_until_s = max(end_s for end_s, rows in feed.rows if rows >= half)
+    half = max_requests / 2
+    busy_until_s = max(end_s for end_s, requests in feed.requests if requests >= half)
     return Tail(engine.now_s, engine.now_s - busy_until_s)
 
 
@@ -58,7 +58,7 @@ class _Feed(TrafficSource):
 
     def __init__(self, lines: list[Line], seed: int) -> None:
         super().__init__()
-        self.rows: list[tuple[float, int]] = []
+        self.requests: list[tuple[float, int]] = []
         self._unsent = deque(lines)
         self._seed = seed
         self._in_flight: dict[str, Line] = {}
@@ -82,7 +82,7 @@ class _Feed(TrafficSource):
 
     def on_step(self, record: StepRecord) -> None:
         """See ``Observer``."""
-        self.rows.append((record.end_s, record.offline_running))
+        self.requests.append((record.end_s, record.offline_running))
 
 
 def _lines(kind: str, rng: random.Random, count: int) -> list[Line]:

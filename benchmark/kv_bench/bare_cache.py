@@ -1,4 +1,4 @@
-"""The checkpointing cache with its pools, but without a model: rows are computed by arithmetic.
+"""The checkpointing cache with its pools, but without a model: requests are computed by arithmetic.
 
 The KV of a token is a number made of all tokens up to it, so whether a slot holds
 the right KV can be told at any time. One cache in a process.
@@ -28,7 +28,7 @@ _LAYERS = 2
 
 
 class BareEngine:
-    """Pools of ``slots`` tokens and of ``host_slots``, the cache, and rows."""
+    """Pools of ``slots`` tokens and of ``host_slots``, the cache, and requests."""
 
     def __init__(
         self,
@@ -39,10 +39,10 @@ class BareEngine:
         page_tokens: int,
         online_share: float = 0.0,
         context: int = 8192,
-        rows: int = 128,
+        requests: int = 128,
         heads: int = 1,
     ) -> None:
-        shape = KvShape(_LAYERS, heads, 1, slots, page_tokens, rows, context, torch.float32)
+        shape = KvShape(_LAYERS, heads, 1, slots, page_tokens, requests, context, torch.float32)
         shares = {RequestClass.OFFLINE: 1 - online_share, RequestClass.ONLINE: online_share}
         pools = make_pools(shape, policy, shares, device="cpu", host_times=host_slots / slots)
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -55,7 +55,7 @@ class BareEngine:
         self._rows = Rows(self.cache, self.allocator, self.table)
         self._decode = ForwardMode.DECODE
 
-    # --- Rows ----------------------------------------------------------------------------
+    # --- Requests ----------------------------------------------------------------------------
 
     def admit(self, req: Req) -> bool:
         """Prefill a request behind what the cache has of it; False when there is no memory."""
@@ -89,7 +89,7 @@ class BareEngine:
         return True
 
     def release(self, req: Req, *, ends: bool = False) -> None:
-        """Give a row's KV to the cache; it has ended, or is to be resumed."""
+        """Give a request's KV to the cache; it has ended, or is to be resumed."""
         if ends:
             self._rows.end(req)
         else:
@@ -123,7 +123,7 @@ class BareEngine:
         self.cache.check_hicache_events()
 
     def assert_consistent(self) -> None:
-        """Check that every slot has one owner, and that every running row has its own KV."""
+        """Check that every slot has one owner, and that every running request has its own KV."""
         cache, page = self.cache, self.page_tokens
         own = sum(
             -(-(len(tokens_of(req)) - 1) // page) * page - compat.protected_tokens(req)
@@ -136,7 +136,7 @@ class BareEngine:
             self.assert_right_kv(req)
 
     def assert_right_kv(self, req: Req) -> None:
-        """Check the KV of all tokens of a row but the last, which has none yet."""
+        """Check the KV of all tokens of a request but the last, which has none yet."""
         length = len(tokens_of(req)) - 1
         slots = self.table.req_to_token[compat.slot_of(req), :length].long()
         expected = _kv_of(tokens_of(req)[:length], 0)

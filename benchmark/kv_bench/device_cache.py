@@ -27,7 +27,7 @@ _HOST_TIMES: Final = 1.5
 
 
 class KvEngine:
-    """Rows that are admitted, grow, are checkpointed and preempted. All tokens in whole pages."""
+    """Requests that are admitted, grow, are saved and preempted. All tokens in whole pages."""
 
     def __init__(self, shape: KvShape) -> None:
         self.shape, self.device = shape, "cuda" if cpu.has_cuda() else "cpu"
@@ -47,9 +47,9 @@ class KvEngine:
         self._numbers = count(1)
 
     def admit(self, tokens: int) -> Req:
-        """Add an offline row whose prompt has so many tokens and KV; nobody else has its prefix."""
+        """Add an offline request whose prompt has so many tokens and KV, and is its own."""
         number = next(self._numbers)
-        req = new_request(f"row-{number}", [number, *range(1, tokens)], offline=True)
+        req = new_request(f"offline-{number}", [number, *range(1, tokens)], offline=True)
         assert self._rows.admit(req), "the parts below fit into the pool"
         self._give(req, tokens)
         self._rows.prefilled(req)
@@ -58,23 +58,23 @@ class KvEngine:
         return req
 
     def grow(self, req: Req, tokens: int) -> None:
-        """Give a row the KV of so many more tokens."""
+        """Give a request the KV of so many more tokens."""
         self._give(req, tokens)
         req.output_ids.extend([1] * tokens)
 
     def checkpoint(self) -> int:
         """Begin the copies of a step; return their tokens."""
-        rows = ((req, compat.computed_tokens(req)) for req in self.running)
-        copied: int = self.cache.checkpoint_step(rows)
+        requests = ((req, compat.computed_tokens(req)) for req in self.running)
+        copied: int = self.cache.checkpoint_step(requests)
         return copied
 
     def release(self, req: Req) -> None:
-        """Preempt a row; it can be resumed."""
+        """Preempt a request; it can be resumed."""
         self._rows.preempt(req)
         self.running.remove(req)
 
     def load(self, req: Req, budget_tokens: int) -> None:
-        """Bring back what a preempted row has on the host, ``budget_tokens`` a pass."""
+        """Bring back what a preempted request has on the host, ``budget_tokens`` a pass."""
         deadline_s = time.monotonic() + _LOAD_TIMEOUT_S
         while True:
             self.cache.prefetch_step(req, budget_tokens)

@@ -12,7 +12,7 @@ __all__ = ["bandwidth", "iteration_ms", "reclaim", "resume"]
 
 
 def bandwidth(engine: KvEngine, tokens: int, repeats: int) -> dict[str, Any]:
-    """Return GB/s of one checkpoint of a row, from its call until the copy has ended."""
+    """Return GB/s of one checkpoint of a request, from its call until the copy has ended."""
     per_s, page = [], engine.shape.page_tokens
     tokens = tokens // page * page
     for _ in range(repeats):
@@ -28,21 +28,21 @@ def bandwidth(engine: KvEngine, tokens: int, repeats: int) -> dict[str, Any]:
     return {"tokens": tokens, "gb_per_s": statistics.median(per_s), "all_gb_per_s": per_s}
 
 
-def iteration_ms(engine: KvEngine, rows: int, steps: int) -> dict[str, Any]:
-    """Return what decode steps of ``rows`` offline rows spend: every row fills one page.
+def iteration_ms(engine: KvEngine, requests: int, steps: int) -> dict[str, Any]:
+    """Return what decode steps of so many offline requests spend: every one fills one page.
 
     ``host_ms`` is the scheduler's thread, ``copy_ms`` until the small copies have ended.
     """
     engine.clear()
     page = engine.shape.page_tokens
-    for _ in range(rows):
+    for _ in range(requests):
         engine.admit(16 * page)
     engine.checkpoint()
     engine.settle()
     host_ms, copy_ms, copied = [], [], 0
     for _ in range(steps):
-        for row in engine.running:
-            engine.grow(row, page)
+        for req in engine.running:
+            engine.grow(req, page)
         engine.synchronize()
         began_s = time.perf_counter()
         copied += engine.checkpoint()
@@ -52,7 +52,7 @@ def iteration_ms(engine: KvEngine, rows: int, steps: int) -> dict[str, Any]:
         engine.cache.check_hicache_events()
     gigabytes = copied * engine.shape.bytes_per_token / 1e9
     return {
-        "rows": rows,
+        "rows": requests,
         "tokens": copied / steps,  # Few ones are gathered over some steps.
         "host_ms": statistics.median(host_ms),
         "copy_ms": statistics.median(copy_ms),
@@ -60,22 +60,22 @@ def iteration_ms(engine: KvEngine, rows: int, steps: int) -> dict[str, Any]:
     }
 
 
-def reclaim(engine: KvEngine, tokens: int, rows: int, repeats: int) -> dict[str, Any]:
-    """Return how long it takes to take the slots of saved, released rows."""
+def reclaim(engine: KvEngine, tokens: int, requests: int, repeats: int) -> dict[str, Any]:
+    """Return how long it takes to take the slots of saved, released requests."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     page = engine.shape.page_tokens
-    row_tokens = -(-tokens // rows // page) * page
+    request_tokens = -(-tokens // requests // page) * page
     times_ms, release_ms = [], []
     for _ in range(repeats):
         engine.clear()
-        for _ in range(rows):
-            engine.admit(row_tokens)
+        for _ in range(requests):
+            engine.admit(request_tokens)
         engine.checkpoint()
         engine.settle()
-        for row in list(engine.running):
+        for req in list(engine.running):
             began_s = time.perf_counter()
-            engine.release(row)
+            engine.release(req)
             release_ms.append((time.perf_counter() - began_s) * 1e3)
         before = engine.cache.counts["demoted_tokens"]
         engine.synchronize()
@@ -87,7 +87,7 @@ def reclaim(engine: KvEngine, tokens: int, rows: int, repeats: int) -> dict[str,
         assert taken >= tokens, f"{taken} of {tokens} tokens were reclaimed without loss"
     return {
         "tokens": tokens,
-        "rows": rows,
+        "rows": requests,
         "ms": statistics.median(times_ms),
         "most_ms": max(times_ms),
         "release_of_a_row_ms": statistics.median(release_ms),
@@ -95,7 +95,7 @@ def reclaim(engine: KvEngine, tokens: int, rows: int, repeats: int) -> dict[str,
 
 
 def resume(engine: KvEngine, tokens: int, budget_tokens: int, repeats: int) -> dict[str, Any]:
-    """Return how long it takes to load a preempted row, ``budget_tokens`` a pass, and whether
+    """Return how long it takes to load a preempted request, ``budget_tokens`` a pass, and whether
     its KV is what it was."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
@@ -103,24 +103,24 @@ def resume(engine: KvEngine, tokens: int, budget_tokens: int, repeats: int) -> d
     tokens = tokens // engine.shape.page_tokens * engine.shape.page_tokens
     for _ in range(repeats):
         engine.clear()
-        row = engine.admit(tokens)
-        slots = engine.table.req_to_token[row.req_pool_idx, :tokens].long()
+        req = engine.admit(tokens)
+        slots = engine.table.req_to_token[req.req_pool_idx, :tokens].long()
         before = engine.device_kv(slots).clone()
         engine.checkpoint()
         engine.settle()
-        engine.release(row)
+        engine.release(req)
         engine.cache.evict(EvictParams(num_tokens=tokens))
         # What others would write there.
         for buffer in (*engine.kv.k_buffer, *engine.kv.v_buffer):
             buffer[slots] = 0
         engine.synchronize()
         began_s = time.perf_counter()
-        engine.load(row, budget_tokens)
+        engine.load(req, budget_tokens)
         engine.synchronize()
         times_ms.append((time.perf_counter() - began_s) * 1e3)
-        row.init_next_round_input(engine.cache)
-        assert len(row.prefix_indices) == tokens, f"{len(row.prefix_indices)} tokens came back"
-        is_equal &= bool((engine.device_kv(row.prefix_indices.long()) == before).all())
+        req.init_next_round_input(engine.cache)
+        assert len(req.prefix_indices) == tokens, f"{len(req.prefix_indices)} tokens came back"
+        is_equal &= bool((engine.device_kv(req.prefix_indices.long()) == before).all())
     took_ms = statistics.median(times_ms)
     gigabytes = tokens * engine.shape.bytes_per_token / 1e9
     return {

@@ -14,18 +14,18 @@ from safepoint_bench.stream import decoder_layers
 
 __all__ = ["decode_interference", "late_write"]
 
-_ROWS: Final = 64
+_REQUESTS: Final = 64
 _STEPS: Final = 60
 _SLEEP_CYCLES: Final = 40_000_000
 """About 20 ms of the GPU: longer than a load."""
 
 
 class DecodeStep:
-    """The matrix products of the model's layers for 64 rows, as one CUDA graph."""
+    """The matrix products of the model's layers for 64 requests, as one CUDA graph."""
 
     def __init__(self, model_path: Path) -> None:
         layers = decoder_layers(model_path)
-        x = torch.randn(_ROWS, layers[0].hidden, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(_REQUESTS, layers[0].hidden, device="cuda", dtype=torch.bfloat16)
         self._graph = torch.cuda.CUDAGraph()
         with torch.no_grad():
             for _ in range(2):
@@ -58,22 +58,22 @@ def decode_interference(engine: KvEngine, model_path: Path) -> dict[str, Any]:
     page = engine.shape.page_tokens
     alone_ms = step.ms()
     engine.clear()
-    for _ in range(_ROWS):
+    for _ in range(_REQUESTS):
         engine.admit(16 * page)
     engine.checkpoint()
     engine.settle()
 
     def one_iteration() -> None:
-        for row in engine.running:
-            engine.grow(row, page)
+        for req in engine.running:
+            engine.grow(req, page)
         engine.cache.check_hicache_events()
         engine.checkpoint()
 
     beside_iteration_ms = step.ms(one_iteration)
     engine.clear()
-    # The host pool holds so many copies of one row's KV: no step waits for an end.
-    row = engine.admit(4096)
-    slots = engine.table.req_to_token[row.req_pool_idx, :4096].long()
+    # The host pool holds so many copies of one request's KV: no step waits for an end.
+    req = engine.admit(4096)
+    slots = engine.table.req_to_token[req.req_pool_idx, :4096].long()
     host_slots = engine.cache.host_pool.alloc(4096)
     controller, stream = engine.cache.cache_controller, engine.cache.cache_controller.write_stream
     host, device = controller.move_indices(host_slots, slots)
@@ -88,7 +88,7 @@ def decode_interference(engine: KvEngine, model_path: Path) -> dict[str, Any]:
     torch.cuda.synchronize()
     engine.cache.host_pool.free(host_slots)
     return {
-        "rows": _ROWS,
+        "rows": _REQUESTS,
         "alone_ms": alone_ms,
         "beside_iteration_ms": beside_iteration_ms,
         "iteration_share": beside_iteration_ms / alone_ms - 1.0,
@@ -107,14 +107,14 @@ def late_write(engine: KvEngine, trials: int, *, is_ordered: bool) -> dict[str, 
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     page = engine.shape.page_tokens
-    # One row fills the pool: what it gives up is what the load gets.
+    # One request fills the pool: what it gives up is what the load gets.
     tokens = min(engine.shape.slots, engine.shape.context - page) // page * page
     forward = torch.cuda.Stream()
     corrupted = 0
     for _ in range(trials):
         engine.clear()
-        row = engine.admit(tokens)
-        slots = engine.table.req_to_token[row.req_pool_idx, :tokens].long()
+        req = engine.admit(tokens)
+        slots = engine.table.req_to_token[req.req_pool_idx, :tokens].long()
         engine.checkpoint()
         engine.settle()
         before = engine.device_kv(slots).clone()
@@ -125,12 +125,12 @@ def late_write(engine: KvEngine, trials: int, *, is_ordered: bool) -> dict[str, 
                 buffer[slots] = 7.0
         if is_ordered:
             torch.cuda.current_stream().wait_stream(forward)
-        engine.release(row)
+        engine.release(req)
         engine.cache.evict(EvictParams(num_tokens=len(slots)))
-        engine.load(row, len(slots))
+        engine.load(req, len(slots))
         torch.cuda.synchronize()
         engine.cache.check_hicache_events()
-        row.init_next_round_input(engine.cache)
-        found = engine.device_kv(row.prefix_indices.long())
+        req.init_next_round_input(engine.cache)
+        found = engine.device_kv(req.prefix_indices.long())
         corrupted += not torch.equal(found, before)
     return {"trials": trials, "corrupted": corrupted, "is_ordered": is_ordered}

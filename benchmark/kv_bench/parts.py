@@ -13,32 +13,32 @@ from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 __all__ = ["iteration_ms", "reclaim_ms"]
 
 EAGER = CheckpointPolicy(CheckpointMode.EAGER)
-RECLAIMED_ROWS = 16
+RECLAIMED_REQUESTS = 16
 
 
-def iteration_ms(page_tokens: int, rows: int, steps: int) -> float:
-    """Return the mean time that a step of decoding offline rows spends on checkpoints.
+def iteration_ms(page_tokens: int, requests: int, steps: int) -> float:
+    """Return the mean time that a step of decoding offline requests spends on checkpoints.
 
     Beginning its copies and taking note of those that have ended; the copies themselves are
     made in another thread. The mean, because with pages of 16 a step copies for some of
-    the rows only.
+    the requests only.
     """
-    engine = _decoding(page_tokens, rows, prompt_tokens=32, generated=4, to_come=steps)
+    engine = _decoding(page_tokens, requests, prompt_tokens=32, generated=4, to_come=steps)
     times_ms = []
     for _ in range(steps):
-        for row in engine.running:
-            assert engine.decode(row)
+        for req in engine.running:
+            assert engine.decode(req)
         times_ms.append(_ms(engine.cache.check_hicache_events) + _ms(engine.checkpoint))
         engine.copy_streams[0].synchronize()
     return statistics.fmean(times_ms)
 
 
 def reclaim_ms(page_tokens: int, tokens: int) -> float:
-    """Return how long it takes to reclaim so many saved tokens of rows that gave way."""
-    prompt_tokens = tokens // RECLAIMED_ROWS - 16
-    engine = _decoding(page_tokens, RECLAIMED_ROWS, prompt_tokens, generated=32)
-    for row in list(engine.running):
-        engine.release(row)
+    """Return how long it takes to reclaim so many saved tokens of requests that gave way."""
+    prompt_tokens = tokens // RECLAIMED_REQUESTS - 16
+    engine = _decoding(page_tokens, RECLAIMED_REQUESTS, prompt_tokens, generated=32)
+    for req in list(engine.running):
+        engine.release(req)
     elapsed_ms = _ms(lambda: engine.evict(tokens))
     assert engine.cache.counts["demoted_tokens"] >= tokens
     return elapsed_ms
@@ -51,20 +51,20 @@ def _ms(action: Callable[[], object]) -> float:
 
 
 def _decoding(
-    page_tokens: int, rows: int, prompt_tokens: int, generated: int, *, to_come: int = 0
+    page_tokens: int, requests: int, prompt_tokens: int, generated: int, *, to_come: int = 0
 ) -> BareEngine:
-    """Return an engine with so many offline rows that have decoded, all of it saved, and with
+    """Return an engine with so many offline requests that have decoded, all of it saved, and with
     memory for ``to_come`` more tokens of each."""
-    tokens = rows * (prompt_tokens + generated + to_come + page_tokens)
+    tokens = requests * (prompt_tokens + generated + to_come + page_tokens)
     tokens = -(-tokens // page_tokens) * page_tokens
     engine = BareEngine(EAGER, slots=tokens, host_slots=2 * tokens, page_tokens=page_tokens)
-    for number in range(rows):
+    for number in range(requests):
         prompt = [number % 50, *((number * 7 + place) % 50 for place in range(prompt_tokens - 1))]
         assert engine.admit(new_request(f"r{number}", prompt, offline=True))
         engine.checkpoint()
     for _ in range(generated):
-        for row in engine.running:
-            assert engine.decode(row)
+        for req in engine.running:
+            assert engine.decode(req)
         engine.checkpoint()
         engine.settle()
     return engine

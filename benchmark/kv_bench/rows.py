@@ -75,7 +75,7 @@ class Rows:
         return True
 
     def extend(self, req: Req, slots: torch.Tensor) -> None:
-        """Give a row the KV in ``slots``, behind what it has."""
+        """Give a request the KV in ``slots``, behind what it has."""
         begin = compat.computed_tokens(req)
         end = begin + len(slots)
         self._table.req_to_token[compat.slot_of(req), begin:end] = slots.int()
@@ -91,7 +91,7 @@ class Rows:
         give(req, self._cache)
 
     def preempt(self, req: Req) -> None:
-        """Let a row give way; the request waits."""
+        """Retract a request; it waits."""
         compat.release_for_requeue(req, self._cache)
 
     def end(self, req: Req) -> None:

@@ -85,7 +85,7 @@ class Run:
 
     @property
     def recomputed_per_eviction(self) -> float:
-        """Offline tokens computed again for each row that was evicted."""
+        """Offline tokens computed again for each retraction."""
         return self.recomputed_tokens / self.evicted if self.evicted else 0.0
 
     def summary(self) -> str:

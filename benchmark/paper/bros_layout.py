@@ -33,13 +33,13 @@ ARRIVALS_PER_STEP: Final = (0.02, 0.14)
 
 MOST_OFFLINE_ROWS: Final = 128
 RESERVED_SHARE: Final = 0.02
-"""Part of the memory that offline rows leave free when they are admitted or come back."""
+"""Part of the memory that offline requests leave free when they are admitted or come back."""
 
 SEEDS: Final = (1, 2, 3)
 
 
 @dataclass(eq=False, slots=True)
-class Row:
+class Request:
     """One request; ``present_tokens`` of its ``length_tokens`` are on the device."""
 
     prompt_tokens: int
@@ -52,11 +52,11 @@ class Row:
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Slots that an online row fills from the left and an offline one from the right."""
+    """Slots that an online request fills from the left and an offline one from the right."""
 
-    online: Row | None = None
+    online: Request | None = None
     online_tokens: int = 0
-    offline: Row | None = None
+    offline: Request | None = None
     offline_tokens: int = 0
 
 
@@ -74,19 +74,19 @@ class Layout(ABC):
         return -(-tokens // self.block_tokens)
 
     @abstractmethod
-    def add(self, row: Row, tokens: int, offline: list[Row] | None) -> bool:
-        """Give a row slots for more tokens; ``offline`` are the victims if it is online."""
+    def add(self, request: Request, tokens: int, offline: list[Request] | None) -> bool:
+        """Give a request slots for more tokens; ``offline`` are the victims if it is online."""
 
     @abstractmethod
-    def remove(self, row: Row) -> None:
-        """Take all slots of a row back."""
+    def remove(self, request: Request) -> None:
+        """Take all slots of a request back."""
 
-    def restore(self, row: Row) -> bool:
-        """Bring back what is missing of an offline row."""
-        missing = row.length_tokens - row.present_tokens
-        if not self.add(row, missing, None):
+    def restore(self, request: Request) -> bool:
+        """Bring back what is missing of an offline request."""
+        missing = request.length_tokens - request.present_tokens
+        if not self.add(request, missing, None):
             return False
-        row.length_tokens -= missing
+        request.length_tokens -= missing
         return True
 
 
@@ -97,11 +97,13 @@ class Paged(Layout):
         super().__init__(block_tokens)
         self._whole = whole
 
-    def add(self, row: Row, tokens: int, offline: list[Row] | None) -> bool:
+    def add(self, request: Request, tokens: int, offline: list[Request] | None) -> bool:
         """Take free pages, then those of victims."""
-        need = self.blocks_for(row.present_tokens + tokens) - self.blocks_for(row.present_tokens)
+        need = self.blocks_for(request.present_tokens + tokens) - self.blocks_for(
+            request.present_tokens
+        )
         if offline is not None:
-            for victim in sorted(offline, key=lambda row: row.generated_tokens):
+            for victim in sorted(offline, key=lambda request: request.generated_tokens):
                 if need <= self.num_free:
                     break
                 if victim.present_tokens:
@@ -109,11 +111,11 @@ class Paged(Layout):
         if need > self.num_free:
             return False
         self.num_free -= need
-        row.present_tokens += tokens
-        row.length_tokens += tokens
+        request.present_tokens += tokens
+        request.length_tokens += tokens
         return True
 
-    def _retract(self, victim: Row, pages: int) -> None:
+    def _retract(self, victim: Request, pages: int) -> None:
         held = self.blocks_for(victim.present_tokens)
         pages = held if self._whole else min(pages, held)
         self.num_free += pages
@@ -123,44 +125,44 @@ class Paged(Layout):
         self.counts["recomputed" if self._whole else "copied"] += lost
         victim.present_tokens = left
 
-    def remove(self, row: Row) -> None:
+    def remove(self, request: Request) -> None:
         """Free its pages."""
-        self.num_free += self.blocks_for(row.present_tokens)
-        row.present_tokens = 0
+        self.num_free += self.blocks_for(request.present_tokens)
+        request.present_tokens = 0
 
 
 class Bidirectional(Layout):
-    """Blocks with an owner on either side. Offline rows open free blocks only."""
+    """Blocks with an owner on either side. Offline requests open free blocks only."""
 
     def __init__(self, block_tokens: int) -> None:
         super().__init__(block_tokens)
         self._offline_only: dict[Block, None] = {}  # In the order they were opened.
 
-    def add(self, row: Row, tokens: int, offline: list[Row] | None) -> bool:
-        """Fill the row's open block, then free blocks, then the free side of others' blocks."""
+    def add(self, request: Request, tokens: int, offline: list[Request] | None) -> bool:
+        """Fill the request's open block, then free blocks, then the free side of others' blocks."""
         is_online = offline is not None
         size = self.block_tokens
         room = 0
-        if row.blocks:
-            last = row.blocks[-1]
+        if request.blocks:
+            last = request.blocks[-1]
             used = last.online_tokens if is_online else last.offline_tokens + last.online_tokens
             room = size - used
         more = self.blocks_for(max(tokens - room, 0))
         shared = more - self.num_free
         if shared > (len(self._offline_only) if is_online else 0):
             return False
-        row.length_tokens += tokens
-        row.present_tokens += tokens
+        request.length_tokens += tokens
+        request.present_tokens += tokens
         if room > 0:
-            self._fill(row.blocks[-1], min(room, tokens), is_online=is_online)
+            self._fill(request.blocks[-1], min(room, tokens), is_online=is_online)
         left = tokens - min(room, tokens)
         for _ in range(more):
-            block = self._open(row, is_online=is_online)
+            block = self._open(request, is_online=is_online)
             self._fill(block, min(size, left), is_online=is_online)
             left -= min(size, left)
         return True
 
-    def _open(self, row: Row, *, is_online: bool) -> Block:
+    def _open(self, request: Request, *, is_online: bool) -> Block:
         if self.num_free:
             self.num_free -= 1
             block = Block()
@@ -169,11 +171,11 @@ class Bidirectional(Layout):
             del self._offline_only[block]
             self.counts["forced"] += 1
         if is_online:
-            block.online = row
+            block.online = request
         else:
-            block.offline = row
+            block.offline = request
             self._offline_only[block] = None
-        row.blocks.append(block)
+        request.blocks.append(block)
         return block
 
     def _fill(self, block: Block, tokens: int, *, is_online: bool) -> None:
@@ -193,10 +195,10 @@ class Bidirectional(Layout):
             block.offline = None
             victim.blocks.remove(block)
 
-    def remove(self, row: Row) -> None:
+    def remove(self, request: Request) -> None:
         """Free its sides, and the blocks that are empty then."""
-        for block in row.blocks:
-            if block.online is row:
+        for block in request.blocks:
+            if block.online is request:
                 block.online, block.online_tokens = None, 0
                 if block.offline is not None:
                     self._offline_only[block] = None
@@ -205,11 +207,11 @@ class Bidirectional(Layout):
                 self._offline_only.pop(block, None)
             if block.online is None and block.offline is None:
                 self.num_free += 1
-        row.blocks, row.present_tokens = [], 0
+        request.blocks, request.present_tokens = [], 0
 
 
 class Engine:
-    """Rows on a layout, step by step."""
+    """Requests on a layout, step by step."""
 
     def __init__(self, layout: Layout, seed: int) -> None:
         self._layout = layout
@@ -219,20 +221,20 @@ class Engine:
             OFFLINE: OFFLINE.draws(-1 - seed),
         }
         self._arrivals = random.Random(seed)
-        self._queue: list[Row] = []
-        self._online: list[Row] = []
-        self._offline: list[Row] = []
+        self._queue: list[Request] = []
+        self._online: list[Request] = []
+        self._offline: list[Request] = []
         self._unused_share = 0.0
 
-    def _new_row(self, lengths: Lengths) -> Row:
-        return Row(*next(self._lengths[lengths]))
+    def _new_request(self, lengths: Lengths) -> Request:
+        return Request(*next(self._lengths[lengths]))
 
     def run(self, steps: int) -> dict[str, float]:
         """Return the figures of so many steps."""
         for step in range(steps):
             rate = ARRIVALS_PER_STEP[step // BURST_STEPS % 2]
             while self._arrivals.random() < rate / (1 + rate):
-                self._queue.append(self._new_row(ONLINE))
+                self._queue.append(self._new_request(ONLINE))
             self._admit_online()
             self._decode()
             self._admit_offline()
@@ -246,50 +248,50 @@ class Engine:
 
     def _admit_online(self) -> None:
         while self._queue:
-            row = self._queue[0]
-            if not self._layout.add(row, row.prompt_tokens, self._offline):
+            request = self._queue[0]
+            if not self._layout.add(request, request.prompt_tokens, self._offline):
                 return
             self._online.append(self._queue.pop(0))
 
     def _decode(self) -> None:
         layout = self._layout
-        for row in list(self._online):
-            if layout.add(row, 1, self._offline):
-                self._generated(row, self._online, "online_tokens")
-        for row in list(self._offline):
-            is_whole = row.present_tokens == row.length_tokens
-            if is_whole and layout.add(row, 1, None):
-                self._generated(row, self._offline, "offline_tokens")
+        for request in list(self._online):
+            if layout.add(request, 1, self._offline):
+                self._generated(request, self._online, "online_tokens")
+        for request in list(self._offline):
+            is_whole = request.present_tokens == request.length_tokens
+            if is_whole and layout.add(request, 1, None):
+                self._generated(request, self._offline, "offline_tokens")
 
-    def _generated(self, row: Row, rows: list[Row], counted: str) -> None:
-        row.generated_tokens += 1
+    def _generated(self, request: Request, requests: list[Request], counted: str) -> None:
+        request.generated_tokens += 1
         self._layout.counts[counted] += 1
-        if row.generated_tokens >= row.output_tokens:
-            self._layout.remove(row)
-            rows.remove(row)
+        if request.generated_tokens >= request.output_tokens:
+            self._layout.remove(request)
+            requests.remove(request)
 
     def _admit_offline(self) -> None:
         layout = self._layout
         reserve = int(layout.num_blocks * RESERVED_SHARE)
         is_room_left = True
-        for row in self._offline:
-            missing = row.length_tokens - row.present_tokens
+        for request in self._offline:
+            missing = request.length_tokens - request.present_tokens
             if missing:
                 is_room_left = layout.blocks_for(missing) + 1 <= layout.num_free - reserve
-                if not (is_room_left and layout.restore(row)):
+                if not (is_room_left and layout.restore(request)):
                     return
         while is_room_left and len(self._offline) < MOST_OFFLINE_ROWS:
-            row = self._new_row(OFFLINE)
-            whole_tokens = row.prompt_tokens + row.output_tokens
+            request = self._new_request(OFFLINE)
+            whole_tokens = request.prompt_tokens + request.output_tokens
             if layout.blocks_for(whole_tokens) > layout.num_free - reserve:
                 return
-            layout.add(row, row.prompt_tokens, None)
-            self._offline.append(row)
+            layout.add(request, request.prompt_tokens, None)
+            self._offline.append(request)
 
     def _measure(self) -> None:
         layout = self._layout
         taken = (layout.num_blocks - layout.num_free) * layout.block_tokens
-        used = sum(row.present_tokens for row in (*self._online, *self._offline))
+        used = sum(request.present_tokens for request in (*self._online, *self._offline))
         self._unused_share += (taken - used) / (layout.num_blocks * layout.block_tokens)
 
 

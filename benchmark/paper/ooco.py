@@ -43,8 +43,8 @@ MOST_VIOLATIONS: Final = 0.03
 
 def push_all(pools: Pools) -> list[str]:
     """Move every decoding request: plain disaggregation."""
-    rows = pools.relaxed_executor.rows
-    return [rid for rid, row in rows.items() if row.state is RequestState.DECODING]
+    requests = pools.relaxed_executor.admitted
+    return [rid for rid, request in requests.items() if request.state is RequestState.DECODING]
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ _STOPS: Final = 100
 
 
 class Variants:
-    """A decode step of ``_ROWS`` rows, captured both ways."""
+    """A decode step of ``_ROWS`` requests, captured both ways."""
 
     def __init__(self, model_path: Path) -> None:
         from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts

@@ -122,7 +122,7 @@ class Measured:
         """Run an offline backlog for some seconds, with online arrivals at random times.
 
         ``decoding`` more online requests decode all the time, so that no step is of
-        offline rows alone.
+        offline requests alone.
         """
         load = Load(seconds, 0)
 

@@ -93,12 +93,12 @@ def shuffled(groups: int, size: int, seed: int = 1) -> list[bytes]:
 def order_of(source: bytes, **options: bool) -> list[OrderedLine]:
     order = io.BytesIO()
     write_order(io.BytesIO(source), order, **options)
-    return read_order(order, 0, 100_000)
+    return list(read_order(order, 0, 100_000))
 
 
 def entries_of(order: Path) -> list[OrderedLine]:
     with order.open("rb") as file:
-        return read_order(file, 0, 100_000)
+        return list(read_order(file, 0, 100_000))
 
 
 def group_of(line: bytes) -> str:
@@ -122,7 +122,7 @@ def test_groups_come_together_in_the_order_of_their_first_lines() -> None:
     assert list(dict.fromkeys(map(group_of, ordered[:-1]))) == firsts
     order = io.BytesIO()
     write_order(io.BytesIO(content), order)
-    assert read_order(order, 2000, 10) == entries[2000:]
+    assert list(read_order(order, 2000, 10)) == entries[2000:]
 
 
 def test_lines_that_share_nothing_stay_in_their_order() -> None:

@@ -36,7 +36,7 @@ from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.workload import TraceRequest
 
 MODEL = SimulatedMachine.named("llama-3.1-8b", "h100").roofline()
-LARGE = Capacity(batch_tokens=8192, rows=256, kv_tokens=400_000)
+LARGE = Capacity(batch_tokens=8192, requests=256, kv_tokens=400_000)
 
 
 def test_without_online_requests_it_is_the_saturated_throughput() -> None:
@@ -48,10 +48,10 @@ def test_without_online_requests_it_is_the_saturated_throughput() -> None:
     assert found == pytest.approx(tokens_per_s, rel=1e-6)
 
 
-def test_decodes_alone_are_bound_by_the_rows_that_fit() -> None:
+def test_decodes_alone_are_bound_by_the_requests_that_fit() -> None:
     model = LinearModel.of(HYGEN, iteration_s=1e-2)
     # 10 requests of at least 1,000 tokens fit: a step a token, but at the edges of the window.
-    capacity = Capacity(batch_tokens=10**9, rows=256, kv_tokens=10_000)
+    capacity = Capacity(batch_tokens=10**9, requests=256, kv_tokens=10_000)
     found = offline_bound(model, capacity, OfflineShape(1000, 10**6), Required(), 10.0)
     assert found < 10_001 + 10 / 1e-2
 
@@ -102,7 +102,7 @@ def simulated(
 ) -> SimulationResult:
     config = ExecutorConfig(
         kv_capacity_tokens=capacity.kv_tokens,
-        max_running_requests=capacity.rows,
+        max_running_requests=capacity.requests,
         max_batch_tokens=capacity.batch_tokens,
         safepoint=SafepointConfig(32, 4),
     )
@@ -128,7 +128,7 @@ lengths = st.tuples(st.integers(1, 4000), st.integers(1, 300))
     online=st.lists(st.tuples(st.floats(0.0, 3.5), lengths), max_size=20),
     offline=st.tuples(st.integers(100, 4000), st.integers(1, 300)),
     kv_tokens=st.sampled_from([40_000, 400_000]),
-    rows=st.sampled_from([16, 256]),
+    requests=st.sampled_from([16, 256]),
 )
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_no_policy_does_more(
@@ -136,14 +136,14 @@ def test_no_policy_does_more(
     online: list[tuple[float, tuple[int, int]]],
     offline: tuple[int, int],
     kv_tokens: int,
-    rows: int,
+    requests: int,
 ) -> None:
     """Each beside the targets that it kept itself."""
     trace = [
         TraceRequest(index, arrival_s, *length)
         for index, (arrival_s, length) in enumerate(sorted(online))
     ]
-    window_s, capacity, shape = 4.0, Capacity(8192, rows, kv_tokens), OfflineShape(*offline)
+    window_s, capacity, shape = 4.0, Capacity(8192, requests, kv_tokens), OfflineShape(*offline)
     result = simulated(policy, trace, shape, capacity, window_s)
     ttfts_s = [timeline.ttft_s for timeline in result.online]
     gaps_s = [b - a for t in result.online for a, b in pairwise(t.token_times_s)]

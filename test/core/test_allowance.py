@@ -128,9 +128,9 @@ def test_whatever_happens_it_stays_finite_and_positive(
     seen: list[tuple[float, float | None, int]], limit: str, statistic: str
 ) -> None:
     learned = allowance(*(f"{name} {statistic} {limit}" for name in ("ttft", "tpot", "tbt")))
-    for measured_s, alone_s, rows in seen:
+    for measured_s, alone_s, count in seen:
         learned.first_token(INFO, measured_s, alone_s)
-        learned.gaps([(INFO, measured_s, alone_s, 0.0)] * rows)
+        learned.gaps([(INFO, measured_s, alone_s, 0.0)] * count)
         learned.finished(INFO, measured_s, alone_s)
         assert 0 < learned.arrival_s < math.inf
         assert 0 < learned.gap_share <= 1

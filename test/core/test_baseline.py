@@ -78,17 +78,25 @@ def workloads(draw: st.DrawFn) -> list[Request]:
 @given(
     requests=workloads(),
     chunk=st.integers(1, 50),
-    rows=st.integers(1, 4),
+    most_requests=st.integers(1, 4),
     kv=st.integers(30, 200),
     mixes=st.booleans(),
     steps=st.integers(1, 5),
     seed=st.integers(0, 99),
 )
 def test_what_it_says_does_not_depend_on_when_tokens_become_known(
-    requests: list[Request], chunk: int, rows: int, kv: int, mixes: bool, steps: int, seed: int
+    requests: list[Request],
+    chunk: int,
+    most_requests: int,
+    kv: int,
+    mixes: bool,
+    steps: int,
+    seed: int,
 ) -> None:
     def baseline() -> Baseline:
-        return Baseline(chunk_tokens=chunk, max_rows=rows, kv_tokens=kv, mixes_decodes=mixes)
+        return Baseline(
+            chunk_tokens=chunk, max_requests=most_requests, kv_tokens=kv, mixes_decodes=mixes
+        )
 
     heard, known = baseline(), baseline()
     found = times(requests, heard, steps=steps, seed=seed)
@@ -100,7 +108,7 @@ def test_what_it_says_does_not_depend_on_when_tokens_become_known(
 
 
 def make(**settings: int) -> Baseline:
-    return Baseline(**{"chunk_tokens": 100, "max_rows": 8, "kv_tokens": 1000, **settings})
+    return Baseline(**{"chunk_tokens": 100, "max_requests": 8, "kv_tokens": 1000, **settings})
 
 
 def test_prompts_run_together_up_to_a_chunk_and_before_decodes() -> None:
@@ -148,8 +156,8 @@ def test_a_decode_step_waits_for_all_its_tokens() -> None:
     assert [token.rid for token in baseline.advance(predict, 9.0)] == ["a"]
 
 
-def test_a_request_that_is_given_up_leaves() -> None:
-    baseline = make(max_rows=1)
+def test_a_request_that_is_dropped_leaves() -> None:
+    baseline = make(max_requests=1)
     baseline.arrived("a", 0.0, 8)
     baseline.arrived("b", 0.0, 8)
     baseline.advance(predict, 9.0)

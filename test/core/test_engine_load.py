@@ -92,9 +92,9 @@ def test_the_share_is_of_the_last_ten_seconds() -> None:
     assert share.at(201.0, 14.7) == pytest.approx(0.1)
 
 
-def test_lines_fit_by_their_mean_length_and_by_rows() -> None:
-    assert lines_at_a_time(kv_tokens=1000, rows=100, lines=2, line_tokens=200) == 10
-    assert lines_at_a_time(kv_tokens=1000, rows=7, lines=2, line_tokens=200) == 7
-    assert lines_at_a_time(kv_tokens=1000, rows=-1, lines=2, line_tokens=200) == 0
+def test_lines_fit_by_their_mean_length_and_by_requests() -> None:
+    assert lines_at_a_time(kv_tokens=1000, requests=100, lines=2, line_tokens=200) == 10
+    assert lines_at_a_time(kv_tokens=1000, requests=7, lines=2, line_tokens=200) == 7
+    assert lines_at_a_time(kv_tokens=1000, requests=-1, lines=2, line_tokens=200) == 0
     # Nobody has sent any yet: of middle length.
-    assert lines_at_a_time(kv_tokens=1024, rows=100, lines=0, line_tokens=0) == 2
+    assert lines_at_a_time(kv_tokens=1024, requests=100, lines=0, line_tokens=0) == 2

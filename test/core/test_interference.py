@@ -26,7 +26,7 @@ def predict(_: StepStats) -> float:
 
 def followed(*, has_baseline: bool = True) -> Interference:
     monitor = SloMonitor(SloTargets(0.3, 0.2), [parse_slo(text) for text in SLOS])
-    baseline = Baseline(chunk_tokens=100, max_rows=8, kv_tokens=1000) if has_baseline else None
+    baseline = Baseline(chunk_tokens=100, max_requests=8, kv_tokens=1000) if has_baseline else None
     allowance = Allowance(monitor.slos, ttft_prior_s=1.0, gap_prior_s=1.0)
     return Interference(monitor, baseline, allowance)
 

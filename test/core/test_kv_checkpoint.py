@@ -17,8 +17,8 @@ from sglang_coserve.core.kv_checkpoint import (
     CheckpointSnapshot,
     HostQuota,
     PageCopy,
-    RowPages,
-    RowToSave,
+    RequestPages,
+    RequestToSave,
     plan_copies,
     reclaim_tokens,
 )
@@ -29,8 +29,8 @@ EAGER = CheckpointPolicy(CheckpointMode.EAGER)
 PRESSURE = CheckpointPolicy(CheckpointMode.PRESSURE, watermark=0.8)
 
 modes = st.sampled_from(CheckpointMode)
-row_lists = st.lists(st.integers(0, 2000), max_size=12).map(
-    lambda dirty: tuple(RowToSave(f"r{i}", tokens) for i, tokens in enumerate(dirty))
+unsaved = st.lists(st.integers(0, 2000), max_size=12).map(
+    lambda dirty: tuple(RequestToSave(f"r{i}", tokens) for i, tokens in enumerate(dirty))
 )
 
 
@@ -40,12 +40,12 @@ class PageState(Enum):
     SAVED = 2
 
 
-class PagesOfARow(RuleBasedStateMachine):
-    """Drives ``RowPages`` beside a list with the state of each page."""
+class PagesOfARequest(RuleBasedStateMachine):
+    """Drives ``RequestPages`` beside a list with the state of each page."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pages = RowPages()
+        self.pages = RequestPages()
         self.states: list[PageState] = []
         self.copies: list[int] = []
 
@@ -99,58 +99,69 @@ class PagesOfARow(RuleBasedStateMachine):
         assert pages.total == len(self.states)
 
 
-TestPagesOfARow = PagesOfARow.TestCase
+TestPagesOfARequest = PagesOfARequest.TestCase
 
 
-def test_eager_copies_all_full_pages_of_all_rows() -> None:
-    rows = (RowToSave("a", 40), RowToSave("b", 16), RowToSave("c", 15))
-    copies = plan_copies(EAGER, CheckpointSnapshot(rows, used_share=0.1), PAGE)
+def test_eager_copies_all_full_pages_of_all_requests() -> None:
+    requests = (RequestToSave("a", 40), RequestToSave("b", 16), RequestToSave("c", 15))
+    copies = plan_copies(EAGER, CheckpointSnapshot(requests, used_share=0.1), PAGE)
     assert set(copies) == {PageCopy("a", 32), PageCopy("b", 16)}
 
 
 def test_small_pages_wait_until_a_copy_is_worth_its_cost() -> None:
-    rows = (RowToSave("a", 17), RowToSave("b", 16), RowToSave("c", 15))
-    copies = plan_copies(EAGER, CheckpointSnapshot(rows, used_share=0.1), page_tokens=1)
+    requests = (RequestToSave("a", 17), RequestToSave("b", 16), RequestToSave("c", 15))
+    copies = plan_copies(EAGER, CheckpointSnapshot(requests, used_share=0.1), page_tokens=1)
     assert set(copies) == {PageCopy("a", 17), PageCopy("b", 16)}
     at_once = replace(EAGER, least_copy_tokens=1)
-    assert len(plan_copies(at_once, CheckpointSnapshot(rows, used_share=0.1), page_tokens=1)) == 3
+    assert (
+        len(plan_copies(at_once, CheckpointSnapshot(requests, used_share=0.1), page_tokens=1)) == 3
+    )
 
 
-def test_the_rows_admitted_last_are_saved_first() -> None:
+def test_the_requests_admitted_last_are_saved_first() -> None:
     policy = replace(EAGER, step_tokens=2 * PAGE)
-    rows = (RowToSave("oldest", PAGE), RowToSave("middle", PAGE), RowToSave("newest", PAGE))
-    copies = plan_copies(policy, CheckpointSnapshot(rows, used_share=0.1), PAGE)
+    requests = (
+        RequestToSave("oldest", PAGE),
+        RequestToSave("middle", PAGE),
+        RequestToSave("newest", PAGE),
+    )
+    copies = plan_copies(policy, CheckpointSnapshot(requests, used_share=0.1), PAGE)
     assert [copy.rid for copy in copies] == ["newest", "middle"]
 
 
 @pytest.mark.parametrize(("used_share", "copied"), [(0.79, 0), (0.8, 1), (0.95, 1)])
 def test_pressure_copies_above_the_watermark(used_share: float, copied: int) -> None:
-    snapshot = CheckpointSnapshot((RowToSave("a", PAGE),), used_share)
+    snapshot = CheckpointSnapshot((RequestToSave("a", PAGE),), used_share)
     assert len(plan_copies(PRESSURE, snapshot, PAGE)) == copied
 
 
 @pytest.mark.parametrize("mode", [CheckpointMode.LAZY, CheckpointMode.OFF])
 def test_lazy_and_off_copy_nothing_ahead(mode: CheckpointMode) -> None:
-    snapshot = CheckpointSnapshot((RowToSave("a", 1000),), used_share=1.0)
+    snapshot = CheckpointSnapshot((RequestToSave("a", 1000),), used_share=1.0)
     assert not plan_copies(CheckpointPolicy(mode), snapshot, PAGE)
 
 
 def test_a_stuck_engine_gets_no_more_copies() -> None:
-    rows = (RowToSave("a", PAGE),)
-    waiting = CheckpointSnapshot(rows, 0.5, in_flight_tokens=PAGE, oldest_copy_steps=256)
+    requests = (RequestToSave("a", PAGE),)
+    waiting = CheckpointSnapshot(requests, 0.5, in_flight_tokens=PAGE, oldest_copy_steps=256)
     stuck = replace(waiting, oldest_copy_steps=257)
     assert plan_copies(EAGER, waiting, PAGE)
     assert not plan_copies(EAGER, stuck, PAGE)
 
 
-@given(mode=modes, rows=row_lists, in_flight=st.integers(0, 20_000), page=st.sampled_from([1, 16]))
+@given(
+    mode=modes,
+    requests=unsaved,
+    in_flight=st.integers(0, 20_000),
+    page=st.sampled_from([1, 16]),
+)
 def test_plans_are_whole_pages_within_all_bounds(
-    mode: CheckpointMode, rows: tuple[RowToSave, ...], in_flight: int, page: int
+    mode: CheckpointMode, requests: tuple[RequestToSave, ...], in_flight: int, page: int
 ) -> None:
     policy = CheckpointPolicy(mode, step_tokens=1024, in_flight_tokens=8192)
-    snapshot = CheckpointSnapshot(rows, used_share=0.9, in_flight_tokens=in_flight)
+    snapshot = CheckpointSnapshot(requests, used_share=0.9, in_flight_tokens=in_flight)
     copies = plan_copies(policy, snapshot, page)
-    dirty = {row.rid: row.dirty_tokens for row in rows}
+    dirty = {request.rid: request.dirty_tokens for request in requests}
     assert len({copy.rid for copy in copies}) == len(copies)
     assert all(0 < copy.tokens <= dirty[copy.rid] for copy in copies)
     assert all(copy.tokens % page == 0 for copy in copies)

@@ -20,6 +20,14 @@ from sglang_coserve.http_lines import (
     EngineRefusesError,
     LineMovedError,
 )
+from sglang_coserve.http_lines.messages import (
+    LineCall,
+    LineEvent,
+    attempt_of,
+    decode_message,
+    encode_message,
+    result_of,
+)
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import LineRequest, LineResult
 
@@ -83,7 +91,7 @@ def test_a_line_that_waits_longer_than_the_heartbeat_is_not_lost() -> None:
 
 
 def test_a_silent_engine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_coserve.http_lines.engine_connection._SILENT_S", 0.2)
+    monkeypatch.setattr("sglang_coserve.http_lines.engine_stream._SILENT_S", 0.2)
 
     async def scenario() -> None:
         async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
@@ -104,6 +112,101 @@ def test_a_closed_connection_aborts_the_line() -> None:
             await engine.holds(0)
             assert len(engine.backend.aborted) == 1
             assert engine.lines.num_in_flight == 0
+
+    play(scenario())
+
+
+def test_lines_share_one_connection_and_end_one_by_one() -> None:
+    async def scenario() -> None:
+        async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
+            names = [f"{n}" for n in range(50)]
+            attempts = {
+                name: asyncio.ensure_future(connection.run(request(name), "scripted", ignore))
+                for name in names
+            }
+            await engine.holds(len(names))
+            assert len(engine._server.server_state.connections) == 1
+            attempts.pop("7").cancel()
+            await engine.holds(len(names) - 1)
+            for name in attempts:
+                engine.backend.held(name).generate(2)
+                engine.backend.held(name).finish()
+            async with asyncio.timeout(READY_S):
+                for name, attempt in attempts.items():
+                    assert await attempt == answer(request(name))
+
+    play(scenario())
+
+
+def test_tokens_that_cannot_be_taken_end_their_line_alone() -> None:
+    def refuse(_tokens: Sequence[int]) -> None:
+        raise OverflowError("no room")
+
+    async def scenario() -> None:
+        async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
+            bad = asyncio.ensure_future(connection.run(request("bad"), "scripted", refuse))
+            good = asyncio.ensure_future(connection.run(request("good"), "scripted", ignore))
+            await engine.holds(2)
+            engine.backend.held("bad").generate(1)
+            with pytest.raises(OverflowError):
+                await bad
+            await engine.holds(1)
+            engine.backend.held("good").finish()
+            assert (await good).is_ok
+
+    play(scenario())
+
+
+def test_a_line_that_is_too_large_ends_no_other() -> None:
+    async def scenario() -> None:
+        backend = ScriptedBackend(holds=True, limits=BodyLimits(max_bytes=1 << 10))
+        async with (
+            LiveEngine(backend) as engine,
+            EngineConnection(engine.url, ADMIN_KEY) as connection,
+        ):
+            small = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
+            await engine.holds(1)
+            large = await connection.run(request(text="x" * 3_000_000), "scripted", ignore)
+            assert (large.status_code, large.is_retryable) == (413, False)
+            engine.backend.held("a").finish()
+            assert (await small).is_ok
+
+    play(scenario())
+
+
+def test_an_id_that_is_in_use_ends_the_stream_with_what_is_wrong() -> None:
+    attempt = attempt_of(request(), "scripted", 0.0)
+
+    async def scenario() -> None:
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        async with (
+            LiveEngine() as engine,
+            httpx.AsyncClient(base_url=engine.url, headers=headers, trust_env=False) as client,
+        ):
+            content = 2 * encode_message(LineCall(3, attempt))
+            answered = await client.post("/coserve/lines", content=content)
+            assert "3 is in use" in answered.json()["fault"]
+            await engine.holds(0)
+
+    play(scenario())
+
+
+def test_a_request_with_all_its_calls_is_answered_to_its_end() -> None:
+    attempt = attempt_of(request(), "scripted", 0.0)
+
+    async def scenario() -> None:
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        async with (
+            LiveEngine(ScriptedBackend()) as engine,
+            httpx.AsyncClient(base_url=engine.url, headers=headers, trust_env=False) as client,
+        ):
+            content = b"".join(encode_message(LineCall(n, attempt)) for n in (1, 2)).rstrip()
+            answered = await client.post("/coserve/lines", content=content)
+            events = [decode_message(line, LineEvent) for line in answered.content.splitlines()]
+            assert {event.id: result_of(event) for event in events} == {
+                1: answer(request()),
+                2: answer(request()),
+            }
 
     play(scenario())
 
@@ -199,8 +302,12 @@ def test_what_is_no_attempt_or_too_large_is_refused_with_what_is_wrong() -> None
             httpx.AsyncClient(base_url=engine.url, headers=headers, trust_env=False) as client,
         ):
             bad = await client.post("/coserve/lines", content=b'{"line": "one"}')
-            assert bad.status_code == 400
-            assert "LineAttempt" in bad.json()["error"]["message"]
+            assert "LineCall" in bad.json()["fault"]
+            content = b'{"id":7,"attempt":{"line": "one"}}'
+            bad = await client.post("/coserve/lines", content=content)
+            event = bad.json()
+            assert (event["id"], event["result"]["status_code"]) == (7, 400)
+            assert "attempt" in event["result"]["body"]["error"]["message"]
             large = await connection.run(request(text="x" * 3_000_000), "scripted", ignore)
             assert (large.status_code, large.is_retryable) == (413, False)
             described = await connection.describe()

@@ -72,7 +72,8 @@ def test_a_result_comes_over_whole(
     status: int, body: dict[str, Any], is_retryable: bool, kind: FailureKind, pause_s: float
 ) -> None:
     result = LineResult(status, "id", body, is_retryable, kind, pause_s)
-    event = decode_message(encode_message(event_of(result)), LineEvent)
+    event = decode_message(encode_message(event_of(5, result)), LineEvent)
+    assert event.id == 5
     assert result_of(event) == result
 
 

@@ -9,7 +9,7 @@ from sglang_coserve.core.latency_model import CONSERVE, LatencyModel, LinearMode
 from sglang_coserve.profiler import ExecutorLimits, ProfiledMachine, StepShape
 
 LIMITS = ExecutorLimits(
-    max_batch_tokens=2048, max_row_tokens=8192, max_requests=64, kv_capacity_tokens=65536
+    max_batch_tokens=2048, max_request_tokens=8192, max_requests=64, kv_capacity_tokens=65536
 )
 
 POLYNOMIAL = LinearModel.of(

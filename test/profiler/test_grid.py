@@ -18,7 +18,7 @@ from sglang_coserve.profiler import (
 limits = st.builds(
     ExecutorLimits,
     max_batch_tokens=st.integers(1, 16384),
-    max_row_tokens=st.integers(2, 131072),
+    max_request_tokens=st.integers(2, 131072),
     max_requests=st.integers(1, 512),
     kv_capacity_tokens=st.integers(64, 1_000_000),
     page_tokens=st.sampled_from([1, 16, 64]),
@@ -53,7 +53,7 @@ def test_the_grid_reaches_the_limits_in_every_direction() -> None:
     shapes = plan_grid(LIMITS)
     assert max(s.stats.prefill_tokens for s in shapes) == LIMITS.max_batch_tokens
     assert max(len(s.decodes) for s in shapes) == LIMITS.max_requests
-    assert max(tokens for s in shapes for tokens in s.row_tokens()) == LIMITS.max_row_tokens
+    assert max(tokens for s in shapes for tokens in s.request_tokens()) == LIMITS.max_request_tokens
     assert {s.kind for s in shapes} == set(ShapeKind)
     mixed_prefills = [s for s in shapes if s.kind is ShapeKind.MIXED and len(s.prefills) > 1]
     assert any(len(set(s.decodes)) > 1 for s in mixed_prefills)
@@ -86,7 +86,7 @@ def test_early_shapes_are_small() -> None:
 def test_limits(shape: StepShape, allowed: bool) -> None:
     limits = ExecutorLimits(
         max_batch_tokens=48,
-        max_row_tokens=100,
+        max_request_tokens=100,
         max_requests=10,
         kv_capacity_tokens=320,
         page_tokens=16,

@@ -93,7 +93,10 @@ def test_another_machine_is_refused(tmp_path: Path, change: dict[str, object], n
         ('{"prefill_tokens": [0], "prefill_contexts": [0]}', "prefill_tokens"),
         ('{"prefill_tokens": [1], "prefill_contexts": [], "decodes": [], "runs_s": [1.0]}', "1 pr"),
         ('{"prefill_tokens": [], "prefill_contexts": [], "decodes": [3], "runs_s": []}', "runs_s"),
-        ('{"prefill_tokens": [], "prefill_contexts": [], "decodes": [], "runs_s": [1.0]}', "row"),
+        (
+            '{"prefill_tokens": [], "prefill_contexts": [], "decodes": [], "runs_s": [1.0]}',
+            "request",
+        ),
         (
             '{"prefill_tokens": [], "prefill_contexts": [], "decodes": [3], "runs_s": [-1.0]}',
             "than 0",

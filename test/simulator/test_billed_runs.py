@@ -38,7 +38,7 @@ class KeptSetup(SimulationSetup):
     def make_scheduler(self, policy: Policy) -> Scheduler:
         engine = EngineSize(
             chunk_tokens=OnlineOnlyPolicy().chunk_tokens,
-            max_rows=self.executor.max_running_requests,
+            max_requests=self.executor.max_running_requests,
             kv_tokens=KV_TOKENS,
             mixes_decodes=True,
         )

@@ -73,20 +73,20 @@ def test_the_same_prompt_again_computes_its_last_token() -> None:
     assert ms(second.token_times_s) == [1001]
 
 
-def test_rows_that_share_a_prefix_say_so_while_they_do() -> None:
+def test_requests_that_share_a_prefix_say_so_while_they_do() -> None:
     shared = list(range(100, 108))
     first, second = online("a", [*shared, 1], 9), online("b", [*shared, 2], 3, arrival_s=0.010)
     engine, executor = engine_of(first, second, policy="online_only")
 
     def shared_tokens() -> list[int]:
-        return [row.cached_tokens for row in executor.snapshot(engine.now_s).rows]
+        return [request.cached_tokens for request in executor.snapshot(engine.now_s).admitted]
 
     assert engine.step()
     assert shared_tokens() == [0]
-    while len(executor.rows) < 2:
+    while len(executor.admitted) < 2:
         assert engine.step()
     assert shared_tokens() == [8, 8]
-    while len(executor.rows) == 2:
+    while len(executor.admitted) == 2:
         assert engine.step()
     assert shared_tokens() == [0]
 
@@ -191,7 +191,7 @@ def test_an_offline_step_goes_on_between_the_tokens_of_a_decode() -> None:
     )
 
 
-def test_a_suspended_step_is_given_up_for_memory_only() -> None:
+def test_a_suspended_step_is_dropped_for_memory_only() -> None:
     # 600 tokens of prompt are in flight when 500 tokens of an online one arrive.
     background, request = offline("f", 600, 1), online("n", 500, 1, arrival_s=0.1)
     config = replace(safepoints(), max_batch_tokens=600, kv_capacity_tokens=1000)

@@ -13,7 +13,7 @@ from hypothesis.stateful import (
 )
 
 from sglang_coserve.core.request import RequestClass, RequestState
-from sglang_coserve.core.snapshot import EngineSnapshot, Row
+from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.core.step import Lane, PrefillChunk, Retraction, StepPlan
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.simulator.executor import SimulatedExecutor
@@ -93,7 +93,7 @@ class Plans(RuleBasedStateMachine):
         assert executor.suspended is not None
         admitted = set(executor.suspended.admitted)
         assert set(executor.drop()) == admitted
-        assert not admitted & set(executor.rows.values())
+        assert not admitted & set(executor.admitted.values())
 
     def end(self, batch: RunningStep) -> None:
         self.computed_tokens += sum(batch.tokens_by_class())
@@ -105,53 +105,53 @@ class Plans(RuleBasedStateMachine):
         here = RequestState.PAUSED if is_alone else RequestState.DECODING
         room = snapshot.free_kv_tokens + snapshot.evictable_kv_tokens
         slots = snapshot.free_slots
-        rows = {row.info.rid: row for row in snapshot.rows}
+        kept = {one.info.rid: one for one in snapshot.admitted}
         retract = []
-        for row in snapshot.rows:
+        for one in snapshot.admitted:
             if data.draw(st.integers(0, 9), "retract") == 0:
                 retract.append(
-                    Retraction(row.info.rid, data.draw(st.integers(1, row.computed_tokens)))
+                    Retraction(one.info.rid, data.draw(st.integers(1, one.computed_tokens)))
                 )
-                del rows[row.info.rid]
+                del kept[one.info.rid]
         switches: dict[str, list[str]] = {"pause": [], "resume": [], "park": []}
         decodes, prefills = [], []
-        for row in rows.values():
-            if is_alone and row.info.is_online:
+        for one in kept.values():
+            if is_alone and one.info.is_online:
                 continue
             runs = data.draw(st.booleans(), "runs")
-            if row.state in (RequestState.DECODING, RequestState.PAUSED):
-                # Offline rows cannot leave their lane in one of its own steps.
-                runs = (runs or (is_alone and row.state is here)) and (
-                    need := PAGE * (row.computed_tokens % PAGE == 0)
+            if one.state in (RequestState.DECODING, RequestState.PAUSED):
+                # Offline requests cannot leave their lane in one of its own steps.
+                runs = (runs or (is_alone and one.state is here)) and (
+                    need := PAGE * (one.computed_tokens % PAGE == 0)
                 ) <= room
                 if runs:
                     room -= need
-                    decodes.append(row.computed_tokens)
-                elif is_alone and row.state is here:
-                    retract.append(Retraction(row.info.rid, row.computed_tokens))
-                if runs and row.state is not here:
-                    switches["pause" if is_alone else "resume"].append(row.info.rid)
-                elif not runs and not is_alone and row.state is here:
-                    switches["pause"].append(row.info.rid)
+                    decodes.append(one.computed_tokens)
+                elif is_alone and one.state is here:
+                    retract.append(Retraction(one.info.rid, one.computed_tokens))
+                if runs and one.state is not here:
+                    switches["pause" if is_alone else "resume"].append(one.info.rid)
+                elif not runs and not is_alone and one.state is here:
+                    switches["pause"].append(one.info.rid)
             else:
-                chunk = self.draw_chunk(data, row, room) if runs else 0
+                chunk = self.draw_chunk(data, one, room) if runs else 0
                 if chunk:
-                    room -= slots_of(row.computed_tokens + chunk) - slots_of(row.computed_tokens)
-                    prefills.append((row.info.rid, chunk, row.computed_tokens))
-                elif row.state is RequestState.PREFILLING:
-                    switches["park"].append(row.info.rid)
+                    room -= slots_of(one.computed_tokens + chunk) - slots_of(one.computed_tokens)
+                    prefills.append((one.info.rid, chunk, one.computed_tokens))
+                elif one.state is RequestState.PREFILLING:
+                    switches["park"].append(one.info.rid)
         offline = list(self.executor.offline_waiting.values())
         for request in offline if is_alone else (*self.executor.waiting, *offline):
             rid = request.info.rid
             if slots == 0 or not data.draw(st.booleans(), "admit"):
                 continue
             cached = (
-                request.row.cached_tokens
+                request.view.cached_tokens
                 if request.info.is_online
                 else self.executor.cached_tokens(rid)
             )
-            row = request.row._replace(cached_tokens=cached)
-            if chunk := self.draw_chunk(data, row, room - slots_of(cached)):
+            one = request.view._replace(cached_tokens=cached)
+            if chunk := self.draw_chunk(data, one, room - slots_of(cached)):
                 room -= slots_of(cached + chunk)
                 slots -= 1
                 prefills.append((rid, chunk, cached))
@@ -165,8 +165,8 @@ class Plans(RuleBasedStateMachine):
             batch=StepStats.of(((tokens, cached) for _, tokens, cached in prefills), decodes),
         )
 
-    def draw_chunk(self, data: st.DataObject, row: Row, room: int) -> int:
-        most = min(row.tokens_to_compute, room - PAGE)
+    def draw_chunk(self, data: st.DataObject, request: Request, room: int) -> int:
+        most = min(request.tokens_to_compute, room - PAGE)
         return data.draw(st.integers(0, most), "chunk") if most > 0 else 0
 
     @invariant()
@@ -174,7 +174,7 @@ class Plans(RuleBasedStateMachine):
         executor = self.executor
         executor.check_invariants()
         places = [
-            *executor.rows,
+            *executor.admitted,
             *(r.info.rid for r in executor.waiting),
             *executor.offline_waiting,
         ]

@@ -21,12 +21,12 @@ from sglang_coserve.simulator.source import TrafficSource
 from simulator.engines import offline, online
 
 MODEL = LinearModel.of(CONSERVE, compute_token_s=1e-4, iteration_s=5e-3)
-KV_TOKENS, ROWS, SHARED, OWN, OUTPUT = 3_000, 16, 160, 16, 20
+KV_TOKENS, REQUESTS, SHARED, OWN, OUTPUT = 3_000, 16, 160, 16, 20
 MANY_LINES = 1 << 30
 
 
 def engine_of(arriving: Sequence[SimRequest] = ()) -> FleetEngine:
-    config = ExecutorConfig(KV_TOKENS, page_tokens=16, max_running_requests=ROWS)
+    config = ExecutorConfig(KV_TOKENS, page_tokens=16, max_running_requests=REQUESTS)
     executor, policy, mailbox = SimulatedExecutor(config, MODEL), make_policy("conserve"), Mailbox()
     queue = OfflineQueue(policy.queue_config(0))
     scheduler = Scheduler(policy, MODEL, deadlines(SloTargets(ttft_s=0.5)), queue)

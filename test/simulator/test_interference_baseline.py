@@ -48,7 +48,7 @@ class Follower:
         # As the policy online_only composes its steps.
         self._baseline = Baseline(
             chunk_tokens=OnlineOnlyPolicy().chunk_tokens,
-            max_rows=config.max_running_requests,
+            max_requests=config.max_running_requests,
             kv_tokens=KV_TOKENS,
             mixes_decodes=True,
         )

@@ -36,7 +36,7 @@ from sglang_coserve.simulator.source import TrafficSource
 from sglang_coserve.simulator.what_if import Change, compare_change, parse_share
 from simulator.engines import offline, online
 
-SIZE = EngineSize(chunk_tokens=512, max_rows=32, kv_tokens=20_000)
+SIZE = EngineSize(chunk_tokens=512, max_requests=32, kv_tokens=20_000)
 SETUP = SchedulerSetup(
     "coserve",
     deadlines(SloTargets(1.0, 0.1)),
@@ -66,7 +66,7 @@ def recorded(num_offline: int = 150) -> tuple[list[str], list[RequestTimeline], 
     config = ExecutorConfig(
         kv_capacity_tokens=SIZE.kv_tokens,
         page_tokens=1,
-        max_running_requests=SIZE.max_rows,
+        max_running_requests=SIZE.max_requests,
         max_batch_tokens=SIZE.chunk_tokens,
     )
     engine = Engine(scheduler, SimulatedExecutor(config, MODEL), TrafficSource([requests]))  # type: ignore[arg-type]

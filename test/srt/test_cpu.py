@@ -19,14 +19,14 @@ def last_slot(slots: list[int]) -> int:
 
 
 def test_pages_are_filled_before_new_ones_are_opened() -> None:
-    """Random extends and decodes: every row's slots are whole pages in order, none shared."""
+    """Random extends and decodes: every request's slots are whole pages in order, none shared."""
     rng = random.Random(3)
     free = torch.randperm(500, generator=torch.Generator().manual_seed(3)) + 1
-    rows: list[list[int]] = [[] for _ in range(6)]
+    held: list[list[int]] = [[] for _ in range(6)]
     for _ in range(40):
-        lens = torch.tensor([len(row) for row in rows])
-        last = torch.tensor([last_slot(row) for row in rows])
-        grow = torch.tensor([rng.choice([1, 1, 2, 15, 16, 17, 40]) for _ in rows])
+        lens = torch.tensor([len(row) for row in held])
+        last = torch.tensor([last_slot(row) for row in held])
+        grow = torch.tensor([rng.choice([1, 1, 2, 15, 16, 17, 40]) for _ in held])
         decode = bool((lens > 0).all()) and rng.random() < 0.5
         grow = torch.ones_like(grow) if decode else grow
         new_lens = lens + grow
@@ -44,11 +44,11 @@ def test_pages_are_filled_before_new_ones_are_opened() -> None:
             assert set(out.tolist()) == {-7} or not decode
             break
         free = free[opened:]
-        for row, slots in zip(rows, out.split(grow.tolist()), strict=True):
+        for row, slots in zip(held, out.split(grow.tolist()), strict=True):
             row.extend(slots.tolist())
-    assert sum(map(len, rows)) > 500
+    assert sum(map(len, held)) > 500
     owned: dict[int, int] = {}
-    for owner, row in enumerate(rows):
+    for owner, row in enumerate(held):
         for position, slot in enumerate(row):
             assert slot % PAGE_TOKENS == position % PAGE_TOKENS
             assert owned.setdefault(slot // PAGE_TOKENS, owner) == owner

@@ -30,10 +30,10 @@ HEAD_DIM = 16
 SCALING = 0.3
 ENCODER_TOKENS = 7
 
-Rows = list[tuple[int, int]]
-"""New tokens and cached tokens of each row."""
+Sequences = list[tuple[int, int]]
+"""New tokens and cached tokens of each sequence."""
 
-ROWS = st.lists(
+SEQUENCES = st.lists(
     st.tuples(
         st.one_of(st.just(1), st.integers(1, 40), st.integers(250, 600)),
         st.one_of(st.just(0), st.integers(0, 300)),
@@ -57,7 +57,7 @@ class Case:
 
     def __init__(
         self,
-        rows: Rows,
+        sequences: Sequences,
         *,
         kv_heads: int = 2,
         sharing_heads: int = 2,
@@ -73,9 +73,9 @@ class Case:
 
         heads = kv_heads * sharing_heads
         self.layer = RadixAttention(heads, HEAD_DIM, SCALING, kv_heads, 0, **layer)
-        new, cached = torch.tensor(rows).unbind(1)
+        new, cached = torch.tensor(sequences).unbind(1)
         encoder_tokens = ENCODER_TOKENS if encoder else 0
-        table = ReqToTokenPool(len(rows), 2048, "cpu", enable_memory_saver=False)
+        table = ReqToTokenPool(len(sequences), 2048, "cpu", enable_memory_saver=False)
         self.kv = MHATokenToKVPool(
             KV_TOKENS, PAGE_TOKENS, kv_dtype, kv_heads, HEAD_DIM, 1, "cpu", False
         )
@@ -83,7 +83,7 @@ class Case:
             buffer.copy_(torch.randn(buffer.shape, generator=generator))
         pages = (1 + torch.randperm(KV_TOKENS // PAGE_TOKENS, generator=generator)).tolist()
         new_slots = []
-        for row, (tokens, context) in enumerate(rows, start=1):
+        for row, (tokens, context) in enumerate(sequences, start=1):
             total = encoder_tokens + tokens + context
             slots = torch.tensor(
                 [
@@ -95,13 +95,13 @@ class Case:
             table.req_to_token[row, :total] = slots
             new_slots.append(slots[total - tokens :])
         self.batch = SimpleNamespace(
-            req_pool_indices=torch.arange(1, len(rows) + 1),
+            req_pool_indices=torch.arange(1, len(sequences) + 1),
             seq_lens=new + cached,
             extend_seq_lens=new,
             extend_prefix_lens=cached,
             out_cache_loc=torch.cat(new_slots),
             encoder_out_cache_loc=None,
-            encoder_lens=torch.full((len(rows),), ENCODER_TOKENS) if encoder else None,
+            encoder_lens=torch.full((len(sequences),), ENCODER_TOKENS) if encoder else None,
         )
         self.runner = SimpleNamespace(
             device="cpu", req_to_token_pool=table, token_to_kv_pool=self.kv
@@ -131,11 +131,16 @@ def assert_same(case: Case, *, decode: bool = False) -> None:
 
 
 @settings(deadline=None)
-@given(rows=ROWS, kv_heads=st.integers(1, 3), sharing_heads=st.integers(1, 4), seed=st.integers(0))
+@given(
+    sequences=SEQUENCES,
+    kv_heads=st.integers(1, 3),
+    sharing_heads=st.integers(1, 4),
+    seed=st.integers(0),
+)
 def test_extend_agrees_with_sglang(
-    rows: Rows, kv_heads: int, sharing_heads: int, seed: int
+    sequences: Sequences, kv_heads: int, sharing_heads: int, seed: int
 ) -> None:
-    assert_same(Case(rows, kv_heads=kv_heads, sharing_heads=sharing_heads, seed=seed % 2**63))
+    assert_same(Case(sequences, kv_heads=kv_heads, sharing_heads=sharing_heads, seed=seed % 2**63))
 
 
 @settings(deadline=None)
@@ -145,8 +150,8 @@ def test_extend_agrees_with_sglang(
     sharing_heads=st.integers(1, 4),
 )
 def test_decode_agrees_with_sglang(contexts: list[int], kv_heads: int, sharing_heads: int) -> None:
-    rows = [(1, context) for context in contexts]
-    assert_same(Case(rows, kv_heads=kv_heads, sharing_heads=sharing_heads), decode=True)
+    sequences = [(1, context) for context in contexts]
+    assert_same(Case(sequences, kv_heads=kv_heads, sharing_heads=sharing_heads), decode=True)
 
 
 def test_a_cache_of_another_type_is_converted() -> None:
@@ -168,11 +173,11 @@ def computed_pairs(case: Case, backend: type[TorchNativeAttnBackend]) -> float:
 
 
 def test_only_the_queries_of_new_tokens_are_computed() -> None:
-    rows = [(32, 0), (8, 64), (1, 100), (1, 0)]
-    case = Case(rows)
-    pairs_of_new = sum(new * (new + cached) for new, cached in rows)
+    sequences = [(32, 0), (8, 64), (1, 100), (1, 0)]
+    case = Case(sequences)
+    pairs_of_new = sum(new * (new + cached) for new, cached in sequences)
     assert computed_pairs(case, NewTokensAttention) == pairs_of_new
-    pairs_of_all = sum((new + cached) ** 2 for new, cached in rows)
+    pairs_of_all = sum((new + cached) ** 2 for new, cached in sequences)
     assert computed_pairs(case, TorchNativeAttnBackend) == pairs_of_all
 
 
@@ -192,17 +197,17 @@ LEFT_TO_SGLANG: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", LEFT_TO_SGLANG.values(), ids=LEFT_TO_SGLANG)
 def test_other_attention_is_sglangs(options: dict[str, Any]) -> None:
-    rows = [(9, 0), (4, 20), (1, 30)]
-    assert_same(Case(rows, **options))
+    sequences = [(9, 0), (4, 20), (1, 30)]
+    assert_same(Case(sequences, **options))
     if "attn_type" not in options:  # An encoder does not decode.
         assert_same(Case([(1, 20), (1, 30)], **options), decode=True)
 
 
 @settings(deadline=None)
-@given(rows=ROWS, window=st.integers(0, 300), seed=st.integers(0, 9))
-def test_a_window_agrees_with_sglang(rows: Rows, window: int, seed: int) -> None:
-    assert_same(Case(rows, sliding_window_size=window, seed=seed))
-    decodes = [(1, context) for _, context in rows]
+@given(sequences=SEQUENCES, window=st.integers(0, 300), seed=st.integers(0, 9))
+def test_a_window_agrees_with_sglang(sequences: Sequences, window: int, seed: int) -> None:
+    assert_same(Case(sequences, sliding_window_size=window, seed=seed))
+    decodes = [(1, context) for _, context in sequences]
     assert_same(Case(decodes, sliding_window_size=window, seed=seed), decode=True)
 
 
@@ -211,14 +216,14 @@ def test_a_window_leaves_out_the_keys_before_it() -> None:
     assert computed_pairs(case, NewTokensAttention) == 40 * (40 + 9)
 
 
-def written_out(case: Case, rows: Rows, sinks: torch.Tensor | None) -> torch.Tensor:
+def written_out(case: Case, sequences: Sequences, sinks: torch.Tensor | None) -> torch.Tensor:
     """Return what attention is, token by token."""
     layer, table = case.layer, case.runner.req_to_token_pool.req_to_token
     keys, values = case.kv.get_key_buffer(0), case.kv.get_value_buffer(0)
     query = case.qkv[0].unflatten(1, (layer.tp_q_head_num, HEAD_DIM))
     sharing_heads = layer.tp_q_head_num // layer.tp_k_head_num
     outputs, token = [], 0
-    for row, (new, cached) in enumerate(rows, start=1):
+    for row, (new, cached) in enumerate(sequences, start=1):
         for position in range(cached, cached + new):
             first = max(0, position - layer.sliding_window_size)
             first = 0 if layer.sliding_window_size < 0 else first
@@ -240,21 +245,21 @@ def written_out(case: Case, rows: Rows, sinks: torch.Tensor | None) -> torch.Ten
 @pytest.mark.parametrize(("logit_cap", "has_sinks"), [(0.5, False), (0.0, True), (0.5, True)])
 def test_caps_of_logits_and_sinks(window: int, logit_cap: float, has_sinks: bool) -> None:
     options = {"sliding_window_size": window, "logit_cap": logit_cap}
-    for rows, decode in (([(9, 0), (300, 20), (1, 30)], False), ([(1, 0), (1, 30)], True)):
-        case = Case(rows, **options)
+    for sequences, decode in (([(9, 0), (300, 20), (1, 30)], False), ([(1, 0), (1, 30)], True)):
+        case = Case(sequences, **options)
         sinks = torch.randn(case.layer.tp_q_head_num) if has_sinks else None
         case.run(NewTokensAttention, decode=decode)  # Writes the new keys and values.
         made = NewTokensAttention(case.runner)
         forward = made.forward_decode if decode else made.forward_extend
         output = forward(*case.qkv, case.layer, case.batch, sinks=sinks)
-        expected = written_out(case, rows, sinks)
+        expected = written_out(case, sequences, sinks)
         torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_kv_of_a_window_is_read_from_its_own_pool() -> None:
     """Each slot of the pool of whole contexts has its own in the smaller one."""
-    rows = [(9, 0), (40, 20), (1, 30)]
-    case, plain = (Case(rows, sliding_window_size=12, seed=3) for _ in range(2))
+    sequences = [(9, 0), (40, 20), (1, 30)]
+    case, plain = (Case(sequences, sliding_window_size=12, seed=3) for _ in range(2))
     plain_output = plain.run(NewTokensAttention, decode=False)
     pool = SWAKVPool(
         size=KV_TOKENS,

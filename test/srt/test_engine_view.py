@@ -84,10 +84,10 @@ def test_a_hidden_request_comes_back_in_order_of_arrival() -> None:
     assert engine.queue == ["on0", "on1", "on2"]
 
 
-def test_prefills_that_were_given_up_wait_first_or_as_offline_ones_do() -> None:
+def test_prefills_that_were_dropped_wait_first_or_as_offline_ones_do() -> None:
     engine = Engine(req("waits"))
-    given_up = [req("on"), req("off", offline=True), req("bad", offline=True, fails=True)]
-    engine.view.wait_again(given_up)
+    dropped = [req("on"), req("off", offline=True), req("bad", offline=True, fails=True)]
+    engine.view.wait_again(dropped)
     assert engine.queue == ["on", "bad", "waits"]
     assert engine.retracted == ["off"]
     assert not engine.running_batch.batch_is_full
@@ -110,18 +110,18 @@ def test_the_size_of_a_prefill_is_sglangs_again_also_after_an_error() -> None:
     assert (engine.chunked_prefill_size, engine.is_mixed_chunk) == (512, True)
 
 
-def test_each_row_with_kv_is_held_once() -> None:
+def test_each_request_with_kv_is_held_once() -> None:
     engine = Engine()
     decode, parked, chunk = (req(rid, offline=True) for rid in ("decode", "parked", "chunk"))
     engine.running_batch.reqs = [decode]
-    engine.view.paused_rows.park(parked)
+    engine.view.paused_requests.park(parked)
     engine.chunked_req = chunk
     # Of the last batch SGLang knows itself.
     engine.last_batch = SimpleNamespace(reqs=[chunk])
-    assert engine.view.counted_rows().reqs == [decode, parked]
+    assert engine.view.counted_requests().reqs == [decode, parked]
     engine.view.give_back(())
     assert engine.running_batch.reqs == [decode, parked]
-    assert not len(engine.view.paused_rows)
+    assert not len(engine.view.paused_requests)
 
 
 class Pipelined(Engine):
@@ -141,27 +141,27 @@ def batch(*reqs: Any) -> Any:
     return SimpleNamespace(reqs=list(reqs), batch_is_full=False)
 
 
-def row(rid: str, *, ended: bool = False) -> Any:
+def request(rid: str, *, ended: bool = False) -> Any:
     made = req(rid, offline=True)
     made.finished = lambda: ended
     made.kv = SimpleNamespace(holds_kv=True)
     return made
 
 
-def test_rows_of_the_other_micro_batches_are_seen_once() -> None:
+def test_requests_of_the_other_micro_batches_are_seen_once() -> None:
     """Those that run there, and those of its last batch, which join them with its next pass."""
     engine = Pipelined()
     here, decode, prefilled, chunk, parked, ended = (
-        row(name, ended=name == "ended")
+        request(name, ended=name == "ended")
         for name in ("here", "decode", "prefilled", "chunk", "parked", "ended")
     )
     engine.running_mbs[0].reqs = [here]
     engine.running_mbs[1].reqs = [decode, ended]
     engine.mbs[1] = batch(decode, prefilled, chunk, parked)
     engine.chunked_req = chunk
-    engine.view.paused_rows.park(parked)
+    engine.view.paused_requests.park(parked)
     assert engine.view.elsewhere() == [decode, prefilled]
-    assert engine.view.running_rows() == [here, decode]
+    assert engine.view.running_requests() == [here, decode]
 
 
 def test_without_a_pipeline_nothing_is_elsewhere() -> None:
@@ -169,9 +169,9 @@ def test_without_a_pipeline_nothing_is_elsewhere() -> None:
 
 
 def test_a_micro_batch_without_work_forgets_its_last_batch() -> None:
-    """Its rows have joined the running ones, and may have been paused since."""
+    """Its requests have joined the running ones, and may have been paused since."""
     engine = Pipelined()
-    engine.last_mbs = [batch(row("a")), batch(row("b"))]
+    engine.last_mbs = [batch(request("a")), batch(request("b"))]
     engine.view.end_turn(batch())
     assert None not in engine.last_mbs
     engine.view.end_turn(None)

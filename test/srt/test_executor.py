@@ -57,8 +57,8 @@ def runs_what_it_is_asked(engine: ScriptedEngine) -> None:
         }
         for mode, shape in shapes.items():
             assert executor.run(shape) > 0
-            rows = [*shape.prefills, *((1, context) for context in shape.decodes)]
-            assert seen.pop() == (mode, rows)
+            lengths = [*shape.prefills, *((1, context) for context in shape.decodes)]
+            assert seen.pop() == (mode, lengths)
         for shape in plan_grid(executor.limits, 40):
             assert executor.run(shape) > 0
     finally:

@@ -1,5 +1,5 @@
 """Families of models, one small engine each: with suspended and dropped steps, paused and retracted
-rows they generate what stock SGLang does, which is what transformers does."""
+requests they generate what stock SGLang does, which is what transformers does."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def run_mixed(
 
 
 def run_crowd(engine: ScriptedEngine) -> tuple[dict[str, list[int]], dict[str, int]]:
-    """Let an online request displace some offline rows, and the others wait for its tokens."""
+    """Let an online request displace some offline requests, and the others wait for its tokens."""
     parts, before = engine.scheduler.parts, scenarios.counts(engine)
 
     def script(iteration: int) -> list[Any]:

@@ -77,7 +77,7 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "--hicache-storage-backend": ("HiCache storage", {"hicache_storage_backend": "file"}),
     "--enable-hisparse": ("sparse attention", {"enable_hisparse": True}),
     "--prefill-decode-interval": ("decode steps between", {"prefill_decode_interval": 2}),
-    "--min-free-slots-delay": ("wait for free rows", {"min_free_slots_delay": 4}),
+    "--min-free-slots-delay": ("wait for free slots", {"min_free_slots_delay": 4}),
     "--enable-prefill-delayer": ("delayer", {"enable_prefill_delayer": True}),
     "--schedule-policy": ("--schedule-policy lpm", {"schedule_policy": "lpm"}),
 }

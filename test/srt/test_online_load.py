@@ -1,4 +1,4 @@
-"""SGLang's own figures without what offline rows hold: each pool, throughput, replicas."""
+"""SGLang's own figures without what offline requests hold: each pool, throughput, replicas."""
 
 from __future__ import annotations
 
@@ -56,45 +56,48 @@ def request(rid: str, *, is_offline: bool) -> Any:
     )
 
 
-ROWS = [request("on", is_offline=False), *(request(f"off-{n}", is_offline=True) for n in range(4))]
+REQUESTS = [
+    request("on", is_offline=False),
+    *(request(f"off-{n}", is_offline=True) for n in range(4)),
+]
 
 
 class Ledger:
-    def __init__(self, rows: list[Any]) -> None:
-        self.rows = rows
+    def __init__(self, requests: list[Any]) -> None:
+        self.requests = requests
 
     def with_kv(self) -> tuple[list[Any], list[Any]]:
         return (
-            [row for row in self.rows if row.rid == "on"],
-            [row for row in self.rows if row.rid != "on"],
+            [request for request in self.requests if request.rid == "on"],
+            [request for request in self.requests if request.rid != "on"],
         )
 
 
-def online_load(rows: list[Any]) -> OnlineLoad:
+def online_load(requests: list[Any]) -> OnlineLoad:
     scheduler: Any = SimpleNamespace(
         pool_stats_observer=SimpleNamespace(get_pool_stats=lambda: POOLS),
-        running_batch=SimpleNamespace(reqs=rows),
+        running_batch=SimpleNamespace(reqs=requests),
         waiting_queue=[request("waits", is_offline=False)],
-        chunked_req=rows[-1],
+        chunked_req=requests[-1],
         enable_priority_scheduling=False,
     )
     pools: Any = SimpleNamespace(
         by_class=lambda _online, _offline: SimpleNamespace(offline=600),
         held_in_window=lambda reqs: 60 * len(reqs),
     )
-    ledger: Any = Ledger(rows)
+    ledger: Any = Ledger(requests)
     return OnlineLoad(scheduler, pools, ledger, STEPS)
 
 
-def test_without_offline_rows_it_is_sglangs() -> None:
-    load = online_load(ROWS[:1])
+def test_without_offline_requests_it_is_sglangs() -> None:
+    load = online_load(REQUESTS[:1])
     assert load.get_pool_stats() is POOLS
-    assert load.chunked_req() is ROWS[0]
-    assert load.running_batch().reqs == ROWS[:1]
+    assert load.chunked_req() is REQUESTS[0]
+    assert load.running_batch().reqs == REQUESTS[:1]
 
 
-def test_what_offline_rows_hold_of_any_pool_is_evictable() -> None:
-    load = online_load(ROWS)
+def test_what_offline_requests_hold_of_any_pool_is_evictable() -> None:
+    load = online_load(REQUESTS)
     pools = load.get_pool_stats()
     assert (pools.full_num_used, pools.full_evictable_size) == (200, 650)
     assert pools.full_token_usage == pytest.approx(0.2)
@@ -102,7 +105,7 @@ def test_what_offline_rows_hold_of_any_pool_is_evictable() -> None:
     assert pools.swa_token_usage == pytest.approx(0.15)
     assert (pools.mamba_num_used, pools.mamba_evictable_size) == (2, 8)
     assert pools.mamba_usage == pytest.approx(0.1)
-    assert load.running_batch().reqs == ROWS[:1]
+    assert load.running_batch().reqs == REQUESTS[:1]
     assert load.chunked_req() is None
 
 
@@ -111,7 +114,7 @@ def test_metrics_say_the_same_and_throughput_is_that_of_online_requests(
 ) -> None:
     now_s = 50.0
     monkeypatch.setattr(time, "perf_counter", lambda: now_s)
-    load = online_load(ROWS)
+    load = online_load(REQUESTS)
     stats = SchedulerStats(gen_throughput=100.0)
     load.put_into(stats)
     assert (stats.num_running_reqs.total, stats.num_queue_reqs.total) == (1, 1)
@@ -119,15 +122,15 @@ def test_metrics_say_the_same_and_throughput_is_that_of_online_requests(
     assert stats.gen_throughput == 100.0
     for _ in range(STEPS):
         now_s += 0.5
-        load.processed(ROWS, [True] * 5)
-        load.processed(ROWS[1:], [True] * 4)
+        load.processed(REQUESTS, [True] * 5)
+        load.processed(REQUESTS[1:], [True] * 4)
     load.put_into(stats)
     assert stats.gen_throughput == pytest.approx(2.0)
     # Two intervals without offline tokens later SGLang's own says the same.
-    load.processed(ROWS[:1], [True])
+    load.processed(REQUESTS[:1], [True])
     for _ in range(2 * STEPS):
         now_s += 0.5
-        load.processed(ROWS[:1], [True])
+        load.processed(REQUESTS[:1], [True])
     stats.gen_throughput = 100.0
     load.put_into(stats)
     assert stats.gen_throughput == 100.0
@@ -135,8 +138,8 @@ def test_metrics_say_the_same_and_throughput_is_that_of_online_requests(
 
 def test_no_online_request_has_no_throughput() -> None:
     """As on an engine that is idle."""
-    load = online_load([ROWS[1]])
-    load.processed([ROWS[1]], [True])
+    load = online_load([REQUESTS[1]])
+    load.processed([REQUESTS[1]], [True])
     stats = SchedulerStats(gen_throughput=100.0)
     load.put_into(stats)
     assert stats.gen_throughput == 0.0

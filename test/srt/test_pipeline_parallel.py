@@ -19,7 +19,7 @@ TIMEOUT_S = 120
 MOST_ROUNDS = 5
 POLICIES = {
     "fifo": {},
-    # A target that no step keeps beside online rows: offline ones are set aside.
+    # A target that no step keeps beside online requests: offline ones are set aside.
     "coserve": {"slo_ttft_ms": 1000, "slo_tpot_ms": 0.01, "startup_profile_seconds": 1.0},
 }
 
@@ -107,7 +107,7 @@ def state(engine: Any) -> Any:
 
 
 def test_outputs_are_those_of_one_stage(engine: Any, reference_outputs: Reference) -> None:
-    """When online requests come is up to the machine: it is tried until rows gave way."""
+    """When online requests come is up to the machine: it is tried until requests gave way."""
     wanted = ("retracted", "paused") if engine.policy == "coserve" else ("retracted",)
     for seed in range(MOST_ROUNDS):
         requests = [(f"{seed}-{rid}", *rest) for rid, *rest in specs(seed)]
@@ -155,7 +155,7 @@ def test_plans_see_both_micro_batches_and_replay_to_the_same(engine: Any) -> Non
     assert [plan.index for plan in replays if plan.differences] == []
     assert any(plan.snapshot.elsewhere for plan in replays)
     results = [event.result for event in events if isinstance(event, Updated)]
-    assert all(len(result.beside) == 2 for result in results if not result.batch.is_empty)
+    assert all(len(result.overlapping) == 2 for result in results if not result.batch.is_empty)
     assert any(result.concurrency == 2 for result in results)
 
 

@@ -16,7 +16,7 @@ PLANNED = {"offline_policy": "coserve", "startup_profile_seconds": 0.0}
 LOOSE = {**PLANNED, "slo_ttft_ms": 300.0, "slo_tpot_ms": 40.0}
 
 TIGHT = {**PLANNED, "slo_ttft_ms": 300.0, "slo_tpot_ms": 0.01, "safepoint_interval": 0}
-"""No machine decodes that fast: offline rows pause whenever an online one decodes. They have no
+"""No machine decodes that fast: offline requests pause whenever an online one decodes. They have no
 lane of their own, where they would go on."""
 
 
@@ -87,8 +87,8 @@ def run_abort_in_every_state(engine: ScriptedEngine) -> dict[str, set[str]]:
         if iteration % 6 == 0:
             tokens = scenarios.prompt(iteration, 150)
             messages.append(engine.request(f"on{iteration}", tokens, 12))
-        parked = {req.rid for req in scheduler.parts.view.paused_rows.parked}
-        paused = {req.rid for req in scheduler.parts.view.paused_rows.paused}
+        parked = {req.rid for req in scheduler.parts.view.paused_requests.parked}
+        paused = {req.rid for req in scheduler.parts.view.paused_requests.paused}
         for state, rids in (("parked", parked), ("paused", paused)):
             if fresh := {rid for rid in rids if rid.startswith("off")} - seen[state]:
                 rid = min(fresh)
@@ -158,7 +158,7 @@ def test_parked_and_paused_requests_can_be_aborted(start_engine: Any, overlap: b
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
-def test_rows_that_pause_all_the_time_generate_the_same(
+def test_requests_that_pause_all_the_time_generate_the_same(
     start_engine: Any, overlap: bool, reference_outputs: Reference
 ) -> None:
     process = start_engine(overlap=overlap, page_size=16, max_total_tokens=8192, coserve=TIGHT)
@@ -175,7 +175,7 @@ PENALIZED: list[Spec] = [
 
 
 def run_with_penalties(engine: ScriptedEngine, *, mixed: bool) -> dict[str, list[int]]:
-    """Every second request of each class has penalties; arrivals overlap, so rows pause."""
+    """Every second request of each class has penalties; arrivals overlap, so requests pause."""
 
     def script(iteration: int) -> list[Any]:
         if iteration > 40:
@@ -200,7 +200,7 @@ def run_with_penalties(engine: ScriptedEngine, *, mixed: bool) -> dict[str, list
     return outputs
 
 
-def test_penalties_keep_working_beside_paused_rows(start_engine: Any) -> None:
+def test_penalties_keep_working_beside_paused_requests(start_engine: Any) -> None:
     ours = start_engine(max_total_tokens=4096, coserve=TIGHT)
     stock = start_engine(stock=True, max_total_tokens=65536, chunked_prefill_size=8192)
     expected = stock.call(run_stock_with_penalties)
@@ -284,7 +284,7 @@ def run_arrival_during_an_offline_prefill(engine: ScriptedEngine) -> list[dict[s
 
     iterations = engine.run(script)
     engine.assert_nothing_leaked()
-    # The rows that decode come last, with one token each.
+    # The requests that decode come last, with one token each.
     return [dict(zip(it.rids, it.extend_lens, strict=False)) for it in iterations if it.is_extend]
 
 

@@ -93,7 +93,7 @@ def assert_each_step_has_a_result(events: list[Event]) -> None:
                 continue
             done.append(result.step)
             assert set(result.chunks) <= set(admitted[result.step].chunks)
-            assert result.given_up or result.batch.prefill_requests == len(result.chunks)
+            assert result.dropped or result.batch.prefill_requests == len(result.chunks)
     assert done == list(range(len(done)))
     # The last one or two may have ended with the run.
     assert len(admitted) - len(done) <= 2

@@ -1,4 +1,4 @@
-"""What a request can ask for beside tokens, beside offline rows that pause, park and are retracted.
+"""What a request can ask for beside tokens, beside offline ones that pause and are retracted.
 
 Log-probabilities, grammars, LoRA adapters, logit processors and penalties, in both
 classes and all in one engine, come out as from stock SGLang, which runs each kind
@@ -99,9 +99,9 @@ def adapter_paths(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -
     for seed, adapter in enumerate(ADAPTERS):
         generator = torch.Generator().manual_seed(seed)
         tensors = {}
-        for module, (rows, columns) in modules.items():
+        for module, (requests, columns) in modules.items():
             key = f"base_model.model.{module}"
-            a, b = (LORA_RANK, columns), (rows, LORA_RANK)
+            a, b = (LORA_RANK, columns), (requests, LORA_RANK)
             tensors[f"{key}.lora_A.weight"] = torch.randn(a, generator=generator) / columns**0.5
             tensors[f"{key}.lora_B.weight"] = torch.randn(b, generator=generator)
         paths[adapter] = tmp_path_factory.mktemp(adapter)
@@ -248,7 +248,7 @@ def mixed_asks() -> tuple[list[Ask], list[int]]:
     """Requests of all kinds and both classes, more plain offline ones, and their arrivals.
 
     The n-th request of each kind has the same prompt. Online requests come in bursts,
-    with time between for offline rows to run.
+    with time between for offline requests to run.
     """
     rng = random.Random(3)
     asks: list[Ask] = []
@@ -268,7 +268,7 @@ def mixed_asks() -> tuple[list[Ask], list[int]]:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
-def test_everything_comes_out_as_from_stock_beside_rows_that_give_way(
+def test_everything_comes_out_as_from_stock_beside_requests_that_give_way(
     start: Start, from_stock: Any, overlap: bool
 ) -> None:
     asks, arrivals = mixed_asks()
@@ -285,7 +285,7 @@ def test_everything_comes_out_as_from_stock_beside_rows_that_give_way(
 
 
 def run_and_retract_once(engine: ScriptedEngine, asks: Sequence[Ask]) -> dict[str, Any]:
-    """Retract every row when it has ten tokens."""
+    """Retract every request when it has ten tokens."""
     scheduler = engine.scheduler
 
     def script(iteration: int) -> list[Any]:
@@ -294,8 +294,10 @@ def run_and_retract_once(engine: ScriptedEngine, asks: Sequence[Ask]) -> dict[st
         if iteration > 200:
             raise StopIteration
         scheduler.running_batch.filter_batch()
-        rows = scheduler.running_batch.reqs
-        due = {req.rid for req in rows if len(req.output_ids) >= 10 and not req.retraction_count}
+        requests = scheduler.running_batch.reqs
+        due = {
+            req.rid for req in requests if len(req.output_ids) >= 10 and not req.retraction_count
+        }
         scheduler.parts.retraction.retract(due, scheduler.running_batch)
         return []
 
@@ -321,7 +323,7 @@ def test_decodes_and_prefills_take_turns_where_sglang_cannot_mix_them(start: Sta
 
 
 @pytest.mark.parametrize("coserve", [LOOSE, {"offline_policy": "fifo"}], ids=["planned", "fifo"])
-def test_an_online_request_does_not_wait_for_the_adapters_of_offline_rows(
+def test_an_online_request_does_not_wait_for_the_adapters_of_offline_requests(
     start: Start, from_stock: Any, coserve: dict[str, Any]
 ) -> None:
     kinds = ("plain", "poet", "clerk")
@@ -356,10 +358,10 @@ def run_short_of_memory(
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
-def test_offline_rows_of_any_kind_give_their_memory_to_online_ones(
+def test_offline_requests_of_any_kind_give_their_memory_to_online_ones(
     start: Start, from_stock: Any, overlap: bool
 ) -> None:
-    """None of these offline rows can pause; together they outgrow the memory."""
+    """None of these offline requests can pause; together they outgrow the memory."""
     kinds = ("logprobs", "regex", "several", "processor", "logprobs")
     asks = [
         Ask(f"off{i}", kind, scenarios.prompt(i, 100), 140, True) for i, kind in enumerate(kinds)

@@ -20,7 +20,7 @@ HARMS = ("nan", "infinite", "nothing", "error", "shape")
 
 
 def harm() -> str:
-    """A logit processor as a client sends it; ``custom_params`` say how it spoils its rows."""
+    """A logit processor as a client sends it; ``custom_params`` say how it spoils its logits."""
     from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
     class Harm(CustomLogitProcessor):
@@ -61,7 +61,7 @@ def run_beside_others(engine: ScriptedEngine, *, with_bad: bool) -> dict[str, An
 
     Returns the tokens of the good ones, and how the bad ones ended.
     """
-    # Their sum is more than the memory: offline rows are paused, parked and retracted.
+    # Their sum is more than the memory: offline requests are paused, parked and retracted.
     specs = scenarios.mixed_specs(seed=5, num_online=12, num_offline=12)
     good = [engine.request(*spec[:3], offline=spec[3]) for spec in specs]
     bad = [

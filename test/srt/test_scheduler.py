@@ -88,7 +88,7 @@ def run_with_limit(engine: ScriptedEngine) -> int:
     return max(len(i.rids) for i in engine.iterations)
 
 
-def test_offline_max_running_bounds_the_offline_rows(start_engine: Any) -> None:
+def test_offline_max_running_bounds_the_offline_requests(start_engine: Any) -> None:
     process = start_engine(coserve={"offline_max_running": 2})
     assert process.call(run_with_limit) == 2
 
@@ -388,7 +388,7 @@ def test_two_hundred_mixed_requests_finish_with_the_outputs_of_stock(
 def test_fifo_goes_with_prefills_that_sglang_holds_back(
     start_engine: Any, reference_outputs: Reference
 ) -> None:
-    """For free rows and, since SGLang 0.5.19, for decode steps."""
+    """For free requests and, since SGLang 0.5.19, for decode steps."""
     from sglang.srt.server_args import ServerArgs
 
     settings = {"max_running_requests": 8, "min_free_slots_delay": 3}

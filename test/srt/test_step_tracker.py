@@ -110,7 +110,7 @@ class Pipeline:
 
 
 def sizes(result: StepResult) -> list[int]:
-    return [batch.prefill_tokens for batch in result.beside]
+    return [batch.prefill_tokens for batch in result.overlapping]
 
 
 def test_in_a_pipeline_a_step_lasts_until_its_micro_batch_has_its_turn_again() -> None:
@@ -172,11 +172,11 @@ def test_a_step_of_which_nothing_ran_has_an_empty_result() -> None:
 def suspended_step() -> StepTracker:
     """A tracker of which the first pass was suspended after 0.5 s."""
     engine = Engine(is_overlapped=False)
-    tracker, row = engine.tracker, request("a")
-    engine.ledger.add(row, 1.0)
+    tracker, req = engine.tracker, request("a")
+    engine.ledger.add(req, 1.0)
     tracker.next_pass(1.0)
     tracker.started(0)
-    tracker.launched(prefill(row))
+    tracker.launched(prefill(req))
     tracker.suspended()
     tracker.processed((), ())
     assert tracker.next_pass(1.5) == []
@@ -185,14 +185,14 @@ def suspended_step() -> StepTracker:
 
 def test_a_suspended_step_has_the_time_of_its_parts() -> None:
     tracker = suspended_step()
-    row = request("a")
+    req = request("a")
     tracker.launched(prefill(request("other")))  # Of nobody's plan.
     tracker.processed((), ())
     (other,) = tracker.next_pass(5.0)
     assert (other.step, other.seconds) == (None, 3.5)
     tracker.resumed()
-    tracker.launched(prefill(row))
-    tracker.processed([row], [True])
+    tracker.launched(prefill(req))
+    tracker.processed([req], [True])
     (result,) = tracker.next_pass(5.25)
     assert (result.step, result.started_s, result.seconds) == (0, 1.0, 0.75)
     assert result.chunks == (PrefillChunk("a", 5),)
@@ -201,12 +201,12 @@ def test_a_suspended_step_has_the_time_of_its_parts() -> None:
 
 def test_of_a_suspended_step_that_is_dropped_the_time_is_known_and_nothing_ran() -> None:
     tracker = suspended_step()
-    assert tracker.dropped(["a"]) == StepResult(0, 1.0, 0.5, given_up=("a",))
+    assert tracker.dropped(["a"]) == StepResult(0, 1.0, 0.5, dropped=("a",))
     tracker.launched(None)
     assert tracker.next_pass(2.0) == []
 
 
-def test_a_row_that_was_aborted_meanwhile_is_not_told_of() -> None:
+def test_a_request_that_was_aborted_meanwhile_is_not_told_of() -> None:
     engine = Engine(is_overlapped=False)
     engine.run(1.0, 0)
     engine.ledger.forget("r0")

@@ -1,4 +1,4 @@
-"""What may become a file or a batch at all, and whether its window can be kept."""
+"""Checks requests to create files and batches, and whether a batch can meet its window."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def new_batch(
 
 
 def raise_if_window_too_short(batch: JobRecord, job_forecast: JobForecast) -> None:
-    """Refuse a batch that would miss its window even if it went first, and all went well.
+    """Refuse a batch that would miss its window even if it were served first, as forecast at best.
 
     Raises:
         BatchRequestError: it would; the message names the window that could be kept.

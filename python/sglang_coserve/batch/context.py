@@ -1,4 +1,4 @@
-"""What every batch of one service shares."""
+"""The dependencies that all batches of one service share."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ class JobContext(LineContext):
 
 
 def new_id(prefix: str, rng: random.Random) -> str:
-    """Return an id that cannot be guessed when ``rng`` cannot."""
+    """Return an id that is as unpredictable as ``rng``."""
     return f"{prefix}{rng.getrandbits(96):024x}"

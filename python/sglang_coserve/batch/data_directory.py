@@ -42,10 +42,9 @@ class InUseError(StartupError):
 class DataDirectory:
     """The paths, and the lock on them.
 
-    Whether a file exists is for the store to say: it inserts a row after the last byte
-    is on the disk, and deletes it before the first one goes. A mark in ``in_doubt/``
-    stands as long as the bytes may be there without the row, so that ``settle`` finds
-    what a crash has left, and touches nothing else.
+    The store decides whether a file exists: its row is inserted after the last byte is on the disk,
+    and deleted before the bytes are. While bytes may exist without a row, there is a mark in
+    ``in_doubt/``; after a crash, ``settle`` looks at marked files only.
     """
 
     def __init__(self, root: Path) -> None:
@@ -92,9 +91,9 @@ class DataDirectory:
             ) from error
 
     def _check_private(self, path: Path) -> None:
-        """Refuse what somebody else may have read or changed, and can.
+        """Refuse a directory that other users can read or write.
 
-        A link is followed: what counts is what it leads to.
+        Links are followed.
         """
         found = path.stat()
         if found.st_uid != os.geteuid():
@@ -120,7 +119,7 @@ class DataDirectory:
             ) from None
 
     def close(self) -> None:
-        """Let another server have the directory."""
+        """Release the lock, so that another server can use the directory."""
         if self._lock_fd is not None:
             unlock_file(self._lock_fd)
             self._lock_fd = None
@@ -139,16 +138,16 @@ class DataDirectory:
 
     @property
     def free_bytes(self) -> int:
-        """Room that is left on the disk."""
+        """Free bytes on the disk."""
         return shutil.disk_usage(self.root).free
 
     def mark_in_doubt(self, file_id: str) -> None:
-        """Mark a file that is about to be added or deleted. Blocks, as all that follow."""
+        """Mark a file that is about to be added or deleted. Blocks, as do the methods below."""
         (self._in_doubt / _checked(file_id)).touch(mode=0o600)
         _sync_directory(self._in_doubt)
 
     def confirm(self, file_id: str) -> None:
-        """Take the mark from a file that the store knows: it is to stay."""
+        """Unmark a file that the store has: it stays."""
         (self._in_doubt / _checked(file_id)).unlink(missing_ok=True)
 
     def discard(self, file_id: str) -> None:

@@ -1,4 +1,4 @@
-"""How the last run of the server ended: which lines the engine may have died of."""
+"""Finds out how the last run of the server ended, and which lines may have crashed the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 async def open_engine_lines(
     directory: DataDirectory, store: Store, threads: WorkerThreads
 ) -> EngineLines:
-    """Learn how the last run of the server ended, and begin one.
+    """Read how the last run of the server ended, and record the start of this one.
 
     Raises:
         StorageError: the disk is full or failing.

@@ -1,4 +1,4 @@
-"""What a caller of the Batch API can do wrong, and what the disk can.
+"""Errors of the Batch API: of its callers and of the disk.
 
 ::
 
@@ -33,10 +33,10 @@ class BatchRequestError(RequestError):
     def __init__(self, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message)
         self.code = code
-        """A word for programs, as in OpenAI's error objects."""
+        """The error's ``code``, as in OpenAI's error objects."""
 
         self.param = param
-        """The parameter at fault; None when it is no single one."""
+        """The parameter at fault; None if there is not exactly one."""
 
 
 class NotFoundError(BatchRequestError):

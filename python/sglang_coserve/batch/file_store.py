@@ -1,4 +1,4 @@
-"""The bytes of files: streamed in, streamed out, and never half there."""
+"""Stores files atomically; uploads and downloads are streamed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FileStore:
         self._pace = pace
 
     async def settle(self) -> None:
-        """Mend what a crash has left; once, before anything else.
+        """Clean up after a crash. Call it once, before anything else.
 
         Raises:
             StorageError: the disk is failing.
@@ -53,7 +53,7 @@ class FileStore:
     async def receive(self, file_id: str, chunks: AsyncIterable[bytes], upload: Upload) -> None:
         """Write an upload and force it to the disk.
 
-        The file does not exist before ``add``. However this fails, nothing of it stays.
+        The file exists once ``add`` has been called. On failure its bytes are removed.
 
         Raises:
             TooLargeError: it is longer than ``max_upload_bytes``.
@@ -78,7 +78,7 @@ class FileStore:
             raise
 
     async def add(self, file: FileRecord) -> None:
-        """Make a received file one that exists.
+        """Add a received file to the store.
 
         Raises:
             StorageError: the disk is full or failing; nothing of the file stays.
@@ -127,7 +127,7 @@ class FileStore:
         await self._threads.run(self._discard, file_id)
 
     async def remove_expired(self, now_s: float) -> None:
-        """Delete the files whose time is over, except those that a batch needs."""
+        """Delete expired files, except those that a batch needs."""
         while expired := await self._store.run(file_rows.expired, now_s, _EXPIRED_AT_ONCE):
             for owner, file_id in expired:
                 # Its owner may have been faster.
@@ -179,7 +179,8 @@ class FileStore:
 
 
 async def _in_pieces(chunks: AsyncIterable[bytes]) -> AsyncGenerator[bytes]:
-    """Yield the same bytes in pieces large enough to be worth a thread's while; at least one."""
+    """Yield the same bytes in larger pieces, at least one, as each is written by a call of a
+    thread."""
     buffer = bytearray()
     async for chunk in chunks:
         buffer += chunk

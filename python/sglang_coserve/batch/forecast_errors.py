@@ -1,4 +1,4 @@
-"""How far forecasts were off, and what follows for the next one."""
+"""Corrects forecasts by the errors of earlier ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PastJob:
     """A batch that is complete."""
 
     forecast_s: float
-    """How long it was to take when it was admitted, before any correction."""
+    """Its duration as forecast at admission, before any correction."""
 
     actual_s: float
 

@@ -17,11 +17,11 @@ from sglang_coserve.lines.clock import Clock
 __all__ = ["Forecaster"]
 
 _WRITE_INTERVAL_S: Final = 60.0
-"""What a crash costs of an hour's history."""
+"""How often the history is written; a crash costs as much of it."""
 
 
 class Forecaster:
-    """Says when batches will be complete, from what it has seen."""
+    """Forecasts when batches will be complete, from earlier ones."""
 
     def __init__(self, backend: Backend, store: Store, clock: Clock) -> None:
         self._backend = backend
@@ -36,7 +36,7 @@ class Forecaster:
         self._written_s = clock.now_s()
 
     async def load(self) -> None:
-        """Read what earlier runs have learned.
+        """Read the history of earlier runs.
 
         Raises:
             StorageError: the database cannot be read.
@@ -48,12 +48,12 @@ class Forecaster:
         self._counted = self._totals()
 
     def job_forecasts(self, batches: Iterable[JobRecord]) -> dict[str, JobForecast]:
-        """Return what is to be expected of ``batches``, of which no other is served, by id."""
+        """Return the forecasts of ``batches``, by id; no other batches are served."""
         now_s = self._clock.now_s()
         return job_forecasts(batches, self._rate(now_s), now_s, self._errors, self._token_bias)
 
     def headroom(self, batches: Iterable[JobRecord]) -> Headroom:
-        """Return what could be added to ``batches``, of which no other is served."""
+        """Return the headroom beside ``batches``; no other batches are served."""
         now_s = self._clock.now_s()
         required_per_s = required_tokens_per_s(batches, now_s, self._token_bias)
         recent_per_s = self._backend.load().offline_tokens_per_s

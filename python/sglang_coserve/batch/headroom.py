@@ -1,7 +1,7 @@
-"""How much offline work could be added, and still be done in time. Pure arithmetic.
+"""Computes how much more offline work can be accepted and still finish in time. Pure arithmetic.
 
-The rate of offline tokens is what online requests leave. What the batches need of it to be
-complete within their windows is taken; the rest can be added.
+The rate of offline tokens is what online requests leave. The accepted batches need a part of it to
+finish within their windows; the rest is the headroom.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from sglang_coserve.batch.record import JobRecord
 __all__ = ["Headroom", "HourlyRate", "headroom", "required_tokens_per_s"]
 
 _LEAST_LEFT_S: Final = 60.0
-"""A window that is all but over needs no infinite rate."""
+"""Least time left that is assumed, so that a window that is about to close needs no infinite
+rate."""
 
 
 @dataclass(frozen=True, slots=True)

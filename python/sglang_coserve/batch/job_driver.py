@@ -1,4 +1,4 @@
-"""Leads one batch from state to state until it is in a final one."""
+"""Drives one batch from state to state until it is in a final one."""
 
 from __future__ import annotations
 
@@ -37,19 +37,20 @@ _T = TypeVar("_T")
 
 _FIRST_PAUSE_S = 1.0
 _MAX_PAUSE_S = 30.0
-"""Of a batch that waits for its disk to recover."""
+"""How often a batch is tried again while its disk fails."""
 
 _MAX_FAILURES = 5
-"""How often a batch tries to end well once its window has closed, or it is cancelled."""
+"""How often a batch whose window has closed, or that is cancelled, is tried again before it
+fails."""
 
 Apply: TypeAlias = Callable[[str, Event, Status | None], Awaitable[JobRecord]]
 
 
 class JobDriver:
-    """Does what the state of a batch calls for, and again whenever the state has changed.
+    """Does the work of a batch's state, and again whenever the state has changed.
 
-    A restart of the server and a disk that was full for a while need nothing of their
-    own: a state says what is to be done next, whatever came before.
+    So restarts and full disks need no code of their own: the state alone says what is to be done
+    next.
     """
 
     def __init__(
@@ -73,11 +74,11 @@ class JobDriver:
         self._failures = 0
 
     def notice_change(self) -> None:
-        """Leave what the state called for: the state is another one."""
+        """Interrupt the current work, because the state has changed."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Lead the batch to its end. Cancelling leaves it for the next driver to continue."""
+        """Drive the batch to its end. If cancelled, the next driver continues it."""
         while not self.record.status.is_final:
             # Before the state is read: a change after that is noticed.
             self._changed.clear()
@@ -103,7 +104,7 @@ class JobDriver:
         self._failures += 1
 
     async def _wait_for_disk(self) -> None:
-        """Wait for the disk to recover, then give up a batch that has nothing left to wait for."""
+        """Wait for the disk to recover; fail a batch that has tried often enough."""
         context = self._context
         pause_s = backoff_s(self._failures, _FIRST_PAUSE_S, _MAX_PAUSE_S, context.rng)
         await self._uninterrupted(context.clock.sleep(pause_s))

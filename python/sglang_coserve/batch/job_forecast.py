@@ -39,7 +39,7 @@ class RemainingWork:
 
 @dataclass(frozen=True, slots=True)
 class JobForecast:
-    """What is to be expected of one batch."""
+    """The forecast of one batch."""
 
     eta_s: float | None
     """P50: as likely before as after. Seconds since the epoch; None when the engine's rate is
@@ -59,7 +59,7 @@ class JobForecast:
     """P95: of 20 such batches 19 are complete by then."""
 
     forecast_s: float | None = None
-    """How long it is to take before past errors are taken into account."""
+    """Its duration before past errors are taken into account."""
 
     first_s: float | None = None
     """P5 of how long it would take were it the first of its owner's."""
@@ -95,7 +95,7 @@ def served_before(works: Sequence[RemainingWork]) -> list[float]:
 
 
 def _totals(works: Iterable[RemainingWork]) -> dict[str, float]:
-    """Return what each owner has to do."""
+    """Return the tokens that each owner has left."""
     totals: dict[str, float] = {}
     for work in works:
         totals[work.owner] = totals.get(work.owner, 0.0) + work.tokens

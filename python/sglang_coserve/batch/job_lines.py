@@ -1,4 +1,4 @@
-"""The lines of one batch: served, given up, or counted."""
+"""Serves, fails or counts the lines of one batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 class JobLines:
     """A batch as a job of the line engine (``LineJob``).
 
-    ``commit`` is told what is on the disk, ``served_by`` what model the results are of.
+    ``commit`` is called with what is on the disk, ``served_by`` with the model of the results.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Every unfinished batch, each with its driver."""
+"""Runs a driver for each unfinished batch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class JobSupervisor:
         """Set when an event has been put into the outbox."""
 
     async def start(self) -> None:
-        """Continue every batch that is unfinished.
+        """Continue all unfinished batches.
 
         Raises:
             StorageError: the database cannot be read.

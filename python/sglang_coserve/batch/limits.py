@@ -1,4 +1,4 @@
-"""How much the Batch API takes on, and how hard it tries."""
+"""The limits of the Batch API: sizes, numbers, attempts and times."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class BatchLimits:
     """How long a result may wait for others to be written with it."""
 
     journal_interval_s: float = 0.25
-    """How much generation a crash may cost."""
+    """Interval at which generated tokens are written to the journal: what a crash can cost."""
 
     journal_compact_bytes: int = 64 * _MIB
     """Size above which a journal is rewritten without the lines that are finished."""

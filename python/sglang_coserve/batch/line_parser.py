@@ -1,4 +1,4 @@
-"""Lines become requests, without the event loop or the interpreter lock being held for long."""
+"""Parses lines into requests without holding the event loop or the interpreter lock for long."""
 
 from __future__ import annotations
 

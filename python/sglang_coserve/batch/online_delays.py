@@ -1,4 +1,4 @@
-"""Writes down by how much batches delay online requests."""
+"""Stores by how much each batch delayed online requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of the disk is each owner's."""
+"""Counts each owner's bytes on the disk against its quota."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose files and batches are whose."""
+"""The owner of files and batches: the hash of an API key."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ __all__ = ["BatchEvent", "FileRecord", "JobRecord", "LineFault", "Status"]
 
 
 class Status(StrEnum):
-    """Where a batch stands; the values are OpenAI's."""
+    """The state of a batch; the values are OpenAI's."""
 
     VALIDATING = "validating"
     IN_PROGRESS = "in_progress"
@@ -25,7 +25,7 @@ class Status(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """True when nothing can happen to the batch any more."""
+        """True if the state is final."""
         return self in (Status.COMPLETED, Status.FAILED, Status.EXPIRED, Status.CANCELLED)
 
 
@@ -126,7 +126,7 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchEvent:
-    """A batch has reached a final state, and its owner may want to hear of it."""
+    """A batch has reached a final state, which its owner's webhook is sent."""
 
     id: str
     type: str

@@ -1,4 +1,4 @@
-"""From the store's records to OpenAI's objects."""
+"""Makes OpenAI's objects from the store's records."""
 
 from __future__ import annotations
 

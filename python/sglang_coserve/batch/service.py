@@ -41,6 +41,7 @@ from sglang_coserve.batch.upload_pace import UploadPace
 from sglang_coserve.errors import StartupError, StorageError
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.clock import Clock, SystemClock
+from sglang_coserve.lines.engine_lines import EngineLines
 from sglang_coserve.lines.fair_slots import FairSlots
 from sglang_coserve.lines.retry import EngineHealth, RetryPolicy
 from sglang_coserve.lines.worker_threads import WorkerThreads
@@ -91,7 +92,7 @@ class BatchService:
 
     @staticmethod
     async def check(directory: Path) -> None:
-        """Find out whether ``open`` could use ``directory``, and make it when it is not there.
+        """Check whether ``open`` can use ``directory``; create it if it does not exist.
 
         Raises:
             StartupError: it could not.
@@ -111,13 +112,16 @@ class BatchService:
         limits: BatchLimits | None = None,
         *,
         record_events: bool = False,
+        dies_with_engine: bool = True,
         clock: Clock | None = None,
         rng: random.Random | None = None,
     ) -> Self:
-        """Open ``directory``, or make it, and continue the batches that are unfinished.
+        """Open or create ``directory``, and continue its unfinished batches.
 
         With ``record_events`` the end of a batch stays in ``pending_events`` until it
-        is settled. ``rng`` makes the ids, so it must be one that cannot be guessed.
+        is settled. Without ``dies_with_engine`` this process outlives the engine's end, so that
+        nothing is recorded to learn from it at the next start. ``rng`` makes the ids, so it must be
+        one that cannot be guessed.
 
         Raises:
             StartupError: the directory cannot be used, or another server is using it.
@@ -133,7 +137,9 @@ class BatchService:
 
         threads = WorkerThreads("coserve-files", _FILE_THREADS)
         try:
-            engine_lines = await open_engine_lines(data, store, threads)
+            engine_lines = EngineLines()
+            if dies_with_engine:
+                engine_lines = await open_engine_lines(data, store, threads)
         except BaseException as error:
             await threads.close()
             await store.close()
@@ -180,7 +186,7 @@ class BatchService:
         self._expiring = asyncio.create_task(self._expire_regularly())
 
     async def close(self) -> None:
-        """Stop every batch where it is, and let another server have the directory."""
+        """Stop every batch where it is, and release the directory."""
         if self._expiring is not None:
             self._expiring.cancel()
             await asyncio.wait({self._expiring})
@@ -262,7 +268,7 @@ class BatchService:
         order: str = "desc",
         purpose: str | None = None,
     ) -> str:
-        """Return the same page as JSON; no file of it becomes an object of Python."""
+        """Return the same page as JSON, which SQLite makes."""
         check_limit(limit, _MAX_FILES)
         check_order(order)
         return await self._context.store.run(
@@ -342,7 +348,7 @@ class BatchService:
         return await self._context.threads.run(lambda: batch_list(map(render, found), limit))
 
     async def cancel_batch(self, owner: str | None, batch_id: str) -> BatchObject:
-        """Have a batch cancelled; what is finished stays.
+        """Cancel a batch; finished lines keep their results.
 
         Raises:
             ConflictError: it is finalizing, or in a final state.
@@ -408,7 +414,7 @@ class BatchService:
         )
 
     def headroom(self) -> Headroom:
-        """Return how much offline work could be added, and still be done in time. Cheap."""
+        """Return how much more offline work would finish in time. Cheap."""
         return self._runner.headroom()
 
     async def _find_file(self, owner: str, file_id: str) -> FileRecord:

@@ -1,4 +1,4 @@
-"""How busy the Batch API is, in a few numbers for an operator."""
+"""The load of the Batch API, in a few numbers for an operator."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class ServiceStatus:
     """Since the start."""
 
     webhooks_pending: int
-    """Ends of batches that no receiver has taken yet."""
+    """Ends of batches that no receiver has accepted yet."""
 
     model: str
-    """What lines are answered by; half-done ones go on after a restart if it is the same."""
+    """The model that answers lines; unfinished ones continue after a restart if it is the same."""
 
 
 def service_status(

@@ -28,7 +28,7 @@ def limits_of(config: BatchApiConfig) -> BatchLimits:
 
 
 def webhook_target_of(config: BatchApiConfig) -> WebhookTarget | None:
-    """Return where the ends of batches are told; None if nowhere.
+    """Return where the ends of batches are delivered; None if nowhere.
 
     Raises:
         ConfigError: the address, or the secret in the environment, cannot be used.

@@ -18,7 +18,7 @@ __all__ = ["StoredJobs"]
 
 
 class StoredJobs:
-    """Shows batches and changes what is to become of them; the next start of a server does it.
+    """Shows batches and changes their states; the next start of a server carries it out.
 
     Every call blocks.
     """
@@ -33,7 +33,7 @@ class StoredJobs:
     @classmethod
     @contextmanager
     def open(cls, directory: Path, now_s: Callable[[], float]) -> Generator[StoredJobs]:
-        """Keep servers from ``directory`` within it.
+        """Lock ``directory`` against servers within this context.
 
         Raises:
             StartupError: it is no data directory, or it cannot be used.

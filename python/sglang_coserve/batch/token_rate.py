@@ -72,7 +72,7 @@ class TokenRate:
         observed_s = min(self._busy_s, self._window_s)
         if self._expected_per_s is None:
             return self._tokens / observed_s if self._tokens and observed_s else None
-        # Work that gets nothing, since online requests take all, lowers it without an end.
+        # Work that gets nothing, because online requests take all, lowers it further and further.
         missing_s = max(_LEARNING_S - observed_s, 0.0 if self._tokens else 1.0)
         return (self._tokens + self._expected_per_s * missing_s) / (observed_s + missing_s)
 

@@ -1,4 +1,4 @@
-"""How many uploads, or downloads, are under way at the same time."""
+"""Bounds how many uploads, or downloads, run at the same time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Transfers"]
 
 
 class Transfers:
-    """A place for each transfer. An owner may have as many as are still free."""
+    """The places of transfers. An owner may take as many as are still free."""
 
     def __init__(self, kind: str, most: int) -> None:
         self._kind = kind
@@ -43,4 +43,4 @@ class Transfers:
             yield
         finally:
             self._by_owner[owner] -= 1
-            self._by_owner += Counter()  # Forgets who has none.
+            self._by_owner += Counter()  # Owners without transfers are removed.

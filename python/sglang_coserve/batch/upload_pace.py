@@ -1,4 +1,4 @@
-"""Uploads that leave the event loop to online requests."""
+"""Slows uploads down while online requests are served."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class UploadPace:
         self._turn = asyncio.Lock()
 
     async def taken(self, size_bytes: int) -> None:
-        """Wait until an upload may go on that has just brought ``size_bytes``."""
+        """Wait until an upload that has just received ``size_bytes`` may continue."""
         async with self._turn:
             if self._backend.load().is_online_busy:
                 await self._clock.sleep(size_bytes / self._busy_bytes_per_s)

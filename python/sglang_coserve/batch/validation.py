@@ -16,7 +16,7 @@ _MODULE: Final = "sglang_coserve.jsonl.check_file"
 
 
 async def validate(path: Path, endpoint: str, limits: BatchLimits) -> Validated | Failed:
-    """Return what the file holds, or why it cannot be used.
+    """Return a summary of the file, or the errors for which it cannot be used.
 
     Cancelling the call ends the process.
 

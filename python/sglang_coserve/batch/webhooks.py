@@ -1,9 +1,9 @@
-"""Tells a web address what became of batches, until it has heard.
+"""Delivers the ends of batches to a web address, until it accepts them.
 
 Requests are signed as the Standard Webhooks specification says and OpenAI's clients check
-(``client.webhooks.unwrap``): HMAC-SHA256 over id, time and body. What is still to be told
-is in the store, so a restart goes on with it; an event may therefore arrive twice, with
-the same ``webhook-id``.
+(``client.webhooks.unwrap``): HMAC-SHA256 over id, time and body. Undelivered events are in the
+store, so a restart continues with them; an event may therefore arrive twice, with the same
+``webhook-id``.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _log = logging.getLogger(__name__)
 
 
 class DeliveryError(CoserveError):
-    """The address has not taken an event."""
+    """The address did not accept an event."""
 
 
 @dataclass(frozen=True, slots=True)
 class WebhookTarget:
-    """Whom to tell, and the secret shared with them.
+    """The address of the receiver, and the secret shared with it.
 
     Raises:
         ConfigError: the address or the secret cannot be used.
@@ -61,7 +61,7 @@ class WebhookTarget:
     """``whsec_`` and base64, as the specification writes it."""
 
     allow_private: bool = False
-    """Whether it may be in a private network: by default nobody can be told to call there."""
+    """Whether it may be in a private network; by default the server makes no calls there."""
 
     def __post_init__(self) -> None:
         try:

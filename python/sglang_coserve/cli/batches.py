@@ -54,7 +54,7 @@ def status(
     as_operator: AsOperator = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show how far a batch is, and when it is expected to be complete."""
+    """Show the progress of a batch, and when it is expected to be complete."""
 
     async def show(api: BatchApi) -> None:
         batch = await api.retrieve(batch_id)
@@ -95,7 +95,7 @@ def cancel(
     as_operator: AsOperator = False,
     as_json: AsJson = False,
 ) -> None:
-    """Cancel a batch; the results it has stay."""
+    """Cancel a batch; its results so far are kept."""
 
     async def ask(api: BatchApi) -> None:
         _show(await api.cancel(batch_id), batch_row, as_json=as_json)
@@ -151,7 +151,7 @@ def _call(
     key = os.environ.get(ADMIN_KEY_VARIABLE, api_key) if as_operator else api_key
 
     async def run() -> T:
-        # Who asks a short question does not want to wait for a server that is down.
+        # Short commands do not wait for a server that is down.
         api = BatchApi(base_url, key, RetryPolicy(retry_for_s=5.0), as_operator=as_operator)
         try:
             return await do(api)

@@ -1,4 +1,4 @@
-"""What the exit code of every command says."""
+"""The exit codes of all commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ USAGE: Final = 2
 """A flag or a file cannot be used; also what the command line parser exits with."""
 
 SERVER: Final = 3
-"""The server is gone or refuses us; the same command continues later."""
+"""The server does not answer or refuses the client; the same command continues later."""
 
 
 def of_signal(number: int) -> int:

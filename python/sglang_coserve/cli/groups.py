@@ -1,4 +1,4 @@
-"""How the command line takes what typer does not: names of two words, flags of several values."""
+"""Extends typer by command names of two words and flags with several values."""
 
 from __future__ import annotations
 

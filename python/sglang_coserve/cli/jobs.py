@@ -22,7 +22,7 @@ __all__ = ["jobs"]
 
 _HASH_CHARS = 64
 _OWNER_CHARS = 8
-"""Of the hash that an owner's name in the database is: enough to tell owners apart."""
+"""Characters of an owner's hash that are shown: enough to tell owners apart."""
 
 jobs = typer.Typer(
     help="Show and change batches in a data directory that no server is using: because it does"
@@ -42,7 +42,7 @@ def directory(
         typer.Option("--data-dir", metavar="DIRECTORY", help="The server's --coserve-data-dir."),
     ],
 ) -> None:
-    """Name the directory for all of the commands."""
+    """Set the directory for all commands."""
     context.obj = data_dir
 
 
@@ -60,7 +60,7 @@ def list_jobs(
 
 @jobs.command()
 def cancel(context: typer.Context, batch_id: BatchId, as_json: AsJson = False) -> None:
-    """Cancel a batch; the results it has stay."""
+    """Cancel a batch; its results so far are kept."""
     from sglang_coserve.batch.state import CancelAsked
 
     _change(context, batch_id, CancelAsked(), as_json)
@@ -68,7 +68,7 @@ def cancel(context: typer.Context, batch_id: BatchId, as_json: AsJson = False) -
 
 @jobs.command()
 def pause(context: typer.Context, batch_id: BatchId, as_json: AsJson = False) -> None:
-    """Have the server leave a batch alone until it is resumed; its window goes on."""
+    """Pause a batch until it is resumed; its window is not extended."""
     from sglang_coserve.batch.state import PauseAsked
 
     _change(context, batch_id, PauseAsked(), as_json)
@@ -76,7 +76,7 @@ def pause(context: typer.Context, batch_id: BatchId, as_json: AsJson = False) ->
 
 @jobs.command()
 def resume(context: typer.Context, batch_id: BatchId, as_json: AsJson = False) -> None:
-    """Let a paused batch go on."""
+    """Resume a paused batch."""
     from sglang_coserve.batch.state import ResumeAsked
 
     _change(context, batch_id, ResumeAsked(), as_json)

@@ -1,4 +1,4 @@
-"""``coserve replay``: recorded scheduling decisions, made again."""
+"""``coserve replay``: makes recorded scheduling decisions again."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class _Stopwatch:
 def _setup_text(setup: SchedulerSetup) -> str:
     from sglang_coserve.core.slo import format_slo
 
-    told = [setup.policy, *map(format_slo, setup.slos)]
-    return f"recorded: {', '.join(told)}; {setup.profile.model} on {setup.profile.hardware}"
+    settings = [setup.policy, *map(format_slo, setup.slos)]
+    return f"recorded: {', '.join(settings)}; {setup.profile.model} on {setup.profile.hardware}"
 
 
 def _comparison(plan: ReplayedPlan) -> str:

@@ -1,4 +1,4 @@
-"""How commands print: nothing that others wrote reaches the terminal as more than text."""
+"""Prints for commands; text of others is escaped, so that it cannot control the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["say"]
 
 
 def say(text: object, *, newline: bool = True, is_error: bool = False) -> None:
-    """Print ``text``, escaped where it is no text, on standard output or standard error.
+    """Print ``text``, with control characters escaped, on standard output or standard error.
 
     Not for JSON, which has escapes of its own.
     """

@@ -84,11 +84,10 @@ def submit(
 ) -> None:
     """Run every request of a file in the offline class and write the results as they come.
 
-    A server with a Batch API runs them as one batch, which goes on whatever
-    becomes of this command. Exits with 0 when every line has a result, 1 when
-    some failed, 2 when a file or flag cannot be used, 3 when the server is gone,
-    130 on Ctrl-C. With --output the same command continues in every case: no line
-    is answered twice.
+    A server with a Batch API runs them as one batch, which continues if this command ends. Exits
+    with 0 when every line has a result, 1 when some failed, 2 when a file or flag cannot be used, 3
+    when the server is gone, 130 on Ctrl-C. With --output the same command continues in every case:
+    no line is answered twice.
     """
     from sglang_coserve.client import (
         AsyncCoserveClient,

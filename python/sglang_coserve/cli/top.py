@@ -45,7 +45,7 @@ def top(
     key = os.environ.get(ADMIN_KEY_VARIABLE, api_key) if as_operator else api_key
     try:
         with ViewClient(base_url, key) as client:
-            first = client.read()  # What is wrong with the address or the key is told at once.
+            first = client.read()  # An unusable address or key is reported at once.
             if once:
                 _show_once(first, plain=plain)
             elif plain or not sys.stdout.isatty():

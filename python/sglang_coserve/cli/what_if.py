@@ -37,9 +37,9 @@ def what_if(
 ) -> None:
     """Simulate recorded traffic as it was, and with something changed.
 
-    The first row is what was measured, so that the error of simulating is seen; without a
-    change it is all that is told. Exits with 0, with 2 when a file or flag cannot be used, with
-    130 after Ctrl-C.
+    The first row is what was measured, so that the error of simulating is seen; without a change it
+    is the only result. Exits with 0, with 2 when a file or flag cannot be used, with 130 after
+    Ctrl-C.
     """
     from sglang_coserve.core.slo import parse_slo
     from sglang_coserve.errors import ConfigError, InputFileError

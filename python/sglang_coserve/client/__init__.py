@@ -1,4 +1,4 @@
-"""The offline client: a file of requests in, a file of results out, whatever happens between.
+"""The offline client: turns a file of requests into a file of results, across interruptions.
 
 ``CoserveClient`` and its asyncio twin ``AsyncCoserveClient`` read and write OpenAI's
 batch formats, have every line served in the offline class - by the server's Batch API,

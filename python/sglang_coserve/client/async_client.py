@@ -1,4 +1,4 @@
-"""The client: submits a file of requests, follows it, and gives the results back."""
+"""The client: submits a file of requests, follows its progress, and returns the results."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class JobRun(Protocol):
     """The work of a job."""
 
     def status(self, state: JobState) -> JobStatus:
-        """Return how far it is."""
+        """Return its progress."""
 
     async def run(self) -> None:
-        """Do it; however it ends, what was written stays."""
+        """Run it. What was written is kept however it ends."""
 
 
 class AsyncJob:
@@ -68,7 +68,7 @@ class AsyncJob:
 
     @property
     def status(self) -> JobStatus:
-        """How far the job is now."""
+        """The progress of the job."""
         return self._run.status(self._state())
 
     async def wait(self, *, progress: bool = False) -> JobStatus:
@@ -92,7 +92,7 @@ class AsyncJob:
         return self.status
 
     async def ended(self, timeout_s: float | None = None) -> None:
-        """Wait for the end, good or bad, or for ``timeout_s``."""
+        """Wait until the job has ended in any way, or for ``timeout_s``."""
         await asyncio.wait({self._task}, timeout=timeout_s)
 
     def cancel(self) -> None:
@@ -100,7 +100,7 @@ class AsyncJob:
 
         A batch that the server runs goes on there: ``batches.cancel`` ends it.
         """
-        # Once: the first one has it write what was answered.
+        # Only once: the first cancellation lets it write the answers that it has.
         if not self._task.cancelling():
             self._task.cancel()
 
@@ -146,9 +146,9 @@ class AsyncCoserveClient:
     ) -> AsyncJob:
         """Start, or continue, the batch in ``source``.
 
-        The server runs it when it has a Batch API, as ``batch_options`` says; otherwise its
-        lines are sent one by one from here. ``use_batch`` decides it instead of the
-        server. An output is continued in the way in which it was begun.
+        The server runs it when it has a Batch API, as ``batch_options`` says; otherwise its lines
+        are sent one by one from here. ``use_batch`` overrides this choice. An output is continued
+        in the way in which it was begun.
 
         Lines that have a record in ``output`` or its error file are not sent
         again. With ``retry_failed`` the lines in the error file are, one by one.
@@ -265,6 +265,6 @@ def _line_context(connections: Connections, options: ClientOptions) -> LineConte
         rng=random.Random(options.seed),
         retry_policy=options.retry_policy,
         health=EngineHealth(),
-        flush_interval_s=0.0,  # What comes while the disk is busy is written together.
+        flush_interval_s=0.0,  # Records that arrive during a write are written together.
         journal_interval_s=_JOURNAL_S,
     )

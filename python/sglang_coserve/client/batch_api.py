@@ -1,4 +1,4 @@
-"""The calls of a server's Batch API."""
+"""Calls a server's Batch API."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ FINAL_STATUSES: Final = frozenset({"completed", "failed", "expired", "cancelled"
 
 _PASSING: Final = frozenset({429, 502, 503, 504})
 _LASTING_CODES: Final = frozenset({"batch_api_off", "insufficient_quota"})
-"""Of an error that would be the same another time in spite of its status."""
+"""Codes of errors that retrying does not help, in spite of their status."""
 
 _CONNECT_TIMEOUT_S: Final = 10.0
 _TIMEOUT: Final = httpx.Timeout(60.0, connect=_CONNECT_TIMEOUT_S)
 
 
 class BatchApi:
-    """Calls one server; a call that meets trouble is made again for as long as allowed.
+    """Calls one server. Calls that fail for a reason that may pass are retried for as long as
+    allowed.
 
     Methods raise ``ServerGoneError`` when the server cannot be reached, ``RequestError``
     when it says that the call is wrong, and ``ServerError`` when it refuses the key or
@@ -53,7 +54,7 @@ class BatchApi:
     ) -> None:
         """``as_operator``: call for batches of all keys; ``api_key`` is the admin key then."""
         address, headers = server_address(base_url, api_key)
-        # Files are few and long: connections need no care.
+        # There are few calls, so one httpx client is enough.
         self._http = httpx.AsyncClient(
             base_url=address, headers=headers, timeout=_TIMEOUT, trust_env=False
         )
@@ -61,7 +62,7 @@ class BatchApi:
         self._policy = policy
         self._rng = random.Random()
         self.last_failure: str | None = None
-        """Why a call is being made again; None while the server answers."""
+        """Why a call is being retried; None while the server answers."""
 
     async def is_on(self) -> bool:
         """Ask once whether the server has a Batch API now."""
@@ -102,7 +103,7 @@ class BatchApi:
         return await self._call("POST", "/v1/batches", json=body, headers=headers)
 
     async def retrieve(self, batch_id: str) -> Batch:
-        """Look at a batch."""
+        """Return a batch."""
         return await self._call("GET", f"{self._batches}/{batch_id}")
 
     async def newest(self, limit: int = 20, **filters: str | None) -> list[Batch]:
@@ -112,11 +113,11 @@ class BatchApi:
         return list(page["data"])
 
     async def cancel(self, batch_id: str) -> Batch:
-        """Have a batch cancelled; what is finished stays."""
+        """Cancel a batch; finished lines keep their results."""
         return await self._call("POST", f"{self._batches}/{batch_id}/cancel")
 
     async def fetch(self, file_id: str, path: Path) -> None:
-        """Append to ``path`` what it lacks of a file, which may still grow.
+        """Append the bytes of a file that ``path`` lacks; the file may still grow.
 
         Raises:
             InputFileError: ``path`` cannot be written.
@@ -198,7 +199,7 @@ class BatchApi:
 
 
 def _raise_if_refused(answer: httpx.Response) -> None:
-    """Raise for an answer that would be the same another time."""
+    """Raise for an answer that retrying would not change."""
     status = answer.status_code
     if answer.is_success or (status in _PASSING and _code(answer) not in _LASTING_CODES):
         return

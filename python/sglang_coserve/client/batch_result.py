@@ -1,4 +1,4 @@
-"""What became of one line, as its record says."""
+"""The result of one line, read from its record."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LineError:
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """What became of one line of the input."""
+    """The result of one line of the input."""
 
     line: int
     """1-based line number in the input."""

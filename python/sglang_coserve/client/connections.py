@@ -103,7 +103,7 @@ def _address(base_url: str) -> httpx.URL:
 
 
 def _tcp_keepalive() -> list[tuple[int, int, int]]:
-    """Give a silent peer up after two minutes, where the system lets us say so."""
+    """Close a connection to a silent peer after two minutes, where the system supports it."""
     options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
     for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, name):

@@ -22,7 +22,7 @@ _UNAUTHORIZED = frozenset({401, 403})
 
 
 class HttpBackend(LineBackend):
-    """See ``LineBackend``. A server tells of a line's tokens only in its answer."""
+    """See ``LineBackend``. A server sends a line's tokens only in its answer."""
 
     model = ""
     is_changing = False

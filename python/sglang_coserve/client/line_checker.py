@@ -1,4 +1,4 @@
-"""From a line of the input to a request, or to the error record it deserves."""
+"""Turns a line of the input into a request, or into an error record."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class LineChecker:
     """Checks the lines of one file, as they come from a ``LineSource`` with unique ids.
 
     A line whose ``custom_id`` appeared on any earlier line is a duplicate, whether or not that
-    earlier line was valid. Which line is the duplicate thus depends on the input alone, and a
-    resumed run judges as the first one did.
+    earlier line was valid. So which line is the duplicate depends on the input alone, and is the
+    same in a resumed run.
     """
 
     def __init__(self, max_line_bytes: int, is_finished: Callable[[int], bool]) -> None:

@@ -53,7 +53,7 @@ class LocalBatch:
         self._ended_s: float | None = None
 
     def status(self, state: JobState) -> JobStatus:
-        """Return how far the run is."""
+        """Return the progress of the run."""
         progress = self._writer.progress if self._writer else self._earlier
         recorded_bytes = self._run.recorded_bytes if self._run else 0
         is_done = state is JobState.COMPLETED
@@ -76,7 +76,7 @@ class LocalBatch:
     async def run(self) -> None:
         """Write a record for every line that has none, then close the files.
 
-        However it ends, what was written stays and is on the disk.
+        What was written is on the disk however it ends.
 
         Raises:
             ServerGoneError, ServerError: no line can be served any more.

@@ -1,4 +1,4 @@
-"""How a client behaves, whichever server it speaks to."""
+"""The options of a client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ClientOptions:
     """Lines that the server has at the same time, over all jobs of the client."""
 
     request_timeout_s: float | None = None
-    """Give one attempt up after this long; None waits for as long as it takes."""
+    """Timeout of one attempt; None waits for as long as it takes."""
 
     retry_policy: RetryPolicy = field(default_factory=RetryPolicy)
 
@@ -35,7 +35,7 @@ class ClientOptions:
     """Bodies in flight; a single larger one is sent alone."""
 
     seed: int | None = None
-    """Of the jitter between retries; None takes one from the system."""
+    """Seed of the jitter between retries; None takes one from the system."""
 
     def __post_init__(self) -> None:
         policy = self.retry_policy

@@ -1,4 +1,4 @@
-"""One client at a time for an output."""
+"""Locks an output: one client at a time."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class FinishedLines:
         self._digests = array("Q")
         self._count = 0
         self.size_bytes = 0
-        """Of the lines that ``check_unchanged`` found as they were."""
+        """Bytes of the lines that ``check_unchanged`` found unchanged."""
 
     def __len__(self) -> int:
         return self._count
@@ -81,7 +81,7 @@ class FinishedLines:
         return True
 
     def check_unchanged(self, lines: Iterable[Line]) -> None:
-        """Compare the finished lines with the input they are said to come from.
+        """Compare the finished lines with the input.
 
         Lines that are not finished may change, and lines may be added at the
         end: neither makes a record wrong.
@@ -108,9 +108,8 @@ class FinishedLines:
 
 
 class ResultFiles:
-    """What a run has written, and the only memory a later run needs.
-
-    The records themselves say which lines are finished: the tag of each is its line's digest.
+    """What a run has written; a later run needs nothing else. The records say which lines are
+    finished: the tag of each is its line's digest.
     """
 
     def __init__(self, output: Path) -> None:
@@ -167,7 +166,7 @@ class ResultFiles:
             raise
 
     def close(self) -> None:
-        """Let other clients write."""
+        """Unlock the files for other clients."""
         if self._lock is not None:
             unlock_file(self._lock)
             self._lock = None

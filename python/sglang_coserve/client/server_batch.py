@@ -1,4 +1,4 @@
-"""Follows a batch that the server runs, and brings its results here as they come."""
+"""Follows a batch that the server runs, and downloads its results as they come."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ class ServerBatch:
         self._ended_s: float | None = None
 
     def status(self, state: JobState) -> JobStatus:
-        """Return how far the batch is, by the server's last word."""
+        """Return the progress of the batch as the server last reported it."""
         elapsed_s = (self._ended_s or time.monotonic()) - self._began_s
         trouble = self._api.last_failure if state is JobState.RUNNING else None
         return batch_status(self._batch, state, self._total_bytes, elapsed_s, trouble)
 
     async def run(self) -> None:
-        """Begin or find the batch, and bring all of its records here.
+        """Begin or find the batch, and download all of its records.
 
         Raises:
             InputFileError: the server finds the input malformed, or a file cannot be used.
@@ -97,7 +97,7 @@ class ServerBatch:
                 poll_s = min(2 * poll_s, _MAX_POLL_S)
                 batch = await self._api.retrieve(batch["id"])
             if batch["status"] == "failed":
-                self._submission.remove()  # It served nothing: a mended input begins another one.
+                self._submission.remove()  # It served nothing: another input begins another one.
             else:
                 self._output.touch()  # Even when no line has succeeded.
             check_outcome(batch, self._source)
@@ -122,7 +122,7 @@ class ServerBatch:
 
 
 async def fetch_results(api: BatchApi, batch: Batch, output: Path) -> None:
-    """Append to ``output`` and its error file the records that they lack of a batch.
+    """Append the records of a batch that ``output`` and its error file lack.
 
     Raises:
         InputFileError: a file cannot be written, or holds something else.
@@ -137,7 +137,7 @@ async def fetch_results(api: BatchApi, batch: Batch, output: Path) -> None:
 
 
 def _check_records(path: Path, batch_id: str) -> None:
-    """Refuse to append to what another batch, or nobody of ours, has written."""
+    """Refuse to append to files of another batch or of another program."""
     start = b'{"id":"batch_req_' + batch_id.removeprefix("batch_").encode() + b"_"
     try:
         with path.open("rb") as file:

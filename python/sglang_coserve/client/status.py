@@ -1,4 +1,4 @@
-"""How far a batch is."""
+"""The progress of a batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["JobState", "JobStatus"]
 
 
 class JobState(Enum):
-    """Where a job stands."""
+    """The state of a job."""
 
     RUNNING = "running"
     COMPLETED = "completed"
@@ -58,7 +58,7 @@ class JobStatus:
     """The batch that the server runs; None when it is sent line by line."""
 
     batch_state: str | None = None
-    """The server's word for where the batch stands."""
+    """The server's status of the batch."""
 
     eta_s: float | None = None
     """When the server expects the batch to be complete, in seconds since the epoch."""

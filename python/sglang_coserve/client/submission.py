@@ -1,4 +1,4 @@
-"""What a submission must remember of its batch, beside the output it will fill."""
+"""Stores beside an output which batch of a server fills it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Submission", "SubmissionFile", "file_digest", "submission_path"]
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One batch, from before it exists."""
+    """A batch, stored before it is created."""
 
     input_digest: str
     idempotency_key: str
@@ -70,7 +70,7 @@ class SubmissionFile:
         self._fd = lock_output(self._output, self._path)
 
     def close(self) -> None:
-        """Let others have the output."""
+        """Unlock the output."""
         if self._fd is not None:
             unlock_file(self._fd)
             self._fd = None
@@ -101,7 +101,7 @@ class SubmissionFile:
         return submission
 
     def save(self, submission: Submission) -> None:
-        """Keep ``submission``, on the disk."""
+        """Write ``submission`` to the disk."""
         assert self._fd is not None, "save() before open()"
         text = json.dumps(asdict(submission)).encode()
         # Only ever longer than what it replaces.

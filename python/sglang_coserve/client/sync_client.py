@@ -1,4 +1,4 @@
-"""The client for code without an event loop: the same one, on a loop of its own."""
+"""The client for code without an event loop: runs the asyncio client on a loop of its own."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Job:
 
     @property
     def status(self) -> JobStatus:
-        """How far the job is now."""
+        """The progress of the job."""
         return self._loop.call(lambda: self._job.status)
 
     def wait(self, *, progress: bool = False) -> JobStatus:

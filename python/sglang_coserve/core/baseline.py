@@ -57,24 +57,24 @@ class Baseline:
     would produce are known. The real engine serves the same requests and more, so it lags
     behind, and the delay is short: mostly the step that the real engine is running.
 
-    Each simulated step costs O(its rows); amortized, there is one for each real step with
-    online rows.
+    Each simulated step costs O(its requests); amortized, there is one for each real step with
+    online requests.
     """
 
     def __init__(
-        self, *, chunk_tokens: int, max_rows: int, kv_tokens: int, mixes_decodes: bool = False
+        self, *, chunk_tokens: int, max_requests: int, kv_tokens: int, mixes_decodes: bool = False
     ) -> None:
         """Start without requests.
 
         Args:
             chunk_tokens: Most prompt tokens in a step.
-            max_rows: Most requests that hold KV at a time.
+            max_requests: Most requests that hold KV at a time.
             kv_tokens: Most tokens with KV at a time.
             mixes_decodes: Decodes run in the same step as prompts, instead of after them.
         """
-        assert min(chunk_tokens, max_rows, kv_tokens) > 0
+        assert min(chunk_tokens, max_requests, kv_tokens) > 0
         self._chunk_tokens = chunk_tokens
-        self._max_rows = max_rows
+        self._max_requests = max_requests
         self._kv_tokens = kv_tokens
         self._mixes_decodes = mixes_decodes
         self._clock_s = 0.0
@@ -122,8 +122,8 @@ class Baseline:
             if request.has_all:
                 self._gone.append(request)
 
-    def given_up(self, rid: str) -> None:
-        """Drop a request that the real engine gave up. Its rid may be used again. O(1)."""
+    def drop(self, rid: str) -> None:
+        """Forget a request that the real engine dropped. Its rid may be used again. O(1)."""
         request = self._requests.pop(rid, None)
         if request is not None:
             self._gone.append(request)
@@ -160,10 +160,10 @@ class Baseline:
             return False
         decodes = self._decoding if self._mixes_decodes or not chunks else []
         keys = len(decodes)
-        for row in decodes:
-            if row.generated_tokens >= row.known_tokens:
+        for decode in decodes:
+            if decode.generated_tokens >= decode.known_tokens:
                 return False
-            keys += row.context_tokens
+            keys += decode.context_tokens
         stats = StepStats(decode_requests=len(decodes), decode_context_tokens=keys)
         for request, count in chunks:
             stats = stats.with_prefill(count, request.context_tokens)
@@ -171,12 +171,12 @@ class Baseline:
             return False  # The first prompt waits for memory that a running request holds.
         self._clock_s = end_s = start_s + predict(stats)
         new_token = tuple.__new__  # What BaselineToken() does, at half its cost.
-        for row in decodes:
-            row.context_tokens += 1
-            row.generated_tokens = number = row.generated_tokens + 1
-            tokens.append(new_token(BaselineToken, (row.rid, number, end_s)))
-            if row.has_ended and number >= row.known_tokens:
-                self._gone.append(row)
+        for decode in decodes:
+            decode.context_tokens += 1
+            decode.generated_tokens = number = decode.generated_tokens + 1
+            tokens.append(new_token(BaselineToken, (decode.rid, number, end_s)))
+            if decode.has_ended and number >= decode.known_tokens:
+                self._gone.append(decode)
         for request, count in chunks:
             request.context_tokens += count
             request.prompt_left_tokens -= count
@@ -199,36 +199,36 @@ class Baseline:
                 del requests[request.rid]
         self._gone.clear()
         self._waiting = deque(r for r in self._waiting if requests.get(r.rid) is r)
-        self._decoding = [row for row in self._decoding if requests.get(row.rid) is row]
+        self._decoding = [decode for decode in self._decoding if requests.get(decode.rid) is decode]
 
     def _chunks(self, start_s: float) -> list[tuple[_Request, int]] | None:
         """Return the prompts of a step that starts at ``start_s``, with the tokens of each.
 
-        None while a prompt needs the slot or memory of a row that may have ended.
+        None while a prompt needs the slot or memory of a request that may have ended.
         """
         chunks: list[tuple[_Request, int]] = []
         if not self._waiting:
             return chunks
         budget = self._chunk_tokens
-        rows = len(self._decoding)
-        held = sum(row.context_tokens for row in self._decoding)
+        num_requests = len(self._decoding)
+        held = sum(decode.context_tokens for decode in self._decoding)
         for request in self._waiting:
             if budget == 0 or request.arrival_s > start_s:
                 break
             needed = request.context_tokens + request.prompt_left_tokens
             is_full = held + needed > self._kv_tokens and (chunks or self._decoding)
-            if is_full or rows == self._max_rows:
+            if is_full or num_requests == self._max_requests:
                 return None if any(map(_may_have_ended, self._decoding)) else chunks
             count = min(budget, request.prompt_left_tokens)
             chunks.append((request, count))
             budget -= count
-            rows += 1
+            num_requests += 1
             held += needed
         return chunks
 
 
-def _may_have_ended(row: _Request) -> bool:
-    return row.generated_tokens >= row.known_tokens and not row.has_ended
+def _may_have_ended(request: _Request) -> bool:
+    return request.generated_tokens >= request.known_tokens and not request.has_ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ class EngineSize:
     chunk_tokens: int = 8192
     """Most prompt tokens in a step."""
 
-    max_rows: int = 1 << 20
+    max_requests: int = 1 << 20
     """Most requests that hold KV at a time."""
 
     kv_tokens: int = 1 << 40

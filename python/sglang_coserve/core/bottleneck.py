@@ -19,10 +19,10 @@ def fixed_s(model: LatencyModel) -> float:
 
 
 def is_compute_saturated(model: LatencyModel, batch_size: int) -> bool:
-    """Return whether a batch is compute-bound, so that more rows no longer amortize fixed costs.
+    """Return whether a batch is compute-bound: more requests no longer amortize fixed costs.
 
-    True when twice as many rows (not counting the KV they read) take at least 1.5 times as
-    long: the work of the rows then costs as much as what all of them share (reading the
+    True when twice as many requests (not counting the KV they read) take at least 1.5 times as
+    long: the work of the requests then costs as much as what all of them share (reading the
     weights from memory, kernel launches). Below that the step is memory-bound.
     """
     if batch_size == 0:

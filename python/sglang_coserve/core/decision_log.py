@@ -67,7 +67,7 @@ def decisions_of(plan: StepPlan, result: StepResult, arrival_s: float) -> Iterat
         result: What came of it.
         arrival_s: How long an arrival might wait for a step when it was planned.
     """
-    if result.given_up:
+    if result.dropped:
         yield Decision(Subject.DROPPED)
         return
     if plan.shed:

@@ -1,6 +1,6 @@
 """How loaded an engine is, for whom it matters: what online work has, and what gives way to it.
 
-An engine full of offline work is idle to an online request: whatever offline rows hold is
+An engine full of offline work is idle to an online request: whatever offline requests hold is
 given up for it. So a load is told by class, and of the KV what can be reclaimed is told apart
 from what online requests hold. A router wants the first, a gateway with offline lines the
 rest: where there is time and memory for more of them.

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Protocol
 
-from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import StepResult
 
 __all__ = ["ArrivalOrder", "VirtualTokenCounter", "WaitingOrder"]
@@ -22,11 +22,11 @@ _MOST_USERS: Final = 1 << 14
 class WaitingOrder(Protocol):
     """The order in which waiting online requests are served."""
 
-    def ordered(self, waiting: Sequence[Row]) -> Iterable[Row]:
-        """Return the waiting rows in the order to serve them, without changing any state."""
+    def ordered(self, waiting: Sequence[Request]) -> Iterable[Request]:
+        """Return the waiting requests in the order to serve them, without changing any state."""
         ...
 
-    def users(self, waiting: Sequence[Row]) -> frozenset[str | None] | None:
+    def users(self, waiting: Sequence[Request]) -> frozenset[str | None] | None:
         """Return the users with waiting requests; None if the order does not depend on users."""
         ...
 
@@ -35,18 +35,18 @@ class WaitingOrder(Protocol):
         ...
 
     def served(self, result: StepResult) -> None:
-        """Record the service that requests got in a step. O(online rows)."""
+        """Record the service that requests got in a step. O(online requests)."""
         ...
 
 
 class ArrivalOrder:
-    """First come, first served, which is the order of the waiting rows in a snapshot."""
+    """First come, first served, which is the order of the waiting requests in a snapshot."""
 
-    def ordered(self, waiting: Sequence[Row]) -> Iterable[Row]:
+    def ordered(self, waiting: Sequence[Request]) -> Iterable[Request]:
         """See ``WaitingOrder.ordered``."""
         return waiting
 
-    def users(self, _waiting: Sequence[Row]) -> None:
+    def users(self, _waiting: Sequence[Request]) -> None:
         """See ``WaitingOrder.users``; always None."""
 
     def started(self, _waiting_users: frozenset[str | None] | None) -> None:
@@ -81,14 +81,14 @@ class VirtualTokenCounter:
         """The weighted service of each user so far (a copy)."""
         return dict(self._counters)
 
-    def ordered(self, waiting: Sequence[Row]) -> Iterator[Row]:
+    def ordered(self, waiting: Sequence[Request]) -> Iterator[Request]:
         """See ``WaitingOrder.ordered``. O(waiting + taken · log users).
 
-        A row that the caller takes is charged at once, as if it were served in full.
+        A request that the caller takes is charged at once, as if it were served in full.
         """
-        queues: dict[str | None, deque[Row]] = {}
-        for row in waiting:
-            queues.setdefault(row.info.user, deque()).append(row)
+        queues: dict[str | None, deque[Request]] = {}
+        for request in waiting:
+            queues.setdefault(request.info.user, deque()).append(request)
         counters = self._lifted(queues)
         # Ties go to users who have just come, then to the first among the waiting; ``place`` is
         # unique, so queues are never compared.
@@ -99,17 +99,17 @@ class VirtualTokenCounter:
         heapq.heapify(heap)
         while heap:
             counter, stayed, place, queue = heap[0]
-            row = queue.popleft()
-            yield row
+            request = queue.popleft()
+            yield request
             if queue:
-                counter += _INPUT_WEIGHT * row.tokens_to_compute + _OUTPUT_WEIGHT
+                counter += _INPUT_WEIGHT * request.tokens_to_compute + _OUTPUT_WEIGHT
                 heapq.heapreplace(heap, (counter, stayed, place, queue))
             else:
                 heapq.heappop(heap)
 
-    def users(self, waiting: Sequence[Row]) -> frozenset[str | None]:
+    def users(self, waiting: Sequence[Request]) -> frozenset[str | None]:
         """See ``WaitingOrder.users``. O(waiting)."""
-        return frozenset(row.info.user for row in waiting)
+        return frozenset(request.info.user for request in waiting)
 
     def started(self, waiting_users: frozenset[str | None] | None) -> None:
         """See ``WaitingOrder.started``."""

@@ -175,7 +175,7 @@ class Interference:
     ) -> None:
         """Record the time that a step spent on each class, before its tokens. O(jobs).
 
-        ``jobs`` are those of its offline rows.
+        ``jobs`` are those of its offline requests.
         """
         self._online_s += online_s
         self._bill.worked(offline_s, jobs)
@@ -208,13 +208,13 @@ class Interference:
             self._finished(watched)
             return
         if self._baseline is not None:
-            self._baseline.given_up(rid)
+            self._baseline.drop(rid)
         del self._watched[rid]
         if ending is Ending.REFUSED:
             self._monitor.failed(watched.info, self._now_s, _times(watched))
 
     def advance(self, predict: Callable[[StepStats], float], now_s: float) -> None:
-        """Advance the baseline as far as its tokens are known. O(online rows) per engine step.
+        """Advance the baseline as far as its tokens are known. O(online requests) per engine step.
 
         Args:
             predict: Returns the duration of a step in seconds.

@@ -1,6 +1,8 @@
-"""Decides which KV pages of offline rows to copy to host memory, and when (ConServe §4.4, BROS §V).
+"""Decides which KV pages of offline requests to save to host memory, and when.
 
-A row's full pages are saved in order, so two counts give the state of each page. Every
+ConServe §4.4, BROS §V.
+
+A request's full pages are saved in order, so two counts give the state of each page. Every
 decision is an immutable value computed from a snapshot. Time is counted in steps, so that
 all ranks of a tensor-parallel engine decide alike.
 """
@@ -21,8 +23,8 @@ __all__ = [
     "CheckpointSnapshot",
     "HostQuota",
     "PageCopy",
-    "RowPages",
-    "RowToSave",
+    "RequestPages",
+    "RequestToSave",
     "is_stuck",
     "plan_copies",
     "reclaim_tokens",
@@ -45,10 +47,10 @@ class CheckpointMode(Enum):
 
 
 @dataclass(slots=True)
-class RowPages:
-    """Counts the full pages of one row: first the saved ones, then those in copy, then dirty ones.
+class RequestPages:
+    """Counts a request's full pages: first the saved ones, then those in copy, then dirty ones.
 
-    The only mutable class here, as it changes for every row in every step.
+    The only mutable class here, as it changes for every request in every step.
     """
 
     saved: int = 0
@@ -60,7 +62,7 @@ class RowPages:
     total: int = 0
 
     def grow(self, total: int) -> None:
-        """Record that the row has ``total`` full pages, at least as many as before."""
+        """Record that the request has ``total`` full pages, at least as many as before."""
         assert total >= self.total, "computed pages do not shrink"
         self.total = total
 
@@ -86,8 +88,8 @@ class CheckpointPolicy:
     """Share of the device's KV slots in use from which ``PRESSURE`` copies."""
 
     least_copy_tokens: int = 16
-    """Fewest tokens of a row to copy at a time. With smaller pages (in SGLang often one token),
-    each step would otherwise copy a page of every row, although a copy costs the scheduler the
+    """Fewest tokens of a request to copy at a time. With smaller pages (in SGLang often one token),
+    each step would otherwise copy a page of every request, although a copy costs the scheduler the
     same for one token as for many."""
 
     step_tokens: int = 4096
@@ -103,8 +105,8 @@ class CheckpointPolicy:
     """Fewest tokens to reclaim at a time, so that not every step reclaims a few."""
 
 
-class RowToSave(NamedTuple):
-    """An offline row that has pages to save."""
+class RequestToSave(NamedTuple):
+    """An offline request that has pages to save."""
 
     rid: str
     dirty_tokens: int
@@ -114,11 +116,11 @@ class RowToSave(NamedTuple):
 class CheckpointSnapshot:
     """The state of checkpointing between two steps."""
 
-    rows: Sequence[RowToSave]
+    requests: Sequence[RequestToSave]
     """In order of admission."""
 
     used_share: float
-    """Share of the device's KV slots that rows hold, 0 to 1."""
+    """Share of the device's KV slots that requests hold, 0 to 1."""
 
     in_flight_tokens: int = 0
     oldest_copy_steps: int = 0
@@ -126,7 +128,7 @@ class CheckpointSnapshot:
 
 
 class PageCopy(NamedTuple):
-    """A copy of the first ``tokens`` dirty tokens of a row, in whole pages."""
+    """A copy of the first ``tokens`` dirty tokens of a request, in whole pages."""
 
     rid: str
     tokens: int
@@ -135,9 +137,9 @@ class PageCopy(NamedTuple):
 def plan_copies(
     policy: CheckpointPolicy, snapshot: CheckpointSnapshot, page_tokens: int
 ) -> tuple[PageCopy, ...]:
-    """Return the copies to begin now. O(rows).
+    """Return the copies to begin now. O(requests).
 
-    The rows admitted last come first, as they are retracted first.
+    The requests admitted last come first, as they are retracted first.
     """
     if policy.mode in (CheckpointMode.OFF, CheckpointMode.LAZY):
         return ()
@@ -148,12 +150,12 @@ def plan_copies(
     left = max(min(policy.step_tokens, policy.in_flight_tokens - snapshot.in_flight_tokens), 0)
     copies = []
     least_tokens = policy.least_copy_tokens
-    for row in reversed(snapshot.rows):
-        if row.dirty_tokens < least_tokens:
+    for request in reversed(snapshot.requests):
+        if request.dirty_tokens < least_tokens:
             continue
-        tokens = min(row.dirty_tokens, left) // page_tokens * page_tokens
+        tokens = min(request.dirty_tokens, left) // page_tokens * page_tokens
         if tokens:
-            copies.append(PageCopy(row.rid, tokens))
+            copies.append(PageCopy(request.rid, tokens))
             left -= tokens
     return tuple(copies)
 

@@ -9,18 +9,18 @@ from dataclasses import replace
 from sglang_coserve.core.bottleneck import fixed_s
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.snapshot import EngineSnapshot, Row
+from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.core.step_builder import StepBuilder
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
 
 __all__ = [
-    "gets_anywhere",
     "is_stuck",
     "longest_s",
     "mixed_share",
     "offline_lane_view",
     "offline_until_s",
+    "reaches_safepoint",
     "share_in_lane",
     "stop_share",
 ]
@@ -57,7 +57,7 @@ def is_stuck(batch: StepBuilder, gap_share: float, margin: float) -> bool:
         return False
     whole_s = batch.model.predict(seen.suspended.batch)
     left_s = _left_s(batch, target_s, gap_share, margin)
-    return not gets_anywhere(seen.suspended.batch, whole_s, seen, left_s)
+    return not reaches_safepoint(seen.suspended.batch, whole_s, seen, left_s)
 
 
 def stop_share(batch: StepStats, seen: EngineSnapshot) -> float:
@@ -68,7 +68,7 @@ def stop_share(batch: StepStats, seen: EngineSnapshot) -> float:
     return seen.stop_share if batch.prefill_requests or seen.decodes_stop else 1.0
 
 
-def gets_anywhere(
+def reaches_safepoint(
     batch: StepStats, predicted_s: float, seen: EngineSnapshot, left_s: float
 ) -> bool:
     """Return whether a step of the offline lane reaches a safepoint within ``left_s``.
@@ -100,24 +100,24 @@ def longest_s(
 
 
 def offline_lane_view(seen: EngineSnapshot, headroom_tokens: int) -> EngineSnapshot:
-    """Return the snapshot from which a step of the offline lane is planned. O(rows).
+    """Return the snapshot from which a step of the offline lane is planned. O(requests).
 
-    It has no online requests, and ``headroom_tokens`` of KV less for each online row, so that
-    those can go on while the step is suspended. If there are online rows, it leaves out offline
+    It has no online requests, and ``headroom_tokens`` of KV less for each online request, so that
+    those can go on while the step is suspended. If there are online requests, it leaves out offline
     decodes that cannot pause: they can decode only together with the online ones.
     """
-    num_online = sum([row.info.is_online for row in seen.rows])
-    rows = [
-        row
-        for row in seen.rows
-        if not row.info.is_online
-        and (not num_online or row.info.can_pause or row.state is not RequestState.DECODING)
+    num_online = sum([request.info.is_online for request in seen.admitted])
+    requests = [
+        request
+        for request in seen.admitted
+        if not request.info.is_online
+        and (not num_online or request.info.can_pause or request.state is not RequestState.DECODING)
     ]
     kept_tokens = headroom_tokens * num_online
     from_free = min(kept_tokens, seen.free_kv_tokens)
     return replace(
         seen,
-        rows=rows,
+        admitted=requests,
         waiting=(),
         free_kv_tokens=seen.free_kv_tokens - from_free,
         evictable_kv_tokens=max(seen.evictable_kv_tokens - (kept_tokens - from_free), 0),
@@ -197,6 +197,6 @@ def _left_s(batch: StepBuilder, slack_s: float, gap_share: float, margin: float)
     return gap_share * (slack_s - decodes_s) * (1 - margin)
 
 
-def _decodes(rows: Sequence[Row]) -> StepStats:
-    keys = len(rows) + sum([row.computed_tokens for row in rows])
-    return StepStats(decode_requests=len(rows), decode_context_tokens=keys)
+def _decodes(requests: Sequence[Request]) -> StepStats:
+    keys = len(requests) + sum([request.computed_tokens for request in requests])
+    return StepStats(decode_requests=len(requests), decode_context_tokens=keys)

@@ -42,16 +42,16 @@ class LearnedModel:
         """The error of the predictions, each made before the model was corrected by that step."""
         return self._error
 
-    def observe(self, sample: Sample, beside: Sequence[StepStats] = ()) -> None:
+    def observe(self, sample: Sample, overlapping: Sequence[StepStats] = ()) -> None:
         """Learn from a measured step. Amortized O(1).
 
-        ``beside`` are the batches that shared a pipeline with it (``StepResult.beside``). If
+        ``overlapping`` are the batches that shared a pipeline with it (see ``StepResult``). If
         one of them is slower, the time says little about this batch and does not refine the model.
 
         Raises:
             InputFileError: the measured time is not positive.
         """
-        predicted_s, is_slowest = pipelined(self._model.predict, sample.batch, beside)
+        predicted_s, is_slowest = pipelined(self._model.predict, sample.batch, overlapping)
         self._error.observe(predicted_s, sample.seconds)
         if self._refiner is None or not is_slowest:
             return

@@ -42,10 +42,10 @@ def preferred_length(
         includes_all: whether every request of the instance was in that batch.
 
     Requests are pulled only if the instance runs all its requests and has time left (line 2).
-    With compute saturated more rows gain nothing, so prefer the greatest length that fits time
+    With compute saturated more requests gain nothing, so prefer the greatest length that fits time
     and memory (lines 4–5). Below saturation: if as many equal requests as saturation still
     needs fit together, prefer the greatest length at which they do (lines 7–8); else the
-    shortest, for the most rows (line 10). O(log free_kv_tokens) predictions.
+    shortest, for the most requests (line 10). O(log free_kv_tokens) predictions.
 
     The paper's line 8 ignores memory; here a length that does not fit is never preferred.
     """

@@ -11,7 +11,7 @@ from typing import Final
 from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES, common_prefix_bytes
 from sglang_coserve.core.plan_context import PlanContext
-from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step_builder import StepBuilder
 from sglang_coserve.core.step_stats import StepStats
 
@@ -53,33 +53,33 @@ def serve_offline(
         prefill_offline(batch, context)
 
 
-def decode_offline(batch: StepBuilder, rows: Iterable[Row]) -> None:
+def decode_offline(batch: StepBuilder, requests: Iterable[Request]) -> None:
     """Add as many decodes as fit, in the given order; the others pause and keep their KV.
 
-    If those that fit the latency budget lack KV, rows are retracted in the policy's victim
+    If those that fit the latency budget lack KV, requests are retracted in the policy's victim
     order, but never the only one left: it pauses until another request has ended.
-    O(rows), with O(log rows) predictions for each retraction.
+    O(requests), with O(log requests) predictions for each retraction.
     """
-    rows = batch.without_retracted(rows)
+    requests = batch.without_retracted(requests)
     while True:
-        fitting = rows[: longest_prefix(batch, rows)]
+        fitting = requests[: longest_prefix(batch, requests)]
         needed = batch.kv_to_decode(fitting)
-        if batch.has_room(needed, rows=len(fitting)):
+        if batch.has_room(needed, requests=len(fitting)):
             break
         victim = batch.next_victim()
-        if victim is None or rows == [victim]:
+        if victim is None or requests == [victim]:
             fitting = []
             break
         batch.retract(victim, needed)
-        if victim in rows:
-            rows.remove(victim)
+        if victim in requests:
+            requests.remove(victim)
     batch.decode(fitting)
 
 
-def longest_prefix(batch: StepBuilder, rows: Sequence[Row]) -> int:
-    """Return how many of the first rows fit the latency and token budgets, by bisection."""
-    limit = min(len(rows), batch.free_tokens)
-    tokens = [row.computed_tokens for row in rows[:limit]]
+def longest_prefix(batch: StepBuilder, requests: Sequence[Request]) -> int:
+    """Return how many of the first requests fit the latency and token budgets, by bisection."""
+    limit = min(len(requests), batch.free_tokens)
+    tokens = [request.computed_tokens for request in requests[:limit]]
     if limit == 0 or batch.predict_with_decodes(limit, sum(tokens)) <= batch.offline_budget_s:
         return limit
     contexts = list(accumulate(tokens, initial=0))
@@ -110,7 +110,7 @@ def prefill_offline(batch: StepBuilder, context: PlanContext) -> None:
 
     Stops at the first that is cut or does not fit, so at most one is unfinished and
     the queue's order is kept. A new request also needs free KV as headroom for the running
-    rows, or it would soon be retracted for them. A request that shares a prefix with another
+    requests, or it would soon be retracted for them. A request that shares a prefix with another
     one of the same step is left to the next step, which finds the prefix cached, if this saves
     more than the fixed cost of a step.
     """
@@ -119,20 +119,22 @@ def prefill_offline(batch: StepBuilder, context: PlanContext) -> None:
 
 
 def _continue_prefills(batch: StepBuilder, context: PlanContext) -> bool:
-    for row in batch.offline_prefills:
-        if batch.is_retracted(row):
+    for request in batch.offline_prefills:
+        if batch.is_retracted(request):
             continue
-        rest_tokens = row.tokens_to_compute
-        kv_tokens = batch.kv_to_prefill(row.computed_tokens, rest_tokens, is_new=False)
+        rest_tokens = request.tokens_to_compute
+        kv_tokens = batch.kv_to_prefill(request.computed_tokens, rest_tokens, is_new=False)
         while not batch.has_room(kv_tokens) and batch.stats.is_empty:
             # No request runs that would free KV by ending, so another unfinished one is retracted.
             victim = batch.next_victim()
-            if victim is None or victim is row:
+            if victim is None or victim is request:
                 return False
             batch.retract(victim, kv_tokens)
         if not batch.has_room(kv_tokens):
             return False
-        if not _add(batch, context, row.info.rid, row.computed_tokens, rest_tokens, kv_tokens):
+        if not _add(
+            batch, context, request.info.rid, request.computed_tokens, rest_tokens, kv_tokens
+        ):
             return False
     return True
 
@@ -144,12 +146,12 @@ def _admit(batch: StepBuilder, context: PlanContext) -> None:
         return
     if batch.predicted_s >= batch.offline_budget_s:
         return
-    seen = (*batch.snapshot.rows, *batch.snapshot.elsewhere)
-    num_rows = len(seen) + len(batch.chunks)
+    seen = (*batch.snapshot.admitted, *batch.snapshot.elsewhere)
+    num_requests = len(seen) + len(batch.chunks)
     picks = config.max_picks
-    if config.max_offline_rows is not None:
-        held = sum(not row.info.is_online for row in seen)
-        picks = min(picks, max(config.max_offline_rows - held, 0))
+    if config.max_offline_requests is not None:
+        held = sum(not request.info.is_online for request in seen)
+        picks = min(picks, max(config.max_offline_requests - held, 0))
     prompts = [
         queue.running(chunk.rid).token_ids for chunk in batch.chunks if queue.is_running(chunk.rid)
     ]
@@ -164,13 +166,13 @@ def _admit(batch: StepBuilder, context: PlanContext) -> None:
             ):
                 continue
         kv_tokens = batch.kv_to_prefill(cached_tokens, rest_tokens, is_new=True)
-        if not batch.has_room(kv_tokens + config.headroom_tokens * num_rows, slots=1):
+        if not batch.has_room(kv_tokens + config.headroom_tokens * num_requests, slots=1):
             return
         if not _add(
             batch, context, request.rid, cached_tokens, rest_tokens, kv_tokens, is_new=True
         ):
             return
-        num_rows += 1
+        num_requests += 1
         prompts.append(request.token_ids)
 
 

@@ -15,28 +15,28 @@ _OUTPUT_TOKENS: Final = 256
 
 
 def expected_tokens_per_s(
-    model: LatencyModel, *, kv_tokens: int, max_rows: int, chunk_tokens: int
+    model: LatencyModel, *, kv_tokens: int, max_requests: int, chunk_tokens: int
 ) -> float:
     """Return the predicted prompt and output tokens per second of many medium-sized requests.
 
-    As many of them decode together as ``kv_tokens`` and ``max_rows`` allow, and prompts
+    As many of them decode together as ``kv_tokens`` and ``max_requests`` allow, and prompts
     are computed in batches of ``chunk_tokens``. This is the initial estimate of a rate that is
     measured once requests are served.
     """
-    rows = max(1, min(max_rows, kv_tokens // (_PROMPT_TOKENS + _OUTPUT_TOKENS)))
-    prompts = max(1, min(rows, chunk_tokens // _PROMPT_TOKENS))
+    requests = max(1, min(max_requests, kv_tokens // (_PROMPT_TOKENS + _OUTPUT_TOKENS)))
+    prompts = max(1, min(requests, chunk_tokens // _PROMPT_TOKENS))
     prefill_s = model.predict(StepStats.of(prefills=[(_PROMPT_TOKENS, 0)] * prompts)) / prompts
     middle_tokens = _PROMPT_TOKENS + _OUTPUT_TOKENS // 2
-    decode_s = model.predict(StepStats.of(decodes=[middle_tokens] * rows)) / rows
+    decode_s = model.predict(StepStats.of(decodes=[middle_tokens] * requests)) / requests
     return (_PROMPT_TOKENS + _OUTPUT_TOKENS) / (prefill_s + _OUTPUT_TOKENS * decode_s)
 
 
-def lines_at_a_time(*, kv_tokens: int, rows: int, lines: int, line_tokens: int) -> int:
-    """Return how many offline requests fit into ``kv_tokens`` of KV and so many rows.
+def lines_at_a_time(*, kv_tokens: int, requests: int, lines: int, line_tokens: int) -> int:
+    """Return how many offline requests fit into ``kv_tokens`` of KV and so many requests.
 
     Their mean length is that of the ``lines`` that are there: ``line_tokens`` of prompts and
     outputs together. Without any a medium length is assumed.
     """
     if not line_tokens:
         lines, line_tokens = 1, _PROMPT_TOKENS + _OUTPUT_TOKENS
-    return max(0, min(rows, kv_tokens * lines // line_tokens))
+    return max(0, min(requests, kv_tokens * lines // line_tokens))

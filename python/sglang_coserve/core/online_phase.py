@@ -10,7 +10,7 @@ from typing import Final
 
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.scheduler_config import OnlineOrder, Overload
-from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import Lane
 from sglang_coserve.core.step_builder import StepBuilder
 from sglang_coserve.core.step_stats import StepStats
@@ -77,7 +77,7 @@ def _time_before_decodes_s(
     tokens can wait. Prompts run first, without decodes, if fewer targets are then missed: late
     first tokens, plus late gaps, each weighted by 1 / gaps per request. Ties are decided by a
     hypothetical request that arrives during the step and takes as long again. No gap becomes
-    longer than the TPOT slack plus the TTFT target. O(waiting + rows).
+    longer than the TPOT slack plus the TTFT target. O(waiting + requests).
     """
     ttft_s = batch.targets.ttft_s
     prompts = _prompts_that_fit(batch)
@@ -86,10 +86,10 @@ def _time_before_decodes_s(
     if context.config.overload is Overload.SHED:
         return None  # Prompts that would be late are refused instead.
     if math.isinf(batch.tpot_slack_s) or not batch.has_room(
-        batch.kv_to_decode(batch.online_decodes), rows=len(batch.online_decodes)
+        batch.kv_to_decode(batch.online_decodes), requests=len(batch.online_decodes)
     ):
         return None
-    contexts = sum([row.computed_tokens for row in batch.online_decodes])
+    contexts = sum([request.computed_tokens for request in batch.online_decodes])
     decodes_s = batch.predict_with_decodes(len(batch.online_decodes), contexts)
     share = 1 - context.config.margin
     limit_s = min(budget_s, batch.tpot_slack_s + ttft_s) * share - decodes_s
@@ -99,8 +99,8 @@ def _time_before_decodes_s(
     first_s = min(alone_s, limit_s)
     chunk_s = min(budget_s, batch.tpot_slack_s) * share - decodes_s
     beside_s = alone_s + decodes_s * _mixed_chunks(prompts, alone_s, chunk_s, context)
-    slacks_s = [slack_s(batch, row) * share for row in prompts]
-    done = list(accumulate([row.tokens_to_compute for row in prompts]))
+    slacks_s = [slack_s(batch, request) * share for request in prompts]
+    done = list(accumulate([request.tokens_to_compute for request in prompts]))
 
     def misses(prompts_end_s: float, decodes_end_s: float) -> tuple[float, bool]:
         token_s = prompts_end_s / done[-1]
@@ -114,15 +114,15 @@ def _time_before_decodes_s(
     return limit_s if is_better else None
 
 
-def _prompts_that_fit(batch: StepBuilder) -> list[Row]:
+def _prompts_that_fit(batch: StepBuilder) -> list[Request]:
     """Return the first prompts that together fit the token budget of a step."""
-    rows = [*batch.online_prefills, *batch.snapshot.waiting]
-    tokens = accumulate([row.tokens_to_compute for row in rows])
-    return rows[: bisect_right(list(tokens), batch.free_tokens)]
+    requests = [*batch.online_prefills, *batch.snapshot.waiting]
+    tokens = accumulate([request.tokens_to_compute for request in requests])
+    return requests[: bisect_right(list(tokens), batch.free_tokens)]
 
 
 def _mixed_chunks(
-    prompts: Sequence[Row], alone_s: float, chunk_s: float, context: PlanContext
+    prompts: Sequence[Request], alone_s: float, chunk_s: float, context: PlanContext
 ) -> int:
     """Return the number of steps to compute prompts that get ``chunk_s`` of each mixed step."""
     floor_tokens = context.config.min_online_chunk_tokens
@@ -131,8 +131,8 @@ def _mixed_chunks(
     return math.ceil(_tokens(prompts) / floor_tokens) if floor_tokens else 1
 
 
-def _tokens(prompts: Sequence[Row]) -> int:
-    return sum([row.tokens_to_compute for row in prompts])
+def _tokens(prompts: Sequence[Request]) -> int:
+    return sum([request.tokens_to_compute for request in prompts])
 
 
 def _gap_budget_s(batch: StepBuilder, context: PlanContext) -> float:
@@ -145,13 +145,13 @@ def _gap_budget_s(batch: StepBuilder, context: PlanContext) -> float:
 def decode_online(batch: StepBuilder) -> None:
     """Add every online decode.
 
-    If KV is short, offline rows are retracted, then unfinished online prefills, then
+    If KV is short, offline requests are retracted, then unfinished online prefills, then
     the last of the decodes themselves.
     """
-    rows = batch.online_decodes
-    while not batch.reclaim(needed := batch.kv_to_decode(rows), rows=len(rows)):
-        batch.retract((batch.online_prefills or rows).pop(), needed)
-    batch.decode(rows)
+    requests = batch.online_decodes
+    while not batch.reclaim(needed := batch.kv_to_decode(requests), requests=len(requests)):
+        batch.retract((batch.online_prefills or requests).pop(), needed)
+    batch.decode(requests)
 
 
 def prefill_online(
@@ -179,26 +179,26 @@ def prefill_online(
         # A request of another tenant may arrive, wait for this step and then take a step as long.
         # In a pair of runs its P99 TTFT was 160 ms with this and 432 without (bench_overload.py).
         more_s = batch.targets.ttft_s / 2 * slack_share
-    # If all prompts together fit, this one prediction replaces one for each row.
+    # If all prompts together fit, this one prediction replaces one for each request.
     all_s = batch.predict_with_whole(chain(batch.online_prefills, batch.snapshot.waiting))
-    for row, is_new in _prefills(batch, context):
-        rest_tokens = row.tokens_to_compute
-        cached_tokens = row.computed_tokens or row.cached_tokens
-        has_deadline = keeps_ttft or sheds or row.info.ttft_target_s is not None
-        row_slack_s = slack_s(batch, row) if has_deadline else math.inf
-        if all_s <= budget_s and all_s <= row_slack_s:
+    for request, is_new in _prefills(batch, context):
+        rest_tokens = request.tokens_to_compute
+        cached_tokens = request.computed_tokens or request.cached_tokens
+        has_deadline = keeps_ttft or sheds or request.info.ttft_target_s is not None
+        request_slack_s = slack_s(batch, request) if has_deadline else math.inf
+        if all_s <= budget_s and all_s <= request_slack_s:
             whole_s = all_s
         else:
             whole_s = batch.predict_with_prefill(rest_tokens, cached_tokens)
-        is_fresh = is_new and row.generated_tokens == 0
-        if sheds and is_fresh and whole_s > row_slack_s * context.shed_share:
-            batch.shed(row)
+        is_fresh = is_new and request.generated_tokens == 0
+        if sheds and is_fresh and whole_s > request_slack_s * context.shed_share:
+            batch.shed(request)
             continue
         deadline_s = ttft_s
         if (
             whole_s > ttft_s
             and not sheds
-            and _is_late_next(batch, rest_tokens, cached_tokens, row_slack_s)
+            and _is_late_next(batch, rest_tokens, cached_tokens, request_slack_s)
         ):
             deadline_s = math.inf
             batch.is_deadline_bound = True
@@ -218,15 +218,15 @@ def prefill_online(
         if not has_room and not (may_retract and batch.reclaim(kv_tokens, is_new)):
             batch.admits_offline = False
             break
-        batch.prefill(row.info.rid, tokens, cached_tokens, kv_tokens, is_new=is_new)
+        batch.prefill(request.info.rid, tokens, cached_tokens, kv_tokens, is_new=is_new)
         floor_tokens = 0
         if tokens < rest_tokens:
             batch.reserve_rest_for_online(by_deadline=batch.free_tokens > 0)
             return
-        if whole_s > row_slack_s:
+        if whole_s > request_slack_s:
             batch.reserve_rest_for_online(by_deadline=True)
         else:
-            ttft_s = min(ttft_s, row_slack_s * slack_share)
+            ttft_s = min(ttft_s, request_slack_s * slack_share)
     batch.offline_budget_s = min(batch.offline_budget_s, budget_s, ttft_s)
 
 
@@ -236,21 +236,21 @@ def _is_late_next(batch: StepBuilder, tokens: int, context_tokens: int, slack_s:
     return batch.predicted_s + alone_s > slack_s
 
 
-def slack_s(batch: StepBuilder, row: Row) -> float:
-    """Return the time until a row's next token misses its target; negative once it has."""
-    info, targets = row.info, batch.targets
-    if row.generated_tokens and row.last_token_s is not None:
-        start_s, target_s = row.last_token_s, info.tpot_target_s or targets.tpot_s
+def slack_s(batch: StepBuilder, request: Request) -> float:
+    """Return the time until a request's next token misses its target; negative once it has."""
+    info, targets = request.info, batch.targets
+    if request.generated_tokens and request.last_token_s is not None:
+        start_s, target_s = request.last_token_s, info.tpot_target_s or targets.tpot_s
     else:
         start_s, target_s = info.arrival_s, info.ttft_target_s or targets.ttft_s
     return math.inf if target_s is None else start_s + target_s - batch.snapshot.now_s
 
 
-def _prefills(batch: StepBuilder, context: PlanContext) -> Iterator[tuple[Row, bool]]:
-    for row in batch.online_prefills:
-        yield row, False
-    for row in context.waiting:
-        yield row, True
+def _prefills(batch: StepBuilder, context: PlanContext) -> Iterator[tuple[Request, bool]]:
+    for request in batch.online_prefills:
+        yield request, False
+    for request in context.waiting:
+        yield request, True
 
 
 def _cut(

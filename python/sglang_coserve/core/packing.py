@@ -9,7 +9,7 @@ from typing import NamedTuple
 from sglang_coserve.core.offline_phase import decode_offline
 from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step_builder import StepBuilder
 from sglang_coserve.core.step_stats import StepStats
 
@@ -18,10 +18,10 @@ __all__ = ["Candidate", "Packing"]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A request that may join the batch: a row of the snapshot, or one of the offline queue."""
+    """A request that may join the batch: a request of the snapshot, or one of the offline queue."""
 
     rid: str
-    row: Row | None
+    request: Request | None
     context_tokens: int
     rest_tokens: int
     is_online: bool
@@ -31,16 +31,16 @@ class Candidate:
     """Time until its next token is late."""
 
     @classmethod
-    def of_row(cls, row: Row, residual_s: float) -> Candidate:
-        """Return the candidate for a row of the snapshot."""
+    def of_request(cls, request: Request, residual_s: float) -> Candidate:
+        """Return the candidate for a request of the snapshot."""
         return cls(
-            rid=row.info.rid,
-            row=row,
-            context_tokens=row.computed_tokens or row.cached_tokens,
-            rest_tokens=row.tokens_to_compute,
-            is_online=row.info.is_online,
-            is_decode=row.state in (RequestState.DECODING, RequestState.PAUSED),
-            is_new=row.state is RequestState.WAITING,
+            rid=request.info.rid,
+            request=request,
+            context_tokens=request.computed_tokens or request.cached_tokens,
+            rest_tokens=request.tokens_to_compute,
+            is_online=request.info.is_online,
+            is_decode=request.state in (RequestState.DECODING, RequestState.PAUSED),
+            is_new=request.state is RequestState.WAITING,
             residual_s=residual_s,
         )
 
@@ -64,7 +64,7 @@ class _Choice(NamedTuple):
     tokens: int
     kv_tokens: int
     has_retracted: bool
-    """Offline rows were retracted for it."""
+    """Offline requests were retracted for it."""
 
     @property
     def is_cut(self) -> bool:
@@ -74,7 +74,7 @@ class _Choice(NamedTuple):
 class Packing:
     """Selects candidates under a latency bound and a limit on the number of requests.
 
-    Online candidates may retract offline rows, offline candidates may not. At most
+    Online candidates may retract offline requests, offline candidates may not. At most
     one prompt is cut: after it, ``add`` refuses any other that would have to be cut.
     """
 
@@ -119,7 +119,7 @@ class Packing:
     def replace_last_online(self, candidate: Candidate, wait_s: float) -> bool:
         """Replace the online candidate chosen last by another; return whether this was done.
 
-        Done only if that candidate can wait for this step and ``wait_s`` more, and no row was
+        Done only if that candidate can wait for this step and ``wait_s`` more, and no request was
         retracted for it.
         """
         if not self._online or self._online[-1].has_retracted:
@@ -145,7 +145,7 @@ class Packing:
             if candidate.is_decode:
                 continue
             # It may have been retracted for an offline decode meanwhile.
-            was_retracted = candidate.row is not None and batch.is_retracted(candidate.row)
+            was_retracted = candidate.request is not None and batch.is_retracted(candidate.request)
             if not was_retracted and batch.has_room(kv_tokens, int(candidate.is_new)):
                 batch.prefill(
                     candidate.rid,
@@ -179,22 +179,22 @@ class Packing:
         kv_tokens += self._kv_tokens
         if candidate.is_new and not candidate.is_online:
             seen = self._batch.snapshot
-            num_rows = len(seen.rows) + len(seen.elsewhere) + self._slots
-            kv_tokens += self._headroom_tokens * num_rows
+            num_requests = len(seen.admitted) + len(seen.elsewhere) + self._slots
+            kv_tokens += self._headroom_tokens * num_requests
         return self._batch.has_room(
-            kv_tokens, self._slots + candidate.is_new, rows=self._num_chosen + 1
+            kv_tokens, self._slots + candidate.is_new, requests=self._num_chosen + 1
         )
 
     def _reclaim(self, candidate: Candidate, kv_tokens: int) -> bool:
         return self._batch.reclaim(
             self._kv_tokens + kv_tokens,
             self._slots + candidate.is_new,
-            rows=self._num_chosen + 1,
+            requests=self._num_chosen + 1,
         )
 
     def _kv(self, candidate: Candidate) -> int:
-        if candidate.row is not None and candidate.is_decode:
-            return self._batch.kv_to_decode([candidate.row])
+        if candidate.request is not None and candidate.is_decode:
+            return self._batch.kv_to_decode([candidate.request])
         return self._batch.kv_to_prefill(
             candidate.context_tokens, candidate.rest_tokens, is_new=candidate.is_new
         )
@@ -221,9 +221,9 @@ class Packing:
         return choice
 
 
-def _decodes(choices: list[_Choice]) -> list[Row]:
-    rows = (choice.candidate.row for choice in choices if choice.candidate.is_decode)
-    return [row for row in rows if row is not None]
+def _decodes(choices: list[_Choice]) -> list[Request]:
+    requests = (choice.candidate.request for choice in choices if choice.candidate.is_decode)
+    return [request for request in requests if request is not None]
 
 
 def _difference(left: StepStats, right: StepStats) -> StepStats:

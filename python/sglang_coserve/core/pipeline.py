@@ -16,7 +16,7 @@ __all__ = ["PipelineBaseline", "baseline_of", "pipelined"]
 
 
 def pipelined(
-    predict: Callable[[StepStats], float], batch: StepStats, beside: Sequence[StepStats]
+    predict: Callable[[StepStats], float], batch: StepStats, overlapping: Sequence[StepStats]
 ) -> tuple[float, bool]:
     """Return the seconds of a step in a pipeline, and whether no overlapping batch is slower.
 
@@ -26,12 +26,12 @@ def pipelined(
     Args:
         predict: Returns the seconds of a batch that passes through all stages alone.
         batch: The batch of the step.
-        beside: The K - 1 batches before it and the K - 1 after it, in order; empty if K is 1.
+        overlapping: The K - 1 batches before it and the K - 1 after it, in order; empty if K is 1.
     """
     alone_s = predict(batch)
-    if not beside:
+    if not overlapping:
         return alone_s, True
-    others_s = [0.0 if other.is_empty else predict(other) for other in beside]
+    others_s = [0.0 if other.is_empty else predict(other) for other in overlapping]
     before = len(others_s) // 2
     depth = before + 1
     all_s = [*others_s[:before], alone_s, *others_s[before:]]
@@ -42,7 +42,7 @@ def pipelined(
 class PipelineBaseline:
     """The no-interference baseline of a pipeline: one virtual engine for each micro-batch.
 
-    Each has 1/K of the rows and of the KV, and its steps take as long as a batch takes through
+    Each has 1/K of the requests and of the KV, and its steps take as long as a batch takes through
     all stages. That the slowest micro-batch delays the others is ignored, so the baseline is a
     little too fast.
     """
@@ -73,10 +73,10 @@ class PipelineBaseline:
         if (engine := self._engine_of.pop(rid, None)) is not None:
             engine.ended(rid)
 
-    def given_up(self, rid: str) -> None:
-        """See ``Baseline.given_up``."""
+    def drop(self, rid: str) -> None:
+        """See ``Baseline.drop``."""
         if (engine := self._engine_of.pop(rid, None)) is not None:
-            engine.given_up(rid)
+            engine.drop(rid)
 
     def advance(self, predict: Callable[[StepStats], float], now_s: float) -> list[BaselineToken]:
         """See ``Baseline.advance``; tokens are ordered by engine, not by time."""
@@ -90,7 +90,7 @@ def baseline_of(size: EngineSize) -> Baseline | PipelineBaseline:
     engines = [
         Baseline(
             chunk_tokens=size.chunk_tokens,
-            max_rows=max(size.max_rows // count, 1),
+            max_requests=max(size.max_requests // count, 1),
             kv_tokens=max(size.kv_tokens // count, 1),
             mixes_decodes=size.mixes_decodes,
         )

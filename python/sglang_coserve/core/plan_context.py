@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sglang_coserve.core.offline_queue import OfflineQueue
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.snapshot import PrefixCache, Row
+from sglang_coserve.core.snapshot import PrefixCache, Request
 
 __all__ = ["PlanContext"]
 
@@ -19,7 +19,7 @@ class PlanContext:
     config: SchedulerConfig
     queue: OfflineQueue
     cache: PrefixCache
-    waiting: Iterable[Row]
+    waiting: Iterable[Request]
     """Waiting online requests in the order to serve them; may be iterated over only once."""
 
     step: int

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from sglang_coserve.core.offline_queue import OfflineQueueConfig
 from sglang_coserve.core.plan_context import PlanContext
-from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import StepPlan, StepResult
 from sglang_coserve.core.step_builder import StepBuilder
 from sglang_coserve.core.victims import last_admitted_first
@@ -37,8 +37,8 @@ class Policy(ABC):
         """Return the order of its offline queue; here deadlines at risk first, then by arrival."""
         return replace(OfflineQueueConfig.fcfs(), seed=seed)
 
-    def victims(self, batch: StepBuilder) -> Sequence[Row]:
-        """Return the offline rows that may be retracted, the first to retract first."""
+    def victims(self, batch: StepBuilder) -> Sequence[Request]:
+        """Return the offline requests that may be retracted, the first to retract first."""
         return last_admitted_first(batch)
 
     def update(self, plan: StepPlan, result: StepResult) -> None:  # noqa: B027

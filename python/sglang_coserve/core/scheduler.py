@@ -10,12 +10,12 @@ from sglang_coserve.core.baseline import EngineSize
 from sglang_coserve.core.fairness import ArrivalOrder, VirtualTokenCounter, WaitingOrder
 from sglang_coserve.core.interference import Interference
 from sglang_coserve.core.lanes import (
-    gets_anywhere,
     is_stuck,
     longest_s,
     mixed_share,
     offline_lane_view,
     offline_until_s,
+    reaches_safepoint,
     share_in_lane,
     stop_share,
 )
@@ -150,7 +150,7 @@ class Scheduler:
     def plan(self, snapshot: EngineSnapshot, cache: PrefixCache) -> StepPlan:
         """Return the plan of the next step, without changing any state.
 
-        O(rows + waiting online requests), whatever waits in the offline queue.
+        O(requests + waiting online requests), whatever waits in the offline queue.
         """
         if snapshot.stop_share == 1.0 or not self._policy.is_preemptive:
             return self._build(self._compose(self._builder(snapshot), cache))
@@ -162,14 +162,14 @@ class Scheduler:
                 return plan
         if isinstance(self._policy, SlicingPolicy):
             has_prompts = bool(shared.online_prefills or snapshot.waiting)
-            goes_on = snapshot.suspended is not None and not is_stuck(
+            can_resume = snapshot.suspended is not None and not is_stuck(
                 shared, self._allowance.gap_share, self._config.margin
             )
             # Otherwise no part of an offline-lane step fits between two decodes, and paused
             # offline decodes may join the online ones.
-            if has_prompts or goes_on:
+            if has_prompts or can_resume:
                 shared = self._builder(snapshot, rides=False)
-            if goes_on and not has_prompts:
+            if can_resume and not has_prompts:
                 shared.offline_budget_s = 0.0  # The decodes are due: no offline work beside them.
         self._compose(shared, cache)
         if snapshot.suspended is not None and shared.lacks_kv:
@@ -195,7 +195,7 @@ class Scheduler:
         self._waiting_order.started(plan.expected.waiting_users)
 
     def update(self, result: StepResult) -> None:
-        """Learn from the result of a step in flight. O(online rows of the step).
+        """Learn from the result of a step in flight. O(online requests of the step).
 
         Nothing is learned from a step that ran nothing or was dropped. From a step without a plan
         only its duration and the times of its online tokens are learned.
@@ -220,10 +220,10 @@ class Scheduler:
             self._waiting_order.served(result)
         if result.seconds is not None:
             sample = Sample(result.batch, result.seconds)
-            self._learned.observe(sample, result.beside)
+            self._learned.observe(sample, result.overlapping)
             if not result.has_offline:
                 alone = Sample(result.batch, result.seconds - result.planning_s)
-                self._learned_alone.observe(alone, result.beside)
+                self._learned_alone.observe(alone, result.overlapping)
 
     def restore(self, rid: str, generated_tokens: int) -> None:
         """Put a retracted offline request back into the queue, with its progress.
@@ -257,7 +257,7 @@ class Scheduler:
         suspended = snapshot.suspended
         if suspended is not None:
             whole_s = self.model.predict(suspended.batch)
-            if not gets_anywhere(suspended.batch, whole_s, snapshot, left_s):
+            if not reaches_safepoint(suspended.batch, whole_s, snapshot, left_s):
                 return None
             return StepPlan(
                 step=suspended.step,
@@ -280,7 +280,7 @@ class Scheduler:
         )
         if beside < share_in_lane(mixed, left_s):
             alone = self._compose_offline(snapshot, cache)
-            if gets_anywhere(alone.stats, alone.predicted_s, snapshot, left_s) and (
+            if reaches_safepoint(alone.stats, alone.predicted_s, snapshot, left_s) and (
                 beside < share_in_lane(mixed, left_s, alone)
             ):
                 return self._build(alone, until_s)
@@ -299,7 +299,7 @@ class Scheduler:
             alone = self._builder(seen, Lane.OFFLINE)
             alone.offline_budget_s = most_s
             self._compose(alone, cache)
-        if alone.stats.is_empty and (seen.rows or len(self._queue)):
+        if alone.stats.is_empty and (seen.admitted or len(self._queue)):
             # Even the smallest batch exceeds the budget, and one has to run.
             alone = self._compose(self._builder(seen, Lane.OFFLINE), cache)
         return alone

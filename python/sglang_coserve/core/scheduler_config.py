@@ -62,10 +62,10 @@ class SchedulerConfig:
     """Smallest chunk into which an offline prefill is cut."""
 
     headroom_tokens: int = 64
-    """KV kept free for each running row when a new offline request is admitted, so that it is not
-    retracted again at once."""
+    """KV kept free for each running request when a new offline request is admitted, so that it is
+    not retracted again at once."""
 
-    max_offline_rows: int | None = None
+    max_offline_requests: int | None = None
     """Most offline requests that may hold KV at once; ``None``: only memory bounds them."""
 
     max_picks: int = 64
@@ -97,9 +97,10 @@ class SchedulerConfig:
             raise ConfigError(
                 f"scheduler: utility_ratio is {self.utility_ratio}: use a number from 0 to 1"
             )
-        if self.max_offline_rows is not None and self.max_offline_rows < 1:
+        if self.max_offline_requests is not None and self.max_offline_requests < 1:
             raise ConfigError(
-                f"scheduler: max_offline_rows is {self.max_offline_rows}: use at least 1, or None"
+                f"scheduler: max_offline_requests is {self.max_offline_requests}: "
+                "use at least 1, or None"
             )
         for name, least in (
             ("min_online_chunk_tokens", 0),

@@ -29,7 +29,7 @@ class ServiceTime:
         self._last_s: float | None = None
 
     def observe(self, result: StepResult, *, is_busy: bool) -> None:
-        """Record the result of a step. O(online rows of the step).
+        """Record the result of a step. O(online requests of the step).
 
         ``is_busy``: offline requests are running. Time without any does not count as time per
         token.

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.step_stats import StepStats
 
-__all__ = ["EngineSnapshot", "PrefixCache", "RequestInfo", "Row", "SuspendedStep"]
+__all__ = ["EngineSnapshot", "PrefixCache", "Request", "RequestInfo", "SuspendedStep"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class RequestInfo:
         return self.request_class is RequestClass.ONLINE
 
 
-class Row(NamedTuple):
+class Request(NamedTuple):
     """The state of one request at the time of the snapshot."""
 
     info: RequestInfo
@@ -63,9 +63,9 @@ class Row(NamedTuple):
     """Tokens with KV on the device; 0 while it waits."""
 
     cached_tokens: int = 0
-    """For a waiting row: the tokens that the prefix cache or a checkpoint holds of it. For a row
-    that holds KV: how many of its first computed tokens other rows use too, so that retracting
-    this row does not free them."""
+    """For a waiting request: the tokens that the prefix cache or a checkpoint holds of it. For one
+    that holds KV: how many of its first computed tokens other requests use too, so that retracting
+    it does not free them."""
 
     last_token_s: float | None = None
     """When its last token came out; None before the first."""
@@ -86,7 +86,7 @@ class Row(NamedTuple):
 class SuspendedStep:
     """A step of the offline lane that is suspended at a safepoint, from which it can be resumed.
 
-    Its rows are not among those of the snapshot, and the KV that they hold is not free.
+    Its requests are not among those of the snapshot, and the KV that they hold is not free.
     """
 
     step: int
@@ -102,10 +102,10 @@ class EngineSnapshot:
     """The state of the engine between two steps."""
 
     now_s: float
-    rows: Sequence[Row]
+    admitted: Sequence[Request]
     """Requests that hold KV: prefilling, parked, decoding, paused; in order of admission."""
 
-    waiting: Sequence[Row]
+    waiting: Sequence[Request]
     """Online requests without KV, in order of arrival. Offline ones wait in ``OfflineQueue``."""
 
     free_kv_tokens: int
@@ -134,7 +134,7 @@ class EngineSnapshot:
     free_window_tokens: int = 0
     """Slots of the sliding window's pool that are free or that the engine frees on demand."""
 
-    elsewhere: tuple[Row, ...] = ()
+    elsewhere: tuple[Request, ...] = ()
     """With pipeline parallelism, the requests of the other micro-batches. A plan cannot change
     them, but its step delays theirs, and they need KV for their next token."""
 

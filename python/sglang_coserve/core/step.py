@@ -26,13 +26,13 @@ __all__ = [
 
 
 class Lane(Enum):
-    """The kind of a step: which rows it may have, and whether it can be suspended."""
+    """The kind of a step: which requests it may have, and whether it can be suspended."""
 
     SHARED = "shared"
-    """Online rows, and offline rows beside them. Always runs to its end."""
+    """Online requests, and offline requests beside them. Always runs to its end."""
 
     OFFLINE = "offline"
-    """Offline rows only. May be suspended at a safepoint for online work, and resumed there
+    """Offline requests only. May be suspended at a safepoint for online work, and resumed there
     later."""
 
 
@@ -71,13 +71,13 @@ class ExpectedResult:
 class StepPlan:
     """What the next step does.
 
-    It is carried out in the order of the fields: memory is freed, rows change state, and the
-    batch runs. After ``pause`` and ``resume``, every row in state ``DECODING`` (in the
-    offline lane every offline row in state ``PAUSED``) decodes one token, unless
+    It is carried out in the order of the fields: memory is freed, requests change state, and the
+    batch runs. After ``pause`` and ``resume``, every request in state ``DECODING`` (in the
+    offline lane every offline request in state ``PAUSED``) decodes one token, unless
     ``skips_decodes``; the chunks are prefilled in the same batch.
 
     There are two special plans. One with ``resumes`` resumes the suspended step: it has the
-    number of that step, is not started again, and changes no row. One with ``drops`` discards
+    number of that step, is not started again, and changes no request. One with ``drops`` discards
     the suspended step, and another plan is made at once.
     """
 
@@ -102,10 +102,10 @@ class StepPlan:
     """Running prefills that skip steps from now on and keep their KV."""
 
     prefills: tuple[PrefillChunk, ...] = ()
-    """Chunks in order, online before offline: of rows, waiting requests and queued requests."""
+    """Chunks in order, online before offline: of admitted, waiting and queued requests."""
 
     skips_decodes: bool = False
-    """If true, no row decodes in this step, and decodes keep their state."""
+    """If true, no request decodes in this step, and decodes keep their state."""
 
     batch: StepStats = field(default_factory=StepStats)
     """Sums over the planned batch."""
@@ -159,24 +159,24 @@ class StepResult:
     """Measured duration; None if unknown."""
 
     batch: StepStats = field(default_factory=StepStats)
-    """Sums over the rows computed; empty if nothing ran or the step was dropped."""
+    """Sums over the requests computed; empty if nothing ran or the step was dropped."""
 
     chunks: tuple[PrefillChunk, ...] = ()
     """The prefill chunks computed."""
 
     served: tuple[ServedRequest, ...] = ()
-    """The online requests among the rows."""
+    """The online requests of the step."""
 
-    given_up: tuple[str, ...] = ()
-    """The rows of a suspended step that was dropped, whose work is lost."""
+    dropped: tuple[str, ...] = ()
+    """The requests of a suspended step that was dropped, whose work is lost."""
 
-    beside: tuple[StepStats, ...] = ()
+    overlapping: tuple[StepStats, ...] = ()
     """With a pipeline of K micro-batches, the batches of the K - 1 steps begun before this one and
     of the K - 1 begun after it, in order; an entry is empty if its step ran nothing. All of them
     overlapped with this step."""
 
     jobs: tuple[JobTokens, ...] = ()
-    """Whose the offline rows were; empty where nobody says."""
+    """Whose the offline requests were; empty where nobody says."""
 
     planning_s: float = 0.0
     """Of ``seconds``, what went into deciding: an engine alone with its online requests has none of
@@ -184,11 +184,11 @@ class StepResult:
 
     @property
     def has_offline(self) -> bool:
-        """True when offline rows were computed."""
-        rows = self.batch.decode_requests + self.batch.prefill_requests
-        return rows > len(self.served)
+        """True when offline requests were computed."""
+        requests = self.batch.decode_requests + self.batch.prefill_requests
+        return requests > len(self.served)
 
     @property
     def concurrency(self) -> float:
         """Average number of steps that ran at the same time; 1 without a pipeline."""
-        return 1 + sum(not batch.is_empty for batch in self.beside) / 2
+        return 1 + sum(not batch.is_empty for batch in self.overlapping) / 2

@@ -1,7 +1,7 @@
 """Summarizes a batch for the latency models, in constant space.
 
-Every latency model here is a function of sums over the rows. A scheduler that tries
-thousands of batches in a step extends the sums instead of walking all rows: adding a row
+Every latency model here is a function of sums over the requests. A scheduler that tries
+thousands of batches in a step extends the sums instead of walking all requests: adding a request
 and predicting are O(1).
 """
 
@@ -14,33 +14,33 @@ __all__ = ["StepStats"]
 
 
 class StepStats(NamedTuple):
-    """Sums over the rows of the batch of one step.
+    """Sums over the requests of the batch of one step.
 
-    A row is a request with P tokens to compute and C tokens already in the KV
-    cache (ConServe §4.2). A decode row has P = 1; a prefill chunk any P ≥ 1.
+    A request has P tokens to compute and C tokens already in the KV
+    cache (ConServe §4.2). A decode request has P = 1; a prefill chunk any P ≥ 1.
     """
 
     prefill_requests: int = 0
-    """HyGen's N_p: rows that compute prompt tokens."""
+    """HyGen's N_p: requests that compute prompt tokens."""
 
     prefill_tokens: int = 0
-    """HyGen's S_p: ΣP over prefill rows."""
+    """HyGen's S_p: ΣP over prefill requests."""
 
     prefill_context_tokens: int = 0
-    """ΣC over prefill rows: tokens cached before this chunk."""
+    """ΣC over prefill requests: tokens cached before this chunk."""
 
     prefill_attention_pairs: int = 0
-    """ΣP·(P + C) over prefill rows: query–key pairs, ConServe's attention term."""
+    """ΣP·(P + C) over prefill requests: query–key pairs, ConServe's attention term."""
 
     decode_requests: int = 0
-    """HyGen's N_d: rows that produce one token from one token."""
+    """HyGen's N_d: requests that produce one token from one token."""
 
     decode_context_tokens: int = 0
-    """HyGen's S_d: Σ(C + 1) over decode rows, the keys each of them reads."""
+    """HyGen's S_d: Σ(C + 1) over decode requests, the keys each of them reads."""
 
     @property
     def num_requests(self) -> int:
-        """Rows in the batch."""
+        """Requests in the batch."""
         return self.prefill_requests + self.decode_requests
 
     @property
@@ -50,22 +50,22 @@ class StepStats(NamedTuple):
 
     @property
     def attention_pairs(self) -> int:
-        """ΣP·(P + C) over all rows; a decode row contributes C + 1."""
+        """ΣP·(P + C) over all requests; a decode request contributes C + 1."""
         return self.prefill_attention_pairs + self.decode_context_tokens
 
     @property
     def total_tokens(self) -> int:
-        """Σ(P + C) over all rows: KV entries read."""
+        """Σ(P + C) over all requests: KV entries read."""
         return self.prefill_tokens + self.prefill_context_tokens + self.decode_context_tokens
 
     @property
     def is_empty(self) -> bool:
-        """True when the batch has no row."""
+        """True when the batch has no request."""
         return self.prefill_requests == 0 and self.decode_requests == 0
 
     def with_prefill(self, tokens: int, context_tokens: int) -> StepStats:
-        """Return this batch with one more row that computes ``tokens`` prompt tokens."""
-        assert tokens > 0, f"a prefill row computes at least one token, got {tokens}"
+        """Return this batch with one more request that computes ``tokens`` prompt tokens."""
+        assert tokens > 0, f"a prefill computes at least one token, got {tokens}"
         assert context_tokens >= 0, f"negative context: {context_tokens}"
         return StepStats(
             self.prefill_requests + 1,
@@ -77,7 +77,7 @@ class StepStats(NamedTuple):
         )
 
     def with_decode(self, context_tokens: int) -> StepStats:
-        """Return this batch with one more decode row of ``context_tokens`` cached tokens."""
+        """Return this batch with one more decode request of ``context_tokens`` cached tokens."""
         assert context_tokens >= 0, f"negative context: {context_tokens}"
         return StepStats(
             self.prefill_requests,
@@ -90,7 +90,7 @@ class StepStats(NamedTuple):
 
     @classmethod
     def of(cls, prefills: Iterable[tuple[int, int]] = (), decodes: Iterable[int] = ()) -> StepStats:
-        """Return the sums over rows: (P, C) of each prefill, C of each decode. O(rows)."""
+        """Return the sums over requests: (P, C) of each prefill, C of each decode. O(requests)."""
         stats = cls()
         for tokens, context_tokens in prefills:
             stats = stats.with_prefill(tokens, context_tokens)

@@ -17,7 +17,7 @@ def serve_by_priority(
 ) -> None:
     """Add all decodes, then online prefills, then offline prefills, up to ``max_tokens``.
 
-    Offline decodes run regardless of latency. With ``may_retract``, offline rows are retracted
+    Offline decodes run regardless of latency. With ``may_retract``, offline requests are retracted
     for an online request that lacks KV or a slot.
     """
     max_tokens = min(max_tokens, batch.free_tokens)

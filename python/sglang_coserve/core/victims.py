@@ -1,11 +1,11 @@
-"""The order in which offline rows are retracted."""
+"""The order in which offline requests are retracted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step_builder import StepBuilder
 
 __all__ = ["last_admitted_first", "yields_first"]
@@ -18,17 +18,19 @@ _RANK = {
 }
 
 
-def yields_first(row: Row) -> int:
-    """Return the retraction rank of a row: parked (0), then paused (1), then running (2)."""
-    return _RANK[row.state]
+def yields_first(request: Request) -> int:
+    """Return the retraction rank of a request: parked (0), then paused (1), then running (2)."""
+    return _RANK[request.state]
 
 
-def last_admitted_first(batch: StepBuilder) -> Sequence[Row]:
-    """Return the offline rows in the order of retraction: parked, paused, running.
+def last_admitted_first(batch: StepBuilder) -> Sequence[Request]:
+    """Return the offline requests in the order of retraction: parked, paused, running.
 
     Within a rank, the last admitted comes first, since the oldest are closest to their end.
-    O(rows log rows); called only when KV is short.
+    O(requests log requests); called only when KV is short.
     """
-    rows = batch.offline_rows
-    admitted = {row.info.rid: place for place, row in enumerate(batch.snapshot.rows)}
-    return sorted(rows, key=lambda row: (yields_first(row), -admitted[row.info.rid]))
+    requests = batch.offline_requests
+    admitted = {request.info.rid: place for place, request in enumerate(batch.snapshot.admitted)}
+    return sorted(
+        requests, key=lambda request: (yields_first(request), -admitted[request.info.rid])
+    )

@@ -61,7 +61,7 @@ class WorkLog:
     def ended(
         self, plan: StepPlan | None, result: StepResult, online_s: float, offline_s: float
     ) -> None:
-        """Note what came of a step. O(rows that were prefilled + online rows).
+        """Note what came of a step. O(requests that were prefilled + online requests).
 
         Args:
             plan: None of a step that the engine took without one.
@@ -75,7 +75,7 @@ class WorkLog:
             for decision in decisions_of(plan, result, arrival_s):
                 self.decisions.note(decision, result.started_s)
             totals.retracted_tokens += sum(retraction.tokens for retraction in plan.retract)
-        if result.given_up:
+        if result.dropped:
             totals.dropped_steps += 1
             totals.lost_s += result.seconds or 0.0
         if result.batch.is_empty:

@@ -1,4 +1,4 @@
-"""One window: the trace, and perhaps the offline file beside it, on a server that runs."""
+"""Measures one window: the trace, with or without the offline file, on a running server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _POLL_S: Final = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What every system is given."""
+    """The workload, which is the same for every system."""
 
     requests: Sequence[TraceRequest]
     seconds: float
@@ -39,14 +39,14 @@ async def measure(
     offline: tuple[Path, Path] | None,
     tell: Callable[[float, str], None],
 ) -> SystemResult:
-    """Send both loads, and return what became of them when the window is over.
+    """Send both loads, and return their results when the window is over.
 
     Args:
         system: What is measured.
-        window: What it is given.
+        window: The workload.
         base_url: Its server.
         offline: The file of offline lines, and where its results go; None: no offline load.
-        tell: Called now and then with the seconds that are over and how far both are.
+        tell: Called now and then with the seconds that are over and the progress of both.
 
     Raises:
         CoserveError: the file or the server is at fault.
@@ -61,14 +61,14 @@ async def measure(
         fields=system.online_fields,
     )
 
-    def told(elapsed_s: float, more: str = "") -> None:
+    def say_progress(elapsed_s: float, more: str = "") -> None:
         tell(elapsed_s, f"online {len(answered)}/{len(window.requests)}{more}")
 
     if offline is None:
         online = asyncio.create_task(replaying)
         start = time.perf_counter()
         while not online.done() and (elapsed_s := time.perf_counter() - start) < window.seconds:
-            told(elapsed_s)
+            say_progress(elapsed_s)
             await asyncio.sleep(_POLL_S)
         return SystemResult(system.name, system.label, await online, None)
     options = ClientOptions(concurrency=_CONCURRENCY)
@@ -82,7 +82,7 @@ async def measure(
             tokens = status.prompt_tokens + status.completion_tokens
             if not finished_at or tokens > finished_at[-1][1]:
                 finished_at.append((elapsed_s, tokens))
-            told(elapsed_s, f", offline {status.ok} ok, {status.failed} failed")
+            say_progress(elapsed_s, f", offline {status.ok} ok, {status.failed} failed")
             if online.done() and not job.is_running:
                 break
             await asyncio.sleep(_POLL_S)

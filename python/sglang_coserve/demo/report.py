@@ -1,4 +1,4 @@
-"""What the demo measured: a table, a sentence and ``report.json``."""
+"""The report of the demo: a table, a sentence and ``report.json``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _UNFINISHED: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class OfflineResult:
-    """What became of the offline file. Token counts are of finished lines."""
+    """The results of the offline file. Token counts are of finished lines."""
 
     ok: int
     failed: int
@@ -170,7 +170,7 @@ def as_table(result: DemoResult) -> Table:
 
 
 def sentence(result: DemoResult) -> str:
-    """Say what was seen, also where it is not in our favour."""
+    """Return the result as a sentence, also where it is not in our favour."""
     alone, stock = result.find(ALONE.name), result.find(STOCK.name)
     ours = result.ours
     assert ours.offline is not None

@@ -35,7 +35,7 @@ _MODEL: Final = SmallModelSpec(hidden=128, layers=2)
 _RESERVED_TOKENS: Final = 8
 
 _COMPARED: Final = ((ALONE, STOCK), (OURS,))
-"""Those in a row have one server, with an empty cache for each."""
+"""Systems in one tuple share a server; each starts with an empty cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the demo compares."""
+"""The systems that the demo compares."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
@@ -18,9 +18,12 @@ from sglang_coserve.core.line_placement import (
     Placed,
     model_of_most,
 )
+from sglang_coserve.errors import ServerError
 from sglang_coserve.fleet.engine import Engine, EngineState
+from sglang_coserve.fleet.fleet_delays import FleetDelays
 from sglang_coserve.http_lines import (
     EngineConnection,
+    EngineDelays,
     EngineLostError,
     EngineRefusesError,
     LineMovedError,
@@ -74,6 +77,7 @@ class FleetBackend(Backend):
         self._endpoints: frozenset[str] = frozenset()
         self._limits = BodyLimits()
         self._rate = TokenRate(monotonic_s)
+        self._delays = FleetDelays()
         self._take_out: Callable[[], None] = lambda: None
         self._has_model = asyncio.Event()
         self.lines_moved = 0
@@ -174,9 +178,19 @@ class FleetBackend(Backend):
             max_in_flight=max(1, sum(engine.window + LINES_AHEAD for engine in up)),
         )
 
-    async def online_delays_s(self) -> None:
-        """See ``Backend.online_delays_s``: each engine knows of its own."""
-        return
+    async def online_delays_s(self) -> Mapping[str, float] | None:
+        """See ``Backend.online_delays_s``: of the engines that know."""
+        there = [engine for engine in self.engines if engine.description is not None]
+        told = await asyncio.gather(
+            *(engine.connection.delays() for engine in there), return_exceptions=True
+        )
+        for engine, each in zip(there, told, strict=True):
+            if isinstance(each, EngineDelays):
+                self._delays.add(engine.url, each)
+            elif not isinstance(each, ServerError):
+                raise each
+        self._delays.keep(self._engines.keys())
+        return self._delays.sums_s()
 
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]

@@ -16,6 +16,7 @@ from sglang_coserve.batch import BatchService
 from sglang_coserve.batch.data_directory import InUseError
 from sglang_coserve.batch.routes import (
     BatchApiOffError,
+    Keys,
     add_batch_routes,
     batch_api_status,
     find_service,
@@ -31,6 +32,7 @@ from sglang_coserve.fleet.discovery import follow
 from sglang_coserve.fleet.key_check import KeyCheck
 from sglang_coserve.fleet.options import GatewayOptions
 from sglang_coserve.fleet.report import fleet_metrics, fleet_status
+from sglang_coserve.fleet.view_routes import view_routes
 from sglang_coserve.unread_body import UnreadBodyMiddleware
 
 __all__ = ["gateway_app"]
@@ -74,6 +76,7 @@ def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], No
     app.add_api_route("/health", _health)
     app.add_api_route("/coserve/status", _status)
     app.add_api_route("/metrics", _metrics)
+    app.router.routes.extend(view_routes(Keys(options.api_key, options.admin_api_key)).routes)
     if options.api_key:
         app.add_middleware(KeyCheck, api_key=options.api_key)
     # Added last, it comes first.
@@ -111,7 +114,11 @@ async def _open_when_free(
     while True:
         try:
             return await BatchService.open(
-                options.data, fleet, limits, record_events=records_events
+                options.data,
+                fleet,
+                limits,
+                record_events=records_events,
+                dies_with_engine=False,
             )
         except InUseError:
             if not is_standby:

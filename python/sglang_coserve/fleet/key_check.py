@@ -6,10 +6,13 @@ from secrets import compare_digest
 from typing import Final
 
 from sglang_coserve.asgi import App, Receive, Scope, Send, send_error
+from sglang_coserve.batch.routes import PAGE_PATH, VIEW_PATH
 
 __all__ = ["KeyCheck"]
 
-_OPEN: Final = ("/health", "/ping", "/metrics")
+_OPEN: Final = ("/health", "/ping", "/metrics", PAGE_PATH, VIEW_PATH)
+"""The page holds nothing of the gateway; the view checks keys itself: operators see more of it."""
+
 _OPERATORS: Final = "/coserve/batches"
 """Have a key of their own, which the routes check."""
 

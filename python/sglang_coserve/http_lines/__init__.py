@@ -1,15 +1,20 @@
 """``lines.Backend`` over HTTP: one engine serves, line by line, what another process keeps.
 
-``POST /coserve/lines`` is one attempt at one line, answered as a stream of JSON lines: the
-tokens as they come, an empty line where there is nothing to say, and at last the answer.
-``GET /coserve/lines`` describes the backend. Both need the server's admin key: who has it says
-what goes on after which tokens. A connection that closes aborts the attempt.
+``POST /coserve/lines`` is a stream in both directions: attempts at lines go in as JSON lines, and
+what becomes of them comes out, each message with the attempt's id. ``GET /coserve/lines``
+describes the backend. Both need the server's admin key: who has it says what goes on after which
+tokens. A connection that closes aborts its attempts.
 """
 
 from sglang_coserve.http_lines.engine_connection import EngineConnection
 from sglang_coserve.http_lines.failures import EngineLostError, EngineRefusesError, LineMovedError
 from sglang_coserve.http_lines.line_server import LineServer
-from sglang_coserve.http_lines.messages import LINES_PATH, LOAD_PATH, EngineDescription
+from sglang_coserve.http_lines.messages import (
+    LINES_PATH,
+    LOAD_PATH,
+    EngineDelays,
+    EngineDescription,
+)
 from sglang_coserve.http_lines.routes import (
     add_line_routes,
     line_endpoints,
@@ -20,6 +25,7 @@ __all__ = [
     "LINES_PATH",
     "LOAD_PATH",
     "EngineConnection",
+    "EngineDelays",
     "EngineDescription",
     "EngineLostError",
     "EngineRefusesError",

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 import aiohttp
 import httpx
+import msgspec
 
 from sglang_coserve.errors import ConfigError, RequestError
-from sglang_coserve.http_lines.failures import (
-    EngineLostError,
-    EngineRefusesError,
-    LineMovedError,
-)
-from sglang_coserve.http_lines.line_server import HEARTBEAT_S
+from sglang_coserve.http_lines.engine_stream import EngineStream
+from sglang_coserve.http_lines.failures import EngineLostError, EngineRefusesError, refusal_text
 from sglang_coserve.http_lines.messages import (
+    DELAYS_PATH,
     LINES_PATH,
+    EngineDelays,
     EngineDescription,
-    LineEvent,
     attempt_of,
     decode_message,
-    encode_message,
-    result_of,
 )
 from sglang_coserve.lines.backend import LineRequest, LineResult
 
@@ -36,15 +32,9 @@ _ASK_TIMEOUT_S: Final = 10.0
 """For what an engine answers at once; its event loop may be late by some seconds."""
 
 _KEEPALIVE_S: Final = 2.0
-"""Servers close connections that were idle for 5 s; a line that is sent on one just then would look
-as if the engine had died with it."""
+"""Servers close connections that were idle for 5 s; what is sent on one just then is lost."""
 
-_SILENT_S: Final = 4 * HEARTBEAT_S
-"""An engine that has been silent for so long hangs."""
-
-_KEYS: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
-_LINES_FAULT: Final = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-_ELSEWHERE: Final = (HTTPStatus.CONFLICT, HTTPStatus.SERVICE_UNAVAILABLE)
+_Message = TypeVar("_Message", bound=msgspec.Struct)
 
 
 class EngineConnection:
@@ -62,12 +52,10 @@ class EngineConnection:
         self._session = aiohttp.ClientSession(
             url,
             headers={"authorization": f"Bearer {admin_key}"},
-            # As many connections as lines: how many those are is for others to decide.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
-            timeout=aiohttp.ClientTimeout(
-                None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=_SILENT_S
-            ),
+            connector=aiohttp.TCPConnector(keepalive_timeout=_KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(None, sock_connect=_CONNECT_TIMEOUT_S),
         )
+        self._stream: EngineStream | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -81,7 +69,9 @@ class EngineConnection:
         await self.close()
 
     async def close(self) -> None:
-        """Close every connection, which ends the attempts on them."""
+        """Close every connection, which ends the attempts."""
+        if self._stream is not None:
+            await self._stream.close()
         await self._session.close()
 
     async def describe(self) -> EngineDescription:
@@ -91,11 +81,18 @@ class EngineConnection:
             EngineLostError: it does not answer.
             EngineRefusesError: it answers something else.
         """
-        content = await self.ask(LINES_PATH)
+        return await self._told(LINES_PATH, EngineDescription)
+
+    async def delays(self) -> EngineDelays:
+        """Ask by how much batches have delayed its online requests; raises as ``describe``."""
+        return await self._told(DELAYS_PATH, EngineDelays)
+
+    async def _told(self, path: str, kind: type[_Message]) -> _Message:
+        content = await self.ask(path)
         try:
-            return decode_message(content, EngineDescription)
+            return decode_message(content, kind)
         except RequestError as error:
-            raise EngineRefusesError(f"{self.url}{LINES_PATH}: {error}") from None
+            raise EngineRefusesError(f"{self.url}{path}: {error}") from None
 
     async def ask(self, path: str) -> bytes:
         """Return what the engine answers to GET.
@@ -112,7 +109,7 @@ class EngineConnection:
             raise EngineLostError(self._failed(error), had_the_line=False) from None
         if answer.status == HTTPStatus.OK:
             return content
-        message = self._refused(path, answer.status, content)
+        message = refusal_text(f"{self.url}{path}", answer.status, content)
         if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
             raise EngineLostError(message, had_the_line=False)
         raise EngineRefusesError(message)
@@ -127,49 +124,9 @@ class EngineConnection:
             EngineLostError: it cannot be reached, or has ended with the line in it.
             EngineRefusesError: it does not speak with us.
         """
-        content = encode_message(attempt_of(request, model, self._now_s()))
-        headers = {"content-type": "application/json"}
-        try:
-            async with self._session.post(
-                LINES_PATH, data=content, headers=headers, allow_redirects=False
-            ) as answer:
-                if answer.status != HTTPStatus.OK:
-                    return self._unserved(answer.status, await answer.read())
-                async for line in _lines(answer.content):
-                    event = decode_message(line, LineEvent)
-                    if event.tokens:
-                        on_tokens(event.tokens)
-                    elif event.result is not None:
-                        return result_of(event)
-                    elif event.moved is not None:
-                        raise LineMovedError(f"{self.url}: {event.moved}")
-        except aiohttp.ClientConnectorError as error:
-            raise EngineLostError(self._failed(error), had_the_line=False) from None
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineLostError(self._failed(error), had_the_line=True) from None
-        except RequestError as error:
-            raise EngineRefusesError(f"{self.url}{LINES_PATH}: {error}") from None
-        message = f"{self.url}: the answer ended in the middle"
-        raise EngineLostError(message, had_the_line=True)
-
-    def _unserved(self, status: int, content: bytes) -> LineResult:
-        """Return the result of a line that the engine finds fault with."""
-        message = self._refused(LINES_PATH, status, content)
-        if status in _ELSEWHERE:
-            raise LineMovedError(message)
-        if status not in _LINES_FAULT:
-            raise EngineRefusesError(message)
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": status}
-        return LineResult(status, "", {"error": error})
-
-    def _refused(self, path: str, status: int, content: bytes) -> str:
-        hint = ""
-        if status in _KEYS:
-            hint = ": its --admin-api-key is not the gateway's --engine-admin-key"
-        elif status == HTTPStatus.NOT_FOUND:
-            hint = ": it is no server of sglang_coserve, or has no --admin-api-key"
-        told = content[:300].decode(errors="replace").strip()
-        return f"{self.url}{path} answers HTTP {status}{hint} ({told})"
+        if self._stream is None or self._stream.has_ended:
+            self._stream = EngineStream(self._session, self.url)
+        return await self._stream.run(attempt_of(request, model, self._now_s()), on_tokens)
 
     def _failed(self, error: BaseException) -> str:
         return f"{self.url}: {str(error) or type(error).__name__}"
@@ -183,16 +140,3 @@ def _checked(url: str) -> str:
     if address.scheme not in ("http", "https") or not address.host or address.path != "/":
         raise ConfigError(f"{url!r} is no address of an engine: use http://HOST:PORT")
     return url
-
-
-async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the lines that are not empty, of any length."""
-    parts: list[bytes] = []
-    async for chunk in content.iter_any():
-        *ends, rest = chunk.split(b"\n")
-        for end in ends:
-            line = b"".join((*parts, end))
-            parts.clear()
-            if line:
-                yield line
-        parts.append(rest)

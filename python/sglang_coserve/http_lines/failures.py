@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
+from typing import Final
+
 from sglang_coserve.errors import ServerError
 
-__all__ = ["EngineLostError", "EngineRefusesError", "LineMovedError"]
+__all__ = ["EngineLostError", "EngineRefusesError", "LineMovedError", "refusal_text"]
+
+_KEYS: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
 class LineMovedError(ServerError):
@@ -25,3 +30,14 @@ class EngineLostError(ServerError):
 
 class EngineRefusesError(ServerError):
     """The engine is there and does not speak with us: the wrong key, or another program."""
+
+
+def refusal_text(address: str, status: int, content: bytes) -> str:
+    """Return what an answer other than 200 says, and how to mend it."""
+    hint = ""
+    if status in _KEYS:
+        hint = ": its --admin-api-key is not the gateway's --engine-admin-key"
+    elif status == HTTPStatus.NOT_FOUND:
+        hint = ": it is no server of sglang_coserve, or has no --admin-api-key"
+    told = content[:300].decode(errors="replace").strip()
+    return f"{address} answers HTTP {status}{hint} ({told})"

@@ -1,41 +1,35 @@
-"""The engine's side: attempts at lines, each for as long as its connection lives."""
+"""What an engine serves of lines that other processes keep."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
+import secrets
 import time
-from collections.abc import Callable, Sequence
-from http import HTTPStatus
+from collections.abc import Callable
 from typing import Final
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from sglang_coserve.http_lines.line_stream import LineStream
 from sglang_coserve.http_lines.messages import (
-    HEARTBEAT,
+    EngineDelays,
     EngineDescription,
     LineAttempt,
-    LineEvent,
+    LineCall,
     description_of,
-    encode_message,
-    event_of,
-    request_of,
 )
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.lines.backend import Backend, LineRequest, LineResult
+from sglang_coserve.lines.backend import Backend
 
 __all__ = ["HEARTBEAT_S", "LineServer"]
 
 HEARTBEAT_S: Final = 5.0
-"""How long an engine that has nothing to say of a line is silent."""
+"""How long an engine that has nothing to say is silent."""
 
 _FRAME_BYTES: Final = 1 << 20
-"""What an attempt's message has beside the body and the tokens, more than is needed."""
+"""What a call has beside the body and the tokens, more than is needed."""
 
 _ENGINE_CHANGES: Final = "the engine's model is being exchanged"
-
-_log = logging.getLogger(__name__)
 
 
 class LineServer:
@@ -51,8 +45,9 @@ class LineServer:
         self._backend = backend
         self._heartbeat_s = heartbeat_s
         self._now_s = now_s
+        self._run = secrets.token_hex(8)
         self._closed: str | None = None
-        self._running: dict[asyncio.Task[LineResult], str | None] = {}
+        self._streams: set[LineStream] = set()
         backend.when_changing(lambda: self._take_out(_ENGINE_CHANGES))
 
     @property
@@ -63,123 +58,69 @@ class LineServer:
     @property
     def num_in_flight(self) -> int:
         """Attempts that are being made."""
-        return len(self._running)
+        return sum(stream.num_in_flight for stream in self._streams)
 
     @property
-    def message_limits(self) -> BodyLimits:
-        """What the message of an attempt may be: a line, and the tokens that it goes on after."""
+    def call_limits(self) -> BodyLimits:
+        """What one call may be: a line, and the tokens that it goes on after."""
         limits = self._backend.limits
+        names = (*LineCall.__struct_fields__, *LineAttempt.__struct_fields__)
         return BodyLimits(
             2 * limits.max_bytes + _FRAME_BYTES,
             2 * limits.max_values,
-            limits.max_objects + 1,
-            limits.max_keys + len(LineAttempt.__struct_fields__),
+            limits.max_objects + 2,
+            limits.max_keys + len(names),
         )
 
     def description(self) -> EngineDescription:
         """Say what the engine serves."""
         return description_of(self._backend, self.refuses)
 
-    def close(self, why: str) -> None:
-        """Give all lines back, and take no more."""
-        self._closed = why
-        self._take_out(why)
+    async def delays(self) -> EngineDelays:
+        """Say by how much batches have delayed online requests; whoever computes is asked."""
+        delays_s = await self._backend.online_delays_s()
+        return EngineDelays(self._run, None if delays_s is None else dict(delays_s))
 
-    def answer(self, attempt: LineAttempt) -> Response:
-        """Return the response that makes ``attempt``."""
-        if self.refuses is not None:
-            return _refusal(HTTPStatus.SERVICE_UNAVAILABLE, self.refuses)
+    def close(self, why: str) -> None:
+        """Give all lines back, take no more, and end the streams."""
+        self._closed = why
+        for stream in self._streams:
+            stream.close(why)
+
+    def response(self) -> Response:
+        """Return the response that serves what its request asks for."""
+        return _StreamResponse(self)
+
+    async def serve(self, receive: Receive, send: Send) -> None:
+        """Serve what one connection asks for, until that ends."""
+        stream = LineStream(self._backend, self._refusal, self.call_limits, self._now_s)
+        self._streams.add(stream)
+        if self._closed is not None:
+            stream.close(self._closed)
+        try:
+            await stream.serve(receive, send, self._heartbeat_s)
+        finally:
+            self._streams.remove(stream)
+
+    def _refusal(self, attempt: LineAttempt) -> str | None:
+        """Return why an attempt is not made here now."""
         model = self._backend.model
-        if attempt.model != model:
-            message = f"the engine has the model {model}, and the line is of {attempt.model}"
-            return _refusal(HTTPStatus.CONFLICT, message)
-        return _Attempt(self, request_of(attempt, self._now_s()))
+        if self.refuses is None and attempt.model != model:
+            return f"the engine has the model {model}, and the line is of {attempt.model}"
+        return self.refuses
 
     def _take_out(self, why: str) -> None:
-        """End every attempt: the lines go on elsewhere."""
-        for task, known in list(self._running.items()):
-            if known is None:
-                self._running[task] = why
-                task.cancel()
-
-    async def serve(self, request: LineRequest, receive: Receive, send: Send) -> None:
-        """Make an attempt, and tell of it until it or the connection ends."""
-        tokens: list[int] = []
-        changed = asyncio.Event()
-
-        def heard(token_ids: Sequence[int]) -> None:
-            tokens.extend(token_ids)
-            changed.set()
-
-        attempt = asyncio.ensure_future(self._backend.run(request, heard))
-        gone = asyncio.ensure_future(_disconnected(receive))
-        self._running[attempt] = None
-        for task in (attempt, gone):
-            task.add_done_callback(lambda _: changed.set())
-        try:
-            while not attempt.done():
-                try:
-                    async with asyncio.timeout(self._heartbeat_s):
-                        await changed.wait()
-                except TimeoutError:
-                    await send(_part(HEARTBEAT))
-                    continue
-                changed.clear()
-                if gone.done():
-                    return
-                if tokens:
-                    event = LineEvent(tokens=tuple(tokens))
-                    tokens.clear()
-                    await send(_part(encode_message(event)))
-            last = await asyncio.to_thread(encode_message, self._end(attempt, request))
-            if tokens:
-                last = encode_message(LineEvent(tokens=tuple(tokens))) + last
-            await send({"type": "http.response.body", "body": last})
-        finally:
-            gone.cancel()
-            attempt.cancel()
-            await asyncio.wait({gone, attempt})
-            del self._running[attempt]
-
-    def _end(self, attempt: asyncio.Task[LineResult], request: LineRequest) -> LineEvent:
-        why = self._running[attempt]
-        if attempt.cancelled():
-            return LineEvent(moved=why or "the engine has given the line up")
-        error = attempt.exception()
-        if error is None:
-            return event_of(attempt.result())
-        _log.error("line %d of %s failed", request.line, request.batch_id, exc_info=error)
-        failed = LineResult.unserved("engine_failed", f"the engine failed: {error!r}")
-        return event_of(
-            LineResult(HTTPStatus.INTERNAL_SERVER_ERROR, "", failed.body, is_retryable=True)
-        )
+        for stream in self._streams:
+            stream.take_out(why)
 
 
-class _Attempt(Response):
-    """The answer that is an attempt. Starlette's would notice only when it next sends something
-    that nobody listens any more."""
+class _StreamResponse(Response):
+    """Both directions of a connection at the same time, which no response of Starlette's is."""
 
-    def __init__(self, server: LineServer, request: LineRequest) -> None:
-        super().__init__(media_type="application/x-ndjson")
+    def __init__(self, server: LineServer) -> None:
+        super().__init__()
         self._server = server
-        self._request = request
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
-        headers = [(b"content-type", b"application/x-ndjson")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._server.serve(self._request, receive, send)
-
-
-def _part(content: bytes) -> dict[str, object]:
-    return {"type": "http.response.body", "body": content, "more_body": True}
-
-
-def _refusal(status: HTTPStatus, message: str) -> Response:
-    error = {"message": message, "type": "server_error", "param": None, "code": status.value}
-    return JSONResponse({"error": error}, status)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        await self._server.serve(receive, send)

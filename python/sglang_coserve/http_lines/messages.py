@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -12,27 +14,40 @@ from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import Backend, FailureKind, LineRequest, LineResult
 
 __all__ = [
+    "DELAYS_PATH",
+    "GATHER_S",
     "HEARTBEAT",
     "LINES_PATH",
     "LOAD_PATH",
+    "EngineDelays",
     "EngineDescription",
     "LineAttempt",
+    "LineCall",
     "LineEvent",
     "attempt_of",
+    "call_id",
     "decode_message",
     "description_of",
     "encode_message",
+    "encode_messages",
     "event_of",
     "request_of",
     "result_of",
 ]
 
 LINES_PATH: Final = "/coserve/lines"
+DELAYS_PATH: Final = f"{LINES_PATH}/delays"
 LOAD_PATH: Final = "/coserve/load"
 """Where an engine says how loaded it is (``core.engine_load``)."""
 
 HEARTBEAT: Final = b"\n"
-"""Says that the line still waits or is being served."""
+"""Says that the engine is there."""
+
+GATHER_S: Final = 0.005
+"""What happens within so much of a message goes with the next one. Lines take seconds; on each
+side the cost is that of a message, however much there is in it."""
+
+_CALL_ID: Final = re.compile(rb'\{"id":([1-9][0-9]{0,17})[,}]')
 
 _Message = TypeVar("_Message", bound=msgspec.Struct)
 
@@ -57,8 +72,21 @@ class LineAttempt(msgspec.Struct, frozen=True):
     expected_output_tokens: int | None = None
 
 
+class LineCall(msgspec.Struct, frozen=True):
+    """One message to the engine."""
+
+    id: int
+    """Names the attempt on its stream, from 1. First, and of a fixed form: ``call_id`` reads it
+    where the rest cannot be read."""
+
+    attempt: LineAttempt | None
+    """What is to begin; None to end what has begun: nobody wants the answer any more."""
+
+
 class LineEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One message of the engine's answer; exactly one field says something."""
+    """One message of the engine. Beside the attempt's ``id`` exactly one field says something."""
+
+    id: int = 0
 
     tokens: tuple[int, ...] = ()
     """New ones, after those before."""
@@ -68,6 +96,9 @@ class LineEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
     moved: str | None = None
     """The end: why the line is to go on elsewhere."""
+
+    fault: str | None = None
+    """The end of the stream, and no attempt's: what is wrong with what was sent."""
 
 
 class EngineDescription(msgspec.Struct, frozen=True):
@@ -89,6 +120,16 @@ class EngineDescription(msgspec.Struct, frozen=True):
     def body_limits(self) -> BodyLimits:
         """What one line may be."""
         return BodyLimits(**self.limits)
+
+
+class EngineDelays(msgspec.Struct, frozen=True):
+    """By how much batches have delayed the engine's online requests."""
+
+    run: str
+    """Another one after each start of the engine: sums begin again at 0."""
+
+    online_delays_s: dict[str, float] | None
+    """See ``Backend.online_delays_s``."""
 
 
 def attempt_of(request: LineRequest, model: str, now_s: float) -> LineAttempt:
@@ -118,7 +159,13 @@ def request_of(attempt: LineAttempt, now_s: float) -> LineRequest:
     )
 
 
-def event_of(result: LineResult) -> LineEvent:
+def call_id(content: bytes) -> int | None:
+    """Return the id in the beginning of a ``LineCall``; None if there is none."""
+    match = _CALL_ID.match(content)
+    return int(match[1]) if match else None
+
+
+def event_of(attempt_id: int, result: LineResult) -> LineEvent:
     """Return the message with an attempt's result."""
     fields = {
         "status_code": result.status_code,
@@ -128,7 +175,7 @@ def event_of(result: LineResult) -> LineEvent:
         "kind": result.kind.value,
         "retry_after_s": result.retry_after_s,
     }
-    return LineEvent(result=fields)
+    return LineEvent(attempt_id, result=fields)
 
 
 def result_of(event: LineEvent) -> LineResult:
@@ -160,6 +207,11 @@ def description_of(backend: Backend, refuses: str | None) -> EngineDescription:
 def encode_message(message: msgspec.Struct) -> bytes:
     """Return a message as JSON on one line, its end included."""
     return msgspec.json.encode(message) + b"\n"
+
+
+def encode_messages(messages: Iterable[msgspec.Struct]) -> bytes:
+    """Return messages as JSON, each on one line."""
+    return b"".join(map(encode_message, messages))
 
 
 def decode_message(content: bytes, kind: type[_Message]) -> _Message:

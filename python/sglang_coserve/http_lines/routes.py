@@ -7,22 +7,14 @@ from typing import Any, Final
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 
-from sglang_coserve.batch.errors import BatchRequestError, TooLargeError
 from sglang_coserve.batch.routes import BatchApiOffError, check_admin_key
 from sglang_coserve.batch.routes.errors import (
     ERROR_RESPONSES,
     OPERATOR_ERROR_RESPONSES,
     OpenAIRoute,
 )
-from sglang_coserve.errors import RequestError
 from sglang_coserve.http_lines.line_server import LineServer
-from sglang_coserve.http_lines.messages import (
-    LINES_PATH,
-    LineAttempt,
-    decode_message,
-    encode_message,
-)
-from sglang_coserve.jsonl.body_limits import BodyMeter, BodyTooLargeError
+from sglang_coserve.http_lines.messages import LINES_PATH, encode_message
 
 __all__ = ["add_line_routes", "line_endpoints", "set_line_server"]
 
@@ -60,27 +52,16 @@ async def describe_engine(request: Request) -> Response:
     return Response(encode_message(description), media_type="application/json")
 
 
+@router.get("/delays")
+async def show_delays(request: Request) -> Response:
+    """Say by how many seconds each batch has delayed online requests since the start."""
+    return Response(encode_message(await _server(request).delays()), media_type="application/json")
+
+
 @router.post("")
-async def serve_line(request: Request) -> Response:
-    """Make one attempt at one line; answered as a stream of JSON lines."""
-    server = _server(request)
-    content = await _content(request, server)
-    try:
-        attempt = decode_message(content, LineAttempt)
-    except RequestError as error:
-        raise BatchRequestError(str(error), code="invalid_attempt") from None
-    return server.answer(attempt)
-
-
-async def _content(request: Request, server: LineServer) -> bytes:
-    meter, chunks = BodyMeter(server.message_limits), []
-    async for chunk in request.stream():
-        chunks.append(chunk)
-        try:
-            meter.take(chunk)
-        except BodyTooLargeError as error:
-            raise TooLargeError(str(error), code="body_too_large") from None
-    return b"".join(chunks)
+async def serve_lines(request: Request) -> Response:
+    """Make attempts at lines: JSON lines in, and JSON lines out at the same time."""
+    return _server(request).response()
 
 
 def _server(request: Request) -> LineServer:

@@ -64,10 +64,10 @@ def write_order(source: BinaryIO, order: BinaryIO, *, unique_ids: bool = False) 
             order.write(b"".join(starmap(_ENTRY.pack, entries)))
 
 
-def read_order(order: BinaryIO, start: int, count: int) -> list[OrderedLine]:
-    """Return ``count`` entries from the ``start``-th on, fewer at the end."""
+def read_order(order: BinaryIO, start: int, count: int) -> Iterator[OrderedLine]:
+    """Yield ``count`` entries from the ``start``-th on, fewer at the end. They are read at once."""
     order.seek(start * _ENTRY.size)
-    return list(starmap(OrderedLine, _ENTRY.iter_unpack(order.read(count * _ENTRY.size))))
+    return starmap(OrderedLine, _ENTRY.iter_unpack(order.read(count * _ENTRY.size)))
 
 
 def _sorter() -> sqlite3.Connection:

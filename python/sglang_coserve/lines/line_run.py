@@ -199,9 +199,8 @@ class LineRun:
         model: str | None = None,
     ) -> None:
         """Write the record of a line; ``model`` has answered it, None if it was not served."""
-        record = await self._context.threads.run(
-            encode_record, self._job.tag(line), line.number, custom_id, result
-        )
+        # Not in a thread: the encoder would hold the interpreter lock there, too.
+        record = encode_record(self._job.tag(line), line.number, custom_id, result)
         if estimated_tokens is None:
             estimated_tokens = estimate_tokens(line.size_bytes, {})
         try:

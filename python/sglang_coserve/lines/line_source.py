@@ -121,10 +121,7 @@ class LineSource:
         assert self._order is not None
         with self._order.open("rb") as order:
             entries = read_order(order, self._place, _SKIPPED_AT_ONCE)
-        if not entries:
-            self._is_order_over = True
-            self._is_at_end = not self._unique_ids
-        size_bytes = 0
+        size_bytes, before = 0, self._place
         with self._path.open("rb") as file:
             for offset, number in entries:
                 if self._is_enough(size_bytes):
@@ -137,6 +134,9 @@ class LineSource:
                         raise StorageError(f"{self._path} has changed since it was checked")
                     self._take(line, offset, is_first=True)
                     size_bytes += line.size_bytes
+        if self._place == before:
+            self._is_order_over = True
+            self._is_at_end = not self._unique_ids
 
     def _lines(self, file: BinaryIO, after_line: int) -> Iterator[Line]:
         return read_lines(

@@ -119,5 +119,6 @@ class LineTurns:
 
     def _wake_all(self) -> None:
         """Make all waiters check their condition again."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if self._num_waiting_beside or self._num_waiting_alone:
+            self._changed.set()
+            self._changed = asyncio.Event()

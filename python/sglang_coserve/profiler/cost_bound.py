@@ -13,9 +13,9 @@ class CostBound:
     """An upper bound on the time of a batch that needs no fit.
 
     Assume that the time is a sum of features (those of the polynomial model: tokens, attention,
-    context, rows and a constant) with unknown non-negative coefficients.
+    context, requests and a constant) with unknown non-negative coefficients.
     Then the ratio of the times of two batches is at most the largest ratio of their
-    features. A batch with a kind of rows that the other lacks is not bounded
+    features. A batch with a kind of requests that the other lacks is not bounded
     by it.
     """
 

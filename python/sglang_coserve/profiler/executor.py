@@ -13,7 +13,7 @@ __all__ = ["ExecutorLimits", "ShapeExecutor", "ShapeKind", "StepShape"]
 
 
 class ShapeKind(Enum):
-    """The kinds of rows in a batch."""
+    """The kinds of requests in a batch."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -22,33 +22,33 @@ class ShapeKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The lengths of the rows of a batch; the tokens themselves do not matter."""
+    """The lengths of the requests of a batch; the tokens themselves do not matter."""
 
     prefills: tuple[tuple[int, int], ...] = ()
-    """(P, C) of each prefill row: P ≥ 1 tokens to compute, C ≥ 0 cached before them."""
+    """(P, C) of each prefill request: P ≥ 1 tokens to compute, C ≥ 0 cached before them."""
 
     decodes: tuple[int, ...] = ()
-    """C ≥ 1 of each decode row: tokens cached before the one it computes."""
+    """C ≥ 1 of each decode request: tokens cached before the one it computes."""
 
     def __post_init__(self) -> None:
-        assert self.prefills or self.decodes, "a batch has at least one row"
+        assert self.prefills or self.decodes, "a batch has at least one request"
         assert all(tokens >= 1 and context >= 0 for tokens, context in self.prefills)
         assert all(context >= 1 for context in self.decodes)
 
     @property
     def kind(self) -> ShapeKind:
-        """The kinds of its rows."""
+        """The kinds of its requests."""
         if not self.decodes:
             return ShapeKind.PREFILL
         return ShapeKind.MIXED if self.prefills else ShapeKind.DECODE
 
     @property
     def stats(self) -> StepStats:
-        """The sums used by latency models. O(rows)."""
+        """The sums used by latency models. O(requests)."""
         return StepStats.of(self.prefills, self.decodes)
 
-    def row_tokens(self) -> Iterator[int]:
-        """Yield P + C of each row: the KV that it holds after the batch has run."""
+    def request_tokens(self) -> Iterator[int]:
+        """Yield P + C of each request: the KV that it holds after the batch has run."""
         yield from (tokens + context for tokens, context in self.prefills)
         yield from (context + 1 for context in self.decodes)
 
@@ -58,27 +58,27 @@ class ExecutorLimits:
     """The limits of the batches that an executor can run."""
 
     max_batch_tokens: int
-    """ΣP of a batch with prefill rows: SGLang's chunked prefill size."""
+    """ΣP of a batch with prefill requests: SGLang's chunked prefill size."""
 
-    max_row_tokens: int
-    """P + C of one row."""
+    max_request_tokens: int
+    """P + C of one request."""
 
     max_requests: int
-    """Most rows of one batch."""
+    """Most requests of one batch."""
 
     kv_capacity_tokens: int
-    """Σ(P + C), each row rounded up to whole pages."""
+    """Σ(P + C), each request rounded up to whole pages."""
 
     page_tokens: int = 1
 
     def allow(self, shape: StepShape) -> bool:
-        """Return whether a batch of this shape can run. O(rows)."""
-        rows = list(shape.row_tokens())
-        pages = sum(-(-tokens // self.page_tokens) for tokens in rows)
+        """Return whether a batch of this shape can run. O(requests)."""
+        lengths = list(shape.request_tokens())
+        pages = sum(-(-tokens // self.page_tokens) for tokens in lengths)
         batch_tokens = sum(tokens for tokens, _ in shape.prefills) + len(shape.decodes)
         return (
-            len(rows) <= self.max_requests
-            and max(rows) <= self.max_row_tokens
+            len(lengths) <= self.max_requests
+            and max(lengths) <= self.max_request_tokens
             and pages * self.page_tokens <= self.kv_capacity_tokens
             and (not shape.prefills or batch_tokens <= self.max_batch_tokens)
         )

@@ -45,18 +45,18 @@ def plan_grid(limits: ExecutorLimits, num_shapes: int = 400) -> tuple[StepShape,
 
 def _ladders(limits: ExecutorLimits) -> Iterator[StepShape]:
     chunk, base_context = _BASE_CHUNK_TOKENS, _BASE_CONTEXT_TOKENS
-    max_chunk = min(limits.max_batch_tokens, limits.max_row_tokens)
+    max_chunk = min(limits.max_batch_tokens, limits.max_request_tokens)
     chunks = _doubling(_MIN_CHUNK_TOKENS, max_chunk)
     decodes = _doubling(1, min(_MAX_DECODES, limits.max_requests))
-    contexts = _doubling(_MIN_CONTEXT_TOKENS, limits.max_row_tokens - chunk)
+    contexts = _doubling(_MIN_CONTEXT_TOKENS, limits.max_request_tokens - chunk)
     ladders = (
         [StepShape(prefills=((tokens, 0),)) for tokens in chunks],
-        [StepShape(decodes=(base_context,) * rows) for rows in decodes],
+        [StepShape(decodes=(base_context,) * requests) for requests in decodes],
         [StepShape(prefills=((chunk, context),)) for context in contexts],
         [StepShape(decodes=(context,) * _BASE_DECODES) for context in contexts],
         [StepShape(((tokens, 0),), (base_context,) * _BASE_DECODES) for tokens in chunks],
-        [StepShape(prefills=((chunk, 0),) * rows) for rows in _doubling(2, _MAX_PREFILLS)],
-        [StepShape(((chunk, base_context),), (base_context,) * rows) for rows in decodes],
+        [StepShape(prefills=((chunk, 0),) * requests) for requests in _doubling(2, _MAX_PREFILLS)],
+        [StepShape(((chunk, base_context),), (base_context,) * requests) for requests in decodes],
     )
     for step in zip_longest(*ladders):
         yield from (shape for shape in step if shape is not None)
@@ -64,24 +64,24 @@ def _ladders(limits: ExecutorLimits) -> Iterator[StepShape]:
 
 def _fill(limits: ExecutorLimits) -> Iterator[StepShape]:
     max_decodes = min(_MAX_DECODES, limits.max_requests)
-    max_context = limits.max_row_tokens
+    max_context = limits.max_request_tokens
     for index in range(1, _MAX_CANDIDATES):
         kind = _KINDS[index % len(_KINDS)]
         decodes: tuple[int, ...] = ()
         prefills: tuple[tuple[int, int], ...] = ()
         if kind is not ShapeKind.PREFILL:
-            rows = _between(1, max_decodes, _halton(index, 2))
-            fitting = max(1, limits.kv_capacity_tokens // (2 * rows))
+            requests = _between(1, max_decodes, _halton(index, 2))
+            fitting = max(1, limits.kv_capacity_tokens // (2 * requests))
             context = _between(_MIN_CONTEXT_TOKENS, min(max_context, fitting), _halton(index, 3))
-            decodes = tuple(min(max_context - 1, c) for c in _spread(context, rows))
+            decodes = tuple(min(max_context - 1, c) for c in _spread(context, requests))
         if kind is not ShapeKind.DECODE:
             tokens = _between(
                 _MIN_CHUNK_TOKENS, limits.max_batch_tokens - len(decodes), _halton(index, 5)
             )
-            rows = _between(1, min(_MAX_PREFILLS, tokens), _halton(index, 7))
-            chunk = tokens // rows
+            requests = _between(1, min(_MAX_PREFILLS, tokens), _halton(index, 7))
+            chunk = tokens // requests
             context = _between(1, max_context - chunk, _halton(index, 11))
-            prefills = tuple((chunk, c) for c in _spread(context, rows))
+            prefills = tuple((chunk, c) for c in _spread(context, requests))
         yield StepShape(prefills, decodes)
 
 
@@ -103,11 +103,11 @@ def _between(low: int, high: int, share: float) -> int:
     return round(low * math.exp(share * math.log(high / low)))
 
 
-def _spread(mean: int, rows: int) -> list[int]:
-    """Return ``rows`` values from half to one and a half of the mean, ascending."""
-    if rows == 1:
+def _spread(mean: int, count: int) -> list[int]:
+    """Return ``count`` values from half to one and a half of the mean, ascending."""
+    if count == 1:
         return [mean]
-    return [max(1, round(mean * (0.5 + row / (rows - 1)))) for row in range(rows)]
+    return [max(1, round(mean * (0.5 + place / (count - 1)))) for place in range(count)]
 
 
 def _halton(index: int, base: int) -> float:

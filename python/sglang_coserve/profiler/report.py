@@ -34,8 +34,8 @@ def report_text(measurements: Sequence[ShapeTiming], attempts: Sequence[FitAttem
             f"   {report.held_out_samples} held out, {report.fitted_samples} fitted"
         )
     noise = repeat_error(measurements)
-    told = "not measured: no shape was repeated" if noise is None else f"{noise:.2%}"
-    lines.append(f"repeat error  {told:>9}   of the machine itself: no model can do better")
+    noise_text = "not measured: no shape was repeated" if noise is None else f"{noise:.2%}"
+    lines.append(f"repeat error  {noise_text:>9}   of the machine itself: no model can do better")
     counts = Counter(measurement.shape.kind for measurement in measurements)
     runs = sum(len(measurement.runs_s) for measurement in measurements)
     outliers = runs - sum(len(measurement.kept_s) for measurement in measurements)

@@ -101,7 +101,9 @@ class _Line(JsonDocument):
                 f"{source}: prefill_contexts: {len(contexts)} values for {len(tokens)} prefills"
             )
         if not (tokens or self.decodes):
-            raise InputFileError(f"{source}: a measurement has at least one row: remove the line")
+            raise InputFileError(
+                f"{source}: a measurement has at least one request: remove the line"
+            )
         prefills = tuple(zip(tokens, contexts, strict=True))
         return ShapeTiming(StepShape(prefills, self.decodes), self.runs_s)
 

@@ -23,7 +23,7 @@ class HostCheckpoint:
         self._credit_tokens = 0.0
 
     def mark(self, request: SimRequest) -> None:
-        """Queue the unsaved full pages of a row. O(1)."""
+        """Queue the unsaved full pages of a request. O(1)."""
         if request not in self._queued:
             self._queued.add(request)
             self._dirty.append(request)

@@ -91,7 +91,7 @@ class Engine:
     @property
     def has_online(self) -> bool:
         """True while an online request runs or waits."""
-        return bool(self._executor.waiting or self._executor.num_online_rows)
+        return bool(self._executor.waiting or self._executor.num_online)
 
     @property
     def next_arrival_s(self) -> float:
@@ -105,7 +105,7 @@ class Engine:
         """
         executor = self._executor
         self._take_arrivals(self._seen_until_s, self.now_s)
-        num_running = len(executor.rows) - executor.num_online_rows
+        num_running = len(executor.admitted) - executor.num_online
         for request in self._source.refill(len(executor.offline_waiting), num_running, self.now_s):
             self._arrive(request, self.now_s)
         plan = self._scheduler.plan(executor.snapshot(self.now_s), executor)
@@ -262,14 +262,14 @@ class Engine:
         self.counters.pauses += len(plan.pause)
         if not self._observers:
             return
-        rows = self._executor.rows
+        requests = self._executor.admitted
         for rids, event in (
             (plan.pause, RequestEvent.PAUSED),
             (plan.resume, RequestEvent.RESUMED),
             (plan.park, RequestEvent.PARKED),
         ):
             for rid in rids:
-                self._tell(event, rows[rid])
+                self._tell(event, requests[rid])
 
     def _report_step(self, plan: StepPlan, batch: RunningStep, start_s: float) -> None:
         is_suspended = self._executor.suspended is batch
@@ -290,8 +290,8 @@ class Engine:
             plan.budget_s,
             online,
             offline,
-            executor.num_online_rows,
-            len(executor.rows) - executor.num_online_rows,
+            executor.num_online,
+            len(executor.admitted) - executor.num_online,
             len(executor.waiting),
             len(executor.offline_waiting),
             executor.pool.held_tokens,

@@ -14,11 +14,11 @@ from typing import Final
 
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.snapshot import EngineSnapshot, Row
+from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.core.step import Lane, StepPlan
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.simulator.checkpoint import HostCheckpoint
-from sglang_coserve.simulator.decode_rows import DecodeRows
+from sglang_coserve.simulator.decoding_requests import DecodingRequests
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.kv_pool import KvPool
 from sglang_coserve.simulator.prefix_cache import SimulatedPrefixCache
@@ -33,7 +33,7 @@ _DECODES_IN: Final = {Lane.SHARED: RequestState.DECODING, Lane.OFFLINE: RequestS
 class SimulatedExecutor:
     """The requests of one engine, their KV, and the time that steps take.
 
-    Also implements the core's ``SimulatedPrefixCache``. A step costs O(rows), plus O(prompt)
+    Also implements the core's ``SimulatedPrefixCache``. A step costs O(requests), plus O(prompt)
     for each chunk.
     """
 
@@ -51,28 +51,28 @@ class SimulatedExecutor:
             if config.checkpoint
             else None
         )
-        self.rows: dict[str, SimRequest] = {}
+        self.admitted: dict[str, SimRequest] = {}
         """Requests that hold KV, in order of admission."""
 
-        self.num_online_rows = 0
+        self.num_online = 0
         self._next_place = 0
         self.waiting: list[SimRequest] = []
         """Online requests without KV, in order of arrival."""
 
         self.offline_waiting: dict[str, SimRequest] = {}
         self._sharing_version = 0
-        self._decoding = DecodeRows((), config.page_tokens)
-        self._no_decodes = DecodeRows((), config.page_tokens)
+        self._decoding = DecodingRequests((), config.page_tokens)
+        self._no_decodes = DecodingRequests((), config.page_tokens)
         self.suspended: RunningStep | None = None
-        """The suspended step. It holds its KV, and its rows are in no other step."""
+        """The suspended step. It holds its KV, and its requests are in no other step."""
 
         self._ended: list[SimRequest] = []
         """With overlap: requests that are complete, but part of the step already planned."""
 
     @property
     def num_decoding(self) -> int:
-        """Rows in state ``DECODING``."""
-        return len(self._decoding.rows)
+        """Requests in state ``DECODING``."""
+        return len(self._decoding.requests)
 
     def submit(self, request: SimRequest) -> None:
         """Add a request that has arrived, or that comes from another engine."""
@@ -96,7 +96,7 @@ class SimulatedExecutor:
         for request in self.waiting:
             if request.match_version != version:
                 request.match_version = version
-                request.refresh_row(self._cached_tokens(request))
+                request.refresh_view(self._cached_tokens(request))
         if self._sharing_version != self.cache.sharing_version:
             self._note_sharing()
         pool, config, suspended = self.pool, self.config, self.suspended
@@ -104,11 +104,11 @@ class SimulatedExecutor:
         safepoint = config.safepoint
         return EngineSnapshot(
             now_s=now_s,
-            rows=[request.row for request in self.rows.values() if request not in away],
-            waiting=[request.row for request in self.waiting],
+            admitted=[request.view for request in self.admitted.values() if request not in away],
+            waiting=[request.view for request in self.waiting],
             free_kv_tokens=pool.free_pages * pool.page_tokens,
             evictable_kv_tokens=self.cache.evictable_tokens,
-            free_slots=config.max_running_requests - len(self.rows) - len(self._ended),
+            free_slots=config.max_running_requests - len(self.admitted) - len(self._ended),
             max_batch_tokens=config.max_batch_tokens,
             page_tokens=pool.page_tokens,
             keeps_prefixes=config.prefix_cache,
@@ -120,13 +120,13 @@ class SimulatedExecutor:
     def begin(self, plan: StepPlan, now_s: float = 0.0) -> RunningStep:
         """Change memory and states as planned, and start the step."""
         shed = [self._shed(rid) for rid in plan.shed]
-        retracted = [self._retract(self.rows[rid], tokens) for rid, tokens in plan.retract]
+        retracted = [self._retract(self.admitted[rid], tokens) for rid, tokens in plan.retract]
         for rid in plan.pause:
-            self._switch(self.rows[rid], RequestState.PAUSED)
+            self._switch(self.admitted[rid], RequestState.PAUSED)
         for rid in plan.resume:
-            self._switch(self.rows[rid], RequestState.DECODING)
+            self._switch(self.admitted[rid], RequestState.DECODING)
         for rid in plan.park:
-            self._switch(self.rows[rid], RequestState.PARKED)
+            self._switch(self.admitted[rid], RequestState.PARKED)
         if plan.pause or plan.resume:
             self._list_decoding()
         decoding = self._decodes_of(plan)
@@ -135,7 +135,7 @@ class SimulatedExecutor:
             lane=plan.lane,
             started_s=now_s,
             chunks=[],
-            decodes=decoding.rows,
+            decodes=decoding.requests,
             online_decodes=decoding.num_online,
             stats=StepStats(),
             seconds=0.0,
@@ -161,7 +161,7 @@ class SimulatedExecutor:
         ended: list[SimRequest] = []
         page_tokens = self.pool.page_tokens
         checkpoint = self._checkpoint
-        new_row = tuple.__new__
+        new_view = tuple.__new__
         decoding = _DECODES_IN[batch.lane]
         for request in batch.decodes:
             request.computed_tokens = computed = request.computed_tokens + 1
@@ -171,11 +171,11 @@ class SimulatedExecutor:
                 ended.append(request)
                 continue
             info, shared = request.info, request.shared_tokens
-            # Like Row(), at half the cost: this loop takes most of a step.
-            request.row = new_row(Row, (info, decoding, generated, computed, shared, end_s))
+            # Like Request(), at half the cost: this loop takes most of a step.
+            request.view = new_view(Request, (info, decoding, generated, computed, shared, end_s))
             if checkpoint and computed % page_tokens == 0 and not info.is_online:
                 checkpoint.mark(request)
-        if batch.decodes is self._decoding.rows:
+        if batch.decodes is self._decoding.requests:
             self._decoding.advance()
         begun: list[SimRequest] = []
         for request, tokens in batch.chunks:
@@ -219,36 +219,36 @@ class SimulatedExecutor:
             del self.offline_waiting[request.info.rid]
 
     def hand_over(self, rid: str) -> tuple[SimRequest, int]:
-        """Remove a decoding row; return it and its KV tokens, as arguments for ``adopt``."""
-        request = self.rows[rid]
+        """Remove a decoding request; return it and its KV tokens, as arguments for ``adopt``."""
+        request = self.admitted[rid]
         assert request.has_prompt, f"{rid} is {request.state}"
         kv_tokens = request.computed_tokens
         request.know_output()
         request.computed_ever_tokens = max(request.computed_ever_tokens, kv_tokens)
         request.lost_tokens += kv_tokens
         self._release(request)
-        self._drop_row(request)
+        self._remove_admitted(request)
         request.move(RequestState.WAITING)
         self._list_decoding()
         return request, kv_tokens
 
     def has_room_for(self, kv_tokens: int) -> bool:
-        """Return whether ``adopt`` has room for a row with so much KV and one more token."""
+        """Return whether ``adopt`` has room for a request with so much KV and one more token."""
         pool = self.pool
         room_pages = pool.free_pages + self.cache.evictable_tokens // pool.page_tokens
-        slots = self.config.max_running_requests - len(self.rows) - len(self._ended)
+        slots = self.config.max_running_requests - len(self.admitted) - len(self._ended)
         return slots > 0 and pool.pages_of(kv_tokens + 1) <= room_pages
 
     def adopt(self, request: SimRequest, kv_tokens: int) -> None:
-        """Add a decoding row of another executor, with its KV."""
+        """Add a decoding request of another executor, with its KV."""
         self.pool.allocate(self.pool.pages_of(kv_tokens))
         request.computed_tokens = kv_tokens
         request.reloaded_tokens += kv_tokens
         request.lock = self.cache.root
         request.saved_tokens = 0
-        self._add_row(request)
+        self._add_admitted(request)
         request.move(RequestState.DECODING)
-        request.refresh_row()
+        request.refresh_view()
         self._list_decoding()
 
     def settle(self) -> bool:
@@ -262,7 +262,7 @@ class SimulatedExecutor:
         self.cache.check_invariants()
         pool = self.pool
         assert pool.free_pages >= 0
-        holders = [*self.rows.values(), *self._ended]
+        holders = [*self.admitted.values(), *self._ended]
         private = sum(
             pool.pages_of(r.computed_tokens) - r.locked_tokens // pool.page_tokens for r in holders
         )
@@ -272,11 +272,11 @@ class SimulatedExecutor:
             kept = request.worked_tokens + request.given_tokens + request.reloaded_tokens
             assert request.computed_tokens == kept - request.lost_tokens, request.info.rid
             assert request.locked_tokens <= request.computed_tokens <= request.length_tokens
-        assert self.num_online_rows == sum(r.info.is_online for r in self.rows.values())
+        assert self.num_online == sum(r.info.is_online for r in self.admitted.values())
         away = self.suspended.requests if self.suspended else []
-        assert all(r.state.holds_kv for r in self.rows.values())
-        assert all(r.computed_tokens > 0 or r in away for r in self.rows.values())
-        self._decoding.check_invariants(self.rows.values())
+        assert all(r.state.holds_kv for r in self.admitted.values())
+        assert all(r.computed_tokens > 0 or r in away for r in self.admitted.values())
+        self._decoding.check_invariants(self.admitted.values())
 
     def _cached_tokens(self, request: SimRequest) -> int:
         # The last token is always computed, because its logits are needed.
@@ -290,7 +290,7 @@ class SimulatedExecutor:
     def _begin_chunk(self, batch: RunningStep, rid: str, tokens: int) -> int:
         """Add a chunk to the batch; return the pages that it needs."""
         pages_of = self.pool.pages_of
-        request = self.rows.get(rid)
+        request = self.admitted.get(rid)
         if request is None:
             request, opened = self._admit(batch, rid)
         else:
@@ -303,7 +303,7 @@ class SimulatedExecutor:
         return opened + pages_of(computed + tokens) - pages_of(computed)
 
     def _admit(self, batch: RunningStep, rid: str) -> tuple[SimRequest, int]:
-        """Make a waiting request a row; return it and the pages needed for reloaded KV."""
+        """Admit a waiting request; return it and the pages needed for reloaded KV."""
         request = self.offline_waiting.pop(rid, None)
         if request is None:
             index = next(i for i, r in enumerate(self.waiting) if r.info.rid == rid)
@@ -321,8 +321,10 @@ class SimulatedExecutor:
         batch.reloaded_tokens += reloaded
         batch.admitted.add(request)
         request.move(RequestState.PREFILLING)
-        self._add_row(request)
-        assert len(self.rows) + len(self._ended) <= self.config.max_running_requests, "no slot free"
+        self._add_admitted(request)
+        assert len(self.admitted) + len(self._ended) <= self.config.max_running_requests, (
+            "no slot free"
+        )
         return request, reloaded // self.pool.page_tokens
 
     def _end_chunk(
@@ -339,12 +341,12 @@ class SimulatedExecutor:
             request.num_prefills += 1
             request.token_times_s.append(end_s)
             request.move(decoding)
-        request.refresh_row()
+        request.refresh_view()
         if self._checkpoint and not request.info.is_online:
             self._checkpoint.mark(request)
 
     def _share(self, request: SimRequest, tokens: int) -> None:
-        """Move the whole pages of a row's first ``tokens`` tokens to the prefix cache."""
+        """Move the whole pages of a request's first ``tokens`` tokens to the prefix cache."""
         page_tokens = self.pool.page_tokens
         length = tokens // page_tokens * page_tokens
         locked = request.locked_tokens
@@ -359,7 +361,7 @@ class SimulatedExecutor:
         return request
 
     def _retract(self, request: SimRequest, tokens: int) -> SimRequest:
-        """Retract a row: release its last tokens; the first ones stay in the prefix cache."""
+        """Retract a request: release its last tokens; the first ones stay in the prefix cache."""
         head_tokens = request.computed_tokens - tokens
         assert head_tokens >= 0, f"{request.info.rid}: {tokens} tokens of {request.computed_tokens}"
         request.know_output()
@@ -367,9 +369,9 @@ class SimulatedExecutor:
         request.computed_ever_tokens = max(request.computed_ever_tokens, request.computed_tokens)
         request.lost_tokens += request.computed_tokens
         self._release(request)
-        self._drop_row(request)
+        self._remove_admitted(request)
         request.move(RequestState.WAITING)
-        request.refresh_row()
+        request.refresh_view()
         request.match_version = -1
         self._list_decoding()
         self.submit(request)
@@ -377,21 +379,21 @@ class SimulatedExecutor:
 
     def _finish(self, request: SimRequest) -> None:
         request.move(RequestState.FINISHED)
-        self._drop_row(request)
+        self._remove_admitted(request)
         if self.config.overlap:
             self._ended.append(request)
         else:
             self._release(request)
 
-    def _add_row(self, request: SimRequest) -> None:
+    def _add_admitted(self, request: SimRequest) -> None:
         request.place = self._next_place
         self._next_place += 1
-        self.rows[request.info.rid] = request
-        self.num_online_rows += request.info.is_online
+        self.admitted[request.info.rid] = request
+        self.num_online += request.info.is_online
 
-    def _drop_row(self, request: SimRequest) -> None:
-        del self.rows[request.info.rid]
-        self.num_online_rows -= request.info.is_online
+    def _remove_admitted(self, request: SimRequest) -> None:
+        del self.admitted[request.info.rid]
+        self.num_online -= request.info.is_online
 
     def _release_ended(self) -> None:
         for request in self._ended:
@@ -410,28 +412,28 @@ class SimulatedExecutor:
 
     def _note_sharing(self) -> None:
         self._sharing_version = self.cache.sharing_version
-        for request in self.rows.values():
+        for request in self.admitted.values():
             shared = 0 if request.lock is None else self.cache.shared_tokens(request.lock)
             if shared != request.shared_tokens:
                 request.shared_tokens = shared
-                request.refresh_row()
+                request.refresh_view()
 
-    def _decodes_of(self, plan: StepPlan) -> DecodeRows:
-        """Return the rows that decode in a step."""
+    def _decodes_of(self, plan: StepPlan) -> DecodingRequests:
+        """Return the requests that decode in a step."""
         if plan.skips_decodes:
             return self._no_decodes
         if plan.lane is Lane.SHARED:
             return self._decoding
         away = set(self.suspended.requests) if self.suspended else ()
-        rows = (r for r in self.rows.values() if not r.info.is_online and r not in away)
-        return DecodeRows(rows, self.pool.page_tokens, RequestState.PAUSED)
+        requests = (r for r in self.admitted.values() if not r.info.is_online and r not in away)
+        return DecodingRequests(requests, self.pool.page_tokens, RequestState.PAUSED)
 
     def _switch(self, request: SimRequest, state: RequestState) -> None:
         request.move(state)
-        request.refresh_row()
+        request.refresh_view()
 
     def _list_decoding(self) -> None:
-        self._decoding = DecodeRows(self.rows.values(), self.pool.page_tokens)
+        self._decoding = DecodingRequests(self.admitted.values(), self.pool.page_tokens)
 
     def _duration_s(self, batch: RunningStep) -> float:
         stats = batch.stats

@@ -17,15 +17,15 @@ from sglang_coserve.simulator.request import SimRequest
 __all__ = ["Pools", "Pull", "length_preference"]
 
 Pull = Callable[["Pools"], list[str]]
-"""Returns the decoding rows of the relaxed engine that the strict one takes over now."""
+"""Returns the decoding requests of the relaxed engine that the strict one takes over now."""
 
 
 class Pools:
     """A relaxed engine that prefills, and a strict one that decodes.
 
     All requests arrive at the relaxed engine. Online ones move to the strict one
-    after their first token (pushed), offline ones when ``pull`` selects them. A row
-    that the strict engine retracts waits at the relaxed one again. A row in transfer,
+    after their first token (pushed), offline ones when ``pull`` selects them. A request
+    that the strict engine retracts waits at the relaxed one again. A request in transfer,
     at ``link_tokens_per_s``, is at neither. Without room it stays where it is.
     """
 
@@ -70,12 +70,12 @@ class Pools:
         return True
 
     def _push(self) -> None:
-        for rid, request in list(self.relaxed_executor.rows.items()):
+        for rid, request in list(self.relaxed_executor.admitted.items()):
             if request.info.is_online and request.state is RequestState.DECODING:
                 self._move(rid)
 
     def _move(self, rid: str) -> None:
-        kv_tokens = self.relaxed_executor.rows[rid].computed_tokens
+        kv_tokens = self.relaxed_executor.admitted[rid].computed_tokens
         if not self.strict_executor.has_room_for(kv_tokens + self._coming_tokens):
             return
         request, kv_tokens = self.relaxed_executor.hand_over(rid)
@@ -86,7 +86,7 @@ class Pools:
         self._num_moved += 1
 
     def _deliver(self) -> None:
-        """Add transferred rows to the strict engine, or return those for which it lacks room."""
+        """Add transferred requests to the strict engine; return those for which it lacks room."""
         while self._on_their_way and self._on_their_way[0][0] <= self.strict.now_s:
             _, _, request, kv_tokens = heapq.heappop(self._on_their_way)
             self._coming_tokens -= kv_tokens
@@ -97,12 +97,14 @@ class Pools:
 
 
 def length_preference(model: LatencyModel, tpot_s: float, at_once: int = 4) -> Pull:
-    """Return a pull function by OOCO's Algorithm 1: offline rows of the preferred length."""
+    """Return a pull function by OOCO's Algorithm 1: offline requests of the preferred length."""
     saturated_size = saturated_batch_size(model)
 
     def pull(pools: Pools) -> list[str]:
         strict = pools.strict_executor
-        is_whole = all(row.state is RequestState.DECODING for row in strict.rows.values())
+        is_whole = all(
+            request.state is RequestState.DECODING for request in strict.admitted.values()
+        )
         room_tokens = strict.pool.free_pages * strict.pool.page_tokens
         preference = preferred_length(
             model,
@@ -117,9 +119,9 @@ def length_preference(model: LatencyModel, tpot_s: float, at_once: int = 4) -> P
         by_length: dict[int, list[str]] = {}
         relaxed = pools.relaxed_executor
         away = relaxed.suspended.requests if relaxed.suspended else ()
-        for rid, row in relaxed.rows.items():
-            if row.has_prompt and not row.info.is_online and row not in away:
-                by_length.setdefault(row.computed_tokens, []).append(rid)
+        for rid, request in relaxed.admitted.items():
+            if request.has_prompt and not request.info.is_online and request not in away:
+                by_length.setdefault(request.computed_tokens, []).append(rid)
         lengths = [length for length, rids in by_length.items() for _ in rids]
         return [by_length[n].pop() for n in closest_lengths(lengths, preference, at_once)]
 

@@ -198,9 +198,9 @@ class _Reader:
             case Planned(snapshot):
                 self._engine = self._engine or snapshot
                 self._end_s = max(self._end_s, snapshot.now_s)
-                for row in snapshot.rows:
-                    if (offline_row := self._live_offline.get(row.info.rid)) is not None:
-                        offline_row.generated_tokens = row.generated_tokens
+                for seen in snapshot.admitted:
+                    if (recorded := self._live_offline.get(seen.info.rid)) is not None:
+                        recorded.generated_tokens = seen.generated_tokens
             case Updated(result):
                 self._end_s = max(self._end_s, result.started_s)
                 for info, _, token_s in result.served:
@@ -210,7 +210,7 @@ class _Reader:
                 if result.seconds is not None and not result.batch.is_empty:
                     predicted_s = self._learned.model.predict(result.batch)
                     self._ratios.append(result.seconds / predicted_s)
-                    self._learned.observe(Sample(result.batch, result.seconds), result.beside)
+                    self._learned.observe(Sample(result.batch, result.seconds), result.overlapping)
             case Finished(rid, ending):
                 self._end(rid, ending)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from sglang_coserve.core.offline_queue import PackedTokens
 from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES
 from sglang_coserve.core.request import RequestState, check_transition
-from sglang_coserve.core.snapshot import RequestInfo, Row
+from sglang_coserve.core.snapshot import Request, RequestInfo
 from sglang_coserve.metrics import Outcome, RequestTimeline
 from sglang_coserve.simulator.prefix_cache import Node
 
@@ -19,7 +19,7 @@ __all__ = ["SimRequest"]
 class SimRequest:
     """A request, its progress and its memory; changed only by the executor.
 
-    ``row`` is the row for snapshots, created anew only when something in it changes.
+    ``view`` is the request as snapshots have it, created anew only when something in it changes.
     """
 
     __slots__ = (
@@ -45,11 +45,11 @@ class SimRequest:
         "prefilled_tokens",
         "recomputed_tokens",
         "reloaded_tokens",
-        "row",
         "saved_tokens",
         "shared_tokens",
         "state",
         "token_times_s",
+        "view",
     )
 
     def __init__(
@@ -86,13 +86,13 @@ class SimRequest:
         """End of its prefix in the cache; KV computed after it is private."""
 
         self.shared_tokens = 0
-        """Leading computed tokens that other rows use, too."""
+        """Leading computed tokens that other requests use, too."""
 
         self.saved_tokens = 0
         """Leading tokens with a copy in host memory, in whole pages."""
 
         self.place = -1
-        """Position of its row by order of admission."""
+        """Its position by order of admission."""
 
         self.token_times_s: list[float] = []
         self.cached_prompt_tokens = 0
@@ -113,7 +113,7 @@ class SimRequest:
         """Tokens copied back from host memory, over all admissions."""
 
         self.lost_tokens = 0
-        """Computed tokens released when it lost its row, over all retractions and drops."""
+        """Computed tokens released, over all retractions and drops."""
 
         self.recomputed_tokens = 0
         """Those of ``worked_tokens`` whose KV had been computed before."""
@@ -125,9 +125,9 @@ class SimRequest:
         """Most computed tokens that it held before it lost them."""
 
         self.match_version = -1
-        """Version of the prefix cache at which ``row.cached_tokens`` was looked up."""
+        """Version of the prefix cache at which ``view.cached_tokens`` was looked up."""
 
-        self.row = Row(info, self.state, 0, 0)
+        self.view = Request(info, self.state, 0, 0)
 
     @property
     def has_prompt(self) -> bool:
@@ -174,7 +174,7 @@ class SimRequest:
         if self.deadline_s is not None:
             self.deadline_s += now_s - self.info.arrival_s
         self.info = replace(self.info, arrival_s=now_s)
-        self.refresh_row()
+        self.refresh_view()
 
     def move(self, state: RequestState) -> None:
         """Enter a state; the transition must be legal."""
@@ -190,10 +190,10 @@ class SimRequest:
         output = array("I", [(first_id + i) % 2**32 for i in range(self.generated_tokens)])
         self._tokens = PackedTokens(self.prompt + output.tobytes())
 
-    def refresh_row(self, cached_tokens: int = 0) -> None:
-        """Update ``row`` to the current state; ``cached_tokens`` is for waiting requests."""
+    def refresh_view(self, cached_tokens: int = 0) -> None:
+        """Update ``view`` to the current state; ``cached_tokens`` is for waiting requests."""
         times = self.token_times_s
-        self.row = Row(
+        self.view = Request(
             self.info,
             self.state,
             self.generated_tokens,

@@ -78,7 +78,7 @@ class SimulationSetup:
         executor = self.executor
         engine = EngineSize(
             chunk_tokens=executor.max_batch_tokens,
-            max_rows=executor.max_running_requests,
+            max_requests=executor.max_running_requests,
             kv_tokens=executor.kv_capacity_tokens,
         )
         slos = self.slos or deadlines(self.targets)

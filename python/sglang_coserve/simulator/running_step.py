@@ -24,20 +24,20 @@ class RunningStep:
     started_s: float
 
     chunks: list[tuple[SimRequest, int]]
-    """Prefill rows, and the tokens that each computes."""
+    """Prefill requests, and the tokens that each computes."""
 
     decodes: list[SimRequest]
     online_decodes: int
-    """Number of online rows in ``decodes``."""
+    """Number of online requests in ``decodes``."""
 
     stats: StepStats
-    """Sums over its rows."""
+    """Sums over its requests."""
 
     seconds: float
     """Duration without suspensions."""
 
     retracted: list[SimRequest]
-    """Rows that the pla retracted; they wait again."""
+    """Requests that the plan retracted; they wait again."""
 
     shed: list[SimRequest]
     """Requests that the plan refused."""
@@ -59,14 +59,14 @@ class RunningStep:
 
     @property
     def has_offline(self) -> bool:
-        """True when an offline row is in it."""
+        """True when an offline request is in it."""
         return len(self.decodes) > self.online_decodes or any(
             not request.info.is_online for request, _ in self.chunks
         )
 
     @property
     def requests(self) -> list[SimRequest]:
-        """Its rows. O(rows)."""
+        """Its requests. O(requests)."""
         return [*(request for request, _ in self.chunks), *self.decodes]
 
     def suspended(self) -> SuspendedStep:
@@ -74,7 +74,7 @@ class RunningStep:
         return SuspendedStep(self.step, self.stats, self.done_share)
 
     def result(self, end_s: float) -> StepResult:
-        """Return its result, after ``Executor.end``. O(rows)."""
+        """Return its result, after ``Executor.end``. O(requests)."""
         served = [_served(request, end_s) for request, _ in self.chunks if request.info.is_online]
         # A decode has a token of its prefill and one of this step. Like Served(), at half the cost.
         new = tuple.__new__
@@ -93,12 +93,12 @@ class RunningStep:
         )
 
     def dropped(self) -> StepResult:
-        """Return its result if it is dropped. O(rows)."""
+        """Return its result if it is dropped. O(requests)."""
         rids = tuple([request.info.rid for request in self.requests])
-        return StepResult(step=self.step, started_s=self.started_s, given_up=rids)
+        return StepResult(step=self.step, started_s=self.started_s, dropped=rids)
 
     def tokens_by_class(self) -> tuple[int, int]:
-        """Return the tokens computed for online and for offline rows. O(chunks)."""
+        """Return the tokens computed for online and for offline requests. O(chunks)."""
         online, offline = self.online_decodes, len(self.decodes) - self.online_decodes
         for request, tokens in self.chunks:
             if request.info.is_online:

@@ -158,7 +158,7 @@ def _simulate(
         executor=ExecutorConfig(
             kv_capacity_tokens=recorded.engine.kv_tokens,
             page_tokens=engine.page_tokens,
-            max_running_requests=recorded.engine.max_rows,
+            max_running_requests=recorded.engine.max_requests,
             max_batch_tokens=recorded.engine.chunk_tokens,
             prefix_cache=engine.keeps_prefixes,
             safepoint=safepoint,

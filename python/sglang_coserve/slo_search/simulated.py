@@ -46,7 +46,7 @@ class SimulatedBench:
             scheduler=SchedulerConfig(
                 iteration_budget_s=budget_s,
                 # The simulator keeps this many waiting in addition; the server has them in all.
-                max_offline_rows=load.offline_concurrency,
+                max_offline_requests=load.offline_concurrency,
                 seed=load.seed,
             ),
         )

@@ -69,7 +69,7 @@ class OutputDelay:
         return stats
 
     def without_token(self, rids: Sequence[str], states: Mapping[str, Any]) -> dict[int, Any]:
-        """Return the times of the requests without a first token so far, by index. O(rows).
+        """Return the times of the requests without a first token so far, by index. O(requests).
 
         Only for requests whose times the scheduler sends back, and which stream: the scheduler
         keeps the first tokens of the others until there are dozens of them.

@@ -43,7 +43,7 @@ class ChunkAdmission:
 
         At most one chunk continues an unfinished prefill, and it comes first.
         """
-        begun = {req.rid for req in self._view.paused_rows.parked}
+        begun = {req.rid for req in self._view.paused_requests.parked}
         if self._view.chunk is not None:
             begun.add(self._view.chunk.rid)
         continued: list[PrefillChunk] = []
@@ -105,16 +105,16 @@ class ChunkAdmission:
         unfinished = view.chunk
         if unfinished is not None and unfinished.rid not in {chunk.rid for chunk in chunks}:
             self.park_chunk()
-        if chunks and view.paused_rows.is_parked(chunks[0].rid):
+        if chunks and view.paused_requests.is_parked(chunks[0].rid):
             assert view.chunk is None
-            view.put_chunk(view.paused_rows.unpark(chunks[0].rid))
+            view.put_chunk(view.paused_requests.unpark(chunks[0].rid))
         if view.chunk is not None:
             limit_next_chunk(view.chunk, chunks[0].tokens)
 
     def park_chunk(self) -> None:
         """Park the unfinished prefill, unless there is none or SGLang is aborting it."""
         if self._view.can_take_chunk:
-            self._view.paused_rows.park(self._view.take_chunk())
+            self._view.paused_requests.park(self._view.take_chunk())
             self._events["parked"] += 1
 
     def _admit(
@@ -132,7 +132,7 @@ class ChunkAdmission:
         num_decodes = len(running_batch.reqs) if mixes_decodes else 0
         running_batch.batch_is_full = False
         with self._view.chunk_size(max(tokens, page) + num_decodes, mixes_decodes=mixes_decodes):
-            # This may retract rows: SGLang also reserves room for a request's output.
+            # This may retract requests: SGLang also reserves room for a request's output.
             return self._retraction.admit(running_batch, prefill)
 
 

@@ -38,11 +38,11 @@ def limit_next_chunk(req: Req, tokens: int) -> None:
 class _LimitedAdder(PrefillAdder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Like SGLang's adder, but also reserve, in the pool of a sliding window, the slots that
-        the decodes of a mixed batch need. O(rows)."""
+        the decodes of a mixed batch need. O(requests)."""
         super().__init__(*args, **kwargs)
         if self.is_hybrid_swa and compat.is_mixed(self):
-            rows = filter(compat.holds_kv, self.running_batch.reqs)
-            opened = sum(req.kv.kv_allocated_len % self.page_size == 0 for req in rows)
+            requests = filter(compat.holds_kv, self.running_batch.reqs)
+            opened = sum(req.kv.kv_allocated_len % self.page_size == 0 for req in requests)
             compat.reserve_window_slots(self, opened * self.page_size)
 
     def add_chunked_req(self, req: Req) -> Req | None:

@@ -29,7 +29,7 @@ def make_core_scheduler(
         slos=config.slos(),
         config=SchedulerConfig(
             iteration_budget_s=_seconds(config.iteration_budget_ms),
-            max_offline_rows=config.offline_max_running,
+            max_offline_requests=config.offline_max_running,
             online_order=OnlineOrder(config.online_order),
             overload=Overload(config.overload),
             utility_ratio=config.offline_utility_ratio,

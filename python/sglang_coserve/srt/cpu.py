@@ -247,7 +247,7 @@ def _alloc_extend(
     _batch_upper: int,
     page_size: int,
 ) -> None:
-    """Allocate the slots of each row's tokens [prefix, seq): first in its open page, then new ones.
+    """Allocate the slots of each request's tokens [prefix, seq): in its open page, then new ones.
 
     Writes nothing if there are too few free pages: the caller checks for that
     after the launch and discards the result.
@@ -256,8 +256,8 @@ def _alloc_extend(
 
     next_page = 0
     position = 0
-    rows = zip(prefix_lens.tolist(), seq_lens.tolist(), last_loc.tolist(), strict=True)
-    for prefix, seq, last in rows:
+    spans = zip(prefix_lens.tolist(), seq_lens.tolist(), last_loc.tolist(), strict=True)
+    for prefix, seq, last in spans:
         open_page_end = min(seq, -(-prefix // page_size) * page_size)
         in_open_page = open_page_end - prefix
         new_pages = -(-seq // page_size) - -(-prefix // page_size)
@@ -285,7 +285,7 @@ def _alloc_decode(
     _batch_upper: int,
     page_size: int,
 ) -> None:
-    """Allocate one slot for each row: after its last one, or the first of a new page."""
+    """Allocate one slot for each request: after its last one, or the first of a new page."""
     opens_page = (seq_lens - 1) % page_size == 0
     new_pages = int(opens_page.sum())
     if new_pages > len(free_pages):

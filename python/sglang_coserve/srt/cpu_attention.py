@@ -1,9 +1,9 @@
 """Attention on a CPU that computes only new tokens, with sliding windows, sinks and logit caps.
 
-For every row of a prefill or mixed batch, SGLang's torch_native backend computes
+For every sequence of a prefill or mixed batch, SGLang's torch_native backend computes
 the queries of the whole sequence and discards those of cached tokens: a chunk
 of P tokens after C cached ones costs (P + C)² query–key pairs instead of
-P·(P + C), a decode row in a mixed batch (C + 1)² instead of C + 1.  It has no attention
+P·(P + C), a decode in a mixed batch (C + 1)² instead of C + 1.  It has no attention
 sinks (gpt-oss) and no logit caps (Gemma 2), and does not read KV from the pool of a
 sliding window.
 
@@ -150,13 +150,13 @@ def _attend(
     v_cache: Any,
     req_to_token: Any,
     slot_in_window_pool: Any,
-    rows: Iterable[tuple[int, int, int]],
+    sequences: Iterable[tuple[int, int, int]],
     terms: _Terms,
 ) -> None:
-    """Compute attention row by row.
+    """Compute attention sequence by sequence.
 
-    A row is its index in ``req_to_token``, its number of keys and its number of new tokens.
-    Rows are not padded to one batch: that is faster only for contexts of tens of tokens,
+    A sequence is its row in ``req_to_token``, its number of keys and its number of new tokens.
+    Sequences are not padded to one batch: that is faster only for contexts of tens of tokens,
     and several times slower when the gathered keys exceed the processor's cache.
     """
     # Query heads grouped by shared KV head: (tokens, KV heads, sharing heads, head size).
@@ -164,7 +164,7 @@ def _attend(
     grouped_query = query.unflatten(1, grouped_heads)
     grouped_output = output.unflatten(1, grouped_heads)
     end = 0
-    for place, keys, tokens in rows:
+    for place, keys, tokens in sequences:
         start, end = end, end + tokens
         first = 0 if terms.window is None else max(0, keys - tokens - terms.window)
         locations = req_to_token[place, first:keys]

@@ -2,7 +2,7 @@
 
 SGLang marks two small functions for ``torch.compile``, which compiles them on
 first use: with the first request that has a ``repetition_penalty`` (and again
-for the first batch of two rows, and for other types), or a seed.  That took 23 s on
+for the first batch of two requests, and for other types), or a seed.  That took 23 s on
 four idle cores, during which the scheduler does nothing else.  Without compilation they
 only read the logits a few more times.
 """

@@ -1,4 +1,4 @@
-"""Access to the queue and the batches of SGLang's scheduler, and to the rows outside of them.
+"""Access to the queue and the batches of SGLang's scheduler, and to the requests outside of them.
 
 Apart from SGLang itself, only this module writes the scheduler's ``waiting_queue``,
 ``running_batch``, ``chunked_req``, ``chunked_prefill_size`` and ``is_mixed_chunk``.
@@ -12,7 +12,7 @@ from itertools import compress
 from typing import Any
 
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.paused_rows import CountedRows, PausedRows
+from sglang_coserve.srt.paused_requests import CountedRequests, PausedRequests
 from sglang_coserve.srt.request_marks import is_offline
 
 __all__ = ["EngineView"]
@@ -36,11 +36,11 @@ class EngineView:
 
         self._scheduler = scheduler
         self._offered: list[Req] = []
-        self.paused_rows = PausedRows()
-        """Offline rows with KV that are in no batch of SGLang's."""
+        self.paused_requests = PausedRequests()
+        """Offline requests with KV that are in no batch of SGLang's."""
 
         self.suspended: tuple[Req, ...] = ()
-        """Rows of the suspended step."""
+        """Requests of the suspended step."""
 
     # --- The waiting queue ---------------------------------------------------------------
 
@@ -169,61 +169,62 @@ class EngineView:
         """End a scheduling round with this batch; None if nothing is to run.
 
         In the latter case SGLang would keep the previous batch as the micro-batch's last one, and
-        merge its rows, which may have been paused since, into the running batch once more.
+        merge its requests, which may have been paused since, into the running batch once more.
         """
         if self.micro_batches > 1 and batch is None:
             self._scheduler.last_mbs[self.turn] = None
 
     def elsewhere(self) -> list[Req]:
-        """Return the unfinished requests with KV of the other micro-batches. O(rows).
+        """Return the unfinished requests with KV of the other micro-batches. O(requests).
 
-        Without paused and parked rows and the unfinished prefill, which belong to none of them.
+        Without paused and parked requests and the unfinished prefill, which belong to none of them.
         """
         if self.micro_batches == 1:
             return []
         scheduler = self._scheduler
         here = {
-            id(req) for req in (*scheduler.running_batch.reqs, *self.paused_rows.reqs, self.chunk)
+            id(req)
+            for req in (*scheduler.running_batch.reqs, *self.paused_requests.reqs, self.chunk)
         }
-        rows: dict[int, Req] = {}
+        requests: dict[int, Req] = {}
         for turn in range(self.micro_batches):
             if turn == self.turn:
                 continue
             for batch in (scheduler.running_mbs[turn], scheduler.mbs[turn]):
                 if batch is not None:
-                    rows |= {id(req): req for req in batch.reqs if id(req) not in here}
-        return [req for req in rows.values() if not req.finished() and compat.holds_kv(req)]
+                    requests |= {id(req): req for req in batch.reqs if id(req) not in here}
+        return [req for req in requests.values() if not req.finished() and compat.holds_kv(req)]
 
-    # --- Rows with KV --------------------------------------------------------------------
+    # --- Requests with KV --------------------------------------------------------------------
 
-    def running_rows(self) -> list[Req]:
-        """Return the unfinished decodes of all micro-batches; O(rows)."""
+    def running_requests(self) -> list[Req]:
+        """Return the unfinished decodes of all micro-batches; O(requests)."""
         batches = self._scheduler.running_mbs if self.micro_batches > 1 else ()
-        rows = {
+        requests = {
             id(req): req
             for batch in (*batches, self._scheduler.running_batch)
             for req in batch.reqs
         }
-        return [req for req in rows.values() if not req.finished()]
+        return [req for req in requests.values() if not req.finished()]
 
-    def rows_with_kv(self, running_batch: ScheduleBatch) -> Iterator[Req]:
-        """Yield all rows with KV: decoding, paused, parked, suspended, the unfinished prefill."""
+    def requests_with_kv(self, running_batch: ScheduleBatch) -> Iterator[Req]:
+        """Yield those with KV: decoding, paused, parked, suspended, the unfinished prefill."""
         yield from running_batch.reqs
-        yield from self.paused_rows.reqs
+        yield from self.paused_requests.reqs
         yield from self.suspended
         if self.chunk is not None:
             yield self.chunk
 
-    def counted_rows(self) -> CountedRows:
-        """Return the rows that SGLang's memory check must count instead of the running batch."""
+    def counted_requests(self) -> CountedRequests:
+        """Return what SGLang's memory check must count instead of the running batch."""
         scheduler = self._scheduler
-        return CountedRows(
-            self.rows_with_kv(scheduler.running_batch),
+        return CountedRequests(
+            self.requests_with_kv(scheduler.running_batch),
             counted=scheduler.last_batch.reqs if scheduler.last_batch else (),
         )
 
     def give_back(self, reqs: Sequence[Req]) -> None:
-        """Add these rows, and the paused and parked ones, to the running batch, so that SGLang
+        """Add these requests, and the paused and parked ones, to the running batch, so that SGLang
         retracts them with it."""
         running = self._scheduler.running_batch
-        running.reqs = [*running.reqs, *self.paused_rows.take_all(), *reqs]
+        running.reqs = [*running.reqs, *self.paused_requests.take_all(), *reqs]

@@ -55,7 +55,7 @@ class SchedulerExecutor:
         chunk = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
         self._limits = ExecutorLimits(
             max_batch_tokens=min(chunk, scheduler.max_prefill_tokens),
-            max_row_tokens=scheduler.max_req_len,
+            max_request_tokens=scheduler.max_req_len,
             max_requests=min(
                 scheduler.max_running_requests, scheduler.req_to_token_pool.available_size()
             ),
@@ -109,10 +109,10 @@ class SchedulerExecutor:
             batch.decoding_reqs = decodes.reqs
         return batch
 
-    def _extend(self, rows: Sequence[tuple[int, int]], reqs: list[Req]) -> ScheduleBatch:
-        """Return a prepared prefill batch of (tokens, context) rows."""
+    def _extend(self, lengths: Sequence[tuple[int, int]], reqs: list[Req]) -> ScheduleBatch:
+        """Return a prepared prefill batch with requests of (tokens, context)."""
         scheduler = self._scheduler
-        added = [self._request(tokens, context) for tokens, context in rows]
+        added = [self._request(tokens, context) for tokens, context in lengths]
         reqs += added
         batch = ScheduleBatch.init_new(
             added,
@@ -190,7 +190,7 @@ class SchedulerExecutor:
         power on zeros and clocks higher.
         """
         limits = self._limits
-        tokens = min(_DONOR_TOKENS, limits.max_batch_tokens, limits.max_row_tokens)
+        tokens = min(_DONOR_TOKENS, limits.max_batch_tokens, limits.max_request_tokens)
         tokens = min(tokens, limits.kv_capacity_tokens // 2)
         reqs: list[Req] = []
         with DynamicGradMode():

@@ -75,10 +75,10 @@ class Latencies:
 
     def launched(self, batch: ScheduleBatch | None, now_s: float) -> None:
         """Note which requests a batch is the first of; to be called before the ledger's
-        ``launched``. O(rows) of one with prompts, else O(1)."""
+        ``launched``. O(requests) of one with prompts, else O(1)."""
         if not batch or not batch.forward_mode.is_extend():
             return
-        # Rows that decode beside prompts have begun.
+        # Requests that decode beside prompts have begun.
         for req, cached_tokens in zip(batch.reqs, batch.prefix_lens, strict=False):
             rid = req.rid
             if self._ledger.has_begun(rid) or rid not in self._ledger:
@@ -90,7 +90,7 @@ class Latencies:
             self.cached_tokens[name] += min(cached_tokens, info.prompt_tokens)
 
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool], now_s: float) -> None:
-        """Note who got a token. O(rows)."""
+        """Note who got a token. O(requests)."""
         last, now = self._last, {True: (True, now_s), False: (False, now_s)}
         gaps: dict[tuple[bool, float], int] = {}
         for req, has in zip(reqs, has_token, strict=True):

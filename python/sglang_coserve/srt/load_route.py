@@ -49,19 +49,19 @@ def install_load_route(http_server: Any) -> None:
 async def _engine_load(manager: Any) -> EngineLoad:
     args = compat.settings_of(manager.server_args)
     snapshots = await manager.get_loads()
-    told = [snapshot for snapshot in snapshots if snapshot.coserve is not None]
-    if len(told) < max(1, args.dp_size):
+    loads = [snapshot for snapshot in snapshots if snapshot.coserve is not None]
+    if len(loads) < max(1, args.dp_size):
         raise HTTPException(
             503,
-            f"{len(told)} of {args.dp_size} replicas have told their load: ask again in a second",
+            f"{len(loads)} of {args.dp_size} replicas have told their load: ask again in a second",
             headers={"Retry-After": "1"},
         )
     model = model_in_use(manager, await manager.coserve_fingerprint())
     kv = kv_format(args)
     return EngineLoad(
-        **total([ReplicaLoad(**snapshot.coserve) for snapshot in told]).model_dump(),
-        replicas=len(told),
-        age_s=max(0.0, time.time() - min(snapshot.timestamp for snapshot in told)),
+        **total([ReplicaLoad(**snapshot.coserve) for snapshot in loads]).model_dump(),
+        replicas=len(loads),
+        age_s=max(0.0, time.time() - min(snapshot.timestamp for snapshot in loads)),
         is_draining=bool(manager.gracefully_exit),
         model_name=args.served_model_name,
         model=model,

@@ -80,8 +80,8 @@ class MarksMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            told = marks_of_headers(scope["headers"], self._offline_objectives)
-            marks, tenant = dict(told.marks), told.tenant
+            in_headers = marks_of_headers(scope["headers"], self._offline_objectives)
+            marks, tenant = dict(in_headers.marks), in_headers.tenant
             if self._finds_tenants:
                 tenant = tenant or tenant_of_key(scope["headers"])
             if _is_json(scope["headers"]):
@@ -89,7 +89,7 @@ class MarksMiddleware:
                 if disconnect is not None:
                     return
                 fields = await _fields(body, needs_all=self._finds_tenants)
-                if self._finds_tenants and told.tenant is None:
+                if self._finds_tenants and in_headers.tenant is None:
                     tenant = tenant_of_body(fields) or tenant
                 # A gateway's headers override the body.
                 marks = {**marks_of_body(fields), **marks}

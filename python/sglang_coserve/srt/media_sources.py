@@ -112,7 +112,7 @@ class MediaSources:
             max_redirects=_MAX_REDIRECTS,
             trust_env=False,
         )
-        told = f"{kind}: {url[:200]!r}"
+        source = f"{kind}: {url[:200]!r}"
         try:
             async with (
                 asyncio.timeout(_TIMEOUT_S),
@@ -123,12 +123,12 @@ class MediaSources:
                 async for chunk in response.aiter_raw():
                     content += chunk
                     if len(content) > _MAX_BYTES:
-                        raise ValueError(f"{told} is larger than {_MAX_BYTES:,} bytes")
+                        raise ValueError(f"{source} is larger than {_MAX_BYTES:,} bytes")
         except TimeoutError:
-            raise ValueError(f"{told} did not come within {_TIMEOUT_S:g} s") from None
+            raise ValueError(f"{source} did not come within {_TIMEOUT_S:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValueError(f"{told} cannot be fetched: {reason}") from None
+            raise ValueError(f"{source} cannot be fetched: {reason}") from None
         found = _MEDIA_TYPE.match(response.headers.get("content-type", ""))
         return found[0] if found else _TYPES[kind], bytes(content)
 

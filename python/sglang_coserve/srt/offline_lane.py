@@ -1,6 +1,6 @@
-"""The offline lane: steps of offline rows only, one of which may be suspended.
+"""The offline lane: steps of offline requests only, one of which may be suspended.
 
-Its decodes are the paused rows; SGLang's running batch is the shared lane.
+Its decodes are the paused requests; SGLang's running batch is the shared lane.
 A step suspended at a safepoint keeps its prepared batch, its KV and the outputs of its last
 layer. SGLang recreates everything else from the batch when it runs again: attention
 metadata, sampling, the relay of last tokens.
@@ -87,17 +87,17 @@ class OfflineLane:
 
     @property
     def num_running(self) -> int:
-        """Rows of the last batch that have yet to join the lane's decodes, without the unfinished
-        prefill."""
+        """Requests of the last batch that have yet to join the lane's decodes, without the
+        unfinished prefill."""
         if self._launched is None or self._suspended is not None:
             return 0
         chunk = _chunk_of(self._launched)
         return sum(not req.finished() and req is not chunk for req in self._launched.reqs)
 
     def take_launched(self) -> list[Req]:
-        """Remove and return the rows of the last batch that have yet to join the lane's decodes.
+        """Remove and return those of the last batch that have yet to join the lane's decodes.
 
-        Only of a decode batch: SGLang itself retracts the rows of a prefill batch.
+        Only of a decode batch: SGLang itself retracts the requests of a prefill batch.
         """
         batch, self._launched = self._launched, None
         if batch is None or batch.forward_mode.is_extend():
@@ -114,17 +114,17 @@ class OfflineLane:
     # --- A scheduling round --------------------------------------------------------------
 
     def settle(self, last_batch: Any) -> Any:
-        """Add the rows of the lane's last batch to its decodes, and return None.
+        """Add the requests of the lane's last batch to its decodes, and return None.
 
         If the last batch was not the lane's, it is returned. Must be called before SGLang's
-        scheduling, which would merge the rows into the running batch.
+        scheduling, which would merge the requests into the running batch.
         """
         batch, self._launched = self._launched, None
         if batch is None:
             return last_batch
         if self._suspended is not None:
-            return None  # SGLang's last batch has no rows any more (see ``stopped``).
-        scheduler, paused_rows = self._scheduler, self._view.paused_rows
+            return None  # SGLang's last batch has no requests any more (see ``stopped``).
+        scheduler, paused_requests = self._scheduler, self._view.paused_requests
         away = [req for req in (_chunk_of(batch),) if req is not None]
         chunk = self._view.chunk
         if chunk is not None:
@@ -137,7 +137,7 @@ class OfflineLane:
             compat.filter_out(batch, away)
         else:
             batch.filter_batch()
-        paused_rows.hold(batch if batch.reqs else None)
+        paused_requests.hold(batch if batch.reqs else None)
         return None
 
     def prepare(
@@ -161,7 +161,7 @@ class OfflineLane:
             SGLang's plan, without a batch if there is nothing to run, and the admitted chunks.
         """
         running_batch = self._move(plan, running_batch)
-        decodes = self._view.paused_rows.take_paused_batch()
+        decodes = self._view.paused_requests.take_paused_batch()
         if decodes.reqs:
             decodes.filter_batch()
         if self._has_left_decodes and decodes.reqs:
@@ -176,7 +176,7 @@ class OfflineLane:
             batch = decodes = self._scheduler.update_running_batch(decodes)
             batch = batch if batch.reqs else None
         if decodes is not batch and decodes.reqs:
-            self._view.paused_rows.hold(decodes)
+            self._view.paused_requests.hold(decodes)
         self._launched = batch
         self._step = plan.step
         return NextBatchPlan(batch_to_run=batch, running_batch=running_batch), admitted
@@ -194,16 +194,16 @@ class OfflineLane:
         return NextBatchPlan(batch_to_run=held.batch, running_batch=running_batch)
 
     def _move(self, plan: StepPlan, running_batch: Any) -> Any:
-        """Remove the rows that a plan pauses from the running batch, and return that batch."""
+        """Remove the requests that a plan pauses from the running batch, and return that batch."""
         if not plan.pause:
             return running_batch
         self._events["paused"] += len(plan.pause)
-        paused_rows = self._view.paused_rows
+        paused_requests = self._view.paused_requests
         if all(is_offline(req) for req in running_batch.reqs):
-            # The whole batch moves, so rows may have state other than KV.
-            paused_rows.hold(running_batch)
+            # The whole batch moves, so requests may have state other than KV.
+            paused_requests.hold(running_batch)
             return ScheduleBatch(reqs=[], batch_is_full=False)
-        paused_rows.pause(running_batch, set(plan.pause))
+        paused_requests.pause(running_batch, set(plan.pause))
         return running_batch
 
     # --- Suspend and drop ----------------------------------------------------------------
@@ -238,7 +238,7 @@ class OfflineLane:
         return kind
 
     def drop(self) -> tuple[str, ...]:
-        """Drop the suspended step; return its rows.
+        """Drop the suspended step; return its requests.
 
         They are rolled back to their state before the step; if layers keep a state (Mamba), their
         KV is released instead.
@@ -250,23 +250,23 @@ class OfflineLane:
         rids = tuple(req.rid for req in batch.reqs)
         order_behind_pass(self._scheduler)
         if isinstance(self._scheduler.req_to_token_pool, HybridReqToTokenPool):
-            rows = give_up(batch)
+            undone = give_up(batch)
         else:
-            rows = roll_back(batch, held.kind, _chunk_of(batch), self._scheduler.future_map)
+            undone = roll_back(batch, held.kind, _chunk_of(batch), self._scheduler.future_map)
             self._penalties.keep(batch)
-        batch.filter_batch()  # Rows may have ended meanwhile.
-        view.paused_rows.hold(batch if batch.reqs else None)
-        if rows.unfinished is not None:
+        batch.filter_batch()  # Requests may have ended meanwhile.
+        view.paused_requests.hold(batch if batch.reqs else None)
+        if undone.unfinished is not None:
             if view.chunk is None:
-                view.put_chunk(rows.unfinished)
+                view.put_chunk(undone.unfinished)
             else:
-                view.paused_rows.park(rows.unfinished)
-        view.wait_again(rows.released)
+                view.paused_requests.park(undone.unfinished)
+        view.wait_again(undone.released)
         self._has_left_decodes = False
         return rids
 
     def abort(self, matches: Callable[[Req], bool]) -> None:
-        """Make the matching rows of the suspended step end when it does."""
+        """Make the matching requests of the suspended step end when it does."""
         if self._suspended is None:
             return
         for req in self._suspended.batch.reqs:

@@ -1,4 +1,4 @@
-"""Retracts offline rows: their KV goes to the radix cache, and they wait again."""
+"""Retracts offline requests: their KV goes to the radix cache, and they wait again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Prefill = Callable[[ScheduleBatch], Any]
 
 
 class OfflineRetraction:
-    """Retracts offline rows for online ones, before SGLang lets those wait or retracts them."""
+    """Retracts offline requests for online ones, before SGLang lets those wait or retracts them."""
 
     def __init__(
         self, scheduler: Any, pools: KvPools, view: EngineView, events: Counter[str]
@@ -35,7 +35,7 @@ class OfflineRetraction:
     # --- Make room for online requests ---------------------------------------------------
 
     def admit(self, running_batch: ScheduleBatch, prefill: Prefill) -> Any:
-        """Run SGLang's admission; retract offline rows while an online request does not fit."""
+        """Run SGLang's admission; retract offline requests while an online request does not fit."""
         plan = prefill(running_batch)
         while self._online_is_starved(plan) and self.retract_one(plan.running_batch):
             plan = prefill(plan.running_batch)
@@ -48,12 +48,12 @@ class OfflineRetraction:
         if plan.batch_to_run is not None or not self._view.has_others_waiting:
             return False
         # SGLang does not mark an empty batch as full (with a hierarchical cache, and in later
-        # versions always). But parked and paused rows hold memory, too.
+        # versions always). But parked and paused requests hold memory, too.
         batch = plan.running_batch
         return bool(batch.batch_is_full or batch.is_empty())
 
     def make_room_for_decodes(self, batch: ScheduleBatch) -> None:
-        """Retract offline rows before a decode step, so that SGLang need not choose victims."""
+        """Retract offline requests before a decode step, so that SGLang need not choose victims."""
         elsewhere = len(self._view.elsewhere())
         if self._has_slots(batch.batch_size() + elsewhere):
             return
@@ -61,7 +61,7 @@ class OfflineRetraction:
         retracted = False
         while batch.batch_size() > 1 and not (
             batch.check_decode_mem()
-            # Other micro-batches come next, and cannot retract rows of this one.
+            # Other micro-batches come next, and cannot retract requests of this one.
             and (not elsewhere or self._has_slots(batch.batch_size() + elsewhere))
         ):
             if not self.retract_one(batch):
@@ -73,16 +73,16 @@ class OfflineRetraction:
             tracker = self._scheduler.new_token_ratio_tracker
             tracker.current = tracker.estimate_new_token_ratio_after_retract(batch.reqs)
 
-    def _has_slots(self, rows: int) -> bool:
-        """Return whether there is KV for one more token of ``rows`` rows, each in a new page."""
-        return bool(self._pools.headroom_tokens >= rows * self._scheduler.page_size)
+    def _has_slots(self, requests: int) -> bool:
+        """Return whether there is KV for one more token of so many requests, each in a new page."""
+        return bool(self._pools.headroom_tokens >= requests * self._scheduler.page_size)
 
-    def rids_blocking_adapters(self, rows: Iterable[Req]) -> set[str]:
-        """Return the ids of ``rows`` to retract for the LoRA adapter of the next online request.
+    def rids_blocking_adapters(self, requests: Iterable[Req]) -> set[str]:
+        """Return the ids of those to retract for the LoRA adapter of the next online request.
 
         A batch has slots for a few adapters, where the bare model counts as one, and
-        SGLang skips a request that needs one more. Offline rows whose adapters fit
-        beside the online ones are kept. O(rows) if LoRA is enabled.
+        SGLang skips a request that needs one more. Offline requests whose adapters fit
+        beside the online ones are kept. O(requests) if LoRA is enabled.
         """
         if not self._scheduler.enable_lora:
             return set()
@@ -92,13 +92,13 @@ class OfflineRetraction:
         fits = self._scheduler.tp_worker.model_runner.lora_manager.validate_lora_batch
         kept = {first.lora_id}
         offline: dict[str | None, list[str]] = {}
-        for req in rows:
+        for req in requests:
             if is_offline(req):
                 offline.setdefault(req.lora_id, []).append(req.rid)
             else:
                 kept.add(req.lora_id)
         if not fits(kept):
-            return set()  # Online rows alone take the slots, so it has to wait.
+            return set()  # Online requests alone take the slots, so it has to wait.
         in_the_way: set[str] = set()
         for lora_id, rids in offline.items():
             if fits(kept | {lora_id}):
@@ -107,15 +107,15 @@ class OfflineRetraction:
                 in_the_way.update(rids)
         return in_the_way
 
-    # --- Retract rows --------------------------------------------------------------------
+    # --- Retract requests --------------------------------------------------------------------
 
     def retract_one(self, running_batch: ScheduleBatch) -> bool:
-        """Retract the last parked offline row, else the last paused, else the last running one.
+        """Retract the last parked offline request, else the last paused, else the last running one.
 
         Returns False if there is none.
         """
-        paused_rows = self._view.paused_rows
-        if victims := paused_rows.parked or paused_rows.paused:
+        paused_requests = self._view.paused_requests
+        if victims := paused_requests.parked or paused_requests.paused:
             self.retract({victims[-1].rid}, running_batch)
             running_batch.batch_is_full = False
             return True
@@ -129,17 +129,17 @@ class OfflineRetraction:
         return True
 
     def retract(self, rids: Collection[str], running_batch: ScheduleBatch) -> None:
-        """Retract the rows in ``rids``, whatever their state; unknown ids are ignored."""
+        """Retract the requests in ``rids``, whatever their state; unknown ids are ignored."""
         if not rids:
             return
-        unfinished = self._view.paused_rows.unpark_all(lambda req: req.rid in rids)
+        unfinished = self._view.paused_requests.unpark_all(lambda req: req.rid in rids)
         if self._view.chunk is not None and self._view.chunk.rid in rids:
             unfinished.append(self._view.take_chunk())
         for req in unfinished:
             self.release(req)
         self._events["retracted"] += len(unfinished)
         self._retract_decodes(running_batch, rids)
-        self._view.paused_rows.take_paused(self._retract_decodes, rids)
+        self._view.paused_requests.take_paused(self._retract_decodes, rids)
 
     def _retract_decodes(self, batch: ScheduleBatch, rids: Collection[str]) -> None:
         keep = [i for i, req in enumerate(batch.reqs) if req.rid not in rids]
@@ -152,6 +152,6 @@ class OfflineRetraction:
         self._events["retracted"] += len(gone)
 
     def release(self, req: Req) -> None:
-        """Release the KV of a row that is in no batch, or about to leave it, and requeue it."""
+        """Release the KV of a request that is in no batch, or about to leave it, and requeue it."""
         release_for_requeue(req, self._scheduler.tree_cache)
         self._view.requeue(req)

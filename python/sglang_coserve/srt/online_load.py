@@ -1,6 +1,6 @@
 """The engine as an online request finds it, for the figures that SGLang reports under its names.
 
-Routers send a request where ``/v1/loads`` or the metrics show the least load. Offline rows give
+Routers send a request where ``/v1/loads`` or the metrics show the least load. Offline requests give
 way to it, so they are not in these figures; ``/coserve/load`` and ``coserve_*`` have them.
 Without offline requests every figure is SGLang's.
 """
@@ -48,9 +48,9 @@ class OnlineLoad:
         return None if chunk is None or is_offline(chunk) else chunk
 
     def get_pool_stats(self) -> Any:
-        """Return SGLang's ``PoolStats``, where what offline rows alone hold is evictable.
+        """Return SGLang's ``PoolStats``, where what offline requests alone hold is evictable.
 
-        O(rows with KV + nodes of the radix cache above them).
+        O(requests with KV + nodes of the radix cache above them).
         """
         stats = self._scheduler.pool_stats_observer.get_pool_stats()
         online, offline = self._ledger.with_kv()
@@ -60,12 +60,12 @@ class OnlineLoad:
         if stats.is_hybrid_swa:
             changed |= _less("swa", stats, self._pools.held_in_window(offline))
         if stats.is_hybrid_ssm:
-            num_rows = len(offline) + len(online)  # Each has as many states as any other.
-            changed |= _less("mamba", stats, stats.mamba_num_used * len(offline) // num_rows)
+            num_requests = len(offline) + len(online)  # Each has as many states as any other.
+            changed |= _less("mamba", stats, stats.mamba_num_used * len(offline) // num_requests)
         return replace(stats, **changed)
 
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
-        """Note the rows of a batch, and who got a token."""
+        """Note the requests of a batch, and who got a token."""
         served = [req for req, has in zip(reqs, has_token, strict=True) if has]
         online = _online(served)
         num_decodes = sum(len(req.output_ids) > 1 for req in online)
@@ -87,7 +87,7 @@ class OnlineLoad:
 class _OnlineThroughput:
     """Generated tokens a second of online requests, measured as SGLang measures those of all.
 
-    Over so many decode steps as it takes, counting those with online rows. A router that takes
+    Over so many decode steps as it takes, counting those with online requests. A router that takes
     the throughput for the speed of an engine would else see another one where offline
     requests run.
     """

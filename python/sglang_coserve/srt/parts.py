@@ -132,7 +132,7 @@ class CoserveParts:
     def forget(self, req: Req, ending: Ending = Ending.ABORTED) -> None:
         """Remove all state of a request that has ended; does nothing if already done.
 
-        Under overlap scheduling a row is in one more batch after its end. By then another request
+        Under overlap scheduling a request is in one more batch after its end. By then another
         may have its id.
         """
         if not self.ledger.has(req):
@@ -155,7 +155,7 @@ def _engine_size(scheduler: Any) -> EngineSize:
     """Return the limits within which SGLang composes its batches."""
     return EngineSize(
         chunk_tokens=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
-        max_rows=scheduler.max_running_requests,
+        max_requests=scheduler.max_running_requests,
         kv_tokens=scheduler.max_total_num_tokens,
         mixes_decodes=scheduler.is_mixed_chunk,
         micro_batches=compat.parallel(scheduler).pp_size,

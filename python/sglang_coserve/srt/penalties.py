@@ -1,4 +1,4 @@
-"""Keeps the penalties of rows that SGLang treats as new: split off a batch, or retracted."""
+"""Keeps the penalties of requests that SGLang treats as new: split off a batch, or retracted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ScheduleBatch = Any
 
 
 @dataclass(eq=False)
-class _Rows:
+class _Batch:
     """The fields of a batch that a penalty orchestrator reads."""
 
     reqs: Sequence[Req]
@@ -36,15 +36,15 @@ def new_penalties(batch: ScheduleBatch, reqs: Sequence[Req]) -> Any:
     set before it is filtered.
     """
     penalties = batch.sampling_info.penalizer_orchestrator
-    rows = _Rows(reqs, batch.device)
-    return BatchedPenalizerOrchestrator(penalties.vocab_size, rows, set(penalties.penalizers))
+    members = _Batch(reqs, batch.device)
+    return BatchedPenalizerOrchestrator(penalties.vocab_size, members, set(penalties.penalizers))
 
 
 def restore_penalties(batch: ScheduleBatch) -> None:
-    """Count the output tokens that the prefill rows of a new prefill or mixed batch already have.
+    """Count the output tokens that the prefills of a new prefill or mixed batch already have.
 
     SGLang starts every prefill without counts, also that of a retracted request.
-    O(output tokens) of such rows if they have penalties; otherwise at most O(rows).
+    O(output tokens) of such requests if they have penalties; otherwise at most O(requests).
     """
     penalties = batch.sampling_info.penalizer_orchestrator
     if not penalties.is_required:
@@ -67,9 +67,9 @@ def restore_penalties(batch: ScheduleBatch) -> None:
 
 
 def _count(penalties: Any, tokens: torch.Tensor) -> None:
-    """Count all output tokens of the only row of ``penalties`` at once.
+    """Count all output tokens of the only request of ``penalties`` at once.
 
-    SGLang counts one token of each row at a time. The amount for a token is always the same,
+    SGLang counts one token of each request at a time. The amount for a token is always the same,
     so neither the order nor the way of summation matters.
     """
     for kind, penalizer in penalties.penalizers.items():

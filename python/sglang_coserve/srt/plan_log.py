@@ -79,7 +79,7 @@ class PlanLog:
         self._write(encode_setup(setup))
 
     def append(self, event: Event) -> None:
-        """Write an event. O(rows)."""
+        """Write an event. O(requests)."""
         if not self._file.closed:
             self._write(self._encoder.encode(event))
 

@@ -42,17 +42,19 @@ class LoadReporter:
         self._pools = pools
         self._ledger = ledger
         self._runner = runner
-        self._max_rows: int = scheduler.max_running_requests
+        self._max_requests: int = scheduler.max_running_requests
         self._chunk_tokens: int = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
-        self._max_offline = min(config.offline_max_running or self._max_rows, self._max_rows)
+        self._max_offline = min(
+            config.offline_max_running or self._max_requests, self._max_requests
+        )
         self._share = OnlineShare()
 
     def load(self) -> ReplicaLoad:
-        """Return the load as it is now. O(rows + nodes of the radix tree above them)."""
+        """Return the load as it is now. O(requests + nodes of the radix tree above them)."""
         online, offline = self._ledger.with_kv()
         pools = self._pools
         kv = pools.by_class(online, offline)
-        rows = min(self._max_offline, self._max_rows - len(online))
+        requests = min(self._max_offline, self._max_requests - len(online))
         lines = self._ledger.totals(RequestClass.OFFLINE)
         return ReplicaLoad(
             online=self._class_load(RequestClass.ONLINE, online),
@@ -64,7 +66,7 @@ class LoadReporter:
             headroom_tokens_per_s=self._headroom_tokens_per_s(has_online=bool(online)),
             max_lines=lines_at_a_time(
                 kv_tokens=pools.total_tokens - kv.online,
-                rows=rows,
+                requests=requests,
                 lines=lines.requests,
                 line_tokens=lines.tokens,
             ),
@@ -79,7 +81,7 @@ class LoadReporter:
         return expected_tokens_per_s(
             model,
             kv_tokens=self._pools.total_tokens,
-            max_rows=self._max_offline,
+            max_requests=self._max_offline,
             chunk_tokens=self._chunk_tokens,
         )
 
@@ -94,7 +96,7 @@ class LoadReporter:
         )
 
     def _reclaim_s(self, offline: list[Req], online: list[Req]) -> float | None:
-        """Return how long a step of these rows goes on until offline rows can be retracted."""
+        """Return how long a step of these requests goes on until offline ones can be retracted."""
         if not offline:
             return 0.0
         model = self._admission.latency_model() if self._is_predicted else None
@@ -109,7 +111,7 @@ class LoadReporter:
             tokens = min(self._chunk_tokens, left_tokens)
             prefills = [(max(tokens, 1), computed_tokens(chunk))]
         step_s = model.predict(StepStats.of(prefills=prefills, decodes=decodes))
-        # A step with online rows is theirs, too, and runs to its end.
+        # A step with online requests is theirs, too, and runs to its end.
         return step_s if online else step_s * self._runner.stop_share
 
     def _headroom_tokens_per_s(self, *, has_online: bool) -> float | None:

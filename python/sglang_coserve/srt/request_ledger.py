@@ -1,4 +1,4 @@
-"""Keeps the core's data on the requests in the engine, and builds snapshot rows from it."""
+"""Keeps the core's data on the requests in the engine, and gives it to snapshots."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_coserve.core.request import Ending, RequestClass, RequestState
-from sglang_coserve.core.snapshot import RequestInfo, Row
+from sglang_coserve.core.snapshot import Request, RequestInfo
 from sglang_coserve.srt.compat import computed_tokens, holds_kv, prefix_tokens
 from sglang_coserve.srt.offline_marks import expected_tokens_of, job_of, user_of
+from sglang_coserve.srt.request_groups import has_plain_state
 from sglang_coserve.srt.request_marks import is_offline, targets_of
-from sglang_coserve.srt.row_groups import has_plain_state
 
 __all__ = ["ClassTotals", "RequestLedger", "ending_of"]
 
@@ -101,7 +101,7 @@ class RequestLedger:
         return info
 
     def launched(self, batch: ScheduleBatch | None) -> None:
-        """Record the batch of a scheduling round. O(rows) if it has prompts, else O(1)."""
+        """Record the batch of a scheduling round. O(requests) if it has prompts, else O(1)."""
         if batch and batch.forward_mode.is_extend():
             self._begun |= {req.rid: req for req in batch.reqs if req.rid in self._reqs}
 
@@ -156,34 +156,34 @@ class RequestLedger:
         self._online.pop(rid, None)
         self._reqs.pop(rid, None)
 
-    def decode_rows(self, reqs: Iterable[Req], state: RequestState) -> list[Row]:
-        """Return the rows of requests that generate or are paused."""
+    def decoding_requests(self, reqs: Iterable[Req], state: RequestState) -> list[Request]:
+        """Return those that generate or are paused as a snapshot has them."""
         infos, last_token_s = self._infos, self._last_token_s.get
-        rows = []
+        requests = []
         for req in reqs:
             rid = req.rid
             info = infos[rid]
             # Includes a token in flight under overlap scheduling, as its KV is allocated already.
             computed = computed_tokens(req)
             generated = computed + 1 - info.prompt_tokens
-            rows.append(Row(info, state, generated, computed, 0, last_token_s(rid)))
-        return rows
+            requests.append(Request(info, state, generated, computed, 0, last_token_s(rid)))
+        return requests
 
-    def prefill_row(self, req: Req, state: RequestState) -> Row:
-        """Return the row of a request whose prompt is partly computed."""
+    def prefilling_request(self, req: Req, state: RequestState) -> Request:
+        """Return one whose prompt is partly computed as a snapshot has it."""
         computed = prefix_tokens(req)
         last_s = self._last_token_s.get(req.rid)
-        return Row(self._infos[req.rid], state, len(req.output_ids), computed, 0, last_s)
+        return Request(self._infos[req.rid], state, len(req.output_ids), computed, 0, last_s)
 
-    def waiting_rows(self, reqs: Iterable[Req]) -> list[Row]:
-        """Return the rows of waiting requests, the first ones with their cached prefix."""
-        rows = []
+    def waiting_requests(self, reqs: Iterable[Req]) -> list[Request]:
+        """Return those that wait as a snapshot has them, the first with their cached prefix."""
+        requests = []
         for position, req in enumerate(reqs):
             cached = self.match_prefix(req) if position < _MATCHED_WAITING else 0
             last_s = self._last_token_s.get(req.rid)
             info, generated = self._infos[req.rid], len(req.output_ids)
-            rows.append(Row(info, RequestState.WAITING, generated, 0, cached, last_s))
-        return rows
+            requests.append(Request(info, RequestState.WAITING, generated, 0, cached, last_s))
+        return requests
 
     def match_prefix(self, req: Req) -> int:
         """Return how many leading tokens of a waiting request the radix cache holds."""

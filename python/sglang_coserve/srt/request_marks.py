@@ -93,13 +93,13 @@ def with_client_marks(custom_params: object, *, keeps_deadlines: bool = True) ->
     ttl_s = None
     if said and isinstance(custom_params, dict | None):
         within = custom_params or {}
-        told = dict(said)
-        ttl_s = told.pop(TTL_KEY, None)
-        for key, value in told.items():
+        marked = dict(said)
+        ttl_s = marked.pop(TTL_KEY, None)
+        for key, value in marked.items():
             if within.get(key) is not None and within[key] != value:
                 values = f"{value!r}, and {within[key]!r} in custom_params"
                 raise RequestError(f"contradicting values of {key}: {values}")
-        custom_params = {**within, **told}
+        custom_params = {**within, **marked}
     check_marks(custom_params)
     marks = _marks_in(custom_params)
     if DEADLINE_KEY in marks and not keeps_deadlines:

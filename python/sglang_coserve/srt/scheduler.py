@@ -107,9 +107,9 @@ class CoserveScheduler(Scheduler):
         )
 
     def init_invariant_checker(self) -> None:
-        """Make SGLang's memory check count the rows outside of its batches, too."""
+        """Make SGLang's memory check count the requests outside of its batches, too."""
         super().init_invariant_checker()
-        self.invariant_checker.get_running_batch = lambda: self.parts.view.counted_rows()
+        self.invariant_checker.get_running_batch = lambda: self.parts.view.counted_requests()
 
     # --- Requests arrive and leave -------------------------------------------------------
 
@@ -156,7 +156,7 @@ class CoserveScheduler(Scheduler):
         return self.parts.admission.admit(running_batch, super().get_new_batch_prefill)
 
     def _can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
-        """Count the adapters of all rows, since rows of both lanes may end up in one batch."""
+        """Count the adapters of all requests, since those of both lanes may end up in one batch."""
         return bool(super()._can_schedule_lora_req(req, running_loras | self._kept_loras()))
 
     def can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
@@ -165,11 +165,11 @@ class CoserveScheduler(Scheduler):
 
     def _kept_loras(self) -> set[str | None]:
         last = self.last_batch.reqs if self.last_batch else ()
-        rows = (*self.parts.view.rows_with_kv(self.running_batch), *last)
-        return {row.lora_id for row in rows if not row.finished()}
+        requests = (*self.parts.view.requests_with_kv(self.running_batch), *last)
+        return {request.lora_id for request in requests if not request.finished()}
 
     def update_running_batch(self, batch: ScheduleBatch) -> Any:
-        """Before a decode step, retract offline rows so that SGLang need not choose victims."""
+        """Before a decode step, retract offline requests so that SGLang need not choose victims."""
         self.parts.retraction.make_room_for_decodes(batch)
         return super().update_running_batch(batch)
 
@@ -206,7 +206,7 @@ class CoserveScheduler(Scheduler):
         self.parts.runner.processed(batch.reqs)
 
     def pause_generation(self, recv_req: Any) -> None:
-        """Drop the suspended step, and let SGLang retract paused and parked rows, too."""
+        """Drop the suspended step, and let SGLang retract paused and parked requests, too."""
         self.parts.admission.give_up()
         if recv_req.mode != "in_place":
             self.parts.view.give_back(self.parts.admission.take_launched())
@@ -223,7 +223,7 @@ class CoserveScheduler(Scheduler):
         """
         if ignore_waiting:
             idle = bool(super().is_fully_idle(for_health_check, ignore_waiting=True))
-            return idle and not any(self.parts.view.rows_with_kv(self.running_batch))
+            return idle and not any(self.parts.view.requests_with_kv(self.running_batch))
         idle = bool(super().is_fully_idle(for_health_check))
         return idle and (for_health_check or not self.parts.admission.num_waiting())
 

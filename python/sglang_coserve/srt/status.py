@@ -79,7 +79,7 @@ class SchedulerStatus:
     def state(self) -> dict[str, Any]:
         """Return the current state of both classes."""
         scheduler = self._scheduler
-        running = self._view.running_rows()
+        running = self._view.running_requests()
         num_offline = sum(is_offline(req) for req in running)
         prefilling = scheduler.chunked_req
         online, offline = self._ledger.with_kv()
@@ -130,7 +130,7 @@ class SchedulerStatus:
             )
 
     def processed(self, batch: Any, reqs: Sequence[Any], has_token: Sequence[bool]) -> None:
-        """Note the results of a batch, whose rows were ``reqs``, and publish."""
+        """Note the results of a batch, whose requests were ``reqs``, and publish."""
         if self._trace is not None:
             now_s = time.perf_counter()
             self._trace.ended(reqs, kind_of(batch), now_s, has_token)

@@ -109,7 +109,7 @@ class StepRunner:
     # --- After a step --------------------------------------------------------------------
 
     def processed(self, reqs: Iterable[Req]) -> None:
-        """Record the rows of a processed batch, to measure the delay of first tokens."""
+        """Record the requests of a processed batch, to measure the delay of first tokens."""
         if self.safepoints is not None:
             self.safepoints.stats.results(reqs, time.perf_counter())
 

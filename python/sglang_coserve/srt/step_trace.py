@@ -34,7 +34,7 @@ Record = Sequence[Any]
 
 
 class StepTrace:
-    """A ring of records, the latest ones; for one rank. O(rows) a step.
+    """A ring of records, the latest ones; for one rank. O(requests) a step.
 
     A step lasts from when it was launched, or the one before it ended, until its results are
     in. What ran beside the scheduler on a GPU ended a little earlier.
@@ -83,10 +83,10 @@ class StepTrace:
         """Note that the batch that was launched first has its results, or was suspended.
 
         Args:
-            reqs: Its rows.
+            reqs: Its requests.
             kind: What they did.
             now_s: Until when it ran.
-            has_token: Which rows got a token; none where it was suspended.
+            has_token: Which requests got a token; none where it was suspended.
             stopped_at: The first layer that has not run; None: it ended.
         """
         if not self._launched:

@@ -38,10 +38,10 @@ class _Step:
 
     is_suspended: bool = False
     is_timed: bool = False
-    is_told: bool = False
-    """Whether its results are in: it is known which rows got a token."""
+    has_results: bool = False
+    """Whether its results are in: it is known which requests got a token."""
 
-    beside: tuple[StepStats, ...] = ()
+    overlapping: tuple[StepStats, ...] = ()
     """See ``StepResult``."""
 
     def result(self) -> StepResult:
@@ -52,7 +52,7 @@ class _Step:
             self.batch,
             self.chunks,
             self.served,
-            beside=self.beside,
+            overlapping=self.overlapping,
             jobs=self.jobs,
             planning_s=self.planning_s,
         )
@@ -92,21 +92,21 @@ class StepTracker:
         self._running: deque[_Step] = deque()
         """Launched batches whose results are pending, in order."""
 
-        self._told: list[tuple[_Step, Sequence[Req], Sequence[bool]]] = []
-        """Results since the last pass: the step, its rows, and whether each got a token."""
+        self._results: list[tuple[_Step, Sequence[Req], Sequence[bool]]] = []
+        """Results since the last pass: the step, its requests, and whether each got a token."""
 
         self._open: deque[_Step] = deque()
 
     def next_pass(self, now_s: float) -> list[StepResult]:
-        """Begin a pass; return the results that are complete now, in order. O(their rows)."""
+        """Begin a pass; return the results that are complete now, in order. O(their requests)."""
         self._note_time(now_s)
-        for step, reqs, has_token in self._told:
+        for step, reqs, has_token in self._results:
             step.served = self._note_tokens(reqs, has_token, now_s)
-            step.is_told = True
-        self._told.clear()
+            step.has_results = True
+        self._results.clear()
         self._pass_s = now_s
         results = []
-        while self._open and self._open[0].is_timed and self._open[0].is_told:
+        while self._open and self._open[0].is_timed and self._open[0].has_results:
             step = self._open.popleft()
             results.append(step.result())
         return results
@@ -122,7 +122,7 @@ class StepTracker:
         self._planned = step
 
     def launched(self, batch: ScheduleBatch | None) -> None:
-        """Record the batch that this pass launches; None if nothing is to run. O(rows)."""
+        """Record the batch that this pass launches; None if nothing is to run. O(requests)."""
         number, self._planned = self._planned, None
         planning_s, self._planning_s = self._planning_s, 0.0
         step, self._resumed = self._resumed, None
@@ -131,7 +131,7 @@ class StepTracker:
             self._open.append(step)
         elif number is not None or batch:
             assert self._pass_s is not None
-            step = _Step(number, self._pass_s, *self._content(batch), is_told=not batch)
+            step = _Step(number, self._pass_s, *self._content(batch), has_results=not batch)
             step.planning_s = planning_s
             self._open.append(step)
         self._last.append(step)
@@ -158,16 +158,16 @@ class StepTracker:
         assert step is not None
         # What it ran is lost, and not known where another batch may have taken some of the time.
         seconds = step.spent_s if step.spent_s > 0 else None
-        return StepResult(step.number, step.started_s, seconds, given_up=tuple(rids))
+        return StepResult(step.number, step.started_s, seconds, dropped=tuple(rids))
 
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
-        """Record the results of the oldest pending batch: rows, and whether each got a token."""
-        self._told.append((self._running.popleft(), reqs, has_token))
+        """Record the results of the oldest pending batch: its requests, and which got a token."""
+        self._results.append((self._running.popleft(), reqs, has_token))
 
     def _note_time(self, now_s: float) -> None:
         """Set the duration of the step that ended with the last pass.
 
-        It stays None if unknown: beside a batch without rows the time is not that step's alone.
+        It stays None if unknown: beside a batch without requests the time is not that step's alone.
         """
         if self._micro_batches > 1:
             self._note_round(now_s)
@@ -189,7 +189,7 @@ class StepTracker:
             step.seconds = None if math.isnan(seconds) else seconds
 
     def _note_round(self, now_s: float) -> None:
-        """Set the duration of the current micro-batch's last step, and the batches beside it."""
+        """Set the duration of the current micro-batch's last step, and what overlapped with it."""
         passes, before = list(self._last), self._micro_batches - 1
         place = len(passes) - self._micro_batches
         step = passes[place] if place >= 0 else None
@@ -197,7 +197,7 @@ class StepTracker:
             return
         batches = [StepStats() if other is None else other.batch for other in passes]
         nothing = [StepStats()] * (before - place)
-        step.beside = (*nothing, *batches[:place], *batches[place + 1 :])
+        step.overlapping = (*nothing, *batches[:place], *batches[place + 1 :])
         step.is_timed = True
         if not step.batch.is_empty and now_s > step.started_s:
             step.seconds = now_s - step.started_s
@@ -221,13 +221,13 @@ class StepTracker:
         self, batch: ScheduleBatch | None
     ) -> tuple[StepStats, tuple[PrefillChunk, ...], tuple[JobTokens, ...]]:
         """Return the sums over a batch that is ready to run, its prefills, and whose its offline
-        rows are."""
+        requests are."""
         kind = kind_of(batch) if batch else None
         if batch is None or kind is None:
             return StepStats(), (), ()
         reqs = batch.reqs
         count = len(reqs) - num_decodes(batch, kind)
-        chunks = [PrefillChunk(reqs[row].rid, batch.extend_lens[row]) for row in range(count)]
+        chunks = [PrefillChunk(reqs[place].rid, batch.extend_lens[place]) for place in range(count)]
         stats = stats_of(batch, kind, [True] * len(reqs))
         return stats, tuple(chunks), self._jobs(chunks, reqs[count:])
 

@@ -74,7 +74,7 @@ class GuardedSampler(Sampler):
 
 
 def end_unusable(batch: Any, result: Any) -> None:
-    """Abort the requests of ``batch`` whose logits were unusable. O(rows)."""
+    """Abort the requests of ``batch`` whose logits were unusable. O(requests)."""
     rows = getattr(getattr(result, "logits_output", None), _ATTRIBUTE, None)
     if rows is None:
         return

@@ -10,8 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
-from secrets import compare_digest
 from typing import Any, Final
 
 import orjson
@@ -21,51 +19,14 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route, Router
 
 from sglang_coserve.asgi import App, Receive, Scope, Send, send_error
-from sglang_coserve.batch import BatchObject, StorageError, owner_of
-from sglang_coserve.batch.routes import BatchApiOffError, find_service
+from sglang_coserve.batch.routes import PAGE_PATH, VIEW_PATH, Keys, bearer_key, shown_batches
 from sglang_coserve.srt.view_sampler import sampled
 from sglang_coserve.view import History, Page, standing
 
-__all__ = ["PAGE_PATH", "VIEW_PATH", "Caller", "Keys", "View"]
+__all__ = ["View"]
 
-PAGE_PATH: Final = "/coserve"
-VIEW_PATH: Final = "/coserve/view"
-
-_BATCHES: Final = 50
-"""So many of the newest are looked at; what is unfinished comes first."""
-
-_SHOWN: Final = ("id", "endpoint", "status", "created_at", "expires_at", "completed_at", "metadata")
 _DECISION: Final = ("subject", "text", "steps", "span_s")
 _ENGINE: Final = ("online", "offline", "kv_tokens", "work", "safepoints", "prediction")
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """On whose behalf the view is asked for."""
-
-    owner: str | None
-    """Whose batches are shown; None: everybody's."""
-
-    batches_path: str | None
-    """Where they can be changed; None: they are not shown."""
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """What opens the view."""
-
-    api_key: str | None
-    admin_api_key: str | None
-    is_open: bool = False
-    """Who brings no key sees the figures, and no batches."""
-
-    def caller(self, key: str | None) -> Caller | None:
-        """Return who brings ``key``; None: nobody whom the view is for."""
-        if self.admin_api_key and key and _is_same(key, self.admin_api_key):
-            return Caller(None, "/coserve/batches")
-        if not self.api_key or (key and _is_same(key, self.api_key)):
-            return Caller(owner_of(key), "/v1/batches")
-        return Caller(None, None) if self.is_open and not key else None
 
 
 class View:
@@ -112,15 +73,15 @@ class View:
         return RedirectResponse("../coserve")
 
     async def _serve_view(self, request: Request) -> Response:
-        caller = self._keys.caller(_bearer(request))
+        caller = self._keys.caller(bearer_key(request))
         if caller is None:
             return _error(401, "send the server's --api-key or --admin-api-key as a bearer token")
         try:
             since_s = float(request.query_params.get("since", "0"))
         except ValueError:
             return _error(400, "since: must be seconds since the epoch")
-        answer = self._view(since_s) | await self._of_batches(caller)
-        return _json(200, answer)
+        batches = await shown_batches(self._http_server.app, caller)
+        return _json(200, self._view(since_s) | batches)
 
     def _view(self, since_s: float) -> dict[str, Any]:
         now_s, history = time.time(), self._history
@@ -136,23 +97,6 @@ class View:
             "decisions": _decisions(history),
             "history": history.columns(since_s),
         }
-
-    async def _of_batches(self, caller: Caller) -> dict[str, Any]:
-        """Return the caller's batches and what could be added to all; null while there is no
-        Batch API."""
-        try:
-            service = find_service(self._http_server.app)
-            found = []
-            if caller.batches_path is not None:
-                found = (await service.list_batches(caller.owner, limit=_BATCHES)).data
-            return {
-                "batches": {"path": caller.batches_path, "data": [_shown(each) for each in found]},
-                "headroom": asdict(service.headroom()),
-            }
-        except BatchApiOffError:
-            return {"batches": None, "headroom": None}
-        except StorageError as error:
-            return {"batches": {"path": None, "data": [], "error": str(error)}, "headroom": None}
 
 
 class _InFront:
@@ -183,20 +127,6 @@ def _decisions(history: History) -> list[dict[str, Any]]:
         for each in replica.get("decisions", ())
     ]
     return sorted(found, key=lambda decision: -decision["at"])
-
-
-def _shown(batch: BatchObject) -> dict[str, Any]:
-    fields = batch.model_dump(mode="json", include={*_SHOWN, "request_counts", "coserve"})
-    return fields | {"total_tokens": batch.usage.total_tokens}
-
-
-def _bearer(request: Request) -> str | None:
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return (key or None) if scheme.lower() == "bearer" else None
-
-
-def _is_same(key: str, expected: str) -> bool:
-    return compare_digest(key.encode(), expected.encode())
 
 
 def _error(status: int, message: str) -> Response:

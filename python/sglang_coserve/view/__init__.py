@@ -4,13 +4,13 @@
 - ``standing``: whether online users are hurt, and by how much because of offline work.
 - ``page``: the HTML page, assembled from the files in ``page/``.
 
-Pure: the server (``srt/view.py``) brings the samples and the time.
+Pure: the server (``srt/view_routes.py``, ``fleet/view_routes.py``) brings the samples and the time.
 """
 
 from __future__ import annotations
 
 from sglang_coserve.view.history import History
 from sglang_coserve.view.page import Page
-from sglang_coserve.view.standing import standing
+from sglang_coserve.view.standing import LEVELS, fleet_standing, standing
 
-__all__ = ["History", "Page", "standing"]
+__all__ = ["LEVELS", "History", "Page", "fleet_standing", "standing"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-__all__ = ["LEVELS", "standing"]
+__all__ = ["LEVELS", "fleet_standing", "standing"]
 
 _LATENCIES: Final = {"ttft": "TTFT", "tpot": "TPOT", "tbt": "time between tokens"}
 _STATISTICS: Final = {"mean": "mean"}
@@ -34,6 +34,39 @@ def standing(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "attainment_online_alone": _mean(reports, "attainment_online_alone"),
         "slos": slos,
     }
+
+
+def fleet_standing(engines: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return how the online users of several engines stand, as JSON values: as on the worst.
+
+    Args:
+        engines: What ``standing`` says of each that is known, by name, with its ``bill``.
+    """
+    if not engines:
+        text = "No engine has said how its online users stand."
+        return {"level": "unknown", "text": text, "requests": 0, "bill": None}
+    level = max((users["level"] for users in engines.values()), key=LEVELS.index)
+    texts: dict[str, list[str]] = {}
+    for name, users in engines.items():
+        if users["level"] == level:
+            texts.setdefault(users["text"], []).append(name)
+    return {
+        "level": level,
+        "text": " ".join(f"{', '.join(names)}: {text}" for text, names in texts.items()),
+        "requests": sum(users["requests"] for users in engines.values()),
+        "bill": _bill_of_all([users["bill"] for users in engines.values() if users["bill"]]),
+    }
+
+
+def _bill_of_all(bills: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
+    requests = sum(bill["requests"] for bill in bills)
+    if not requests:
+        return None
+    means = {
+        name: sum(bill[name] * bill["requests"] for bill in bills) / requests
+        for name in ("mean_ms", "ttft_ms", "gaps_ms")
+    }
+    return {"requests": requests, **means}
 
 
 def _worst(measures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -27,14 +27,25 @@ View = Mapping[str, Any]
 
 def as_line(view: View) -> str:
     """Return the view as one line of text, for pipes and logs."""
-    now = {name: _latest(view["history"], name) for name in view["history"]}
     users = view["online_users"]
     parts = [
         f"{_clock(view['at'])} {users['level']}",
         *([f"delayed by {_ms(users['bill']['mean_ms'])} a request"] if users["bill"] else ()),
+        *(_fleet_in_words(view) if "engines" in view else _engine_in_words(view)),
+    ]
+    if view["headroom"] is not None:
+        parts.append(f"headroom {_number(view['headroom']['headroom_tokens_per_s'])} tokens/s")
+    if "engines" not in view and _is_stale(view):
+        parts.append("the engine does not answer")
+    return printable(", ".join(parts)).replace("\n", " ")
+
+
+def _engine_in_words(view: View) -> list[str]:
+    now = {name: _latest(view["history"], name) for name in view["history"]}
+    return [
         *(
             f"{slo['slo'].split(' <=')[0]} {_ms(slo['measured_ms'])}{_added(slo)}"
-            for slo in users["slos"]
+            for slo in view["online_users"]["slos"]
         ),
         f"online {_number(now.get('online_running'))} running "
         f"{_number(now.get('online_waiting'))} waiting",
@@ -43,11 +54,17 @@ def as_line(view: View) -> str:
         f"offline {_number(now.get('offline_tokens_per_s'))} tokens/s "
         f"{_percent(now.get('offline_share'))} of the time",
     ]
-    if view["headroom"] is not None:
-        parts.append(f"headroom {_number(view['headroom']['headroom_tokens_per_s'])} tokens/s")
-    if view["sample_age_s"] is None or view["sample_age_s"] > _STALE_S:
-        parts.append("the engine does not answer")
-    return printable(", ".join(parts)).replace("\n", " ")
+
+
+def _fleet_in_words(view: View) -> list[str]:
+    engines, fleet = view["engines"], view["fleet"]
+    num_up = sum(engine["state"] == "up" for engine in engines)
+    in_flight = sum(engine["lines_in_flight"] for engine in engines)
+    return [
+        f"{num_up} of {len(engines)} engines up",
+        f"{in_flight:,} lines in engines {fleet['lines_waiting']:,} waiting",
+        f"offline {_number(fleet['offline_tokens_per_s'])} tokens/s",
+    ]
 
 
 def as_screen(view: View) -> RenderableType:
@@ -57,19 +74,19 @@ def as_screen(view: View) -> RenderableType:
         _head(view),
         _text(users["text"], _STYLES.get(users["level"], "")),
         *_if(users["bill"], _bill),
-        *_if(users["slos"], _slo_table),
-        Rule("engine", align="left", style="dim"),
-        _engine_table(view),
+        *_if(users.get("slos"), _slo_table),
+        _fleet_table(view["engines"]) if "engines" in view else _engine_table(view),
         Rule("batches", align="left", style="dim"),
         _batches(view["batches"]),
-        Rule("why", align="left", style="dim"),
-        _decisions(view["decisions"]),
+        *([_decisions(view["decisions"])] if "decisions" in view else ()),
         Rule("what could be added", align="left", style="dim"),
         _headroom(view["headroom"]),
     )
 
 
 def _head(view: View) -> Text:
+    if "engines" in view:
+        return _text(f"coserve gateway  {view['model'] or ''}  {_clock(view['at'])}", "bold")
     head = _text(f"coserve  {view['model']}  policy {view['policy']}  {_clock(view['at'])}", "bold")
     age_s = view["sample_age_s"]
     if age_s is None:
@@ -100,7 +117,24 @@ def _slo_table(slos: Sequence[View]) -> Table:
     return table
 
 
-def _engine_table(view: View) -> Table:
+def _fleet_table(engines: Sequence[View]) -> RenderableType:
+    table = _table("engine", "state", "lines", "window", "offline tokens/s", "online", "offline")
+    table.add_column("online users")
+    for engine in engines:
+        load, users = engine["load"], engine["online_users"]
+        running = [load[of]["running"] if load else None for of in ("online", "offline")]
+        why = engine["takes_no_lines_because"]
+        table.add_row(
+            _text(engine["url"]),
+            _text(f"{engine['state']}: {why}" if why else engine["state"], "red" if why else ""),
+            *map(_number, (engine["lines_in_flight"], engine["window"])),
+            *map(_number, (engine["offline_tokens_per_s"], *running)),
+            _text(users["level"], _STYLES.get(users["level"], "")) if users else "–",
+        )
+    return Group(Rule("engines", align="left", style="dim"), table)
+
+
+def _engine_table(view: View) -> RenderableType:
     history = view["history"]
     table = Table.grid(padding=(0, 2))
     rows = (
@@ -117,7 +151,7 @@ def _engine_table(view: View) -> Table:
         values = history.get(name, [])
         value = Text(show(_latest(history, name)), justify="right")
         table.add_row(label, value, Text(_sparkline(values, top), style))
-    return table
+    return Group(Rule("engine", align="left", style="dim"), table)
 
 
 def _batches(batches: View | None) -> RenderableType:
@@ -148,13 +182,15 @@ def _batches(batches: View | None) -> RenderableType:
 
 
 def _decisions(decisions: Sequence[View]) -> RenderableType:
+    rule = Rule("why", align="left", style="dim")
     if not decisions:
-        return Text("none: there was no offline work, or --offline-policy fifo", "dim")
+        none = "none: there was no offline work, or --offline-policy fifo"
+        return Group(rule, Text(none, "dim"))
     table = Table.grid(padding=(0, 2))
     for decision in decisions[:_DECISIONS]:
         count = Text(f"{decision['steps']:,}×", "dim", justify="right")
         table.add_row(Text(_clock(decision["at"]), "dim"), count, _text(decision["text"]))
-    return table
+    return Group(rule, table)
 
 
 def _headroom(headroom: View | None) -> Text:
@@ -173,6 +209,10 @@ def _table(first: str, *others: str) -> Table:
     for name in others:
         table.add_column(name, justify="right")
     return table
+
+
+def _is_stale(view: View) -> bool:
+    return view["sample_age_s"] is None or bool(view["sample_age_s"] > _STALE_S)
 
 
 def _if(values: Any, show: Any) -> Iterable[RenderableType]:

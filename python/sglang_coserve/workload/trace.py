@@ -1,9 +1,8 @@
 """Reading recorded workloads: when requests came and how long they were.
 
-Reading is streaming, strict and in order: a row that cannot be right raises,
-naming file, line and field, because a workload that is silently a little
-different gives numbers that are silently wrong. Fields are found by name, so
-extra ones (BurstGPT 3 has two) do no harm.
+Reading is streaming, strict and in order: a row that cannot be right raises, naming file, line and
+field, because a slightly wrong workload would give wrong results without anybody noticing. Fields
+are found by name, so extra ones (BurstGPT 3 has two) do no harm.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def random_batches(n: int, seed: int, *, prefills: bool = True) -> SampleTable:
     num_prefills = rng.integers(0, 4, n) * prefills
     num_decodes = rng.integers(0, 200, n) * rng.integers(0, 2, n)
     num_decodes[num_prefills + num_decodes == 0] = 1
-    # All prefill rows of a batch have one length here: sums are then products.
+    # All prefills of a batch have one length here: sums are then products.
     tokens = np.exp(rng.uniform(np.log(16), np.log(4096), n)).astype(np.int64)
     context = rng.integers(0, 2, n) * rng.integers(0, 30000, n)
     keys = np.exp(rng.uniform(np.log(16), np.log(8192), n)).astype(np.int64)
@@ -159,8 +159,8 @@ def error_of(model: LatencyModel, machine: LatencyModel, table: SampleTable) -> 
 
 
 @dataclass(frozen=True)
-class Rows:
-    """A batch row by row."""
+class BatchLengths:
+    """The lengths of a batch's requests."""
 
     prefills: tuple[tuple[int, int], ...]
     decodes: tuple[int, ...]
@@ -172,8 +172,8 @@ class Rows:
 
 _tokens = st.integers(1, 20_000)
 _context = st.integers(0, 200_000)
-rows = st.builds(
-    Rows,
+any_batch = st.builds(
+    BatchLengths,
     prefills=st.lists(st.tuples(_tokens, _context), max_size=4).map(tuple),
     decodes=st.lists(_context, max_size=12).map(tuple),
 )

@@ -138,14 +138,14 @@ def grid(
     prompts: list[tuple[int, int]], decodes: list[list[int]], *, mixed: bool = False
 ) -> SampleTable:
     """Batches of one and of two equal prompts, of decodes, and of one prompt with decodes."""
-    batches = [StepStats.of([prompt] * rows) for prompt in prompts for rows in (1, 2)]
+    batches = [StepStats.of([prompt] * count) for prompt in prompts for count in (1, 2)]
     batches += [StepStats.of([], contexts) for contexts in decodes]
     if mixed:
         batches += [StepStats.of([prompts[0]], contexts) for contexts in decodes]
     return SampleTable.of([Sample(batch, 0.01) for batch in batches])
 
 
-def one_row_each(prompts: list[tuple[int, int]], contexts: list[int]) -> SampleTable:
+def one_request_each(prompts: list[tuple[int, int]], contexts: list[int]) -> SampleTable:
     batches = [StepStats.of([prompt]) for prompt in prompts]
     batches += [StepStats.of([], [context]) for context in contexts]
     return SampleTable.of([Sample(batch, 0.01) for batch in batches])
@@ -195,9 +195,9 @@ DECODES = [[context] * n for context in (10, 500, 4000) for n in (1, 3, 8, 20)]
         ),
         pytest.param(
             LinearModel.of(CONSERVE),
-            one_row_each(DEEP_PROMPTS, [500, 600, 700, 4000]),
+            one_request_each(DEEP_PROMPTS, [500, 600, 700, 4000]),
             r"do not tell prefill_request_s, decode_request_s, iteration_s apart",
-            id="one row a batch",
+            id="one request a batch",
         ),
         pytest.param(
             LinearModel.of(CONSERVE),
@@ -222,7 +222,7 @@ def test_a_grid_that_varies_everything_is_enough() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-def test_impossible_times_are_refused_by_row(seconds: float) -> None:
+def test_impossible_times_are_refused_by_sample(seconds: float) -> None:
     good = Sample(StepStats.of([(10, 0)]), 0.01)
     with pytest.raises(InputFileError, match="seconds is not a positive number in sample 2"):
         SampleTable.of([good, good, Sample(good.batch, seconds)])
@@ -234,5 +234,5 @@ def test_impossible_columns_are_refused() -> None:
         replace(table, decode_requests=table.decode_requests[:4])
     with pytest.raises(InputFileError, match="prefill_tokens is negative in sample 0"):
         replace(table, prefill_tokens=table.prefill_tokens - 100_000)
-    with pytest.raises(InputFileError, match="no row in sample 1"):
+    with pytest.raises(InputFileError, match="empty in sample 1"):
         SampleTable.of([Sample(StepStats.of([(10, 0)]), 0.01), Sample(StepStats(), 0.01)])

@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from latency_cases import MACHINES, Rows, machine_id, models, rows
+from latency_cases import MACHINES, BatchLengths, any_batch, machine_id, models
 
 from sglang_coserve.core.latency_model import LatencyModel, Sample, SampleTable
 from sglang_coserve.core.step_stats import StepStats
@@ -16,9 +16,9 @@ more = st.integers(1, 50_000)
 
 
 @st.composite
-def grown(draw: st.DrawFn) -> tuple[Rows, Rows]:
-    """A batch, and the same batch with one row added or enlarged."""
-    before: Rows = draw(rows)
+def grown(draw: st.DrawFn) -> tuple[BatchLengths, BatchLengths]:
+    """A batch, and the same batch with one request added or enlarged."""
+    before: BatchLengths = draw(any_batch)
     ways = ["new prefill", "new decode"]
     ways += ["longer chunk", "deeper chunk"] if before.prefills else []
     ways += ["deeper decode"] if before.decodes else []
@@ -34,13 +34,13 @@ def grown(draw: st.DrawFn) -> tuple[Rows, Rows]:
             prefills[0] = (prefills[0][0], prefills[0][1] + draw(more))
         case "deeper decode":
             decodes[0] += draw(more)
-    return before, Rows(tuple(prefills), tuple(decodes))
+    return before, BatchLengths(tuple(prefills), tuple(decodes))
 
 
 @settings(deadline=None)
 @given(models(), grown())
 def test_more_work_is_never_predicted_to_take_less_time(
-    model: LatencyModel, batches: tuple[Rows, Rows]
+    model: LatencyModel, batches: tuple[BatchLengths, BatchLengths]
 ) -> None:
     before, after = batches
     assert 0 <= model.predict(before.stats) <= model.predict(after.stats) < math.inf
@@ -53,8 +53,8 @@ def test_nothing_takes_no_time(model: LatencyModel) -> None:
 
 
 @settings(deadline=None)
-@given(models(), rows.filter(lambda batch: not batch.stats.is_empty))
-def test_contributions_sum_to_the_prediction(model: LatencyModel, batch: Rows) -> None:
+@given(models(), any_batch.filter(lambda batch: not batch.stats.is_empty))
+def test_contributions_sum_to_the_prediction(model: LatencyModel, batch: BatchLengths) -> None:
     parts = model.contributions(SampleTable.of([Sample(batch.stats, 1.0)]))
     assert parts.shape == (1, len(model.coefficients))
     assert (parts >= 0).all()
@@ -76,13 +76,13 @@ def assert_longest(
 @settings(deadline=None)
 @given(
     model=models(),
-    batch=rows,
+    batch=any_batch,
     context=st.integers(0, 200_000),
     limit=st.integers(0, 100_000),
     budget_s=st.floats(0, 10),
 )
 def test_the_chunk_is_the_longest_within_the_budget(
-    model: LatencyModel, batch: Rows, context: int, limit: int, budget_s: float
+    model: LatencyModel, batch: BatchLengths, context: int, limit: int, budget_s: float
 ) -> None:
     assert_longest(model, batch.stats, context, limit, budget_s)
 
@@ -90,13 +90,13 @@ def test_the_chunk_is_the_longest_within_the_budget(
 @settings(deadline=None)
 @given(
     model=models(),
-    batch=rows,
+    batch=any_batch,
     context=st.integers(0, 200_000),
     tokens=st.integers(1, 5_000),
     ulps=st.integers(-2, 2),
 )
 def test_the_chunk_is_exact_when_the_budget_is_tight(
-    model: LatencyModel, batch: Rows, context: int, tokens: int, ulps: int
+    model: LatencyModel, batch: BatchLengths, context: int, tokens: int, ulps: int
 ) -> None:
     budget_s = model.predict(batch.stats.with_prefill(tokens, context))
     budget_s = max(0.0, budget_s + ulps * math.ulp(budget_s))

@@ -13,14 +13,14 @@ from latency_cases import (
     MACHINES,
     POLYNOMIAL,
     ROOFLINE,
-    Rows,
+    BatchLengths,
+    any_batch,
     as_samples,
     error_of,
     machine_id,
     measure,
     models,
     random_batches,
-    rows,
 )
 
 from sglang_coserve.core.latency_model import (
@@ -128,14 +128,14 @@ def test_the_refiner_starts_from_the_profile_and_leaves_it_alone() -> None:
 @given(
     models(),
     st.lists(
-        st.tuples(rows.filter(lambda batch: not batch.stats.is_empty), st.floats(1e-9, 1e6)),
+        st.tuples(any_batch.filter(lambda batch: not batch.stats.is_empty), st.floats(1e-9, 1e6)),
         min_size=1,
         max_size=30,
     ),
-    rows,
+    any_batch,
 )
 def test_any_history_leaves_a_sound_model(
-    model: LatencyModel, history: list[tuple[Rows, float]], probe: Rows
+    model: LatencyModel, history: list[tuple[BatchLengths, float]], probe: BatchLengths
 ) -> None:
     refiner = Refiner(model)
     for batch, seconds in history:

@@ -30,8 +30,8 @@ def test_one_decode_takes_little_more_than_reading_the_weights(name: str) -> Non
     hardware = HARDWARE[name]
     model = RooflineModel.from_datasheet(LLAMA, hardware)
     read_s = LLAMA_WEIGHT_BYTES / (0.8 * hardware.memory_byte_per_s)
-    one_row_s = model.predict(StepStats.of([], [100])) - model.decode_step_s
-    assert one_row_s == pytest.approx(read_s, rel=0.01)
+    one_decode_s = model.predict(StepStats.of([], [100])) - model.decode_step_s
+    assert one_decode_s == pytest.approx(read_s, rel=0.01)
 
 
 def test_prefill_times_that_conserve_publishes() -> None:

@@ -23,21 +23,21 @@ def short_ones(count: int) -> list[str]:
 
 
 def queue_with(num_short: int, long_s: float, num_running: int) -> OfflineQueue:
-    """Requests of 10 s with a common beginning, a long one that shares nothing, and rows."""
+    """Requests of 10 s with a common beginning, a long one that shares nothing, and requests."""
     waiting = [offline(rid, f"a {rid}", estimated_service_s=10.0) for rid in short_ones(num_short)]
     long = offline("long", "z", estimated_service_s=long_s)
     return with_running(queue_of(*waiting, long, config=CONFIG), num_running)
 
 
 def test_a_long_request_waits_while_the_others_take_longer() -> None:
-    """39 short ones and the long one take 490 s on four rows, which is more than 100 s."""
+    """39 short ones and the long one take 490 s on four requests, which is more than 100 s."""
     queue = queue_with(39, 100.0, num_running=4)
     first = next(queue.candidates(0.0))
     assert first.rid != "long"
 
 
 def test_a_long_request_starts_when_it_would_end_last() -> None:
-    """Of 13 requests on four rows: (120 s + 100 s) / 4 is less than 100 s."""
+    """Of 13 requests on four requests: (120 s + 100 s) / 4 is less than 100 s."""
     assert next(queue_with(12, 100.0, num_running=4).candidates(0.0)).rid == "long"
 
 

@@ -13,7 +13,7 @@ from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.slo import deadlines, parse_slo
-from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row
+from sglang_coserve.core.snapshot import EngineSnapshot, Request, RequestInfo
 from sglang_coserve.core.step import PrefillChunk, ServedRequest, StepPlan, StepResult
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
@@ -42,7 +42,7 @@ def online(
     can_pause: bool = True,
     ttft_s: float | None = None,
     tpot_s: float | None = None,
-) -> Row:
+) -> Request:
     """An online request. A decode has produced one token at 0 s, unless told otherwise."""
     decodes = state in (RequestState.DECODING, RequestState.PAUSED)
     if generated is None:
@@ -62,12 +62,12 @@ def online(
         user=user,
         can_pause=can_pause,
     )
-    return Row(info, state, generated, computed, cached, last_token_s)
+    return Request(info, state, generated, computed, cached, last_token_s)
 
 
 def offline(
     prompt_tokens: int = 100, state: RequestState = RequestState.DECODING, **fields: object
-) -> Row:
+) -> Request:
     """An offline request that holds KV; see ``online``."""
     return online(prompt_tokens, state, request_class=RequestClass.OFFLINE, **fields)  # type: ignore[arg-type]
 
@@ -85,7 +85,7 @@ def queued(
 
 
 def snapshot(
-    *rows: Row,
+    *requests: Request,
     now_s: float = 0.0,
     free_kv_tokens: int = 100_000,
     evictable_kv_tokens: int = 0,
@@ -96,11 +96,11 @@ def snapshot(
     window_tokens: int = 0,
     free_window_tokens: int = 0,
 ) -> EngineSnapshot:
-    """An engine with these rows; those without KV wait."""
+    """An engine with these requests; those without KV wait."""
     return EngineSnapshot(
         now_s=now_s,
-        rows=[row for row in rows if row.state.holds_kv],
-        waiting=[row for row in rows if not row.state.holds_kv],
+        admitted=[request for request in requests if request.state.holds_kv],
+        waiting=[request for request in requests if not request.state.holds_kv],
         free_kv_tokens=free_kv_tokens,
         evictable_kv_tokens=evictable_kv_tokens,
         free_slots=free_slots,
@@ -167,11 +167,11 @@ def ran(
 def decoded_for(brain: Scheduler, *, tokens: int, token_s: float) -> None:
     """Let an offline request generate ``tokens``, one every ``token_s``, before 0 s."""
     brain.add_offline(queued(100, rid="before"))
-    rows: tuple[Row, ...] = ()
+    requests: tuple[Request, ...] = ()
     for number in range(tokens + 1):
-        seen = snapshot(*rows, now_s=(number - tokens - 1) * token_s)
+        seen = snapshot(*requests, now_s=(number - tokens - 1) * token_s)
         ran(brain, brain.plan(seen, NO_CACHE), seen)
-        rows = (offline(100, rid="before", generated=number + 1),)
+        requests = (offline(100, rid="before", generated=number + 1),)
     brain.finish("before")
 
 
@@ -187,22 +187,27 @@ def result_of(
     left = {chunk.rid: chunk.tokens for chunk in chunks}
     out = {retraction.rid for retraction in plan.retract} | {*plan.pause}
     decodes = [
-        row
-        for row in seen.rows
-        if row.info.rid not in out
+        request
+        for request in seen.admitted
+        if request.info.rid not in out
         and not plan.skips_decodes
-        and (row.state is RequestState.DECODING or row.info.rid in plan.resume)
+        and (request.state is RequestState.DECODING or request.info.rid in plan.resume)
     ]
-    prefills = [row for row in (*seen.rows, *seen.waiting) if row.info.rid in left]
-    contexts = {row.info.rid: row.computed_tokens or row.cached_tokens for row in prefills}
-    served = [ServedRequest(row.info, row.last_token_s, seen.now_s + seconds) for row in decodes]
+    prefills = [request for request in (*seen.admitted, *seen.waiting) if request.info.rid in left]
+    contexts = {
+        request.info.rid: request.computed_tokens or request.cached_tokens for request in prefills
+    }
+    served = [
+        ServedRequest(request.info, request.last_token_s, seen.now_s + seconds)
+        for request in decodes
+    ]
     served += [
         ServedRequest(
-            row.info,
-            row.last_token_s,
-            seen.now_s + seconds if left[row.info.rid] == row.tokens_to_compute else None,
+            request.info,
+            request.last_token_s,
+            seen.now_s + seconds if left[request.info.rid] == request.tokens_to_compute else None,
         )
-        for row in prefills
+        for request in prefills
     ]
     return StepResult(
         step=plan.step,
@@ -210,12 +215,12 @@ def result_of(
         seconds=seconds,
         batch=StepStats.of(
             [(tokens, contexts.get(rid, 0)) for rid, tokens in left.items()],
-            [row.computed_tokens for row in decodes],
+            [request.computed_tokens for request in decodes],
         ),
         chunks=tuple(chunk for chunk in chunks if chunk.rid in left),
         served=tuple(each for each in served if each.info.is_online),
     )
 
 
-def rids(rows: Sequence[Row]) -> tuple[str, ...]:
-    return tuple(row.info.rid for row in rows)
+def rids(requests: Sequence[Request]) -> tuple[str, ...]:
+    return tuple(request.info.rid for request in requests)

@@ -7,7 +7,7 @@ from sglang_coserve.core.fairness import VirtualTokenCounter
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import OnlineOrder
-from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import PrefillChunk, ServedRequest, StepResult
 from sglang_coserve.metrics import SloTargets
 
@@ -19,11 +19,11 @@ def fair() -> Scheduler:
     )
 
 
-def prompts(user: str, count: int, tokens: int = 100) -> list[Row]:
+def prompts(user: str, count: int, tokens: int = 100) -> list[Request]:
     return [online(tokens, user=user, rid=f"{user}-{number}") for number in range(count)]
 
 
-def served(brain: Scheduler, *waiting: Row, tokens: int = 100) -> list[str]:
+def served(brain: Scheduler, *waiting: Request, tokens: int = 100) -> list[str]:
     """Run one step; return who is served."""
     seen = snapshot(*waiting, max_batch_tokens=tokens)
     plan = brain.plan(seen, NO_CACHE)
@@ -32,12 +32,12 @@ def served(brain: Scheduler, *waiting: Row, tokens: int = 100) -> list[str]:
 
 
 def test_users_take_turns_though_one_sent_far_more() -> None:
-    rows = [*prompts("greedy", 5), *prompts("modest", 2)]
+    requests = [*prompts("greedy", 5), *prompts("modest", 2)]
     brain, order = fair(), []
-    while rows:
-        (rid,) = served(brain, *rows)
+    while requests:
+        (rid,) = served(brain, *requests)
         order.append(rid)
-        rows = [row for row in rows if row.info.rid != rid]
+        requests = [request for request in requests if request.info.rid != rid]
     assert order == [
         "greedy-0",
         "modest-0",
@@ -50,13 +50,13 @@ def test_users_take_turns_though_one_sent_far_more() -> None:
 
 
 def test_turns_are_taken_within_an_iteration_too() -> None:
-    rows = [*prompts("greedy", 3), *prompts("modest", 1)]
-    assert served(fair(), *rows, tokens=400) == ["greedy-0", "modest-0", "greedy-1", "greedy-2"]
+    requests = [*prompts("greedy", 3), *prompts("modest", 1)]
+    assert served(fair(), *requests, tokens=400) == ["greedy-0", "modest-0", "greedy-1", "greedy-2"]
 
 
 def test_short_prompts_get_more_turns() -> None:
-    rows = [*prompts("long", 2, 300), *prompts("short", 3, 100)]
-    assert served(fair(), *rows, tokens=900) == [
+    requests = [*prompts("long", 2, 300), *prompts("short", 3, 100)]
+    assert served(fair(), *requests, tokens=900) == [
         "long-0",
         "short-0",
         "short-1",
@@ -71,33 +71,35 @@ def test_output_counts_twice() -> None:
     decodes = [online(10, RequestState.DECODING, user="talks") for _ in range(10)]
     seen = snapshot(*decodes)
     ran(brain, brain.plan(seen, NO_CACHE), seen)
-    rows = [*prompts("talks", 1), *prompts("quiet", 2, 15)]
+    requests = [*prompts("talks", 1), *prompts("quiet", 2, 15)]
     # The quiet user has 0, then 17 of 20 that the other already got.
-    assert served(brain, *rows, tokens=130) == ["quiet-0", "quiet-1", "talks-0"]
+    assert served(brain, *requests, tokens=130) == ["quiet-0", "quiet-1", "talks-0"]
 
 
 def test_idling_saves_up_nothing() -> None:
     brain = fair()
-    rows = prompts("steady", 10)
+    requests = prompts("steady", 10)
     for _ in range(6):
-        rows = rows[len(served(brain, *rows)) :]
+        requests = requests[len(served(brain, *requests)) :]
     back = prompts("back", 4)
-    first, second, third = (served(brain, *rows, *back)[0] for _ in range(3))
+    first, second, third = (served(brain, *requests, *back)[0] for _ in range(3))
     assert "back-0" in (first, second), "it has its turn"
-    assert {first, second, third} & {row.info.rid for row in rows}, "but not all of them"
+    assert {first, second, third} & {request.info.rid for request in requests}, (
+        "but not all of them"
+    )
 
 
 def test_a_plan_that_is_dropped_counts_for_nobody() -> None:
     brain = fair()
-    rows = [*prompts("a", 1), *prompts("b", 1)]
+    requests = [*prompts("a", 1), *prompts("b", 1)]
     for _ in range(3):
-        plan = brain.plan(snapshot(*rows, max_batch_tokens=100), NO_CACHE)
+        plan = brain.plan(snapshot(*requests, max_batch_tokens=100), NO_CACHE)
         assert [chunk.rid for chunk in plan.prefills] == ["a-0"]
 
 
 def test_requests_without_a_user_share_one_counter() -> None:
-    rows = [online(100, rid="x"), online(100, rid="y"), *prompts("named", 1)]
-    assert served(fair(), *rows, tokens=300) == ["x", "named-0", "y"]
+    requests = [online(100, rid="x"), online(100, rid="y"), *prompts("named", 1)]
+    assert served(fair(), *requests, tokens=300) == ["x", "named-0", "y"]
 
 
 def test_users_who_name_themselves_take_no_memory_without_bound() -> None:
@@ -105,9 +107,9 @@ def test_users_who_name_themselves_take_no_memory_without_bound() -> None:
     counter = VirtualTokenCounter()
 
     def serve(user: str, tokens: int) -> None:
-        row = online(tokens, user=user)
-        chunk = PrefillChunk(row.info.rid, tokens)
-        served = (ServedRequest(row.info, None, None),)
+        request = online(tokens, user=user)
+        chunk = PrefillChunk(request.info.rid, tokens)
+        served = (ServedRequest(request.info, None, None),)
         counter.served(StepResult(None, 0.0, chunks=(chunk,), served=served))
 
     serve("flood", 1_000_000)

@@ -22,7 +22,7 @@ from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.core.snapshot import EngineSnapshot, Row, SuspendedStep
+from sglang_coserve.core.snapshot import EngineSnapshot, Request, SuspendedStep
 from sglang_coserve.core.step import Lane, StepPlan, StepResult
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
@@ -32,11 +32,11 @@ WORK = StepStats.of([(1000, 0)])
 """110 ms of it."""
 
 
-def seen(*rows: Row, done_share: float | None = None, **engine: float) -> EngineSnapshot:
+def seen(*requests: Request, done_share: float | None = None, **engine: float) -> EngineSnapshot:
     """An engine whose steps have four safepoints."""
     suspended = None if done_share is None else SuspendedStep(7, WORK, done_share)
     settings = {"stop_share": 0.25, "resume_s": 0.001, **engine}
-    return replace(snapshot(*rows), suspended=suspended, **settings)  # type: ignore[arg-type]
+    return replace(snapshot(*requests), suspended=suspended, **settings)  # type: ignore[arg-type]
 
 
 def plan_of(core: Scheduler, engine: EngineSnapshot) -> StepPlan:
@@ -76,9 +76,9 @@ def test_a_suspended_step_goes_on_until_a_decode_is_due(policy: str) -> None:
 
 
 def test_when_it_is_due_a_decode_runs_and_nothing_beside_it() -> None:
-    row, paused = online(100, DECODING), offline(100, PAUSED)
+    request, paused = online(100, DECODING), offline(100, PAUSED)
     core = scheduler("coserve", queued(500))
-    plan = plan_of(core, replace(seen(row, paused, done_share=0.5), now_s=0.085))
+    plan = plan_of(core, replace(seen(request, paused, done_share=0.5), now_s=0.085))
     assert plan.lane is Lane.SHARED
     assert plan.batch.decode_requests == 1
     assert not plan.prefills
@@ -87,9 +87,9 @@ def test_when_it_is_due_a_decode_runs_and_nothing_beside_it() -> None:
 
 def test_a_part_that_reaches_no_safepoint_in_time_is_not_begun() -> None:
     # A quarter of the step takes 27 ms, but of the last one a tenth is left.
-    row = online(100, DECODING)
+    request = online(100, DECODING)
     for done_share, resumes in ((0.5, False), (0.9, True)):
-        engine = replace(seen(row, done_share=done_share), now_s=0.07)
+        engine = replace(seen(request, done_share=done_share), now_s=0.07)
         assert plan_of(scheduler("coserve"), engine).resumes is resumes
 
 
@@ -99,7 +99,7 @@ def test_without_a_deadline_a_decode_is_always_next() -> None:
     assert not plan_of(core, seen(online(100, DECODING), done_share=0.5)).resumes
 
 
-def test_a_suspended_step_is_given_up_only_if_all_else_is_not_enough() -> None:
+def test_a_suspended_step_is_dropped_only_if_all_else_is_not_enough() -> None:
     core = scheduler("coserve")
     prompt, paused = online(300), offline(200, PAUSED)
     engine = seen(prompt, paused, done_share=0.5, free_kv_tokens=150)
@@ -127,8 +127,8 @@ def test_its_result_comes_after_those_of_steps_that_ran_meanwhile() -> None:
     core = scheduler("coserve", queued(500, rid="offline"))
     alone = plan_of(core, seen())
     core.start(alone, alone.prefills)
-    row = online(100)
-    engine = replace(seen(row), suspended=SuspendedStep(alone.step, alone.batch, 0.5))
+    request = online(100)
+    engine = replace(seen(request), suspended=SuspendedStep(alone.step, alone.batch, 0.5))
     ran(core, plan_of(core, engine), engine)
     assert plan_of(core, replace(engine, waiting=())).resumes
     core.update(StepResult(alone.step, 0.0, 0.07, alone.batch, alone.prefills))
@@ -164,12 +164,12 @@ def test_a_step_of_its_own_stops_soon_enough_for_an_arrival_and_fits_between_dec
 
 def test_decodes_that_run_to_their_end_are_as_short_as_what_an_arrival_may_wait() -> None:
     """On a GPU they are one graph, but a step with prefills stops."""
-    rows = [offline(2000, PAUSED) for _ in range(40)]
+    requests = [offline(2000, PAUSED) for _ in range(40)]
     model = LinearModel.of(CONSERVE, context_token_s=1e-6, iteration_s=0.001)
     core = scheduler("coserve", model=model, arrival_wait_s=0.04)
-    stops = plan_of(core, seen(*rows))
+    stops = plan_of(core, seen(*requests))
     assert stops.batch.decode_requests == 40
-    ends = plan_of(core, seen(*rows, decodes_stop=False))
+    ends = plan_of(core, seen(*requests, decodes_stop=False))
     assert ends.lane is Lane.OFFLINE
     assert 0 < ends.batch.decode_requests < 40
     assert ends.predicted_s <= 0.04
@@ -205,10 +205,10 @@ def test_one_that_cannot_pause_stays_in_the_lane_where_it_is() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_steps_that_cannot_be_suspended_are_as_they_were(policy: str) -> None:
-    rows = (online(100, DECODING), offline(100, DECODING), online(50))
+    requests = (online(100, DECODING), offline(100, DECODING), online(50))
     core = scheduler(policy, queued(500))
-    plan = plan_of(core, seen(*rows, stop_share=1.0))
-    assert plan == plan_of(core, snapshot(*rows))
+    plan = plan_of(core, seen(*requests, stop_share=1.0))
+    assert plan == plan_of(core, snapshot(*requests))
     assert plan.lane is Lane.SHARED
 
 

@@ -10,7 +10,7 @@ from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.migration import LengthPreference, closest_lengths, preferred_length
 from sglang_coserve.core.step_stats import StepStats
 
-# Saturates where 20 µs a row exceed the 6.4 ms all share: at 320 rows, so 512 of the powers.
+# Saturates where 20 µs a request exceed the 6.4 ms all share: at 320, so 512 of the powers.
 MODEL = LinearModel.of(CONSERVE, compute_token_s=2e-5, context_token_s=1e-7, iteration_s=0.0064)
 
 
@@ -21,7 +21,7 @@ def prefer(
     return preferred_length(MODEL, batch, slo_s, free, 512, includes_all=includes_all)
 
 
-def test_the_saturated_size_is_where_rows_cost_what_all_share() -> None:
+def test_the_saturated_size_is_where_requests_cost_what_all_share() -> None:
     assert saturated_batch_size(MODEL) == 512
     assert not is_compute_saturated(MODEL, 256)
     assert not is_compute_saturated(MODEL, 0)

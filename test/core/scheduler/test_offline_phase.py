@@ -29,49 +29,49 @@ PARKED, PREFILLING = RequestState.PARKED, RequestState.PREFILLING
 
 def test_decodes_that_do_not_fit_pause_the_last_first() -> None:
     """Each offline decode of 100,000 tokens takes 10 ms and more; 90 ms are left."""
-    rows = [offline(100_000) for _ in range(10)]
-    plan = scheduler("coserve").plan(snapshot(online(10, DECODING), *rows), NO_CACHE)
+    requests = [offline(100_000) for _ in range(10)]
+    plan = scheduler("coserve").plan(snapshot(online(10, DECODING), *requests), NO_CACHE)
     running = plan.batch.decode_requests - 1
     assert 0 < running < 10
-    assert plan.pause == rids(rows[running:])
+    assert plan.pause == rids(requests[running:])
     longer = plan.batch.with_decode(100_000)
     assert plan.predicted_s <= 0.1 < MODEL.predict(longer)
 
 
 def test_paused_decodes_resume_when_there_is_time() -> None:
-    rows = [offline(100, PAUSED), offline(100, DECODING)]
-    plan = scheduler("coserve").plan(snapshot(online(10, DECODING), *rows), NO_CACHE)
-    assert plan.resume == rids(rows[:1])
+    requests = [offline(100, PAUSED), offline(100, DECODING)]
+    plan = scheduler("coserve").plan(snapshot(online(10, DECODING), *requests), NO_CACHE)
+    assert plan.resume == rids(requests[:1])
     assert not plan.pause
 
 
 def test_a_decode_that_cannot_pause_is_retracted_where_others_pause() -> None:
     """All but its last page stays in the prefix cache, so that it loses little."""
-    rows = (
+    requests = (
         online(10, DECODING, last_token_s=-5.0),
         offline(100, computed=100, can_pause=False),
         offline(),
     )
-    plan = scheduler("coserve").plan(snapshot(*rows, page_tokens=16), NO_CACHE)
-    assert plan.pause == rids(rows[2:])
-    assert plan.retract == ((rows[1].info.rid, 4),)
+    plan = scheduler("coserve").plan(snapshot(*requests, page_tokens=16), NO_CACHE)
+    assert plan.pause == rids(requests[2:])
+    assert plan.retract == ((requests[1].info.rid, 4),)
     assert plan.batch.decode_requests == 1
 
 
 def test_decodes_that_cannot_pause_run_before_those_that_can() -> None:
-    rows = [offline(100_000) for _ in range(9)] + [offline(100_000, can_pause=False)]
-    plan = scheduler("coserve").plan(snapshot(online(10, DECODING), *rows), NO_CACHE)
+    requests = [offline(100_000) for _ in range(9)] + [offline(100_000, can_pause=False)]
+    plan = scheduler("coserve").plan(snapshot(online(10, DECODING), *requests), NO_CACHE)
     assert not plan.retract
     assert plan.pause
 
 
 @pytest.mark.parametrize("can_pause", [True, False])
 def test_offline_work_counts_as_offline_whether_it_can_pause_or_not(can_pause: bool) -> None:
-    rows = [offline(can_pause=can_pause) for _ in range(50)]
-    plan = scheduler("coserve").plan(snapshot(online(10, DECODING), *rows), NO_CACHE)
+    requests = [offline(can_pause=can_pause) for _ in range(50)]
+    plan = scheduler("coserve").plan(snapshot(online(10, DECODING), *requests), NO_CACHE)
     assert plan.batch.decode_requests == 51
     assert plan.expected.online_part_s == MODEL.predict(StepStats.of(decodes=[10]))
-    alone = scheduler("coserve").plan(snapshot(*rows), NO_CACHE)
+    alone = scheduler("coserve").plan(snapshot(*requests), NO_CACHE)
     assert alone.expected.online_part_s == 0.0
 
 
@@ -153,13 +153,13 @@ def test_picks_are_bounded() -> None:
     assert len(plan.prefills) == 4
 
 
-def test_admission_leaves_running_rows_room_to_grow() -> None:
-    """Two rows with a headroom of 50 each: 100 of the 180 free slots are theirs."""
-    rows = (offline(), offline())
+def test_admission_leaves_running_requests_room_to_grow() -> None:
+    """Two requests with a headroom of 50 each: 100 of the 180 free slots are theirs."""
+    requests = (offline(), offline())
     fits, too_long = queued(70), queued(90)
     for waiting, admitted in ((fits, 1), (too_long, 0)):
         plan = scheduler("coserve", waiting, headroom_tokens=50).plan(
-            snapshot(*rows, free_kv_tokens=180), NO_CACHE
+            snapshot(*requests, free_kv_tokens=180), NO_CACHE
         )
         assert len(plan.prefills) == admitted
         assert not plan.retract
@@ -172,14 +172,14 @@ def test_an_empty_engine_needs_no_headroom() -> None:
     assert len(plan.prefills) == 1
 
 
-def test_retracted_rows_are_not_admitted_again_at_once() -> None:
-    """KV ran out, one row went: its KV covers its own return, but no headroom."""
-    rows = [offline(100) for _ in range(4)]
+def test_retracted_requests_are_not_admitted_again_at_once() -> None:
+    """KV ran out, one request went: its KV covers its own return, but no headroom."""
+    requests = [offline(100) for _ in range(4)]
     brain = scheduler("coserve", headroom_tokens=50)
-    plan = brain.plan(snapshot(*rows, free_kv_tokens=0), NO_CACHE)
-    assert [retraction.rid for retraction in plan.retract] == [rows[-1].info.rid]
+    plan = brain.plan(snapshot(*requests, free_kv_tokens=0), NO_CACHE)
+    assert [retraction.rid for retraction in plan.retract] == [requests[-1].info.rid]
     brain.add_offline(queued(100, rid="returns"))
-    after = brain.plan(snapshot(*rows[:3], free_kv_tokens=1, evictable_kv_tokens=96), NO_CACHE)
+    after = brain.plan(snapshot(*requests[:3], free_kv_tokens=1, evictable_kv_tokens=96), NO_CACHE)
     assert not after.prefills
     assert after.batch.decode_requests == 3
 
@@ -224,7 +224,7 @@ def test_an_idle_engine_without_work_plans_nothing() -> None:
     assert scheduler("coserve").plan(snapshot(), NO_CACHE).is_idle
 
 
-def test_no_more_offline_rows_than_configured() -> None:
+def test_no_more_offline_requests_than_configured() -> None:
     waiting = [queued(64) for _ in range(4)]
-    plan = scheduler("coserve", *waiting, max_offline_rows=2).plan(snapshot(), NO_CACHE)
+    plan = scheduler("coserve", *waiting, max_offline_requests=2).plan(snapshot(), NO_CACHE)
     assert len(plan.prefills) == 2

@@ -20,7 +20,7 @@ from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import Overload
-from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
 
@@ -30,16 +30,16 @@ PARKED, PREFILLING = RequestState.PARKED, RequestState.PREFILLING
 
 
 def test_every_online_decode_runs_even_late() -> None:
-    rows = [online(state=DECODING, last_token_s=-5.0) for _ in range(3)]
-    plan = scheduler("coserve").plan(snapshot(*rows), NO_CACHE)
+    requests = [online(state=DECODING, last_token_s=-5.0) for _ in range(3)]
+    plan = scheduler("coserve").plan(snapshot(*requests), NO_CACHE)
     assert plan.batch.decode_requests == 3
     assert not plan.pause
 
 
 def test_prompts_join_in_order_of_arrival() -> None:
-    rows = [online(50), online(50), online(50)]
-    plan = scheduler("coserve").plan(snapshot(*rows), NO_CACHE)
-    assert [chunk.rid for chunk in plan.prefills] == [*rids(rows)]
+    requests = [online(50), online(50), online(50)]
+    plan = scheduler("coserve").plan(snapshot(*requests), NO_CACHE)
+    assert [chunk.rid for chunk in plan.prefills] == [*rids(requests)]
 
 
 def test_the_unfinished_prompt_goes_on_before_others() -> None:
@@ -88,13 +88,13 @@ def test_nobody_is_left_behind_to_be_late_for_another_who_is_in_time() -> None:
     """Each takes 30 ms, both 50, and one is due in 45. Next, the other one would be done in 60."""
     core = scheduler("coserve", targets=SloTargets(ttft_s=1.0))
     for due_s, runs in ((0.07, 1), (0.055, 2)):
-        rows = online(200, arrival_s=-0.955), online(200, arrival_s=due_s - 1.0)
-        plan = core.plan(snapshot(*rows), NO_CACHE)
+        requests = online(200, arrival_s=-0.955), online(200, arrival_s=due_s - 1.0)
+        plan = core.plan(snapshot(*requests), NO_CACHE)
         whole = [chunk for chunk in plan.prefills if chunk.tokens == 200]
-        assert [chunk.rid for chunk in whole] == [*rids(rows[:runs])]
+        assert [chunk.rid for chunk in whole] == [*rids(requests[:runs])]
 
 
-def many_decodes(count: int = 100, **fields: object) -> list[Row]:
+def many_decodes(count: int = 100, **fields: object) -> list[Request]:
     """Take 20 ms a step, of which 10 ms are for them."""
     return [online(10, DECODING, **fields) for _ in range(count)]  # type: ignore[arg-type]
 
@@ -118,8 +118,8 @@ def test_prompts_go_first_where_one_that_arrives_meanwhile_would_be_late(
 ) -> None:
     """The prompt and then the decodes take 40 ms, and who arrives meanwhile 40 more."""
     targets = SloTargets(ttft_s=ttft_s, tpot_s=1.0)
-    rows = [*many_decodes(), online(100)]
-    plan = scheduler("coserve", targets=targets).plan(snapshot(*rows), NO_CACHE)
+    requests = [*many_decodes(), online(100)]
+    plan = scheduler("coserve", targets=targets).plan(snapshot(*requests), NO_CACHE)
     assert plan.skips_decodes == goes_first
 
 
@@ -133,11 +133,11 @@ def test_decodes_that_cannot_wait_do_so_for_no_one_yet_to_arrive() -> None:
 
 def with_gaps(core: Scheduler, gaps: int) -> Scheduler:
     """One request has ended that had so many gaps between its tokens."""
-    row = online(10)
-    core.arrived(row.info)
+    request = online(10)
+    core.arrived(request.info)
     for number in range(gaps + 1):
-        core.interference.produced(row.info.rid, 0.01 * number)
-    core.finish(row.info.rid)
+        core.interference.produced(request.info.rid, 0.01 * number)
+    core.finish(request.info.rid)
     core.interference.advance(MODEL.predict, math.inf)
     return core
 
@@ -150,8 +150,8 @@ def test_decodes_wait_where_their_late_gaps_are_a_smaller_part_of_all_than_a_fir
     due in 39 ms, twice that beside them."""
     prompt = online(100, arrival_s=0.035 - 1.0)
     due = many_decodes(num_due, last_token_s=-0.061)
-    rows = [*due, *many_decodes(100 - num_due), prompt]
-    plan = with_gaps(scheduler("coserve"), 50).plan(snapshot(*rows), NO_CACHE)
+    requests = [*due, *many_decodes(100 - num_due), prompt]
+    plan = with_gaps(scheduler("coserve"), 50).plan(snapshot(*requests), NO_CACHE)
     assert plan.skips_decodes == waits
     assert [chunk.rid for chunk in plan.prefills] == [prompt.info.rid]
 
@@ -169,36 +169,36 @@ def test_no_gap_is_longer_than_both_targets_together() -> None:
 
 
 def test_prompts_that_are_late_either_way_do_not_go_first() -> None:
-    rows = [*many_decodes(), online(100, arrival_s=-3.0)]
-    assert not scheduler("coserve").plan(snapshot(*rows), NO_CACHE).skips_decodes
+    requests = [*many_decodes(), online(100, arrival_s=-3.0)]
+    assert not scheduler("coserve").plan(snapshot(*requests), NO_CACHE).skips_decodes
 
 
 def test_decodes_run_where_a_late_prompt_finds_no_memory() -> None:
-    rows = [online(10, DECODING), online(1000, arrival_s=-3.0)]
-    plan = scheduler("coserve").plan(snapshot(*rows, free_kv_tokens=50), NO_CACHE)
+    requests = [online(10, DECODING), online(1000, arrival_s=-3.0)]
+    plan = scheduler("coserve").plan(snapshot(*requests, free_kv_tokens=50), NO_CACHE)
     assert not plan.skips_decodes
-    assert plan.batch == StepStats.of(decodes=[rows[0].computed_tokens])
+    assert plan.batch == StepStats.of(decodes=[requests[0].computed_tokens])
 
 
 def test_without_a_tpot_target_no_decode_waits() -> None:
-    rows = [*many_decodes(), online(100, arrival_s=-3.0)]
+    requests = [*many_decodes(), online(100, arrival_s=-3.0)]
     core = scheduler("coserve", targets=SloTargets(ttft_s=1.0))
-    assert not core.plan(snapshot(*rows), NO_CACHE).skips_decodes
+    assert not core.plan(snapshot(*requests), NO_CACHE).skips_decodes
 
 
 def test_nothing_offline_runs_beside_a_prompt_that_is_cut() -> None:
-    rows = (online(state=DECODING), online(5000), offline())
-    plan = scheduler("coserve", queued()).plan(snapshot(*rows), NO_CACHE)
-    assert plan.pause == rids(rows[2:])
-    assert rids(rows[1:2]) == tuple(chunk.rid for chunk in plan.prefills)
+    requests = (online(state=DECODING), online(5000), offline())
+    plan = scheduler("coserve", queued()).plan(snapshot(*requests), NO_CACHE)
+    assert plan.pause == rids(requests[2:])
+    assert rids(requests[1:2]) == tuple(chunk.rid for chunk in plan.prefills)
     assert plan.budget_s == 0
 
 
 def test_nothing_offline_delays_a_first_token_that_is_late() -> None:
-    rows = (online(50, arrival_s=-3.0), offline())
-    plan = scheduler("coserve", queued()).plan(snapshot(*rows), NO_CACHE)
-    assert [chunk.rid for chunk in plan.prefills] == [*rids(rows[:1])]
-    assert plan.pause == rids(rows[1:])
+    requests = (online(50, arrival_s=-3.0), offline())
+    plan = scheduler("coserve", queued()).plan(snapshot(*requests), NO_CACHE)
+    assert [chunk.rid for chunk in plan.prefills] == [*rids(requests[:1])]
+    assert plan.pause == rids(requests[1:])
 
 
 def test_offline_work_leaves_a_first_token_in_time() -> None:
@@ -225,10 +225,10 @@ def test_offline_work_gets_the_part_of_a_gap_that_harm_has_left_it() -> None:
     core = scheduler("coserve", queued(5000), slos=("tbt p99 <= 100ms",))
     seen = snapshot(online(state=DECODING))
     first_s = core.plan(seen, NO_CACHE).predicted_s
-    row = online(10)
-    core.arrived(row.info)
+    request = online(10)
+    core.arrived(request.info)
     for number in range(3):
-        core.interference.produced(row.info.rid, 0.2 * number)
+        core.interference.produced(request.info.rid, 0.2 * number)
     core.interference.advance(MODEL.predict, 1.0)
     harmed_s = core.plan(seen, NO_CACHE).predicted_s
     assert first_s == pytest.approx(0.1, abs=0.001)
@@ -242,21 +242,21 @@ def test_what_is_promised_of_the_mean_gap_is_made_up_for(slo: str, budget_s: flo
     """The only gap so far took 150 ms. The next token is due 200 ms after the first, if the mean
     is to be 100 ms; a gap that is too long stays so."""
     core = scheduler("coserve", queued(5000), slos=(slo,))
-    row = online(10, DECODING, generated=2, last_token_s=0.15)
-    core.arrived(row.info)
+    request = online(10, DECODING, generated=2, last_token_s=0.15)
+    core.arrived(request.info)
     for at_s in (0.0, 0.15):
-        core.interference.produced(row.info.rid, at_s)
-    plan = core.plan(snapshot(row, now_s=0.15), NO_CACHE)
+        core.interference.produced(request.info.rid, at_s)
+    plan = core.plan(snapshot(request, now_s=0.15), NO_CACHE)
     assert plan.budget_s == pytest.approx(budget_s)
 
 
 def test_a_request_is_held_to_its_own_mean_gap() -> None:
     core = scheduler("coserve", queued(5000), slos=("tbt p99 <= 100ms",))
-    row = online(10, DECODING, generated=2, last_token_s=0.1, tpot_s=0.08)
-    core.arrived(row.info)
+    request = online(10, DECODING, generated=2, last_token_s=0.1, tpot_s=0.08)
+    core.arrived(request.info)
     for at_s in (0.0, 0.1):
-        core.interference.produced(row.info.rid, at_s)
-    plan = core.plan(snapshot(row, now_s=0.1), NO_CACHE)
+        core.interference.produced(request.info.rid, at_s)
+    plan = core.plan(snapshot(request, now_s=0.1), NO_CACHE)
     assert plan.budget_s == pytest.approx(0.06)
 
 
@@ -295,8 +295,8 @@ def test_shedding_spares_requests_that_have_begun() -> None:
 
 @pytest.mark.parametrize("policy", ["coserve", "conserve", "hygen", "sarathi", "ooco"])
 def test_victims_are_parked_then_paused_then_the_last_admitted(policy: str) -> None:
-    """The rows hold 300 tokens; a prompt of 250 needs all but the oldest."""
-    rows = [
+    """The requests hold 300 tokens; a prompt of 250 needs all but the oldest."""
+    requests = [
         offline(100, DECODING, computed=100),
         offline(100, PAUSED, computed=100),
         offline(100, PARKED, computed=100, generated=0),
@@ -304,19 +304,19 @@ def test_victims_are_parked_then_paused_then_the_last_admitted(policy: str) -> N
     victims = []
     for prompt_tokens in (80, 180, 280):
         plan = scheduler(policy).plan(
-            snapshot(*rows, online(prompt_tokens), free_kv_tokens=0), NO_CACHE
+            snapshot(*requests, online(prompt_tokens), free_kv_tokens=0), NO_CACHE
         )
         victims.append(tuple(retraction.rid for retraction in plan.retract))
-    oldest, paused, parked = rids(rows)
+    oldest, paused, parked = rids(requests)
     assert victims == [(parked,), (parked, paused), (parked, paused, oldest)]
 
 
 def test_a_victim_gives_up_its_tail_only() -> None:
-    row = offline(1000, PARKED, computed=1000, generated=0)
+    request = offline(1000, PARKED, computed=1000, generated=0)
     plan = scheduler("coserve").plan(
-        snapshot(row, online(100), free_kv_tokens=0, page_tokens=10), NO_CACHE
+        snapshot(request, online(100), free_kv_tokens=0, page_tokens=10), NO_CACHE
     )
-    assert plan.retract == ((row.info.rid, 100),)
+    assert plan.retract == ((request.info.rid, 100),)
 
 
 def test_what_others_share_frees_nothing() -> None:
@@ -327,10 +327,10 @@ def test_what_others_share_frees_nothing() -> None:
 
 
 def test_nobody_is_retracted_in_vain() -> None:
-    """The prompt needs more than all offline rows hold."""
-    rows = (online(1000, DECODING), offline(100))
+    """The prompt needs more than all offline requests hold."""
+    requests = (online(1000, DECODING), offline(100))
     plan = scheduler("coserve", queued()).plan(
-        snapshot(*rows, online(500), free_kv_tokens=50), NO_CACHE
+        snapshot(*requests, online(500), free_kv_tokens=50), NO_CACHE
     )
     assert not plan.retract
     assert not plan.prefills, "nor does anything new take the KV it waits for"
@@ -338,30 +338,30 @@ def test_nobody_is_retracted_in_vain() -> None:
 
 
 def test_a_request_slot_is_taken_from_the_last_admitted() -> None:
-    rows = (offline(), offline())
-    plan = scheduler("coserve").plan(snapshot(*rows, online(), free_slots=0), NO_CACHE)
-    assert [retraction.rid for retraction in plan.retract] == [*rids(rows[1:])]
+    requests = (offline(), offline())
+    plan = scheduler("coserve").plan(snapshot(*requests, online(), free_slots=0), NO_CACHE)
+    assert [retraction.rid for retraction in plan.retract] == [*rids(requests[1:])]
 
 
-def test_rows_that_cannot_pause_are_victims_as_any_other() -> None:
-    rows = (offline(), offline(can_pause=False))
-    plan = scheduler("coserve").plan(snapshot(*rows, online(), free_slots=0), NO_CACHE)
-    assert [retraction.rid for retraction in plan.retract] == [*rids(rows[1:])]
+def test_requests_that_cannot_pause_are_victims_as_any_other() -> None:
+    requests = (offline(), offline(can_pause=False))
+    plan = scheduler("coserve").plan(snapshot(*requests, online(), free_slots=0), NO_CACHE)
+    assert [retraction.rid for retraction in plan.retract] == [*rids(requests[1:])]
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"fcfs"}))
-def test_no_online_row_loses_memory_to_an_offline_one_that_cannot_pause(policy: str) -> None:
+def test_no_online_request_loses_memory_to_an_offline_one_that_cannot_pause(policy: str) -> None:
     """Each of the decodes opens a page, and there is none."""
-    rows = (online(16, DECODING, computed=16), offline(16, computed=16, can_pause=False))
-    plan = scheduler(policy).plan(snapshot(*rows, free_kv_tokens=0, page_tokens=16), NO_CACHE)
-    assert [retraction.rid for retraction in plan.retract] == [*rids(rows[1:])]
+    requests = (online(16, DECODING, computed=16), offline(16, computed=16, can_pause=False))
+    plan = scheduler(policy).plan(snapshot(*requests, free_kv_tokens=0, page_tokens=16), NO_CACHE)
+    assert [retraction.rid for retraction in plan.retract] == [*rids(requests[1:])]
     assert plan.batch.decode_requests == 1
 
 
 def test_online_decodes_out_of_kv_retract_the_last() -> None:
-    rows = (online(state=DECODING), online(state=DECODING), offline())
-    plan = scheduler("coserve").plan(snapshot(*rows, free_kv_tokens=0), NO_CACHE)
-    assert [retraction.rid for retraction in plan.retract] == [rows[2].info.rid]
-    plan = scheduler("coserve").plan(snapshot(*rows[:2], free_kv_tokens=0), NO_CACHE)
-    assert [retraction.rid for retraction in plan.retract] == [rows[1].info.rid]
+    requests = (online(state=DECODING), online(state=DECODING), offline())
+    plan = scheduler("coserve").plan(snapshot(*requests, free_kv_tokens=0), NO_CACHE)
+    assert [retraction.rid for retraction in plan.retract] == [requests[2].info.rid]
+    plan = scheduler("coserve").plan(snapshot(*requests[:2], free_kv_tokens=0), NO_CACHE)
+    assert [retraction.rid for retraction in plan.retract] == [requests[1].info.rid]
     assert plan.batch.decode_requests == 1

@@ -99,11 +99,11 @@ def test_a_step_full_of_prompts_is_short_where_another_tenant_may_arrive(
     order: OnlineOrder, is_short: bool
 ) -> None:
     """But for its first prompt, it takes half of the TTFT target: one who arrives waits for it."""
-    rows = [online(1500, user="flood") for _ in range(20)]
+    requests = [online(1500, user="flood") for _ in range(20)]
     brain = scheduler("coserve", targets=TTFT, online_order=order)
-    plan = brain.plan(snapshot(*rows, max_batch_tokens=30_000), NO_CACHE)
+    plan = brain.plan(snapshot(*requests, max_batch_tokens=30_000), NO_CACHE)
     assert (0.25 < plan.predicted_s <= 0.55) == is_short
-    long = [online(8000, user="flood"), *rows]
+    long = [online(8000, user="flood"), *requests]
     plan = brain.plan(snapshot(*long, max_batch_tokens=30_000), NO_CACHE)
     assert plan.prefills[0].tokens == 8000
     assert plan.predicted_s >= MODEL.coefficients["compute_token_s"] * 8000

@@ -24,9 +24,9 @@ LOOSE = SloTargets(ttft_s=10.0, tpot_s=1.0)
 
 def decode_plan(policy: str, tpot_s: float | None) -> StepPlan:
     """An online decode whose last token is new, and an offline prompt that could take 1 s."""
-    row = online(10, DECODING, tpot_s=tpot_s)
+    request = online(10, DECODING, tpot_s=tpot_s)
     brain = scheduler(policy, queued(9000), targets=LOOSE)
-    return brain.plan(snapshot(row, offline(10)), NO_CACHE)
+    return brain.plan(snapshot(request, offline(10)), NO_CACHE)
 
 
 @pytest.mark.parametrize("policy", WITH_TARGETS)
@@ -40,9 +40,9 @@ def test_an_own_tpot_target_may_be_looser(policy: str) -> None:
     """HyGen's budget holds at all times."""
 
     def predicted_s(tpot_s: float | None) -> float:
-        row = online(10, DECODING, tpot_s=tpot_s)
+        request = online(10, DECODING, tpot_s=tpot_s)
         brain = scheduler(policy, queued(9000), targets=SloTargets(tpot_s=0.06))
-        return brain.plan(snapshot(row, offline(10)), NO_CACHE).predicted_s
+        return brain.plan(snapshot(request, offline(10)), NO_CACHE).predicted_s
 
     assert predicted_s(None) <= 0.06
     assert predicted_s(0.5) > 0.06
@@ -53,10 +53,10 @@ def test_an_own_ttft_target_bounds_the_step_that_computes_it(policy: str) -> Non
     """The prompt takes 20 ms; offline work may fill what is left until its first token is due."""
 
     def predicted_s(ttft_s: float | None) -> float:
-        row = online(100, ttft_s=ttft_s)
+        request = online(100, ttft_s=ttft_s)
         brain = scheduler(policy, queued(9000), targets=LOOSE)
-        plan = brain.plan(snapshot(row, offline(10)), NO_CACHE)
-        assert plan.prefills[0].rid == row.info.rid
+        plan = brain.plan(snapshot(request, offline(10)), NO_CACHE)
+        assert plan.prefills[0].rid == request.info.rid
         return plan.predicted_s
 
     assert predicted_s(None) > 0.05
@@ -66,11 +66,11 @@ def test_an_own_ttft_target_bounds_the_step_that_computes_it(policy: str) -> Non
 @pytest.mark.parametrize("policy", WITH_TARGETS)
 def test_offline_work_leaves_a_late_own_target_alone(policy: str) -> None:
     """Under BROS a lost deadline bounds nothing: that is its algorithm."""
-    row = online(100, ttft_s=0.05, arrival_s=-0.1)
-    plan = scheduler(policy, queued(9000), targets=LOOSE).plan(snapshot(row), NO_CACHE)
+    request = online(100, ttft_s=0.05, arrival_s=-0.1)
+    plan = scheduler(policy, queued(9000), targets=LOOSE).plan(snapshot(request), NO_CACHE)
     served = [chunk.rid for chunk in plan.prefills]
-    assert served[0] == row.info.rid
-    assert (served == [row.info.rid]) == (policy != "bros")
+    assert served[0] == request.info.rid
+    assert (served == [request.info.rid]) == (policy != "bros")
 
 
 # --- Who has yet to arrive ------------------------------------------------------------------

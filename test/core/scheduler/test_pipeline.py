@@ -11,7 +11,7 @@ from core.scheduler.scenarios import MODEL, NO_CACHE, offline, online, queued, s
 from sglang_coserve.core.baseline import EngineSize
 from sglang_coserve.core.pipeline import baseline_of, pipelined
 from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.snapshot import EngineSnapshot, Row
+from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.core.step import StepResult
 from sglang_coserve.core.step_stats import StepStats
 
@@ -26,9 +26,11 @@ def predict(stats: StepStats) -> float:
     return float(stats.prefill_tokens)
 
 
-def around(rows: Sequence[Row], *own: Row, free_kv_tokens: int = 100_000) -> EngineSnapshot:
-    """An engine with ``rows`` in another micro-batch."""
-    return replace(snapshot(*own, free_kv_tokens=free_kv_tokens), elsewhere=tuple(rows))
+def around(
+    requests: Sequence[Request], *own: Request, free_kv_tokens: int = 100_000
+) -> EngineSnapshot:
+    """An engine with ``requests`` in another micro-batch."""
+    return replace(snapshot(*own, free_kv_tokens=free_kv_tokens), elsewhere=tuple(requests))
 
 
 # --- How long a step takes ----------------------------------------------------------------
@@ -59,11 +61,13 @@ def test_a_step_behind_a_slower_one_says_nothing_of_its_own_batch() -> None:
     quick, slow = batch(10), batch(1000)
     expected_s = (MODEL.predict(slow) + MODEL.predict(slow)) / 2
     for step in range(32):
-        brain.update(StepResult(None, float(step), expected_s, quick, beside=(slow, slow)))
+        brain.update(StepResult(None, float(step), expected_s, quick, overlapping=(slow, slow)))
     assert brain.prediction_error.mape == pytest.approx(0)
     assert brain.model.predict(quick) == pytest.approx(MODEL.predict(quick))
     for step in range(32, 64):
-        brain.update(StepResult(None, float(step), 2 * expected_s, slow, beside=(quick, quick)))
+        brain.update(
+            StepResult(None, float(step), 2 * expected_s, slow, overlapping=(quick, quick))
+        )
     assert brain.model.predict(slow) > 1.5 * MODEL.predict(slow)
 
 
@@ -82,7 +86,7 @@ def test_their_target_bounds_offline_work(policy: str) -> None:
 
 
 def test_they_find_kv_for_their_next_tokens() -> None:
-    """Offline rows here give way for them: their own micro-batch could retract none."""
+    """Offline requests here give way for them: their own micro-batch could retract none."""
     brain = scheduler("coserve")
     mine = [offline(100) for _ in range(4)]
     theirs = [online(100, DECODING) for _ in range(3)]
@@ -91,7 +95,7 @@ def test_they_find_kv_for_their_next_tokens() -> None:
     assert brain.plan(around(theirs, free_kv_tokens=0), NO_CACHE).is_idle
 
 
-def test_a_prompt_gets_the_kv_of_offline_rows_of_both_micro_batches() -> None:
+def test_a_prompt_gets_the_kv_of_offline_requests_of_both_micro_batches() -> None:
     """Neither has enough; the one whose turn it is begins."""
     brain = scheduler("coserve")
     prompt, mine, theirs = online(150), offline(100), offline(100)
@@ -104,8 +108,8 @@ def test_a_prompt_gets_the_kv_of_offline_rows_of_both_micro_batches() -> None:
     assert not enough.retract, "all of them together are too few"
 
 
-def test_offline_rows_elsewhere_count_for_the_most_that_may_run() -> None:
-    brain = scheduler("coserve", queued(50), max_offline_rows=2)
+def test_offline_requests_elsewhere_count_for_the_most_that_may_run() -> None:
+    brain = scheduler("coserve", queued(50), max_offline_requests=2)
     assert brain.plan(around([offline()], offline()), NO_CACHE).prefills == ()
     assert len(brain.plan(around([], offline()), NO_CACHE).prefills) == 1
 

@@ -99,12 +99,12 @@ class TestBros:
         """The relaxed one is due much later, and does not fit together with the offline one."""
         urgent = online(100, arrival_s=-0.95)
         relaxed = online(250, arrival_s=-0.1)
-        row = offline(100)
-        plan = scheduler("bros").plan(snapshot(urgent, relaxed, row), NO_CACHE)
+        request = offline(100)
+        plan = scheduler("bros").plan(snapshot(urgent, relaxed, request), NO_CACHE)
         assert [chunk.rid for chunk in plan.prefills] == [urgent.info.rid, relaxed.info.rid]
         assert plan.batch.decode_requests == 1
         tight = scheduler(BrosPolicy(base_batch_requests=2)).plan(
-            snapshot(urgent, relaxed, row), NO_CACHE
+            snapshot(urgent, relaxed, request), NO_CACHE
         )
         assert [chunk.rid for chunk in tight.prefills] == [urgent.info.rid]
         assert tight.batch.decode_requests == 1
@@ -120,10 +120,10 @@ class TestBros:
 
     def test_the_batch_grows_until_a_deadline_binds(self) -> None:
         brain = scheduler(BrosPolicy(base_batch_requests=1))
-        rows = [online(10, DECODING) for _ in range(8)]
+        requests = [online(10, DECODING) for _ in range(8)]
         sizes = []
         for _ in range(4):
-            seen = snapshot(*rows)
+            seen = snapshot(*requests)
             plan = brain.plan(seen, NO_CACHE)
             ran(brain, plan, seen)
             sizes.append(plan.batch.decode_requests)
@@ -132,11 +132,15 @@ class TestBros:
         tight = [online(10_000, DECODING, last_token_s=-0.088) for _ in range(8)]
         seen = snapshot(*tight)
         ran(brain, brain.plan(seen, NO_CACHE), seen)
-        assert brain.plan(snapshot(*rows), NO_CACHE).batch.decode_requests == 1
+        assert brain.plan(snapshot(*requests), NO_CACHE).batch.decode_requests == 1
 
     def test_a_lost_deadline_stops_nobody(self) -> None:
-        rows = (online(100, arrival_s=-9.0), online(100, arrival_s=-9.0), online(state=DECODING))
-        plan = scheduler("bros").plan(snapshot(*rows), NO_CACHE)
+        requests = (
+            online(100, arrival_s=-9.0),
+            online(100, arrival_s=-9.0),
+            online(state=DECODING),
+        )
+        plan = scheduler("bros").plan(snapshot(*requests), NO_CACHE)
         assert plan.batch.num_requests == 3
 
 
@@ -148,9 +152,9 @@ class TestOoco:
         ("model", "victim"), [(MEMORY_BOUND, "short"), (COMPUTE_BOUND, "long")]
     )
     def test_the_bottleneck_picks_the_victim(self, model: LinearModel, victim: str) -> None:
-        rows = (offline(900, rid="long"), offline(100, rid="short"))
+        requests = (offline(900, rid="long"), offline(100, rid="short"))
         plan = scheduler("ooco", model=model, targets=SloTargets()).plan(
-            snapshot(*rows, online(20), free_slots=0), NO_CACHE
+            snapshot(*requests, online(20), free_slots=0), NO_CACHE
         )
         assert [retraction.rid for retraction in plan.retract] == [victim]
 
@@ -166,21 +170,21 @@ class TestOoco:
 
     def test_draws_let_long_ones_run_too(self) -> None:
         """One of each step's draws: in the end every long decode has run."""
-        rows = [offline(400_000) for _ in range(4)] + [offline(100) for _ in range(400)]
+        requests = [offline(400_000) for _ in range(4)] + [offline(100) for _ in range(400)]
         brain = scheduler(OocoPolicy(random_picks=40))
         seen: set[str] = set()
         for _ in range(60):
-            view = snapshot(online(10, DECODING), *rows)
+            view = snapshot(online(10, DECODING), *requests)
             plan = brain.plan(view, NO_CACHE)
             ran(brain, plan, view)
-            seen |= {*rids(rows[:4])} - {*plan.pause}
-        assert seen == {*rids(rows[:4])}
+            seen |= {*rids(requests[:4])} - {*plan.pause}
+        assert seen == {*rids(requests[:4])}
 
     def test_a_prefill_that_retraction_would_waste_is_not_begun(self) -> None:
         """Ten compute-bound decodes gain little from one more, and admissions were retracted."""
-        rows = [offline(100) for _ in range(10)]
+        requests = [offline(100) for _ in range(10)]
         brain = scheduler("ooco", queued(4000, rid="new"), model=self.COMPUTE_BOUND)
-        idle = snapshot(*rows)
+        idle = snapshot(*requests)
         assert [chunk.rid for chunk in brain.plan(idle, NO_CACHE).prefills] == ["new"]
         for _ in range(100):
             ran(brain, brain.plan(idle, NO_CACHE), idle)
@@ -197,10 +201,10 @@ class TestOoco:
 
     def test_an_online_prompt_has_a_relaxed_instance_to_itself(self) -> None:
         policy = OocoPolicy(role=Role.RELAXED)
-        row, prompt = offline(), online(5000)
-        plan = scheduler(policy, queued()).plan(snapshot(row, prompt), NO_CACHE)
+        request, prompt = offline(), online(5000)
+        plan = scheduler(policy, queued()).plan(snapshot(request, prompt), NO_CACHE)
         assert [tuple(chunk) for chunk in plan.prefills] == [(prompt.info.rid, 5000)]
-        assert plan.pause == rids([row])
+        assert plan.pause == rids([request])
 
 
 class TestBaselines:
@@ -231,13 +235,13 @@ class TestBaselines:
         assert plan.batch.compute_tokens == 512
 
     def test_priority_retracts_the_last_admitted_whatever_its_state(self) -> None:
-        rows = (offline(100, PARKED, computed=50, generated=0), offline(100, DECODING))
-        plan = scheduler("priority").plan(snapshot(*rows, online(), free_slots=0), NO_CACHE)
-        assert [retraction.rid for retraction in plan.retract] == [*rids(rows[1:])]
+        requests = (offline(100, PARKED, computed=50, generated=0), offline(100, DECODING))
+        plan = scheduler("priority").plan(snapshot(*requests, online(), free_slots=0), NO_CACHE)
+        assert [retraction.rid for retraction in plan.retract] == [*rids(requests[1:])]
 
     def test_non_preemptive_lets_an_online_prompt_wait_for_memory(self) -> None:
-        rows = (offline(100), online(500))
-        plan = scheduler("non_preemptive").plan(snapshot(*rows, free_kv_tokens=450), NO_CACHE)
+        requests = (offline(100), online(500))
+        plan = scheduler("non_preemptive").plan(snapshot(*requests, free_kv_tokens=450), NO_CACHE)
         assert not plan.retract
         assert not plan.prefills
         assert plan.batch.decode_requests == 1

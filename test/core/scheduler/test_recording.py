@@ -40,6 +40,7 @@ from sglang_coserve.core.recording import (
     read_recording,
     replay,
 )
+from sglang_coserve.core.recording.line_format import NAMES_OF_8
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
@@ -219,17 +220,17 @@ def test_settings_without_a_bound_are_read_also_as_they_were_written_before() ->
 
 
 def test_results_refer_to_requests_by_number_also_to_those_that_have_ended() -> None:
-    row, other = online(50, rid="a"), online(50, rid="b")
-    served = (ServedRequest(row.info, None, 2.5), ServedRequest(other.info, 1.5, None))
+    request, other = online(50, rid="a"), online(50, rid="b")
+    served = (ServedRequest(request.info, None, 2.5), ServedRequest(other.info, 1.5, None))
     updated = Updated(StepResult(0, 1.0, 0.5, STEP, (PrefillChunk("b", 8),), served, ("c",)))
-    planned = Planned(snapshot(row, other), {}, StepPlan())
+    planned = Planned(snapshot(request, other), {}, StepPlan())
     events: list[Event] = [planned, updated, Finished("a"), updated, planned, updated]
     lines = lines_of(setup(), events)
     assert read(lines)[1] == events
     assert [line.count('"rid":"a"') for line in lines[1:]] == [1, 0, 1, 1, 1, 0]
 
 
-def test_a_snapshot_of_64_rows_is_small() -> None:
+def test_a_snapshot_of_64_requests_is_small() -> None:
     rng = random.Random(0)
     decodes = [
         offline(
@@ -266,6 +267,19 @@ def test_a_recording_of_an_earlier_version_still_loads_and_replays() -> None:
         replays = list(replay(events, made_of.make()))
     assert len(replays) > 20
     assert not any(replayed.differences for replayed in replays)
+
+
+def test_version_8_differs_in_names_of_fields_only() -> None:
+    made_of = setup(max_offline_requests=3)
+    events: list[Event] = [
+        Planned(snapshot(online(10), offline(20)), {}, StepPlan()),
+        Updated(StepResult(0, 1.0, 0.5, dropped=("a",), overlapping=(STEP, StepStats()))),
+    ]
+    text = "".join(lines_of(made_of, events)).replace('"version":9', '"version":8')
+    for old, new in NAMES_OF_8.items():
+        assert f'"{new}":' in text
+        text = text.replace(f'"{new}":', f'"{old}":')
+    assert read(text.splitlines(keepends=True)) == (made_of, events)
 
 
 # --- Recording ----------------------------------------------------------------------------
@@ -465,13 +479,16 @@ def test_columns_that_do_not_fit_together_are_refused(changes: dict[str, object]
     ("changes", "message"),
     [
         ({"format": "csv"}, "format: expected 'coserve plans'"),
-        ({"version": 1}, "version: 1 is not 8, .* record again"),
+        ({"version": 1}, "version: 1 is not 9, .* record again"),
         ({"config": {"margin": 3.0}}, "config: scheduler: margin is 3.0"),
         (
             {"config": {"online_order": "lifo"}},
             "config.online_order: .* 'fcfs' or 'vtc', found",
         ),
-        ({"engine": {"max_rows": "many"}}, "engine.max_rows: .* valid integer, found 'many'"),
+        (
+            {"engine": {"max_requests": "many"}},
+            "engine.max_requests: .* valid integer, found 'many'",
+        ),
         ({"profile": {}}, "profile: schema_version: this field is missing"),
     ],
 )

@@ -24,7 +24,7 @@ from sglang_coserve.core.policies.coserve import CoservePolicy
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import OnlineOrder
-from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import ServedRequest, StepResult
 from sglang_coserve.core.step_builder import StepBuilder
 from sglang_coserve.core.step_stats import StepStats
@@ -109,12 +109,12 @@ def test_what_was_not_admitted_goes_on_waiting_and_is_planned_again() -> None:
 
 def test_a_user_pays_for_what_was_admitted() -> None:
     brain = scheduler("coserve", targets=SloTargets(), online_order=OnlineOrder.VTC)
-    rows = [online(100, rid=f"{user}{i}", user=user) for i in range(2) for user in "ab"]
-    seen = snapshot(*rows)
+    requests = [online(100, rid=f"{user}{i}", user=user) for i in range(2) for user in "ab"]
+    seen = snapshot(*requests)
     plan = brain.plan(seen, NO_CACHE)
     assert len(plan.prefills) == 4
     ran(brain, plan, seen, admitted=plan.prefills[:1])
-    left = snapshot(*rows[1:])
+    left = snapshot(*requests[1:])
     assert [chunk.rid for chunk in brain.plan(left, NO_CACHE).prefills] == ["b0", "b1", "a1"]
 
 
@@ -135,7 +135,7 @@ def test_a_step_that_was_dropped_teaches_nothing() -> None:
     seen = snapshot()
     plan = brain.plan(seen, NO_CACHE)
     brain.start(plan, plan.prefills)
-    brain.update(StepResult(plan.step, seen.now_s, 9.0, given_up=("q",)))
+    brain.update(StepResult(plan.step, seen.now_s, 9.0, dropped=("q",)))
     assert brain.prediction_error.mape is None
     brain.restore("q", 0)
     assert [chunk.rid for chunk in brain.plan(seen, NO_CACHE).prefills] == ["q"]
@@ -208,7 +208,7 @@ def test_steps_with_equal_batches_are_not_taken_for_each_other() -> None:
     (first, first_seen), (second, second_seen) = plans
     assert first.batch == second.batch
     everyone = tuple(chunk.rid for chunk in first.prefills)
-    brain.update(StepResult(first.step, first_seen.now_s, given_up=everyone))
+    brain.update(StepResult(first.step, first_seen.now_s, dropped=everyone))
     brain.update(result_of(second, second_seen, chunks=second.prefills, seconds=0.2))
     assert arrival_s(brain, probe) >= before_s
 
@@ -216,11 +216,11 @@ def test_steps_with_equal_batches_are_not_taken_for_each_other() -> None:
 def test_a_gap_is_harmed_when_its_token_came_late() -> None:
     probe = Probe()
     brain = scheduler(probe, slos=("tbt p99 <= 100ms",))
-    row = online(10, DECODING, last_token_s=100.0, arrival_s=99.0)
-    brain.arrived(row.info)
-    brain.interference.produced(row.info.rid, 100.0)
+    request = online(10, DECODING, last_token_s=100.0, arrival_s=99.0)
+    brain.arrived(request.info)
+    brain.interference.produced(request.info.rid, 100.0)
     before = shown(brain, probe).gap_share
-    seen = snapshot(row, offline(10, DECODING), now_s=100.0)
+    seen = snapshot(request, offline(10, DECODING), now_s=100.0)
     ran(brain, brain.plan(seen, NO_CACHE), seen, seconds=0.5)  # Planned in time.
     assert shown(brain, probe).gap_share < 0.99 * before
 
@@ -235,8 +235,8 @@ def test_the_average_iteration_is_the_one_that_was_measured() -> None:
 # --- A budget of nothing ------------------------------------------------------------------
 
 
-def builder(*rows: Row) -> StepBuilder:
-    return StepBuilder(snapshot(*rows), MODEL, TARGETS, last_admitted_first)
+def builder(*requests: Request) -> StepBuilder:
+    return StepBuilder(snapshot(*requests), MODEL, TARGETS, last_admitted_first)
 
 
 def test_a_budget_of_nothing_is_no_prompt_left_over() -> None:

@@ -141,7 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
         left = self.engine.requests.keys() - self.engine.ended.keys()
         assert offline_waits or not left, f"never ended: {left}"
-        assert not self.engine.rows
+        assert not self.engine.admitted
         assert self.engine.free_kv + sum(self.engine.cache.values()) == KV_TOKENS
         self.scheduler.queue.check_invariants()
         assert self.scheduler.queue.num_running == 0
@@ -171,7 +171,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _step(self, **step: Any) -> StepPlan:
         snapshot = self.engine.snapshot()
-        states = {row.info.rid: row.state for row in snapshot.rows}
+        states = {request.info.rid: request.state for request in snapshot.admitted}
         plan = self.engine.step(**step)
         states |= dict.fromkeys(plan.pause, RequestState.PAUSED)
         states |= dict.fromkeys(plan.resume, RequestState.DECODING)
@@ -197,19 +197,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         """No offline work runs while an online request could have used its place."""
         chunks = dict(plan.prefills)
         offline_kv = sum(
-            self.engine._paged(row.computed_tokens)
-            for row in snapshot.rows
-            if not row.info.is_online
+            self.engine._paged(request.computed_tokens)
+            for request in snapshot.admitted
+            if not request.info.is_online
         )
         reachable_kv = snapshot.free_kv_tokens + snapshot.evictable_kv_tokens + offline_kv
-        for row in (*snapshot.rows, *snapshot.waiting):
-            rid = row.info.rid
-            if not row.info.is_online or rid in plan.shed or rid in dict(plan.retract):
+        for request in (*snapshot.admitted, *snapshot.waiting):
+            rid = request.info.rid
+            if not request.info.is_online or rid in plan.shed or rid in dict(plan.retract):
                 continue
-            if row.state in (RequestState.DECODING, RequestState.PAUSED):
+            if request.state in (RequestState.DECODING, RequestState.PAUSED):
                 assert rid not in plan.pause
             elif rid in chunks:
-                assert chunks[rid] == row.tokens_to_compute, "cut, and offline work runs"
+                assert chunks[rid] == request.tokens_to_compute, "cut, and offline work runs"
             else:
                 online_kv = sum(
                     self.engine._paged(chunk.tokens)
@@ -217,8 +217,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                     if self.engine.requests[chunk.rid].info.is_online
                 )
                 decodes = plan.batch.decode_requests * snapshot.page_tokens
-                earlier = self.engine._paged(row.length_tokens)
-                slots = self.engine.slots - sum(row.info.is_online for row in snapshot.rows)
+                earlier = self.engine._paged(request.length_tokens)
+                slots = self.engine.slots - sum(
+                    request.info.is_online for request in snapshot.admitted
+                )
                 assert earlier + online_kv + decodes + 200 > reachable_kv or slots <= len(chunks), (
                     "left waiting, and offline work runs"
                 )

@@ -25,7 +25,7 @@ from sglang_coserve.metrics import SloTargets
 
 SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "iteration_budget_ms": (20.0, {"iteration_budget_s": 0.02}),
-    "offline_max_running": (2, {"max_offline_rows": 2}),
+    "offline_max_running": (2, {"max_offline_requests": 2}),
     "online_order": ("vtc", {"online_order": OnlineOrder.VTC}),
     "overload": ("shed", {"overload": Overload.SHED}),
     "offline_utility_ratio": (0.0, {"utility_ratio": 0.0}),

@@ -65,7 +65,7 @@ def test_the_rest_of_a_prompt_that_was_cut_is_not_computed_beside_it() -> None:
     plan = brain.plan(seen, NO_CACHE)
     assert [(chunk.rid, chunk.tokens) for chunk in plan.prefills] == [("a0", 150)]
     ran(brain, plan, seen)
-    row = offline(420, RequestState.PREFILLING, rid="a0", computed=150)
+    request = offline(420, RequestState.PREFILLING, rid="a0", computed=150)
     cache = Cache({"a1": 150, "a2": 150})
-    again = brain.plan(snapshot(row), cache)
+    again = brain.plan(snapshot(request), cache)
     assert [(chunk.rid, chunk.tokens) for chunk in again.prefills] == [("a0", 270)]

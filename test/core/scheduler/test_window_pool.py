@@ -22,10 +22,10 @@ def test_a_prompt_longer_than_the_pool_is_computed(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["coserve", "conserve", "hygen", "bros"])
-def test_offline_rows_leave_it_for_an_online_prompt(policy: str) -> None:
-    """One row leaves a window, however long it is."""
-    rows = [offline(1000) for _ in range(4)]
-    seen = snapshot(online(1000), *rows, window_tokens=WINDOW, free_window_tokens=10)
+def test_offline_requests_leave_it_for_an_online_prompt(policy: str) -> None:
+    """One request leaves a window, however long it is."""
+    requests = [offline(1000) for _ in range(4)]
+    seen = snapshot(online(1000), *requests, window_tokens=WINDOW, free_window_tokens=10)
     plan = scheduler(policy).plan(seen, NO_CACHE)
     assert len(plan.retract) == 1
     assert len(plan.prefills) == 1
@@ -48,14 +48,14 @@ def test_a_begun_prompt_takes_the_slots_of_another_when_nothing_else_runs() -> N
 
 
 def test_each_decode_takes_a_slot() -> None:
-    rows = [offline(100) for _ in range(WINDOW + 10)]
-    seen = snapshot(*rows, window_tokens=WINDOW, free_window_tokens=WINDOW)
+    requests = [offline(100) for _ in range(WINDOW + 10)]
+    seen = snapshot(*requests, window_tokens=WINDOW, free_window_tokens=WINDOW)
     plan = scheduler("coserve").plan(seen, NO_CACHE)
     assert plan.retract
-    assert plan.batch.decode_requests + len(plan.retract) == len(rows)
+    assert plan.batch.decode_requests + len(plan.retract) == len(requests)
 
 
-def test_online_rows_keep_their_slots_beside_the_offline_lane() -> None:
+def test_online_requests_keep_their_slots_beside_the_offline_lane() -> None:
     from sglang_coserve.core.lanes import offline_lane_view
 
     seen = snapshot(

@@ -54,11 +54,11 @@ def test_time_and_tokens_are_those_of_both_classes() -> None:
 def test_chunks_count_by_their_tokens() -> None:
     prompt = queued(300)
     brain = scheduler("conserve", prompt)
-    row = online(100)
-    seen = snapshot(row, offline(10, DECODING))
+    request = online(100)
+    seen = snapshot(request, offline(10, DECODING))
     plan = brain.plan(seen, NO_CACHE)
     tokens = dict(plan.prefills)
-    assert tokens[row.info.rid] == 100
+    assert tokens[request.info.rid] == 100
     ran(brain, plan, seen)
     assert brain.work.totals.online_tokens == 100
     assert brain.work.totals.offline_tokens == tokens.get(prompt.rid, 0) + 1
@@ -68,7 +68,7 @@ def test_what_a_dropped_step_took_is_lost() -> None:
     brain = scheduler("coserve", queued(300))
     plan = brain.plan(snapshot(), NO_CACHE)
     brain.start(plan, plan.prefills)
-    brain.update(StepResult(plan.step, 0.0, seconds=0.02, given_up=("a",)))
+    brain.update(StepResult(plan.step, 0.0, seconds=0.02, dropped=("a",)))
     totals = brain.work.totals
     assert (totals.lost_s, totals.dropped_steps, totals.steps) == (0.02, 1, 0)
     assert texts(brain) == [Subject.DROPPED.value]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import RequestState, check_transition
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row, SuspendedStep
+from sglang_coserve.core.snapshot import EngineSnapshot, Request, RequestInfo, SuspendedStep
 from sglang_coserve.core.step import Lane, PrefillChunk, ServedRequest, StepPlan, StepResult
 from sglang_coserve.core.step_stats import StepStats
 
@@ -81,7 +81,7 @@ class TinyEngine:
         """How much longer steps take than predicted."""
 
         self.requests: dict[str, _Live] = {}
-        self.rows: list[str] = []
+        self.admitted: list[str] = []
         self.waiting: list[str] = []
         self.cache: dict[str, int] = {}
         self.ended: dict[str, RequestState] = {}
@@ -107,14 +107,14 @@ class TinyEngine:
     def snapshot(self) -> EngineSnapshot:
         return EngineSnapshot(
             now_s=self.now_s,
-            rows=[self._row(rid) for rid in self.rows if rid not in self._suspended_work],
+            admitted=[self._seen(rid) for rid in self.admitted if rid not in self._suspended_work],
             waiting=[
-                self._row(rid)._replace(cached_tokens=self.cached_tokens(rid))
+                self._seen(rid)._replace(cached_tokens=self.cached_tokens(rid))
                 for rid in self.waiting
             ],
             free_kv_tokens=self.free_kv,
             evictable_kv_tokens=sum(self.cache.values()),
-            free_slots=self.slots - len(self.rows),
+            free_slots=self.slots - len(self.admitted),
             max_batch_tokens=self.max_batch_tokens,
             page_tokens=self.page_tokens,
             stop_share=self.stop_share,
@@ -133,7 +133,9 @@ class TinyEngine:
     def free_kv(self) -> int:
         # A step has taken the KV of what it is to compute when it is suspended.
         work = self._suspended_work
-        held = sum(self._paged(self.requests[rid].computed + work.get(rid, 0)) for rid in self.rows)
+        held = sum(
+            self._paged(self.requests[rid].computed + work.get(rid, 0)) for rid in self.admitted
+        )
         return self.kv_tokens - held - sum(self.cache.values())
 
     def step(self, *, admits: int | None = None, stops_at: float = 1.0) -> StepPlan:
@@ -162,13 +164,13 @@ class TinyEngine:
         if not plan.is_idle:
             self.scheduler.start(plan, prefills)
         self.log.append(plan)
-        self._change_rows(plan)
+        self._change_requests(plan)
 
         alone = plan.lane is Lane.OFFLINE
         state = _S.PAUSED if alone else _S.DECODING
         decodes = [
             rid
-            for rid in self.rows
+            for rid in self.admitted
             if self.requests[rid].state is state
             and not (alone and self.requests[rid].info.is_online)
             and rid not in self._suspended_work
@@ -236,7 +238,7 @@ class TinyEngine:
         self._end_aborted()
 
     def _drop(self) -> None:
-        """Give the suspended step up: its rows are as before it."""
+        """Give the suspended step up: its requests are as before it."""
         step, self.suspended = self.suspended, None
         assert step is not None
         self.num_drops += 1
@@ -246,7 +248,7 @@ class TinyEngine:
             if rid not in step.admitted:
                 self._enter(rid, _S.PARKED)
         rids = tuple(step.work)
-        self.scheduler.update(StepResult(step.plan.step, step.started_s, given_up=rids))
+        self.scheduler.update(StepResult(step.plan.step, step.started_s, dropped=rids))
         self._end_aborted()
 
     def _end_aborted(self) -> None:
@@ -257,11 +259,11 @@ class TinyEngine:
     def _unfinished(self) -> list[str]:
         return [
             rid
-            for rid in self.rows
+            for rid in self.admitted
             if self.requests[rid].state is _S.PREFILLING and rid not in self._suspended_work
         ]
 
-    def _change_rows(self, plan: StepPlan) -> None:
+    def _change_requests(self, plan: StepPlan) -> None:
         for rid in plan.shed:
             assert rid in self.waiting
             self._end(rid, _S.ABORTED)
@@ -269,7 +271,7 @@ class TinyEngine:
             self._retract(rid, tokens)
         pausing: list[str] = []
         for rid in plan.pause:
-            # Of a batch without online rows all are moved at once.
+            # Of a batch without online requests all are moved at once.
             decoding = [r for r in self.requests.values() if r.state is _S.DECODING]
             is_whole = plan.lane is Lane.OFFLINE and not any(r.info.is_online for r in decoding)
             assert self.requests[rid].info.can_pause or is_whole
@@ -291,7 +293,7 @@ class TinyEngine:
         chunks, admitted = [], []
         for rid, tokens in prefills:
             live = self.requests[rid]
-            if rid not in self.rows:
+            if rid not in self.admitted:
                 self._admit(rid)
                 admitted.append(rid)
             elif live.state is _S.PARKED:
@@ -299,7 +301,7 @@ class TinyEngine:
             assert live.state is _S.PREFILLING
             assert 0 < tokens <= live.length - live.computed
             chunks.append((tokens, live.computed))
-        assert len(self.rows) <= self.slots
+        assert len(self.admitted) <= self.slots
         return chunks, admitted
 
     def _compute_all(
@@ -310,20 +312,20 @@ class TinyEngine:
     ) -> tuple[ServedRequest, ...]:
         """Compute; a prefill that is complete enters the state ``decoding``."""
         work = [*((rid, 1) for rid in decodes), *prefills]
-        rows = [self.requests[rid] for rid, _ in work]
-        before = [(live.last_token_s, live.generated) for live in rows]
+        requests = [self.requests[rid] for rid, _ in work]
+        before = [(live.last_token_s, live.generated) for live in requests]
         for rid, tokens in work:
             self._compute(rid, tokens, decoding)
         return tuple(
             ServedRequest(live.info, last_s, self.now_s if live.generated > generated else None)
-            for live, (last_s, generated) in zip(rows, before, strict=True)
+            for live, (last_s, generated) in zip(requests, before, strict=True)
             if live.info.is_online
         )
 
     def _put_back(self, rid: str) -> None:
         """Let a request wait again whose admission was given up."""
         live = self.requests[rid]
-        self.rows.remove(rid)
+        self.admitted.remove(rid)
         self._enter(rid, _S.WAITING)
         live.computed = 0
         if live.info.is_online:
@@ -331,9 +333,9 @@ class TinyEngine:
         else:
             self.scheduler.restore(rid, live.generated)
 
-    def _row(self, rid: str) -> Row:
+    def _seen(self, rid: str) -> Request:
         live = self.requests[rid]
-        return Row(live.info, live.state, live.generated, live.computed, 0, live.last_token_s)
+        return Request(live.info, live.state, live.generated, live.computed, 0, live.last_token_s)
 
     def _paged(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens) * self.page_tokens
@@ -350,15 +352,15 @@ class TinyEngine:
             self.waiting.remove(rid)
         else:
             assert self.scheduler.queue.is_running(rid), f"{rid} was not taken"
-        self.rows.append(rid)
+        self.admitted.append(rid)
         self._enter(rid, _S.PREFILLING)
 
     def _retract(self, rid: str, tokens: int) -> None:
         live = self.requests[rid]
-        assert rid in self.rows
+        assert rid in self.admitted
         assert 0 < tokens <= live.computed
         head = live.computed - tokens
-        self.rows.remove(rid)
+        self.admitted.remove(rid)
         self._enter(rid, _S.WAITING)
         live.computed = 0
         if head >= self.page_tokens:
@@ -387,7 +389,7 @@ class TinyEngine:
         assert rid not in self.ended, f"{rid} ends twice"
         self._enter(rid, state)
         self.ended[rid] = state
-        for place in (self.rows, self.waiting):
+        for place in (self.admitted, self.waiting):
             if rid in place:
                 place.remove(rid)
         self.cache.pop(rid, None)

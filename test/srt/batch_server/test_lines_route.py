@@ -67,7 +67,7 @@ def test_a_line_is_answered_as_in_a_batch_and_goes_on_after_its_tokens(
     asyncio.run(asyncio.wait_for(scenario(), GIVE_UP_S))
 
 
-def test_a_closed_connection_ends_the_row(deployment: Deployment) -> None:
+def test_a_closed_connection_ends_the_request(deployment: Deployment) -> None:
     async def scenario() -> None:
         async with EngineConnection(deployment.base_url, ADMIN_KEY) as connection:
             model = (await connection.describe()).model

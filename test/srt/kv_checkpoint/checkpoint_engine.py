@@ -28,7 +28,7 @@ class CheckpointEngine(EngineProcess):
 def checkpoint_spec(
     model: Any, coserve: dict[str, Any], *, overlap: bool, **server_args: Any
 ) -> EngineSpec:
-    """Return what to start: a small KV pool, so that offline rows are evicted all the time."""
+    """Return what to start: a small KV pool, so that offline requests are evicted all the time."""
     settings = {
         "max_total_tokens": 1024,
         "chunked_prefill_size": 128,
@@ -49,20 +49,22 @@ def _checking(base: type) -> type:
         def process_batch_result(self, batch: Any, result: Any) -> None:
             super().process_batch_result(batch, result)
             self.tree_cache.assert_consistent()
-            for row in self.tree_cache._saver.rows.values():
-                _assert_saved(self.tree_cache, row)
+            for checkpoint in self.tree_cache._saver.checkpoints.values():
+                _assert_saved(self.tree_cache, checkpoint)
 
     return CheckingScheduler
 
 
-def _assert_saved(cache: Any, row: Any) -> None:
-    """What counts as saved is the KV that the row has on the device, and nothing is sent that
+def _assert_saved(cache: Any, checkpoint: Any) -> None:
+    """What counts as saved is the KV that the request has on the device, and nothing is sent that
     is not computed, or was rolled back."""
-    page, start = cache.page_size, row.start_tokens
-    assert start + row.pages.sent * page <= compat.computed_tokens(row.req)
-    end = row.saved_end_tokens
-    device_slots = cache.req_to_token_pool.req_to_token[compat.slot_of(row.req), start:end].tolist()
-    host_slots = list(row.host_slots[: end - start])
+    page, start = cache.page_size, checkpoint.start_tokens
+    assert start + checkpoint.pages.sent * page <= compat.computed_tokens(checkpoint.req)
+    end = checkpoint.saved_end_tokens
+    device_slots = cache.req_to_token_pool.req_to_token[
+        compat.slot_of(checkpoint.req), start:end
+    ].tolist()
+    host_slots = list(checkpoint.host_slots[: end - start])
     device, host = cache.token_to_kv_pool_allocator.get_kvcache(), cache.host_pool
     for layer in range(device.layer_num):
         for on_device, on_host in (

@@ -25,7 +25,7 @@ TAILS = ([4] * 5, [5] * 33, [6])
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Rows start, generate, are preempted, resume and end while copies come and go."""
+    """Requests start, generate, are preempted, resume and end while copies come and go."""
 
     @initialize(
         mode=st.sampled_from([m for m in CheckpointMode if m is not CheckpointMode.OFF]),
@@ -57,42 +57,42 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(head=st.sampled_from(HEADS), tail=st.sampled_from(TAILS), offline=st.booleans())
     def arrive(self, head: list[int], tail: list[int], offline: bool) -> None:
         self.count += 1
-        row = new_request(f"r{self.count}", head + tail, offline=offline)
-        if not self.engine.admit(row):
-            self.waiting.append(row)
+        request = new_request(f"r{self.count}", head + tail, offline=offline)
+        if not self.engine.admit(request):
+            self.waiting.append(request)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def resume(self, data: st.DataObject) -> None:
-        row = data.draw(st.sampled_from(self.waiting))
-        if self.engine.admit(row):
-            self.waiting.remove(row)
+        request = data.draw(st.sampled_from(self.waiting))
+        if self.engine.admit(request):
+            self.waiting.remove(request)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def abort_waiting(self, data: st.DataObject) -> None:
-        row = data.draw(st.sampled_from(self.waiting))
-        self.waiting.remove(row)
-        self.engine.cache.forget(row.rid)
+        request = data.draw(st.sampled_from(self.waiting))
+        self.waiting.remove(request)
+        self.engine.cache.forget(request.rid)
 
     @precondition(lambda self: self.engine.running)
     @rule(steps=st.integers(1, 20))
     def generate(self, steps: int) -> None:
-        """All rows generate; one that finds no memory is preempted."""
+        """All requests generate; one that finds no memory is preempted."""
         for _ in range(steps):
-            for row in list(self.engine.running):
-                if not self.engine.decode(row):
-                    self.preempt_row(row)
+            for request in list(self.engine.running):
+                if not self.engine.decode(request):
+                    self.preempt_request(request)
             self.engine.checkpoint()
 
     @precondition(lambda self: self.engine.running)
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
-        self.preempt_row(self.running(data))
+        self.preempt_request(self.running(data))
 
-    def preempt_row(self, row: Any) -> None:
-        self.engine.release(row)
-        self.waiting.append(row)
+    def preempt_request(self, request: Any) -> None:
+        self.engine.release(request)
+        self.waiting.append(request)
 
     @precondition(lambda self: self.engine.running)
     @rule(data=st.data())
@@ -102,8 +102,8 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(data=st.data(), budget=st.integers(0, 64))
     def prefetch(self, data: st.DataObject, budget: int) -> None:
-        row = data.draw(st.sampled_from(self.waiting))
-        tokens = self.engine.cache.prefetch_step(row, budget)
+        request = data.draw(st.sampled_from(self.waiting))
+        tokens = self.engine.cache.prefetch_step(request, budget)
         assert (tokens or 0) <= budget
 
     @rule(tokens=st.integers(1, 64))
@@ -124,8 +124,8 @@ class CacheMachine(RuleBasedStateMachine):
         """At the end nothing is left locked."""
         if not hasattr(self, "engine"):
             return
-        for row in list(self.engine.running):
-            self.engine.release(row, ends=True)
+        for request in list(self.engine.running):
+            self.engine.release(request, ends=True)
         self.engine.settle()
         assert self.engine.cache.protected_size() == 0
         self.engine.assert_consistent()

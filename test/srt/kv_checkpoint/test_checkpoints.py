@@ -94,7 +94,7 @@ HOG: Spec = ("on", scenarios.prompt(50, 700), 40, False)
 
 
 def run_preemption(engine: ScriptedEngine) -> Any:
-    """A large online request arrives when the offline rows have generated many tokens."""
+    """A large online request arrives when the offline requests have generated many tokens."""
     before = engine.scheduler.parts.checkpointing.stats()
     retracted = scenarios.counts(engine).get("retracted", 0)
     has_come: list[bool] = []
@@ -135,7 +135,7 @@ def most_recomputed(mode: str, page_size: int, retracted: int) -> int:
         pytest.param("eager", False, 1, marks=pytest.mark.heavy),
     ],
 )
-def test_a_preempted_row_recomputes_only_what_was_not_worth_a_copy(
+def test_a_preempted_request_recomputes_only_what_was_not_worth_a_copy(
     start_checkpointing: Any,
     reference_outputs: Reference,
     mode: str,
@@ -289,13 +289,13 @@ def test_loads_that_do_not_come_back_cost_recomputation_only(
     assert stats["classes"]["offline"]["recomputed_tokens"] > 0
 
 
-# --- Memory that no running row holds -----------------------------------------------------
+# --- Memory that no running request holds -----------------------------------------------------
 
 PARKED: Spec = ("off", scenarios.prompt(60, 900), 8, True)
 BIG: Spec = ("on", scenarios.prompt(61, 300), 400, False)
 
 
-def run_online_behind_a_parked_row(engine: ScriptedEngine) -> tuple[dict[str, list[int]], int]:
+def run_online_behind_a_parked_request(engine: ScriptedEngine) -> tuple[dict[str, list[int]], int]:
     """An online request comes when one offline prompt is half computed and nothing else runs.
 
     There is room for its prompt, but not for its output too, which SGLang reserves.
@@ -318,11 +318,11 @@ def run_online_behind_a_parked_row(engine: ScriptedEngine) -> tuple[dict[str, li
     return outputs, served[0]
 
 
-def test_an_online_request_gets_the_memory_of_a_parked_row(
+def test_an_online_request_gets_the_memory_of_a_parked_request(
     start_checkpointing: Any, reference_outputs: Reference
 ) -> None:
     engine = start_checkpointing("eager", overlap=True, page_size=16)
-    outputs, served = engine.call(run_online_behind_a_parked_row)
+    outputs, served = engine.call(run_online_behind_a_parked_request)
     assert outputs == reference_outputs([PARKED, BIG])
     # Its prompt takes three passes, its output 400.
     assert served < 450

@@ -127,23 +127,23 @@ def test_a_class_without_a_share_never_asks() -> None:
     assert not space.may_try(ONLINE, step=1000)
 
 
-# --- Rows that give way -------------------------------------------------------------------
+# --- Requests that give way -------------------------------------------------------------------
 
 
-def row_with_unsaved_tokens() -> tuple[BareEngine, Any]:
-    """An engine with one row: 32 tokens of a prompt, which are saved, and 48 more, which are not.
+def request_with_unsaved_tokens() -> tuple[BareEngine, Any]:
+    """An engine with a request: 32 tokens of a prompt, which are saved, and 48 more, which are not.
 
     As when a chunk of a prompt has just been computed.
     """
     policy = CheckpointPolicy(CheckpointMode.EAGER)
     engine = BareEngine(policy, slots=256, host_slots=512, page_tokens=16)
-    row = new_request("row", list(range(32)), offline=True)
-    assert engine.admit(row)
+    request = new_request("off", list(range(32)), offline=True)
+    assert engine.admit(request)
     engine.checkpoint()
     engine.settle()
     for _ in range(48):
-        assert engine.decode(row)
-    return engine, row
+        assert engine.decode(request)
+    return engine, request
 
 
 def evict_all(engine: BareEngine) -> Counter[str]:
@@ -152,63 +152,66 @@ def evict_all(engine: BareEngine) -> Counter[str]:
     return engine.cache.counts
 
 
-def test_what_a_row_has_not_saved_is_saved_when_it_gives_way() -> None:
-    engine, row = row_with_unsaved_tokens()
-    engine.release(row)
+def test_what_a_request_has_not_saved_is_saved_when_it_gives_way() -> None:
+    engine, request = request_with_unsaved_tokens()
+    engine.release(request)
     counts = evict_all(engine)
     assert (counts["demoted_tokens"], counts["dropped_tokens"]) == (80, 0)
     engine.settle()
-    assert engine.admit(row)
+    assert engine.admit(request)
     engine.assert_consistent()
 
 
-def test_what_a_row_with_a_namespace_of_its_own_has_saved_is_kept() -> None:
+def test_what_a_request_with_a_namespace_of_its_own_has_saved_is_kept() -> None:
     policy = CheckpointPolicy(CheckpointMode.EAGER)
     engine = BareEngine(policy, slots=256, host_slots=512, page_tokens=16)
-    row = new_request("row", list(range(32)), offline=True)
-    row.extra_key, row.cache_salt = "adapter", "salt"  # The salt counts since SGLang 0.5.18.
-    assert engine.admit(row)
+    request = new_request("off", list(range(32)), offline=True)
+    request.extra_key, request.cache_salt = (
+        "adapter",
+        "salt",
+    )  # The salt counts since SGLang 0.5.18.
+    assert engine.admit(request)
     for _ in range(16):
-        assert engine.decode(row)
+        assert engine.decode(request)
     engine.checkpoint()
     engine.settle()
-    engine.release(row)
+    engine.release(request)
     counts = evict_all(engine)
     assert (counts["adopted_tokens"], counts["demoted_tokens"]) == (16, 48)
-    assert engine.admit(row)
+    assert engine.admit(request)
     engine.assert_consistent()
 
 
 def test_what_resumes_takes_the_room_of_online_prefixes_and_keeps_it() -> None:
-    engine, row = row_with_unsaved_tokens()
-    engine.release(row)
+    engine, request = request_with_unsaved_tokens()
+    engine.release(request)
     evict_all(engine)
     online = new_request("online", list(range(100, 356)), offline=False)
     assert engine.admit(online)
     engine.release(online, ends=True)
     engine.settle()
     assert engine.allocator.available_size() == 0
-    assert engine.cache.prefetch_step(row, budget_tokens=256) == 80
+    assert engine.cache.prefetch_step(request, budget_tokens=256) == 80
     engine.settle()
-    assert engine.cache.prefetch_step(row, budget_tokens=256) == 0
-    assert (row.host_hit_length, compat.prefix_tokens(row)) == (0, 80)
-    engine.cache.need(row)
+    assert engine.cache.prefetch_step(request, budget_tokens=256) == 0
+    assert (request.host_hit_length, compat.prefix_tokens(request)) == (0, 80)
+    engine.cache.need(request)
     engine.evict(176)
-    row.init_next_round_input(engine.cache)
-    assert compat.prefix_tokens(row) == 80
+    request.init_next_round_input(engine.cache)
+    assert compat.prefix_tokens(request) == 80
     engine.assert_consistent()
 
 
 def test_online_work_does_not_wait_for_a_slow_copy() -> None:
-    engine, row = row_with_unsaved_tokens()
+    engine, request = request_with_unsaved_tokens()
     gate = threading.Event()
     engine.copy_streams[0].submit(gate.wait)
-    engine.release(row)
+    engine.release(request)
     counts = evict_all(engine)
     assert (counts["demoted_tokens"], counts["dropped_tokens"]) == (32, 48)
     gate.set()
     engine.settle()
-    assert engine.admit(row)
+    assert engine.admit(request)
     engine.assert_consistent()
 
 
@@ -248,10 +251,10 @@ def test_auto_says_why_it_is_off(what: str, *, on_cpu: bool) -> None:
 
 
 def test_the_hooks_do_nothing_with_another_cache() -> None:
-    kv, row = KvCheckpointing(object(), why_off="no use"), request("off", 10, offline=True)
-    ran(kv, [row], [(0, 10)])
+    kv, req = KvCheckpointing(object(), why_off="no use"), request("off", 10, offline=True)
+    ran(kv, [req], [(0, 10)])
     kv.prefetch(now_s=1.0)
-    assert kv.hold_back([row]) == set()
+    assert kv.hold_back([req]) == set()
     kv.forget("off")
     stats = kv.stats().to_dict()
     assert (stats["mode"], stats["reason"]) == ("off", "no use")
@@ -297,8 +300,8 @@ def request(rid: str, tokens: int, *, offline: bool) -> Any:
 
 
 def ran(kv: KvCheckpointing, reqs: list[Any], extends: Sequence[tuple[int, int]] = ()) -> None:
-    """Let a batch end that gives its whole rows a token; ``extends`` are (cached, computed)
-    tokens by row of a prefill."""
+    """Let a batch end that gives its whole requests a token; ``extends`` are (cached, computed)
+    tokens by request of a prefill."""
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -318,7 +321,7 @@ def taxes(kv: KvCheckpointing, name: str) -> tuple[int, int]:
     return stats.recomputed_tokens, stats.computed_tokens
 
 
-def test_tokens_count_as_recomputed_up_to_where_the_row_had_been() -> None:
+def test_tokens_count_as_recomputed_up_to_where_the_request_had_been() -> None:
     kv = KvCheckpointing(tree_cache=None)
     offline, online = request("off", 100, offline=True), request("on", 100, offline=False)
     ran(kv, [offline, online], [(0, 100), (40, 60)])
@@ -337,7 +340,7 @@ def test_tokens_count_as_recomputed_up_to_where_the_row_had_been() -> None:
 
 
 def test_a_prompt_whose_prefill_was_interrupted_counts_once() -> None:
-    kv, row = KvCheckpointing(tree_cache=None), request("off", 100, offline=True)
-    ran(kv, [row], [(0, 64)])
-    ran(kv, [row], [(48, 52)])
+    kv, req = KvCheckpointing(tree_cache=None), request("off", 100, offline=True)
+    ran(kv, [req], [(0, 64)])
+    ran(kv, [req], [(48, 52)])
     assert taxes(kv, "offline") == (16, 116)

@@ -21,13 +21,13 @@ def engine() -> BareEngine:
 
 
 def give_way(engine: BareEngine, rid: str, token: int, gate: threading.Event | None = None) -> None:
-    """A row is computed, its copy is begun, which a gate keeps from ending, and it is released."""
-    row = new_request(rid, [token] * PROMPT_TOKENS, offline=True)
-    assert engine.admit(row)
+    """A request is computed, its copy is begun, which a gate keeps from ending; it is released."""
+    request = new_request(rid, [token] * PROMPT_TOKENS, offline=True)
+    assert engine.admit(request)
     if gate is not None:
         engine.copy_streams[0].submit(gate.wait)
     engine.checkpoint()
-    engine.release(row)
+    engine.release(request)
 
 
 def test_a_copy_that_was_waited_for_in_vain_does_not_cost_the_later_ones() -> None:

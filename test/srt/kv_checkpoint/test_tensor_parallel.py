@@ -49,7 +49,7 @@ def params(max_new_tokens: int, *, offline: bool) -> dict[str, Any]:
     return {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True, **mark}
 
 
-def test_ranks_stay_in_step_while_rows_give_way_and_resume(engine: Any) -> None:
+def test_ranks_stay_in_step_while_requests_give_way_and_resume(engine: Any) -> None:
     rng = random.Random(2)
     offline = [(rng.choices(range(10, 700), k=60), 100) for _ in range(5)]
     online = [(rng.choices(range(10, 700), k=350), 8) for _ in range(2)]
@@ -69,7 +69,7 @@ def test_ranks_stay_in_step_while_rows_give_way_and_resume(engine: Any) -> None:
 
     expected = engine.loop.run_until_complete(together(with_offline=False))
     stats: dict[str, Any] = {"demoted_tokens": 0, "prefetch_published_tokens": 0}
-    # When the online ones come is up to the machine: it is tried until rows give way.
+    # When the online ones come is up to the machine: it is tried until requests give way.
     for _ in range(MOST_ROUNDS):
         assert is_flushed(engine)
         assert engine.loop.run_until_complete(together(with_offline=True)) == expected

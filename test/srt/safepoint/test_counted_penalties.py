@@ -43,9 +43,9 @@ class Decodes:
         penalties.cumulate_output_tokens(torch.tensor(tokens))
 
     def leave(self, rid: str) -> None:
-        rows = [row for row, one in enumerate(self.reqs) if one.rid != rid]
-        self.reqs = [self.reqs[row] for row in rows]
-        self.sampling_info.penalizer_orchestrator.filter(torch.tensor(rows))
+        kept = [place for place, one in enumerate(self.reqs) if one.rid != rid]
+        self.reqs = [self.reqs[place] for place in kept]
+        self.sampling_info.penalizer_orchestrator.filter(torch.tensor(kept))
 
     def additive(self) -> torch.Tensor:
         total = torch.zeros(len(self.reqs), VOCABULARY)
@@ -64,7 +64,7 @@ def test_a_step_that_is_prepared_twice_counts_once() -> None:
     assert torch.equal(batch.additive(), once)
 
 
-def test_a_penalty_may_leave_with_the_row_that_asked_for_it() -> None:
+def test_a_penalty_may_leave_with_the_request_that_asked_for_it() -> None:
     reqs = [req("a", frequency_penalty=0.5), req("b", min_new_tokens=4)]
     batch, counted = Decodes(reqs), CountedPenalties()
     batch.prepare(7, 8)

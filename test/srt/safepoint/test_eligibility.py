@@ -59,10 +59,10 @@ def test_engines_that_cannot_be_suspended_are_told_apart(start_engine: Any) -> N
     assert "no list of decoder layers was found in the model" in reasons
 
 
-def batch_of(hicache_consumer_index: int = -1, **row: Any) -> Any:
-    """As much of a batch as the question is about: a plain decode, and one more row."""
+def batch_of(hicache_consumer_index: int = -1, **fields: Any) -> Any:
+    """As much of a batch as the question is about: a plain decode, and one more request."""
     plain = {"session": None, "multimodal_inputs": None, "input_embeds": None}
-    reqs = [SimpleNamespace(**{**plain, **row}), SimpleNamespace(**plain)]
+    reqs = [SimpleNamespace(**{**plain, **fields}), SimpleNamespace(**plain)]
     return SimpleNamespace(hicache_consumer_index=hicache_consumer_index, reqs=reqs)
 
 
@@ -71,7 +71,7 @@ def test_batches_that_cannot_be_suspended_are_told_apart() -> None:
 
     something = object()
     assert why_batch_must_end(batch_of(), 1) is None
-    # The images and embeddings of a row that decodes have done their part.
+    # The images and embeddings of a request that decodes have done their part.
     assert why_batch_must_end(batch_of(multimodal_inputs=something), 0) is None
     reasons = {
         why_batch_must_end(batch_of(**values), 1)

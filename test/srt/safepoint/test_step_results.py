@@ -55,7 +55,7 @@ def test_every_token_and_every_step_is_told_once(start_engine: Any, modes: str) 
             result = event.result
             if result.step is not None:
                 results.append(result.step)
-            assert not (result.given_up and result.served)
+            assert not (result.dropped and result.served)
             for info, last_token_s, token_s in result.served:
                 if token_s is not None:
                     tokens[info.rid] += 1

@@ -106,7 +106,7 @@ def test_dropped_steps_leave_no_trace(
 def run_while_suspended(
     engine: ScriptedEngine, seed: int, aborts: bool
 ) -> tuple[list[Spec], dict[str, list[int]], set[str], dict[str, int]]:
-    """Send large online requests, and client aborts of suspended rows, only while one is."""
+    """Send large online requests, and client aborts of suspended requests, only while one is."""
     scheduler = engine.scheduler
     stops, rng = suspensions_of(engine), random.Random(seed)
     before = counts_of(engine)
@@ -160,7 +160,7 @@ def run_while_suspended(
 
 @pytest.mark.parametrize("modes", QUICK)
 @pytest.mark.parametrize("aborts", [False, True])
-def test_online_requests_take_the_memory_of_a_suspended_step_and_clients_take_its_rows_back(
+def test_online_requests_take_the_memory_of_a_suspended_step_and_clients_take_its_requests_back(
     start_engine: Any, reference_outputs: Reference, modes: str, aborts: bool
 ) -> None:
     process = start(start_engine, modes)

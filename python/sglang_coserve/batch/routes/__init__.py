@@ -25,15 +25,28 @@ from sglang_coserve.batch.routes.routing import (
     missing_routes,
     operator_endpoints,
 )
+from sglang_coserve.batch.routes.view_access import (
+    PAGE_PATH,
+    VIEW_PATH,
+    Caller,
+    Keys,
+    bearer_key,
+    shown_batches,
+)
 
 __all__ = [
     "ERROR_RESPONSES",
     "OPERATOR_ERROR_RESPONSES",
+    "PAGE_PATH",
+    "VIEW_PATH",
     "BatchApiNotReadyError",
     "BatchApiOffError",
+    "Caller",
     "JsonRoute",
+    "Keys",
     "add_batch_routes",
     "batch_api_status",
+    "bearer_key",
     "check_admin_key",
     "find_service",
     "missing_routes",
@@ -41,4 +54,5 @@ __all__ = [
     "set_admin_key",
     "set_not_ready",
     "set_service",
+    "shown_batches",
 ]

@@ -1,4 +1,4 @@
-"""What a route is called with: the service it serves, and on whose behalf."""
+"""Dependencies of the routes: the service, and the owner who calls."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _OFF: Final = (
 
 
 def set_service(app: FastAPI, service: BatchService | None, why_not: str = _OFF) -> None:
-    """Say what the routes of ``app`` serve; without a service, what they answer instead."""
+    """Set the service of ``app``'s routes; without one, the error that they answer with."""
     setattr(app.state, _STATE, service or BatchApiOffError(why_not))
 
 
 def find_service(app: FastAPI) -> BatchService:
-    """Return what the routes of ``app`` serve.
+    """Return the service of ``app``'s routes.
 
     Raises:
         BatchApiOffError: nothing.
@@ -80,4 +80,4 @@ Service = Annotated[BatchService, Depends(_service)]
 """What the routes serve."""
 
 Owner = Annotated[str, Depends(_owner)]
-"""Who calls, by the key that came along."""
+"""The owner who calls, from the request's key."""

@@ -1,4 +1,4 @@
-"""Every failure of a call as OpenAI's error object."""
+"""Answers every failed call with OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ _STATUS: Final = (
 
 
 class BatchApiOffError(CoserveError):
-    """There is no service, or no more: the server has no data directory, or is stopping."""
+    """There is no service: the server has no data directory, or is stopping."""
 
 
 class BatchApiNotReadyError(BatchApiOffError):
-    """There is no service yet: it will be there later."""
+    """There is no service yet; it is being started."""
 
 
 class NoAdminKeyError(CoserveError):

@@ -1,4 +1,4 @@
-"""Bodies of clients who stand still: given up, so that they hold nothing for ever."""
+"""Aborts bodies of clients that stall, so that they do not hold resources for ever."""
 
 from __future__ import annotations
 

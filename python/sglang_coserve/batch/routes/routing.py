@@ -1,4 +1,4 @@
-"""Puts the routes into an application, and makes sure that it would use them."""
+"""Adds the routes to an application, and checks that requests reach them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The form of an upload, read as it comes: its file is never in memory as a whole."""
+"""Reads the form of an upload as a stream: its file is never in memory as a whole."""
 
 from __future__ import annotations
 

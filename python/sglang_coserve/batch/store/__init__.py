@@ -1,4 +1,4 @@
-"""What is known of files, batches and events, in SQLite.
+"""Files, batches and events in SQLite.
 
 - ``database`` opens the file, checks it and brings its schema up to date.
 - ``store`` runs transactions in the one thread that owns the connection.

@@ -46,8 +46,8 @@ def create(
 ) -> tuple[JobRecord, bool]:
     """Add a batch; return it and True, or an earlier one with the same key and False.
 
-    Of ``max_active`` unfinished ones an owner may have ``max_active_of_owner``, or as many
-    as are still free. ``check`` is told what the files of the owner take, and may raise.
+    Of ``max_active`` unfinished ones an owner may have ``max_active_of_owner``, or as many as are
+    still free. ``check`` is called with the bytes of the owner's files, and may raise.
 
     Raises:
         NotFoundError: the owner has no such input file.

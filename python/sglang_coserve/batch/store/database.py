@@ -14,7 +14,7 @@ from sglang_coserve.errors import StartupError, StorageError
 __all__ = ["open_database", "transaction"]
 
 _APPLICATION_ID: Final = 0x636F7376
-"""Tells our databases from any other SQLite file."""
+"""Identifies our databases among SQLite files."""
 
 
 def open_database(
@@ -50,7 +50,7 @@ def open_database(
 
 @contextmanager
 def transaction(connection: sqlite3.Connection, path: Path) -> Generator[None]:
-    """Keep all that is done within it, or leave no trace of it.
+    """Run what is done within it as one transaction.
 
     Raises:
         StorageError: the database at ``path`` cannot be read or written.

@@ -1,4 +1,4 @@
-"""The outbox: ends of batches that somebody is still to hear of."""
+"""The outbox: ends of batches that are still to be delivered."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def due(connection: sqlite3.Connection, now_s: float, limit: int) -> list[BatchE
 
 
 def count(connection: sqlite3.Connection) -> int:
-    """Return how many events nobody has settled, due or not."""
+    """Return the number of undelivered events, due or not."""
     number: int = connection.execute("SELECT count(*) FROM events").fetchone()[0]
     return number
 

@@ -1,4 +1,4 @@
-"""What forecasts are made from: rates by the hour, and batches whose forecast can be judged."""
+"""The data of forecasts: rates by the hour, and batches that had a forecast."""
 
 from __future__ import annotations
 

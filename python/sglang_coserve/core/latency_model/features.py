@@ -24,10 +24,10 @@ SUMS: Final = (
     "decode_context_tokens",
     "decode_context_tokens_squared",
     "has_decodes",
-    "has_rows",
+    "has_requests",
 )
 """The terms that features are made of: the fields of ``StepStats``, the squares of two of them,
-and indicators (1 if the batch has prefills, decodes, or any rows)."""
+and indicators (1 if the batch has prefills, decodes, or any requests)."""
 
 
 class Feature(NamedTuple):
@@ -80,7 +80,7 @@ class FeatureSet:
             "decode_context_tokens": decode_tokens,
             "decode_context_tokens_squared": decode_tokens**2,
             "has_decodes": table.decode_requests > 0,
-            "has_rows": np.ones(len(table)),
+            "has_requests": np.ones(len(table)),
         }
         terms = [np.sum([columns[name] for name in sums], axis=0) for _, sums in self.features]
         return np.column_stack(terms).astype(np.float64)
@@ -97,19 +97,19 @@ CONSERVE: Final = FeatureSet(
         ),
         Feature("prefill_request_s", ("prefill_requests",)),
         Feature("decode_request_s", ("decode_requests",)),
-        Feature("iteration_s", ("has_rows",)),
+        Feature("iteration_s", ("has_requests",)),
     ),
     replay_coefficients=("graph_row_s", "graph_context_token_s", "graph_iteration_s"),
 )
-"""T = k1·ΣP + k2·ΣP·(P + C) + k4·Σ(P + C) + k5 (ConServe §4.2), plus a cost per row.
+"""T = k1·ΣP + k2·ΣP·(P + C) + k4·Σ(P + C) + k5 (ConServe §4.2), plus a cost per request.
 
 The paper's communication term k3·P multiplies the same P as k1, so only k1 + k3 can be
 measured: one coefficient, valid for one tensor-parallel size.
 
-The paper has no term for rows. It profiles a GPU, where one kernel serves all rows;
-elsewhere each row has kernels of its own, and some work of a row (logits, sampling) does not
-depend on its length. Prefill and decode rows have separate coefficients, because their kernels
-differ.
+The paper has no term for requests. It profiles a GPU, where one kernel serves all requests;
+elsewhere each request has kernels of its own, and some work of a request (logits, sampling) does
+not depend on its length. Prefill and decode requests have separate coefficients, because their
+kernels differ.
 """
 
 HYGEN: Final = FeatureSet(
@@ -121,7 +121,7 @@ HYGEN: Final = FeatureSet(
         Feature("decode_token_s", ("decode_context_tokens",)),
         Feature("decode_token_squared_s", ("decode_context_tokens_squared",)),
         Feature("decode_request_s", ("decode_requests",)),
-        Feature("iteration_s", ("has_rows",)),
+        Feature("iteration_s", ("has_requests",)),
     ),
 )
 """T = f(S_p, S_d, S_p², S_d², N_p, N_d), linear, plus a constant (HyGen §4.2, Eq. 1).
@@ -141,9 +141,9 @@ BROS: Final = FeatureSet(
         Feature("decode_s", ("has_decodes",)),
     ),
 )
-"""α0·Lⁿ + α1·Lⁿ·Lᵃ + β for prefill rows, and again for decode rows, summed (BROS §IV-A).
+"""α0·Lⁿ + α1·Lⁿ·Lᵃ + β for prefill requests, and again for decode requests, summed (BROS §IV-A).
 
-Lⁿ are the tokens to compute and Lᵃ the keys they attend to. Lⁿ·Lᵃ is taken row by row,
+Lⁿ are the tokens to compute and Lᵃ the keys they attend to. Lⁿ·Lᵃ is taken request by request,
 because requests do not attend to each other; and a prefill's Lᵃ counts its cached tokens,
 which the paper's prefills do not have. The time is the paper's t_exec: no step waits for KV
 from the host. A fit on samples without mixed batches is the paper's two separate ones.

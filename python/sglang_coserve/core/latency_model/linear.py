@@ -90,11 +90,11 @@ class LinearModel:
             decode_token_s,
             decode_token_squared_s,
             any_decode_s,
-            any_row_s,
+            any_request_s,
         ) = self._prices
         if not prefills and not decodes:
             return 0.0
-        seconds = any_row_s
+        seconds = any_request_s
         if prefills:
             seconds += (
                 prefill_token_s * prefill_tokens

@@ -14,7 +14,7 @@ __all__ = ["LatencyModel", "assert_coefficients"]
 
 
 class LatencyModel(Protocol):
-    """Predicts the duration of a step from sums over the rows of its batch.
+    """Predicts the duration of a step from sums over the requests of its batch.
 
     Implementations are frozen dataclasses. The *coefficients* are seconds per unit of some
     work, finite and never negative; so a prediction is never negative and never shrinks when a
@@ -37,7 +37,7 @@ class LatencyModel(Protocol):
         ...
 
     def predict(self, batch: StepStats) -> float:
-        """Return the predicted seconds of a batch; 0 for a batch without rows. O(1)."""
+        """Return the predicted seconds of a batch; 0 for an empty batch. O(1)."""
         ...
 
     def max_prefill_tokens(
@@ -47,8 +47,8 @@ class LatencyModel(Protocol):
 
         The chunk belongs to a request with ``context_tokens`` already computed
         and ``limit_tokens`` left. The result n is the largest one up to ``limit_tokens``
-        for which ``predict`` with a row of n more tokens stays within ``budget_s``; 0 if not even
-        one token fits.
+        for which ``predict`` with a prefill of n more tokens stays within ``budget_s``; 0 if
+        not even one token fits.
         """
         ...
 

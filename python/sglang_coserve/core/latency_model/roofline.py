@@ -57,8 +57,8 @@ class RooflineModel:
     """Sums max(FLOPs / F, bytes / M) over the operators of a step (OOCO §3.3).
 
     The coefficients are the inverses of those in the paper's Table 4, so that all of
-    them are seconds per unit. A batch with prefill and decode rows pays the
-    larger of the two static overheads. Each row adds a cost of its own, which
+    them are seconds per unit. A batch with prefills and decodes pays the
+    larger of the two static overheads. Each request adds a cost of its own, which
     the paper does not have (see ``CONSERVE``). Built from the
     model's config and the device's datasheet, it can predict before anything was
     measured; ``fit`` replaces the assumed efficiencies by measured ones.
@@ -93,10 +93,10 @@ class RooflineModel:
     """O_d."""
 
     prefill_request_s: float
-    """Cost of each prefill row."""
+    """Cost of each prefill."""
 
     decode_request_s: float
-    """Cost of each decode row."""
+    """Cost of each decode."""
 
     _operators: Operators = field(init=False, repr=False, compare=False)
     _layer_gemm_lines: tuple[_GemmLine, ...] = field(init=False, repr=False, compare=False)
@@ -167,8 +167,8 @@ class RooflineModel:
         """See ``LatencyModel.predict``."""
         # Called tens of times per step: conditional expressions take half the time of ``max``.
         prefills, prefill_tokens, prefill_context, pairs, decodes, decode_keys = batch
-        rows = prefills + decodes
-        if not rows:
+        requests = prefills + decodes
+        if not requests:
             return 0.0
         tokens = prefill_tokens + decodes
         seconds = (
@@ -180,7 +180,7 @@ class RooflineModel:
             compute_s, memory_s = row_compute_s * tokens, weight_s + row_memory_s * tokens
             seconds += compute_s if compute_s > memory_s else memory_s
         row_compute_s, row_memory_s, weight_s = self._lm_head_line
-        compute_s, memory_s = row_compute_s * rows, weight_s + row_memory_s * rows
+        compute_s, memory_s = row_compute_s * requests, weight_s + row_memory_s * requests
         seconds += compute_s if compute_s > memory_s else memory_s
         attention = self._operators.attention
         step_s = 0.0

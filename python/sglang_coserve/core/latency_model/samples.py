@@ -56,7 +56,7 @@ class SampleTable:
                     f"seconds has {self.seconds.shape}: give one value per sample"
                 )
             _reject_rows(column < 0, f"{name} is negative")
-        _reject_rows(self.prefill_requests + self.decode_requests == 0, "the batch has no row")
+        _reject_rows(self.prefill_requests + self.decode_requests == 0, "the batch is empty")
         valid = np.isfinite(self.seconds) & (self.seconds > 0)
         _reject_rows(~valid, "seconds is not a positive number")
 
@@ -83,7 +83,7 @@ class SampleTable:
 
     @property
     def num_requests(self) -> Ints:
-        """Number of rows of each batch."""
+        """Number of requests of each batch."""
         return self.prefill_requests + self.decode_requests
 
     @property

@@ -9,11 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = ["Rendezvous"]
+
+_MIXING: Final = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+)
+_LAST_SHIFT: Final = np.uint64(31)
+"""Of splitmix64. As numpy's own, since a line is placed in microseconds."""
 
 
 class Rendezvous:
@@ -27,7 +35,7 @@ class Rendezvous:
         """Return who is to have ``key``; None without candidates. O(their number)."""
         if not self._names:
             return None
-        return self._names[int(np.argmax(self._scores(key)))]
+        return self._names[int(self._scores(key).argmax())]
 
     def order(self, key: bytes) -> Sequence[str]:
         """Return all candidates, those first who are to have ``key`` first."""
@@ -44,7 +52,7 @@ def _hash(content: bytes) -> int:
 
 def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Finish a hash so that every bit depends on every other (splitmix64's last steps)."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        values = np.multiply(values ^ (values >> np.uint64(shift)), np.uint64(factor))
-    finished: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
+    for shift, factor in _MIXING:
+        values = (values ^ (values >> shift)) * factor
+    finished: npt.NDArray[np.uint64] = values ^ (values >> _LAST_SHIFT)
     return finished

@@ -36,7 +36,7 @@ class OfflineQueueConfig:
 
     longest_first: bool = True
     """Whether a request that alone would run longer than all waiting work takes, spread over the
-    running rows, goes before those without time pressure."""
+    running requests, goes before those without time pressure."""
 
     seed: int = 0
     """Seed of the draws that the utility ratio needs."""

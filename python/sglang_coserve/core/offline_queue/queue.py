@@ -40,7 +40,7 @@ class OfflineQueue:
        ``deadline_slack_s`` away. For requests that have yet to start, the latest start is what
        matters, not the deadline.
     3. Length, with ``longest_first``: the request that would run longest, if it would run
-       longer than all waiting work takes, spread over the running rows, and longer than the
+       longer than all waiting work takes, spread over the running requests, and longer than the
        mean. Otherwise it would run on alone at the end.
     4. HyGen A.3: with probability ``utility_ratio`` the request that shares the
        longest prefix with the one taken last, else the oldest. In
@@ -325,8 +325,8 @@ class OfflineQueue:
             return False
         own_s = longest.request.estimated_service_s
         num_waiting = len(self._by_age) - num_yielded
-        num_rows = max(1, self.num_running + num_yielded)
-        return own_s * num_rows >= service_s and own_s * num_waiting > service_s * (1 + _EQUAL)
+        num_requests = max(1, self.num_running + num_yielded)
+        return own_s * num_requests >= service_s and own_s * num_waiting > service_s * (1 + _EQUAL)
 
     def _draw(self, index: int) -> float:
         while len(self._draws) <= index:

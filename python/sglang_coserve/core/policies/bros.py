@@ -30,7 +30,7 @@ class BrosPolicy(Policy):
 
     1. Online requests, decodes and prefills alike, ascend by the time left until
        their TTFT or TPOT deadline, less T_avg for every further step they
-       need (lines 2–4). They join while the batch has fewer than B_curr rows,
+       need (lines 2–4). They join while the batch has fewer than B_curr requests,
        memory, and a predicted latency within the least residual (lines 5–15).
     2. Offline requests, those with the least KV to restore first, join on the
        same terms; one that does not fit may take the place of the least
@@ -44,7 +44,7 @@ class BrosPolicy(Policy):
     Differences from the paper: a deadline that is already missed bounds nothing, or one late
     request would stop the engine. Prompts are cut into chunks where the paper
     would leave them waiting. Since blocks are not shared bidirectionally (§V), KV to restore is
-    KV to compute again, so rows with KV come before the queue.
+    KV to compute again, so requests with KV come before the queue.
     """
 
     name: ClassVar[str] = "bros"
@@ -59,7 +59,7 @@ class BrosPolicy(Policy):
     """T_avg: moving average of step times in seconds; None before the first measurement."""
 
     def compose(self, batch: StepBuilder, context: PlanContext) -> None:
-        """See ``Policy.compose``. O(rows log rows), and a prediction for each row."""
+        """See ``Policy.compose``. O(requests log requests), and a prediction for each request."""
         mean_iteration_s = self._mean_iteration_s or 0.0
         online = _by_urgency(batch, context, mean_iteration_s)
         bound_s = min(_least_residual_s(batch, online), batch.elsewhere_s)
@@ -107,15 +107,15 @@ def _by_urgency(
     """Return the online requests by residual time (lines 2–3)."""
     chunk_tokens = batch.snapshot.max_batch_tokens
     candidates = []
-    for rows in (batch.online_decodes, batch.online_prefills, context.waiting):
-        for row in rows:
-            residual_s = slack_s(batch, row)
+    for requests in (batch.online_decodes, batch.online_prefills, context.waiting):
+        for request in requests:
+            residual_s = slack_s(batch, request)
             # Late requests keep the order of their deadlines. Otherwise each one that got a chunk
             # would look less urgent than the others, and they would retract each other forever.
             if residual_s >= 0:
-                more_iterations = (row.tokens_to_compute - 1) // chunk_tokens
+                more_iterations = (request.tokens_to_compute - 1) // chunk_tokens
                 residual_s = max(residual_s - more_iterations * mean_iteration_s, 0.0)
-            candidates.append(Candidate.of_row(row, residual_s))
+            candidates.append(Candidate.of_request(request, residual_s))
     return sorted(candidates, key=lambda candidate: candidate.residual_s)
 
 
@@ -137,18 +137,18 @@ def _after_retractions(batch: StepBuilder, online: Sequence[Candidate]) -> Seque
         needed = batch.kv_to_prefill(first.context_tokens, first.rest_tokens, is_new=False)
         if batch.reclaim(needed):
             break
-        row = running.pop().row
-        assert row is not None
-        batch.retract(row, needed)
-        retracted.add(row.info.rid)
+        request = running.pop().request
+        assert request is not None
+        batch.retract(request, needed)
+        retracted.add(request.info.rid)
     return [candidate for candidate in online if candidate.rid not in retracted]
 
 
 def _offline(batch: StepBuilder, context: PlanContext) -> Iterator[Candidate]:
     """Yield the offline requests, first those with no KV to restore (line 17)."""
-    for row in batch.offline_decodes + batch.offline_prefills:
-        if not batch.is_retracted(row):
-            yield Candidate.of_row(row, math.inf)
+    for admitted in batch.offline_decodes + batch.offline_prefills:
+        if not batch.is_retracted(admitted):
+            yield Candidate.of_request(admitted, math.inf)
     if batch.admits_offline:
         queued = context.queue.candidates(batch.snapshot.now_s)
         for request in islice(queued, context.config.max_picks):

@@ -28,7 +28,7 @@ class FcfsPolicy(Policy):
 
     The scheduling that BROS (§II-B) starts from, as in a server without request
     classes: chunked prefill mixed with decodes under a fixed
-    token budget, without preemption. If KV runs out, the last admitted row is
+    token budget, without preemption. If KV runs out, the last admitted request is
     retracted. Needs an offline queue ordered by arrival; a request
     whose deadline is at risk goes before other offline ones, not before online ones.
     """
@@ -43,13 +43,17 @@ class FcfsPolicy(Policy):
         """See ``Policy.compose``."""
         batch.limit_tokens(self.chunk_tokens)
         self._decode(batch)
-        for row in batch.online_prefills + batch.offline_prefills:
-            if not batch.is_retracted(row) and not self._prefill(
-                batch, row.info.rid, row.length_tokens, row.computed_tokens, is_new=False
+        for prefilling in batch.online_prefills + batch.offline_prefills:
+            if not batch.is_retracted(prefilling) and not self._prefill(
+                batch,
+                prefilling.info.rid,
+                prefilling.length_tokens,
+                prefilling.computed_tokens,
+                is_new=False,
             ):
                 return
         headroom_tokens = context.config.headroom_tokens
-        num_rows = len(batch.snapshot.rows)
+        num_requests = len(batch.snapshot.admitted)
         for place, request in enumerate(self._by_arrival(batch, context)):
             if place == context.config.max_picks or not self._prefill(
                 batch,
@@ -57,20 +61,20 @@ class FcfsPolicy(Policy):
                 request.length_tokens,
                 request.cached_tokens,
                 is_new=True,
-                headroom_tokens=headroom_tokens * num_rows,
+                headroom_tokens=headroom_tokens * num_requests,
             ):
                 return
-            num_rows += 1
+            num_requests += 1
 
     def _decode(self, batch: StepBuilder) -> None:
-        rows = batch.online_decodes + batch.offline_decodes
-        last_first = list(reversed(batch.snapshot.rows))
-        while not batch.has_room(needed := batch.kv_to_decode(rows), rows=len(rows)):
-            row = last_first.pop(0)
-            batch.retract(row, needed)
-            if row in rows:
-                rows.remove(row)
-        batch.decode(rows)
+        requests = batch.online_decodes + batch.offline_decodes
+        last_first = list(reversed(batch.snapshot.admitted))
+        while not batch.has_room(needed := batch.kv_to_decode(requests), requests=len(requests)):
+            request = last_first.pop(0)
+            batch.retract(request, needed)
+            if request in requests:
+                requests.remove(request)
+        batch.decode(requests)
 
     def _prefill(
         self,
@@ -94,8 +98,13 @@ class FcfsPolicy(Policy):
     @staticmethod
     def _by_arrival(batch: StepBuilder, context: PlanContext) -> Iterator[_Waiting]:
         online = (
-            _Waiting(row.info.arrival_s, row.info.rid, row.length_tokens, row.cached_tokens)
-            for row in context.waiting
+            _Waiting(
+                request.info.arrival_s,
+                request.info.rid,
+                request.length_tokens,
+                request.cached_tokens,
+            )
+            for request in context.waiting
         )
         offline = (
             _Waiting(

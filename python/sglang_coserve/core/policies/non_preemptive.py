@@ -19,7 +19,7 @@ class NonPreemptivePolicy(Policy):
 
     ConServe's *Non-Preemptive* (§3.2, §6.1), an upper bound of offline throughput:
     online requests are admitted first, but wait for KV until running requests
-    end. Only when decodes run out of KV is the last admitted offline row retracted,
+    end. Only when decodes run out of KV is the last admitted offline request retracted,
     as in any engine.
     """
 

@@ -14,7 +14,7 @@ from sglang_coserve.core.offline_phase import decode_offline, longest_prefix, pr
 from sglang_coserve.core.online_phase import decode_online, prefill_online
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.policy import Policy
-from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step_builder import StepBuilder
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.core.victims import yields_first
@@ -43,7 +43,7 @@ class OocoPolicy(Policy):
     """Makes four decisions in the life of a request (§3.4), for one instance.
 
     1. Online preemption: an online prefill interrupts offline work. If it needs
-       memory, the longest rows are retracted when compute is the bottleneck, so that the batch
+       memory, the longest requests are retracted when compute is the bottleneck, so that the batch
        keeps its size, else the shortest, so that less is computed again.
     2. Gating: a new offline request is prefilled only if the time saved by the larger decode
        batch exceeds the expected cost of its retraction.
@@ -68,12 +68,14 @@ class OocoPolicy(Policy):
     _retraction_rate: float = field(default=0.0, init=False)
     """Moving average of the share of offline admissions that end in a retraction, 0 to 1."""
 
-    def victims(self, batch: StepBuilder) -> Sequence[Row]:
+    def victims(self, batch: StepBuilder) -> Sequence[Request]:
         """See ``Policy.victims``: parked and paused first, then by bottleneck (§3.4.1)."""
-        rows = batch.offline_rows
+        requests = batch.offline_requests
         decodes = len(batch.online_decodes) + len(batch.offline_decodes)
         sign = -1 if is_compute_saturated(batch.model, decodes) else 1
-        return sorted(rows, key=lambda row: (yields_first(row), sign * row.computed_tokens))
+        return sorted(
+            requests, key=lambda request: (yields_first(request), sign * request.computed_tokens)
+        )
 
     def compose(self, batch: StepBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""
@@ -102,29 +104,31 @@ class OocoPolicy(Policy):
         self._retraction_rate -= _RETRACTION_WEIGHT * self._retraction_rate
 
     def _decode_mix(self, batch: StepBuilder, context: PlanContext) -> None:
-        """Add offline decodes by Algorithm 2. O(rows log rows) if not all fit."""
-        rows = [row for row in batch.offline_decodes if not batch.is_retracted(row)]
-        if longest_prefix(batch, rows) < len(rows):
+        """Add offline decodes by Algorithm 2. O(requests log requests) if not all fit."""
+        requests = [request for request in batch.offline_decodes if not batch.is_retracted(request)]
+        if longest_prefix(batch, requests) < len(requests):
             draws = random.Random(context.config.seed << 32 | context.step)
-            draws.shuffle(rows)
-            chosen: list[Row] = []
+            draws.shuffle(requests)
+            chosen: list[Request] = []
             context_tokens = 0
-            for row in rows[: self.random_picks]:
-                longer_tokens = context_tokens + row.computed_tokens
+            for request in requests[: self.random_picks]:
+                longer_tokens = context_tokens + request.computed_tokens
                 predicted_s = batch.predict_with_decodes(len(chosen) + 1, longer_tokens)
                 if predicted_s <= batch.offline_budget_s:
-                    chosen.append(row)
+                    chosen.append(request)
                     context_tokens = longer_tokens
-            rest = sorted(rows[self.random_picks :], key=lambda row: row.computed_tokens)
-            rows = chosen + rest
-        decode_offline(batch, rows)
+            rest = sorted(
+                requests[self.random_picks :], key=lambda request: request.computed_tokens
+            )
+            requests = chosen + rest
+        decode_offline(batch, requests)
 
 
 def _saves_time(batch: StepBuilder, context: PlanContext, retraction_rate: float) -> bool:
     """Return whether the next offline request is worth its prefill (§3.4.2).
 
-    One more row beside b decodes lowers the time per token from T(b)/b to
-    T(b + 1)/(b + 1), for as many steps as it has tokens to generate. The new row is assumed to
+    One more request beside b decodes lowers the time per token from T(b)/b to
+    T(b + 1)/(b + 1), for as many steps as it has tokens to generate. The new request is assumed to
     have average length, since its own context must be read sooner or later in any case. The
     cost is one more prefill, times the probability that it is retracted.
     """

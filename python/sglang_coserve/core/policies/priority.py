@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from sglang_coserve.core.plan_context import PlanContext
 from sglang_coserve.core.policy import Policy
-from sglang_coserve.core.snapshot import Row
+from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step_builder import StepBuilder
 from sglang_coserve.core.token_budget import serve_by_priority
 
@@ -20,7 +20,7 @@ class PriorityPolicy(Policy):
     """Serves requests by priority, then arrival; retracts running ones for a higher priority.
 
     The chunk size bounds prefill tokens only; all decodes run. For an online request
-    that lacks KV or a slot, offline rows are retracted, the last admitted
+    that lacks KV or a slot, offline requests are retracted, the last admitted
     first, whatever their state. Offline and online prefills of one
     step differ only in their order.
 
@@ -35,9 +35,11 @@ class PriorityPolicy(Policy):
     chunk_tokens: int = 8192
     """Prefill tokens of a step (``--chunked-prefill-size``)."""
 
-    def victims(self, batch: StepBuilder) -> Sequence[Row]:
+    def victims(self, batch: StepBuilder) -> Sequence[Request]:
         """See ``Policy.victims``: the last admitted first."""
-        return [row for row in reversed(batch.snapshot.rows) if not row.info.is_online]
+        return [
+            request for request in reversed(batch.snapshot.admitted) if not request.info.is_online
+        ]
 
     def compose(self, batch: StepBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""

@@ -19,7 +19,7 @@ class SarathiPolicy(Policy):
 
     ConServe's *Sarathi-Preemptive* (§6.1) and HyGen's *Sarathi++* (§5.1): every
     step has all decodes, and prefill chunks up to the budget, those of
-    online requests first. Offline rows are retracted when memory is short.
+    online requests first. Offline requests are retracted when memory is short.
     Latency is not considered: a step with the same token budget is short with little cached
     context and long with much (ConServe §4.2).
     """

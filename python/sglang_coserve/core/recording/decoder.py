@@ -23,18 +23,19 @@ from sglang_coserve.core.recording.events import (
 from sglang_coserve.core.recording.line_format import (
     EVENTS,
     FORMAT,
+    NAMES_OF_8,
     VERSION,
     AddedLine,
     ArrivedLine,
     Header,
     PlannedLine,
-    RowColumns,
+    RequestColumns,
     ServedColumns,
     UpdatedLine,
 )
 from sglang_coserve.core.recording.setup import SchedulerSetup
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row
+from sglang_coserve.core.snapshot import EngineSnapshot, Request, RequestInfo
 from sglang_coserve.core.step import ServedRequest, StepPlan, StepResult
 from sglang_coserve.core.validation import explain
 from sglang_coserve.errors import CoserveError, InputFileError
@@ -71,12 +72,14 @@ def _read_setup(source: str, line: str) -> SchedulerSetup:
     fields = _object(source, line)
     if fields.get("format") != FORMAT:
         raise InputFileError(f"{source}: format: expected {FORMAT!r}, which --record-plans writes")
-    if fields.get("version") != VERSION:
+    if fields.get("version") not in (8, VERSION):
         raise InputFileError(
             f"{source}: version: {fields.get('version')!r:.40} is not {VERSION}, which this "
             "version reads: replay it with the version of sglang_coserve that recorded it, or "
             "record again"
         )
+    _rename(fields.get("engine"))
+    _rename(fields.get("config"))
     header = _read(Header, fields, source)
     profile = to_json(header.profile).decode()
     return SchedulerSetup(
@@ -105,6 +108,8 @@ class _EventDecoder:
         """
         fields = _object(source, line)
         name = fields.pop("event", None)
+        _rename(fields)
+        _rename(fields.get("result"))
         _drop_seen_s(fields.get("new"))
         kind = EVENTS.get(name) if isinstance(name, str) else None
         if kind is None:
@@ -132,12 +137,14 @@ class _EventDecoder:
 
     def _planned(self, source: str, line: PlannedLine) -> Planned:
         self._new(line.new, is_kept=True)
-        engine = _read(EngineSnapshot, {**line.engine, "rows": [], "waiting": []}, source, "engine")
+        engine = _read(
+            EngineSnapshot, {**line.engine, "admitted": [], "waiting": []}, source, "engine"
+        )
         snapshot = replace(
             engine,
-            rows=self._rows(f"{source}: rows", line.rows),
-            waiting=self._rows(f"{source}: waiting", line.waiting),
-            elsewhere=tuple(self._rows(f"{source}: elsewhere", line.elsewhere)),
+            admitted=self._requests(f"{source}: admitted", line.admitted),
+            waiting=self._requests(f"{source}: waiting", line.waiting),
+            elsewhere=tuple(self._requests(f"{source}: elsewhere", line.elsewhere)),
         )
         plan = _read(StepPlan, line.plan, source, "plan")
         return Planned(snapshot, dict(line.cached_tokens), plan)
@@ -163,8 +170,8 @@ class _EventDecoder:
             self._numbers |= {info.rid: number for number, info in new.items()}
         return new
 
-    def _rows(self, place: str, columns: RowColumns | None) -> list[Row]:
-        return [] if columns is None else _joined(place, columns.rows, self._infos)
+    def _requests(self, place: str, columns: RequestColumns | None) -> list[Request]:
+        return [] if columns is None else _joined(place, columns.requests, self._infos)
 
 
 def _joined(
@@ -186,6 +193,14 @@ def _read_queued(source: str, fields: dict[str, Any]) -> QueuedRequest:
     except CoserveError as error:
         raise InputFileError(f"{source}: request.token_ids: {error}") from error
     return _read(QueuedRequest, {**request, "token_ids": tokens.hex()}, source, "request")
+
+
+def _rename(fields: object) -> None:
+    """Give fields that version 8 named differently their names of today."""
+    if isinstance(fields, dict):
+        for old, new in NAMES_OF_8.items():
+            if old in fields:
+                fields[new] = fields.pop(old)
 
 
 def _drop_seen_s(infos: object) -> None:

@@ -27,12 +27,12 @@ from sglang_coserve.core.recording.line_format import (
     ArrivedLine,
     Header,
     PlannedLine,
-    RowColumns,
+    RequestColumns,
     ServedColumns,
     UpdatedLine,
 )
 from sglang_coserve.core.recording.setup import SchedulerSetup
-from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo, Row
+from sglang_coserve.core.snapshot import EngineSnapshot, Request, RequestInfo
 from sglang_coserve.core.step import ServedRequest, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _NAMES: Final = MappingProxyType({kind: name for name, kind in EVENTS.items()})
 _ENGINE_FIELDS: Final = tuple(
     field.name
     for field in fields(EngineSnapshot)
-    if field.name not in ("rows", "waiting", "elsewhere")
+    if field.name not in ("admitted", "waiting", "elsewhere")
 )
 _EMPTY_PLAN: Final = StepPlan()
 
@@ -64,7 +64,7 @@ class EventEncoder:
         self._num_known = 0
 
     def encode(self, event: Event) -> str:
-        """Return the line of an event; O(rows) for a plan."""
+        """Return the line of an event; O(requests) for a plan."""
         line = self._line(event)
         if isinstance(event, Finished):
             self._known.pop(event.rid, None)
@@ -82,7 +82,7 @@ class EventEncoder:
                 return PlannedLine(
                     {name: getattr(snapshot, name) for name in _ENGINE_FIELDS},
                     new,
-                    self._columns(snapshot.rows, new),
+                    self._columns(snapshot.admitted, new),
                     self._columns(snapshot.waiting, new),
                     self._columns(snapshot.elsewhere, new),
                     list(answers.items()),
@@ -113,14 +113,16 @@ class EventEncoder:
         numbers = [self._number(info, new) for info in infos]
         return ServedColumns(numbers, places[: len(served)], places[len(served) :], times)
 
-    def _columns(self, rows: Sequence[Row], new: list[RequestInfo]) -> RowColumns | None:
-        if not rows:
+    def _columns(
+        self, requests: Sequence[Request], new: list[RequestInfo]
+    ) -> RequestColumns | None:
+        if not requests:
             return None
-        infos, states, generated, computed, cached, last_tokens = zip(*rows, strict=True)
+        infos, states, generated, computed, cached, last_tokens = zip(*requests, strict=True)
         times, places = _numbered(last_tokens)
         numbers = [self._number(info, new) for info in infos]
         letters = "".join([STATE_LETTERS[state] for state in states])
-        return RowColumns(numbers, letters, generated, computed, cached, places, times)
+        return RequestColumns(numbers, letters, generated, computed, cached, places, times)
 
     def _number(self, info: RequestInfo, new: list[RequestInfo]) -> int:
         known = self._known.get(info.rid)
@@ -138,7 +140,7 @@ def _text(line: object) -> str:
 def _numbered(times_s: Sequence[float | None]) -> tuple[list[float | None], list[int]]:
     """Return the distinct times, and for each of ``times_s`` its index among them.
 
-    Most rows got their last token at the same time.
+    Most requests got their last token at the same time.
     """
     places = {time_s: place for place, time_s in enumerate(dict.fromkeys(times_s))}
     return list(places), [places[time_s] for time_s in times_s]

@@ -27,25 +27,37 @@ from sglang_coserve.core.recording.events import (
 )
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.slo import Slo
-from sglang_coserve.core.snapshot import RequestInfo, Row
+from sglang_coserve.core.snapshot import Request, RequestInfo
 from sglang_coserve.core.step import ServedRequest
 
 __all__ = [
     "EVENTS",
     "FORMAT",
+    "NAMES_OF_8",
     "STATE_LETTERS",
     "VERSION",
     "AddedLine",
     "ArrivedLine",
     "Header",
     "PlannedLine",
-    "RowColumns",
+    "RequestColumns",
     "ServedColumns",
     "UpdatedLine",
 ]
 
 FORMAT: Final = "coserve plans"
-VERSION: Final = 8
+VERSION: Final = 9
+
+NAMES_OF_8: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "rows": "admitted",
+        "max_rows": "max_requests",
+        "max_offline_rows": "max_offline_requests",
+        "given_up": "dropped",
+        "beside": "overlapping",
+    }
+)
+"""Names of fields in version 8, which differs in nothing else, and those of today."""
 
 EVENTS: Final[Mapping[str, Any]] = MappingProxyType(
     {
@@ -95,23 +107,23 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True)
-class RowColumns:
-    """Rows by column."""
+class RequestColumns:
+    """Requests by column."""
 
     request: Sequence[int]
     state: str
-    """One of ``STATE_LETTERS`` for each row."""
+    """One of ``STATE_LETTERS`` for each request."""
 
     generated: Sequence[int]
     computed: Sequence[int]
     cached: Sequence[int]
     last_token: Sequence[int]
-    """Index into ``times_s`` of each row's ``last_token_s``, as most rows have the same one."""
+    """Index into ``times_s`` of each request's ``last_token_s``; most have the same one."""
 
     times_s: Sequence[float | None]
 
-    def rows(self, infos: Mapping[int, RequestInfo]) -> list[Row]:
-        """Return the rows.
+    def requests(self, infos: Mapping[int, RequestInfo]) -> list[Request]:
+        """Return the requests.
 
         Raises:
             LookupError: a request number, state letter or time index is unknown.
@@ -127,14 +139,14 @@ class RowColumns:
             strict=True,
         )
         return [
-            Row(infos[number], _STATES[letter], generated, computed, cached, self.times_s[last])
+            Request(infos[number], _STATES[letter], generated, computed, cached, self.times_s[last])
             for number, letter, generated, computed, cached, last in columns
         ]
 
 
 @dataclass(frozen=True, slots=True)
 class ServedColumns:
-    """``ServedRequest`` values by column; times are stored as in ``RowColumns``."""
+    """``ServedRequest`` values by column; times are stored as in ``RequestColumns``."""
 
     request: Sequence[int]
     last_token: Sequence[int]
@@ -142,7 +154,7 @@ class ServedColumns:
     times_s: Sequence[float | None]
 
     def served(self, infos: Mapping[int, RequestInfo]) -> list[ServedRequest]:
-        """Return the values; raises the same errors as ``RowColumns.rows``."""
+        """Return the values; raises the same errors as ``RequestColumns.requests``."""
         times_s = self.times_s
         columns = zip(self.request, self.last_token, self.token, strict=True)
         return [
@@ -165,12 +177,12 @@ class PlannedLine:
     """``Planned``."""
 
     engine: Mapping[str, Any]
-    """The snapshot without its rows."""
+    """The snapshot without its requests."""
 
     new: Sequence[RequestInfo]
-    rows: RowColumns | None
-    waiting: RowColumns | None
-    elsewhere: RowColumns | None
+    admitted: RequestColumns | None
+    waiting: RequestColumns | None
+    elsewhere: RequestColumns | None
     cached_tokens: Sequence[tuple[str, int]]
     plan: Mapping[str, Any]
     """The fields that differ from an empty plan."""

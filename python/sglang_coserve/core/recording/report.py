@@ -18,7 +18,7 @@ _DECODES = (RequestState.DECODING, RequestState.PAUSED)
 
 @dataclass(slots=True)
 class PlanTally:
-    """Sums over plans. A row counts once in every plan that it is part of."""
+    """Sums over plans. A request counts once in every plan that it is part of."""
 
     decodes: int = 0
     paused_decodes: int = 0
@@ -29,29 +29,33 @@ class PlanTally:
 
     online_prefill_tokens: int = 0
     offline_prefill_tokens: int = 0
-    retracted_rows: int = 0
+    retracted_requests: int = 0
     retracted_tokens: int = 0
     shed_requests: int = 0
 
     def add(self, snapshot: EngineSnapshot, plan: StepPlan) -> None:
-        """Count one plan. O(rows)."""
+        """Count one plan. O(requests)."""
         retracted = {retraction.rid for retraction in plan.retract}
         chunks = {chunk.rid for chunk in plan.prefills}
-        online = {row.info.rid for row in (*snapshot.rows, *snapshot.waiting) if row.info.is_online}
-        kept = [row for row in snapshot.rows if row.info.rid not in retracted]
-        num_decodes = sum(row.state in _DECODES for row in kept)
+        online = {
+            request.info.rid
+            for request in (*snapshot.admitted, *snapshot.waiting)
+            if request.info.is_online
+        }
+        kept = [request for request in snapshot.admitted if request.info.rid not in retracted]
+        num_decodes = sum(request.state in _DECODES for request in kept)
         self.decodes += plan.batch.decode_requests
         if not plan.skips_decodes:
             self.paused_decodes += num_decodes - plan.batch.decode_requests
         self.parked_prefills += sum(
-            row.state not in _DECODES and row.info.rid not in chunks for row in kept
+            request.state not in _DECODES and request.info.rid not in chunks for request in kept
         )
         for rid, tokens in plan.prefills:
             if rid in online:
                 self.online_prefill_tokens += tokens
             else:
                 self.offline_prefill_tokens += tokens
-        self.retracted_rows += len(plan.retract)
+        self.retracted_requests += len(plan.retract)
         self.retracted_tokens += sum(retraction.tokens for retraction in plan.retract)
         self.shed_requests += len(plan.shed)
 
@@ -67,7 +71,7 @@ class ReplayReport:
         self._planning_us: list[float] = []
 
     def add(self, plan: ReplayedPlan, planning_s: float) -> None:
-        """Add a replayed plan and the seconds that planning it took. O(rows)."""
+        """Add a replayed plan and the seconds that planning it took. O(requests)."""
         self.num_plans += 1
         self.num_different += bool(plan.differences)
         self.recorded.add(plan.snapshot, plan.recorded)
@@ -101,6 +105,6 @@ def _parts(plan: StepPlan) -> Iterator[str]:
     for name in ("prefills", "pause", "resume", "park", "retract", "shed"):
         items: Sequence[str | tuple[str, int]] = getattr(plan, name)
         if items:
-            told = (item if isinstance(item, str) else f"{item[0]}:{item[1]}" for item in items)
-            yield f"{name.removesuffix('s')} {' '.join(told)}"
+            texts = (item if isinstance(item, str) else f"{item[0]}:{item[1]}" for item in items)
+            yield f"{name.removesuffix('s')} {' '.join(texts)}"
     yield f"{plan.predicted_s * 1e3:.2f} of {plan.budget_s * 1e3:.2f} ms"

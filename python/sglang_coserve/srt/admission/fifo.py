@@ -101,7 +101,7 @@ class FifoAdmission:
         return 0  # All are in the running batch.
 
     def is_ending(self, req: Req) -> bool:
-        """See ``Admission``: who ended is forgotten at once."""
+        """See ``Admission``: requests that ended are forgotten at once."""
         del req
         return False
 
@@ -128,8 +128,8 @@ class FifoAdmission:
             left, num_admitted = self._view.withdraw()
             self._waiting.put_back_taken(left)
             self._events["admitted"] += num_admitted
-            # Full for an offline request is not full for an online one, which may be smaller
-            # and has offline requests to displace.
+            # A batch that is full for an offline request may have room for an online one, which
+            # may be smaller and can displace offline requests.
             plan.running_batch.batch_is_full = False
         return plan
 
@@ -147,7 +147,7 @@ class FifoAdmission:
         """See ``Admission``: nothing is learned from it."""
 
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
-        """Note who got a token, and forget who ended."""
+        """Record who got a token, and forget those that ended."""
         now_s = self._clock.now_s()
         for req, has in zip(reqs, has_token, strict=True):
             if has:

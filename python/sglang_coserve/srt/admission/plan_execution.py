@@ -1,6 +1,6 @@
-"""Carries a plan out on SGLang's scheduler, as far as it goes along.
+"""Carries a plan out on SGLang's scheduler, as far as SGLang admits it.
 
-Rows are freed, paused and resumed, and the planned chunks are admitted by SGLang: in a batch
+Requests are freed, paused and resumed, and the planned chunks are admitted by SGLang: in a batch
 of SGLang's, or in one of the offline lane.
 """
 
@@ -27,7 +27,7 @@ ScheduleBatch = Any
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """What came of a plan before its batch runs."""
+    """What SGLang made of a plan, before its batch runs."""
 
     result: Any
     """SGLang's own plan."""
@@ -106,7 +106,7 @@ class PlanExecution:
         return tuple(chunk.rid for chunk in chunks if chunk.rid in self._waiting)
 
     def _alone(self, plan: StepPlan, running_batch: ScheduleBatch, prefill: Prefill) -> Executed:
-        """Let a step of the offline lane begin, or go on."""
+        """Start or resume a step of the offline lane."""
         lane = self.lane
         assert lane is not None
         if plan.resumes:
@@ -124,15 +124,15 @@ class PlanExecution:
             self._refuse(rid)
         self._retraction.retract({retraction.rid for retraction in plan.retract}, running_batch)
         if plan.pause:
-            self._view.paused_rows.pause(running_batch, set(plan.pause))
+            self._view.paused_requests.pause(running_batch, set(plan.pause))
             self._events["paused"] += len(plan.pause)
         self._events["resumed"] += len(plan.resume)
-        return self._view.paused_rows.resume(running_batch, set(plan.resume))
+        return self._view.paused_requests.resume(running_batch, set(plan.resume))
 
     def _executable(self, plan: StepPlan) -> list[PrefillChunk]:
         """Return the planned chunks that SGLang can run now."""
         chunks = self._chunks.executable(plan.prefills)
-        # The KV of some is to come back from the host first.
+        # Some wait for their KV to be loaded from the host.
         waiting = self._waiting
         held = self._checkpointing.hold_back([waiting[c.rid] for c in chunks if c.rid in waiting])
         return [chunk for chunk in chunks if chunk.rid not in held]

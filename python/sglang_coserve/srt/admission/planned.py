@@ -45,7 +45,8 @@ Req = Any
 ScheduleBatch = Any
 
 _RESUME_S: Final = 1.6e-3
-"""What it takes to suspend a step and go on with it: the median on a CPU (``bench_suspension``)."""
+"""The cost of suspending and resuming a step, in seconds: the median on a CPU
+(``bench_suspension``)."""
 
 
 class PlannedAdmission:
@@ -125,12 +126,12 @@ class PlannedAdmission:
         self.core.arrived(info, self._ledger.match_prefix(req) if req.to_finish is None else 0)
 
     def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
-        """See ``Admission``. Paused rows that match stay, and end when they run next."""
+        """See ``Admission``. Paused requests that match stay, and end when they run next."""
         gone = self._waiting.remove(matches)
-        for req in self._view.paused_rows.unpark_all(matches):
+        for req in self._view.paused_requests.unpark_all(matches):
             release_aborted(req, self._scheduler.tree_cache)
             gone.append(req)
-        self._view.paused_rows.abort_paused(matches)
+        self._view.paused_requests.abort_paused(matches)
         if self._lane is not None:
             self._lane.abort(matches)
         return gone
@@ -138,7 +139,7 @@ class PlannedAdmission:
     def num_waiting(self) -> int:
         """See ``Admission``."""
         view = self._view
-        return len(self._waiting) + len(view.paused_rows) + len(view.suspended)
+        return len(self._waiting) + len(view.paused_requests) + len(view.suspended)
 
     def take_launched(self) -> list[Req]:
         """See ``Admission``."""
@@ -160,7 +161,7 @@ class PlannedAdmission:
     # --- One pass ------------------------------------------------------------------------
 
     def admit(self, running_batch: ScheduleBatch, prefill: Prefill) -> Any:
-        """Let the core decide, and SGLang admit what it decided."""
+        """Ask the core for a plan, and have SGLang admit it."""
         now_s = self._clock.now_s()
         self._until_s = None
         self._checkpointing.prefetch(now_s)
@@ -169,9 +170,9 @@ class PlannedAdmission:
             self._steps.decided(self._clock.now_s())
             return prefill(running_batch)
         running_batch.filter_batch()
-        running_batch = self._view.paused_rows.resume_ended(running_batch)
-        rows = self._view.rows_with_kv(running_batch)
-        in_the_way = self._retraction.rids_blocking_adapters(rows)
+        running_batch = self._view.paused_requests.resume_ended(running_batch)
+        requests = self._view.requests_with_kv(running_batch)
+        in_the_way = self._retraction.rids_blocking_adapters(requests)
         if any(req.rid in in_the_way for req in self._view.suspended):
             self._drop()
         self._retraction.retract(in_the_way, running_batch)
@@ -186,7 +187,7 @@ class PlannedAdmission:
         for chunk in executed.admitted:
             self._waiting.reqs.pop(chunk.rid, None)
         for rid in executed.refused:
-            # No row will end and make room: what holds the memory may be a load that hangs.
+            # No request will end and make room: what holds the memory may be a load that hangs.
             self.core.no_room(rid)
         if plan.resumes:
             self._steps.resumed()
@@ -233,7 +234,7 @@ class PlannedAdmission:
         self._steps.processed((), ())
 
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
-        """See ``Admission``. Who ended is forgotten when the next pass begins."""
+        """See ``Admission``. Requests that ended are forgotten when the next pass begins."""
         self._steps.processed(reqs, has_token)
         self._ended += [req for req in reqs if req.finished()]
         if self._waiting.reqs:
@@ -252,7 +253,7 @@ class PlannedAdmission:
             self.core.cached(rid, cached_tokens)
 
     def _account(self, now_s: float) -> None:
-        """Close the books on the last pass: its results, ends, and cool-downs."""
+        """Process the last pass: its results, ended requests and cool-downs."""
         results = self._steps.next_pass(now_s)
         if not results and len(self.core.interference):
             # Nothing ran, but the baseline goes on: it may be behind.
@@ -272,7 +273,7 @@ class PlannedAdmission:
             return True
         if self._plans_online and (running_batch.reqs or self._view.chunk is not None):
             return True
-        return any(is_offline(req) for req in self._view.rows_with_kv(running_batch))
+        return any(is_offline(req) for req in self._view.requests_with_kv(running_batch))
 
     def _snapshot(self, running_batch: ScheduleBatch, now_s: float) -> EngineSnapshot:
         return snapshot_of(
@@ -293,7 +294,7 @@ class PlannedAdmission:
         return self._ledger.match_prefix(self._waiting.reqs[rid])
 
     def _refuse(self, rid: str) -> None:
-        """Answer an online request that can no longer meet its target."""
+        """Refuse an online request that can no longer meet its target."""
         for req in self._view.remove_waiting(rid):
             reason = {
                 "type": "abort",

@@ -29,7 +29,7 @@ class PlannedWaiting:
         return len(self.reqs) + sum(map(len, self._cooling))
 
     def put_back(self, req: Req) -> None:
-        """Let a request wait that ran before, once no result of it can be under way."""
+        """Put a request back that ran before; it waits until no result of it can be under way."""
         self._cooling[-1].append(req)
 
     def start_pass(self) -> list[Req]:
@@ -51,7 +51,7 @@ class PlannedWaiting:
 
 
 def queued_request(req: Req, arrival_s: float) -> QueuedRequest:
-    """Return what the core's queue is told of a request that waits for the first time."""
+    """Return the core's description of a request that waits for the first time."""
     return QueuedRequest(
         rid=req.rid,
         token_ids=pack_tokens(req.origin_input_ids),

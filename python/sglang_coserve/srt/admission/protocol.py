@@ -25,7 +25,7 @@ OFFLINE_EVENTS: Final = (
     "put_back",
     "aborted_waiting",
 )
-"""What becomes of offline requests, whoever admits them."""
+"""Counts of offline requests."""
 
 
 class Admission(Protocol):
@@ -35,7 +35,7 @@ class Admission(Protocol):
     """What offline work was packed under in the last plan that bounded it; None before one."""
 
     event_names: tuple[str, ...]
-    """Of what becomes of offline requests: what is counted, and told."""
+    """Counts of what happened to offline requests, for status and metrics."""
 
     # --- Who waits -----------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ class Admission(Protocol):
         ...
 
     def arrived(self, req: Req, info: RequestInfo) -> None:
-        """Know of an online request that SGLang lets wait."""
+        """Record an online request that waits in SGLang's queue."""
         ...
 
     def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
@@ -71,7 +71,7 @@ class Admission(Protocol):
         ...
 
     def is_ending(self, req: Req) -> bool:
-        """Tell whether a request that has ended is yet to be forgotten."""
+        """Return whether a request that has ended is yet to be forgotten."""
         ...
 
     def forget(self, rid: str, ending: Ending) -> None:
@@ -97,7 +97,7 @@ class Admission(Protocol):
         ...
 
     def give_up(self) -> None:
-        """Give a suspended step up."""
+        """Drop the suspended step."""
         ...
 
     def launched(self, batch: ScheduleBatch | None) -> None:
@@ -106,18 +106,18 @@ class Admission(Protocol):
 
     @property
     def terms(self) -> StepTerms | None:
-        """By what the batch of this pass may end early; None: it runs to its end."""
+        """When the batch of this pass may stop early; None if it runs to its end."""
         ...
 
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
-        """Note the results of the batch that was launched first: rows, and who got a token."""
+        """Note the results of the batch that was launched first: requests, and who got a token."""
         ...
 
     # --- What others ask about -----------------------------------------------------------
 
     @property
     def interference(self) -> Interference:
-        """What online requests got, beside what they would have got alone if that is known."""
+        """What online requests got, and what they would have got alone if that is known."""
         ...
 
     def latency_model(self) -> LatencyModel | None:

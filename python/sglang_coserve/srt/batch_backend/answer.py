@@ -1,4 +1,4 @@
-"""What a handler answered, as the result of a line."""
+"""Turns a handler's answer into the result of a line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def line_result(request_id: str, answer: Any) -> LineResult:
         return LineResult(HTTPStatus.OK.value, request_id, answer.model_dump(mode="json"))
     assert isinstance(answer, Response), f"a handler answered {type(answer).__name__}"
     content = orjson.loads(answer.body)
-    # Chat, completions and embeddings tell of an error flat, responses as OpenAI does.
+    # Chat, completions and embeddings return flat errors, responses nest them as OpenAI does.
     error = content.get("error", content)
     fields = {name: error.get(name) for name in ("message", "type", "param", "code")}
     return LineResult(

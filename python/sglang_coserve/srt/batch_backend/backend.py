@@ -25,8 +25,8 @@ from sglang_coserve.srt.scheduler_query import BATCH_DELAYS, ask
 __all__ = ["BatchBackend"]
 
 _STREAM_INTERVAL_TOKENS = 16
-"""How often a line's new tokens are told of. SGLang sends those of any request every 50; each
-time costs a message between processes."""
+"""Interval in tokens at which a line's new tokens are reported. SGLang's own is 50; each report is
+a message between processes."""
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ class Endpoint:
     handler: Any
     method: str = "handle_request"
     fixed_fields: Mapping[str, Any] = field(default_factory=dict)
-    """What a batch decides, whatever the body says."""
+    """Fields that the Batch API sets, overriding the body."""
 
     def parse(self, body: Mapping[str, Any]) -> BaseModel:
         """Return the request that ``body`` describes.

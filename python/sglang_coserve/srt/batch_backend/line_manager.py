@@ -1,4 +1,4 @@
-"""SGLang's tokenizer manager, as the handler of one line sees it."""
+"""SGLang's tokenizer manager for the handler of one line."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class LineTask:
     """How many output tokens it is expected to have in the end; None if nothing is known."""
 
     on_tokens: Callable[[Sequence[int]], None]
-    """Called with the output tokens after ``generated`` as they come, but for the last ones:
-    those are in the answer. So what it has heard is never a complete generation."""
+    """Called with the output tokens after ``generated`` as they come, but for the last ones: those
+    are in the answer. So it never gets a complete generation."""
 
 
 class LineManager(BoundedManager):
@@ -108,9 +108,8 @@ class LineManager(BoundedManager):
         return output
 
     def _prepare(self, request: Any) -> tuple[_TokenFeed | None, Marks]:
-        """Make a request one of a line; return who hears of its tokens, and its marks.
-
-        Nobody hears of the tokens of a request that cannot be continued.
+        """Mark a request as one of a line; return the receiver of its tokens, and its marks. There
+        is no receiver if the request cannot be continued.
         """
         task = self._task
         is_embedding = isinstance(request, EmbeddingReqInput)
@@ -137,7 +136,7 @@ class LineManager(BoundedManager):
 
 
 class _TokenFeed:
-    """Tells of the output tokens that are new."""
+    """Reports new output tokens."""
 
     def __init__(self, task: LineTask) -> None:
         self._generated = list(task.generated)

@@ -13,7 +13,7 @@ __all__ = [
 
 
 def fill_token_ids_logprobs(logits_output: Any) -> None:
-    """Mend the result of a batch in which only some rows asked for ``token_ids_logprob``.
+    """Mend the result of a batch in which only some requests asked for ``token_ids_logprob``.
 
     SGLang 0.5.17 gives the others a plain list where it then wants a tensor, and its
     scheduler process dies of that (sgl-project/sglang#34719).

@@ -119,7 +119,7 @@ def _other_engines(args: Any) -> Iterable[_Refusal]:
         _Refusal(
             args.speculative_algorithm,
             "speculative decoding (--speculative-algorithm)",
-            "a step gives a row a varying number of tokens, and drafts take KV of their own, "
+            "a step gives a request a varying number of tokens, and drafts take KV of their own, "
             "which plans and predictions do not count",
             "remove it",
         ),
@@ -222,7 +222,7 @@ def _other_decisions(args: Any, config: CoserveConfig) -> Iterable[_Refusal]:
         ),
         _Refusal(
             (args.min_free_slots_delay or 0) > 1,
-            f"prefills that wait for free rows (--min-free-slots-delay) {policy}",
+            f"prefills that wait for free slots (--min-free-slots-delay) {policy}",
             "SGLang would hold back what a plan starts",
             instead,
         ),

@@ -172,8 +172,8 @@ def exceeds_window_pool(adder: Any, req: Req, tokens: int) -> bool:
 
 
 def logit_processors(sampling_info: Any) -> Iterator[tuple[Any, list[int], Any]]:
-    """Yield the custom logit processors of a batch, each with its rows: on the host, and as a
-    tensor on the device."""
+    """Yield the custom logit processors of a batch, each with its rows of logits: on the host, and
+    as a tensor on the device."""
     for processor, is_of_row in sampling_info.custom_logit_processor.values():
         indices = is_of_row.nonzero().view(-1)
         yield processor, indices.tolist(), indices
@@ -204,11 +204,11 @@ def tensors_beside(arguments: Sequence[Any]) -> tuple[Any, ...]:  # noqa: ARG001
     return ()
 
 
-# --- KV checkpoints (until 0.5.17, and what is told of rows until 0.5.20) ------------------
+# --- KV checkpoints (until 0.5.17, and what is told of requests until 0.5.20) ------------------
 
 
 def inserting_cache(kind: type) -> type:
-    """Return ``kind``, a subclass of ``UnifiedRadixCache``, with what tells it of rows.
+    """Return ``kind``, a subclass of ``UnifiedRadixCache``, with what tells it of requests.
 
     Of an insertion by the context manager ``inserting(req)``, in which it takes place. Of the
     release of a request's KV, when it is done, by ``released(req, kept_tokens)``: of so many tokens

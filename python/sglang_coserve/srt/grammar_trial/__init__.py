@@ -1,4 +1,4 @@
-"""Grammars are compiled where they can harm nobody, before the scheduler compiles them."""
+"""Compiles grammars in a separate process before the scheduler does, to reject harmful ones."""
 
 from sglang_coserve.srt.grammar_trial.compilation import GrammarSettings
 from sglang_coserve.srt.grammar_trial.trials import GrammarTrials

@@ -15,7 +15,7 @@ __all__ = ["GrammarSettings", "TrialCompiler"]
 
 _WALK_TOKENS: Final = 24
 _MOST_STEP_S: Final = 0.25
-"""For the mask of one token: the scheduler makes it while all other requests wait."""
+"""Time limit for the mask of one token: the scheduler makes it while all other requests wait."""
 
 _MOST_TOLD_CHARS: Final = 500
 
@@ -34,7 +34,7 @@ class GrammarSettings:
 
 
 class TrialCompiler:
-    """Holds what every trial begins with."""
+    """Holds the state that every trial begins with."""
 
     def __init__(self, settings: GrammarSettings) -> None:
         import xgrammar

@@ -1,4 +1,4 @@
-"""The process that tries grammars: it forks for each, and tells how that ended.
+"""The process that tries grammars: it forks for each, and reports the outcome.
 
 A compiler of grammars in C++ ends its process on some (its stack overflows), takes
 all memory on others, and hours on others yet.  Here it may: a fork has bounds, and
@@ -24,13 +24,13 @@ from sglang_coserve.srt.grammar_trial.compilation import TrialCompiler
 __all__ = ["main", "serve_trials"]
 
 MOST_CPU_S: Final = 10
-"""That a trial may take; the schemas of real tools take tens of milliseconds."""
+"""Time that a trial may take; the schemas of real tools take tens of milliseconds."""
 
 MOST_S: Final = 30.0
 """The same where other processes have most of the machine."""
 
 MOST_MEMORY_BYTES: Final = 1 << 30
-"""That a trial may take beside what every trial begins with."""
+"""Memory that a trial may take beyond what every trial begins with."""
 
 _MOST_AT_ONCE: Final = 2
 
@@ -77,7 +77,7 @@ def serve_trials(questions: Connection, answers: Connection, compiler: TrialComp
 
 
 def _start(compiler: TrialCompiler, key: tuple[str, str]) -> _Running:
-    """Fork, and have the child tell through a pipe what is wrong with a grammar."""
+    """Fork; the child reports through a pipe what is wrong with a grammar."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

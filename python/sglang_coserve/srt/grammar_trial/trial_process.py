@@ -1,4 +1,4 @@
-"""The process that tries grammars, as the tokenizer manager has it."""
+"""The tokenizer manager's side of the process that tries grammars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tokenizer manager asks of the process that tries grammars."""
+"""Asks the process that tries grammars, and caches its verdicts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class GrammarTrials:
-    """Tries each new grammar once, and remembers how that ended.
+    """Tries each new grammar once, and caches the verdict.
 
     The process is started with the first grammar, which therefore takes some seconds
     longer. Lives on one event loop.
@@ -78,7 +78,7 @@ class GrammarTrials:
             if len(self._pending) >= _MOST_WAITING:
                 raise ValueError(f"{name}: too many new grammars at once: try again later")
             self._send(key, kind, text)
-        # A client that leaves must not take the others' answer along.
+        # A client that disconnects must not cancel the others' answer.
         return await asyncio.shield(self._pending[key])
 
     def _send(self, key: bytes, kind: str, text: str) -> None:
@@ -112,7 +112,7 @@ class GrammarTrials:
         self._pending.pop(key).set_result(fault)
 
     def _give_up(self) -> None:
-        """Answer whoever waits: the process has ended, and the next grammar starts it again."""
+        """Fail all waiting calls: the process has ended. The next grammar starts it again."""
         for key in self._numbers.values():
             waiting = self._pending.pop(key)
             waiting.set_exception(ValueError("the grammar could not be tried: try again"))

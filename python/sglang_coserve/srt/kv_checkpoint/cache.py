@@ -1,7 +1,7 @@
-"""SGLang's unified radix cache with checkpoints of running offline rows.
+"""SGLang's unified radix cache with checkpoints of running offline requests.
 
-Host pages of running rows are kept outside of the tree, in a separate table: a tree node for
-every saved page would make each insertion slower. When a row is released, its KV
+Host pages of running requests are kept outside of the tree, in a separate table: a tree node for
+every saved page would make each insertion slower. When a request is released, its KV
 goes to the tree as usual, and its saved pages become the host pages of the nodes, so that
 device slots can be reclaimed at once.
 """
@@ -108,7 +108,7 @@ class CheckpointCache(UnifiedRadixCache):
     def checkpoint_step(self, progress: Iterable[tuple[Req, int]]) -> int:
         """Begin the copies of this step; return the number of their tokens.
 
-        ``progress`` has the offline rows computed in this step, each with
+        ``progress`` has the offline requests computed in this step, each with
         the length of its KV. To be called once after the results of each batch.
         """
         self.step += 1
@@ -128,7 +128,7 @@ class CheckpointCache(UnifiedRadixCache):
         super().writing_check(write_back, finish_count)
         self.copies.settle()
 
-    # --- Rows end or are retracted -------------------------------------------------------
+    # --- Requests end or are retracted -------------------------------------------------------
 
     @contextmanager
     def inserting(self, req: Req) -> Iterator[None]:
@@ -140,20 +140,20 @@ class CheckpointCache(UnifiedRadixCache):
             self._inserting = RequestClass.ONLINE
 
     def released(self, req: Req, kept_tokens: int | None) -> None:
-        """Hand the saved pages of a retracted row over to the tree; free those of other rows.
+        """Hand the saved pages of a retracted request over to the tree; free those of others.
 
-        ``kept_tokens`` is the number of the row's tokens that were inserted into the tree; None
+        ``kept_tokens`` is the number of the request's tokens that were inserted into the tree; None
         if none were.
         """
         begin_s = time.perf_counter()
-        row = self._saver.rows.get(req.rid)
-        if row is not None and kept_tokens is not None and not req.finished():
-            end = self._handover.adopt(self._saver.rows.pop(req.rid), kept_tokens)
+        checkpoint = self._saver.checkpoints.get(req.rid)
+        if checkpoint is not None and kept_tokens is not None and not req.finished():
+            end = self._handover.adopt(self._saver.checkpoints.pop(req.rid), kept_tokens)
             self._saver.save_released(req.rid, end, self.step)
         self._saver.discard(req.rid)
         if req.finished():
             self.forget(req.rid)
-        if row is not None:
+        if checkpoint is not None:
             self.counts["releases"] += 1
             self.seconds["release"] += time.perf_counter() - begin_s
 
@@ -240,7 +240,8 @@ class CheckpointCache(UnifiedRadixCache):
         self.space.assert_consistent()
         slots = [host_slots(node) for node in subtree(self.root_node)[1:] if node.backuped]
         slots += [
-            torch.tensor(row.host_slots, dtype=torch.int64) for row in self._saver.rows.values()
+            torch.tensor(checkpoint.host_slots, dtype=torch.int64)
+            for checkpoint in self._saver.checkpoints.values()
         ]
         slots += self.copies.orphans()
         taken = torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64)

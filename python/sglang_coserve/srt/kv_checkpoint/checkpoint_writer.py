@@ -1,4 +1,4 @@
-"""Copies device KV to host memory: the rows of each step, and their prefixes in the tree."""
+"""Copies device KV to host memory: the requests of each step, and their prefixes in the tree."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from sglang_coserve.core.kv_checkpoint import (
     CheckpointPolicy,
     CheckpointSnapshot,
     PageCopy,
-    RowToSave,
+    RequestToSave,
     plan_copies,
 )
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs, NodeCopy, Piece, RowCopy
+from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs, NodeCopy, Piece, RequestCopy
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
-from sglang_coserve.srt.kv_checkpoint.row_checkpoint import RowCheckpoint, slots_of_runs
+from sglang_coserve.srt.kv_checkpoint.request_checkpoint import RequestCheckpoint, slots_of_runs
 from sglang_coserve.srt.kv_checkpoint.tree_nodes import can_save, full, unsaved_path
 
 __all__ = ["CheckpointWriter"]
 
 Node = Any
 Req = Any
-Target = tuple[Node | RowCheckpoint, int]
-"""A node or row to copy, and how many of its tokens."""
+Target = tuple[Node | RequestCheckpoint, int]
+"""A node or request to copy, and how many of its tokens."""
 
 
 class CheckpointWriter:
-    """Carries out the plans of ``core.kv_checkpoint``; keeps the checkpoints of running rows.
+    """Carries out the plans of ``core.kv_checkpoint``; keeps the checkpoints of running requests.
 
-    It runs in every step, so all rows of a step share one copy operation.
+    It runs in every step, so all requests of a step share one copy operation.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class CheckpointWriter:
         reclaimer: Reclaimer,
         counts: Counter[str],
     ) -> None:
-        self.rows: dict[str, RowCheckpoint] = {}
+        self.checkpoints: dict[str, RequestCheckpoint] = {}
         """By rid, in order of admission."""
         self._cache = cache
         self._policy = policy
@@ -56,31 +56,35 @@ class CheckpointWriter:
         self._reclaimer = reclaimer
         self._counts = counts
 
-    # --- Rows ----------------------------------------------------------------------------
+    # --- Requests ----------------------------------------------------------------------------
 
     def note(self, req: Req, tokens: int) -> None:
-        """Record that the first ``tokens`` tokens of a row have KV."""
-        row = self.rows.get(req.rid)
-        # The prefix of a row that prefills in chunks grows.
+        """Record that the first ``tokens`` tokens of a request have KV."""
+        checkpoint = self.checkpoints.get(req.rid)
+        # The prefix of a request that prefills in chunks grows.
         start_tokens = compat.protected_tokens(req)
-        if row is None or row.req is not req or row.start_tokens != start_tokens:
+        if (
+            checkpoint is None
+            or checkpoint.req is not req
+            or checkpoint.start_tokens != start_tokens
+        ):
             self.discard(req.rid)
             self._cache.forget(req.rid)
-            row = self.rows[req.rid] = RowCheckpoint(req, self._cache.page_size)
-        row.computed(tokens)
+            checkpoint = self.checkpoints[req.rid] = RequestCheckpoint(req, self._cache.page_size)
+        checkpoint.computed(tokens)
 
     def discard(self, rid: str) -> None:
-        """Free the host pages of a row, if it has a checkpoint."""
-        row = self.rows.pop(rid, None)
-        if row is not None:
-            self._space.free(RequestClass.OFFLINE, row.release())
+        """Free the host pages of a request, if it has a checkpoint."""
+        checkpoint = self.checkpoints.pop(rid, None)
+        if checkpoint is not None:
+            self._space.free(RequestClass.OFFLINE, checkpoint.release())
 
     # --- What to copy --------------------------------------------------------------------
 
     def save(self, step: int) -> int:
         """Begin the copies of this step; return the number of their tokens."""
-        rows = self._unsaved_rows()
-        if not rows:
+        unsaved = self._unsaved()
+        if not unsaved:
             return 0
         if not self._space.may_try(RequestClass.OFFLINE, step):
             self._counts["backed_off_steps"] += 1
@@ -88,66 +92,66 @@ class CheckpointWriter:
         if self._copies.is_stuck(step):
             self._counts["stalled_steps"] += 1
             return 0
-        plan = self._plan(rows, step)
+        plan = self._plan(unsaved, step)
         return self._copy(self._targets(plan), RequestClass.OFFLINE, step) if plan else 0
 
     def save_released(self, rid: str, end: Node, step: int) -> None:
-        """Begin to copy the unsaved nodes, up to ``end``, of a row that is being retracted.
+        """Begin to copy the unsaved nodes, up to ``end``, of a request that is being retracted.
 
         For example the last chunk of an unfinished prompt.
         """
         if not self._copies.may_begin(RequestClass.OFFLINE, step):
             return
         targets: list[Target] = [(node, len(node.key)) for node in self._not_begun(end)]
-        row = RowToSave(rid, sum(tokens for _, tokens in targets))
-        if self._plan([row], step):
+        unsaved = RequestToSave(rid, sum(tokens for _, tokens in targets))
+        if self._plan([unsaved], step):
             self._copy(targets, RequestClass.OFFLINE, step)
 
-    def _plan(self, rows: Sequence[RowToSave], step: int) -> tuple[PageCopy, ...]:
-        return plan_copies(self._policy, self._snapshot(rows, step), self._cache.page_size)
+    def _plan(self, unsaved: Sequence[RequestToSave], step: int) -> tuple[PageCopy, ...]:
+        return plan_copies(self._policy, self._snapshot(unsaved, step), self._cache.page_size)
 
-    def _unsaved_rows(self) -> list[RowToSave]:
-        rows = []
-        for rid, row in self.rows.items():
-            tokens = row.dirty_tokens
-            tokens += sum(len(node.key) for node in self._not_begun(self._prefix_end(row)))
+    def _unsaved(self) -> list[RequestToSave]:
+        unsaved = []
+        for rid, checkpoint in self.checkpoints.items():
+            tokens = checkpoint.dirty_tokens
+            tokens += sum(len(node.key) for node in self._not_begun(self._prefix_end(checkpoint)))
             if tokens:
-                rows.append(RowToSave(rid, tokens))
-        return rows
+                unsaved.append(RequestToSave(rid, tokens))
+        return unsaved
 
-    def _prefix_end(self, row: RowCheckpoint) -> Node:
-        return self._cache.tree_core.node_by_id(row.req.last_node)
+    def _prefix_end(self, checkpoint: RequestCheckpoint) -> Node:
+        return self._cache.tree_core.node_by_id(checkpoint.req.last_node)
 
     def _not_begun(self, end: Node) -> list[Node]:
         """Return the nodes of the path to ``end`` that are neither saved nor being copied."""
         path = unsaved_path(end, self._cache.root_node)
         return [node for node in path if not self._copies.is_copying(node)]
 
-    def _snapshot(self, rows: Sequence[RowToSave], step: int) -> CheckpointSnapshot:
+    def _snapshot(self, unsaved: Sequence[RequestToSave], step: int) -> CheckpointSnapshot:
         cache = self._cache
         allocator = cache.token_to_kv_pool_allocator
         unused = allocator.available_size() + cache.evictable_size()
         return CheckpointSnapshot(
-            rows,
+            unsaved,
             used_share=1 - unused / allocator.size,
             in_flight_tokens=self._copies.in_flight_tokens,
             oldest_copy_steps=self._copies.oldest_steps(step),
         )
 
     def _targets(self, plan: Iterable[PageCopy]) -> list[Target]:
-        """Return the targets of a plan; the nodes of a row's prefix come before the row."""
+        """Return the targets of a plan; the nodes of a request's prefix come before the request."""
         targets: list[Target] = []
         begun: set[int] = set()
         for rid, tokens in plan:
-            row, left = self.rows[rid], tokens
-            for node in self._not_begun(self._prefix_end(row)):
+            checkpoint, left = self.checkpoints[rid], tokens
+            for node in self._not_begun(self._prefix_end(checkpoint)):
                 left -= len(node.key)
                 if node.id not in begun:
                     begun.add(node.id)
                     targets.append((node, len(node.key)))
-            left = min(left, row.dirty_tokens)
+            left = min(left, checkpoint.dirty_tokens)
             if left > 0:
-                targets.append((row, left))
+                targets.append((checkpoint, left))
         return targets
 
     def save_online(self, node: Node, step: int) -> None:
@@ -163,7 +167,7 @@ class CheckpointWriter:
     def _copy(self, targets: Sequence[Target], request_class: RequestClass, step: int) -> int:
         """Begin to copy the first targets, as many as fit host memory; return their tokens.
 
-        A node must come after its parent, a row after its prefix.
+        A node must come after its parent, a request after its prefix.
         """
         totals = list(accumulate(tokens for _, tokens in targets))
         limit = self._space.limit_tokens(request_class)
@@ -188,20 +192,20 @@ class CheckpointWriter:
     ) -> None:
         pieces: list[Piece] = []
         device_slots: list[torch.Tensor] = []
-        # Nodes first, because the slots of all rows are looked up together.
-        rows = [target for target in targets if isinstance(target[0], RowCheckpoint)]
+        # Nodes first, because the slots of all requests are looked up together.
+        checkpoints = [target for target in targets if isinstance(target[0], RequestCheckpoint)]
         begin = 0
         for node, tokens in targets:
-            if not isinstance(node, RowCheckpoint):
+            if not isinstance(node, RequestCheckpoint):
                 slots = host_slots[begin : begin + tokens]
                 pieces.append(NodeCopy([node], slots, request_class))
                 device_slots.append(full(node).value)
                 begin += tokens
-        if rows:
+        if checkpoints:
             numbers, runs = host_slots.tolist(), []
-            for row, tokens in rows:
-                piece = RowCopy(row, numbers[begin : begin + tokens])
-                runs.append(row.begin_copy(piece.host_slots))
+            for checkpoint, tokens in checkpoints:
+                piece = RequestCopy(checkpoint, numbers[begin : begin + tokens])
+                runs.append(checkpoint.begin_copy(piece.host_slots))
                 pieces.append(piece)
                 begin += tokens
             table = self._cache.req_to_token_pool.req_to_token

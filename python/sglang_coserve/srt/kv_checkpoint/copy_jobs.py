@@ -14,18 +14,18 @@ from sglang.srt.mem_cache.unified_radix_cache import _OngoingWriteThrough
 from sglang_coserve.core.kv_checkpoint import CheckpointPolicy, is_stuck
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
-from sglang_coserve.srt.kv_checkpoint.row_checkpoint import RowCheckpoint
+from sglang_coserve.srt.kv_checkpoint.request_checkpoint import RequestCheckpoint
 from sglang_coserve.srt.kv_checkpoint.tree_nodes import can_save, host_slots
 
-__all__ = ["CopyJobs", "NodeCopy", "PendingCopy", "Piece", "RowCopy"]
+__all__ = ["CopyJobs", "NodeCopy", "PendingCopy", "Piece", "RequestCopy"]
 
 _POLL_S = 0.0002
 
 
-class RowCopy(NamedTuple):
-    """A copy of tokens of a running row, after its prefix."""
+class RequestCopy(NamedTuple):
+    """A copy of tokens of a running request, after its prefix."""
 
-    row: RowCheckpoint
+    checkpoint: RequestCheckpoint
     host_slots: Sequence[int]
 
 
@@ -51,7 +51,7 @@ class PendingCopy:
     host_slots: torch.Tensor
 
 
-Piece = RowCopy | NodeCopy | PendingCopy
+Piece = RequestCopy | NodeCopy | PendingCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,16 +145,16 @@ class CopyJobs:
             for job in self._jobs.values()
             for piece in job.pieces
             if isinstance(piece, NodeCopy)
-            or (isinstance(piece, RowCopy) and piece.row.is_released)
+            or (isinstance(piece, RequestCopy) and piece.checkpoint.is_released)
             or (isinstance(piece, PendingCopy) and host_slots(piece.node) is None)
         ]
 
     def _end(self, piece: Piece) -> None:
-        if isinstance(piece, RowCopy):
-            if piece.row.is_released:
+        if isinstance(piece, RequestCopy):
+            if piece.checkpoint.is_released:
                 self._space.free(RequestClass.OFFLINE, torch.as_tensor(piece.host_slots))
             else:
-                piece.row.end_copy(len(piece.host_slots))
+                piece.checkpoint.end_copy(len(piece.host_slots))
         elif isinstance(piece, NodeCopy):
             self._end_node(piece)
         elif host_slots(piece.node) is None:  # The node was dropped after a timeout.

@@ -1,4 +1,4 @@
-"""Keeps the saved pages of a retracted row on the host for when its request resumes."""
+"""Keeps the saved pages of a retracted request on the host for when its request resumes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
-from sglang_coserve.srt.kv_checkpoint.row_checkpoint import RowCheckpoint
+from sglang_coserve.srt.kv_checkpoint.request_checkpoint import RequestCheckpoint
 from sglang_coserve.srt.kv_checkpoint.tree_nodes import can_save
 
 __all__ = ["Handover"]
@@ -29,16 +29,16 @@ class Handover:
         self._counts = counts
         self._kept: dict[str, list[Node]] = {}
 
-    def adopt(self, row: RowCheckpoint, kv_tokens: int) -> Node:
-        """Make a row's saved pages the host pages of the nodes that now hold its KV. No copy.
+    def adopt(self, checkpoint: RequestCheckpoint, kv_tokens: int) -> Node:
+        """Make a request's saved pages the host pages of the nodes that now hold its KV. No copy.
 
         The first ``kv_tokens`` tokens of its request are in the tree; returns the last of their
         nodes.
         """
-        req, start, page = row.req, row.start_tokens, self._cache.page_size
+        req, start, page = checkpoint.req, checkpoint.start_tokens, self._cache.page_size
         kv_end = kv_tokens // page * page
-        end = min(row.saved_end_tokens, kv_end)
-        host_slots = row.release()
+        end = min(checkpoint.saved_end_tokens, kv_end)
+        host_slots = checkpoint.release()
         last_saved = self._node_at(req, end)
         unused = [host_slots[max(end - start, 0) :]]
         for node, first in _between(last_saved, start, end):

@@ -5,7 +5,7 @@
 3. ``hold_back`` with the waiting requests that are about to be admitted.
 4. ``forget`` when a request has ended or is aborted.
 
-Releasing a row, reclaiming and resuming need no call, because SGLang does these through
+Releasing a request, reclaiming and resuming need no call, because SGLang does these through
 the cache.
 """
 
@@ -147,7 +147,7 @@ class KvCheckpointing:
 
 
 def _progress(batch: ScheduleBatch, offline: Sequence[bool]) -> Iterator[tuple[Req, int]]:
-    """Yield the offline rows of a processed batch, each with the length of its computed KV.
+    """Yield the offline requests of a processed batch, each with the length of its computed KV.
 
     That is all tokens except the last; SGLang's own length may include a token in flight under
     overlap scheduling. It is 0 for an unfinished prompt, whose chunks

@@ -35,7 +35,7 @@ class Prefetches:
     """Loads nodes, top first, into free slots; a node gets them only when its load is complete.
 
     SGLang itself loads KV within the prefill batch of the request, whose
-    other rows then wait for the transfer.
+    other requests then wait for the transfer.
     """
 
     timeout_s = 5.0

@@ -30,22 +30,24 @@ class RecomputeMeter:
         self.recomputed_tokens: Counter[RequestClass] = Counter()
 
     def ran(self, batch: ScheduleBatch, offline: Sequence[bool]) -> None:
-        """Count a batch whose results are in; ``offline`` says which of its rows are offline."""
+        """Count a batch whose results are in; ``offline`` says which requests are offline."""
         if batch.forward_mode.is_extend():
-            for row in zip(batch.reqs, offline, batch.prefix_lens, batch.extend_lens, strict=True):
-                self._prefilled(*row)
+            for computed in zip(
+                batch.reqs, offline, batch.prefix_lens, batch.extend_lens, strict=True
+            ):
+                self._prefilled(*computed)
             return
         num_offline = sum(offline)
         self.computed_tokens[RequestClass.OFFLINE] += num_offline
         self.computed_tokens[RequestClass.ONLINE] += len(offline) - num_offline
 
     def _prefilled(self, req: Req, offline: bool, begin: int, tokens: int) -> None:
-        """Count a row that has computed ``tokens`` tokens after the first ``begin``."""
+        """Count a request that has computed ``tokens`` tokens after the first ``begin``."""
         end = begin + tokens
         is_whole = end >= len(req.origin_input_ids) + len(req.output_ids) - 1
         before = self._computed_to.get(req.rid, 0)
         if before == _ALL:
-            # If the row is complete now, its last token was not computed before.
+            # If the request is complete now, its last token was not computed before.
             before = end - is_whole
         else:
             # Tokens found in the cache count as computed at this point.

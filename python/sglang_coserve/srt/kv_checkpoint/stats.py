@@ -66,7 +66,7 @@ class CheckpointStats:
     """Loads within a batch refused because other loads were in flight."""
 
     adopted_tokens: int
-    """Saved tokens of retracted rows that were handed over to the tree without a copy."""
+    """Saved tokens of retracted requests that were handed over to the tree without a copy."""
 
     demoted_tokens: int
     """Device slots reclaimed whose tokens were saved."""
@@ -83,7 +83,7 @@ class CheckpointStats:
     prefetch_discarded_tokens: int
     releases: int
     release_ms: float
-    """Time spent on checkpoints when rows were released."""
+    """Time spent on checkpoints when requests were released."""
 
     reclaims: int
     reclaim_ms: float

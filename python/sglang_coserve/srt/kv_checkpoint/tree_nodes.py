@@ -33,7 +33,7 @@ class EvictionOrder:
     """The order in which leaves are evicted from the device: by class, then by last use.
 
     Nodes from which requests about to be admitted resume come last of all: otherwise
-    they would lose this memory, round after round, to decoding rows. Within a class,
+    they would lose this memory, round after round, to decoding requests. Within a class,
     nodes being copied come last, because soon they can be reclaimed without loss.
     """
 

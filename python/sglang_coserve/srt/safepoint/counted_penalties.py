@@ -16,7 +16,7 @@ _Rows = dict[tuple[type, str], torch.Tensor]
 class CountedPenalties:
     """Keeps the penalty counts of decodes whose step was dropped.
 
-    SGLang counts a row's last token when it prepares a step, and a dropped step is
+    SGLang counts a request's last token when it prepares a step, and a dropped step is
     prepared again. So the counts after the first preparation are kept, and restored
     after the second.
     """
@@ -25,11 +25,11 @@ class CountedPenalties:
         self._rows: dict[str, _Rows] = {}
 
     def __len__(self) -> int:
-        """Return the number of rows whose counts are kept."""
+        """Return the number of requests whose counts are kept."""
         return len(self._rows)
 
     def keep(self, batch: ScheduleBatch) -> None:
-        """Keep the counts of the decodes in a rolled-back batch. O(rows) if it has penalties."""
+        """Keep the counts of a rolled-back batch's decodes. O(requests) if it has penalties."""
         penalties = batch.sampling_info.penalizer_orchestrator
         if not batch.reqs or not penalties.is_required:
             return
@@ -45,9 +45,9 @@ class CountedPenalties:
                 self._rows[req.rid] = {key: value[row].clone() for key, value in tensors}
 
     def put_back(self, batch: ScheduleBatch) -> None:
-        """Restore the counts kept for the rows of a prepared batch.
+        """Restore the counts kept for the requests of a prepared batch.
 
-        The counts of a row that prefills, as it was retracted since, are discarded.
+        The counts of a request that prefills, as it was retracted since, are discarded.
         """
         if not self._rows:
             return
@@ -61,7 +61,7 @@ class CountedPenalties:
                 continue
             for (kind, name), value in kept.items():
                 penalizer = penalties.penalizers.get(kind)
-                # The rows that asked for this penalty may have left the batch.
+                # The requests that asked for this penalty may have left the batch.
                 if penalizer is not None and penalizer.is_prepared():
                     getattr(penalizer, name)[row] = value
 

@@ -59,14 +59,14 @@ def _has_replayed_states(pool: Any) -> bool:
 
 
 def why_batch_must_end(batch: ScheduleBatch, num_prefills: int) -> str | None:
-    """Return why this batch cannot be suspended; None if it can. O(rows)."""
+    """Return why this batch cannot be suspended; None if it can. O(requests)."""
     if batch.hicache_consumer_index != -1:
         return "KV is being loaded from the host layer by layer"
-    for row, req in enumerate(batch.reqs):
+    for place, req in enumerate(batch.reqs):
         if req.session is not None:
             return "a session shares its KV"
-        if row < num_prefills and req.multimodal_inputs is not None:
+        if place < num_prefills and req.multimodal_inputs is not None:
             return "images are dropped once they are embedded"
-        if row < num_prefills and req.input_embeds is not None:
+        if place < num_prefills and req.input_embeds is not None:
             return "embeddings are given instead of tokens"
     return None

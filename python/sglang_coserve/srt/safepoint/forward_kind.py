@@ -1,4 +1,4 @@
-"""Classifies a prepared batch (prefill, decode, mixed), and sums up its rows."""
+"""Classifies a prepared batch (prefill, decode, mixed), and sums up its requests."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def kind_of(batch: ScheduleBatch) -> ForwardKind | None:
 
 
 def num_decodes(batch: ScheduleBatch, kind: ForwardKind) -> int:
-    """Return the number of decodes in a batch; they are its last rows."""
+    """Return the number of decodes in a batch; they are the last of its requests."""
     if kind is ForwardKind.EXTEND:
         return 0
     return len(batch.reqs) if kind is ForwardKind.DECODE else len(batch.decoding_reqs)
 
 
 def stats_of(batch: ScheduleBatch, kind: ForwardKind, chosen: Sequence[bool]) -> StepStats:
-    """Return the sums over the chosen rows of a prepared batch. O(rows)."""
+    """Return the sums over the chosen requests of a prepared batch. O(requests)."""
     num_prefills = len(batch.reqs) - num_decodes(batch, kind)
     prefills = [
-        (batch.extend_lens[row], batch.prefix_lens[row])
-        for row in range(num_prefills)
-        if chosen[row]
+        (batch.extend_lens[place], batch.prefix_lens[place])
+        for place in range(num_prefills)
+        if chosen[place]
     ]
     # The length of a decode includes the token that it computes: C + 1.
     lengths = batch.seq_lens_cpu[num_prefills:].tolist()

@@ -62,7 +62,7 @@ class GraphCuts:
             yield
 
     @property
-    def goes_on(self) -> bool:
+    def is_resumed(self) -> bool:
         """Whether the running batch is a resumed one."""
         return self._resumption.first > 0
 
@@ -72,7 +72,7 @@ class GraphCuts:
         Raises:
             ForwardPreempted: the replay was stopped at a safepoint.
         """
-        if not self.goes_on:
+        if not self.is_resumed:
             if self._gate.attention[0]:
                 self._gate.reached(0)
             graph.replay()
@@ -104,15 +104,15 @@ class GraphCuts:
 
     def _reach(self, number: int, *tensors: torch.Tensor) -> None:
         """Stop or go on at a cut; ``tensors`` are the memory that the next piece reads."""
-        goes_on_here = number == self._resumption.first
+        resumes_here = number == self._resumption.first
         if self._gate.attention[0]:
             try:
                 self._gate.reached(number)
             except ForwardPreempted:
-                if not goes_on_here:  # Otherwise the tensors kept before are still valid.
+                if not resumes_here:  # Otherwise the tensors kept before are still valid.
                     self._resumption.outputs = _Inputs(tuple(each.clone() for each in tensors))
                 raise
-        if goes_on_here:
+        if resumes_here:
             kept = self._resumption.resumed
             assert isinstance(kept, _Inputs), "the batch did not stop in a graph"
             for each, value in zip(tensors, kept.tensors, strict=True):

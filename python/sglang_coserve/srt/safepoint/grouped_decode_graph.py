@@ -94,7 +94,7 @@ class GroupedDecodeBackend(FullCudaGraphBackend):
 
     def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
         """Replay a step; by groups of layers if it may be suspended or is resumed."""
-        if not (self._gate.attention[0] or self._cuts.goes_on):
+        if not (self._gate.attention[0] or self._cuts.is_resumed):
             return super().replay(shape_key, static_forward_batch, **kwargs)
         graph, output = self._grouped[shape_key]
         self._cuts.replay(graph)

@@ -26,11 +26,11 @@ ScheduleBatch = Any
 
 @dataclass(frozen=True)
 class RolledBack:
-    """The rows to be requeued after a dropped step; its decodes are left in the batch."""
+    """The requests to be requeued after a dropped step; its decodes are left in the batch."""
 
     released: tuple[Req, ...]
-    """Rows whose KV and slot were released, and which must wait again: prefills without earlier
-    chunks, or all rows (``give_up``)."""
+    """Requests whose KV and slot were released, and which must wait again: prefills without earlier
+    chunks, or all requests (``give_up``)."""
 
     unfinished: Req | None
     """The prefill with earlier chunks, which it keeps."""
@@ -39,16 +39,16 @@ class RolledBack:
 def roll_back(
     batch: ScheduleBatch, kind: ForwardKind, chunked_req: Req | None, relay: Any
 ) -> RolledBack:
-    """Undo the preparation of ``batch``, and leave in it the rows that decode.
+    """Undo the preparation of ``batch``, and leave in it the requests that decode.
 
     Args:
         batch: the prepared batch.
         kind: its kind.
         chunked_req: the scheduler's prefill that this batch would not have finished.
-        relay: SGLang's ``FutureMap``, which passes each row's last token to its next step.
+        relay: SGLang's ``FutureMap``, which passes each request's last token to its next step.
 
     Afterwards the batch is a decode batch in the state before the step, or empty if it had no
-    decodes.  Rows that have ended meanwhile have released their KV already.
+    decodes.  Requests that have ended meanwhile have released their KV already.
     """
     count = num_decodes(batch, kind)
     num_prefills = len(batch.reqs) - count
@@ -67,9 +67,9 @@ def roll_back(
 
 
 def give_up(batch: ScheduleBatch) -> RolledBack:
-    """Release all rows of ``batch``, for a model whose layers keep a state besides KV.
+    """Release all requests of ``batch``, for a model whose layers keep a state besides KV.
 
-    Some layers have advanced their state already, which cannot be undone: the rows start again
+    Some layers have advanced their state already, which cannot be undone: the requests start again
     from what the radix cache has of them.
     """
     released = tuple(req for req in batch.reqs if compat.holds_kv(req))
@@ -82,13 +82,13 @@ def give_up(batch: ScheduleBatch) -> RolledBack:
 
 
 def _undo_decodes(batch: ScheduleBatch, count: int, relay: Any) -> None:
-    """Undo ``prepare_for_decode`` for the last ``count`` rows, and for the lengths of all rows."""
+    """Undo ``prepare_for_decode`` for the last ``count`` requests, and for the lengths of all."""
     allocator = batch.token_to_kv_pool_allocator
     reqs: Sequence[Req] = batch.reqs[-count:]
     lengths = batch.seq_lens_cpu[-count:]
     took_slots = torch.tensor([compat.holds_kv(req) for req in reqs])
     if allocator.page_size > 1:
-        # Only rows that opened a new page allocated one.
+        # Only requests that opened a new page allocated one.
         took_slots &= (lengths - 1) % allocator.page_size == 0
     slots = batch.out_cache_loc[-count:]
     allocator.free(slots[took_slots.to(slots.device)])

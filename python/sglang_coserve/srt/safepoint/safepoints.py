@@ -61,7 +61,7 @@ class Safepoints:
         return ForwardKind.DECODE not in self._kept
 
     def why_it_must_end(self, batch: ScheduleBatch) -> str | None:
-        """Return why a batch cannot stop at a safepoint; None if it can. O(rows)."""
+        """Return why a batch cannot stop at a safepoint; None if it can. O(requests)."""
         kind = kind_of(batch)
         if kind is None:
             return "neither a prefill nor a decode"

@@ -63,7 +63,7 @@ class SafepointStats:
             self._awaited.setdefault(arrival.rid, (arrival.arrival_s, now_s))
 
     def results(self, reqs: Iterable[Any], now_s: float) -> None:
-        """Record rows that may have got a first token. O(1) if no such arrival is pending."""
+        """Record requests that may have got a first token. O(1) if no such arrival is pending."""
         if not self._awaited:
             return
         for req in reqs:

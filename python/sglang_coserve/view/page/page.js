@@ -68,8 +68,8 @@ function showUsers(users) {
   level = users.level;
   const parts = [];
   if (users.requests) parts.push(`${number(users.requests)} requests ended in the last 10 minutes`);
-  if (users.attainment !== null) parts.push(`${percent(users.attainment)} within their targets`);
-  if (users.attainment_online_alone !== null) parts.push(`${percent(users.attainment_online_alone)} would be without offline work, as predicted`);
+  if ((users.attainment ?? null) !== null) parts.push(`${percent(users.attainment)} within their targets`);
+  if ((users.attainment_online_alone ?? null) !== null) parts.push(`${percent(users.attainment_online_alone)} would be without offline work, as predicted`);
   const few = users.requests < 100 ? " Of fewer than 100, a P99 is little more than the maximum." : "";
   write(byId("users-note"), parts.length ? `${parts.join(", ")}.${few}` : "");
   byId("bill").hidden = users.bill === null;
@@ -82,8 +82,9 @@ function showUsers(users) {
     ]);
   }
   const table = byId("slos");
-  table.hidden = !users.slos.length;
-  table.tBodies[0].replaceChildren(...users.slos.map(sloRow));
+  const slos = users.slos ?? [];  // Of a gateway each engine has its own.
+  table.hidden = !slos.length;
+  table.tBodies[0].replaceChildren(...slos.map(sloRow));
 }
 
 function sloRow(slo) {
@@ -101,6 +102,38 @@ function sloRow(slo) {
     cell("Without offline work", milliseconds(slo.online_alone_ms)),
     cell("Because of offline work", added),
     cell("Standing", text, kind));
+}
+
+// --- Engines of a gateway -----------------------------------------------------------------
+
+const STANDINGS = { ok: ["✓ within targets", "good"], harmed: ["✗ hurt", "bad"], overloaded: ["✗ overloaded, alone too", "fair"], unknown: ["not known yet", ""] };
+
+function showFleet(fleet, engines) {
+  const up = engines.filter((engine) => engine.state === "up").length;
+  figures(byId("fleet"), [
+    ["Engines that take lines", `${number(up)} of ${number(engines.length)}`],
+    ["Offline tokens/s", number(fleet.offline_tokens_per_s)],
+    ["Lines that wait for room", number(fleet.lines_waiting)],
+    ["Attempts that moved, or were lost", `${number(fleet.lines_moved)}, ${number(fleet.lines_lost)}`],
+    ...(fleet.lines_given_up ? [["Lines given up", number(fleet.lines_given_up)]] : []),
+  ]);
+  byId("engines").tBodies[0].replaceChildren(...engines.map(engineRow));
+}
+
+function engineRow(engine) {
+  const cell = (label, kind, ...parts) =>
+    element("td", { role: "cell", "data-label": label, class: kind }, element("span", {}, ...parts));
+  const why = engine.takes_no_lines_because;
+  const state = [engine.state, ...(why ? [element("br"), element("span", { class: "small" }, why)] : [])];
+  const [standing, kind] = engine.online_users ? STANDINGS[engine.online_users.level] : ["–", ""];
+  const load = engine.load;
+  return element("tr", { role: "row", "data-engine": engine.url },
+    element("th", { role: "rowheader", scope: "row" }, element("code", {}, engine.url)),
+    cell("State", engine.state === "up" && !why ? "good" : "bad", ...state),
+    cell("Lines, window", "number", `${number(engine.lines_in_flight)} of ${number(engine.window)}`),
+    cell("Offline tokens/s", "number", number(engine.offline_tokens_per_s)),
+    cell("Running online, offline", "number", load ? `${number(load.online.running)}, ${number(load.offline.running)}` : "–"),
+    cell("Online users", kind, standing));
 }
 
 // --- Charts -------------------------------------------------------------------------------
@@ -454,20 +487,27 @@ async function load() {
 
 function show(view) {
   const isFirst = byId("view").hidden && byId("key-section").hidden === false;
-  merge(view.history);
   byId("view").hidden = false;
   if (!isEntering) byId("key-section").hidden = true;
   byId("key-button").hidden = Boolean(key);
   if (isFirst) byId("main").focus();
-  write(byId("server"), `${view.model}, policy ${view.policy}`);
-  const age = view.sample_age_s;
+  const isFleet = "engines" in view;
+  byId("fleet-section").hidden = !isFleet;
+  byId("engine-section").hidden = byId("why-section").hidden = isFleet;
+  write(byId("server"), isFleet ? `gateway${view.model ? `, ${view.model}` : ""}` : `${view.model}, policy ${view.policy}`);
+  const age = isFleet ? 0 : view.sample_age_s;  // What a gateway says is of now.
   const isStale = age === null || age > 5;
   write(byId("link"), age === null ? "The engine has not said anything yet." : isStale ? `The engine was last heard of ${number(age)} s ago.` : "Live");
   byId("link").className = isStale ? "state bad" : "state good";
   showUsers(view.online_users);
-  showEngine();
+  if (isFleet) {
+    showFleet(view.fleet, view.engines);
+  } else {
+    merge(view.history);
+    showEngine();
+    showDecisions(view);
+  }
   showBatches(view.batches);
-  showDecisions(view);
   showHeadroom(view.headroom);
 }
 

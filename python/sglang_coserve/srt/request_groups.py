@@ -1,4 +1,4 @@
-"""Splits rows off a batch and joins them again, with their KV kept."""
+"""Splits requests off a batch and joins them again, with their KV kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def has_plain_state(req: Req) -> bool:
     Penalties count tokens in tensors that a split would shift under overlap
     scheduling; log-probabilities, grammars and custom processors keep state of
     their own. Such requests are never paused, but retracted. A LoRA adapter is no such state:
-    SGLang loads the adapters of a batch's rows, as long as it has slots for all.
+    SGLang loads the adapters of a batch's requests, as long as it has slots for all.
     """
     params = req.sampling_params
     return not (
@@ -38,19 +38,19 @@ def has_plain_state(req: Req) -> bool:
     )
 
 
-def _filter(batch: ScheduleBatch, rows: list[int]) -> None:
-    batch.filter_batch(keep_indices=rows)
+def _filter(batch: ScheduleBatch, places: list[int]) -> None:
+    batch.filter_batch(keep_indices=places)
 
 
 def split(
     batch: ScheduleBatch,
     rids: Collection[str],
-    keep_rows: Callable[[ScheduleBatch, list[int]], None] = _filter,
+    keep: Callable[[ScheduleBatch, list[int]], None] = _filter,
 ) -> ScheduleBatch | None:
-    """Remove the rows in ``rids`` from ``batch``; return them as a separate batch.
+    """Remove the requests in ``rids`` from ``batch``; return them as a separate batch.
 
-    The rows must have plain state (``has_plain_state``). Returns None if no row is named.
-    ``keep_rows`` reduces a batch to the given rows; by default SGLang's method.
+    The requests must have plain state (``has_plain_state``). Returns None if no request is named.
+    ``keep`` reduces a batch to the given requests; by default SGLang's method.
     """
     chosen = [i for i, req in enumerate(batch.reqs) if req.rid in rids]
     if not chosen:
@@ -59,18 +59,18 @@ def split(
     info = copy.copy(batch.sampling_info)
     if info.custom_params is not None:
         info.custom_params = list(info.custom_params)
-    # The rows have no penalties, so a new orchestrator without state is right.
+    # The requests have no penalties, so a new orchestrator without state is right.
     info.penalizer_orchestrator = new_penalties(batch, [batch.reqs[i] for i in chosen])
     taken.sampling_info = info
-    keep_rows(taken, chosen)
+    keep(taken, chosen)
     info.penalizer_orchestrator.batch = taken
     out = set(chosen)
-    keep_rows(batch, [i for i in range(len(batch.reqs)) if i not in out])
+    keep(batch, [i for i in range(len(batch.reqs)) if i not in out])
     return taken
 
 
 def join(batch: ScheduleBatch | None, other: ScheduleBatch | None) -> ScheduleBatch | None:
-    """Return one batch with the rows of both."""
+    """Return one batch with the requests of both."""
     if other is None or not other.reqs:
         return batch
     if batch is None or not batch.reqs:

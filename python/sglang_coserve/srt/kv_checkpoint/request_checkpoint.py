@@ -1,4 +1,4 @@
-"""The host pages of a running offline row."""
+"""The host pages of a running offline request."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_coserve.core.kv_checkpoint import RowPages
+from sglang_coserve.core.kv_checkpoint import RequestPages
 from sglang_coserve.srt import compat
 
-__all__ = ["RowCheckpoint", "Run", "slots_of_runs"]
+__all__ = ["RequestCheckpoint", "Run", "slots_of_runs"]
 
 Req = Any
 
 Run = tuple[int, int, int]
-"""A run of consecutive tokens of a row: the row's index in SGLang's ``req_to_token``, the first
+"""A run of consecutive tokens of a request: its row in SGLang's ``req_to_token``, the first
 position in the row, and the number of tokens."""
 
 
-class RowCheckpoint:
-    """The host pages of one row, after its prefix in the radix tree.
+class RequestCheckpoint:
+    """The host pages of one request, after its prefix in the radix tree.
 
-    The prefix, ``start_tokens`` long, is saved as nodes of the tree, once for all rows
+    The prefix, ``start_tokens`` long, is saved as nodes of the tree, once for all requests
     that share it. Only whole pages are saved.
     """
 
     def __init__(self, req: Req, page_tokens: int) -> None:
         self.req = req
         self.start_tokens = compat.protected_tokens(req)
-        self.pages = RowPages()
+        self.pages = RequestPages()
         self.host_slots = array("q")
         """One slot for each token saved or being copied."""
         self.is_released = False
@@ -44,11 +44,11 @@ class RowCheckpoint:
 
     @property
     def saved_end_tokens(self) -> int:
-        """Number of the row's first tokens that are saved, provided that its prefix is."""
+        """Number of the request's first tokens that are saved, provided that its prefix is."""
         return self.start_tokens + self.pages.saved * self._page_tokens
 
     def computed(self, tokens: int) -> None:
-        """Record that the row's first ``tokens`` tokens have KV."""
+        """Record that the request's first ``tokens`` tokens have KV."""
         pages = (tokens - self.start_tokens) // self._page_tokens
         if pages > self.pages.total:
             self.pages.grow(pages)
@@ -65,7 +65,7 @@ class RowCheckpoint:
         self.pages.end_copy(tokens // self._page_tokens)
 
     def release(self) -> torch.Tensor:
-        """End the row's checkpoint; return the host slots of its saved pages.
+        """End the request's checkpoint; return the host slots of its saved pages.
 
         The slots of copies in flight are freed when these end.
         """

@@ -1,0 +1,88 @@
+"""Who sees what of a server, and which batches: the part of its page that is the Batch API's."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from secrets import compare_digest
+from typing import Any, Final
+
+from fastapi import FastAPI
+from starlette.requests import Request
+
+from sglang_coserve.batch.owners import owner_of
+from sglang_coserve.batch.routes.caller import find_service
+from sglang_coserve.batch.routes.errors import BatchApiNotReadyError, BatchApiOffError
+from sglang_coserve.batch.schemas import BatchObject
+from sglang_coserve.errors import StorageError
+
+__all__ = ["PAGE_PATH", "VIEW_PATH", "Caller", "Keys", "bearer_key", "shown_batches"]
+
+PAGE_PATH: Final = "/coserve"
+VIEW_PATH: Final = "/coserve/view"
+
+_BATCHES: Final = 50
+"""So many of the newest are looked at; what is unfinished comes first."""
+
+_SHOWN: Final = ("id", "endpoint", "status", "created_at", "expires_at", "completed_at", "metadata")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """On whose behalf the view is asked for."""
+
+    owner: str | None
+    """Whose batches are shown; None: everybody's."""
+
+    batches_path: str | None
+    """Where they can be changed; None: they are not shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What opens the view."""
+
+    api_key: str | None
+    admin_api_key: str | None
+    is_open: bool = False
+    """Who brings no key sees the figures, and no batches."""
+
+    def caller(self, key: str | None) -> Caller | None:
+        """Return who brings ``key``; None: nobody whom the view is for."""
+        if self.admin_api_key and key and _is_same(key, self.admin_api_key):
+            return Caller(None, "/coserve/batches")
+        if not self.api_key or (key and _is_same(key, self.api_key)):
+            return Caller(owner_of(key), "/v1/batches")
+        return Caller(None, None) if self.is_open and not key else None
+
+
+def bearer_key(request: Request) -> str | None:
+    """Return the key that came along."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return (key or None) if scheme.lower() == "bearer" else None
+
+
+async def shown_batches(app: FastAPI, caller: Caller) -> dict[str, Any]:
+    """Return the caller's batches and what could be added to all; null while there is no Batch
+    API, and the reason in ``error`` while there is none yet."""
+    try:
+        service = find_service(app)
+        found = []
+        if caller.batches_path is not None:
+            found = (await service.list_batches(caller.owner, limit=_BATCHES)).data
+        return {
+            "batches": {"path": caller.batches_path, "data": [_shown(each) for each in found]},
+            "headroom": asdict(service.headroom()),
+        }
+    except (BatchApiNotReadyError, StorageError) as error:
+        return {"batches": {"path": None, "data": [], "error": str(error)}, "headroom": None}
+    except BatchApiOffError:
+        return {"batches": None, "headroom": None}
+
+
+def _shown(batch: BatchObject) -> dict[str, Any]:
+    fields = batch.model_dump(mode="json", include={*_SHOWN, "request_counts", "coserve"})
+    return fields | {"total_tokens": batch.usage.total_tokens}
+
+
+def _is_same(key: str, expected: str) -> bool:
+    return compare_digest(key.encode(), expected.encode())

@@ -1,0 +1,191 @@
+"""All attempts at lines that one engine has from here, on one connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from itertools import count
+from typing import Final
+
+import aiohttp
+
+from sglang_coserve.errors import RequestError, ServerError
+from sglang_coserve.http_lines.failures import (
+    EngineLostError,
+    EngineRefusesError,
+    LineMovedError,
+    refusal_text,
+)
+from sglang_coserve.http_lines.line_server import HEARTBEAT_S
+from sglang_coserve.http_lines.messages import (
+    GATHER_S,
+    LINES_PATH,
+    LineAttempt,
+    LineCall,
+    LineEvent,
+    decode_message,
+    encode_messages,
+    result_of,
+)
+from sglang_coserve.lines.backend import LineResult
+
+__all__ = ["EngineStream"]
+
+_SILENT_S: Final = 4 * HEARTBEAT_S
+"""An engine that has been silent for so long hangs."""
+
+_HEADERS: Final = {"content-type": "application/x-ndjson"}
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    on_tokens: Callable[[Sequence[int]], None]
+    result: asyncio.Future[LineResult]
+
+
+class EngineStream:
+    """One POST that lasts: calls go out in its body while events come in as its answer.
+
+    Calls that are made soon after each other go together.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        """Open it. ``session`` is of the engine at ``url``, and brings its admin key."""
+        self._session = session
+        self._url = url
+        self._ids = count(1)
+        self._attempts: dict[int, _Attempt] = {}
+        self._unsent: dict[int, LineCall] = {}
+        self._has_unsent = asyncio.Event()
+        self.has_ended = False
+        """Whether another stream is needed."""
+
+        self._serving = asyncio.create_task(self._serve())
+
+    async def close(self) -> None:
+        """Close the connection, which ends the attempts on it."""
+        self._serving.cancel()
+        await asyncio.wait({self._serving})
+
+    async def run(
+        self, attempt: LineAttempt, on_tokens: Callable[[Sequence[int]], None]
+    ) -> LineResult:
+        """See ``EngineConnection.run``."""
+        number, result = next(self._ids), asyncio.get_running_loop().create_future()
+        self._attempts[number] = _Attempt(on_tokens, result)
+        self._tell(LineCall(number, attempt))
+        try:
+            found: LineResult = await result
+            return found
+        except asyncio.CancelledError:
+            self._abort(number)
+            raise
+        finally:
+            self._attempts.pop(number, None)
+
+    def _tell(self, call: LineCall) -> None:
+        self._unsent[call.id] = call
+        self._has_unsent.set()
+
+    def _abort(self, number: int) -> None:
+        if self._unsent.pop(number, None) is None:
+            self._tell(LineCall(number, None))
+
+    async def _serve(self) -> None:
+        address, silent_s = f"{self._url}{LINES_PATH}", _SILENT_S
+        try:
+            async with asyncio.timeout(silent_s) as silence:
+                await self._converse(silence, silent_s)
+        except LineMovedError as error:
+            message = str(error)
+            self._end(lambda _: LineMovedError(message))
+        except (EngineRefusesError, RequestError) as error:
+            message = str(error) if isinstance(error, ServerError) else f"{address}: {error}"
+            self._end(lambda _: EngineRefusesError(message))
+        except aiohttp.ClientConnectorError as error:
+            message = f"{self._url}: {error}"
+            self._end(lambda _: EngineLostError(message, had_the_line=False))
+        except TimeoutError:
+            self._lose(f"it has said nothing for {silent_s:g} s")
+        except (aiohttp.ClientError, OSError) as error:
+            self._lose(str(error) or type(error).__name__)
+        finally:
+            self._lose("the connection was closed here")
+
+    async def _converse(self, silence: asyncio.Timeout, silent_s: float) -> None:
+        """Raises what ends the stream."""
+        loop = asyncio.get_running_loop()
+        async with self._session.post(
+            LINES_PATH,
+            data=self._calls(),
+            headers=_HEADERS,
+            allow_redirects=False,
+            # So an engine that refuses need not read calls for as long as there are any.
+            expect100=True,
+        ) as answer:
+            if answer.status != HTTPStatus.OK:
+                text = refusal_text(answer.url.path, answer.status, await answer.read())
+                is_elsewhere = answer.status == HTTPStatus.SERVICE_UNAVAILABLE
+                kind = LineMovedError if is_elsewhere else EngineRefusesError
+                raise kind(f"{self._url}{text}")
+            parts: list[bytes] = []
+            async for chunk in answer.content.iter_any():
+                silence.reschedule(loop.time() + silent_s)
+                for line in _lines(parts, chunk):
+                    self._hear(decode_message(line, LineEvent))
+        # It ends its answer when it has given back what it had: the rest it has never taken.
+        raise LineMovedError(f"{self._url} takes no more lines on this connection")
+
+    async def _calls(self) -> AsyncIterator[bytes]:
+        while True:
+            await self._has_unsent.wait()
+            self._has_unsent.clear()
+            calls = list(self._unsent.values())
+            self._unsent.clear()
+            if calls:
+                yield encode_messages(calls)
+                await asyncio.sleep(GATHER_S)
+
+    def _hear(self, event: LineEvent) -> None:
+        if event.fault is not None:
+            raise EngineRefusesError(f"{self._url}{LINES_PATH}: {event.fault}")
+        attempt = self._attempts.get(event.id)
+        if attempt is None or attempt.result.done():
+            return  # Nobody wants it any more.
+        if event.tokens:
+            try:
+                attempt.on_tokens(event.tokens)
+            except Exception as error:  # It ends this attempt, not all others with it.
+                self._abort(event.id)
+                attempt.result.set_exception(error)
+        elif event.result is not None:
+            attempt.result.set_result(result_of(event))
+        else:
+            attempt.result.set_exception(LineMovedError(f"{self._url}: {event.moved}"))
+
+    def _lose(self, why: str) -> None:
+        """End every attempt as lost; what was never sent the engine never had."""
+        message = f"{self._url}: {why}"
+        unsent = set(self._unsent)
+        self._end(lambda number: EngineLostError(message, had_the_line=number not in unsent))
+
+    def _end(self, error_of: Callable[[int], ServerError]) -> None:
+        self.has_ended = True
+        attempts = self._attempts.copy()
+        self._attempts.clear()
+        for number, attempt in attempts.items():
+            if not attempt.result.done():
+                attempt.result.set_exception(error_of(number))
+
+
+def _lines(parts: list[bytes], chunk: bytes) -> Iterator[bytes]:
+    """Yield the lines that end in ``chunk`` and are not empty; ``parts`` keeps the beginning."""
+    *ends, rest = chunk.split(b"\n")
+    for end in ends:
+        line = b"".join((*parts, end))
+        parts.clear()
+        if line:
+            yield line
+    parts.append(rest)

@@ -1,0 +1,219 @@
+"""The attempts that one connection asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from typing import Final
+
+from starlette.types import Message, Receive, Send
+
+from sglang_coserve.http_lines.call_reader import BadCallError, CallReader
+from sglang_coserve.http_lines.messages import (
+    GATHER_S,
+    HEARTBEAT,
+    LineAttempt,
+    LineCall,
+    LineEvent,
+    encode_messages,
+    event_of,
+    request_of,
+)
+from sglang_coserve.jsonl.body_limits import BodyLimits
+from sglang_coserve.lines.backend import Backend, LineRequest, LineResult
+
+__all__ = ["LineStream"]
+
+_GIVEN_UP: Final = "the engine has given the line up"
+_HEADERS: Final = [(b"content-type", b"application/x-ndjson"), (b"x-accel-buffering", b"no")]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    request: LineRequest
+    task: asyncio.Task[LineResult]
+    moved: str | None = None
+    """Why the engine ended it."""
+
+    is_wanted: bool = True
+
+
+class LineStream:
+    """Serves what is asked for on one connection, until that or the stream ends.
+
+    Calls come in and events go out at the same time, those together that come soon after each
+    other.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        refusal: Callable[[LineAttempt], str | None],
+        limits: BodyLimits,
+        now_s: Callable[[], float],
+    ) -> None:
+        """``refusal`` says why an attempt is not made now, ``limits`` what one call may be."""
+        self._backend = backend
+        self._refusal = refusal
+        self._reader = CallReader(limits)
+        self._now_s = now_s
+        self._attempts: dict[int, _Attempt] = {}
+        self._tokens: dict[int, list[int]] = {}
+        """New ones, of each attempt."""
+
+        self._ends: list[LineEvent] = []
+        self._changed = asyncio.Event()
+        self._is_gone = False
+        """Nobody listens any more."""
+
+        self._is_last = False
+        """No more calls are taken: the stream ends with its last attempt."""
+
+        self._fault: str | None = None
+
+    @property
+    def num_in_flight(self) -> int:
+        """Attempts that are being made."""
+        return len(self._attempts)
+
+    def take_out(self, why: str) -> None:
+        """End every attempt: the lines go on elsewhere."""
+        for attempt in self._attempts.values():
+            if attempt.moved is None:
+                attempt.moved = why
+                attempt.task.cancel()
+
+    def close(self, why: str) -> None:
+        """End every attempt, and then the stream."""
+        self.take_out(why)
+        self._is_last = True
+        self._changed.set()
+
+    async def serve(self, receive: Receive, send: Send, heartbeat_s: float) -> None:
+        """Serve one ASGI connection."""
+        # A client that expects to be told to go on waits for the first of these.
+        first = await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        self._take(first)
+        reading = asyncio.create_task(self._read(receive))
+        try:
+            while not self._is_gone:
+                if not await self._has_changed(heartbeat_s):
+                    await send(_part(HEARTBEAT))
+                    continue
+                if content := self._content():
+                    await send(_part(content))
+                if self._fault is not None or self._has_ended:
+                    await send({"type": "http.response.body"})
+                    return
+                await asyncio.sleep(GATHER_S)
+        finally:
+            reading.cancel()
+            for attempt in self._attempts.values():
+                attempt.is_wanted = False
+                attempt.task.cancel()
+            await asyncio.wait({reading, *(each.task for each in self._attempts.values())})
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._is_last and not (self._attempts or self._ends)
+
+    async def _has_changed(self, within_s: float) -> bool:
+        try:
+            async with asyncio.timeout(within_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        self._changed.clear()
+        return True
+
+    def _content(self) -> bytes:
+        """Return what there is to tell."""
+        events = [LineEvent(of, tuple(tokens)) for of, tokens in self._tokens.items()]
+        events += self._ends
+        if self._fault is not None:
+            events.append(LineEvent(fault=self._fault))
+        self._tokens.clear()
+        self._ends.clear()
+        return encode_messages(events)
+
+    async def _read(self, receive: Receive) -> None:
+        while not self._is_gone:
+            self._take(await receive())
+
+    def _take(self, message: Message) -> None:
+        if message["type"] == "http.disconnect":
+            self._is_gone = True
+        elif self._fault is None:
+            is_last = not message.get("more_body", False)
+            content = message.get("body", b"")
+            for call in self._reader.feed(content + b"\n" if is_last else content):
+                self._hear(call)
+            self._is_last |= is_last
+        self._changed.set()
+
+    def _hear(self, call: LineCall | BadCallError) -> None:
+        if isinstance(call, BadCallError):
+            self._refuse(call)
+        elif call.attempt is not None:
+            self._begin(call.id, call.attempt)
+        elif (attempt := self._attempts.get(call.id)) is not None:
+            attempt.is_wanted = False
+            attempt.task.cancel()
+
+    def _refuse(self, bad: BadCallError) -> None:
+        if bad.call is None:
+            self._fault = str(bad)
+            return
+        status = HTTPStatus.BAD_REQUEST
+        if bad.is_too_large:
+            status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+        error = {"message": str(bad), "type": "invalid_request_error", "param": None}
+        result = LineResult(status, "", {"error": {**error, "code": status.value}})
+        self._ends.append(event_of(bad.call, result))
+
+    def _begin(self, number: int, attempt: LineAttempt) -> None:
+        if number in self._attempts:
+            self._fault = f"the id {number} is in use: each attempt needs its own"
+        elif (why := self._refusal(attempt)) is not None:
+            self._ends.append(LineEvent(number, moved=why))
+        else:
+            request = request_of(attempt, self._now_s())
+            heard = partial(self._heard, number)
+            task = asyncio.ensure_future(self._backend.run(request, heard))
+            self._attempts[number] = _Attempt(request, task)
+            # As a callback: a task that is cancelled before it starts runs no code.
+            task.add_done_callback(partial(self._end, number))
+
+    def _heard(self, number: int, token_ids: Sequence[int]) -> None:
+        self._tokens.setdefault(number, []).extend(token_ids)
+        self._changed.set()
+
+    def _end(self, number: int, task: asyncio.Task[LineResult]) -> None:
+        attempt = self._attempts.pop(number)
+        self._changed.set()
+        if not attempt.is_wanted:
+            self._tokens.pop(number, None)
+            if not task.cancelled():
+                task.exception()
+        elif task.cancelled():
+            self._ends.append(LineEvent(number, moved=attempt.moved or _GIVEN_UP))
+        elif (error := task.exception()) is None:
+            self._ends.append(event_of(number, task.result()))
+        else:
+            request = attempt.request
+            _log.error("line %d of %s failed", request.line, request.batch_id, exc_info=error)
+            failed = LineResult.unserved("engine_failed", f"the engine failed: {error!r}")
+            status = HTTPStatus.INTERNAL_SERVER_ERROR
+            result = LineResult(status, "", failed.body, is_retryable=True)
+            self._ends.append(event_of(number, result))
+
+
+def _part(content: bytes) -> Message:
+    return {"type": "http.response.body", "body": content, "more_body": True}

@@ -1,0 +1,116 @@
+"""Every command in the docs is one that there is, and every snippet is Python that there is."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sglang_coserve  # noqa: F401  # Makes SGLang importable: modules here import it first.
+from srt.documentation.blocks import PAGES, ROOT, Block, blocks_of
+from srt.test_documented_flags import FLAG, flags_in, flags_of_server, flags_of_sglang
+
+LANGUAGES = {"sh", "bash", "console", "python", "json", "nginx", "text", ""}
+OTHERS = {".", "cd", "curl", "docker", "export", "git", "jq", "openssl", "smg"}
+"""Programs that are not ours."""
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+SHELL = [block for block in BLOCKS if block.is_shell]
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+
+
+@pytest.fixture(scope="module")
+def flags() -> dict[str, set[str]]:
+    """Of each subcommand of ``coserve``."""
+    from typer.main import get_command
+
+    from sglang_coserve.cli import app
+    from sglang_coserve.fleet.options import _parser
+
+    found: dict[str, set[str]] = {}
+
+    def add(name: str, command: Any) -> None:
+        found[name] = {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+        for below, further in getattr(command, "commands", {}).items():
+            add(f"{name} {below}".strip(), further)
+
+    add("", get_command(app))
+    found["serve"] = flags_of_server() | flags_of_sglang()
+    found["profile"] |= flags_of_sglang()
+    found["gateway"] = set(_parser()._option_string_actions)
+    return found
+
+
+def test_every_block_says_what_it_is() -> None:
+    assert [str(block) for block in BLOCKS if block.language not in LANGUAGES] == []
+    assert len(SHELL) > 40 and len(PYTHON) > 8
+
+
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_commands_and_their_flags_exist(block: Block, flags: dict[str, set[str]]) -> None:
+    commands = list(block.commands())
+    assert commands, "a block without a command"
+    assert [fault for command in commands for fault in faults_of(command, flags)] == []
+
+
+def faults_of(words: Sequence[str], flags: dict[str, set[str]]) -> list[str]:
+    program, *rest = words
+    used = {flag for word in rest for flag in FLAG.findall(word.partition("=")[0]) if flag == word}
+    if program in OTHERS:
+        return []
+    if program == "coserve":
+        name = next((name for name in (" ".join(rest[:2]), *rest[:1]) if name in flags), "")
+        return [f"coserve {name} {flag}" for flag in used - flags[name]] or (
+            [] if name else [f"no command: {words}"]
+        )
+    if program == "python" and rest[0] == "-m":
+        known = flags["serve"] if rest[1] == "sglang_coserve.launch_server" else set()
+        missing = [] if importlib.util.find_spec(rest[1]) else [rest[1]]
+        return missing + [f"{rest[1]} {flag}" for flag in used - known]
+    script = ROOT / (rest[0] if program == "python" else program)
+    if not script.is_file():
+        return [f"no such program: {words}"]
+    # Options of the programs are declared in many ways; those of servers are passed on.
+    declared = {
+        flag
+        for file in (script, *script.parent.rglob("*.py"))
+        for flag in re.findall(r"""["'](--[a-z][a-z0-9-]*)["']""", file.read_text())
+    }
+    return [f"{script.name} {flag}" for flag in used - declared - flags_in(script)]
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_snippets_compile_and_import_what_there_is(block: Block) -> None:
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.ImportFrom):
+            assert node.module is not None
+            module = importlib.import_module(node.module)
+            assert [one.name for one in node.names if not hasattr(module, one.name)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_json_is_json(page: Path) -> None:
+    for block in blocks_of(page):
+        if block.language == "json":
+            try:
+                json.loads(block.text)
+            except ValueError:
+                [json.loads(line) for line in block.text.splitlines()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_mark_is_understood(page: Path) -> None:
+    """A comment that is misspelt marks nothing."""
+    text = page.read_text()
+    marks = re.findall(r"<!-- *(?:not run|server)\b", text)
+    understood = re.findall(r"<!-- (?:not run|not run from here on|server): \S.* -->", text)
+    assert len(marks) == len(understood)
+    named = re.findall(r"\btest/[\w/.]+", " ".join(understood))
+    assert [name for name in named if not (ROOT / name).exists()] == []
