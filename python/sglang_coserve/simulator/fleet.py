@@ -81,10 +81,10 @@ class Fleet:
         self.online_lost: list[SimRequest] = []
         """Online requests that an engine had when it died, or for which there was none."""
 
-        self.has_all_lines = False
-        """True once no line is left that was not offered to the engines."""
+        self.lines_end_s = math.inf
+        """Since when no line is left that was not offered to the engines."""
 
-        self._dead: list[FleetEngine] = []
+        self._dead: list[tuple[int, FleetEngine]] = []
         self._make_engine = make_engine
         self._lines = iter(lines)
         self._placement = LinePlacement(by_prefix=by_prefix)
@@ -109,9 +109,9 @@ class Fleet:
             self._placement.set_engine(name, window=LINES_AHEAD, is_open=True)
 
     @property
-    def all_engines(self) -> Sequence[FleetEngine]:
-        """Also those that have died."""
-        return (*self._dead, *self.engines)
+    def all_engines(self) -> Sequence[tuple[int, FleetEngine]]:
+        """With their numbers, also those that have died."""
+        return (*self._dead, *enumerate(self.engines))
 
     def step(self, end_s: float = math.inf) -> bool:
         """Let the engine that is behind go on; False when nothing is left before ``end_s``."""
@@ -218,7 +218,7 @@ class Fleet:
         unsent = mailbox.take_online()
         mailbox.num_online -= len(unsent)
         if outage.is_death:
-            self._dead.append(ended)
+            self._dead.append((number, ended))
             for request in (*executor.waiting, *executor.admitted.values()):
                 self._lose(request)
             self.engines[number] = made = self._make_engine(number)
@@ -245,12 +245,13 @@ class Fleet:
 
     def _feed(self) -> None:
         """Offer as many lines as the Batch API would have in flight."""
-        if self.has_all_lines:
+        if math.isfinite(self.lines_end_s):
             return
         most = sum(self._windows) + LINES_AHEAD * len(self._windows)
         room = max(0, most - len(self._inside))
         lines = list(islice(self._lines, room))
-        self.has_all_lines = len(lines) < room
+        if len(lines) < room:
+            self.lines_end_s = self.now_s
         for line in lines:
             rid = line.info.rid
             self._inside[rid] = line

@@ -65,7 +65,8 @@ class Mailbox(TrafficSource, SimulationObserver):
         """See ``TrafficSource``: what was sent, however many wait."""
         while self._lines:
             line = self._lines.popleft()
-            line.arrive_at(now_s)
+            if not line.num_admissions:  # Otherwise it has arrived, and comes from elsewhere.
+                line.arrive_at(now_s)
             yield line
 
     def on_request(self, _now_s: float, event: RequestEvent, request: SimRequest) -> None:
