@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_containers_are_started_and_probed_as_they_can_be(monkeypatch: pytest.Mo
     engine = container("Deployment", "coserve-engine")
     check_engine(engine["args"])
     probes = [engine[f"{name}Probe"] for name in ("startup", "readiness", "liveness")]
-    assert {probe["httpGet"]["path"] for probe in probes} == {"/health"}
+    assert [probe["httpGet"]["path"] for probe in probes] == ["/health", "/health", "/ping"]
     gateway = container("StatefulSet", "coserve-gateway")
     options = gateway_options(gateway["args"], monkeypatch)
     assert (options.host, options.port) == ("0.0.0.0", 30000)
@@ -112,6 +113,25 @@ def test_containers_are_started_and_probed_as_they_can_be(monkeypatch: pytest.Mo
     for each in (engine, gateway):
         used = set(re.findall(r"\$\((\w+)\)", " ".join(each["args"])))
         assert used <= {variable["name"] for variable in each["env"]}
+
+
+def test_an_engine_drains_before_it_is_ended(tmp_path: Path) -> None:
+    spec = objects()["Deployment", "coserve-engine"]["spec"]["template"]["spec"]
+    (engine,) = spec["containers"]
+    command = engine["lifecycle"]["preStop"]["exec"]["command"]
+    # With programs that only say how they were called.
+    for name in ("curl", "sleep"):
+        program = tmp_path / name
+        program.write_text(f'#!/bin/sh\necho {name} "$@"\n')
+        program.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "COSERVE_ENGINE_ADMIN_KEY": "the key"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    drain = (
+        "curl -fsS -X POST -H Authorization: Bearer the key http://localhost:30000/coserve/drain"
+    )
+    assert done.stdout.splitlines() == [drain, "sleep 15", f"{drain}?wait_s=240"]
+    assert spec["terminationGracePeriodSeconds"] >= 15 + 240 + 10
 
 
 def test_the_readme_makes_the_secret_that_pods_read() -> None:
