@@ -26,13 +26,12 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from chaos_bench.answers import KnownAnswer, known_answers
+from common.failures import exit_status
 from common.figures import Figure, markdown
 from common.input_file import COMPLETIONS, completion_body
 from common.model import prepare_model
 from common.results import write_results
 from ray_bench.job_process import JobProcess
-from sglang_coserve.errors import CoserveError
-from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.local_server import LocalServer
 
 _KEY: Final = "the engines' admin key"
@@ -43,16 +42,10 @@ _POLL_S: Final = 0.2
 def main(argv: Sequence[str]) -> int:
     """Run the command line; return its exit status."""
     options = parse_options(argv)
-    try:
-        with terminate_as_interrupt():
-            figures = run(options)
-    except CoserveError as error:
-        print(f"ray_chaos: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("ray_chaos: interrupted", file=sys.stderr)
-        return 130
-    return int(any(figure.is_met is False for figure in figures))
+    return exit_status(
+        lambda: all(figure.is_met is not False for figure in run(options)),
+        interrupted="",
+    )
 
 
 def run(options: argparse.Namespace) -> list[Figure]:
