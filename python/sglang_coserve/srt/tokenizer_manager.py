@@ -91,8 +91,7 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
             ValueError: the request is invalid; SGLang's entry points answer it with 400.
         """
         path = getattr(getattr(request, "url", None), "path", None)
-        if path is not None:  # Lines of batches have none; their endpoint has noted its own.
-            note_operation(path)
+        note_operation(path)
         has_answered = False
         try:
             check_request(obj, is_health_check=path in _HEALTH_PATHS)

@@ -18,7 +18,6 @@ from sglang_coserve.srt.batch_backend.endpoints import Endpoint, model_endpoints
 from sglang_coserve.srt.batch_backend.handler_thread import HandlerThread
 from sglang_coserve.srt.batch_backend.line_manager import LineManager, LineTask
 from sglang_coserve.srt.loaded_model import model_in_use
-from sglang_coserve.srt.otel_metrics import note_operation
 from sglang_coserve.srt.prompt_limit import body_limits
 from sglang_coserve.srt.replicas import sum_of_delays_s
 from sglang_coserve.srt.scheduler_query import BATCH_DELAYS, ask
@@ -157,6 +156,5 @@ class BatchBackend(Backend):
 async def _served(
     endpoint: Endpoint, request: LineRequest, manager: LineManager, request_id: str
 ) -> LineResult:
-    note_operation(request.endpoint)
     parsed = endpoint.parse(request.body)
     return line_result(request_id, await endpoint.serve(parsed, manager))
