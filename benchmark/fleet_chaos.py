@@ -102,6 +102,7 @@ def _hurt(fleet: FleetProcesses, options: argparse.Namespace, rng: random.Random
 
 
 def _figures(fleet: FleetProcesses, counts: LineCounts, span_s: float) -> list[Figure]:
+    drains = fleet.drains_s
     return [
         *(Figure(name, "", (count,)) for name, count in fleet.injuries.items()),
         Figure(
@@ -110,6 +111,7 @@ def _figures(fleet: FleetProcesses, counts: LineCounts, span_s: float) -> list[F
             (len(fleet.failures),),
             at_most=0,
         ),
+        *([Figure("SIGTERM to end of process", "s", tuple(drains))] if drains else []),
         Figure("batches", "", (counts.batches,)),
         Figure("lines", "", (counts.lines,)),
         Figure("lines lost", "", (counts.lost,), at_most=0),

@@ -33,6 +33,12 @@ class Delay(NamedTuple):
     """The last one. What is between is made up for: a later gap that is shorter than in the
     baseline takes back what an earlier one added."""
 
+    rid: str = ""
+    """Whose it is."""
+
+    last_s: float = 0.0
+    """When the last one came."""
+
     @property
     def gaps_s(self) -> float:
         """What the gaps between its tokens added together; negative where they made up for a

@@ -292,7 +292,12 @@ class Interference:
         if measured is None:
             return
         if alone is not None:
-            delay = Delay(measured.first_s - alone.first_s, measured.last_s - alone.last_s)
+            delay = Delay(
+                measured.first_s - alone.first_s,
+                measured.last_s - alone.last_s,
+                watched.info.rid,
+                measured.last_s,
+            )
             self._bill.charge(delay, watched.arrived_work, watched.first_work)
         self._num_judged += 1
         gaps = measured.tokens - 1

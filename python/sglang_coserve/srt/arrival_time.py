@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
+from types import MappingProxyType
 from typing import Any, Final
 
 from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
@@ -36,6 +37,8 @@ class ArrivalTimeStats(APIServerReqTimeStats):
 
     output_delay_s: float = 0.0
     is_timed: bool = False
+    attributes: Mapping[str, str] = MappingProxyType({})
+    """Its service tier and what is asked for, as OpenTelemetry names them."""
 
     def __getstate__(self) -> object:
         """Return the state that is sent to the scheduler."""

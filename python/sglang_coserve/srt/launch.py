@@ -26,6 +26,7 @@ from sglang_coserve.srt.batch_api import (
     install_batch_api,
     open_routes_warning,
 )
+from sglang_coserve.srt.drain import DrainHealthMiddleware
 from sglang_coserve.srt.fail_fast import install_fail_fast
 from sglang_coserve.srt.gc_pauses import freeze_imports, freeze_start_up_objects
 from sglang_coserve.srt.in_place import STATUS_PATH, StartCheck
@@ -38,6 +39,7 @@ from sglang_coserve.srt.latency_source import check_profile
 from sglang_coserve.srt.load_route import install_load_route
 from sglang_coserve.srt.malformed_bodies import install_body_errors
 from sglang_coserve.srt.marks_middleware import MarksMiddleware
+from sglang_coserve.srt.otel_metrics import provider_if_configured
 from sglang_coserve.srt.paced_protocol import install_paced_protocol
 from sglang_coserve.srt.prompt_limit import body_limits
 from sglang_coserve.srt.request_gate import RequestGateMiddleware, set_body_limits
@@ -75,6 +77,7 @@ def launch_server(argv: Sequence[str]) -> None:
     check_model(server_args, server_args._coserve, on_cpu=on_cpu)
     check_profile(server_args._coserve, args.tp_size)
     check_batch_settings(server_args._coserve)
+    provider_if_configured()  # Refuses what it cannot do.
     check_listen_address(server_args.host, server_args.port)
 
     from sglang.srt.entrypoints import http_server
@@ -191,6 +194,7 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
     # The middleware added last runs first.
     app.add_middleware(RequestGateMiddleware)
     app.add_middleware(UnreadBodyMiddleware)
+    app.add_middleware(DrainHealthMiddleware)
     app.add_api_route(STATUS_PATH, status, methods=["GET"])
     install_fail_fast(app)  # Before ours are there, which read little.
     install_load_route(http_server)

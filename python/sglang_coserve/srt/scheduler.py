@@ -189,7 +189,7 @@ class CoserveScheduler(Scheduler):
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         """Let SGLang process and send the results of a batch, and tell the parts."""
         if result is SUSPENDED:
-            self.parts.status.stopped(batch)
+            self.parts.status.stopped()
             self.parts.admission.stopped()
             return
         reqs = list(batch.reqs)

@@ -6,10 +6,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.bill import BillReport
+from sglang_coserve.core.bill import BillReport, Delay
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.engine_view import EngineView
@@ -23,6 +23,9 @@ from sglang_coserve.srt.request_marks import is_offline
 from sglang_coserve.srt.safepoint.forward_kind import kind_of
 from sglang_coserve.srt.step_runner import StepRunner
 from sglang_coserve.srt.step_trace import Record, StepTrace
+
+if TYPE_CHECKING:
+    from sglang_coserve.srt.request_spans import RequestSpans
 
 __all__ = ["SchedulerStatus"]
 
@@ -60,6 +63,12 @@ class SchedulerStatus:
         self._exporter: Exporter | None = None
         self._latencies: Latencies | None = None
         self._trace = StepTrace(ledger) if self._is_rank_0 else None
+        self._spans: RequestSpans | None = None
+        if args.enable_trace and self._is_rank_0:
+            # Imports OpenTelemetry, as SGLang has by now.
+            from sglang_coserve.srt.request_spans import RequestSpans
+
+            self._spans = RequestSpans(ledger)
         if args.enable_metrics and self._is_rank_0:
             self._exporter = Exporter(args.served_model_name, dp_rank)
             self._latencies = Latencies(ledger)
@@ -113,16 +122,21 @@ class SchedulerStatus:
             return
         now_s = time.perf_counter()
         self._trace.launched(batch, now_s, self._runner.lane)
+        if self._spans is not None:
+            self._spans.launched(batch, now_s, self._runner.lane)
         if self._latencies is not None:
             self._latencies.launched(batch, now_s)
 
-    def stopped(self, batch: Any) -> None:
+    def stopped(self) -> None:
         """Note that the batch that was launched first has been suspended."""
         lane = self._runner.lane
-        if self._trace is not None and lane is not None and lane.suspended is not None:
-            self._trace.ended(
-                batch.reqs, kind_of(batch), time.perf_counter(), stopped_at=lane.suspended.layer
-            )
+        if self._trace is None or lane is None or (held := lane.suspended) is None:
+            return
+        now_s = time.perf_counter()
+        # SGLang's own object has no rows any more.
+        self._trace.ended(held.batch.reqs, held.kind, now_s, stopped_at=held.layer)
+        if self._spans is not None:
+            self._spans.suspended(held, now_s)
 
     def processed(self, batch: Any, reqs: Sequence[Any], has_token: Sequence[bool]) -> None:
         """Note the results of a batch, whose requests were ``reqs``, and publish."""
@@ -147,6 +161,8 @@ class SchedulerStatus:
         now_s = time.perf_counter()
         if self._exporter is not None and self._exporter.is_due(now_s):
             self._publish(self._exporter, now_s)
+        elif self._exporter is None and self._spans is not None:
+            self._spans.billed(self._new_delays())
         warning = self._admission.interference.monitor.warning(now_s)
         if warning is not None:
             logger.warning("%s", warning)
@@ -156,13 +172,20 @@ class SchedulerStatus:
         held = self._load.held()
         exporter.publish(self.state(held), self._counted_events(), now_s)
         exporter.publish_latencies(self._latencies)
-        if (bill := self._admission.interference.bill) is not None:
-            exporter.publish_delays(bill.take_delays())
+        delays = self._new_delays()
+        if self._admission.interference.bill is not None:
+            exporter.publish_delays(delays)
+        if self._spans is not None:
+            self._spans.billed(delays)
         exporter.publish_load(
             self._load.load(held),
             oldest_waiting_s=self._latencies.oldest_waiting_s(now_s),
             budget_s=self._admission.budget_s,
         )
+
+    def _new_delays(self) -> list[Delay]:
+        bill = self._admission.interference.bill
+        return [] if bill is None else bill.take_delays()
 
     def _bill(self) -> BillReport | None:
         bill = self._admission.interference.bill

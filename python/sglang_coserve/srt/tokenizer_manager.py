@@ -27,6 +27,12 @@ from sglang_coserve.srt.grammar_trial import GrammarSettings, GrammarTrials
 from sglang_coserve.srt.loaded_model import loaded_fingerprint
 from sglang_coserve.srt.media_sources import MediaSources
 from sglang_coserve.srt.offline_marks import attach_marks
+from sglang_coserve.srt.otel_metrics import (
+    metrics_if_configured,
+    note_operation,
+    operation,
+    tier_attributes,
+)
 from sglang_coserve.srt.request_marks import check_targets_act, with_client_marks
 from sglang_coserve.srt.scheduler import config_of
 from sglang_coserve.srt.updating_manager import UpdatingTokenizerManager
@@ -57,6 +63,9 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
         self._fingerprint: asyncio.Task[str] | None = None
         self._grammar_trials: GrammarTrials | None = None
         settings = compat.settings_of(self.server_args)
+        self._otel_metrics = metrics_if_configured(
+            settings.served_model_name, self.server_args.host, self.server_args.port
+        )
         if settings.grammar_backend == "xgrammar" and self.tokenizer is not None:
             settings = GrammarSettings(
                 self.tokenizer,
@@ -82,6 +91,7 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
             ValueError: the request is invalid; SGLang's entry points answer it with 400.
         """
         path = getattr(getattr(request, "url", None), "path", None)
+        note_operation(path)
         has_answered = False
         try:
             check_request(obj, is_health_check=path in _HEALTH_PATHS)
@@ -99,8 +109,27 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
 
     async def _handle_batch_output(self, recv_obj: Any) -> None:
         times = self.coserve_output_delay.without_token(recv_obj.rids, self.rid_to_state)
+        ending = [] if self._otel_metrics is None else self._ending(recv_obj)
         await super()._handle_batch_output(recv_obj)
         self.coserve_output_delay.observe(times, recv_obj.time_stats)
+        for stats, output_tokens, error in ending:
+            assert self._otel_metrics is not None
+            self._otel_metrics.finished(stats, output_tokens, stats.attributes, error)
+
+    def _ending(self, recv_obj: Any) -> list[tuple[Any, int, str | None]]:
+        """Return times, output tokens and error of the requests that end with these outputs."""
+        ending = []
+        for index, (rid, reason) in enumerate(
+            zip(recv_obj.rids, recv_obj.finished_reasons, strict=True)
+        ):
+            if reason is not None and rid in self.rid_to_state:
+                tokens = getattr(recv_obj, "completion_tokens", None)
+                error = (
+                    str(reason.get("err_type") or "abort") if reason["type"] == "abort" else None
+                )
+                stats = self.rid_to_state[rid].time_stats
+                ending.append((stats, tokens[index] if tokens else 0, error))
+        return ending
 
     async def _tokenize_one_request(self, obj: Any) -> Any:
         # Without a multimodal processor SGLang ignores media.
@@ -141,9 +170,20 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
         check_values(
             tokenized, self.model_config.vocab_size, is_multimodal=self.mm_processor is not None
         )
+        self._describe(obj.rid, custom_params)
         tokenized.sampling_params.custom_params = custom_params
         attach_marks(tokenized.sampling_params)
         return tokenized
+
+    def _describe(self, rid: str, custom_params: object) -> None:
+        """Say in metrics and spans which tier a request has."""
+        state = self.rid_to_state.get(rid)
+        if state is None:
+            return
+        tiers = tier_attributes(custom_params)
+        state.time_stats.attributes = tiers | {"gen_ai.operation.name": operation()}
+        if state.time_stats.trace_ctx.tracing_enable:
+            state.time_stats.trace_ctx.trace_set_root_attrs(tiers)
 
 
 class _From:

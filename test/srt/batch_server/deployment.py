@@ -56,6 +56,7 @@ class Deployment:
             *("--coserve-data-dir", str(self.data), *flags),
         ]
         self._policy = ""
+        self.environment = {"COSERVE_WEBHOOK_SECRET": WEBHOOK_SECRET}
         self.base_url = f"http://127.0.0.1:{self._port}"
 
     def start(self, policy: str = "fifo") -> None:
@@ -65,7 +66,7 @@ class Deployment:
             log_path=self.log,
             port=self._port,
             ready_timeout_s=START_S,
-            extra_env={"COSERVE_WEBHOOK_SECRET": WEBHOOK_SECRET},
+            extra_env=self.environment,
         )
         self._server.start()
 

@@ -23,6 +23,7 @@ from srt.batch_server.deployment import (
     lines,
     until,
 )
+from srt.monitoring.otlp_collector import Collector, collecting
 
 ONLINE_REQUESTS = 24
 ONLINE_TOKENS = 12
@@ -43,8 +44,9 @@ class Measured:
 class Watched:
     """The server with its load behind it; idle."""
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: Deployment, collector: Collector) -> None:
         self.deployment = deployment
+        self.collector = collector
         self.base_url = deployment.base_url
         self.online: list[Measured] = []
         self.seconds = 0.0
@@ -90,6 +92,20 @@ class Watched:
             time.sleep(2 * COUNT_INTERVAL_S)
             self.batch = client.batches.retrieve(self.batch_id).to_dict()
 
+    def suspend_a_step(self) -> None:
+        """Send online requests beside a long batch until one has suspended a step."""
+        with self.deployment.client() as client:
+            batch_id = create(client, lines(LINES, 4 * LINE_TOKENS)).id
+            eventually(lambda: self.status()["offline"]["running"] > 0)
+
+            def has_suspended() -> bool:
+                self._stream(0)
+                return sum(self.status()["safepoints"]["suspended"].values()) > 0
+
+            eventually(has_suspended)
+            client.batches.cancel(batch_id)
+            until(client, batch_id, "cancelled")
+
     def _stream(self, number: int) -> Measured:
         body = {
             "text": f"{number} boats on the river",
@@ -110,18 +126,19 @@ class Watched:
 @contextmanager
 def served(model: Path, directory: Path) -> Iterator[Watched]:
     """Start a server that plans and exports, let it serve the load, and end it."""
-    deployment = Deployment(
-        model,
-        directory,
-        "--enable-metrics",
-        "--enable-cache-report",
-        "--startup-profile-seconds",
-        "2",
-    )
-    deployment.start("coserve")
-    try:
-        watched = Watched(deployment)
-        watched.load()
-        yield watched
-    finally:
-        deployment.stop()
+    with collecting() as collector:
+        deployment = Deployment(
+            model,
+            directory,
+            *("--enable-metrics", "--enable-cache-report", "--startup-profile-seconds", "2"),
+            *("--safepoint-interval", "1"),
+            *("--enable-trace", "--otlp-traces-endpoint", f"{collector.url}/v1/traces"),
+        )
+        deployment.environment |= collector.environment
+        deployment.start("coserve")
+        try:
+            watched = Watched(deployment, collector)
+            watched.load()
+            yield watched
+        finally:
+            deployment.stop()

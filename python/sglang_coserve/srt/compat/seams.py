@@ -78,7 +78,8 @@ def _names(*names: str) -> dict[str, None]:
 
 
 _SCHEDULER: Final = "srt.managers.scheduler.Scheduler"
-_MANAGER: Final = "srt.managers.tokenizer_manager.TokenizerManager"
+_MANAGER_MODULE: Final = "srt.managers.tokenizer_manager"
+_MANAGER: Final = f"{_MANAGER_MODULE}.TokenizerManager"
 _REQ: Final = "srt.managers.schedule_batch.Req"
 _BATCH: Final = "srt.managers.schedule_batch.ScheduleBatch"
 _CACHE: Final = "srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
@@ -153,12 +154,23 @@ SEAMS: Final[tuple[Seam, ...]] = (
             *("idle_sleeper", "input_blocker", "invariant_checker", "ipc_channels"),
             *("enable_priority_scheduling", "is_hybrid_swa", "is_mixed_chunk", "last_batch"),
             *("load_inquirer", "max_prefill_tokens", "max_req_len", "max_running_requests"),
-            *("metrics_reporter", "model_config", "pool_stats_observer", "recv_from_tokenizer"),
+            *(
+                "metrics_reporter",
+                "model_config",
+                "output_streamer",
+                "pool_stats_observer",
+                "recv_from_tokenizer",
+            ),
             *("running_batch", "server_args", "spec_algorithm", "token_to_kv_pool_allocator"),
             *("tokenizer", "tp_cpu_group", "tp_worker", "tree_cache", "waiting_queue"),
         ),
     ),
     *_of(_SCHEDULER, NameUse.READ, _names("ps"), last="0.5.20"),
+    *_of(
+        "srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer",
+        NameUse.CALLED,
+        {"stream_output": "reqs return_logprob"},
+    ),
     # --- Load ----------------------------------------------------------------------------
     *_of(
         "srt.managers.scheduler_components.load_inquirer.SchedulerLoadInquirer",
@@ -435,12 +447,31 @@ SEAMS: Final[tuple[Seam, ...]] = (
     *_of(
         _MANAGER,
         NameUse.READ,
-        _names("incremental_streaming_output", "is_pause", "preferred_sampling_params"),
+        _names(
+            *("incremental_streaming_output", "is_pause", "preferred_sampling_params"),
+            *("gracefully_exit", "rid_to_state"),
+        ),
     ),
+    *_of(f"{_MANAGER_MODULE}.ReqState", NameUse.READ, _names("event", "finished", "output_ids")),
     *_of(
-        "srt.managers.tokenizer_manager",
+        _MANAGER_MODULE,
         NameUse.REPLACED,
         _names("APIServerReqTimeStats"),
+    ),
+    *_of(
+        "srt.observability.req_time_stats.APIServerReqTimeStats",
+        NameUse.CALLED,
+        {"get_e2e_latency": "", "get_first_token_latency": ""},
+    ),
+    *_of(
+        "srt.observability.trace.TraceReqContext",
+        NameUse.CALLED,
+        {"trace_set_root_attrs": "attrs", "trace_slice": "slice"},
+    ),
+    *_of(
+        "srt.observability.trace.TraceReqContext",
+        NameUse.READ,
+        _names("root_span_context", "thread_context", "tracing_enable"),
     ),
     *_of(
         "srt.managers.io_struct.GenerateReqInput",

@@ -1,0 +1,83 @@
+"""A receiver of OTLP over HTTP in the process of the tests."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceRequest,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+__all__ = ["Collector", "collecting"]
+
+
+class Collector:
+    """Keeps what was sent to it: the last value of each metric, and every span."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.spans: list[Any] = []
+        self.metrics: dict[str, Any] = {}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a server is told in its environment."""
+        return {
+            "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": f"{self.url}/v1/metrics",
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+            "OTEL_METRIC_EXPORT_INTERVAL": "500",
+        }
+
+    def take(self, path: str, body: bytes) -> None:
+        if path == "/v1/traces":
+            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                for scope in resource.scope_spans:
+                    self.spans += scope.spans
+        else:
+            for resource in ExportMetricsServiceRequest.FromString(body).resource_metrics:
+                for scope in resource.scope_metrics:
+                    self.metrics |= {metric.name: metric for metric in scope.metrics}
+
+    def named(self, name: str) -> list[Any]:
+        """The spans of a name that have come so far."""
+        return [span for span in list(self.spans) if span.name == name]
+
+
+def attributes_of(thing: Any) -> dict[str, Any]:
+    """The attributes of a span or a data point as plain values."""
+    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in thing.attributes}
+
+
+@contextmanager
+def collecting() -> Iterator[Collector]:
+    """Receive on a free port of loopback."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            if self.headers.get("content-encoding") == "gzip":
+                body = gzip.decompress(body)
+            collector.take(self.path, body)
+            self.send_response(200)
+            self.send_header("content-type", "application/x-protobuf")
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        collector = Collector(f"http://127.0.0.1:{server.server_port}")
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield collector
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,112 @@
+"""What a real server under load sends over OTLP: metrics by tier, and spans of our own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_coserve.errors import ConfigError
+from sglang_coserve.srt.otel_metrics import provider_if_configured
+from srt.batch_server.deployment import eventually
+from srt.monitoring.otlp_collector import attributes_of
+from srt.monitoring.watched import LINE_TOKENS, LINES, ONLINE_REQUESTS, Watched
+
+TTFT_S = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10]
+TPOT_S = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5]
+DURATION_S = [
+    *(0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64),
+    *(1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
+]
+
+
+def points(watched: Watched, name: str, tier: str) -> list[Any]:
+    histogram = watched.collector.metrics[f"gen_ai.server.{name}"].histogram
+    return [
+        point
+        for point in histogram.data_points
+        if attributes_of(point)["openai.response.service_tier"] == tier
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds_s"),
+    [
+        ("time_to_first_token", TTFT_S),
+        ("time_per_output_token", TPOT_S),
+        ("request.duration", DURATION_S),
+    ],
+)
+def test_every_request_is_in_its_histogram(
+    watched: Watched, name: str, bounds_s: list[float]
+) -> None:
+    def count(tier: str) -> int:
+        return sum(point.count for point in points(watched, name, tier))
+
+    eventually(lambda: f"gen_ai.server.{name}" in watched.collector.metrics)
+    eventually(lambda: count("flex") >= LINES and count("default") >= ONLINE_REQUESTS)
+    for point in (*points(watched, name, "flex"), *points(watched, name, "default")):
+        assert list(point.explicit_bounds) == pytest.approx(bounds_s)
+        said = attributes_of(point)
+        assert said["gen_ai.response.model"] == "small"
+        asked = said.get("openai.request.service_tier")
+        assert asked == ("flex" if said["openai.response.service_tier"] == "flex" else None)
+    assert watched.collector.metrics[f"gen_ai.server.{name}"].unit == "s"
+
+
+def test_times_add_up(watched: Watched) -> None:
+    """Of requests of one length: its first token, and each of the others."""
+
+    def mean_s(name: str) -> float:
+        found = points(watched, name, "flex")
+        return sum(point.sum for point in found) / sum(point.count for point in found)
+
+    whole_s = mean_s("time_to_first_token") + (LINE_TOKENS - 1) * mean_s("time_per_output_token")
+    assert whole_s == pytest.approx(mean_s("request.duration"), rel=0.01)
+    online = points(watched, "time_to_first_token", "default")
+    seen_s = max(one.ttft_s for one in watched.online)
+    assert min(point.min for point in online) <= seen_s
+
+
+def test_requests_have_tiers_and_suspensions_spans(watched: Watched) -> None:
+    watched.suspend_a_step()
+    eventually(lambda: watched.collector.named("coserve suspended"))
+    span = watched.collector.named("coserve suspended")[0]
+    said = attributes_of(span)
+    assert span.end_time_unix_nano > span.start_time_unix_nano
+    assert 0 <= said["coserve.layer"] < 8
+    assert said["coserve.outcome"] in ("resumed", "dropped")
+    # It is below the request that was suspended, which is offline.
+    spans = {one.span_id: one for one in list(watched.collector.spans)}
+    parent = spans.get(span.parent_span_id)
+    assert parent is None or parent.trace_id == span.trace_id
+    eventually(lambda: "flex" in tiers(watched))
+    assert tiers(watched) == {"flex", "default"}
+
+
+def tiers(watched: Watched) -> set[str]:
+    said = (attributes_of(span) for span in list(watched.collector.spans))
+    name = "openai.response.service_tier"
+    return {one[name] for one in said if name in one}
+
+
+def test_billed_requests_have_their_delay(watched: Watched) -> None:
+    eventually(lambda: watched.collector.named("coserve delay"))
+    for span in watched.collector.named("coserve delay"):
+        said = attributes_of(span)
+        length_ms = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e6
+        assert length_ms == pytest.approx(max(said["coserve.delay_ms"], 0), abs=0.01)
+        assert "coserve.delay_ttft_ms" in said
+
+
+def test_without_an_endpoint_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    assert provider_if_configured() is None
+
+
+def test_an_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "carrier pigeon")
+    with pytest.raises(ConfigError, match="use grpc or http/protobuf"):
+        provider_if_configured()
