@@ -79,6 +79,10 @@ class Deployment:
     def stop(self) -> None:
         self._server.stop()
 
+    def wait(self, timeout_s: float) -> int | None:
+        """The status with which it ends; None if it does not."""
+        return self._server.wait(timeout_s)
+
     def kill(self) -> None:
         """End all of its processes at once, as a power failure does."""
         self._server.kill()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import cycle, islice
@@ -19,6 +21,7 @@ from sglang_coserve.lines.line_bitmap import LineBitmap
 from sglang_coserve.lines.result_record import batch_tag, record_identity
 from srt.batch_server.deployment import (
     CHAT,
+    GIVE_UP_S,
     Deployment,
     completed,
     create,
@@ -137,6 +140,20 @@ def test_a_clean_stop_suspends_batches_and_loses_nothing(
     client.post(f"/batches/{paused.id}/pause", cast_to=Batch)
     batch = create(client, CONTENT)
     until(client, batch.id, "in_progress", some_done=True)
+    with client.completions.create(
+        model="small",
+        prompt="An online request",
+        max_tokens=150,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    ) as answer:
+        next(answer)
+        os.kill(deployment.pid, signal.SIGTERM)
+        *_, last = answer
+        assert last.usage is not None
+        assert last.usage.completion_tokens == 150
+    assert deployment.wait(GIVE_UP_S) == 0
     deployment.stop()
     assert "batches stop where they are" in deployment.log.read_text()
     deployment.start("fifo")
