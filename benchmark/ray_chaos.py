@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> list[Figure]:
         job = JobProcess(work, urls, admin_key=_KEY, cpus=options.cpus)
         start_s = time.monotonic()
         with job:
-            injuries = _hurt(job, engines, options)
+            injuries = _hurt(job, engines, work / "results", options)
             job.wait(options.timeout)
         span_s = time.monotonic() - start_s
         figures = [
@@ -90,13 +90,19 @@ def run(options: argparse.Namespace) -> list[Figure]:
 
 
 def _hurt(
-    job: JobProcess, engines: Sequence[LocalServer], options: argparse.Namespace
+    job: JobProcess, engines: Sequence[LocalServer], results: Path, options: argparse.Namespace
 ) -> Counter[str]:
-    """Kill one after the other, until that was often enough or the job is complete."""
+    """Kill one after the other, until that was often enough or the job is complete.
+
+    Each time after the job has written some results.
+    """
     rng = random.Random(options.seed)
     done: Counter[str] = Counter()
     kinds = options.kinds or _KINDS
     while done.total() < options.injuries:
+        num_before = _num_files(results)
+        while job.is_running and _num_files(results) == num_before:
+            time.sleep(_POLL_S)
         deadline_s = time.monotonic() + rng.uniform(*options.pause)
         while job.is_running and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
@@ -114,6 +120,10 @@ def _hurt(
         done[kind] += 1
         print(f"ray_chaos: {done.total()} of {options.injuries}: {kind}", file=sys.stderr)
     return done
+
+
+def _num_files(directory: Path) -> int:
+    return sum(1 for _ in directory.glob("*.parquet"))
 
 
 def _write_requests(path: Path, known: Sequence[KnownAnswer], count: int) -> None:

@@ -25,7 +25,7 @@ NO_FILES = {"gpu.md", "vN.py"}
 """A result, and a pattern."""
 
 NAME = re.compile(r"(?:[a-z]\w*\.)*(?:[A-Z]\w*[a-z]\w*|_[a-z]\w*)(?:\.[a-z]\w*)?")
-NOT_OURS = {"RateLimitError"}
+NOT_OURS = {"DataContext.get_current", "RateLimitError"}
 
 METRIC = re.compile(r"\bcoserve_\w+_(?:total|seconds)\b")
 

@@ -27,14 +27,16 @@ def slo(
     }
 
 
-def replica(*slos: dict[str, Any], requests: int = 200, attainment: float | None = 1.0) -> Any:
+def replica(
+    *slos: dict[str, Any], requests: int = 200, attainment: float | None = 1.0, billed: int = 9
+) -> Any:
     report = {
         "requests": requests,
         "attainment": attainment,
         "attainment_online_alone": None,
         "measured": list(slos),
     }
-    return {"slo": report}
+    return {"slo": report, "online": {"billed": billed, "delay_s": 0.1 * billed}}
 
 
 def test_within_targets_says_what_offline_work_adds() -> None:
@@ -53,6 +55,13 @@ def test_a_missed_target_is_harm_if_it_would_be_met_alone() -> None:
         "Online users are hurt by offline work: P99 TTFT is 680 ms, allowed are 500 ms, "
         "without offline work 210 ms."
     )
+
+
+def test_nobody_is_harmed_by_offline_work_that_has_not_run() -> None:
+    """The first request of a server warms it up."""
+    found = standing([replica(slo(measured=680.0), requests=1, billed=0)])
+    assert found["level"] == "unknown"
+    assert found["text"].startswith("No offline work has run beside online requests, and yet ")
 
 
 def test_a_target_that_is_missed_alone_too_is_overload() -> None:

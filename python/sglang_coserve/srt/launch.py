@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from sglang_coserve.batch.routes import Keys, batch_api_status
+from sglang_coserve.batch.routes import PAGE_PATH, Keys, batch_api_status
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.errors import StartupError
 from sglang_coserve.listen_address import check_listen_address
@@ -92,6 +92,7 @@ def launch_server(argv: Sequence[str]) -> None:
         nonlocal is_ready
         is_ready = True
         freeze_start_up_objects(http_server._global_state.tokenizer_manager)
+        logger.info("to watch: http://%s:%s%s", server_args.host, server_args.port, PAGE_PATH)
 
     sys.setswitchinterval(_SWITCH_S)
     install_paced_protocol()

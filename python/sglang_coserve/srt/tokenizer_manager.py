@@ -170,17 +170,17 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
         check_values(
             tokenized, self.model_config.vocab_size, is_multimodal=self.mm_processor is not None
         )
-        self._describe(obj.rid, custom_params)
         tokenized.sampling_params.custom_params = custom_params
         attach_marks(tokenized.sampling_params)
+        self._describe(tokenized)
         return tokenized
 
-    def _describe(self, rid: str, custom_params: object) -> None:
+    def _describe(self, tokenized: Any) -> None:
         """Say in metrics and spans which tier a request has."""
-        state = self.rid_to_state.get(rid)
+        state = self.rid_to_state.get(tokenized.rid)
         if state is None:
             return
-        tiers = tier_attributes(custom_params)
+        tiers = tier_attributes(tokenized.sampling_params.custom_params)
         state.time_stats.attributes = tiers | {"gen_ai.operation.name": operation()}
         if state.time_stats.trace_ctx.tracing_enable:
             state.time_stats.trace_ctx.trace_set_root_attrs(tiers)

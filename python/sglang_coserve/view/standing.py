@@ -25,7 +25,8 @@ def standing(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     reports = [replica["slo"] for replica in replicas]
     requests = sum(report["requests"] for report in reports)
     slos = [_worst(measures) for measures in zip(*(r["measured"] for r in reports), strict=True)]
-    level, text = _verdict(slos, requests)
+    has_billed = any(_may_have_harmed(replica["online"]) for replica in replicas)
+    level, text = _verdict(slos, requests, has_billed=has_billed)
     return {
         "level": level,
         "text": text,
@@ -81,7 +82,14 @@ def _added_ms(slo: Mapping[str, Any]) -> float | None:
     return None if measured is None or alone is None else max(measured - alone, 0.0)
 
 
-def _verdict(slos: Sequence[Mapping[str, Any]], requests: int) -> tuple[str, str]:
+def _may_have_harmed(online: Mapping[str, Any]) -> bool:
+    """Return whether offline work ran beside an online request; True where nobody counts."""
+    return online["delay_s"] is None or online["billed"] > 0
+
+
+def _verdict(
+    slos: Sequence[Mapping[str, Any]], requests: int, *, has_billed: bool
+) -> tuple[str, str]:
     if not requests:
         return "unknown", "No online request has ended in the last 10 minutes."
     if not slos:
@@ -93,6 +101,8 @@ def _verdict(slos: Sequence[Mapping[str, Any]], requests: int) -> tuple[str, str
     harmed = [slo for slo in missed if slo["feasible"]]
     if harmed:
         text = "; ".join(map(_missed, harmed))
+        if not has_billed:
+            return "unknown", f"No offline work has run beside online requests, and yet {text}."
         return "harmed", f"Online users are hurt by offline work: {text}."
     if missed:
         text = "; ".join(map(_missed, missed))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from sglang_coserve.errors import ConfigError
+from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from sglang_coserve.srt.otel_metrics import provider_if_configured
 from srt.batch_server.deployment import eventually
-from srt.monitoring.otlp_collector import attributes_of
-from srt.monitoring.watched import LINE_TOKENS, LINES, ONLINE_REQUESTS, Watched
+from srt.monitoring.otlp_collector import Collector, attributes_of, collecting
+from srt.monitoring.watched import LINE_TOKENS, LINES, ONLINE_REQUESTS, Watched, served
 
 TTFT_S = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10]
 TPOT_S = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5]
@@ -20,12 +23,36 @@ DURATION_S = [
 ]
 
 
-def points(watched: Watched, name: str, tier: str) -> list[Any]:
-    histogram = watched.collector.metrics[f"gen_ai.server.{name}"].histogram
+@dataclass(frozen=True)
+class Traced:
+    """A server whose load suspended a step, and what it sent."""
+
+    watched: Watched
+    collector: Collector
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
+    directory = tmp_path_factory.mktemp("traced")
+    # Layers enough for safepoints between them.
+    model = make_small_model(directory / "model", SmallModelSpec(hidden=64, layers=8, context=1024))
+    with collecting() as collector:
+        flags = ("--safepoint-interval", "1", "--enable-trace")
+        flags += ("--otlp-traces-endpoint", f"{collector.url}/v1/traces")
+        environment = collector.environment
+        with served(model, directory, *flags, environment=environment) as watched:
+            watched.suspend_a_step()
+            yield Traced(watched, collector)
+
+
+def points(traced: Traced, name: str, tier: str) -> list[Any]:
+    """Of the requests that were answered: some lines are cancelled."""
+    histogram = traced.collector.metrics[f"gen_ai.server.{name}"].histogram
     return [
         point
         for point in histogram.data_points
-        if attributes_of(point)["openai.response.service_tier"] == tier
+        if (said := attributes_of(point))["openai.response.service_tier"] == tier
+        and "error.type" not in said
     ]
 
 
@@ -38,61 +65,60 @@ def points(watched: Watched, name: str, tier: str) -> list[Any]:
     ],
 )
 def test_every_request_is_in_its_histogram(
-    watched: Watched, name: str, bounds_s: list[float]
+    traced: Traced, name: str, bounds_s: list[float]
 ) -> None:
     def count(tier: str) -> int:
-        return sum(point.count for point in points(watched, name, tier))
+        return sum(point.count for point in points(traced, name, tier))
 
-    eventually(lambda: f"gen_ai.server.{name}" in watched.collector.metrics)
+    eventually(lambda: f"gen_ai.server.{name}" in traced.collector.metrics)
     eventually(lambda: count("flex") >= LINES and count("default") >= ONLINE_REQUESTS)
-    for point in (*points(watched, name, "flex"), *points(watched, name, "default")):
+    for point in (*points(traced, name, "flex"), *points(traced, name, "default")):
         assert list(point.explicit_bounds) == pytest.approx(bounds_s)
         said = attributes_of(point)
         assert said["gen_ai.response.model"] == "small"
         asked = said.get("openai.request.service_tier")
         assert asked == ("flex" if said["openai.response.service_tier"] == "flex" else None)
-    assert watched.collector.metrics[f"gen_ai.server.{name}"].unit == "s"
+    assert traced.collector.metrics[f"gen_ai.server.{name}"].unit == "s"
 
 
-def test_times_add_up(watched: Watched) -> None:
+def test_times_add_up(traced: Traced) -> None:
     """Of requests of one length: its first token, and each of the others."""
 
     def mean_s(name: str) -> float:
-        found = points(watched, name, "flex")
+        found = points(traced, name, "flex")
         return sum(point.sum for point in found) / sum(point.count for point in found)
 
     whole_s = mean_s("time_to_first_token") + (LINE_TOKENS - 1) * mean_s("time_per_output_token")
     assert whole_s == pytest.approx(mean_s("request.duration"), rel=0.01)
-    online = points(watched, "time_to_first_token", "default")
-    seen_s = max(one.ttft_s for one in watched.online)
+    online = points(traced, "time_to_first_token", "default")
+    seen_s = max(one.ttft_s for one in traced.watched.online)
     assert min(point.min for point in online) <= seen_s
 
 
-def test_requests_have_tiers_and_suspensions_spans(watched: Watched) -> None:
-    watched.suspend_a_step()
-    eventually(lambda: watched.collector.named("coserve suspended"))
-    span = watched.collector.named("coserve suspended")[0]
+def test_requests_have_tiers_and_suspensions_spans(traced: Traced) -> None:
+    eventually(lambda: traced.collector.named("coserve suspended"))
+    span = traced.collector.named("coserve suspended")[0]
     said = attributes_of(span)
     assert span.end_time_unix_nano > span.start_time_unix_nano
     assert 0 <= said["coserve.layer"] < 8
     assert said["coserve.outcome"] in ("resumed", "dropped")
     # It is below the request that was suspended, which is offline.
-    spans = {one.span_id: one for one in list(watched.collector.spans)}
+    spans = {one.span_id: one for one in list(traced.collector.spans)}
     parent = spans.get(span.parent_span_id)
     assert parent is None or parent.trace_id == span.trace_id
-    eventually(lambda: "flex" in tiers(watched))
-    assert tiers(watched) == {"flex", "default"}
+    eventually(lambda: "flex" in tiers(traced))
+    assert tiers(traced) == {"flex", "default"}
 
 
-def tiers(watched: Watched) -> set[str]:
-    said = (attributes_of(span) for span in list(watched.collector.spans))
+def tiers(traced: Traced) -> set[str]:
+    said = (attributes_of(span) for span in list(traced.collector.spans))
     name = "openai.response.service_tier"
     return {one[name] for one in said if name in one}
 
 
-def test_billed_requests_have_their_delay(watched: Watched) -> None:
-    eventually(lambda: watched.collector.named("coserve delay"))
-    for span in watched.collector.named("coserve delay"):
+def test_billed_requests_have_their_delay(traced: Traced) -> None:
+    eventually(lambda: traced.collector.named("coserve delay"))
+    for span in traced.collector.named("coserve delay"):
         said = attributes_of(span)
         length_ms = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e6
         assert length_ms == pytest.approx(max(said["coserve.delay_ms"], 0), abs=0.01)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +23,6 @@ from srt.batch_server.deployment import (
     lines,
     until,
 )
-from srt.monitoring.otlp_collector import Collector, collecting
 
 ONLINE_REQUESTS = 24
 ONLINE_TOKENS = 12
@@ -44,9 +43,8 @@ class Measured:
 class Watched:
     """The server with its load behind it; idle."""
 
-    def __init__(self, deployment: Deployment, collector: Collector) -> None:
+    def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment
-        self.collector = collector
         self.base_url = deployment.base_url
         self.online: list[Measured] = []
         self.seconds = 0.0
@@ -95,7 +93,7 @@ class Watched:
     def suspend_a_step(self) -> None:
         """Send online requests beside a long batch until one has suspended a step."""
         with self.deployment.client() as client:
-            batch_id = create(client, lines(LINES, 4 * LINE_TOKENS)).id
+            batch_id = create(client, lines(4 * LINES, LINE_TOKENS)).id
             eventually(lambda: self.status()["offline"]["running"] > 0)
 
             def has_suspended() -> bool:
@@ -124,21 +122,21 @@ class Watched:
 
 
 @contextmanager
-def served(model: Path, directory: Path) -> Iterator[Watched]:
+def served(
+    model: Path, directory: Path, *flags: str, environment: Mapping[str, str] | None = None
+) -> Iterator[Watched]:
     """Start a server that plans and exports, let it serve the load, and end it."""
-    with collecting() as collector:
-        deployment = Deployment(
-            model,
-            directory,
-            *("--enable-metrics", "--enable-cache-report", "--startup-profile-seconds", "2"),
-            *("--safepoint-interval", "1"),
-            *("--enable-trace", "--otlp-traces-endpoint", f"{collector.url}/v1/traces"),
-        )
-        deployment.environment |= collector.environment
-        deployment.start("coserve")
-        try:
-            watched = Watched(deployment, collector)
-            watched.load()
-            yield watched
-        finally:
-            deployment.stop()
+    deployment = Deployment(
+        model,
+        directory,
+        *("--enable-metrics", "--enable-cache-report", "--startup-profile-seconds", "2"),
+        *flags,
+    )
+    deployment.environment |= environment or {}
+    deployment.start("coserve")
+    try:
+        watched = Watched(deployment)
+        watched.load()
+        yield watched
+    finally:
+        deployment.stop()
