@@ -23,15 +23,22 @@ import pyarrow.parquet as pq
 
 ADMIN_KEY = "the engine's admin key"
 NUM_LINES = 500
-MAX_TOKENS = 4
-GIVE_UP_S = 240
+MAX_TOKENS = 2
+GIVE_UP_S = 400
 
 
 @pytest.fixture(scope="module")
 def engine(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[LocalServer]:
     flags = ["--model-path", str(small_model), "--dtype", "float32", "--admin-api-key", ADMIN_KEY]
     log = tmp_path_factory.mktemp("engine") / "engine.log"
-    with LocalServer([*flags, "--startup-profile-seconds", "0"], log_path=log) as server:
+    server = LocalServer(
+        [*flags, "--startup-profile-seconds", "0"],
+        log_path=log,
+        ready_timeout_s=GIVE_UP_S,
+        # Ray's processes share the cores.
+        extra_env={"OMP_NUM_THREADS": "1"},
+    )
+    with server:
         yield server
 
 
