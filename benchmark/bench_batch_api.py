@@ -22,11 +22,10 @@ from batch_bench import first_request, memory, overhead, upload_online, validate
 from batch_bench.options import PARTS, Options, parse_options
 from batch_bench.setting import Setting
 from common.batch_server import BatchServer
+from common.failures import exit_status
 from common.figures import Figure, markdown
 from common.model import prepare_model
 from common.results import write_results
-from sglang_coserve.errors import CoserveError
-from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.progress_bar import progress_bar
 
 ON_A_SERVER: Final[Mapping[str, Callable[[BatchServer, Setting], list[Figure]]]] = {
@@ -93,19 +92,14 @@ def write(options: Options, found: Mapping[str, list[Figure] | str]) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line; return its exit status."""
-    console = Console()
-    try:
+
+    def measure_all() -> bool:
         options = parse_options(argv)
-        with terminate_as_interrupt():
-            is_met = run(options, console)
-    except CoserveError as error:
-        print(f"bench_batch_api: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("bench_batch_api: interrupted; the servers have ended", file=sys.stderr)
-        return 130
-    print(f"written: {options.out}", file=sys.stderr)
-    return 0 if is_met else 1
+        is_met = run(options, Console())
+        print(f"written: {options.out}", file=sys.stderr)
+        return is_met
+
+    return exit_status(measure_all, interrupted="; the servers have ended")
 
 
 if __name__ == "__main__":

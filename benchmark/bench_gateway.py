@@ -34,7 +34,14 @@ from sglang_coserve.local_server import LocalServer
 
 _POLL_S: Final = 0.05
 _GIVE_UP_S: Final = 3600.0
-_COLUMNS: Final = ("server", "lines", "CPU per line, µs", "lines/s", "most memory, MiB")
+_COLUMNS: Final = (
+    "server",
+    "lines",
+    "CPU per line, µs",
+    "lines/s",
+    "most memory, MiB",
+    "without helpers, MiB",
+)
 _HERE: Final = Path(__file__).parent
 
 
@@ -47,6 +54,8 @@ class ServedBatch:
     cpu_us_per_line: float
     lines_per_s: float
     most_memory_mib: float
+    own_memory_mib: float
+    """The most that the process had without its helpers, which check and sort the input."""
 
 
 class _Meter:
@@ -56,6 +65,7 @@ class _Meter:
         self._process = psutil.Process(pid)
         self._start_s = self._cpu_s()
         self.most_bytes = 0
+        self.own_bytes = 0
 
     def look(self) -> None:
         """Note how much memory is held now."""
@@ -64,6 +74,7 @@ class _Meter:
             with suppress(psutil.NoSuchProcess):
                 held += process.memory_info().rss
         self.most_bytes = max(self.most_bytes, held)
+        self.own_bytes = max(self.own_bytes, self._process.memory_info().rss)
 
     @property
     def cpu_s(self) -> float:
@@ -170,6 +181,7 @@ def _served(name: str, server: LocalServer, source: Path, lines: int) -> ServedB
         cpu_us_per_line=meter.cpu_s * 1e6 / lines,
         lines_per_s=lines / (time.monotonic() - start_s),
         most_memory_mib=meter.most_bytes / (1 << 20),
+        own_memory_mib=meter.own_bytes / (1 << 20),
     )
 
 
@@ -194,6 +206,7 @@ def _cells(runs: Sequence[ServedBatch]) -> list[str]:
         _median_and_range([batch.cpu_us_per_line for batch in runs]),
         _median_and_range([batch.lines_per_s for batch in runs]),
         f"{max(batch.most_memory_mib for batch in runs):.0f}",
+        f"{max(batch.own_memory_mib for batch in runs):.0f}",
     ]
 
 

@@ -33,13 +33,12 @@ from chaos_bench.prober import Prober
 from chaos_bench.storm import HostileRequest, Storm
 from chaos_bench.supervised_server import INJURIES, SupervisedServer
 from chaos_bench.verdict import Verdict, verdict
+from common.failures import exit_status
 from common.figures import markdown
 from common.input_file import COMPLETIONS
 from common.model import prepare_model
 from common.null_server import NullServer
 from common.results import write_results
-from sglang_coserve.errors import CoserveError
-from sglang_coserve.interrupts import terminate_as_interrupt
 
 CORPUS: Final = Path(__file__).parents[1] / "test" / "srt" / "hostile" / "requests.py"
 """Requests that once ended or stalled a server, or might."""
@@ -48,16 +47,7 @@ CORPUS: Final = Path(__file__).parents[1] / "test" / "srt" / "hostile" / "reques
 def main(argv: Sequence[str]) -> int:
     """Run the command line; return its exit status."""
     options = parse_options(argv)
-    try:
-        with terminate_as_interrupt():
-            found = run(options)
-    except CoserveError as error:
-        print(f"chaos: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("chaos: interrupted before anything was seen", file=sys.stderr)
-        return 130
-    return 0 if found.is_met else 1
+    return exit_status(lambda: run(options).is_met, interrupted=" before anything was seen")
 
 
 def run(options: argparse.Namespace) -> Verdict:

@@ -25,12 +25,11 @@ from rich.markdown import Markdown
 
 from chaos_bench.answers import known_answers
 from chaos_bench.batch_load import BatchLoad, LineCounts
+from common.failures import exit_status
 from common.figures import Figure, markdown
 from common.model import prepare_model
 from common.results import write_results
 from fleet_bench.processes import INJURIES, FleetProcesses
-from sglang_coserve.errors import CoserveError
-from sglang_coserve.interrupts import terminate_as_interrupt
 
 _CALM_S: Final = 1.0
 """How long to wait for an engine that can be hurt."""
@@ -39,16 +38,10 @@ _CALM_S: Final = 1.0
 def main(argv: Sequence[str]) -> int:
     """Run the command line; return its exit status."""
     options = parse_options(argv)
-    try:
-        with terminate_as_interrupt():
-            figures = run(options)
-    except CoserveError as error:
-        print(f"fleet_chaos: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("fleet_chaos: interrupted before anything was seen", file=sys.stderr)
-        return 130
-    return int(any(figure.is_met is False for figure in figures))
+    return exit_status(
+        lambda: all(figure.is_met is not False for figure in run(options)),
+        interrupted=" before anything was seen",
+    )
 
 
 def run(options: argparse.Namespace) -> list[Figure]:
@@ -109,6 +102,7 @@ def _hurt(fleet: FleetProcesses, options: argparse.Namespace, rng: random.Random
 
 
 def _figures(fleet: FleetProcesses, counts: LineCounts, span_s: float) -> list[Figure]:
+    drains = fleet.drains_s
     return [
         *(Figure(name, "", (count,)) for name, count in fleet.injuries.items()),
         Figure(
@@ -117,6 +111,7 @@ def _figures(fleet: FleetProcesses, counts: LineCounts, span_s: float) -> list[F
             (len(fleet.failures),),
             at_most=0,
         ),
+        *([Figure("SIGTERM to end of process", "s", tuple(drains))] if drains else []),
         Figure("batches", "", (counts.batches,)),
         Figure("lines", "", (counts.lines,)),
         Figure("lines lost", "", (counts.lost,), at_most=0),

@@ -26,13 +26,12 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from chaos_bench.answers import KnownAnswer, known_answers
+from common.failures import exit_status
 from common.figures import Figure, markdown
 from common.input_file import COMPLETIONS, completion_body
 from common.model import prepare_model
 from common.results import write_results
 from ray_bench.job_process import JobProcess
-from sglang_coserve.errors import CoserveError
-from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.local_server import LocalServer
 
 _KEY: Final = "the engines' admin key"
@@ -43,16 +42,10 @@ _POLL_S: Final = 0.2
 def main(argv: Sequence[str]) -> int:
     """Run the command line; return its exit status."""
     options = parse_options(argv)
-    try:
-        with terminate_as_interrupt():
-            figures = run(options)
-    except CoserveError as error:
-        print(f"ray_chaos: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("ray_chaos: interrupted", file=sys.stderr)
-        return 130
-    return int(any(figure.is_met is False for figure in figures))
+    return exit_status(
+        lambda: all(figure.is_met is not False for figure in run(options)),
+        interrupted="",
+    )
 
 
 def run(options: argparse.Namespace) -> list[Figure]:
@@ -80,7 +73,7 @@ def run(options: argparse.Namespace) -> list[Figure]:
         job = JobProcess(work, urls, admin_key=_KEY, cpus=options.cpus)
         start_s = time.monotonic()
         with job:
-            injuries = _hurt(job, engines, options)
+            injuries = _hurt(job, engines, work / "results", options)
             job.wait(options.timeout)
         span_s = time.monotonic() - start_s
         figures = [
@@ -97,13 +90,19 @@ def run(options: argparse.Namespace) -> list[Figure]:
 
 
 def _hurt(
-    job: JobProcess, engines: Sequence[LocalServer], options: argparse.Namespace
+    job: JobProcess, engines: Sequence[LocalServer], results: Path, options: argparse.Namespace
 ) -> Counter[str]:
-    """Kill one after the other, until that was often enough or the job is complete."""
+    """Kill one after the other, until that was often enough or the job is complete.
+
+    Each time after the job has written some results.
+    """
     rng = random.Random(options.seed)
     done: Counter[str] = Counter()
     kinds = options.kinds or _KINDS
     while done.total() < options.injuries:
+        num_before = _num_files(results)
+        while job.is_running and _num_files(results) == num_before:
+            time.sleep(_POLL_S)
         deadline_s = time.monotonic() + rng.uniform(*options.pause)
         while job.is_running and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
@@ -121,6 +120,10 @@ def _hurt(
         done[kind] += 1
         print(f"ray_chaos: {done.total()} of {options.injuries}: {kind}", file=sys.stderr)
     return done
+
+
+def _num_files(directory: Path) -> int:
+    return sum(1 for _ in directory.glob("*.parquet"))
 
 
 def _write_requests(path: Path, known: Sequence[KnownAnswer], count: int) -> None:

@@ -67,8 +67,11 @@ class FleetProcesses:
         self.attempts: dict[str, int] = {"moved": 0, "lost": 0, "given_up": 0}
         """That ended without an answer, as far as a gateway lived to tell."""
 
+        self.drains_s: list[float] = []
+        """From SIGTERM to the end of the process."""
+
         self.failures: list[str] = []
-        """Engines that did not start again."""
+        """Engines that did not end or start again as they should."""
 
     @property
     def engine_urls(self) -> list[str]:
@@ -147,8 +150,24 @@ class FleetProcesses:
         return self._hurt_engine(kill)
 
     def drain_engine(self) -> bool:
-        """Stop an engine as an operator does, and start it again."""
-        return self._hurt_engine(LocalServer.stop)
+        """Stop an engine with SIGTERM, which it must obey in order, and start it again."""
+
+        def drain(engine: LocalServer) -> None:
+            group = psutil.Process(engine.pid)
+            processes = [group, *group.children(recursive=True)]
+            began_s = time.monotonic()
+            os.kill(engine.pid, signal.SIGTERM)
+            status = engine.wait(_END_TIMEOUT_S)
+            self.drains_s.append(time.monotonic() - began_s)
+            left = [process for process in processes if _runs(process)]
+            if (status != 0 or left) and not self._is_ending:
+                self.failures.append(
+                    f"{engine.base_url} ended with status {status} after SIGTERM,"
+                    f" and left {len(left)} processes"
+                )
+            engine.stop()
+
+        return self._hurt_engine(drain)
 
     def freeze_engine(self) -> bool:
         """Stop all processes of an engine for a while."""
@@ -192,6 +211,12 @@ class FleetProcesses:
                 os.killpg(engine.pid, signal.SIGKILL)
             engine.stop()
         self.wait_for_engines()
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 INJURIES: Final[dict[str, Callable[[FleetProcesses], bool]]] = {

@@ -127,6 +127,13 @@ class LocalServer:
         """True when the HTTP server's process has ended, or was never started."""
         return self._process is None or self._process.poll() is not None
 
+    def wait(self, timeout_s: float) -> int | None:
+        """Return the status that the HTTP server's process ends with; None if it goes on."""
+        assert self._process is not None, "the server was not started"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout_s)
+        return None
+
     def stop(self) -> None:
         """End the server: ask, wait a while, then kill the whole group. Idempotent."""
         with self._starting:

@@ -157,6 +157,27 @@ def test_tokens_that_cannot_be_taken_end_their_line_alone() -> None:
     play(scenario())
 
 
+def test_what_json_cannot_say_fails_its_line_alone() -> None:
+    def answers(line: LineRequest) -> LineResult:
+        return LineResult(200, "id", {"text": object()}) if "bad" in line.body else answer(line)
+
+    async def scenario() -> None:
+        async with (
+            LiveEngine(ScriptedBackend(answers=answers)) as engine,
+            EngineConnection(engine.url, ADMIN_KEY) as connection,
+        ):
+            bad, good = await asyncio.gather(
+                connection.run(request(bad=True), "scripted", ignore),
+                connection.run(request(), "scripted", ignore),
+            )
+            assert (bad.status_code, bad.is_retryable, good.is_ok) == (500, True, True)
+            with pytest.raises(TypeError):
+                await connection.run(request(bad=object()), "scripted", ignore)
+            assert (await connection.run(request(), "scripted", ignore)).is_ok
+
+    play(scenario())
+
+
 def test_a_line_that_is_too_large_ends_no_other() -> None:
     async def scenario() -> None:
         backend = ScriptedBackend(holds=True, limits=BodyLimits(max_bytes=1 << 10))

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from sglang_coserve.batch.routes import add_batch_routes
 from sglang_coserve.errors import StartupError
 from sglang_coserve.http_lines import add_line_routes
+from sglang_coserve.srt.drain import DRAIN_PATH, DrainHealthMiddleware, install_drain_routes
 from sglang_coserve.srt.in_place import STATUS_PATH, StartCheck, verify_app
 from sglang_coserve.srt.load_route import LOAD_PATH
 from sglang_coserve.srt.marks_middleware import MarksMiddleware
@@ -31,10 +32,12 @@ def complete_app() -> FastAPI:
     app.add_middleware(MarksMiddleware)
     app.add_middleware(RequestGateMiddleware)
     app.add_middleware(UnreadBodyMiddleware)
+    app.add_middleware(DrainHealthMiddleware)
     app.add_api_route(STATUS_PATH, answer)
     app.add_api_route(LOAD_PATH, answer)
     add_batch_routes(app)
     add_line_routes(app)
+    install_drain_routes(app)
     return app
 
 
@@ -67,12 +70,17 @@ def test_a_complete_server_passes() -> None:
         (app_without("MarksMiddleware"), "MarksMiddleware"),
         (app_without("RequestGateMiddleware"), "RequestGateMiddleware"),
         (app_without("UnreadBodyMiddleware"), "UnreadBodyMiddleware"),
+        (app_without("DrainHealthMiddleware"), "DrainHealthMiddleware"),
+        (app_without(DRAIN_PATH), DRAIN_PATH),
         (app_without(STATUS_PATH), STATUS_PATH),
         (app_without(LOAD_PATH), LOAD_PATH),
         (app_without("/v1/batches"), "batch route /v1/batches"),
         (shadowed_app(), "batch route /v1/files"),
     ],
-    ids=["marks", "gate", "unread", "status", "load", "batches", "another's route"],
+    ids=[
+        *("marks", "gate", "unread", "health", "drain"),
+        *("status", "load", "batches", "another's route"),
+    ],
 )
 def test_a_missing_part_stops_the_start(app: Any, says: str) -> None:
     with pytest.raises(StartupError, match=says):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from router_bench.traffic import OnlineRun, full_of_offline_work, online_request
 from sglang_coserve.local_server import LocalServer
 
 COMMANDS = {"smg": "COSERVE_SMG", "sglang-router": "COSERVE_SGLANG_ROUTER"}
+ADMIN_KEY = "admin secret"
+GIVE_UP_S = 120
 POLL_S = 1
 REQUESTS_PER_S, SECONDS = 5.0, 12.0
 
@@ -100,3 +103,41 @@ def test_a_clients_errors_open_no_breaker(
             answer = http.post("/generate", json=good).raise_for_status().json()
             versions.add(answer["meta_info"]["weight_version"])
     assert versions == {"first", "second"}
+
+
+@pytest.mark.heavy
+def test_a_drained_engine_gets_no_requests_and_loses_none(
+    router_command: Path, small_model: Path, tmp_path: Path
+) -> None:
+    """Two engines of its own, whose operator has a key."""
+    flags = ["--model-path", str(small_model), "--dtype", "float32", "--admin-api-key", ADMIN_KEY]
+    servers = [
+        LocalServer(
+            [*flags, "--startup-profile-seconds", "0", "--weight-version", name],
+            log_path=tmp_path / f"{name}.log",
+            extra_env={"OMP_NUM_THREADS": "1"},
+        )
+        for name in ("first", "second")
+    ]
+    checks = ("--health-check-interval-secs", "1")
+    with servers[0] as first, servers[1] as second:
+        urls = [first.base_url, second.base_url]
+        with (
+            Router(router_command, "round_robin", urls, tmp_path / "router.log", *checks) as router,
+            httpx.Client(base_url=router.base_url, timeout=60) as http,
+        ):
+
+            def versions() -> set[str]:
+                body = {"text": "x", "sampling_params": {"max_new_tokens": 1}}
+                answers = [http.post("/generate", json=body).raise_for_status() for _ in range(6)]
+                return {answer.json()["meta_info"]["weight_version"] for answer in answers}
+
+            assert versions() == {"first", "second"}
+            headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+            for method, wanted in (("POST", {"second"}), ("DELETE", {"first", "second"})):
+                url = f"{first.base_url}/coserve/drain"
+                httpx.request(method, url, headers=headers, timeout=60).raise_for_status()
+                give_up_s = time.monotonic() + GIVE_UP_S
+                while versions() != wanted:
+                    assert time.monotonic() < give_up_s, method
+                    time.sleep(POLL_S)

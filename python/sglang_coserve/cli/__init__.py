@@ -22,6 +22,7 @@ from sglang_coserve.cli.replay import replay
 from sglang_coserve.cli.say import say
 from sglang_coserve.cli.serve import PASS_THROUGH, serve
 from sglang_coserve.cli.simulate import simulate
+from sglang_coserve.cli.simulate_fleet import simulate_fleet
 from sglang_coserve.cli.submit import submit
 from sglang_coserve.cli.top import top
 from sglang_coserve.cli.version import version
@@ -49,6 +50,7 @@ app.command()(top)
 app.command(context_settings=PROFILE_SETTINGS)(profile)
 app.command("profile slo", cls=SeveralSlosCommand, context_settings=SLO_SETTINGS)(profile_slo)
 app.command()(simulate)
+app.command("simulate fleet")(simulate_fleet)
 app.command()(replay)
 app.command("what-if", cls=SeveralSlosCommand)(what_if)
 app.command()(make_model)

@@ -7,7 +7,7 @@ from typing import Final
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.step_stats import StepStats
 
-__all__ = ["fixed_s", "is_compute_saturated", "saturated_batch_size"]
+__all__ = ["fixed_s", "is_compute_saturated", "least_offline_s", "saturated_batch_size"]
 
 _MAX_BATCH_SIZE: Final = 4096
 _SATURATED_GROWTH: Final = 1.5
@@ -16,6 +16,16 @@ _SATURATED_GROWTH: Final = 1.5
 def fixed_s(model: LatencyModel) -> float:
     """Return the fixed cost of a step in seconds: the predicted time of a single decode."""
     return model.predict(StepStats(decode_requests=1))
+
+
+def least_offline_s(model: LatencyModel) -> float:
+    """Return the time of the shortest step without online work that is worth its fixed cost.
+
+    A step of length L with fixed cost F spends the share 1 - F/L of its time on its requests, and
+    an arriving request waits for it in proportion to L. Work per wait, (1 - F/L) / L, is largest
+    at L = 2F: a shorter step delays arrivals less, but its work even less.
+    """
+    return 2 * max(fixed_s(model), model.predict(StepStats.of([(1, 0)])))
 
 
 def is_compute_saturated(model: LatencyModel, batch_size: int) -> bool:

@@ -91,13 +91,13 @@ class Interference:
     ) -> Interference:
         """Return one that judges by ``slos``, with a baseline engine of the size ``engine``.
 
-        Until baseline latencies are known, the TTFT is assumed to be the predicted time of a step
-        with one full prefill chunk, and the gap that of a single decode.
+        Until baseline latencies are known, the TTFT is assumed to be the predicted time of a prompt
+        of one token, and the gap that of a single decode: the least that they can be.
         """
         engine = engine or EngineSize()
         allowance = Allowance(
             slos,
-            ttft_prior_s=model.predict(StepStats.of([(engine.chunk_tokens, 0)])),
+            ttft_prior_s=model.predict(StepStats.of([(1, 0)])),
             gap_prior_s=fixed_s(model),
         )
         return cls(_monitor(slos), baseline_of(engine), allowance)

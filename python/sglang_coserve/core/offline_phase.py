@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, islice
 from typing import Final
 
+from sglang_coserve.core.bottleneck import least_offline_s
 from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES, common_prefix_bytes
 from sglang_coserve.core.plan_context import PlanContext
@@ -34,12 +35,15 @@ def serve_offline(
 
     With ``for_throughput`` the batch has the highest predicted throughput (ConServe
     §4.2): all decodes, since one more costs less than the average, and the number of prefill
-    tokens that gives the most tokens per second.
+    tokens that gives the most tokens per second. It may take ``least_offline_s`` whatever the
+    budget is, because a shorter step is mostly fixed cost.
 
     Without online requests, a budget that not even the smallest batch keeps is ignored:
     it would stop the engine and help nobody.
     """
     free_tokens = batch.free_tokens
+    if for_throughput:
+        batch.offline_budget_s = max(batch.offline_budget_s, least_offline_s(batch.model))
     decode_offline(batch, batch.offline_decodes)
     if for_throughput:
         batch.limit_tokens(best_prefill_tokens(batch))

@@ -30,11 +30,7 @@ class Latencies(NamedTuple):
 
 
 class RelativeTarget:
-    """Computes the limit of a relative SLO from a statistic of the baseline's values.
-
-    While the same statistic of the measured values exceeds the limit, because the limit
-    was higher before or could not be kept, the deadlines are tightened by the same factor.
-    """
+    """Computes the limit of a relative SLO from a statistic of the baseline's values."""
 
     def __init__(self, slo: Slo, prior_s: float, span: int) -> None:
         """Start without values.
@@ -47,28 +43,23 @@ class RelativeTarget:
         self._slo = slo
         self._span = span
         self._alone = RecentValues(span)
-        self._measured = RecentValues(span)
         self.num_alone = 0
         """Number of baseline values so far."""
 
         self._renewed_at = 0.0
-        self.limit_s = self.deadline_s = slo.limit_over_value(prior_s)
+        self.limit_s = slo.limit_over_value(prior_s)
         self.late_alone_share = 0.0
         """Share of the baseline's values above the limit."""
 
     def observe(self, values: Mapping[Latencies, int]) -> None:
         """Add values, each with its count. Amortized O(values)."""
-        for (_, measured_s, alone_s, _), count in values.items():
+        for (_, _, alone_s, _), count in values.items():
             if alone_s is not None:
-                self._measured.add(measured_s, count)
                 self._alone.add(alone_s, count)
                 self.num_alone += count
         if not self.num_alone or self.num_alone < self._renewed_at:
             return
         known = min(self.num_alone, self._span)
         self._renewed_at = self.num_alone + math.ceil(_RENEWED_SHARE * known)
-        statistic = self._slo.statistic
-        self.limit_s = self._slo.limit_over_value(self._alone.statistic(statistic))
+        self.limit_s = self._slo.limit_over_value(self._alone.statistic(self._slo.statistic))
         self.late_alone_share = self._alone.share_above(self.limit_s)
-        excess = self._measured.statistic(statistic) / self.limit_s
-        self.deadline_s = self.limit_s / max(excess, 1.0)

@@ -45,8 +45,8 @@ class SchedulerConfig:
 
     arrival_wait_s: float | None = None
     """Longest step with offline work, because an online request that arrives meanwhile waits for
-    its end. ``None``: learned so that 99% of the requests meet the TTFT target (``Allowance``);
-    infinite without a target."""
+    its end. A step without online work may always take ``least_offline_s``. ``None``: learned so
+    that 99% of the requests meet the TTFT target (``Allowance``); infinite without a target."""
 
     margin: float = 0.05
     """Share of every latency budget that is left free for prediction error."""

@@ -26,7 +26,7 @@ from sglang_coserve.http_lines.messages import (
     LineCall,
     LineEvent,
     decode_message,
-    encode_messages,
+    encode_message,
     result_of,
 )
 from sglang_coserve.lines.backend import LineResult
@@ -57,7 +57,9 @@ class EngineStream:
         self._url = url
         self._ids = count(1)
         self._attempts: dict[int, _Attempt] = {}
-        self._unsent: dict[int, LineCall] = {}
+        self._unsent: dict[int, bytes] = {}
+        """Calls, by the ids of their attempts."""
+
         self._has_unsent = asyncio.Event()
         self.has_ended = False
         """Whether another stream is needed."""
@@ -74,8 +76,8 @@ class EngineStream:
     ) -> LineResult:
         """See ``EngineConnection.run``."""
         number, result = next(self._ids), asyncio.get_running_loop().create_future()
-        self._attempts[number] = _Attempt(on_tokens, result)
         self._tell(LineCall(number, attempt))
+        self._attempts[number] = _Attempt(on_tokens, result)
         try:
             found: LineResult = await result
             return found
@@ -86,7 +88,7 @@ class EngineStream:
             self._attempts.pop(number, None)
 
     def _tell(self, call: LineCall) -> None:
-        self._unsent[call.id] = call
+        self._unsent[call.id] = encode_message(call)
         self._has_unsent.set()
 
     def _abort(self, number: int) -> None:
@@ -104,13 +106,12 @@ class EngineStream:
         except (EngineRefusesError, RequestError) as error:
             message = str(error) if isinstance(error, ServerError) else f"{address}: {error}"
             self._end(lambda _: EngineRefusesError(message))
-        except aiohttp.ClientConnectorError as error:
-            message = f"{self._url}: {error}"
-            self._end(lambda _: EngineLostError(message, had_the_line=False))
+        except aiohttp.ClientError as error:  # One of them is a TimeoutError, too.
+            self._lose(str(error) or type(error).__name__)
         except TimeoutError:
             self._lose(f"it has said nothing for {silent_s:g} s")
-        except (aiohttp.ClientError, OSError) as error:
-            self._lose(str(error) or type(error).__name__)
+        except OSError as error:
+            self._lose(str(error))
         finally:
             self._lose("the connection was closed here")
 
@@ -142,10 +143,10 @@ class EngineStream:
         while True:
             await self._has_unsent.wait()
             self._has_unsent.clear()
-            calls = list(self._unsent.values())
+            calls = b"".join(self._unsent.values())
             self._unsent.clear()
             if calls:
-                yield encode_messages(calls)
+                yield calls
                 await asyncio.sleep(GATHER_S)
 
     def _hear(self, event: LineEvent) -> None:

@@ -82,10 +82,15 @@ class LineServer:
         return EngineDelays(self._run, None if delays_s is None else dict(delays_s))
 
     def close(self, why: str) -> None:
-        """Give all lines back, take no more, and end the streams."""
+        """Give all lines back, each after what the engine has generated of it; take no more, and
+        end the streams."""
         self._closed = why
         for stream in self._streams:
             stream.close(why)
+
+    def open(self) -> None:
+        """Take lines again after ``close``."""
+        self._closed = None
 
     def response(self) -> Response:
         """Return the response that serves what its request asks for."""

@@ -19,7 +19,7 @@ from sglang_coserve.http_lines.messages import (
     LineAttempt,
     LineCall,
     LineEvent,
-    encode_messages,
+    encode_message,
     event_of,
     request_of,
 )
@@ -67,7 +67,7 @@ class LineStream:
         self._tokens: dict[int, list[int]] = {}
         """New ones, of each attempt."""
 
-        self._ends: list[LineEvent] = []
+        self._ends: list[bytes] = []
         self._changed = asyncio.Event()
         self._is_gone = False
         """Nobody listens any more."""
@@ -135,13 +135,13 @@ class LineStream:
 
     def _content(self) -> bytes:
         """Return what there is to tell."""
-        events = [LineEvent(of, tuple(tokens)) for of, tokens in self._tokens.items()]
-        events += self._ends
+        tokens = (LineEvent(of, tuple(new)) for of, new in self._tokens.items())
+        content = [*map(encode_message, tokens), *self._ends]
         if self._fault is not None:
-            events.append(LineEvent(fault=self._fault))
+            content.append(encode_message(LineEvent(fault=self._fault)))
         self._tokens.clear()
         self._ends.clear()
-        return encode_messages(events)
+        return b"".join(content)
 
     async def _read(self, receive: Receive) -> None:
         while not self._is_gone:
@@ -176,13 +176,13 @@ class LineStream:
             status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
         error = {"message": str(bad), "type": "invalid_request_error", "param": None}
         result = LineResult(status, "", {"error": {**error, "code": status.value}})
-        self._ends.append(event_of(bad.call, result))
+        self._ends.append(encode_message(event_of(bad.call, result)))
 
     def _begin(self, number: int, attempt: LineAttempt) -> None:
         if number in self._attempts:
             self._fault = f"the id {number} is in use: each attempt needs its own"
         elif (why := self._refusal(attempt)) is not None:
-            self._ends.append(LineEvent(number, moved=why))
+            self._ends.append(encode_message(LineEvent(number, moved=why)))
         else:
             request = request_of(attempt, self._now_s())
             heard = partial(self._heard, number)
@@ -203,16 +203,22 @@ class LineStream:
             if not task.cancelled():
                 task.exception()
         elif task.cancelled():
-            self._ends.append(LineEvent(number, moved=attempt.moved or _GIVEN_UP))
-        elif (error := task.exception()) is None:
-            self._ends.append(event_of(number, task.result()))
+            event = LineEvent(number, moved=attempt.moved or _GIVEN_UP)
+            self._ends.append(encode_message(event))
         else:
-            request = attempt.request
-            _log.error("line %d of %s failed", request.line, request.batch_id, exc_info=error)
-            failed = LineResult.unserved("engine_failed", f"the engine failed: {error!r}")
-            status = HTTPStatus.INTERNAL_SERVER_ERROR
-            result = LineResult(status, "", failed.body, is_retryable=True)
-            self._ends.append(event_of(number, result))
+            self._ends.append(_told(number, attempt.request, task))
+
+
+def _told(number: int, request: LineRequest, task: asyncio.Task[LineResult]) -> bytes:
+    """Return the message with the result of an attempt, or with what went wrong."""
+    try:
+        return encode_message(event_of(number, task.result()))
+    except Exception as error:
+        _log.exception("line %d of %s failed", request.line, request.batch_id)
+        failed = LineResult.unserved("engine_failed", f"the engine failed: {error!r}")
+        status = HTTPStatus.INTERNAL_SERVER_ERROR
+        result = LineResult(status, "", failed.body, is_retryable=True)
+        return encode_message(event_of(number, result))
 
 
 def _part(content: bytes) -> Message:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -29,7 +28,6 @@ __all__ = [
     "decode_message",
     "description_of",
     "encode_message",
-    "encode_messages",
     "event_of",
     "request_of",
     "result_of",
@@ -207,11 +205,6 @@ def description_of(backend: Backend, refuses: str | None) -> EngineDescription:
 def encode_message(message: msgspec.Struct) -> bytes:
     """Return a message as JSON on one line, its end included."""
     return msgspec.json.encode(message) + b"\n"
-
-
-def encode_messages(messages: Iterable[msgspec.Struct]) -> bytes:
-    """Return messages as JSON, each on one line."""
-    return b"".join(map(encode_message, messages))
 
 
 def decode_message(content: bytes, kind: type[_Message]) -> _Message:

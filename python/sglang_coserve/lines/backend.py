@@ -144,7 +144,8 @@ class LineBackend(Protocol):
         ``on_tokens`` is called on the event loop with token ids as they are
         generated, those after ``request.generated`` only. A request that cannot be
         continued from its tokens (several choices, say) never calls it. Cancelling
-        the call aborts the request in the engine.
+        the call aborts the request in the engine; it may take until the end of a step, whose
+        tokens are then heard, too.
 
         Raises:
             ServerError: no line can be served any more; this ends the run. Any other exception

@@ -203,6 +203,15 @@ class Engine:
         """Remove a request that moves to another engine."""
         self._scheduler.finish(request.info.rid, Ending.ABORTED)
 
+    def give_back(self) -> list[SimRequest]:
+        """Remove all offline requests, which go on in other engines after their tokens."""
+        if self._executor.suspended is not None:
+            self._drop()
+        given = self._executor.give_back()
+        for request in given:
+            self.forget(request)
+        return given
+
     def _run(self, plan: StepPlan, batch: RunningStep) -> None:
         """Advance the time until the step ends or is suspended at a safepoint."""
         executor, safepoint = self._executor, self._executor.config.safepoint

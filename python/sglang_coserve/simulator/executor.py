@@ -218,6 +218,20 @@ class SimulatedExecutor:
         else:
             del self.offline_waiting[request.info.rid]
 
+    def give_back(self) -> list[SimRequest]:
+        """Remove all offline requests, between steps; return them, which have no KV any more.
+
+        They keep the tokens that they generated. There must be no suspended step.
+        """
+        assert self.suspended is None
+        for request in [r for r in self.admitted.values() if not r.info.is_online]:
+            self._retract(request, request.computed_tokens)
+        given = list(self.offline_waiting.values())
+        self.offline_waiting.clear()
+        for request in given:
+            request.saved_tokens = 0
+        return given
+
     def hand_over(self, rid: str) -> tuple[SimRequest, int]:
         """Remove a decoding request; return it and its KV tokens, as arguments for ``adopt``."""
         request = self.admitted[rid]

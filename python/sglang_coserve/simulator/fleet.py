@@ -1,69 +1,43 @@
-"""Many engines, and the lines of a batch that a gateway places on them.
+"""Many engines, with online requests from a router and the lines of a batch from a gateway.
 
-The decisions are the gateway's own (``core.line_placement``), the engines those of every
+The gateway's decisions are its own (``core.line_placement``), the engines those of every
 simulation. What is left out is the network between them: a line is there when it is placed.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Final, NamedTuple
 
 from sglang_coserve.core.line_placement import LINES_AHEAD, LinePlacement, Placed, line_window
 from sglang_coserve.core.offline_queue import unpack_tokens
+from sglang_coserve.core.request import RequestState
 from sglang_coserve.jsonl.prefix_key import prefix_key
 from sglang_coserve.simulator.engine import Engine
 from sglang_coserve.simulator.executor import SimulatedExecutor
-from sglang_coserve.simulator.observer import RequestEvent, SimulationObserver, StepRecord
+from sglang_coserve.simulator.mailbox import Mailbox
+from sglang_coserve.simulator.online_router import OnlineRouter
+from sglang_coserve.simulator.outage import Outage
 from sglang_coserve.simulator.request import SimRequest
 
-__all__ = ["Fleet", "FleetEngine", "Mailbox"]
+__all__ = ["Fleet", "FleetEngine"]
 
 _LOOK_S: Final = 0.5
 """How often the gateway asks for loads."""
 
+_ROUTED_AHEAD_S: Final = 1.0
+"""A request is routed so long before it arrives: an engine must know of it before the step in which
+it arrives. Loads that the router goes by are so old; ``smg`` asks for them every 10 s."""
+
 _KEY_TOKENS: Final = 1024
 """More do not count in a prefix key."""
 
-_ENDS: Final = frozenset({RequestEvent.FINISHED, RequestEvent.SHED})
-
-
-class Mailbox(SimulationObserver):
-    """What an engine gets of a batch, and which lines have ended in it.
-
-    It is the backlog of the engine's ``Source`` and one of its observers.
-    """
-
-    def __init__(self) -> None:
-        self._coming: deque[SimRequest] = deque()
-        self.ended: list[SimRequest] = []
-
-    def __iter__(self) -> Iterator[SimRequest]:
-        return self
-
-    def __next__(self) -> SimRequest:
-        if not self._coming:
-            raise StopIteration  # For now: more may come.
-        return self._coming.popleft()
-
-    def put(self, line: SimRequest) -> None:
-        """Let a line arrive with the engine's next step."""
-        self._coming.append(line)
-
-    def on_request(self, _now_s: float, event: RequestEvent, request: SimRequest) -> None:
-        """See ``SimulationObserver``."""
-        if event in _ENDS and not request.info.is_online:
-            self.ended.append(request)
-
-    def on_step(self, record: StepRecord) -> None:
-        """See ``SimulationObserver``."""
-
 
 class FleetEngine(NamedTuple):
-    """An engine whose source has ``mailbox`` as a backlog without an end of its depth."""
+    """An engine whose source, and one of whose observers, is ``mailbox``."""
 
     engine: Engine
     executor: SimulatedExecutor
@@ -71,27 +45,73 @@ class FleetEngine(NamedTuple):
 
 
 class Fleet:
-    """Engines with online requests of their own, and one batch for all of them."""
+    """Engines, online requests for them, and one batch for all of them."""
 
     def __init__(
-        self, engines: Sequence[FleetEngine], lines: Iterable[SimRequest], *, by_prefix: bool = True
+        self,
+        num_engines: int,
+        make_engine: Callable[[int], FleetEngine],
+        lines: Iterable[SimRequest],
+        *,
+        by_prefix: bool = True,
+        online: Iterable[SimRequest] = (),
+        router: OnlineRouter | None = None,
+        outages: Iterable[Outage] = (),
     ) -> None:
-        """``lines`` come in the order in which the Batch API serves them."""
-        assert engines
-        self.engines = engines
+        """Start ``num_engines``.
+
+        Args:
+            num_engines: At least one.
+            make_engine: Makes the engine of a number, from 0; called again when that has died.
+            lines: In the order in which the Batch API serves them.
+            by_prefix: Whether the gateway places them by prefix.
+            online: In order of their arrival, for ``router`` to distribute.
+            router: By default takes turns.
+            outages: When engines are away.
+        """
+        assert num_engines > 0
+        self.engines = [make_engine(number) for number in range(num_engines)]
         self.now_s = 0.0
         self.num_ended = 0
         """Lines that an engine has finished, or can never hold."""
 
+        self.lines_given_back = 0
+        """Attempts at lines that ended with an outage."""
+
+        self.online_lost: list[SimRequest] = []
+        """Online requests that an engine had when it died, or for which there was none."""
+
+        self.lines_end_s = math.inf
+        """Since when no line is left that was not offered to the engines."""
+
+        self._dead: list[tuple[int, FleetEngine]] = []
+        self._make_engine = make_engine
         self._lines = iter(lines)
         self._placement = LinePlacement(by_prefix=by_prefix)
-        self._numbers = {f"engine-{number}": number for number in range(len(engines))}
-        self._windows = [LINES_AHEAD] * len(engines)
+        self._names = [f"engine-{number}" for number in range(num_engines)]
+        self._numbers = {name: number for number, name in enumerate(self._names)}
+        self._windows = [LINES_AHEAD] * num_engines
+        self._open = dict.fromkeys(range(num_engines))
+        """Numbers of engines that are not away, in order of when they came."""
+
         self._inside: dict[str, SimRequest] = {}
         self._idle: set[int] = set()
+        self._times = [(0.0, number) for number in range(num_engines)]
+        """A heap: when engines have something to do next, some of it out of date."""
+
         self._next_look_s = 0.0
-        for name in self._numbers:
+        self._online = iter(online)
+        self._next_online = next(self._online, None)
+        self._router = router or OnlineRouter("round_robin")
+        self._outages = sorted(outages)
+        self._returns: list[tuple[float, int]] = []
+        for name in self._names:
             self._placement.set_engine(name, window=LINES_AHEAD, is_open=True)
+
+    @property
+    def all_engines(self) -> Sequence[tuple[int, FleetEngine]]:
+        """With their numbers, also those that have died."""
+        return (*self._dead, *enumerate(self.engines))
 
     def step(self, end_s: float = math.inf) -> bool:
         """Let the engine that is behind go on; False when nothing is left before ``end_s``."""
@@ -99,9 +119,14 @@ class Fleet:
             self._look()
             self._next_look_s = self.now_s + _LOOK_S
         self._feed()
-        time_s, number = min((self._time_s(n), n) for n in range(len(self.engines)))
-        if not time_s < end_s:
+        time_s, number = self._next_step()
+        event_s = self._next_event_s()
+        if min(event_s, time_s) >= end_s:
             return False
+        if event_s <= time_s:
+            self.now_s = max(self.now_s, event_s)
+            self._change()
+            return True
         self.now_s = max(self.now_s, time_s)
         engine, _, mailbox = self.engines[number]
         self._idle.discard(number)
@@ -109,6 +134,7 @@ class Fleet:
         # No further than now: others may bring an engine without work some at any time.
         if not engine.step(math.nextafter(engine.now_s, math.inf)):
             self._idle.add(number)
+        self._expect(number)
         for line in mailbox.ended:
             del self._inside[line.info.rid]
             self.num_ended += 1
@@ -116,23 +142,117 @@ class Fleet:
         mailbox.ended.clear()
         return True
 
+    def _next_step(self) -> tuple[float, int]:
+        """Return which engine has something to do next, and when; never is infinite."""
+        while self._times:
+            time_s, number = self._times[0]
+            if time_s == self._time_s(number):
+                return time_s, number
+            heapq.heappop(self._times)  # Out of date: there is another entry.
+        return math.inf, 0
+
     def _time_s(self, number: int) -> float:
         """Return when an engine has something to do next; infinite for never."""
         engine = self.engines[number].engine
         return engine.next_arrival_s if number in self._idle else engine.now_s
 
+    def _expect(self, number: int) -> None:
+        time_s = self._time_s(number)
+        if math.isfinite(time_s):
+            heapq.heappush(self._times, (time_s, number))
+
+    def _wake(self, number: int) -> None:
+        """Let an engine without work see what it was sent."""
+        if number in self._idle:
+            self._idle.remove(number)
+            engine = self.engines[number].engine
+            engine.now_s = max(engine.now_s, self.now_s)
+            self._expect(number)
+
+    def _next_event_s(self) -> float:
+        """Return when something comes from outside."""
+        online_s = math.inf
+        if self._next_online is not None:
+            online_s = max(0.0, self._next_online.info.arrival_s - _ROUTED_AHEAD_S)
+        outage_s = self._outages[0].start_s if self._outages else math.inf
+        return_s = self._returns[0][0] if self._returns else math.inf
+        return min(online_s, outage_s, return_s)
+
+    def _change(self) -> None:
+        """Let happen what is due."""
+        while self._outages and self._outages[0].start_s <= self.now_s:
+            self._begin_outage(self._outages.pop(0))
+        while self._returns and self._returns[0][0] <= self.now_s:
+            self._open[heapq.heappop(self._returns)[1]] = None
+        while (request := self._next_online) is not None:
+            if request.info.arrival_s > self.now_s + _ROUTED_AHEAD_S:
+                break
+            self._next_online = next(self._online, None)
+            self._route(request)
+
+    def _route(self, request: SimRequest) -> None:
+        arrival_s = request.info.arrival_s
+        there = [*self._open, *(number for end_s, number in self._returns if end_s <= arrival_s)]
+        if not there:
+            self._lose(request)
+            return
+        number = self._router.choose(there, lambda each: self.engines[each].mailbox.num_online)
+        self.engines[number].mailbox.send_online(request)
+        if number in self._idle:
+            self._expect(number)
+
+    def _lose(self, request: SimRequest) -> None:
+        request.move(RequestState.ABORTED)
+        self.online_lost.append(request)
+
+    def _begin_outage(self, outage: Outage) -> None:
+        number, name = outage.engine, self._names[outage.engine]
+        if number not in self._open:
+            return  # It is away already.
+        del self._open[number]
+        if math.isfinite(outage.end_s):
+            heapq.heappush(self._returns, (outage.end_s, number))
+        self._placement.set_engine(name, window=self._windows[number], is_open=False)
+        engine, executor, mailbox = ended = self.engines[number]
+        lines = engine.give_back() + mailbox.take_lines()
+        unsent = mailbox.take_online()
+        mailbox.num_online -= len(unsent)
+        if outage.is_death:
+            self._dead.append((number, ended))
+            for request in (*executor.waiting, *executor.admitted.values()):
+                self._lose(request)
+            self.engines[number] = made = self._make_engine(number)
+            made.engine.now_s = self.now_s
+            self._idle.discard(number)
+            self._expect(number)
+        for request in unsent:
+            self._route(request)
+        for line in lines:
+            self.lines_given_back += 1
+            # One engine's end says nothing of its lines: nobody shall serve them alone.
+            placed = self._placement.offer_again(line.info.rid, engine_died=False)
+            assert placed is not None
+            self._carry_out(placed)
+
     def _look(self) -> None:
         """Set every window by what runs and waits, as a gateway does."""
-        for name, number in self._numbers.items():
+        for number, name in enumerate(self._names):
             waiting = len(self.engines[number].executor.offline_waiting)
             window = line_window(self._placement.in_flight(name), waiting)
             self._windows[number] = window
-            self._carry_out(self._placement.set_engine(name, window=window, is_open=True))
+            is_open = number in self._open
+            self._carry_out(self._placement.set_engine(name, window=window, is_open=is_open))
 
     def _feed(self) -> None:
         """Offer as many lines as the Batch API would have in flight."""
+        if math.isfinite(self.lines_end_s):
+            return
         most = sum(self._windows) + LINES_AHEAD * len(self._windows)
-        for line in islice(self._lines, max(0, most - len(self._inside))):
+        room = max(0, most - len(self._inside))
+        lines = list(islice(self._lines, room))
+        if len(lines) < room:
+            self.lines_end_s = self.now_s
+        for line in lines:
             rid = line.info.rid
             self._inside[rid] = line
             prompt = unpack_tokens(line.prompt)[:_KEY_TOKENS].tolist()
@@ -142,8 +262,5 @@ class Fleet:
         for rid, name in placed:
             assert isinstance(rid, str)
             number = self._numbers[name]
-            engine, _, mailbox = self.engines[number]
-            mailbox.put(self._inside[rid])
-            if number in self._idle:
-                self._idle.remove(number)
-                engine.now_s = max(engine.now_s, self.now_s)
+            self.engines[number].mailbox.send_line(self._inside[rid])
+            self._wake(number)

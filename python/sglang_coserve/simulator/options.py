@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,7 +24,14 @@ from sglang_coserve.simulator.executor_config import (
 )
 from sglang_coserve.simulator.models import kv_capacity_tokens
 from sglang_coserve.simulator.run import SimulationSetup, Workload
-from sglang_coserve.workload import fit_to_context, read_trace, sample_path, scale_rate, window
+from sglang_coserve.workload import (
+    TraceRequest,
+    fit_to_context,
+    read_trace,
+    sample_path,
+    scale_rate,
+    window,
+)
 
 __all__ = ["BASELINES", "SimulationOptions"]
 
@@ -140,9 +148,7 @@ class SimulationOptions:
     def workload(self) -> Workload:
         """Read the requests."""
         context_tokens = self._context_tokens()
-        trace = read_trace(self.trace or sample_path("online"))
-        in_time = window(scale_rate(trace, self.rate), 0.0, self.duration or math.inf)
-        online, _ = fit_to_context(in_time, context_tokens)
+        online = self.online_trace()
         interval_s = self.duration
         if interval_s is None:
             interval_s = online[-1].arrival_s if self.backlog and online else math.inf
@@ -156,6 +162,13 @@ class SimulationOptions:
             backlog_depth=self.backlog,
             interval_s=interval_s,
         )
+
+    def online_trace(self) -> Sequence[TraceRequest]:
+        """Read the online requests, at the rate and for the duration asked for."""
+        trace = read_trace(self.trace or sample_path("online"))
+        in_time = window(scale_rate(trace, self.rate), 0.0, self.duration or math.inf)
+        online, _ = fit_to_context(in_time, self._context_tokens())
+        return online
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields, ready for JSON."""

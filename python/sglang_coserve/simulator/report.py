@@ -12,7 +12,7 @@ from sglang_coserve.metrics import Summary, attainment, latency_report
 from sglang_coserve.simulator.plots import latency_cdfs, load_over_time
 from sglang_coserve.simulator.result import LABEL, SimulationResult
 
-__all__ = ["COLUMNS", "table_rows", "table_text", "write_report"]
+__all__ = ["COLUMNS", "table_rows", "table_text", "text_table", "write_report"]
 
 COLUMNS: Final = (
     "policy",
@@ -37,7 +37,12 @@ def table_rows(results: Sequence[SimulationResult]) -> list[tuple[str, ...]]:
 
 def table_text(results: Sequence[SimulationResult]) -> str:
     """Return the table as plain text, marked as simulated."""
-    rows = [COLUMNS, *table_rows(results)]
+    return text_table(COLUMNS, table_rows(results))
+
+
+def text_table(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    """Return a table with a heading as plain text, marked as simulated."""
+    rows = [columns, *cells]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(

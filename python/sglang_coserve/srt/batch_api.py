@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,7 +32,8 @@ from sglang_coserve.http_lines import (
     set_line_server,
 )
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.batch_exporter import batches_exported
+from sglang_coserve.srt.batch_exporter import BatchExporter, batches_exported
+from sglang_coserve.srt.drain import Drain, install_drain_routes, set_drain
 from sglang_coserve.srt.trace_route import install_trace_route
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ def install_batch_api(http_server: Any, admin_api_key: str | None) -> None:
     app: FastAPI = http_server.app
     add_batch_routes(app)
     add_line_routes(app)
+    drain = install_drain_routes(app)
     trace = install_trace_route(http_server)
     if admin_api_key:
         from sglang.srt.utils.auth import AuthLevel, auth_level
@@ -72,7 +75,7 @@ def install_batch_api(http_server: Any, admin_api_key: str | None) -> None:
         set_admin_key(app, admin_api_key)
         # Else SGLang would let nobody pass who has not --api-key. Without an admin key the
         # routes say so themselves, and SGLang need not look at every request.
-        for endpoint in (*operator_endpoints(), *line_endpoints(), trace):
+        for endpoint in (*operator_endpoints(), *line_endpoints(), *drain, trace):
             auth_level(AuthLevel.ADMIN_FORCE)(endpoint)
     stock_lifespan = app.router.lifespan_context
 
@@ -105,17 +108,22 @@ async def _served(http_server: Any, config: CoserveConfig) -> AsyncGenerator[Non
     backend = await _backend(http_server)
     lines = LineServer(backend)
     set_line_server(http_server.app, lines)
-    async with AsyncExitStack() as stack:
-        if config.coserve_data_dir is not None:
-            await _open_service(http_server, config, backend, stack)
-        stack.callback(lines.close, "the engine is stopping")
-        stopping = asyncio.create_task(_close_when_stopping(backend, stack))
-        try:
-            yield
-        finally:
-            if not backend.is_stopping:
-                stopping.cancel()
-            await asyncio.wait({stopping})
+    manager = http_server._global_state.tokenizer_manager
+    args = compat.settings_of(manager.server_args)
+    # Once: Prometheus takes no metric twice, and the service is opened again after a drain.
+    exporter = BatchExporter(args.served_model_name) if args.enable_metrics else None
+    open_service = partial(_open_service, http_server, config, backend, exporter)
+    drain = Drain(manager, lines, open_service)
+    await drain.end()
+    set_drain(http_server.app, drain)
+    stopping = asyncio.create_task(_drain_when_stopping(backend, drain))
+    try:
+        yield
+    finally:
+        if not backend.is_stopping:
+            stopping.cancel()
+        await asyncio.wait({stopping})
+        await drain.start()
 
 
 async def _backend(http_server: Any) -> BatchBackend:
@@ -133,12 +141,17 @@ async def _backend(http_server: Any) -> BatchBackend:
 
 
 async def _open_service(
-    http_server: Any, config: CoserveConfig, backend: BatchBackend, stack: AsyncExitStack
+    http_server: Any,
+    config: CoserveConfig,
+    backend: BatchBackend,
+    exporter: BatchExporter | None,
+    stack: AsyncExitStack,
 ) -> None:
-    """Open the Batch API for as long as ``stack``."""
+    """Open the Batch API for as long as ``stack``, if the server has one."""
     from sglang_coserve.srt.engine_death import fatal_signals_recorded_in
 
-    assert config.coserve_data_dir is not None
+    if config.coserve_data_dir is None:
+        return
     target = webhook_target_of(config)
     service = await BatchService.open(
         Path(config.coserve_data_dir), backend, limits_of(config), record_events=target is not None
@@ -146,26 +159,24 @@ async def _open_service(
     set_service(http_server.app, service)
     stack.push_async_callback(_close, http_server.app, service)
     stack.enter_context(fatal_signals_recorded_in(service.fatal_signal_path))
-    manager = http_server._global_state.tokenizer_manager
-    manager.coserve_on_death = service.note_engine_death
-    args = compat.settings_of(manager.server_args)
-    if args.enable_metrics:
-        await stack.enter_async_context(batches_exported(service, args.served_model_name))
+    http_server._global_state.tokenizer_manager.coserve_on_death = service.note_engine_death
+    if exporter is not None:
+        await stack.enter_async_context(batches_exported(service, exporter))
     if target is not None:
         await stack.enter_async_context(Webhooks(service, target))
 
 
-async def _close_when_stopping(backend: Any, stack: AsyncExitStack) -> None:
-    """Close the service when the server is told to stop.
+async def _drain_when_stopping(backend: BatchBackend, drain: Drain) -> None:
+    """Drain when the server is told to stop.
 
     SGLang waits for all requests, including lines in flight, before it shuts its app down.
     """
     while not backend.is_stopping:
         await asyncio.sleep(_POLL_S)
     logger.info("batches stop where they are; the next start continues them")
-    await stack.aclose()
+    await drain.start()
 
 
 async def _close(app: FastAPI, service: BatchService) -> None:
-    set_service(app, None, "the server is stopping: its batches continue when it starts again")
+    set_service(app, None, "the server is draining: its batches continue when it starts again")
     await service.close()

@@ -52,9 +52,9 @@ class BatchExporter:
 
 
 @asynccontextmanager
-async def batches_exported(service: BatchService, model_name: str) -> AsyncGenerator[None]:
-    """Within it, ``/metrics`` shows how ``service`` stands, once a second."""
-    publishing = asyncio.create_task(_publish(service, BatchExporter(model_name)))
+async def batches_exported(service: BatchService, exporter: BatchExporter) -> AsyncGenerator[None]:
+    """Within it, ``exporter`` publishes how ``service`` stands, once a second."""
+    publishing = asyncio.create_task(_publish(service, exporter))
     try:
         yield
     finally:

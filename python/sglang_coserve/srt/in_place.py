@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from sglang_coserve.batch.routes import missing_routes
 from sglang_coserve.errors import CoserveError, StartupError
 from sglang_coserve.http_lines import LINES_PATH
+from sglang_coserve.srt.drain import DRAIN_PATH, DrainHealthMiddleware
 from sglang_coserve.srt.load_route import LOAD_PATH
 from sglang_coserve.srt.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.replicas import STATE_KEY, replicas_info
@@ -62,13 +63,16 @@ def verify_app(app: FastAPI) -> None:
     installed: set[Any] = {entry.cls for entry in app.user_middleware}
     problems = [
         f"{middleware.__name__} is not installed"
-        for middleware in (MarksMiddleware, RequestGateMiddleware, UnreadBodyMiddleware)
+        for middleware in (
+            *(MarksMiddleware, RequestGateMiddleware),
+            *(UnreadBodyMiddleware, DrainHealthMiddleware),
+        )
         if middleware not in installed
     ]
     paths = {getattr(route, "path", None) for route in app.routes}
     problems += [
         f"the route {path} is not installed"
-        for path in (STATUS_PATH, LOAD_PATH, LINES_PATH)
+        for path in (STATUS_PATH, LOAD_PATH, LINES_PATH, DRAIN_PATH)
         if path not in paths
     ]
     problems += [f"the batch route {path} is not installed" for path in missing_routes(app)]

@@ -26,6 +26,7 @@ from sglang_coserve.srt.batch_api import (
     install_batch_api,
     open_routes_warning,
 )
+from sglang_coserve.srt.drain import DrainHealthMiddleware
 from sglang_coserve.srt.fail_fast import install_fail_fast
 from sglang_coserve.srt.gc_pauses import freeze_imports, freeze_start_up_objects
 from sglang_coserve.srt.in_place import STATUS_PATH, StartCheck
@@ -194,6 +195,7 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
     # The middleware added last runs first.
     app.add_middleware(RequestGateMiddleware)
     app.add_middleware(UnreadBodyMiddleware)
+    app.add_middleware(DrainHealthMiddleware)
     app.add_api_route(STATUS_PATH, status, methods=["GET"])
     install_fail_fast(app)  # Before ours are there, which read little.
     install_load_route(http_server)

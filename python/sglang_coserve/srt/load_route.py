@@ -14,6 +14,7 @@ from sglang_coserve import __version__
 from sglang_coserve.core.engine_load import EngineLoad, ReplicaLoad, Versions, total
 from sglang_coserve.http_lines import LOAD_PATH
 from sglang_coserve.srt import compat
+from sglang_coserve.srt.drain import is_draining
 from sglang_coserve.srt.loaded_model import kv_fingerprint, kv_format, model_in_use
 
 __all__ = ["LOAD_PATH", "install_load_route"]
@@ -30,7 +31,8 @@ def install_load_route(http_server: Any) -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def load() -> EngineLoad:
         """Load of all replicas, by class, and what it is that they serve."""
-        return await _engine_load(http_server._global_state.tokenizer_manager)
+        manager = http_server._global_state.tokenizer_manager
+        return await _engine_load(manager, is_draining=is_draining(app))
 
     app.add_api_route(LOAD_PATH, load, methods=["GET"])
     stock_lifespan = app.router.lifespan_context
@@ -46,7 +48,7 @@ def install_load_route(http_server: Any) -> None:
     app.router.lifespan_context = lifespan
 
 
-async def _engine_load(manager: Any) -> EngineLoad:
+async def _engine_load(manager: Any, *, is_draining: bool) -> EngineLoad:
     args = compat.settings_of(manager.server_args)
     snapshots = await manager.get_loads()
     loads = [snapshot for snapshot in snapshots if snapshot.coserve is not None]
@@ -62,7 +64,7 @@ async def _engine_load(manager: Any) -> EngineLoad:
         **total([ReplicaLoad(**snapshot.coserve) for snapshot in loads]).model_dump(),
         replicas=len(loads),
         age_s=max(0.0, time.time() - min(snapshot.timestamp for snapshot in loads)),
-        is_draining=bool(manager.gracefully_exit),
+        is_draining=is_draining or bool(manager.gracefully_exit),
         model_name=args.served_model_name,
         model=model,
         kv_fingerprint=kv_fingerprint(model, kv),

@@ -88,7 +88,6 @@ class CoserveParts:
             admission=self.admission,
             ledger=self.ledger,
             view=self.view,
-            pools=self.pools,
             load=self.load,
             runner=self.runner,
             checkpointing=self.checkpointing,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.engine_load import ClassLoad, OnlineShare, ReplicaLoad
@@ -13,13 +13,21 @@ from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.compat import computed_tokens
 from sglang_coserve.srt.engine_view import EngineView
-from sglang_coserve.srt.kv_pools import KvPools
+from sglang_coserve.srt.kv_pools import KvByClass, KvPools
 from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.step_runner import StepRunner
 
-__all__ = ["LoadReporter"]
+__all__ = ["HeldKv", "LoadReporter"]
 
 Req = Any
+
+
+class HeldKv(NamedTuple):
+    """The requests with KV by class, and the slots that they hold."""
+
+    online: list[Req]
+    offline: list[Req]
+    tokens: KvByClass
 
 
 class LoadReporter:
@@ -49,23 +57,26 @@ class LoadReporter:
         )
         self._share = OnlineShare()
 
-    def load(self) -> ReplicaLoad:
-        """Return the load as it is now. O(requests + nodes of the radix tree above them)."""
+    def held(self) -> HeldKv:
+        """Return who holds KV now. O(requests + nodes of the radix tree above them)."""
         online, offline = self._ledger.with_kv()
-        pools = self._pools
-        kv = pools.by_class(online, offline)
+        return HeldKv(online, offline, self._pools.by_class(online, offline))
+
+    def load(self, held: HeldKv | None = None) -> ReplicaLoad:
+        """Return the load as it is now; ``held`` is who holds KV, if that is known already."""
+        online, offline, kv = held or self.held()
         requests = min(self._max_offline, self._max_requests - len(online))
         lines = self._ledger.totals(RequestClass.OFFLINE)
         return ReplicaLoad(
             online=self._class_load(RequestClass.ONLINE, online),
             offline=self._class_load(RequestClass.OFFLINE, offline),
-            kv_tokens=pools.total_tokens,
+            kv_tokens=self._pools.total_tokens,
             online_kv_tokens=kv.online,
             reclaimable_kv_tokens=kv.offline + kv.cached,
             reclaim_s=self._reclaim_s(offline, online),
             headroom_tokens_per_s=self._headroom_tokens_per_s(has_online=bool(online)),
             max_lines=lines_at_a_time(
-                kv_tokens=pools.total_tokens - kv.online,
+                kv_tokens=self._pools.total_tokens - kv.online,
                 requests=requests,
                 lines=lines.requests,
                 line_tokens=lines.tokens,

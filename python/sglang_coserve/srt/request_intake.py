@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.compat import (
@@ -127,7 +128,16 @@ class RequestIntake:
             self._forget(req)
         self._events["aborted_waiting"] += len(aborted)
         for req in (*aborted, *deferred):
-            self._scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), req)
+            self._tell_of_abort(req)
+
+    def _tell_of_abort(self, req: Req) -> None:
+        """Answer an aborted request that is in no batch, with the tokens it has."""
+        scheduler = self._scheduler
+        if req.output_ids:
+            req.finished_reason = FINISH_ABORT()
+            scheduler.output_streamer.stream_output([req], req.return_logprob)
+        else:
+            scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), req)
 
     def _is_here(self, req: Req) -> bool:
         """Return whether a request of the ledger is still in the engine.

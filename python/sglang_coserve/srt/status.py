@@ -15,9 +15,8 @@ from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.exporter import Exporter
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
-from sglang_coserve.srt.kv_pools import KvPools
 from sglang_coserve.srt.latencies import Latencies
-from sglang_coserve.srt.replica_load import LoadReporter
+from sglang_coserve.srt.replica_load import HeldKv, LoadReporter
 from sglang_coserve.srt.replicas import EXPECTED_RATE_KEY
 from sglang_coserve.srt.request_ledger import RequestLedger
 from sglang_coserve.srt.request_marks import is_offline
@@ -44,7 +43,6 @@ class SchedulerStatus:
         admission: Admission,
         ledger: RequestLedger,
         view: EngineView,
-        pools: KvPools,
         load: LoadReporter,
         runner: StepRunner,
         checkpointing: KvCheckpointing,
@@ -52,8 +50,6 @@ class SchedulerStatus:
     ) -> None:
         self._scheduler = scheduler
         self._view = view
-        self._pools = pools
-        self._ledger = ledger
         self._load = load
         self._config = config
         self._admission = admission
@@ -85,13 +81,12 @@ class SchedulerStatus:
             **self.state(),
         }
 
-    def state(self) -> dict[str, Any]:
-        """Return the current state of both classes."""
+    def state(self, held: HeldKv | None = None) -> dict[str, Any]:
+        """Return the current state of both classes; ``held`` is who holds KV, if known."""
         scheduler = self._scheduler
         running = self._view.running_requests()
         num_offline = sum(is_offline(req) for req in running)
         prefilling = scheduler.chunked_req
-        online, offline = self._ledger.with_kv()
         return {
             "slo": self._admission.interference.monitor.report(time.perf_counter()).to_dict(),
             "online": {
@@ -106,7 +101,7 @@ class SchedulerStatus:
                 "prefilling": int(prefilling is not None and is_offline(prefilling)),
                 **self._counted_events(),
             },
-            "kv_tokens": self._pools.by_class(online, offline)._asdict(),
+            "kv_tokens": (held or self._load.held()).tokens._asdict(),
             "kv_checkpoint": self._checkpointing.stats().to_dict(),
             **self._admission.state(),
             **self._runner.state(),
@@ -174,7 +169,8 @@ class SchedulerStatus:
 
     def _publish(self, exporter: Exporter, now_s: float) -> None:
         assert self._latencies is not None
-        exporter.publish(self.state(), self._counted_events(), now_s)
+        held = self._load.held()
+        exporter.publish(self.state(held), self._counted_events(), now_s)
         exporter.publish_latencies(self._latencies)
         delays = self._new_delays()
         if self._admission.interference.bill is not None:
@@ -182,7 +178,7 @@ class SchedulerStatus:
         if self._spans is not None:
             self._spans.billed(delays)
         exporter.publish_load(
-            self._load.load(),
+            self._load.load(held),
             oldest_waiting_s=self._latencies.oldest_waiting_s(now_s),
             budget_s=self._admission.budget_s,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -212,11 +213,21 @@ def test_an_arrival_waits_no_longer_than_it_may() -> None:
     assert 0.04 < plan.predicted_s <= 0.05
 
 
+@pytest.mark.parametrize("stop_share", [1.0, 0.25])
+def test_no_budget_makes_a_step_without_online_work_mostly_fixed_cost(stop_share: float) -> None:
+    """It takes up to twice its fixed cost, however short arrivals may wait."""
+    strict = scheduler("coserve", queued(8000), targets=SloTargets(ttft_s=0.001))
+    rows = [offline(100, DECODING)]
+    plan = strict.plan(replace(snapshot(*rows), stop_share=stop_share), NO_CACHE)
+    fixed_s = MODEL.predict(StepStats.of([(1, 0)]))
+    assert len(plan.prefills) == plan.batch.decode_requests == 1
+    assert 1.9 * fixed_s < plan.predicted_s <= 2 * fixed_s
+
+
 def test_a_budget_that_nothing_keeps_does_not_stop_an_idle_engine() -> None:
-    plan = scheduler("coserve", queued(500), targets=SloTargets(ttft_s=0.001)).plan(
-        snapshot(), NO_CACHE
-    )
-    assert len(plan.prefills) == 1
+    rows = [offline(500_000, DECODING)]
+    plan = scheduler("coserve", targets=SloTargets(ttft_s=0.001)).plan(snapshot(*rows), NO_CACHE)
+    assert plan.batch.decode_requests == 1
     assert plan.budget_s == math.inf
 
 

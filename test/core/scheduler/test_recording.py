@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import random
 import types
 from collections import abc
@@ -266,7 +267,12 @@ def test_a_recording_of_an_earlier_version_still_loads_and_replays() -> None:
         made_of, events = read_recording(lines, path.name)
         replays = list(replay(events, made_of.make()))
     assert len(replays) > 20
-    assert not any(replayed.differences for replayed in replays)
+    for replayed in replays:
+        seen = replayed.snapshot
+        is_online = any(request.info.is_online for request in (*seen.admitted, *seen.waiting))
+        # Since then a step without online work is long enough to be worth its fixed cost.
+        was_short = not is_online and replayed.recorded.budget_s == math.inf
+        assert was_short or not replayed.differences
 
 
 def test_version_8_differs_in_names_of_fields_only() -> None:

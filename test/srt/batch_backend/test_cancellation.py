@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_coserve.lines.backend import LineResult
+from sglang_coserve.srt.batch_backend import BatchBackend
 from srt.batch_backend.served import (
     CHAT,
     COMPLETION,
@@ -46,6 +47,66 @@ def test_cancelling_a_running_line_leaves_nothing_behind(
             await line
 
     served.do(begin_and_cancel())
+    served.assert_nothing_left()
+
+
+def quiet_backend(served: Served) -> BatchBackend:
+    """A backend that hears of tokens only when a line ends."""
+    return BatchBackend(
+        served.manager,
+        served.engine.template_manager,
+        fingerprint="small",
+        stream_interval_tokens=10_000,
+    )
+
+
+def test_a_cancelled_line_has_told_of_all_its_tokens(served: Served) -> None:
+    """Without a stream of them, as after an interval that is not over: they come with the end."""
+    heard: list[int] = []
+    quiet = quiet_backend(served)
+
+    async def begin_and_cancel() -> None:
+        line = asyncio.create_task(served.run(COMPLETIONS, LONG, heard.extend, backend=quiet))
+        await served.until(lambda counts: counts["offline"]["running"] > 0)
+        beside = {**GREEDY, "prompt": "Beside it", "max_tokens": 40}
+        await served.run(COMPLETIONS, beside)
+        line.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await line
+
+    served.do(begin_and_cancel())
+    assert 20 < len(heard) < LONG["max_tokens"]
+    whole = served.answer(COMPLETIONS, LONG)
+    assert served.answer(COMPLETIONS, LONG, generated=heard) == whole
+    served.assert_nothing_left()
+
+
+def test_a_retracted_line_that_is_cancelled_has_told_of_all_its_tokens(served: Served) -> None:
+    """It waits, and no step will ever end for it."""
+    heard: list[list[int]] = [[] for _ in range(4)]
+    quiet = quiet_backend(served)
+
+    async def online(number: int) -> None:
+        params = {"max_new_tokens": 60, "ignore_eos": True}
+        await served.engine.async_generate(input_ids=[10 + number] * 930, sampling_params=params)
+
+    async def begin_and_cancel() -> None:
+        bodies = [{**LONG, "prompt": f"{number} {PROMPT}"} for number in range(4)]
+        lines = [
+            asyncio.create_task(served.run(COMPLETIONS, body, tokens.extend, backend=quiet))
+            for body, tokens in zip(bodies, heard, strict=True)
+        ]
+        await served.until(lambda counts: counts["offline"]["running"] == 4)
+        await served.engine.async_generate(prompt="x", sampling_params={"max_new_tokens": 30})
+        others = [asyncio.create_task(online(number)) for number in range(4)]
+        await served.until(lambda counts: counts["offline"]["waiting"] > 0)
+        for line in lines:
+            line.cancel()
+        await asyncio.gather(*lines, return_exceptions=True)
+        await asyncio.gather(*others)
+
+    served.do(begin_and_cancel())
+    assert min(map(len, heard)) > 10
     served.assert_nothing_left()
 
 

@@ -17,7 +17,7 @@ import sglang_coserve  # noqa: F401  # Makes SGLang importable: modules here imp
 from srt.documentation.blocks import PAGES, ROOT, Block, blocks_of
 from srt.test_documented_flags import FLAG, flags_in, flags_of_server, flags_of_sglang
 
-LANGUAGES = {"sh", "bash", "console", "python", "json", "nginx", "text", ""}
+LANGUAGES = {"sh", "bash", "console", "python", "json", "nginx", "text", "yaml", ""}
 OTHERS = {".", "cd", "curl", "docker", "export", "git", "jq", "openssl", "smg"}
 """Programs that are not ours."""
 

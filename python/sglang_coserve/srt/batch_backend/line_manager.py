@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final
 
 from fastapi import HTTPException
 from sglang.srt.managers.io_struct import EmbeddingReqInput
@@ -19,6 +20,10 @@ from sglang_coserve.srt.offline_marks import Marks, offline_marks, sent_with
 from sglang_coserve.srt.prompt_limit import BoundedManager
 
 __all__ = ["LineManager", "LineTask"]
+
+_LAST_TOKENS_S: Final = 10.0
+"""How long to wait for the tokens of a line that is taken out: the engine gives them at the end of
+its step, and no step that was measured takes so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,8 @@ class LineTask:
 
     on_tokens: Callable[[Sequence[int]], None]
     """Called with the output tokens after ``generated`` as they come, but for the last ones: those
-    are in the answer. So it never gets a complete generation."""
+    are in the answer. So it never gets a complete generation. When the line is cancelled, it gets
+    what the engine has generated until then."""
 
 
 class LineManager(BoundedManager):
@@ -84,28 +90,54 @@ class LineManager(BoundedManager):
     async def _final_output(self, request: Any) -> Any:
         """Return what SGLang would have answered without streaming.
 
-        To be cancelled is enough to abort the request: SGLang then does it itself.
+        To be cancelled is enough to abort the request: SGLang then does it itself. The tokens that
+        it has until then are waited for.
         """
         feed, marks = self._prepare(request)
+        try:
+            with sent_with(marks):
+                return await self._served(request, feed)
+        except asyncio.CancelledError:
+            if feed is not None:
+                feed.update(await self._tokens_at_abort())
+            raise
+
+    async def _served(self, request: Any, feed: _TokenFeed | None) -> Any:
         is_delta = feed is not None and self._inner.incremental_streaming_output
         output: Any = None
         output_ids: list[int] = []
         texts: list[str] = []
-        with sent_with(marks):
-            async with aclosing(self._inner.generate_request(request)) as outputs:
-                async for output in outputs:
-                    if feed is None:
-                        continue
-                    if is_delta:
-                        texts.append(output["text"])
-                        output_ids += output["output_ids"]
-                    else:
-                        output_ids = output["output_ids"]
-                    if output["meta_info"]["finish_reason"] is None:
-                        feed.update(output_ids)
+        async with aclosing(self._inner.generate_request(request)) as outputs:
+            async for output in outputs:
+                if feed is None:
+                    continue
+                if is_delta:
+                    texts.append(output["text"])
+                    output_ids += output["output_ids"]
+                else:
+                    output_ids = output["output_ids"]
+                if output["meta_info"]["finish_reason"] is None:
+                    feed.update(output_ids)
         if is_delta:
             output = {**output, "text": "".join(texts), "output_ids": output_ids}
         return output
+
+    async def _tokens_at_abort(self) -> list[int]:
+        """Return the output tokens of the request that is being aborted, once the engine has let it
+        go.
+
+        Without the last one: SGLang takes it from the step under way, and does not look any more
+        whether it ends the generation.
+        """
+        state = self._inner.rid_to_state.get(self._task.request_id)
+        if state is None:
+            return []  # The engine never had it.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_TOKENS_S):
+                while not state.finished:
+                    state.event.clear()
+                    await state.event.wait()
+        return list(state.output_ids[:-1])
 
     def _prepare(self, request: Any) -> tuple[_TokenFeed | None, Marks]:
         """Mark a request as one of a line; return the receiver of its tokens, and its marks. There

@@ -1,4 +1,4 @@
-"""Which of an engine's ranks a scheduler is."""
+"""The rank of a scheduler in its engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["is_first_rank", "num_ranks"]
 
 
 def is_first_rank(scheduler: Any) -> bool:
-    """Return whether this rank receives the requests, and speaks for all others."""
+    """Return whether this is the rank that receives the requests and reports for all."""
     ranks = parallel(scheduler)
     return bool(ranks.tp_rank == 0 and ranks.pp_rank == 0)
 

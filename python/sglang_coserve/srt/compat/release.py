@@ -1,4 +1,4 @@
-"""Frees what a request holds, in the ways in which co-serving does it."""
+"""Releases the slot and KV of requests that are retracted, rolled back or aborted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def release_for_requeue(req: Any, tree_cache: Any) -> None:
 def release_uncomputed(req: Any, tree_cache: Any) -> None:
     """Free the slot and KV of a request whose prefill was prepared but has not run.
 
-    Nothing goes to the radix cache. To its client an online request was not retracted.
+    Nothing goes to the radix cache. For an online request this is not counted as a retraction.
     """
     retractions = req.retraction_count
     release_kv(req, tree_cache, keeps=False)

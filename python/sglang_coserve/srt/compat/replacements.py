@@ -1,4 +1,4 @@
-"""Gives names of SGLang's modules other values, in this process."""
+"""Replaces module-level names of SGLang in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def replaced_names() -> frozenset[str]:
 
 
 def replace(name: str, value: Any) -> Any:
-    """Let a name of a module of SGLang's be ``value``; return what it was.
+    """Set a module-level name of SGLang to ``value``; return the old value.
 
     ``name`` is dotted and listed in ``seams``. Imports the module.
 

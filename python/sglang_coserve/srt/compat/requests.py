@@ -1,4 +1,4 @@
-"""Requests and results that SGLang would fail on for all others, too."""
+"""Mends requests and results on which SGLang would fail for all requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = [
 
 
 def fill_token_ids_logprobs(logits_output: Any) -> None:
-    """Mend the result of a batch in which only some requests asked for ``token_ids_logprob``.
+    """Correct the result of a batch in which only some requests asked for ``token_ids_logprob``.
 
     SGLang 0.5.17 gives the others a plain list where it then wants a tensor, and its
     scheduler process dies of that (sgl-project/sglang#34719).
@@ -42,7 +42,7 @@ def check_logit_processor(recv_req: Any) -> None:
 
 
 def refused_request(recv_req: Any, tokenizer: Any, vocab_size: int, message: str) -> Any:
-    """Return a ``Req`` that is answered with a 400 and ``message`` in SGLang's own way."""
+    """Return a ``Req`` that SGLang answers with a 400 and ``message``."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -63,7 +63,7 @@ def refused_request(recv_req: Any, tokenizer: Any, vocab_size: int, message: str
 
 
 def lowest_priority(low_values_first: bool) -> int:
-    """Return the ``Req.priority`` that any other request precedes."""
+    """Return the lowest ``Req.priority``."""
     import sys
 
     return sys.maxsize if low_values_first else -sys.maxsize - 1

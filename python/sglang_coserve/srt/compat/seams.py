@@ -20,7 +20,7 @@ __all__ = ["SEAMS", "NameUse", "Seam", "seams_of"]
 
 
 class NameUse(StrEnum):
-    """What is done with a name."""
+    """How a name is used."""
 
     OVERRIDDEN = "overridden"
     """A method that a subclass of ours replaces, or that is replaced in SGLang's class."""
@@ -34,7 +34,7 @@ class NameUse(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """A name in SGLang, and how it has to be."""
+    """A name in SGLang, and what is required of it."""
 
     name: str
     """Dotted, from ``sglang`` on."""
@@ -50,7 +50,7 @@ class Seam:
     """The versions it was checked against, and in which it is used."""
 
     def is_in(self, version: str) -> bool:
-        """Tell whether ``version`` is expected to have it. A newer one than any checked is."""
+        """Return whether ``version`` is expected to have it. A newer one than any checked is."""
         key = version_key(version)
         is_early_enough = self.last == NEWEST or key <= version_key(self.last)
         return version_key(self.first) <= key and is_early_enough
@@ -78,7 +78,8 @@ def _names(*names: str) -> dict[str, None]:
 
 
 _SCHEDULER: Final = "srt.managers.scheduler.Scheduler"
-_MANAGER: Final = "srt.managers.tokenizer_manager.TokenizerManager"
+_MANAGER_MODULE: Final = "srt.managers.tokenizer_manager"
+_MANAGER: Final = f"{_MANAGER_MODULE}.TokenizerManager"
 _REQ: Final = "srt.managers.schedule_batch.Req"
 _BATCH: Final = "srt.managers.schedule_batch.ScheduleBatch"
 _CACHE: Final = "srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
@@ -153,12 +154,23 @@ SEAMS: Final[tuple[Seam, ...]] = (
             *("idle_sleeper", "input_blocker", "invariant_checker", "ipc_channels"),
             *("enable_priority_scheduling", "is_hybrid_swa", "is_mixed_chunk", "last_batch"),
             *("load_inquirer", "max_prefill_tokens", "max_req_len", "max_running_requests"),
-            *("metrics_reporter", "model_config", "pool_stats_observer", "recv_from_tokenizer"),
+            *(
+                "metrics_reporter",
+                "model_config",
+                "output_streamer",
+                "pool_stats_observer",
+                "recv_from_tokenizer",
+            ),
             *("running_batch", "server_args", "spec_algorithm", "token_to_kv_pool_allocator"),
             *("tokenizer", "tp_cpu_group", "tp_worker", "tree_cache", "waiting_queue"),
         ),
     ),
     *_of(_SCHEDULER, NameUse.READ, _names("ps"), last="0.5.20"),
+    *_of(
+        "srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer",
+        NameUse.CALLED,
+        {"stream_output": "reqs return_logprob"},
+    ),
     # --- Load ----------------------------------------------------------------------------
     *_of(
         "srt.managers.scheduler_components.load_inquirer.SchedulerLoadInquirer",
@@ -435,10 +447,14 @@ SEAMS: Final[tuple[Seam, ...]] = (
     *_of(
         _MANAGER,
         NameUse.READ,
-        _names("incremental_streaming_output", "is_pause", "preferred_sampling_params"),
+        _names(
+            *("incremental_streaming_output", "is_pause", "preferred_sampling_params"),
+            *("gracefully_exit", "rid_to_state"),
+        ),
     ),
+    *_of(f"{_MANAGER_MODULE}.ReqState", NameUse.READ, _names("event", "finished", "output_ids")),
     *_of(
-        "srt.managers.tokenizer_manager",
+        _MANAGER_MODULE,
         NameUse.REPLACED,
         _names("APIServerReqTimeStats"),
     ),

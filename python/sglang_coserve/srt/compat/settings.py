@@ -36,7 +36,7 @@ class _Refusal(NamedTuple):
 
 @contextmanager
 def refusals_of_sglang() -> Iterator[None]:
-    """Within it, what SGLang itself finds wrong with its settings is an error of one line.
+    """A context in which SGLang's own errors about its settings become errors of one line.
 
     Raises:
         ConfigError: instead of what SGLang raises.
@@ -82,7 +82,7 @@ def check_one_replica(server_args: Any) -> None:
 
 
 def check_window_cache(server_args: Any, offline_policy: str) -> None:
-    """Refuse to plan what was seen to come to no end.
+    """Refuse to plan for engines on which planning was seen not to terminate.
 
     Raises:
         UnsupportedError: layers with a sliding window have a pool of their own, and no radix cache.
@@ -100,7 +100,7 @@ def check_window_cache(server_args: Any, offline_policy: str) -> None:
 
 
 def _other_engines(args: Any) -> Iterable[_Refusal]:
-    """Return what makes steps that our scheduler does not compose."""
+    """Return the settings with which SGLang runs steps that our scheduler does not compose."""
     return (
         _Refusal(
             args.pp_async_batch_depth,
@@ -150,7 +150,7 @@ def _other_engines(args: Any) -> Iterable[_Refusal]:
 
 
 def _other_servers(args: Any) -> Iterable[_Refusal]:
-    """Return what starts processes or routes that are not ours."""
+    """Return the settings that start processes or routes other than ours."""
     from sglang.srt.environ import envs
 
     return (
@@ -189,7 +189,7 @@ def _other_servers(args: Any) -> Iterable[_Refusal]:
 
 
 def _other_caches(args: Any) -> Iterable[_Refusal]:
-    """Return what keeps KV where eviction and plans do not look."""
+    """Return the settings that keep KV outside of the pools that plans count."""
     return (
         _Refusal(
             args.hicache_storage_backend,
@@ -207,7 +207,8 @@ def _other_caches(args: Any) -> Iterable[_Refusal]:
 
 
 def _other_decisions(args: Any, config: CoserveConfig) -> Iterable[_Refusal]:
-    """Return what decides in the place of a plan; ``fifo`` leaves these decisions to SGLang."""
+    """Return the settings that decide in place of a plan; ``fifo`` leaves these decisions to
+    SGLang."""
     if config.offline_policy == "fifo":
         return ()
     policy = f"with --offline-policy {config.offline_policy}"
@@ -248,7 +249,7 @@ def _other_decisions(args: Any, config: CoserveConfig) -> Iterable[_Refusal]:
 
 
 def _ours(args: Any, config: CoserveConfig) -> Iterable[_Refusal]:
-    """Return settings of ours that need something else of SGLang."""
+    """Return settings of ours that need another setting of SGLang."""
     return (
         _Refusal(
             config.safepoint_decode_graphs and args.device == "cpu",

@@ -84,7 +84,7 @@ def computed_tokens(req: Req) -> int:
 
 
 def set_computed_tokens(req: Req, tokens: int) -> None:
-    """Let ``computed_tokens`` be ``tokens``."""
+    """Set ``computed_tokens`` to ``tokens``."""
     req.kv_committed_len = tokens
 
 
@@ -110,7 +110,7 @@ def cached_nodes(tree_cache: Any, reqs: Sequence[Req]) -> list[list[tuple[int, i
 
 
 def prefix_tokens(req: Req) -> int:
-    """Return where a prefill goes on: how many of the tokens are cached or computed."""
+    """Return where a prefill continues: how many of the tokens are cached or computed."""
     return len(req.prefix_indices)
 
 
@@ -125,7 +125,7 @@ def has_unsaved_kv(req: Req) -> bool:
 
 
 def place_context(req: Req, slots: Any, scheduler: Any) -> None:  # noqa: ARG001
-    """Let a new request go on behind KV that lies in ``slots`` already, which become its own."""
+    """Start a new request after KV that is in ``slots`` already, which become its own."""
     req.prefix_indices = slots
 
 
@@ -145,7 +145,7 @@ def release_kv(req: Req, tree_cache: Any, *, keeps: bool) -> None:
 
 
 def filter_out(batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
-    """Take ``reqs``, and what has finished, out of a batch."""
+    """Remove ``reqs`` and finished requests from a batch."""
     batch.filter_batch(chunked_req_to_exclude=list(reqs))
 
 
@@ -158,7 +158,7 @@ def is_mixed(adder: Any) -> bool:
 
 
 def reserve_window_slots(adder: Any, tokens: int) -> None:
-    """Leave so many slots of the window's pool out of what the prefills may take."""
+    """Reserve so many slots of the window's pool, which prefills then cannot take."""
     adder.rem_swa_token_offset += tokens
 
 
@@ -192,7 +192,7 @@ def keep_outputs(outputs: Any, arguments: Sequence[Any]) -> Any:  # noqa: ARG001
 
 
 def put_back_outputs(kept: Any, arguments: Sequence[Any]) -> Any:  # noqa: ARG001
-    """Let a pass go on from what ``keep_outputs`` returned; return the layer's own outputs.
+    """Continue a pass from what ``keep_outputs`` returned; return the layer's own outputs.
 
     ``arguments`` are those of a layer of that pass.
     """

@@ -1,6 +1,6 @@
 """What has changed with SGLang 0.5.21: ranks are the process's, pools make prefill budgets, layers
-hand the residual on in a stream of the batch's, logit processors have lists of rows, and a release
-of KV is not the radix cache's."""
+hand the residual on in a stream of the batch's, logit processors have lists of rows of logits, and
+a release of KV is not the radix cache's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What has changed with SGLang 0.5.22: a cached prefix is a length and lies in the row, and rows go
-to the radix cache in one way, whether they have ended or not."""
+"""What has changed with SGLang 0.5.22: a cached prefix is a length, its slots are in the request's
+row of the table, and a request's KV goes to the radix cache in one way, whether it has ended or
+not."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def has_unsaved_kv(req: Req) -> bool:
 
 
 def place_context(req: Req, slots: Any, scheduler: Any) -> None:
-    """As in ``v17``: SGLang takes it for a prefill that goes on in a row it has."""
+    """As in ``v17``: SGLang takes it for a prefill that continues in the row that it has."""
     import torch
 
     pool = scheduler.req_to_token_pool

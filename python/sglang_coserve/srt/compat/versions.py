@@ -58,11 +58,11 @@ def installed_version() -> str | None:
 
 
 INSTALLED: Final[VersionKey] = version_key(installed_version() or NEWEST)
-"""What ``by_version`` chooses by."""
+"""The version by which ``by_version`` chooses."""
 
 
 def is_supported(version: str) -> bool:
-    """Tell whether ``version`` is in the range."""
+    """Return whether ``version`` is in the range."""
     return version_key(OLDEST) <= version_key(version) <= version_key(NEWEST)
 
 

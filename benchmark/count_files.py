@@ -1,0 +1,173 @@
+"""How many of our files a request runs through: an online one, a batch line, a suspended step.
+
+    python benchmark/count_files.py
+
+A real server with a small model. In all of its processes a profile function (``walk_bench``) notes
+the files of each Python function of ours that is called. Counted are those that ran in the phase of
+a request, and of these the ones that do not also run while the server is idle. A phase also has the
+calls by which the script sees that it is over, and what happens once a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import psutil
+
+from common.batch_server import BatchServer, wait_until
+from common.input_file import batch_line, completion_body
+from common.model import prepare_model
+from common.results import markdown_table, write_results
+from sglang_coserve.interrupts import terminate_as_interrupt
+
+_TRACER: Final = Path(__file__).parent / "walk_bench" / "tracer"
+_SETTLE_S: Final = 2.0
+"""Between phases: each process looks 20 times a second which one it is."""
+
+_SETTLE_TIMEOUT_S: Final = 60.0
+
+_IDLE_S: Final = 5.0
+_FLAGS: Final = ("--startup-profile-seconds", "1", "--slo-ttft-ms", "1000", "--slo-tpot-ms", "200")
+_COLUMNS: Final = ("walk", "files", "not when idle")
+
+
+def main() -> None:
+    """Run the walks; print the counts, write the names of the files."""
+    options = parse_options()
+    with tempfile.TemporaryDirectory() as directory, terminate_as_interrupt():
+        work = Path(directory)
+        model = prepare_model(None, work)
+        walks = Walks(work)
+        os.environ["COSERVE_WALK_DIR"] = str(walks.folder)
+        os.environ["PYTHONPATH"] = f"{_TRACER}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        flags = ["--model-path", model.path, "--dtype", "float32", *_FLAGS]
+        with BatchServer(flags, work / "data", options.log, ready_timeout_s=600.0) as server:
+            run(server, walks, work)
+        counts = walks.counts()
+    print(markdown_table(_COLUMNS, [(name, *map(str, row)) for name, row in counts.items()]))
+    write_results(options.out, options, counts=counts, files=walks.files)
+
+
+class Walks:
+    """The phases, and which files ran in each."""
+
+    def __init__(self, work: Path) -> None:
+        self.folder = work / "walks"
+        self.folder.mkdir()
+        self.files: dict[str, list[str]] = {}
+        self._pids: set[int] = set()
+        self._phase = "start"
+        (self.folder / "phase").write_text(self._phase)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Note what runs within it."""
+        self._enter(name)
+        yield
+        self._enter("between")
+        self.files[name] = sorted(
+            {
+                file.split("/sglang_coserve/")[-1]
+                for path in self.folder.glob(f"{name}.*.json")
+                for file in json.loads(path.read_text())
+            }
+        )
+
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Return by walk what ``_COLUMNS`` say."""
+        idle = set(self.files["idle"])
+        return {name: (len(files), len(set(files) - idle)) for name, files in self.files.items()}
+
+    def _enter(self, name: str) -> None:
+        """Begin a phase, and wait until all processes have written what ran in the one before."""
+        before, self._phase = self._phase, name
+        (self.folder / "phase").write_text(name)
+        time.sleep(_SETTLE_S)
+
+        def written() -> set[int]:
+            return {int(path.suffixes[0][1:]) for path in self.folder.glob(f"{before}.*.json")}
+
+        def has_all() -> bool:
+            return {pid for pid in self._pids if psutil.pid_exists(pid)} <= written()
+
+        wait_until(has_all, _SETTLE_TIMEOUT_S, f"what ran in the phase {before!r}", 0.1)
+        self._pids |= written()
+
+
+def run(server: BatchServer, walks: Walks, work: Path) -> None:
+    """Send the requests of all walks, one walk after the other."""
+    complete(server, 8, "default")  # What only the first request of a kind needs is no part of it.
+    complete(server, 8, "flex")
+    serve_batch(server, work)
+    with walks.phase("idle"):
+        resumed(server)
+        time.sleep(_IDLE_S)
+    with walks.phase("an online request"):
+        complete(server, 8, "default")
+    with walks.phase("a batch line"):
+        serve_batch(server, work)
+    with walks.phase("a suspended step"):
+        suspend(server)
+
+
+def complete(server: BatchServer, output_tokens: int, tier: str, prompt_tokens: int = 32) -> None:
+    """Have a completion of one class served."""
+    prompt = [16 + place % 200 for place in range(prompt_tokens)]
+    body = completion_body(prompt, output_tokens, service_tier=tier)
+    answer = httpx.post(
+        f"{server.base_url}/v1/completions", json=body, timeout=600.0, trust_env=False
+    )
+    answer.raise_for_status()
+
+
+def serve_batch(server: BatchServer, work: Path) -> None:
+    """Have a batch of one line served."""
+    path = work / "line.jsonl"
+    path.write_bytes(batch_line("one", completion_body([20, 21, 22, time.time_ns() % 200], 8)))
+    server.until(server.create(server.upload(path)), "completed", timeout_s=300.0)
+
+
+def suspend(server: BatchServer) -> None:
+    """Send online requests beside offline prompts until a step has been suspended and resumed."""
+    before = resumed(server)
+    with ThreadPoolExecutor() as threads:
+
+        def is_resumed() -> bool:
+            prompts = [threads.submit(complete, server, 1, "flex", 1200) for _ in range(2)]
+            for _ in range(5):
+                complete(server, 2, "default")
+            for prompt in prompts:
+                prompt.result()
+            return resumed(server) > before
+
+        wait_until(is_resumed, 300.0, "a step to be suspended and resumed", 0.0)
+
+
+def resumed(server: BatchServer) -> int:
+    """Return how many steps were suspended and have been resumed."""
+    answer = httpx.get(f"{server.base_url}/coserve/status", timeout=60.0, trust_env=False)
+    (replica,) = answer.raise_for_status().json()["replicas"]
+    safepoints: dict[str, Any] = replica["safepoints"]
+    return int(safepoints["resumed"])
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--log", type=Path, default=Path("count_files.log"), help="the server's")
+    parser.add_argument("--out", type=Path, help="write counts and names as JSON")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The table and the file of simulated fleets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from sglang_coserve.metrics import Summary, attainment, latency_report
+from sglang_coserve.simulator.fleet_run import FleetResult
+from sglang_coserve.simulator.report import text_table
+from sglang_coserve.simulator.result import LABEL
+
+__all__ = ["FLEET_COLUMNS", "fleet_table_text", "write_fleet_report"]
+
+FLEET_COLUMNS: Final = (
+    "engines",
+    "TTFT P99 ms",
+    "TPOT P99 ms",
+    "attainment %",
+    "online lost",
+    "offline tok/s",
+    "of alone %",
+    "busiest ÷ mean",
+    "cached %",
+    "given back",
+)
+
+
+def fleet_table_text(results: Sequence[FleetResult]) -> str:
+    """Return a row for each fleet, the engine alone first, as plain text, marked as simulated."""
+    alone_per_s = results[0].offline_throughput.total_tokens_per_s
+    return text_table(FLEET_COLUMNS, [_row(result, alone_per_s) for result in results])
+
+
+def write_fleet_report(
+    results: Sequence[FleetResult], path: Path, settings: Mapping[str, object]
+) -> None:
+    """Write all figures as JSON.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    report = {
+        "label": LABEL,
+        "settings": dict(settings),
+        "results": [result.to_dict() for result in results],
+    }
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def _row(result: FleetResult, alone_per_s: float) -> tuple[str, ...]:
+    latency = latency_report(result.online)
+    attained = attainment(result.online, result.targets)
+    offline_per_s = result.offline_throughput.total_tokens_per_s
+    expected_per_s = alone_per_s * result.num_engines
+    name = f"{result.num_engines}{', alone' if result.is_alone else ''}"
+    return (
+        name + ("" if result.is_complete else " (broken off)"),
+        _ms(latency.ttft),
+        _ms(latency.tpot),
+        _percent(attained),
+        str(result.online_lost),
+        f"{offline_per_s:,.0f}",
+        _percent(offline_per_s / expected_per_s if expected_per_s else None),
+        f"{result.busiest_share:.2f}",
+        _percent(result.cached_share),
+        str(result.lines_given_back),
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
+
+
+def _ms(summary: Summary) -> str:
+    return "-" if summary.p99_s is None else f"{summary.p99_s * 1e3:,.1f}"

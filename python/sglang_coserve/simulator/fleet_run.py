@@ -1,0 +1,242 @@
+"""Fleets of several sizes under the same load of each engine, beside one engine alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Final
+
+from sglang_coserve.core.policies import make_policy
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.errors import ConfigError
+from sglang_coserve.metrics import (
+    RequestTimeline,
+    SloTargets,
+    Throughput,
+    attainment,
+    latency_report,
+    throughput,
+)
+from sglang_coserve.simulator.binding import from_trace
+from sglang_coserve.simulator.compare import SimulationControl
+from sglang_coserve.simulator.engine import Engine
+from sglang_coserve.simulator.executor import SimulatedExecutor
+from sglang_coserve.simulator.fleet import Fleet, FleetEngine
+from sglang_coserve.simulator.mailbox import Mailbox
+from sglang_coserve.simulator.online_router import OnlineRouter
+from sglang_coserve.simulator.options import SimulationOptions
+from sglang_coserve.simulator.outage import Outage
+from sglang_coserve.simulator.result import LABEL
+from sglang_coserve.simulator.run import SimulationSetup, simulate
+from sglang_coserve.workload import TraceRequest
+
+__all__ = ["FleetOptions", "FleetResult", "simulate_fleets"]
+
+_PROGRESS_STEPS: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """Which fleets are simulated.
+
+    Raises:
+        ConfigError: they cannot be; the message says why.
+    """
+
+    one: SimulationOptions
+    """An engine and its load; there must be one policy, a backlog and a duration."""
+
+    sizes: tuple[int, ...]
+    router: str = "round_robin"
+    by_prefix: bool = True
+    outages: tuple[Outage, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check what is not checked elsewhere."""
+        if not self.sizes or min(self.sizes) < 1:
+            raise ConfigError(f"engines {self.sizes}: name sizes of fleets, from 1")
+        if "," in self.one.policy:
+            raise ConfigError(f"policy {self.one.policy!r}: a fleet has one")
+        if self.one.duration is None or not self.one.backlog:
+            raise ConfigError("a fleet needs a duration and a backlog")
+        OnlineRouter(self.router)
+        for outage in self.outages:
+            if outage.engine >= min(self.sizes):
+                raise ConfigError(
+                    f"engine {outage.engine} is away, and a fleet has {min(self.sizes)} engines,"
+                    " counted from 0"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class FleetResult:
+    """The run of one fleet."""
+
+    num_engines: int
+    is_alone: bool
+    """True for an engine without gateway and router, whose offline queue is never empty."""
+
+    targets: SloTargets
+    interval_s: float
+    is_complete: bool
+    online: tuple[RequestTimeline, ...]
+    offline: tuple[RequestTimeline, ...]
+    busiest_share: float
+    """Offline tokens computed by the engine with most of them, divided by the mean."""
+
+    online_lost: int = 0
+    lines_given_back: int = 0
+
+    @property
+    def offline_throughput(self) -> Throughput:
+        """Rates of the lines."""
+        return throughput(self.offline, 0.0, self.interval_s)
+
+    @property
+    def cached_share(self) -> float | None:
+        """Prompt tokens of lines that were found in a prefix cache at first; None without any."""
+        served = [line for line in self.offline if line.token_times_s]
+        total = sum(line.prompt_tokens for line in served)
+        return sum(line.cached_prompt_tokens for line in served) / total if total else None
+
+    def to_dict(self) -> dict[str, object]:
+        """Return everything except the timelines, for JSON."""
+        return {
+            "label": LABEL,
+            "engines": self.num_engines,
+            "is_alone": self.is_alone,
+            "is_complete": self.is_complete,
+            "interval_s": self.interval_s,
+            "online": {
+                "latency": latency_report(self.online).to_dict(),
+                "attainment": attainment(self.online, self.targets),
+                "lost": self.online_lost,
+            },
+            "offline": {
+                "throughput": self.offline_throughput.to_dict(),
+                "cached_share": self.cached_share,
+                "busiest_share": self.busiest_share,
+                "lines_given_back": self.lines_given_back,
+            },
+        }
+
+
+def simulate_fleets(options: FleetOptions, control: SimulationControl) -> list[FleetResult]:
+    """Run one engine alone, and then each fleet; return the results, the last perhaps incomplete.
+
+    Each engine of a fleet gets as many online requests as the one alone: a fleet of n has n copies
+    of the trace, each begun somewhere else in it, distributed by the router.
+
+    Raises:
+        CoserveError: an option or a file cannot be used, or there are too few lines.
+    """
+    setup = options.one.setup(options.one.policy)
+    results = [_alone(options, setup, control)]
+    for size in options.sizes:
+        if control.should_stop or not results[-1].is_complete:
+            break
+        results.append(_fleet(options, setup, size, control))
+    return results
+
+
+def _alone(
+    options: FleetOptions, setup: SimulationSetup, control: SimulationControl
+) -> FleetResult:
+    workload = options.one.workload()
+    control.begin("one engine alone", workload.interval_s)
+    policy = make_policy(options.one.policy)
+    result = simulate(workload, setup, policy, on_progress=control.tick)
+    return FleetResult(
+        num_engines=1,
+        is_alone=True,
+        targets=setup.targets,
+        interval_s=result.interval_s,
+        is_complete=result.is_complete,
+        online=result.online,
+        offline=result.offline,
+        busiest_share=1.0,
+    )
+
+
+def _fleet(
+    options: FleetOptions, setup: SimulationSetup, size: int, control: SimulationControl
+) -> FleetResult:
+    def make_engine(number: int) -> FleetEngine:
+        executor = SimulatedExecutor(
+            replace(setup.executor, seed=setup.executor.seed + number),
+            setup.true_model or setup.model,
+        )
+        scheduler, mailbox = setup.make_scheduler(make_policy(options.one.policy)), Mailbox()
+        return FleetEngine(Engine(scheduler, executor, mailbox, [mailbox]), executor, mailbox)
+
+    interval_s = options.one.duration
+    assert interval_s is not None
+    control.begin(f"{size} engines", interval_s)
+    trace = _copies(options.one.online_trace(), size, interval_s)
+    fleet = Fleet(
+        size,
+        make_engine,
+        options.one.workload().offline(),
+        by_prefix=options.by_prefix,
+        online=from_trace(trace, RequestClass.ONLINE, seed=options.one.seed),
+        router=OnlineRouter(options.router, options.one.seed),
+        outages=options.outages,
+    )
+    is_complete = _run(fleet, interval_s, setup.drain_s, control)
+    if fleet.lines_end_s < interval_s:
+        raise ConfigError(
+            f"{size} engines had all lines after {fleet.lines_end_s:.0f} s: name a longer file,"
+            " lengths such as 4096x256 for an endless batch, or a shorter duration"
+        )
+    # A line that moved has arrived at several.
+    requests = {id(r): r for _, each in fleet.all_engines for r in each.engine.requests}.values()
+    # A request that never reached an engine is in none.
+    lost = {id(r): r for r in fleet.online_lost}
+    online = {id(r): r for r in requests if r.info.is_online} | lost
+    by_engine = [0] * size
+    for number, each in fleet.all_engines:
+        by_engine[number] += each.engine.counters.offline_tokens
+    return FleetResult(
+        num_engines=size,
+        is_alone=False,
+        targets=setup.targets,
+        interval_s=interval_s if is_complete else fleet.now_s,
+        is_complete=is_complete,
+        online=tuple(r.timeline() for r in online.values()),
+        offline=tuple(r.timeline() for r in requests if not r.info.is_online),
+        busiest_share=max(by_engine) * size / max(1, sum(by_engine)),
+        online_lost=len(lost),
+        lines_given_back=fleet.lines_given_back,
+    )
+
+
+def _run(fleet: Fleet, interval_s: float, drain_s: float, control: SimulationControl) -> bool:
+    """Run until the interval is over and its online requests have ended; False when stopped."""
+    for end_s in (interval_s, interval_s + drain_s):
+        steps = 0
+        while fleet.step(end_s):
+            steps += 1
+            if steps % _PROGRESS_STEPS:
+                continue
+            if control.tick(min(fleet.now_s, interval_s)):
+                return False
+            if fleet.now_s >= interval_s and not any(e.engine.has_online for e in fleet.engines):
+                return True
+    return True
+
+
+def _copies(trace: Sequence[TraceRequest], count: int, interval_s: float) -> Iterator[TraceRequest]:
+    """Return copies that begin at equal distances in the trace, and go on at its beginning."""
+    copied = chain.from_iterable(
+        (
+            replace(
+                request,
+                index=copy * len(trace) + position,
+                arrival_s=(request.arrival_s + copy * interval_s / count) % interval_s,
+            )
+            for position, request in enumerate(trace)
+        )
+        for copy in range(count)
+    )
+    return iter(sorted(copied, key=lambda request: request.arrival_s))

@@ -1,0 +1,190 @@
+"""``/coserve/drain``: takes an engine out without losing or repeating work, and lets it in again.
+
+Lines of a gateway go back to it, with all tokens that the engine has generated. The engine's own
+batches stop where they are; whoever opens their directory next goes on with them. Routers see at
+``/health`` that the engine wants no requests; what it gets all the same it serves. SIGTERM drains,
+too, and ends the process after the last request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Depends, FastAPI, Query
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from sglang_coserve.asgi import App, Receive, Scope, Send, send_error
+from sglang_coserve.batch.errors import ConflictError
+from sglang_coserve.batch.routes import (
+    ERROR_RESPONSES,
+    OPERATOR_ERROR_RESPONSES,
+    JsonRoute,
+    check_admin_key,
+)
+from sglang_coserve.errors import StartupError
+from sglang_coserve.http_lines import LineServer
+
+__all__ = [
+    "DRAIN_PATH",
+    "Drain",
+    "DrainHealthMiddleware",
+    "install_drain_routes",
+    "is_draining",
+    "set_drain",
+]
+
+DRAIN_PATH: Final = "/coserve/drain"
+_HEALTH_PATHS: Final = frozenset({"/health", "/health_generate", "/ready"})
+_STATE: Final = "coserve_drain"
+_DRAINING: Final = "draining"
+_POLL_S: Final = 0.1
+_MOST_WAIT_S: Final = 3600.0
+
+
+class DrainState(BaseModel):
+    """How far an engine is."""
+
+    is_draining: bool
+
+    lines: int
+    """Of gateways, that are still to be handed back."""
+
+    requests: int
+    """Of all kinds, that are not answered yet: what the process waits for before it ends."""
+
+
+class Drain:
+    """Whether an engine takes lines. Lives on the event loop of its HTTP server."""
+
+    def __init__(
+        self,
+        tokenizer_manager: Any,
+        lines: LineServer,
+        open_service: Callable[[AsyncExitStack], Awaitable[None]],
+    ) -> None:
+        """``open_service`` opens the engine's own Batch API, if it has one, for as long as the
+        stack."""
+        self._manager = tokenizer_manager
+        self._lines = lines
+        self._open_service = open_service
+        self._service: AsyncExitStack | None = None
+        self._changing = asyncio.Lock()
+
+    @property
+    def is_draining(self) -> bool:
+        """True while the engine takes no lines."""
+        return self._service is None
+
+    def state(self) -> DrainState:
+        """Return what is left."""
+        return DrainState(
+            is_draining=self.is_draining,
+            lines=self._lines.num_in_flight,
+            requests=len(self._manager.rid_to_state),
+        )
+
+    async def start(self) -> None:
+        """Hand all lines back and take no more. Idempotent; does not wait for their last tokens."""
+        async with self._changing:
+            self._lines.close(_DRAINING)
+            service, self._service = self._service, None
+            if service is not None:
+                await service.aclose()
+
+    async def end(self) -> None:
+        """Take lines, and go on with the batches. Idempotent.
+
+        Raises:
+            ConflictError: the process is about to end.
+            StartupError: the data directory cannot be used: another server has it, say.
+        """
+        async with self._changing:
+            if self._manager.gracefully_exit:
+                message = "the engine has been told to end: start it again"
+                raise ConflictError(message, code="engine_ends")
+            if self._service is not None:
+                return
+            async with AsyncExitStack() as stack:
+                await self._open_service(stack)
+                self._service = stack.pop_all()
+            self._lines.open()
+
+    async def wait_until_empty(self, timeout_s: float) -> None:
+        """Wait until every request is answered, or for ``timeout_s``."""
+        give_up_s = time.monotonic() + timeout_s
+        while self._manager.rid_to_state and time.monotonic() < give_up_s:
+            await asyncio.sleep(_POLL_S)
+
+
+def set_drain(app: FastAPI, drain: Drain) -> None:
+    """Say what the routes of ``app`` drain."""
+    setattr(app.state, _STATE, drain)
+
+
+def is_draining(app: Any) -> bool:
+    """Return whether the engine of ``app`` is draining."""
+    drain: Drain | None = getattr(getattr(app, "state", None), _STATE, None)
+    return drain is not None and drain.is_draining
+
+
+class DrainHealthMiddleware:
+    """Tells routers that a draining engine wants no more requests."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI connection."""
+        is_asked = scope["type"] == "http" and scope["path"] in _HEALTH_PATHS
+        if is_asked and is_draining(scope.get("app")):
+            await send_error(send, 503, "the engine is draining")
+            return
+        await self._app(scope, receive, send)
+
+
+def install_drain_routes(app: FastAPI) -> list[Any]:
+    """Add the routes; return their functions, which need the admin key."""
+    router = APIRouter(
+        prefix=DRAIN_PATH,
+        tags=["operator"],
+        route_class=JsonRoute,
+        responses=ERROR_RESPONSES | OPERATOR_ERROR_RESPONSES,
+        dependencies=[Depends(check_admin_key)],
+    )
+
+    def drain_of_app() -> Drain:
+        drain: Drain = getattr(app.state, _STATE)
+        return drain
+
+    @router.post("")
+    async def drain_engine(
+        wait_s: Annotated[float, Query(ge=0, le=_MOST_WAIT_S)] = 0.0,
+    ) -> DrainState:
+        """Take the engine out; answer when all requests are answered, or after ``wait_s``."""
+        drain = drain_of_app()
+        await drain.start()
+        await drain.wait_until_empty(wait_s)
+        return drain.state()
+
+    @router.get("")
+    async def show_drain() -> DrainState:
+        """Say whether the engine is draining, and what is left."""
+        return drain_of_app().state()
+
+    @router.delete("")
+    async def end_drain() -> DrainState:
+        """Let the engine in again."""
+        drain = drain_of_app()
+        try:
+            await drain.end()
+        except StartupError as error:
+            raise ConflictError(str(error), code="directory_not_usable") from error
+        return drain.state()
+
+    app.router.routes.extend(router.routes)
+    return [route.endpoint for route in router.routes if isinstance(route, APIRoute)]

@@ -1,0 +1,126 @@
+"""A real engine that is taken out and let in again."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from sglang_coserve.http_lines import EngineConnection, LineMovedError
+from sglang_coserve.lines.backend import LineRequest
+from srt.batch_server.deployment import (
+    ADMIN_KEY,
+    API_KEY,
+    COMPLETIONS,
+    GIVE_UP_S,
+    Deployment,
+    completed,
+    create,
+    lines,
+    text_of,
+    until,
+)
+
+NUM_LINES, NUM_TOKENS = 5, 60
+"""More lines than may run at once."""
+
+
+def request(number: int, generated: Sequence[int] = ()) -> LineRequest:
+    body: dict[str, Any] = {"model": "small", "temperature": 0, "ignore_eos": True}
+    body |= {"prompt": f"The {number}th mill by the river", "max_tokens": NUM_TOKENS}
+    return LineRequest("batch_1", number, COMPLETIONS, body, tuple(generated), math.inf)
+
+
+def ask(deployment: Deployment, method: str, path: str, key: str = ADMIN_KEY) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"}
+    url = f"{deployment.base_url}{path}"
+    return httpx.request(method, url, headers=headers, timeout=GIVE_UP_S)
+
+
+def drain(deployment: Deployment, method: str = "POST", query: str = "") -> dict[str, Any]:
+    answer = ask(deployment, method, f"/coserve/drain{query}")
+    state: dict[str, Any] = answer.raise_for_status().json()
+    return state
+
+
+def test_a_drained_engine_hands_lines_back_and_goes_on_after_their_tokens(
+    deployment: Deployment,
+) -> None:
+    async def scenario() -> None:
+        async with EngineConnection(deployment.base_url, ADMIN_KEY) as connection:
+            model = (await connection.describe()).model
+            numbers = range(NUM_LINES)
+            heard: list[list[int]] = [[] for _ in numbers]
+            attempts = [
+                asyncio.ensure_future(connection.run(request(n), model, heard[n].extend))
+                for n in numbers
+            ]
+            while sum(map(bool, heard)) < 2:
+                await asyncio.sleep(0.01)
+            state = await asyncio.to_thread(drain, deployment, "POST", f"?wait_s={GIVE_UP_S}")
+            assert state == {"is_draining": True, "lines": 0, "requests": 0}
+            ended = await asyncio.gather(*attempts, return_exceptions=True)
+            assert all(isinstance(end, LineMovedError) for end in ended), ended
+            assert all("draining" in str(end) for end in ended)
+            with pytest.raises(LineMovedError, match="draining"):
+                await connection.run(request(0), model, heard[0].extend)
+
+            assert await asyncio.to_thread(drain, deployment, "DELETE") == {
+                "is_draining": False,
+                "lines": 0,
+                "requests": 0,
+            }
+            results = await asyncio.gather(
+                *(connection.run(request(n, heard[n]), model, lambda _: None) for n in numbers)
+            )
+            whole = await asyncio.gather(
+                *(connection.run(request(n), model, lambda _: None) for n in numbers)
+            )
+            assert [r.body["choices"] for r in results] == [r.body["choices"] for r in whole]
+
+    asyncio.run(asyncio.wait_for(scenario(), GIVE_UP_S))
+
+
+def test_it_tells_routers_serves_who_comes_and_keeps_its_batches(
+    deployment: Deployment, client: openai.OpenAI
+) -> None:
+    batch = create(client, lines(6, 40))
+    until(client, batch.id, "in_progress", some_done=True)
+    assert drain(deployment)["is_draining"]
+    try:
+        assert drain(deployment)["is_draining"]
+        assert drain(deployment, "GET")["is_draining"]
+        assert ask(deployment, "GET", "/coserve/load").json()["is_draining"]
+        assert ask(deployment, "GET", "/coserve/lines").json()["refuses"] == "draining"
+        for path in ("/health", "/health_generate"):
+            assert ask(deployment, "GET", path).status_code == 503
+        with pytest.raises(openai.InternalServerError, match="draining"):
+            client.batches.retrieve(batch.id)
+        answer = client.completions.create(model="small", prompt="hello", max_tokens=3)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 3
+    finally:
+        assert not drain(deployment, "DELETE")["is_draining"]
+    assert not drain(deployment, "DELETE")["is_draining"]
+    assert ask(deployment, "GET", "/health").status_code == 200
+    found = {name: text_of(record) for name, record in completed(client, batch.id).items()}
+    assert len(found) == 6
+    again = completed(client, create(client, lines(6, 40)).id)
+    assert found == {name: text_of(record) for name, record in again.items()}
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+def test_the_admin_key_alone_drains(deployment: Deployment, method: str) -> None:
+    assert ask(deployment, method, "/coserve/drain", API_KEY).status_code == 401
+    assert not drain(deployment, "GET")["is_draining"]
+
+
+def test_what_it_waits_is_bounded(deployment: Deployment) -> None:
+    refused = ask(deployment, "POST", "/coserve/drain?wait_s=1e9")
+    assert refused.status_code == 400
+    assert "wait_s" in refused.json()["error"]["message"]

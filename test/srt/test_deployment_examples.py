@@ -1,0 +1,200 @@
+"""docs/examples for Kubernetes and docker compose: schemas, and flags, routes and names of ours."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from sglang_coserve.fleet.discovery import DnsName, EngineList
+from sglang_coserve.fleet.gateway import gateway_app
+from sglang_coserve.fleet.options import ENGINE_KEY_VARIABLE, GatewayOptions, parse_options
+from srt.monitoring.test_exported import documented
+from srt.test_documented_flags import FLAG, ROOT, flags_in, flags_of_server, flags_of_sglang
+
+EXAMPLES = ROOT / "docs" / "examples"
+KUBERNETES, COMPOSE = EXAMPLES / "kubernetes", EXAMPLES / "compose"
+KUBERNETES_VERSION = "1.32"
+
+Object = dict[str, Any]
+
+
+def objects() -> dict[tuple[str, str], Object]:
+    """All of the Kubernetes example, by kind and name."""
+    found = [
+        each for file in KUBERNETES.glob("*.yml") for each in yaml.safe_load_all(file.read_text())
+    ]
+    return {(each["kind"], each["metadata"]["name"]): each for each in found}
+
+
+def container(kind: str, name: str) -> Object:
+    (found,) = objects()[kind, name]["spec"]["template"]["spec"]["containers"]
+    return dict(found)
+
+
+def services() -> dict[str, Object]:
+    return dict(yaml.safe_load((COMPOSE / "docker-compose.yml").read_text())["services"])
+
+
+def gateway_options(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> GatewayOptions:
+    """What the gateway makes of a command line of an example."""
+    monkeypatch.setenv(ENGINE_KEY_VARIABLE, "key")
+    assert arguments[0] == "gateway"
+    return parse_options(arguments[1:])
+
+
+def check_engine(arguments: list[str]) -> None:
+    assert arguments[0] == "serve"
+    flags = {flag for argument in arguments[1:] for flag in FLAG.findall(argument)}
+    assert len(flags) == len(arguments) - 1
+    assert flags <= flags_of_server() | flags_of_sglang()
+
+
+def routes_of_gateway(options: GatewayOptions) -> set[str]:
+    app = gateway_app(options, lambda _: None)
+    return {getattr(route, "path", "") for route in app.routes}
+
+
+def test_objects_are_as_kubernetes_wants_them() -> None:
+    kinds = set()
+    for (kind, _), made in objects().items():
+        kinds.add(kind)
+        if kind != "ScaledObject":  # KEDA's, of which Kubernetes has no schema.
+            kubernetes_validate.validate(made, KUBERNETES_VERSION, strict=True)
+    assert {"Deployment", "StatefulSet", "Service", "PodDisruptionBudget"} < kinds
+
+
+def test_a_field_that_there_is_not_would_be_found() -> None:
+    made = objects()["Deployment", "coserve-engine"]
+    made["spec"]["template"]["spec"]["gracePeriod"] = 1
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(made, KUBERNETES_VERSION, strict=True)
+
+
+def test_services_select_pods_and_the_gateway_finds_the_engines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = objects()
+    pods = [
+        each["spec"]["template"]["metadata"]["labels"]
+        for (kind, _), each in found.items()
+        if kind in ("Deployment", "StatefulSet")
+    ]
+    for (kind, _), each in found.items():
+        if kind == "Service":
+            assert each["spec"]["selector"] in pods
+            assert [port["port"] for port in each["spec"]["ports"]] == [30000]
+    headless = found["Service", "coserve-engines"]["spec"]
+    assert headless["clusterIP"] == "None"
+    gateway = container("StatefulSet", "coserve-gateway")
+    options = gateway_options(gateway["args"], monkeypatch)
+    (source,) = options.sources
+    assert isinstance(source, DnsName)
+    assert (source._name, source._port) == ("coserve-engines", 30000)
+    (mount,) = gateway["volumeMounts"]
+    assert options.data.is_relative_to(mount["mountPath"])
+
+
+def test_containers_are_started_and_probed_as_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = container("Deployment", "coserve-engine")
+    check_engine(engine["args"])
+    probes = [engine[f"{name}Probe"] for name in ("startup", "readiness", "liveness")]
+    assert [probe["httpGet"]["path"] for probe in probes] == ["/health", "/health", "/ping"]
+    gateway = container("StatefulSet", "coserve-gateway")
+    options = gateway_options(gateway["args"], monkeypatch)
+    assert (options.host, options.port) == ("0.0.0.0", 30000)
+    paths = {gateway[f"{name}Probe"]["httpGet"]["path"] for name in ("readiness", "liveness")}
+    assert paths <= routes_of_gateway(options)
+    for each in (engine, gateway):
+        used = set(re.findall(r"\$\((\w+)\)", " ".join(each["args"])))
+        assert used <= {variable["name"] for variable in each["env"]}
+
+
+def test_an_engine_drains_before_it_is_ended(tmp_path: Path) -> None:
+    spec = objects()["Deployment", "coserve-engine"]["spec"]["template"]["spec"]
+    (engine,) = spec["containers"]
+    command = engine["lifecycle"]["preStop"]["exec"]["command"]
+    # With programs that only say how they were called.
+    for name in ("curl", "sleep"):
+        program = tmp_path / name
+        program.write_text(f'#!/bin/sh\necho {name} "$@"\n')
+        program.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "COSERVE_ENGINE_ADMIN_KEY": "the key"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    drain = (
+        "curl -fsS -X POST -H Authorization: Bearer the key http://localhost:30000/coserve/drain"
+    )
+    assert done.stdout.splitlines() == [drain, "sleep 15", f"{drain}?wait_s=240"]
+    assert spec["terminationGracePeriodSeconds"] >= 15 + 240 + 10
+
+
+def test_the_readme_makes_the_secret_that_pods_read() -> None:
+    readme = (KUBERNETES / "README.md").read_text()
+    made = set(re.findall(r"--from-literal=([\w-]+)=", readme))
+    for kind, name in (("Deployment", "coserve-engine"), ("StatefulSet", "coserve-gateway")):
+        for variable in container(kind, name)["env"]:
+            reference = variable["valueFrom"]["secretKeyRef"]
+            assert reference["name"] == "coserve" and reference["key"] in made
+    assert "create secret generic coserve " in readme
+
+
+def test_engines_are_scaled_by_metrics_that_there_are() -> None:
+    found = objects()
+    spec = found["ScaledObject", "coserve-engine"]["spec"]
+    assert ("Deployment", spec["scaleTargetRef"]["name"]) in found
+    # Replicas of its own would set back what KEDA decided, each time that it is applied.
+    assert "replicas" not in found["Deployment", "coserve-engine"]["spec"]
+    (trigger,) = spec["triggers"]
+    asked = set(re.findall(r"coserve_\w+", trigger["metadata"]["query"]))
+    assert "coserve_batch_required_tokens_per_second" in asked
+    assert asked <= set(documented())
+
+
+def test_the_compose_example_starts_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = services()
+    engines = [f"http://{name}:30000" for name in found if name.startswith("engine-")]
+    assert len(engines) == 2
+    for name in ("engine-1", "engine-2"):
+        check_engine(found[name]["command"])
+    options = gateway_options(found["gateway"]["command"], monkeypatch)
+    (source,) = options.sources
+    assert isinstance(source, EngineList)
+    assert list(source._urls) == engines
+    router = found["router"]["command"]
+    assert [each for each in router if each.startswith("http")] == engines
+    tested = flags_in(ROOT / "benchmark" / "router_bench" / "router.py")
+    assert {flag for each in router for flag in FLAG.findall(each)} <= tested
+    targets = set(re.findall(r" AS (\w+)", (EXAMPLES / "Dockerfile").read_text()))
+    for service in found.values():
+        assert service["build"]["target"] in targets
+        assert (COMPOSE / service["build"]["context"] / "Dockerfile").resolve().exists()
+
+
+def test_the_image_of_the_gateway_has_what_the_docs_list() -> None:
+    image = (EXAMPLES / "Dockerfile").read_text()
+    listed = re.search(r"beside it `([^`]+)`", (ROOT / "docs" / "fleet.md").read_text())
+    assert listed is not None
+    packages = set(listed[1].split())
+    assert {"aiohttp", "uvicorn"} <= packages
+    installed = image.partition("AS gateway")[2].partition("FROM ")[0]
+    assert packages <= set(re.findall(r"[\w-]+", installed))
+
+
+def test_the_readmes_name_every_file() -> None:
+    for folder in (KUBERNETES, COMPOSE):
+        readme = (folder / "README.md").read_text()
+        for file in folder.glob("*.yml"):
+            assert f"`{file.name}`" in readme or file.name == "docker-compose.yml"
+
+
+def test_the_docs_lead_there() -> None:
+    text = (ROOT / "docs" / "fleet.md").read_text()
+    for link in ("examples/kubernetes/README.md", "examples/compose/README.md"):
+        assert f"({link})" in text
+        assert Path(ROOT / "docs" / link).exists()

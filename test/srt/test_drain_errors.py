@@ -1,0 +1,77 @@
+"""An engine that cannot be let in again says why, and goes on draining."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from batch.scripted_backend import ScriptedBackend
+from sglang_coserve.batch.errors import ConflictError
+from sglang_coserve.errors import StartupError
+from sglang_coserve.http_lines import LineServer
+from sglang_coserve.srt.drain import Drain
+
+
+def drain_of(opened: list[str], *, is_taken: bool = False) -> tuple[Drain, LineServer, Any]:
+    """One whose service notes in ``opened`` that it is opened and closed."""
+    manager = SimpleNamespace(gracefully_exit=False, rid_to_state={})
+    lines = LineServer(ScriptedBackend())
+
+    async def open_service(stack: AsyncExitStack) -> None:
+        stack.callback(opened.append, "closed")
+        if is_taken and opened:
+            raise StartupError("another server has the directory")
+        opened.append("opened")
+
+    return Drain(manager, lines, open_service), lines, manager
+
+
+def test_a_directory_that_another_server_has_keeps_it_draining() -> None:
+    async def scenario() -> None:
+        opened: list[str] = []
+        drain, lines, _ = drain_of(opened, is_taken=True)
+        await drain.end()
+        await drain.start()
+        await drain.start()
+        with pytest.raises(StartupError, match="another server"):
+            await drain.end()
+        assert opened == ["opened", "closed", "closed"]
+        assert drain.is_draining
+        assert lines.refuses == "draining"
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_is_told_to_end_is_not_let_in_again() -> None:
+    async def scenario() -> None:
+        drain, lines, manager = drain_of([])
+        await drain.end()
+        assert lines.refuses is None
+        await drain.start()
+        manager.gracefully_exit = True
+        with pytest.raises(ConflictError, match="start it again"):
+            await drain.end()
+        assert drain.is_draining
+
+    asyncio.run(scenario())
+
+
+def test_it_waits_for_requests_no_longer_than_it_is_told() -> None:
+    async def scenario() -> None:
+        drain, _, manager = drain_of([])
+        manager.rid_to_state["one"] = object()
+        await drain.start()
+        began_s = time.monotonic()
+        await drain.wait_until_empty(0.3)
+        assert time.monotonic() - began_s >= 0.3
+        assert drain.state().requests == 1
+        asyncio.get_running_loop().call_later(0.2, manager.rid_to_state.clear)
+        await asyncio.wait_for(drain.wait_until_empty(3600), 60)
+        assert drain.state().requests == 0
+
+    asyncio.run(scenario())
