@@ -64,6 +64,7 @@ class Block:
         text = self.script.replace("\\\n", " ").replace("\n", "\n;\n")
         # A quoted text may go over several lines.
         text = re.sub(r"'[^']*'", lambda quoted: quoted[0].replace("\n;\n", "\n"), text)
+        text = re.sub(r"\$\([^)]*\)", "PRINTED", text)
         lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
         lexer.whitespace_split = True
         for word in [*lexer, ";"]:
