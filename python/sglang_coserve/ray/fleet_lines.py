@@ -82,6 +82,8 @@ class FleetLines:
             return await answers
         finally:
             answers.cancel()
+            # However it ended: what a line raised after the first one is nobody's to hear.
+            await asyncio.gather(answers, return_exceptions=True)
 
     async def _answer(self, content: bytes | None) -> Answer:
         await self._fleet.ready()
