@@ -25,7 +25,7 @@ from kv_bench import device_parts
 from kv_bench.device_cache import KvEngine
 from kv_bench.interference import decode_interference, late_write
 from kv_bench.pools import KvShape
-from sglang_coserve.srt import cpu
+from sglang_coserve.srt.cpu import defaults as cpu
 
 TARGETS: Final = {"gb_per_s": 40.0, "reclaim_ms": 2.0}
 """ConServe reports 37 GB/s; the time is that of 40,000 tokens."""

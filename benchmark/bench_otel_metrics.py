@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from sglang_coserve.srt.otel_metrics import GenAiMetrics, tier_attributes
+from sglang_coserve.srt.monitoring.otel_metrics import GenAiMetrics, tier_attributes
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ from common.machine import describe_machine
 from common.own_process import OwnProcess
 from common.results import markdown_table, write_json
 from safepoint_bench.system import Measured, SystemSpec
-from sglang_coserve.srt import cpu
+from sglang_coserve.srt.cpu import defaults as cpu
 
 TARGETS: Final = {
     "delay_p99_ms": 8.0,  # ConServe, section 6: 13.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.slo import format_slo
+from sglang_coserve.core.control.slo import format_slo
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
 

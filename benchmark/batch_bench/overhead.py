@@ -83,7 +83,7 @@ class Lines:
     """An engine that serves the lines of a file; for ``OwnProcess``."""
 
     def __init__(self, model: str, path: Path, directory: Path) -> None:
-        from sglang_coserve.srt import cpu
+        from sglang_coserve.srt.cpu import defaults as cpu
 
         if not cpu.has_cuda():
             cpu.set_environment_defaults()  # SGLang reads these when it is imported.

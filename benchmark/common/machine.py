@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sglang_coserve import __version__
-from sglang_coserve.srt import cpu
+from sglang_coserve.srt.cpu import defaults as cpu
 
 __all__ = ["commit", "describe_machine"]
 

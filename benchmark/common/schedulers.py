@@ -19,7 +19,8 @@ def start_scheduler(
         settings: fields of ``ServerArgs``, in place of what is usual on a CPU.
         coserve: fields of ``CoserveConfig``; None: stock SGLang's scheduler.
     """
-    from sglang_coserve.srt import compat, cpu
+    from sglang_coserve.srt import compat
+    from sglang_coserve.srt.cpu import defaults as cpu
 
     cpu.set_environment_defaults()
     import torch
@@ -28,7 +29,7 @@ def start_scheduler(
 
     from sglang_coserve.config import CoserveConfig
     from sglang_coserve.srt.kv_checkpoint.settings import register_cache, server_settings
-    from sglang_coserve.srt.scheduler import CoserveScheduler
+    from sglang_coserve.srt.scheduler.scheduler import CoserveScheduler
 
     on_cpu = not cpu.has_cuda()
     usual: Mapping[str, Any] = {}

@@ -18,7 +18,7 @@ from common.tokenized_request import tokenized_request
 from interference_bench.cpu_clock import CpuClock
 from interference_bench.load import Load, OnlineRequest
 from interference_bench.systems import System
-from sglang_coserve.core.bill import Delay, WorkMark
+from sglang_coserve.core.control.bill import Delay, WorkMark
 
 __all__ = ["Engine", "OnlineOutcome", "Outcome", "settings_of"]
 

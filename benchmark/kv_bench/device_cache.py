@@ -15,7 +15,8 @@ from kv_bench.pools import KvShape, make_pools
 from kv_bench.rows import Rows, new_request
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.srt import compat, cpu
+from sglang_coserve.srt import compat
+from sglang_coserve.srt.cpu import defaults as cpu
 
 __all__ = ["KvEngine"]
 

@@ -12,7 +12,7 @@ from kv_bench.rows import publish_settings
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.kv_checkpoint import CheckpointPolicy
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.srt import cpu
+from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.kv_checkpoint.settings import server_settings
 
 __all__ = ["KvShape", "Pools", "make_pools"]

@@ -14,7 +14,7 @@ from typing import Any, Final
 from common.schedulers import start_scheduler
 from common.tokenized_request import tokenized_request
 from overhead_bench.systems import RUNNING, System
-from sglang_coserve.srt import cpu
+from sglang_coserve.srt.cpu import defaults as cpu
 
 __all__ = ["Engine", "Pass"]
 

@@ -16,7 +16,7 @@ __all__ = ["LongIterationsEngine"]
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     """Run the scheduler's process, in which every offline prefill gets all tokens there are."""
-    from sglang_coserve.core import offline_phase
+    from sglang_coserve.core.planning import offline_phase
 
     offline_phase.best_prefill_tokens = lambda batch: batch.free_tokens
     processes.run_scheduler_process(*args, **kwargs)

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Self, get_origin, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from sglang_coserve.core.control.slo import Latency, Slo, Statistic, parse_slo, request_targets
 from sglang_coserve.core.kv_checkpoint import CheckpointMode
 from sglang_coserve.core.scheduler_config import OnlineOrder, Overload
-from sglang_coserve.core.slo import Latency, Slo, Statistic, parse_slo, request_targets
 from sglang_coserve.core.validation import STRICT, explain
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets

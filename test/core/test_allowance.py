@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allowance_bench.queue import QueueSetting, run
-from sglang_coserve.core.allowance import Allowance
+from sglang_coserve.core.control.allowance import Allowance
+from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.core.slo import parse_slo
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.metrics import SloTargets
 

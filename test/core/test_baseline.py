@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_coserve.core.baseline import Baseline
+from sglang_coserve.core.control.baseline import Baseline
 from sglang_coserve.core.step_stats import StepStats
 
 Request = tuple[float, int, int]

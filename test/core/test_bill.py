@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sglang_coserve.core.bill import Bill, Delay
+from sglang_coserve.core.control.bill import Bill, Delay
 from sglang_coserve.core.step import JobTokens
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_coserve.core.integrator import Integrator
+from sglang_coserve.core.control.integrator import Integrator
 
 
 @pytest.mark.parametrize("allowed", [0.01, 0.1, 0.5])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sglang_coserve.core.allowance import Allowance
-from sglang_coserve.core.baseline import Baseline
-from sglang_coserve.core.interference import Interference
+from sglang_coserve.core.control.allowance import Allowance
+from sglang_coserve.core.control.baseline import Baseline
+from sglang_coserve.core.control.interference import Interference
+from sglang_coserve.core.control.slo import parse_slo
+from sglang_coserve.core.control.slo_monitor import SloMonitor
+from sglang_coserve.core.control.slo_report import SloReport
 from sglang_coserve.core.request import Ending, RequestClass
-from sglang_coserve.core.slo import parse_slo
-from sglang_coserve.core.slo_monitor import SloMonitor
-from sglang_coserve.core.slo_report import SloReport
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets

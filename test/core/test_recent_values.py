@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_coserve.core.recent_values import RecentValues
-from sglang_coserve.core.slo import Statistic
+from sglang_coserve.core.control.recent_values import RecentValues
+from sglang_coserve.core.control.slo import Statistic
 
 QUANTILES = {Statistic.P50: 50, Statistic.P90: 90, Statistic.P99: 99}
 

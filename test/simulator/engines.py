@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from sglang_coserve.core.control.slo import deadlines
 from sglang_coserve.core.latency_model import CONSERVE, LatencyModel, LinearModel
 from sglang_coserve.core.offline_queue import OfflineQueue, pack_tokens
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.slo import deadlines
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.engine import Engine

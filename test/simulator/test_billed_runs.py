@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from sglang_coserve.core.baseline import EngineSize
+from sglang_coserve.core.control.baseline import EngineSize
+from sglang_coserve.core.control.slo import deadlines
 from sglang_coserve.core.offline_queue import OfflineQueue
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policies.online_only import OnlineOnlyPolicy
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.core.slo import deadlines
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
 from sglang_coserve.simulator.binding import from_trace

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from sglang_coserve.core.control.slo import deadlines
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.offline_queue import OfflineQueue
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.core.slo import deadlines
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.engine import Engine

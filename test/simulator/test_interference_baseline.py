@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from sglang_coserve.core.baseline import Baseline
+from sglang_coserve.core.control.baseline import Baseline
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policies.online_only import OnlineOnlyPolicy
 from sglang_coserve.core.request import RequestClass

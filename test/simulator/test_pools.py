@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
+from sglang_coserve.core.control.slo import deadlines
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.offline_queue import OfflineQueue
 from sglang_coserve.core.policies.ooco import OocoPolicy, Role
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.core.slo import deadlines
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.engine import Engine
 from sglang_coserve.simulator.executor import SimulatedExecutor

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.control.slo import SloCheck, parse_slo
 from sglang_coserve.core.latency_model import CONSERVE, LatencyModel, LinearModel
-from sglang_coserve.core.slo import SloCheck, parse_slo
 from sglang_coserve.errors import CoserveError, InfeasibleError
 from sglang_coserve.slo_search.load import Load
 from sglang_coserve.slo_search.machine import EngineMachine

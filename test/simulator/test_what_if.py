@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from core.scheduler.scenarios import MODEL
 from sglang_coserve.cli.groups import SeveralSlosCommand
 from sglang_coserve.cli.what_if import what_if
-from sglang_coserve.core.baseline import EngineSize
+from sglang_coserve.core.control.baseline import EngineSize
+from sglang_coserve.core.control.slo import deadlines, parse_slo
 from sglang_coserve.core.latency_model import LatencyProfile
 from sglang_coserve.core.recording import (
     EventEncoder,
@@ -25,7 +26,6 @@ from sglang_coserve.core.recording import (
     encode_setup,
 )
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.slo import deadlines, parse_slo
 from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
 from sglang_coserve.metrics import RequestTimeline, SloTargets, latency_report
 from sglang_coserve.simulator.engine import Engine

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.srt import cpu
+from sglang_coserve.srt.cpu import defaults as cpu
 from srt.scripted_engine import EngineProcess, EngineSpec, Spec, run_at_once
 
 # SGLang looks once whether it runs on a CPU, when it is first imported.

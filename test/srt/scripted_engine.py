@@ -26,11 +26,11 @@ MAX_ITERATIONS = 20_000
 CALL_TIMEOUT_S = 300
 
 PRELOADED = [
-    "sglang_coserve.srt.cpu",  # Before SGLang, which imports some of what it mends.
+    "sglang_coserve.srt.cpu.defaults",  # Before SGLang, which imports some of what it mends.
     "sglang.srt.managers.scheduler",
     "sglang.srt.models.llama",
-    "sglang_coserve.srt.cpu_attention",
-    "sglang_coserve.srt.scheduler",
+    "sglang_coserve.srt.cpu.attention",
+    "sglang_coserve.srt.scheduler.scheduler",
 ]
 """What every engine imports, which takes longer than most of what is tested in it."""
 
@@ -77,14 +77,15 @@ class ScriptedEngine:
     ) -> None:
         """Start what ``spec`` says, with ``adapted`` of the scheduler's class."""
         from sglang_coserve.config import CoserveConfig
-        from sglang_coserve.srt import compat, cpu, processes
+        from sglang_coserve.srt import compat, processes
+        from sglang_coserve.srt.cpu import defaults as cpu
 
         cpu.set_environment_defaults()
         import torch
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.server_args import PortArgs, ServerArgs
 
-        from sglang_coserve.srt.scheduler import CoserveScheduler
+        from sglang_coserve.srt.scheduler.scheduler import CoserveScheduler
 
         torch.set_num_threads(1)
         cpu.install_replacements()
@@ -262,7 +263,7 @@ def _all_at_once(messages: list[Any]) -> Script:
 @cache
 def engine_context() -> ForkServerContext:
     """How engine processes are started: as copies of one that has SGLang imported, and no more."""
-    from sglang_coserve.srt import cpu
+    from sglang_coserve.srt.cpu import defaults as cpu
 
     cpu.set_environment_defaults()
     context = multiprocessing.get_context("forkserver")

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.srt.arrival_time import ArrivalTimeStats, OutputDelay, arrival_s
+from sglang_coserve.srt.marks.request_marks import arrival_s
+from sglang_coserve.srt.tokenizer.arrival_time import ArrivalTimeStats, OutputDelay
 
 NOW_S = 1e6
 

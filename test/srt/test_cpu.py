@@ -9,7 +9,7 @@ import pytest
 import sgl_kernel
 import torch
 
-from sglang_coserve.srt import cpu
+from sglang_coserve.srt.cpu import defaults as cpu
 
 PAGE_TOKENS = 16
 

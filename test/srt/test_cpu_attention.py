@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from sglang_coserve.srt import cpu
+from sglang_coserve.srt.cpu import defaults as cpu
 
 cpu.set_environment_defaults()  # Before SGLang is imported.
 
@@ -22,7 +22,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention  # n
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool  # noqa: E402
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
 
-from sglang_coserve.srt.cpu_attention import NewTokensAttention, install_attention  # noqa: E402
+from sglang_coserve.srt.cpu.attention import NewTokensAttention, install_attention  # noqa: E402
 
 PAGE_TOKENS = 4
 KV_TOKENS = 8192

@@ -14,7 +14,7 @@ from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.errors import ConflictError
 from sglang_coserve.errors import StartupError
 from sglang_coserve.http_lines import LineServer
-from sglang_coserve.srt.drain import Drain
+from sglang_coserve.srt.routes.drain import Drain
 
 
 def drain_of(opened: list[str], *, is_taken: bool = False) -> tuple[Drain, LineServer, Any]:

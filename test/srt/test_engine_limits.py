@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.srt.engine_limits import check_request
+from sglang_coserve.srt.safeguards.engine_limits import check_request
 
 
 def request(text: Any = None, input_ids: Any = None, n: int = 1) -> Any:

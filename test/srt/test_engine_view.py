@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.srt.engine_view import EngineView
-from sglang_coserve.srt.request_marks import CLASS_KEY
+from sglang_coserve.srt.marks.request_marks import CLASS_KEY
+from sglang_coserve.srt.steps.engine_view import EngineView
 
 
 def req(rid: str, *, offline: bool = False, fails: bool = False, queued_s: float = 0.0) -> Any:

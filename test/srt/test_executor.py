@@ -31,7 +31,7 @@ def invoke(*arguments: str) -> str:
 
 def runs_what_it_is_asked(engine: ScriptedEngine) -> None:
     """Look at the batches that reach the model worker."""
-    from sglang_coserve.srt.executor import SchedulerExecutor
+    from sglang_coserve.srt.profiling.executor import SchedulerExecutor
 
     executor = SchedulerExecutor(engine.scheduler)
     worker = engine.scheduler.model_worker
@@ -66,7 +66,7 @@ def runs_what_it_is_asked(engine: ScriptedEngine) -> None:
 
 
 def serves_the_same_before_and_after(engine: ScriptedEngine) -> None:
-    from sglang_coserve.srt.executor import profile_quickly
+    from sglang_coserve.srt.profiling.executor import profile_quickly
 
     generator = random.Random(1)
     prompts = [generator.choices(range(300), k=length) for length in (5, 40, 200)]

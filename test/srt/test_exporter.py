@@ -7,7 +7,7 @@ from srt.own_process import printed_by
 SCRIPT = """
 from prometheus_client import generate_latest
 from sglang_coserve.core.engine_load import ClassLoad, ReplicaLoad
-from sglang_coserve.srt.exporter import Exporter
+from sglang_coserve.srt.monitoring.exporter import Exporter
 
 load = ReplicaLoad(
     online=ClassLoad(running=4, waiting=1, outstanding_tokens=700),

@@ -156,7 +156,7 @@ keys = st.tuples(st.just("regex"), st.sampled_from("abcdef"))
 
 @given(st.lists(st.tuples(st.booleans(), keys, st.integers(0, 40))))
 def test_the_cache_keeps_what_was_used_last_within_its_bounds(calls: Any) -> None:
-    from sglang_coserve.srt.grammar_cache import GrammarCache
+    from sglang_coserve.srt.safeguards.grammar_cache import GrammarCache
 
     cache = GrammarCache(most=3, most_bytes=60)
     order: list[Any] = []

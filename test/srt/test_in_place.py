@@ -14,12 +14,12 @@ from fastapi import FastAPI
 from sglang_coserve.batch.routes import add_batch_routes
 from sglang_coserve.errors import StartupError
 from sglang_coserve.http_lines import add_line_routes
-from sglang_coserve.srt.drain import DRAIN_PATH, DrainHealthMiddleware, install_drain_routes
 from sglang_coserve.srt.in_place import STATUS_PATH, StartCheck, verify_app
-from sglang_coserve.srt.load_route import LOAD_PATH
-from sglang_coserve.srt.marks_middleware import MarksMiddleware
-from sglang_coserve.srt.replicas import replicas_info
-from sglang_coserve.srt.request_gate import RequestGateMiddleware
+from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
+from sglang_coserve.srt.monitoring.replicas import replicas_info
+from sglang_coserve.srt.routes.drain import DRAIN_PATH, DrainHealthMiddleware, install_drain_routes
+from sglang_coserve.srt.routes.load_route import LOAD_PATH
+from sglang_coserve.srt.safeguards.request_gate import RequestGateMiddleware
 from sglang_coserve.unread_body import UnreadBodyMiddleware
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_coserve.srt import cpu
+from sglang_coserve.srt.cpu import defaults as cpu
 
 cpu.set_environment_defaults()  # Before SGLang is imported.
 
@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
 from sglang.srt.mem_cache.unified_cache.components import ComponentType  # noqa: E402
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: E402
 
-from sglang_coserve.srt.kv_pools import KvPools  # noqa: E402
+from sglang_coserve.srt.steps.kv_pools import KvPools  # noqa: E402
 
 FULL, WINDOWS, WINDOW = 64, 24, 6
 

@@ -15,7 +15,7 @@ import pytest
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.errors import UnsupportedError
 from sglang_coserve.local_server import free_port
-from sglang_coserve.srt import cpu
+from sglang_coserve.srt.cpu import defaults as cpu
 
 cpu.set_environment_defaults()  # Before SGLang is imported.
 
@@ -269,7 +269,7 @@ def test_the_rust_server_is_refused(
 
 def test_a_started_model_has_a_fingerprint(small_model: Path) -> None:
     """From settings that this version of SGLang has."""
-    from sglang_coserve.srt.loaded_model import loaded_fingerprint
+    from sglang_coserve.srt.batch_backend.loaded_model import loaded_fingerprint
 
     server_args = launch.parse_server_args(["--model-path", str(small_model)], on_cpu=True)
     settings = compat.settings_of(server_args)

@@ -18,8 +18,8 @@ import pytest
 from PIL import Image
 
 from sglang_coserve import outbound
-from sglang_coserve.srt import media_sources
-from sglang_coserve.srt.media_sources import MediaSources
+from sglang_coserve.srt.safeguards import media_sources
+from sglang_coserve.srt.safeguards.media_sources import MediaSources
 
 
 def picture() -> bytes:
@@ -253,7 +253,7 @@ def test_the_tokenizer_manager_gets_nothing_to_open(
     processors of media."""
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-    from sglang_coserve.srt.tokenizer_manager import CoserveTokenizerManager
+    from sglang_coserve.srt.tokenizer.tokenizer_manager import CoserveTokenizerManager
 
     seen: list[Any] = []
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sglang_coserve.srt import cpu
+from sglang_coserve.srt.cpu import defaults as cpu
 
 cpu.set_environment_defaults()  # Before SGLang is imported.
 
@@ -18,12 +18,12 @@ from sglang.srt.managers.scheduler_components.pool_stats_observer import PoolSta
 from sglang.srt.observability.metrics_collector import SchedulerStats  # noqa: E402
 
 from sglang_coserve.core.engine_load import ClassLoad, ReplicaLoad  # noqa: E402
-from sglang_coserve.srt.load_snapshot import (  # noqa: E402
+from sglang_coserve.srt.monitoring.load_snapshot import (  # noqa: E402
     CoserveLoadSnapshot,
     count_offline_in_snapshots,
     read_our_snapshots,
 )
-from sglang_coserve.srt.online_load import OnlineLoad  # noqa: E402
+from sglang_coserve.srt.monitoring.online_load import OnlineLoad  # noqa: E402
 
 STEPS = 4
 """Decode steps, after which throughput is measured."""

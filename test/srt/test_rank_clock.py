@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.srt.rank_clock import RankClock, RankTime
+from sglang_coserve.srt.steps.rank_clock import RankClock, RankTime
 
 
 def request(rid: str, created_s: float | None = None) -> Any:

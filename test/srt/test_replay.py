@@ -16,6 +16,7 @@ from core.scheduler.scenarios import MODEL, queued
 from core.scheduler.tiny_engine import TinyEngine
 from sglang_coserve.cli import app
 from sglang_coserve.config import OFFLINE_POLICIES
+from sglang_coserve.core.control.slo import deadlines
 from sglang_coserve.core.latency_model import LatencyProfile
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.recording import (
@@ -34,11 +35,10 @@ from sglang_coserve.core.recording import (
 )
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.slo import deadlines
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.errors import ConfigError, InputFileError
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.srt.plan_log import recorded
+from sglang_coserve.srt.monitoring.plan_log import recorded
 from srt import test_scheduler as scenarios
 from srt.scripted_engine import ScriptedEngine, Spec
 

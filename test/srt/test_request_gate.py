@@ -12,7 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.srt.request_gate import RequestGateMiddleware, body_bytes, set_body_limits
+from sglang_coserve.srt.safeguards.request_gate import (
+    RequestGateMiddleware,
+    body_bytes,
+    set_body_limits,
+)
 
 LIMITS = BodyLimits(max_bytes=1000, max_values=20, max_objects=5)
 

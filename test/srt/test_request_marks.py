@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_coserve.config import OFFLINE_POLICIES, CoserveConfig
 from sglang_coserve.errors import RequestError, UnknownClassError
-from sglang_coserve.srt.request_marks import (
+from sglang_coserve.srt.marks.request_marks import (
     check_line_marks,
     check_marks,
     check_targets_act,

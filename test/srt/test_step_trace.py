@@ -10,9 +10,9 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_coserve.srt.request_ledger import RequestLedger
+from sglang_coserve.srt.monitoring.step_trace import StepTrace, trace_events
 from sglang_coserve.srt.safepoint.forward_kind import ForwardKind
-from sglang_coserve.srt.step_trace import StepTrace, trace_events
+from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
 
 def request(rid: str) -> Req:

@@ -14,8 +14,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_coserve.core.step import PrefillChunk, ServedRequest, StepResult
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.srt.request_ledger import RequestLedger
-from sglang_coserve.srt.step_tracker import StepTracker
+from sglang_coserve.srt.steps.request_ledger import RequestLedger
+from sglang_coserve.srt.steps.step_tracker import StepTracker
 
 
 def request(rid: str, tokens: int = 5) -> Req:

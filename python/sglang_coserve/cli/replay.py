@@ -79,7 +79,7 @@ class _Stopwatch:
 
 
 def _setup_text(setup: SchedulerSetup) -> str:
-    from sglang_coserve.core.slo import format_slo
+    from sglang_coserve.core.control.slo import format_slo
 
     settings = [setup.policy, *map(format_slo, setup.slos)]
     return f"recorded: {', '.join(settings)}; {setup.profile.model} on {setup.profile.hardware}"

@@ -41,7 +41,7 @@ def what_if(
     is the only result. Exits with 0, with 2 when a file or flag cannot be used, with 130 after
     Ctrl-C.
     """
-    from sglang_coserve.core.slo import parse_slo
+    from sglang_coserve.core.control.slo import parse_slo
     from sglang_coserve.errors import ConfigError, InputFileError
     from sglang_coserve.simulator import RunControl
     from sglang_coserve.simulator.recorded_traffic import read_traffic

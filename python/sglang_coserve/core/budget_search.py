@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sglang_coserve.core.slo import SloCheck, SloResult, format_slo
+from sglang_coserve.core.control.slo import SloCheck, SloResult, format_slo
 from sglang_coserve.errors import ConfigError, InfeasibleError
 from sglang_coserve.metrics import LatencyReport
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sglang_coserve.core.baseline import Baseline, BaselineToken, EngineSize
+from sglang_coserve.core.control.baseline import Baseline, BaselineToken, EngineSize
 from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["PipelineBaseline", "baseline_of", "pipelined"]

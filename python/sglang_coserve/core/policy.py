@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import ClassVar
 
 from sglang_coserve.core.offline_queue import OfflineQueueConfig
-from sglang_coserve.core.plan_context import PlanContext
+from sglang_coserve.core.planning.plan_context import PlanContext
+from sglang_coserve.core.planning.step_builder import StepBuilder
+from sglang_coserve.core.planning.victims import last_admitted_first
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import StepPlan, StepResult
-from sglang_coserve.core.step_builder import StepBuilder
-from sglang_coserve.core.victims import last_admitted_first
 
 __all__ = ["Policy", "SlicingPolicy"]
 

@@ -6,10 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sglang_coserve.core.baseline import EngineSize
+from sglang_coserve.core.control.baseline import EngineSize
+from sglang_coserve.core.control.interference import Interference
+from sglang_coserve.core.control.slo import Slo
 from sglang_coserve.core.fairness import ArrivalOrder, VirtualTokenCounter, WaitingOrder
-from sglang_coserve.core.interference import Interference
-from sglang_coserve.core.lanes import (
+from sglang_coserve.core.latency_model import LatencyModel, Sample
+from sglang_coserve.core.learned_model import LearnedModel
+from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
+from sglang_coserve.core.planning.lanes import (
     is_stuck,
     longest_s,
     mixed_share,
@@ -19,19 +23,15 @@ from sglang_coserve.core.lanes import (
     share_in_lane,
     stop_share,
 )
-from sglang_coserve.core.latency_model import LatencyModel, Sample
-from sglang_coserve.core.learned_model import LearnedModel
-from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
-from sglang_coserve.core.plan_context import PlanContext
+from sglang_coserve.core.planning.plan_context import PlanContext
+from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy, SlicingPolicy
 from sglang_coserve.core.prediction_error import PredictionError
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler_config import OnlineOrder, SchedulerConfig
 from sglang_coserve.core.service_time import ServiceTime
-from sglang_coserve.core.slo import Slo
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
 from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan, StepResult
-from sglang_coserve.core.step_builder import StepBuilder
 from sglang_coserve.core.work_log import WorkLog
 
 __all__ = ["Scheduler"]

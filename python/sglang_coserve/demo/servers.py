@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_coserve.local_server import LocalServer
-from sglang_coserve.srt import cpu
+from sglang_coserve.srt.cpu import defaults as cpu
 
 __all__ = ["make_server", "module_of"]
 

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from sglang_coserve.core.baseline import EngineSize
+from sglang_coserve.core.control.baseline import EngineSize
+from sglang_coserve.core.control.slo import Slo, deadlines
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_queue import OfflineQueue, OfflineQueueConfig
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.slo import Slo, deadlines
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.engine import Engine
 from sglang_coserve.simulator.executor import SimulatedExecutor

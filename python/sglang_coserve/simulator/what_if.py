@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from sglang_coserve.core.control.slo import Slo, format_slo
 from sglang_coserve.core.policies import make_policy
-from sglang_coserve.core.slo import Slo, format_slo
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import LatencyReport, latency_report
 from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig

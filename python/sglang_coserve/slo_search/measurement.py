@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sglang_coserve.core.slo import SloCheck, SloResult
+from sglang_coserve.core.control.slo import SloCheck, SloResult
 from sglang_coserve.metrics import LatencyReport
 
 __all__ = ["SearchRun", "Trial"]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.core.slo import Slo, parse_slo
+from sglang_coserve.core.control.slo import Slo, parse_slo
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.slo_search.load import Load, read_online
 from sglang_coserve.slo_search.machine import EngineMachine

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from sglang_coserve import __version__
-from sglang_coserve.core.slo import SloResult, format_slo
+from sglang_coserve.core.control.slo import SloResult, format_slo
 from sglang_coserve.simulator.result import LABEL
 from sglang_coserve.slo_search.measurement import Trial
 from sglang_coserve.slo_search.session import SearchSession

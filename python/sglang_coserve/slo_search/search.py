@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from sglang_coserve.core.budget_search import search_budget
+from sglang_coserve.core.control.slo import Slo, SloCheck
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.slo import Slo, SloCheck
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InfeasibleError
 from sglang_coserve.metrics import LatencyReport

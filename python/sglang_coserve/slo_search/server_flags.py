@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from sglang_coserve.core.slo import SloCheck, format_slo
+from sglang_coserve.core.control.slo import SloCheck, format_slo
 
 __all__ = ["budget_flags", "policy_flags", "slo_flags"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sglang_coserve.core.control.slo import SloCheck
 from sglang_coserve.core.latency_model import LatencyProfile
-from sglang_coserve.core.slo import SloCheck
 from sglang_coserve.errors import InfeasibleError
 from sglang_coserve.profiler import load_profile
 from sglang_coserve.slo_search.live import LiveBench

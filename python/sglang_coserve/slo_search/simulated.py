@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang_coserve.core.control.slo import SloCheck, request_targets
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.slo import SloCheck, request_targets
 from sglang_coserve.metrics import Outcome, SloTargets, latency_report
 from sglang_coserve.simulator import SimulationResult, SimulationSetup, simulate
 from sglang_coserve.slo_search.load import Load

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.core.slo import Latency, SloCheck
+from sglang_coserve.core.control.slo import Latency, SloCheck
 from sglang_coserve.errors import InfeasibleError
 from sglang_coserve.slo_search.live import LiveBench
 from sglang_coserve.slo_search.load import Load

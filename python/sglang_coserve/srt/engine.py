@@ -7,7 +7,8 @@ from typing import Any
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.errors import StartupError
-from sglang_coserve.srt import compat, cpu
+from sglang_coserve.srt import compat
+from sglang_coserve.srt.cpu import defaults as cpu
 
 if not cpu.has_cuda():
     cpu.set_environment_defaults()  # SGLang reads these when it is imported.
@@ -23,7 +24,7 @@ from sglang_coserve.srt.kv_checkpoint.settings import (  # noqa: E402
     check_model,
     server_settings,
 )
-from sglang_coserve.srt.replicas import STATE_KEY, replicas_info  # noqa: E402
+from sglang_coserve.srt.monitoring.replicas import STATE_KEY, replicas_info  # noqa: E402
 
 __all__ = ["CoserveEngine"]
 

@@ -11,11 +11,11 @@ from fastapi import FastAPI
 from sglang_coserve.batch.routes import missing_routes
 from sglang_coserve.errors import CoserveError, StartupError
 from sglang_coserve.http_lines import LINES_PATH
-from sglang_coserve.srt.drain import DRAIN_PATH, DrainHealthMiddleware
-from sglang_coserve.srt.load_route import LOAD_PATH
-from sglang_coserve.srt.marks_middleware import MarksMiddleware
-from sglang_coserve.srt.replicas import STATE_KEY, replicas_info
-from sglang_coserve.srt.request_gate import RequestGateMiddleware
+from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
+from sglang_coserve.srt.monitoring.replicas import STATE_KEY, replicas_info
+from sglang_coserve.srt.routes.drain import DRAIN_PATH, DrainHealthMiddleware
+from sglang_coserve.srt.routes.load_route import LOAD_PATH
+from sglang_coserve.srt.safeguards.request_gate import RequestGateMiddleware
 from sglang_coserve.unread_body import UnreadBodyMiddleware
 
 __all__ = ["STATUS_PATH", "StartCheck", "verify_app"]

@@ -20,30 +20,31 @@ from sglang_coserve.batch.routes import PAGE_PATH, Keys, batch_api_status
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.errors import StartupError
 from sglang_coserve.listen_address import check_listen_address
-from sglang_coserve.srt import compat, cpu
-from sglang_coserve.srt.batch_api import (
-    check_batch_settings,
-    install_batch_api,
-    open_routes_warning,
-)
-from sglang_coserve.srt.drain import DrainHealthMiddleware
-from sglang_coserve.srt.fail_fast import install_fail_fast
-from sglang_coserve.srt.gc_pauses import freeze_imports, freeze_start_up_objects
+from sglang_coserve.srt import compat
+from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.in_place import STATUS_PATH, StartCheck
 from sglang_coserve.srt.kv_checkpoint.settings import (
     check_combination,
     check_model,
     server_settings,
 )
-from sglang_coserve.srt.latency_source import check_profile
-from sglang_coserve.srt.load_route import install_load_route
-from sglang_coserve.srt.malformed_bodies import install_body_errors
-from sglang_coserve.srt.marks_middleware import MarksMiddleware
-from sglang_coserve.srt.otel_metrics import provider_if_configured
-from sglang_coserve.srt.paced_protocol import install_paced_protocol
-from sglang_coserve.srt.prompt_limit import body_limits
-from sglang_coserve.srt.request_gate import RequestGateMiddleware, set_body_limits
-from sglang_coserve.srt.view_routes import View
+from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
+from sglang_coserve.srt.monitoring.otel_metrics import provider_if_configured
+from sglang_coserve.srt.profiling.latency_source import check_profile
+from sglang_coserve.srt.routes.batch_api import (
+    check_batch_settings,
+    install_batch_api,
+    open_routes_warning,
+)
+from sglang_coserve.srt.routes.drain import DrainHealthMiddleware
+from sglang_coserve.srt.routes.load_route import install_load_route
+from sglang_coserve.srt.routes.view_routes import View
+from sglang_coserve.srt.safeguards.fail_fast import install_fail_fast
+from sglang_coserve.srt.safeguards.gc_pauses import freeze_imports, freeze_start_up_objects
+from sglang_coserve.srt.safeguards.malformed_bodies import install_body_errors
+from sglang_coserve.srt.safeguards.paced_protocol import install_paced_protocol
+from sglang_coserve.srt.safeguards.prompt_limit import body_limits
+from sglang_coserve.srt.safeguards.request_gate import RequestGateMiddleware, set_body_limits
 from sglang_coserve.unread_body import UnreadBodyMiddleware
 
 __all__ = ["launch_server", "parse_server_args"]
@@ -84,7 +85,7 @@ def launch_server(argv: Sequence[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     from sglang_coserve.srt import processes
-    from sglang_coserve.srt.threaded_handlers import install_threaded_handlers
+    from sglang_coserve.srt.safeguards.threaded_handlers import install_threaded_handlers
 
     is_ready = False
 

@@ -12,7 +12,8 @@ import sys
 from typing import Any
 
 from sglang_coserve.errors import CoserveError
-from sglang_coserve.srt import compat, cpu
+from sglang_coserve.srt import compat
+from sglang_coserve.srt.cpu import defaults as cpu
 
 __all__ = [
     "init_tokenizer_manager",
@@ -29,7 +30,7 @@ def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers import scheduler as sglang_scheduler
 
     from sglang_coserve.srt.kv_checkpoint.settings import register_cache
-    from sglang_coserve.srt.scheduler import config_of
+    from sglang_coserve.srt.scheduler.scheduler import config_of
 
     on_cpu = not cpu.has_cuda()
     if on_cpu:
@@ -45,7 +46,7 @@ def _make_scheduler(*args: Any, **kwargs: Any) -> Any:
 
     SGLang would log a traceback, and kill the server before it can say anything.
     """
-    from sglang_coserve.srt.scheduler import CoserveScheduler
+    from sglang_coserve.srt.scheduler.scheduler import CoserveScheduler
 
     try:
         return CoserveScheduler(*args, **kwargs)
@@ -61,10 +62,10 @@ def install_safeguards() -> None:
 
     Must be called before the scheduler is created.
     """
-    from sglang_coserve.srt.eager_sampling import install_eager_sampling
-    from sglang_coserve.srt.grammar_cache import install_compiler_bound
-    from sglang_coserve.srt.stop_patterns import install_stop_patterns
-    from sglang_coserve.srt.usable_logits import install_guarded_sampler
+    from sglang_coserve.srt.safeguards.eager_sampling import install_eager_sampling
+    from sglang_coserve.srt.safeguards.grammar_cache import install_compiler_bound
+    from sglang_coserve.srt.safeguards.stop_patterns import install_stop_patterns
+    from sglang_coserve.srt.safeguards.usable_logits import install_guarded_sampler
 
     install_compiler_bound()
     install_eager_sampling()
@@ -88,8 +89,8 @@ def run_data_parallel_controller_process(*args: Any, **kwargs: Any) -> None:
     """
     from sglang.srt.managers import data_parallel_controller
 
-    from sglang_coserve.srt.child_watch import end_with_children
-    from sglang_coserve.srt.load_snapshot import count_offline_in_snapshots
+    from sglang_coserve.srt.monitoring.load_snapshot import count_offline_in_snapshots
+    from sglang_coserve.srt.safeguards.child_watch import end_with_children
 
     end_with_children()
     count_offline_in_snapshots()
@@ -107,8 +108,8 @@ def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
     """Create SGLang's tokenizer manager, with additional checks of every request."""
     from sglang.srt.entrypoints import engine
 
-    from sglang_coserve.srt.load_snapshot import read_our_snapshots
-    from sglang_coserve.srt.tokenizer_manager import CoserveTokenizerManager
+    from sglang_coserve.srt.monitoring.load_snapshot import read_our_snapshots
+    from sglang_coserve.srt.tokenizer.tokenizer_manager import CoserveTokenizerManager
 
     read_our_snapshots()
     managers: tuple[Any, Any] = engine.init_tokenizer_manager(

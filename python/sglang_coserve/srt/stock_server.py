@@ -18,7 +18,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     """Run SGLang's scheduler process; takes its arguments."""
     from sglang.srt.managers import scheduler
 
-    from sglang_coserve.srt import cpu
+    from sglang_coserve.srt.cpu import defaults as cpu
 
     cpu.install_replacements()
     scheduler.run_scheduler_process(*args, **kwargs)

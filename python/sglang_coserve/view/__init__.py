@@ -4,7 +4,8 @@
 - ``standing``: whether online users are hurt, and by how much because of offline work.
 - ``page``: the HTML page, assembled from the files in ``page/``.
 
-Pure: the server (``srt/view_routes.py``, ``fleet/view_routes.py``) brings the samples and the time.
+Pure: who serves it (``srt/routes/view_routes.py``, ``fleet/view_routes.py``) brings the samples
+and the time.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
+from sglang_coserve.core.control.slo import deadlines, parse_slo
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest, pack_tokens
 from sglang_coserve.core.policies import make_policy
@@ -12,7 +13,6 @@ from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.slo import deadlines, parse_slo
 from sglang_coserve.core.snapshot import EngineSnapshot, Request, RequestInfo
 from sglang_coserve.core.step import PrefillChunk, ServedRequest, StepPlan, StepResult
 from sglang_coserve.core.step_stats import StepStats

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from core.scheduler.scenarios import MODEL, NO_CACHE, offline, online, queued, scheduler, snapshot
-from sglang_coserve.core.baseline import EngineSize
+from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.pipeline import baseline_of, pipelined
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Request

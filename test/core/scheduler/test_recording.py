@@ -22,7 +22,8 @@ from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from core.scheduler.scenarios import MODEL, NO_CACHE, Cache, offline, online, queued, ran, snapshot
 from core.scheduler.test_scheduler_machine import SchedulerMachine, configs, slo_targets
-from sglang_coserve.core.baseline import EngineSize
+from sglang_coserve.core.control.baseline import EngineSize
+from sglang_coserve.core.control.slo import Slo, deadlines, parse_slo
 from sglang_coserve.core.latency_model import HYGEN, LatencyProfile, LinearModel
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.policies import POLICIES
@@ -45,7 +46,6 @@ from sglang_coserve.core.recording.line_format import NAMES_OF_8
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.slo import Slo, deadlines, parse_slo
 from sglang_coserve.core.step import (
     ExpectedResult,
     PrefillChunk,

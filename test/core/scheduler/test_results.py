@@ -18,7 +18,9 @@ from core.scheduler.scenarios import (
     scheduler,
     snapshot,
 )
-from sglang_coserve.core.plan_context import PlanContext
+from sglang_coserve.core.planning.plan_context import PlanContext
+from sglang_coserve.core.planning.step_builder import StepBuilder
+from sglang_coserve.core.planning.victims import last_admitted_first
 from sglang_coserve.core.policies.bros import BrosPolicy
 from sglang_coserve.core.policies.coserve import CoservePolicy
 from sglang_coserve.core.request import RequestState
@@ -26,9 +28,7 @@ from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import OnlineOrder
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import ServedRequest, StepResult
-from sglang_coserve.core.step_builder import StepBuilder
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.core.victims import last_admitted_first
 from sglang_coserve.metrics import SloTargets
 
 DECODING = RequestState.DECODING

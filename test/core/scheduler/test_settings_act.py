@@ -12,12 +12,12 @@ import pytest
 from core.scheduler.scenarios import MODEL, TARGETS
 from core.scheduler.tiny_engine import TinyEngine
 from sglang_coserve.config import FIELDS_WITHOUT_EFFECT, OFFLINE_POLICIES, CoserveConfig
+from sglang_coserve.core.control.slo import deadlines
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest, pack_tokens
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import OnlineOrder, Overload, SchedulerConfig
-from sglang_coserve.core.slo import deadlines
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.core.step import StepPlan
 from sglang_coserve.errors import ConfigError

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_coserve.core.budget_search import search_budget
-from sglang_coserve.core.slo import (
+from sglang_coserve.core.control.slo import (
     Latency,
     Slo,
     SloCheck,

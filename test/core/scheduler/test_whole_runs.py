@@ -8,6 +8,7 @@ import pytest
 
 from core.scheduler.scenarios import MODEL
 from core.scheduler.tiny_engine import TinyEngine
+from sglang_coserve.core.control.slo import deadlines
 from sglang_coserve.core.offline_queue import (
     OfflineQueue,
     OfflineQueueConfig,
@@ -18,7 +19,6 @@ from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import OnlineOrder, SchedulerConfig
-from sglang_coserve.core.slo import deadlines
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.core.step import StepPlan
 from sglang_coserve.metrics import SloTargets

@@ -56,7 +56,7 @@ def test_each_decode_takes_a_slot() -> None:
 
 
 def test_online_requests_keep_their_slots_beside_the_offline_lane() -> None:
-    from sglang_coserve.core.lanes import offline_lane_view
+    from sglang_coserve.core.planning.lanes import offline_lane_view
 
     seen = snapshot(
         online(100, DECODING), offline(100), window_tokens=WINDOW, free_window_tokens=100

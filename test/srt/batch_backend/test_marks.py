@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.srt.offline_marks import (
+from sglang_coserve.srt.marks.offline_marks import (
     attach_marks,
     deadline_of,
     expected_tokens_of,

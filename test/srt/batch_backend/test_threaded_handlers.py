@@ -34,7 +34,7 @@ def handlers(served: Served) -> Any:
         OpenAIServingTokenize,
     )
 
-    from sglang_coserve.srt.threaded_handlers import install_threaded_handlers
+    from sglang_coserve.srt.safeguards.threaded_handlers import install_threaded_handlers
 
     manager, templates = served.manager, served.engine.template_manager
 

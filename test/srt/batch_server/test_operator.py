@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from sglang_coserve.srt.batch_api import open_routes_warning
+from sglang_coserve.srt.routes.batch_api import open_routes_warning
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines, until
 
 

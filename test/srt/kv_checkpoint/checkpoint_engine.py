@@ -75,7 +75,7 @@ def _assert_saved(cache: Any, checkpoint: Any) -> None:
 
 
 def _serve(connection: Any, spec: EngineSpec) -> None:
-    from sglang_coserve.srt import cpu
+    from sglang_coserve.srt.cpu import defaults as cpu
 
     os.environ["SGLANG_CHECK_KV_PAGE_INVARIANTS"] = "1"
     cpu.set_environment_defaults()

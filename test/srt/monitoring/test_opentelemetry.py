@@ -10,7 +10,7 @@ import pytest
 
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
-from sglang_coserve.srt.otel_metrics import provider_if_configured
+from sglang_coserve.srt.monitoring.otel_metrics import provider_if_configured
 from srt.batch_server.deployment import eventually
 from srt.monitoring.otlp_collector import Collector, attributes_of, collecting
 from srt.monitoring.watched import LINE_TOKENS, LINES, ONLINE_REQUESTS, Watched, served

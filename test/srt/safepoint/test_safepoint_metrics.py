@@ -39,7 +39,7 @@ def test_a_suspension_is_followed_to_the_first_token() -> None:
 
 SCRIPT = """
 from prometheus_client import generate_latest
-from sglang_coserve.srt.exporter import Exporter
+from sglang_coserve.srt.monitoring.exporter import Exporter
 
 def state(count):
     return {

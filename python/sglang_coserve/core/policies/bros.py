@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import ClassVar, Final
 
-from sglang_coserve.core.online_phase import slack_s
-from sglang_coserve.core.packing import Candidate, Packing
-from sglang_coserve.core.plan_context import PlanContext
+from sglang_coserve.core.planning.online_phase import slack_s
+from sglang_coserve.core.planning.packing import Candidate, Packing
+from sglang_coserve.core.planning.plan_context import PlanContext
+from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.step import StepPlan, StepResult
-from sglang_coserve.core.step_builder import StepBuilder
 from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["BrosPolicy"]

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sglang_coserve.core.offline_phase import serve_offline
-from sglang_coserve.core.online_phase import decode_online, prefill_online
-from sglang_coserve.core.plan_context import PlanContext
+from sglang_coserve.core.planning.offline_phase import serve_offline
+from sglang_coserve.core.planning.online_phase import decode_online, prefill_online
+from sglang_coserve.core.planning.plan_context import PlanContext
+from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy
-from sglang_coserve.core.step_builder import StepBuilder
 
 __all__ = ["ConservePolicy"]
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from sglang_coserve.core.plan_context import PlanContext
+from sglang_coserve.core.planning.plan_context import PlanContext
+from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy
-from sglang_coserve.core.step_builder import StepBuilder
 
 __all__ = ["FcfsPolicy"]
 

@@ -10,14 +10,18 @@ from enum import Enum
 from typing import ClassVar, Final
 
 from sglang_coserve.core.bottleneck import is_compute_saturated
-from sglang_coserve.core.offline_phase import decode_offline, longest_prefix, prefill_offline
-from sglang_coserve.core.online_phase import decode_online, prefill_online
-from sglang_coserve.core.plan_context import PlanContext
+from sglang_coserve.core.planning.offline_phase import (
+    decode_offline,
+    longest_prefix,
+    prefill_offline,
+)
+from sglang_coserve.core.planning.online_phase import decode_online, prefill_online
+from sglang_coserve.core.planning.plan_context import PlanContext
+from sglang_coserve.core.planning.step_builder import StepBuilder
+from sglang_coserve.core.planning.victims import yields_first
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.snapshot import Request
-from sglang_coserve.core.step_builder import StepBuilder
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.core.victims import yields_first
 
 __all__ = ["OocoPolicy", "Role"]
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sglang_coserve.core.plan_context import PlanContext
+from sglang_coserve.core.planning.plan_context import PlanContext
+from sglang_coserve.core.planning.step_builder import StepBuilder
+from sglang_coserve.core.planning.token_budget import serve_by_priority
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.snapshot import Request
-from sglang_coserve.core.step_builder import StepBuilder
-from sglang_coserve.core.token_budget import serve_by_priority
 
 __all__ = ["PriorityPolicy"]
 

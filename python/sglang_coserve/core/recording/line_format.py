@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from sglang_coserve.core.baseline import EngineSize
+from sglang_coserve.core.control.baseline import EngineSize
+from sglang_coserve.core.control.slo import Slo
 from sglang_coserve.core.recording.events import (
     Arrived,
     Cached,
@@ -26,7 +27,6 @@ from sglang_coserve.core.recording.events import (
     Updated,
 )
 from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.slo import Slo
 from sglang_coserve.core.snapshot import Request, RequestInfo
 from sglang_coserve.core.step import ServedRequest
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sglang_coserve.core.baseline import EngineSize
+from sglang_coserve.core.control.baseline import EngineSize
+from sglang_coserve.core.control.slo import Slo
 from sglang_coserve.core.latency_model import LatencyProfile
 from sglang_coserve.core.offline_queue import OfflineQueue
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.slo import Slo
 
 __all__ = ["SchedulerSetup"]
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.interference import Interference
+from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.snapshot import RequestInfo
@@ -22,13 +22,13 @@ from sglang_coserve.errors import CoserveError
 from sglang_coserve.srt.admission.offline_waiting import OfflineWaiting
 from sglang_coserve.srt.admission.protocol import OFFLINE_EVENTS
 from sglang_coserve.srt.compat import prefix_tokens
-from sglang_coserve.srt.engine_view import EngineView
-from sglang_coserve.srt.kv_pools import KvPools
-from sglang_coserve.srt.latency_source import known_latency_model
-from sglang_coserve.srt.offline_retraction import OfflineRetraction, Prefill
-from sglang_coserve.srt.rank_clock import RankClock
-from sglang_coserve.srt.request_ledger import ending_of
-from sglang_coserve.srt.request_marks import is_offline
+from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.profiling.latency_source import known_latency_model
+from sglang_coserve.srt.steps.engine_view import EngineView
+from sglang_coserve.srt.steps.kv_pools import KvPools
+from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill
+from sglang_coserve.srt.steps.rank_clock import RankClock
+from sglang_coserve.srt.steps.request_ledger import ending_of
 
 __all__ = ["FifoAdmission"]
 

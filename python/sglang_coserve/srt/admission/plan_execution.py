@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan
-from sglang_coserve.srt.chunk_admission import ChunkAdmission
-from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
-from sglang_coserve.srt.offline_lane import OfflineLane
-from sglang_coserve.srt.offline_retraction import OfflineRetraction, Prefill
-from sglang_coserve.srt.step_runner import StepRunner
+from sglang_coserve.srt.steps.chunk_admission import ChunkAdmission
+from sglang_coserve.srt.steps.engine_view import EngineView
+from sglang_coserve.srt.steps.offline_lane import OfflineLane
+from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill
+from sglang_coserve.srt.steps.step_runner import StepRunner
 
 __all__ = ["Executed", "PlanExecution"]
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from sglang.srt.managers.io_struct import AbortReq
 
-from sglang_coserve.core.interference import Interference
+from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_queue import pack_tokens
 from sglang_coserve.core.recording import RecordingScheduler
@@ -23,21 +23,21 @@ from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler import Scheduler as CoreScheduler
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo
 from sglang_coserve.core.step import Lane, StepResult
+from sglang_coserve.srt.admission.drift_warning import DriftWarning
 from sglang_coserve.srt.admission.plan_execution import PlanExecution
 from sglang_coserve.srt.admission.planned_waiting import PlannedWaiting, queued_request
 from sglang_coserve.srt.admission.protocol import OFFLINE_EVENTS
 from sglang_coserve.srt.compat import is_first_rank, release_aborted
-from sglang_coserve.srt.drift_warning import DriftWarning
-from sglang_coserve.srt.engine_snapshot import snapshot_of
-from sglang_coserve.srt.engine_view import EngineView
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
-from sglang_coserve.srt.kv_pools import KvPools
-from sglang_coserve.srt.offline_retraction import OfflineRetraction, Prefill
-from sglang_coserve.srt.rank_clock import RankClock
-from sglang_coserve.srt.request_ledger import RequestLedger, ending_of
-from sglang_coserve.srt.request_marks import is_offline
-from sglang_coserve.srt.step_runner import StepRunner, StepTerms
-from sglang_coserve.srt.step_tracker import StepTracker
+from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.steps.engine_snapshot import snapshot_of
+from sglang_coserve.srt.steps.engine_view import EngineView
+from sglang_coserve.srt.steps.kv_pools import KvPools
+from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill
+from sglang_coserve.srt.steps.rank_clock import RankClock
+from sglang_coserve.srt.steps.request_ledger import RequestLedger, ending_of
+from sglang_coserve.srt.steps.step_runner import StepRunner, StepTerms
+from sglang_coserve.srt.steps.step_tracker import StepTracker
 
 __all__ = ["PlannedAdmission"]
 

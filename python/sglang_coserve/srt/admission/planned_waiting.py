@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
-from sglang_coserve.srt.offline_marks import deadline_of, expected_tokens_of
+from sglang_coserve.srt.marks.offline_marks import deadline_of, expected_tokens_of
 
 __all__ = ["PlannedWaiting", "queued_request"]
 

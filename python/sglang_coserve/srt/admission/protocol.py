@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
-from sglang_coserve.core.interference import Interference
+from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.snapshot import RequestInfo
-from sglang_coserve.srt.offline_retraction import Prefill
-from sglang_coserve.srt.step_runner import StepTerms
+from sglang_coserve.srt.steps.offline_retraction import Prefill
+from sglang_coserve.srt.steps.step_runner import StepTerms
 
 __all__ = ["OFFLINE_EVENTS", "Admission"]
 

@@ -17,10 +17,10 @@ from sglang_coserve.srt.batch_backend.answer import engine_failure, invalid_requ
 from sglang_coserve.srt.batch_backend.endpoints import Endpoint, model_endpoints
 from sglang_coserve.srt.batch_backend.handler_thread import HandlerThread
 from sglang_coserve.srt.batch_backend.line_manager import LineManager, LineTask
-from sglang_coserve.srt.loaded_model import model_in_use
-from sglang_coserve.srt.prompt_limit import body_limits
-from sglang_coserve.srt.replicas import sum_of_delays_s
-from sglang_coserve.srt.scheduler_query import BATCH_DELAYS, ask
+from sglang_coserve.srt.batch_backend.loaded_model import model_in_use
+from sglang_coserve.srt.monitoring.replicas import sum_of_delays_s
+from sglang_coserve.srt.monitoring.scheduler_query import BATCH_DELAYS, ask
+from sglang_coserve.srt.safeguards.prompt_limit import body_limits
 
 __all__ = ["BatchBackend"]
 

@@ -15,9 +15,9 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput
 
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.handler_thread import OnLoop
-from sglang_coserve.srt.continuation import can_continue
-from sglang_coserve.srt.offline_marks import Marks, offline_marks, sent_with
-from sglang_coserve.srt.prompt_limit import BoundedManager
+from sglang_coserve.srt.compat.continuation import can_continue
+from sglang_coserve.srt.marks.offline_marks import Marks, offline_marks, sent_with
+from sglang_coserve.srt.safeguards.prompt_limit import BoundedManager
 
 __all__ = ["LineManager", "LineTask"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_coserve.srt.compat.by_version import release_kv
-from sglang_coserve.srt.request_marks import is_offline
+from sglang_coserve.srt.marks.request_marks import is_offline
 
 __all__ = ["release_aborted", "release_for_requeue", "release_uncomputed"]
 

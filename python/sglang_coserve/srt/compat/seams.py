@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from sglang_coserve.srt.compat.continuation import STATEFUL_FIELDS, STATEFUL_PARAMS
 from sglang_coserve.srt.compat.versions import NEWEST, OLDEST, version_key
-from sglang_coserve.srt.continuation import STATEFUL_FIELDS, STATEFUL_PARAMS
 
 __all__ = ["SEAMS", "NameUse", "Seam", "seams_of"]
 

@@ -36,7 +36,7 @@ from sglang_coserve.srt.kv_checkpoint.tree_nodes import (
     host_slots,
     subtree,
 )
-from sglang_coserve.srt.request_marks import is_offline
+from sglang_coserve.srt.marks.request_marks import is_offline
 
 __all__ = ["CheckpointCache"]
 

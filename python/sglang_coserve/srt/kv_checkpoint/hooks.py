@@ -18,7 +18,7 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.recompute import RecomputeMeter
 from sglang_coserve.srt.kv_checkpoint.stats import COUNTED, CheckpointStats, ClassStats
-from sglang_coserve.srt.request_marks import is_offline
+from sglang_coserve.srt.marks.request_marks import is_offline
 
 if TYPE_CHECKING:
     from sglang_coserve.srt.kv_checkpoint.cache import CheckpointCache

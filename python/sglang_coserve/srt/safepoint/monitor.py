@@ -15,8 +15,7 @@ from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.utils import is_health_check_generate_req
 
-from sglang_coserve.srt.arrival_time import arrival_s
-from sglang_coserve.srt.request_marks import is_offline
+from sglang_coserve.srt.marks.request_marks import arrival_s, is_offline
 from sglang_coserve.srt.safepoint.inbox import Arrival, Inbox
 
 __all__ = ["SocketMonitor", "online_arrivals"]

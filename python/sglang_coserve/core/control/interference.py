@@ -1,0 +1,320 @@
+"""Compares the latencies of online requests with those of the no-interference baseline."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from sglang_coserve.core.bottleneck import fixed_s
+from sglang_coserve.core.control.allowance import Allowance
+from sglang_coserve.core.control.baseline import Baseline, EngineSize
+from sglang_coserve.core.control.bill import Bill, Delay, WorkMark
+from sglang_coserve.core.control.slo import Slo, request_targets
+from sglang_coserve.core.control.slo_monitor import SloMonitor, TokenTimes
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.pipeline import PipelineBaseline, baseline_of
+from sglang_coserve.core.request import Ending
+from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.core.step import JobTokens
+from sglang_coserve.core.step_stats import StepStats
+
+__all__ = ["Interference"]
+
+
+_FEW_REQUESTS: Final = 64
+"""Requests in the moving average of gaps per request."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    """An online request that has not ended yet, in the engine or in the baseline."""
+
+    info: RequestInfo
+    arrived_work: WorkMark
+    first_work: WorkMark
+    """What the bill knew of offline work when it arrived and at its first token."""
+
+    first_s: float = 0.0
+    last_s: float = 0.0
+    tokens: int = 0
+    alone_first_s: float = 0.0
+    alone_last_s: float = 0.0
+    alone_tokens: int = 0
+    arrived_at_s: float = 0.0
+    first_at_s: float = 0.0
+    last_at_s: float = 0.0
+    """Total time that the engine had spent on online requests when this one arrived, at its first
+    token and at its last token."""
+
+    is_finished: bool = False
+    gaps_s: deque[tuple[float, float]] = field(default_factory=deque)
+    """Measured gaps that the baseline has not reached yet, each with the time that the engine spent
+    on online requests in it."""
+
+
+class Interference:
+    """Tracks online requests from arrival to end, in the engine and in the baseline.
+
+    Without offline work a request would have taken at least the time that the engine spent
+    on online requests meanwhile; that time counts where the baseline promises less. So steps
+    slower than predicted, and queues that the baseline underestimates, do not count as harm.
+
+    A request is judged once it has ended in both. Without a baseline (a server without
+    a latency model) it is judged by its measured latencies alone.
+    """
+
+    def __init__(
+        self,
+        monitor: SloMonitor,
+        baseline: Baseline | PipelineBaseline | None,
+        allowance: Allowance,
+    ) -> None:
+        """Start without requests; ``allowance`` gets each latency once it is known in both."""
+        self._monitor = monitor
+        self._baseline = baseline
+        self._allowance = allowance
+        self._bill = Bill()
+        self._watched: dict[str, _Watched] = {}
+        self._num_judged = 0
+        self._online_s = 0.0
+        """Total time that the steps so far spent on online requests."""
+
+        self._now_s = -math.inf
+        self._gaps_per_request = 0.0
+
+    @classmethod
+    def of(
+        cls, slos: Sequence[Slo], model: LatencyModel, engine: EngineSize | None = None
+    ) -> Interference:
+        """Return one that judges by ``slos``, with a baseline engine of the size ``engine``.
+
+        Until baseline latencies are known, the TTFT is assumed to be the predicted time of a prompt
+        of one token, and the gap that of a single decode: the least that they can be.
+        """
+        engine = engine or EngineSize()
+        allowance = Allowance(
+            slos,
+            ttft_prior_s=model.predict(StepStats.of([(1, 0)])),
+            gap_prior_s=fixed_s(model),
+        )
+        return cls(_monitor(slos), baseline_of(engine), allowance)
+
+    @classmethod
+    def measured(cls, slos: Sequence[Slo]) -> Interference:
+        """Return one without a baseline, for lack of a latency model: it judges by ``slos``, and
+        its allowance bounds nothing."""
+        steers_nothing = Allowance((), ttft_prior_s=1.0, gap_prior_s=1.0)
+        return cls(_monitor(slos), None, steers_nothing)
+
+    @property
+    def allowance(self) -> Allowance:
+        """The bounds on offline work, learned from the harm."""
+        return self._allowance
+
+    @property
+    def monitor(self) -> SloMonitor:
+        """The monitor that judges the requests that ended."""
+        return self._monitor
+
+    @property
+    def online_s(self) -> float:
+        """What all steps so far took for online requests, in seconds."""
+        return self._online_s
+
+    @property
+    def bill(self) -> Bill | None:
+        """How much later than alone requests were; None without a baseline."""
+        return None if self._baseline is None else self._bill
+
+    @property
+    def gaps_per_request(self) -> float:
+        """Mean number of gaps between tokens per request, of recent requests; at least 1."""
+        return max(self._gaps_per_request, 1.0)
+
+    def __len__(self) -> int:
+        return len(self._watched)
+
+    def arrived(
+        self, info: RequestInfo, cached_tokens: int = 0, *, beside_offline: bool = False
+    ) -> None:
+        """Start to track an online request; ignored if it is offline or tracked already.
+
+        O(jobs that have requests in the engine).
+
+        Args:
+            info: The request.
+            cached_tokens: How many tokens of its prompt are in the prefix cache.
+            beside_offline: The engine has offline requests.
+        """
+        if not info.is_online or info.rid in self._watched:
+            return
+        self._now_s = max(self._now_s, info.arrival_s)
+        if not self._watched:
+            self._bill.period_begins(beside_offline=beside_offline)
+        work = self._bill.mark()
+        self._watched[info.rid] = _Watched(info, work, work, arrived_at_s=self._online_s)
+        if self._baseline is not None:
+            self._baseline.arrived(info.rid, info.arrival_s, info.prompt_tokens, cached_tokens)
+
+    def mean_due_s(self, info: RequestInfo) -> float:
+        """Return when a request's next token is due, for its mean gap so far to stay within target.
+
+        Infinite before its first token, and without a TPOT target. O(1).
+        """
+        watched = self._watched.get(info.rid)
+        target_s = info.tpot_target_s or self._allowance.tpot_target_s
+        if watched is None or not watched.tokens or target_s is None:
+            return math.inf
+        return watched.first_s + watched.tokens * target_s
+
+    def worked(
+        self, online_s: float, offline_s: float = 0.0, jobs: Sequence[JobTokens] = ()
+    ) -> None:
+        """Record the time that a step spent on each class, before its tokens. O(jobs).
+
+        ``jobs`` are those of its offline requests.
+        """
+        self._online_s += online_s
+        self._bill.worked(offline_s, jobs)
+
+    def produced(self, rid: str, now_s: float) -> None:
+        """Record a token of a request; ignored if it is not tracked. O(1)."""
+        self._now_s = now_s
+        watched = self._watched.get(rid)
+        if watched is None:
+            return
+        watched.tokens += 1
+        if watched.tokens == 1:
+            watched.first_s = now_s
+            watched.first_at_s = self._online_s
+            watched.first_work = self._bill.mark()
+            self._learn_first_token(watched)
+        else:
+            self._measure_gap(watched, now_s)
+        watched.last_s = now_s
+        watched.last_at_s = self._online_s
+        if self._baseline is not None:
+            self._baseline.produced(rid)
+
+    def ended(self, rid: str, ending: Ending) -> None:
+        """Record that a request has ended; ignored if it is not tracked. O(1)."""
+        watched = self._watched.get(rid)
+        if watched is None or watched.is_finished:
+            return
+        if ending is Ending.COMPLETE:
+            self._finished(watched)
+            return
+        if self._baseline is not None:
+            self._baseline.drop(rid)
+        del self._watched[rid]
+        if ending is Ending.REFUSED:
+            self._monitor.failed(watched.info, self._now_s, _times(watched))
+
+    def advance(self, predict: Callable[[StepStats], float], now_s: float) -> None:
+        """Advance the baseline as far as its tokens are known. O(online requests) per engine step.
+
+        Args:
+            predict: Returns the duration of a step in seconds.
+            now_s: The current time; every request that arrived by then is tracked.
+        """
+        self._now_s = max(self._now_s, now_s)
+        if self._baseline is None:
+            return
+        monitor, allowance = self._monitor, self._allowance
+        gaps: list[tuple[RequestInfo, float, float | None, float]] = []
+        get = self._watched.get
+        for rid, number, at_s in self._baseline.advance(predict, now_s):
+            watched = get(rid)
+            if watched is None:
+                continue
+            if number == 1:
+                watched.alone_first_s = at_s
+                watched.alone_tokens = 1
+                self._learn_first_token(watched)
+            else:
+                if monitor.needs_gaps:
+                    monitor.gap_alone(watched.info, watched.alone_last_s, at_s)
+                if watched.gaps_s:
+                    gap_s, online_s = watched.gaps_s.popleft()
+                    alone_s = at_s - watched.alone_last_s
+                    gaps.append((watched.info, gap_s, alone_s, online_s))
+            watched.alone_last_s = at_s
+            watched.alone_tokens = number
+            if watched.is_finished:
+                self._judge_if_complete(watched)
+        if gaps:
+            allowance.gaps(gaps)
+
+    def _finished(self, watched: _Watched) -> None:
+        watched.is_finished = True
+        if self._baseline is None:
+            self._judge(watched)
+        else:
+            self._baseline.ended(watched.info.rid)
+            self._judge_if_complete(watched)
+
+    def _learn_first_token(self, watched: _Watched) -> None:
+        """Pass the TTFT to the allowance once the first token is known in both."""
+        if not watched.tokens:
+            return
+        info, ttft_s = watched.info, watched.first_s - watched.info.arrival_s
+        if self._baseline is None:
+            self._allowance.first_token(info, ttft_s, None)
+        elif watched.alone_tokens:
+            alone_s = watched.alone_first_s - info.arrival_s
+            online_s = watched.first_at_s - watched.arrived_at_s
+            self._allowance.first_token(info, ttft_s, alone_s, online_s)
+
+    def _measure_gap(self, watched: _Watched, now_s: float) -> None:
+        if self._monitor.needs_gaps:
+            self._monitor.gap(watched.info, watched.last_s, now_s)
+        if not self._allowance.needs_gaps:
+            return
+        gap_s = now_s - watched.last_s
+        if self._baseline is None:
+            self._allowance.gaps([(watched.info, gap_s, None, 0.0)])
+        else:
+            watched.gaps_s.append((gap_s, self._online_s - watched.last_at_s))
+
+    def _judge_if_complete(self, watched: _Watched) -> None:
+        if watched.alone_tokens >= watched.tokens:
+            self._judge(watched)
+
+    def _judge(self, watched: _Watched) -> None:
+        alone = None
+        if self._baseline is not None:
+            alone = TokenTimes(watched.alone_first_s, watched.alone_last_s, watched.alone_tokens)
+        del self._watched[watched.info.rid]
+        measured = _times(watched)
+        if measured is None:
+            return
+        if alone is not None:
+            delay = Delay(
+                measured.first_s - alone.first_s,
+                measured.last_s - alone.last_s,
+                watched.info.rid,
+                measured.last_s,
+            )
+            self._bill.charge(delay, watched.arrived_work, watched.first_work)
+        self._num_judged += 1
+        gaps = measured.tokens - 1
+        weight = 1 / min(self._num_judged, _FEW_REQUESTS)
+        self._gaps_per_request += weight * (gaps - self._gaps_per_request)
+        self._monitor.finished(watched.info, measured, alone)
+        if measured.tokens > 1:
+            tpot_alone_s = None if alone is None else alone.tpot_s
+            online_s = (watched.last_at_s - watched.first_at_s) / gaps
+            self._allowance.finished(watched.info, measured.tpot_s, tpot_alone_s, online_s)
+
+
+def _monitor(slos: Sequence[Slo]) -> SloMonitor:
+    return SloMonitor(request_targets([slo for slo in slos if slo.limit_s is not None]), slos)
+
+
+def _times(watched: _Watched) -> TokenTimes | None:
+    if not watched.tokens:
+        return None
+    return TokenTimes(watched.first_s, watched.last_s, watched.tokens)

@@ -1,0 +1,226 @@
+"""Phase 2 of planning a step: adds offline work within what online work left."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, islice
+from typing import Final
+
+from sglang_coserve.core.bottleneck import least_offline_s
+from sglang_coserve.core.offline_queue import QueuedRequest
+from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES, common_prefix_bytes
+from sglang_coserve.core.planning.plan_context import PlanContext
+from sglang_coserve.core.planning.step_builder import StepBuilder
+from sglang_coserve.core.snapshot import Request
+from sglang_coserve.core.step_stats import StepStats
+
+__all__ = [
+    "best_prefill_tokens",
+    "decode_offline",
+    "longest_prefix",
+    "prefill_offline",
+    "serve_offline",
+]
+
+_SMALLEST_PREFILL_TOKENS: Final = 128
+"""Prefill sizes down to this are compared for throughput."""
+
+
+def serve_offline(
+    batch: StepBuilder, context: PlanContext, *, for_throughput: bool = False
+) -> None:
+    """Add offline decodes, then offline prefills, within ``batch.offline_budget_s``.
+
+    With ``for_throughput`` the batch has the highest predicted throughput (ConServe
+    §4.2): all decodes, since one more costs less than the average, and the number of prefill
+    tokens that gives the most tokens per second. It may take ``least_offline_s`` whatever the
+    budget is, because a shorter step is mostly fixed cost.
+
+    Without online requests, a budget that not even the smallest batch keeps is ignored:
+    it would stop the engine and help nobody.
+    """
+    free_tokens = batch.free_tokens
+    if for_throughput:
+        batch.offline_budget_s = max(batch.offline_budget_s, least_offline_s(batch.model))
+    decode_offline(batch, batch.offline_decodes)
+    if for_throughput:
+        batch.limit_tokens(best_prefill_tokens(batch))
+    prefill_offline(batch, context)
+    if batch.stats.is_empty and not batch.has_online:
+        batch.offline_budget_s = math.inf
+        # A chunk has at least one page.
+        least_tokens = max(context.config.min_chunk_tokens, batch.snapshot.page_tokens)
+        batch.free_tokens = min(free_tokens, least_tokens)
+        decode_offline(batch, batch.offline_decodes)
+        prefill_offline(batch, context)
+
+
+def decode_offline(batch: StepBuilder, requests: Iterable[Request]) -> None:
+    """Add as many decodes as fit, in the given order; the others pause and keep their KV.
+
+    If those that fit the latency budget lack KV, requests are retracted in the policy's victim
+    order, but never the only one left: it pauses until another request has ended.
+    O(requests), with O(log requests) predictions for each retraction.
+    """
+    requests = batch.without_retracted(requests)
+    while True:
+        fitting = requests[: longest_prefix(batch, requests)]
+        needed = batch.kv_to_decode(fitting)
+        if batch.has_room(needed, requests=len(fitting)):
+            break
+        victim = batch.next_victim()
+        if victim is None or requests == [victim]:
+            fitting = []
+            break
+        batch.retract(victim, needed)
+        if victim in requests:
+            requests.remove(victim)
+    batch.decode(fitting)
+
+
+def longest_prefix(batch: StepBuilder, requests: Sequence[Request]) -> int:
+    """Return how many of the first requests fit the latency and token budgets, by bisection."""
+    limit = min(len(requests), batch.free_tokens)
+    tokens = [request.computed_tokens for request in requests[:limit]]
+    if limit == 0 or batch.predict_with_decodes(limit, sum(tokens)) <= batch.offline_budget_s:
+        return limit
+    contexts = list(accumulate(tokens, initial=0))
+    return bisect_right(
+        range(1, limit),
+        batch.offline_budget_s,
+        key=lambda count: batch.predict_with_decodes(count, contexts[count]),
+    )
+
+
+def best_prefill_tokens(batch: StepBuilder) -> int:
+    """Return the prefill tokens with the most tokens per second, among all that fit and halves.
+
+    Computed for a single prompt without context: with more tokens its attention costs
+    more than amortizing the fixed cost of the step gains.
+    """
+    if batch.free_tokens <= 0:
+        return 0
+    sizes = [batch.free_tokens]
+    while sizes[-1] > _SMALLEST_PREFILL_TOKENS:
+        sizes.append(sizes[-1] // 2)
+    decodes = batch.stats.compute_tokens
+    return max(sizes, key=lambda size: (decodes + size) / batch.predict_with_prefill(size, 0))
+
+
+def prefill_offline(batch: StepBuilder, context: PlanContext) -> None:
+    """Add offline prefills, unfinished ones first, then from the queue, each as long as fits.
+
+    Stops at the first that is cut or does not fit, so at most one is unfinished and
+    the queue's order is kept. A new request also needs free KV as headroom for the running
+    requests, or it would soon be retracted for them. A request that shares a prefix with another
+    one of the same step is left to the next step, which finds the prefix cached, if this saves
+    more than the fixed cost of a step.
+    """
+    if _continue_prefills(batch, context) and batch.admits_offline:
+        _admit(batch, context)
+
+
+def _continue_prefills(batch: StepBuilder, context: PlanContext) -> bool:
+    for request in batch.offline_prefills:
+        if batch.is_retracted(request):
+            continue
+        rest_tokens = request.tokens_to_compute
+        kv_tokens = batch.kv_to_prefill(request.computed_tokens, rest_tokens, is_new=False)
+        while not batch.has_room(kv_tokens) and batch.stats.is_empty:
+            # No request runs that would free KV by ending, so another unfinished one is retracted.
+            victim = batch.next_victim()
+            if victim is None or victim is request:
+                return False
+            batch.retract(victim, kv_tokens)
+        if not batch.has_room(kv_tokens):
+            return False
+        if not _add(
+            batch, context, request.info.rid, request.computed_tokens, rest_tokens, kv_tokens
+        ):
+            return False
+    return True
+
+
+def _admit(batch: StepBuilder, context: PlanContext) -> None:
+    config, queue = context.config, context.queue
+    # Return early: looking up the prefix cache costs as much as the rest of the function.
+    if batch.free_slots <= 0 or batch.free_tokens <= 0:
+        return
+    if batch.predicted_s >= batch.offline_budget_s:
+        return
+    seen = (*batch.snapshot.admitted, *batch.snapshot.elsewhere)
+    num_requests = len(seen) + len(batch.chunks)
+    picks = config.max_picks
+    if config.max_offline_requests is not None:
+        held = sum(not request.info.is_online for request in seen)
+        picks = min(picks, max(config.max_offline_requests - held, 0))
+    prompts = [
+        queue.running(chunk.rid).token_ids for chunk in batch.chunks if queue.is_running(chunk.rid)
+    ]
+    for request in islice(queue.candidates(batch.snapshot.now_s), picks):
+        length_tokens = request.num_prompt_tokens + request.num_generated_tokens
+        cached_tokens = min(context.cache.cached_tokens(request.rid), length_tokens - 1)
+        rest_tokens = length_tokens - cached_tokens
+        if prompts and batch.snapshot.keeps_prefixes:
+            shared_tokens = _shared_tokens(batch, request, cached_tokens, prompts)
+            if shared_tokens > cached_tokens and _is_worth_a_step(
+                batch, length_tokens, cached_tokens, shared_tokens
+            ):
+                continue
+        kv_tokens = batch.kv_to_prefill(cached_tokens, rest_tokens, is_new=True)
+        if not batch.has_room(kv_tokens + config.headroom_tokens * num_requests, slots=1):
+            return
+        if not _add(
+            batch, context, request.rid, cached_tokens, rest_tokens, kv_tokens, is_new=True
+        ):
+            return
+        num_requests += 1
+        prompts.append(request.token_ids)
+
+
+def _shared_tokens(
+    batch: StepBuilder, request: QueuedRequest, cached_tokens: int, prompts: Sequence[bytes]
+) -> int:
+    """Return how many tokens of a prompt will be cached once one of ``prompts`` is computed.
+
+    In whole pages, and at least ``cached_tokens``, those that are cached already. O(prompts).
+    """
+    own, page = request.token_ids, batch.snapshot.page_tokens
+    more_bytes = (cached_tokens + page) * TOKEN_BYTES
+    for other in reversed(prompts):
+        if len(own) > more_bytes and other[:more_bytes] == own[:more_bytes]:
+            # The last token is always computed, because its logits are needed.
+            end_bytes = min(len(other), len(own) - TOKEN_BYTES)
+            shared_bytes = common_prefix_bytes(own, other, more_bytes, end_bytes)
+            return shared_bytes // TOKEN_BYTES // page * page
+    return cached_tokens
+
+
+def _is_worth_a_step(
+    batch: StepBuilder, length_tokens: int, cached_tokens: int, shared_tokens: int
+) -> bool:
+    """Return whether computing the shared tokens costs more than the fixed cost of a step."""
+    least_s = batch.model.predict(StepStats().with_prefill(1, 0))
+    whole_s = batch.predict_with_prefill(length_tokens - cached_tokens, cached_tokens)
+    rest_s = batch.predict_with_prefill(length_tokens - shared_tokens, shared_tokens)
+    return whole_s - rest_s > least_s
+
+
+def _add(
+    batch: StepBuilder,
+    context: PlanContext,
+    rid: str,
+    cached_tokens: int,
+    rest_tokens: int,
+    kv_tokens: int,
+    *,
+    is_new: bool = False,
+) -> bool:
+    """Add the longest chunk that fits; return whether it completes the prompt."""
+    tokens = batch.longest_chunk(cached_tokens, rest_tokens, batch.offline_budget_s)
+    if tokens < min(rest_tokens, context.config.min_chunk_tokens):
+        return False
+    batch.prefill(rid, tokens, cached_tokens, kv_tokens, is_new=is_new)
+    return tokens == rest_tokens

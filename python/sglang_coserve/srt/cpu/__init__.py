@@ -1,0 +1,1 @@
+"""SGLang on a machine without CUDA: defaults, and replacements of its kernels."""

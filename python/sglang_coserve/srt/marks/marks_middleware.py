@@ -1,0 +1,168 @@
+"""Reads the class, tenant and targets of HTTP requests, on every route that reaches the engine.
+
+An ASGI middleware reads the marks in bodies (``body_marks``) and headers (``header_marks``),
+and keeps them in a context variable while the route serves the request; the tokenizer
+manager attaches them to all requests that the route sends to the scheduler.  Bodies pass
+unchanged, and are not even parsed unless they contain the name of a mark.  The response
+names the class; those of OpenAI routes also name the tier used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any, Final
+
+import orjson
+
+from sglang_coserve.asgi import App, Message, Receive, Scope, Send, replay, send_error
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.errors import RequestError
+from sglang_coserve.srt.marks.body_marks import SERVICE_TIER, marks_of_body, tier_used
+from sglang_coserve.srt.marks.header_marks import marks_of_headers
+from sglang_coserve.srt.marks.offline_marks import sent_with, tenant_marks
+from sglang_coserve.srt.marks.overload_answer import OverloadAnswer
+from sglang_coserve.srt.marks.request_marks import CLASS_KEY, MARK_PREFIX, said_by_client
+from sglang_coserve.srt.marks.tenants import tenant_of_body, tenant_of_key
+from sglang_coserve.srt.marks.tier_writer import TierWriter
+
+__all__ = ["CLASS_HEADER", "MARKED_PATHS", "MarksMiddleware"]
+
+_OPENAI_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+"""Routes whose answers have a ``service_tier``."""
+
+MARKED_PATHS: Final = _OPENAI_PATHS | {
+    *("/generate", "/encode", "/classify", "/v1/messages", "/v1/embeddings", "/v1/classify"),
+    *("/v1/score", "/v1/rerank", "/api/chat", "/api/generate", "/v1/audio/transcriptions"),
+    "/invocations",
+}
+"""Routes that bring requests to the engine."""
+
+CLASS_HEADER: Final = "x-coserve-class"
+"""Response header with the class of a request, if the request named one."""
+
+# Two searches for a substring are much faster than one regular expression.
+_NAMES: Final = (MARK_PREFIX.encode(), SERVICE_TIER.encode())
+
+_LARGE_BYTES: Final = 1 << 16
+"""Larger bodies are parsed in a thread; this many bytes take half a millisecond."""
+
+_UNKNOWN_TO_SGLANG: Final = ("fast", "standard_only")
+"""Tiers that SGLang's ``/v1/responses`` refuses."""
+
+
+class MarksMiddleware:
+    """ASGI middleware that reads the marks of requests; see the module's docstring."""
+
+    def __init__(
+        self,
+        app: App,
+        offline_objectives: frozenset[str] = frozenset(),
+        *,
+        finds_tenants: bool = False,
+    ) -> None:
+        """Wrap ``app``.
+
+        Args:
+            app: The ASGI app.
+            offline_objectives: Values of a gateway's header that make a request offline.
+            finds_tenants: Whether the tenant is also taken from the body or the API key.
+        """
+        self._app = app
+        self._offline_objectives = offline_objectives
+        self._finds_tenants = finds_tenants
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI connection."""
+        path = scope["path"].rstrip("/") if scope["type"] == "http" else ""
+        if path not in MARKED_PATHS or scope["method"] not in ("POST", "PUT"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            in_headers = marks_of_headers(scope["headers"], self._offline_objectives)
+            marks, tenant = dict(in_headers.marks), in_headers.tenant
+            if self._finds_tenants:
+                tenant = tenant or tenant_of_key(scope["headers"])
+            if _is_json(scope["headers"]):
+                body, disconnect = await _read_body(receive)
+                if disconnect is not None:
+                    return
+                fields = await _fields(body, needs_all=self._finds_tenants)
+                if self._finds_tenants and in_headers.tenant is None:
+                    tenant = tenant_of_body(fields) or tenant
+                # A gateway's headers override the body.
+                marks = {**marks_of_body(fields), **marks}
+                if path == "/v1/responses" and fields.get(SERVICE_TIER) in _UNKNOWN_TO_SGLANG:
+                    body = orjson.dumps({**fields, SERVICE_TIER: "auto"})
+                    scope = dict(scope, headers=_with_length(scope["headers"], len(body)))
+                receive = replay(body, receive)
+        except RequestError as error:
+            await send_error(send, 400, str(error))
+            return
+        if CLASS_KEY in marks:
+            send = _naming(send, path, RequestClass(marks[CLASS_KEY]))
+        send = OverloadAnswer(send)
+        with _held(marks, tenant):
+            await self._app(scope, receive, send)
+
+
+def _held(marks: Mapping[str, Any], tenant: str | None) -> ExitStack:
+    stack = ExitStack()
+    if marks:
+        stack.enter_context(said_by_client(marks))
+    if tenant is not None:
+        stack.enter_context(sent_with(tenant_marks(tenant)))
+    return stack
+
+
+def _naming(send: Send, path: str, request_class: RequestClass) -> Send:
+    """Return a ``send`` that adds the class to the response."""
+    inner = TierWriter(send, tier_used(request_class)) if path in _OPENAI_PATHS else send
+    header = (CLASS_HEADER.encode(), request_class.value.encode())
+
+    async def naming(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = dict(message, headers=[*message["headers"], header])
+        await inner(message)
+
+    return naming
+
+
+async def _fields(body: bytes, *, needs_all: bool) -> Mapping[str, Any]:
+    """Return the fields of a JSON body; none if it cannot have marks, unless ``needs_all``.
+
+    A malformed body has no fields here; the route reports it.
+    """
+    if not needs_all and not any(name in body for name in _NAMES):
+        return {}
+    try:
+        if len(body) < _LARGE_BYTES:
+            fields = orjson.loads(body)
+        else:
+            fields = await asyncio.to_thread(orjson.loads, body)
+    except ValueError:
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+async def _read_body(receive: Receive) -> tuple[bytes, Message | None]:
+    chunks = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return b"", message
+        chunks.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(chunks), None
+
+
+def _is_json(headers: Any) -> bool:
+    """Return whether a body may be JSON: not a form, which must not be read as a whole."""
+    types = [value for name, value in headers if name.lower() == b"content-type"]
+    return not any(value.lower().startswith(b"multipart/") for value in types)
+
+
+def _with_length(headers: Any, length: int) -> list[tuple[bytes, bytes]]:
+    kept = [(name, value) for name, value in headers if name.lower() != b"content-length"]
+    return [*kept, (b"content-length", str(length).encode())]

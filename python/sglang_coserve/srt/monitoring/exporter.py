@@ -1,0 +1,235 @@
+"""Publishes co-serving state as Prometheus metrics beside SGLang's (``--enable-metrics``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from sglang_coserve.core.control.bill import Delay
+from sglang_coserve.core.engine_load import ReplicaLoad
+from sglang_coserve.srt.kv_checkpoint.stats import COUNTED
+from sglang_coserve.srt.monitoring.latencies import (
+    DELAY_BUCKETS_S,
+    GAP_BUCKETS_S,
+    WAIT_BUCKETS_S,
+    Buckets,
+    Latencies,
+)
+
+__all__ = ["Exporter"]
+
+_INTERVAL_S = 1.0
+
+
+class Exporter:
+    """Publishes a scheduler's state at most once a second; at most one exporter per process.
+
+    ``docs/metrics.md`` documents the metrics.
+    """
+
+    def __init__(self, model_name: str, dp_rank: int | None = None) -> None:
+        """``dp_rank`` is that of one replica of several, as in SGLang's own metrics."""
+        # SGLang sets where the processes of a server leave their metrics before the first import.
+        from prometheus_client import Counter, Gauge, Histogram
+
+        common = {"model_name": model_name}
+        if dp_rank is not None:
+            common["dp_rank"] = str(dp_rank)
+
+        def gauge(name: str, text: str, *labels: str) -> Any:
+            names = (*common, *labels)
+            return Gauge(f"coserve_{name}", text, names, multiprocess_mode="mostrecent")
+
+        def counter(name: str, text: str, *labels: str) -> Any:
+            return Counter(f"coserve_{name}", text, (*common, *labels))
+
+        def histogram(name: str, text: str, label: str, bounds_s: Sequence[float]) -> Any:
+            return Histogram(f"coserve_{name}", text, (*common, label), buckets=bounds_s)
+
+        self._common = tuple(common.values())
+        self._next_s = 0.0
+        self._requests = gauge("requests", "Requests by class and state.", "request_class", "state")
+        self._outstanding = gauge(
+            "online_outstanding_tokens", "Tokens of online requests yet to be computed."
+        )
+        self._kv_tokens = gauge(
+            "kv_tokens", "Device KV by what becomes of it: online, reclaimable or free.", "state"
+        )
+        self._reclaim = gauge(
+            "reclaim_seconds", "Predicted time until reclaimable KV is an online request's."
+        )
+        self._headroom = gauge(
+            "headroom_tokens_per_second", "What offline work would get now, predicted."
+        )
+        self._max_lines = gauge("max_lines", "Offline requests that fit in at a time.")
+        self._attainment = gauge("slo_attainment", "Share of late requests within their targets.")
+        self._measured = gauge("slo_measured_seconds", "Statistic that an SLO bounds.", "slo")
+        self._alone = gauge(
+            "slo_alone_seconds", "The same in the no-interference baseline, predicted.", "slo"
+        )
+        self._error = gauge("prediction_mape", "Mean absolute error of predicted step times.")
+        self._events = counter("offline_events", "Events of offline requests.", "event")
+        self._shed = counter(
+            "online_shed",
+            "Online requests refused because they could no longer meet their target.",
+        )
+        self._suspended = counter("safepoint_suspended", "Steps suspended at a safepoint.", "kind")
+        self._resumed = counter("safepoint_resumed", "Suspended steps that were resumed.")
+        self._delay = gauge(
+            "safepoint_delay_seconds",
+            "The way from an online arrival to its first token through a suspension, step by step.",
+            *("step", "statistic"),
+        )
+        self._host_tokens = gauge(
+            "kv_host_tokens", "KV tokens in host memory, by class.", "request_class"
+        )
+        self._recompute_tax = gauge(
+            "recompute_tax", "Share of computed tokens that were recomputed.", "request_class"
+        )
+        self._lag_tokens = gauge("kv_checkpoint_lag_tokens", "KV tokens in flight to the host.")
+        self._checkpoint_events = counter(
+            "kv_checkpoint_events",
+            "Events of KV checkpoints, in tokens or occurrences.",
+            "event",
+        )
+        self._bias = gauge("prediction_bias", "Mean error of predicted iterations; above 0: long.")
+        by_class = "request_class"
+        self._ttft = histogram("ttft_seconds", "Time to first token.", by_class, WAIT_BUCKETS_S)
+        self._itl = histogram("itl_seconds", "Gaps between tokens.", by_class, GAP_BUCKETS_S)
+        self._queued = histogram(
+            "queue_seconds", "From arrival to a request's first step.", by_class, WAIT_BUCKETS_S
+        )
+        self._delays = histogram(
+            "interference_seconds",
+            "How much later than alone online requests had their first token, and their last.",
+            "token",
+            DELAY_BUCKETS_S,
+        )
+        self._prompt_tokens = counter("prompt_tokens", "Of requests that ran.", by_class, "source")
+        self._oldest = gauge(
+            "oldest_waiting_seconds", "Of requests that never ran, how long one waits.", by_class
+        )
+        self._budget = gauge("budget_seconds", "Latency budget that offline work had lately.")
+        self._counted: dict[tuple[Any, ...], float] = {}
+
+    def is_due(self, now_s: float) -> bool:
+        """Return whether the next publication is due."""
+        return now_s >= self._next_s
+
+    def publish(
+        self,
+        state: Mapping[str, Any],
+        events: Mapping[str, int],
+        now_s: float,
+    ) -> None:
+        """Publish what ``/coserve/status`` says of a replica, and its events so far."""
+        self._next_s = now_s + _INTERVAL_S
+        common = self._common
+        for request_class in ("online", "offline"):
+            for kind in ("waiting", "running"):
+                value = state[request_class][kind]
+                self._requests.labels(*common, request_class, kind).set(value)
+        self._count(self._shed, state["online"]["shed"])
+        for event, count in events.items():
+            self._count(self._events, count, event)
+        slo = state["slo"]
+        if slo["attainment"] is not None:
+            self._attainment.labels(*common).set(slo["attainment"])
+        for standing in slo["measured"]:
+            for metric, key in (
+                (self._measured, "measured_ms"),
+                (self._alone, "online_alone_ms"),
+            ):
+                if standing[key] is not None:
+                    metric.labels(*common, standing["slo"]).set(standing[key] / 1e3)
+        prediction = state.get("prediction")
+        if prediction is not None and prediction["mape"] is not None:
+            self._error.labels(*common).set(prediction["mape"])
+            self._bias.labels(*common).set(prediction["bias"])
+        checkpoints = state.get("kv_checkpoint")
+        if checkpoints is not None:
+            self._publish_checkpoints(checkpoints)
+        safepoints = state.get("safepoints")
+        if safepoints is not None and safepoints["enabled"]:
+            self._publish_safepoints(safepoints)
+
+    def publish_latencies(self, latencies: Latencies) -> None:
+        """Publish what was gathered since the last time."""
+        for metric, by_class in (
+            (self._ttft, latencies.ttft),
+            (self._itl, latencies.gaps),
+            (self._queued, latencies.queued),
+        ):
+            for request_class, buckets in by_class.items():
+                _add(metric.labels(*self._common, request_class), buckets)
+        for request_class, total in latencies.prompt_tokens.items():
+            cached = latencies.cached_tokens[request_class]
+            self._count(self._prompt_tokens, cached, request_class, "cached")
+            self._count(self._prompt_tokens, total - cached, request_class, "computed")
+
+    def publish_delays(self, delays: Iterable[Delay]) -> None:
+        """Publish what was billed since the last time; early tokens are not delayed."""
+        first, last = Buckets(DELAY_BUCKETS_S), Buckets(DELAY_BUCKETS_S)
+        for delay in delays:
+            first.add(max(0.0, delay.ttft_s))
+            last.add(max(0.0, delay.total_s))
+        _add(self._delays.labels(*self._common, "first"), first)
+        _add(self._delays.labels(*self._common, "last"), last)
+
+    def publish_load(
+        self,
+        load: ReplicaLoad,
+        *,
+        oldest_waiting_s: Mapping[str, float],
+        budget_s: float | None,
+    ) -> None:
+        """Publish what is asked of the engine, and what it could do beside that."""
+        common = self._common
+        self._outstanding.labels(*common).set(load.online.outstanding_tokens)
+        taken = {"online": load.online_kv_tokens, "reclaimable": load.reclaimable_kv_tokens}
+        free = load.kv_tokens - sum(taken.values())
+        for state, tokens in (*taken.items(), ("free", free)):
+            self._kv_tokens.labels(*common, state).set(tokens)
+        if load.reclaim_s is not None:
+            self._reclaim.labels(*common).set(load.reclaim_s)
+        if load.headroom_tokens_per_s is not None:
+            self._headroom.labels(*common).set(load.headroom_tokens_per_s)
+        self._max_lines.labels(*common).set(load.max_lines)
+        for request_class, waited_s in oldest_waiting_s.items():
+            self._oldest.labels(*self._common, request_class).set(waited_s)
+        if budget_s is not None:
+            self._budget.labels(*self._common).set(budget_s)
+
+    def _publish_checkpoints(self, checkpoints: Mapping[str, Any]) -> None:
+        for request_class, values in checkpoints["classes"].items():
+            labels = (*self._common, request_class)
+            self._host_tokens.labels(*labels).set(values["host_tokens"])
+            self._recompute_tax.labels(*labels).set(values["recompute_tax"])
+        self._lag_tokens.labels(*self._common).set(checkpoints["lag_tokens"])
+        for event in COUNTED:
+            self._count(self._checkpoint_events, checkpoints[event], event)
+
+    def _publish_safepoints(self, safepoints: Mapping[str, Any]) -> None:
+        for kind, count in safepoints["suspended"].items():
+            self._count(self._suspended, count, kind)
+        self._count(self._resumed, safepoints["resumed"])
+        for step, delays_ms in safepoints["delays_ms"].items():
+            for statistic in ("p50", "p99"):
+                if delays_ms[statistic] is not None:
+                    gauge = self._delay.labels(*self._common, step, statistic)
+                    gauge.set(delays_ms[statistic] / 1e3)
+
+    def _count(self, counter: Any, total: float, *labels: str) -> None:
+        """Increase a counter to a total, which must not decrease."""
+        key = (counter, *labels)
+        counter.labels(*self._common, *labels).inc(total - self._counted.get(key, 0))
+        self._counted[key] = total
+
+
+def _add(histogram: Any, buckets: Buckets) -> None:
+    """Add what was gathered to one of Prometheus's, which takes single values only."""
+    counts, sum_s = buckets.take()
+    for value, count in zip(histogram._buckets, counts, strict=True):
+        if count:
+            value.inc(count)
+    histogram._sum.inc(sum_s)

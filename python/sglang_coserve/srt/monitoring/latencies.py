@@ -1,0 +1,125 @@
+"""How long requests of both classes waited for their tokens, gathered for Prometheus.
+
+Here a value costs a place in a list; ``exporter`` hands the sums over once a second. A metric
+that is told of each token by itself would cost more than a thousandth of a step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any, Final
+
+from sglang_coserve.srt.steps.request_ledger import RequestLedger
+
+__all__ = ["DELAY_BUCKETS_S", "GAP_BUCKETS_S", "WAIT_BUCKETS_S", "Buckets", "Latencies"]
+
+WAIT_BUCKETS_S: Final = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0),
+)
+"""Of TTFT and of the time until a request first runs: those of OpenTelemetry's
+``gen_ai.server.time_to_first_token``, and longer ones for offline requests."""
+
+GAP_BUCKETS_S: Final = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4),
+    *(0.5, 0.75, 1.0, 2.5, 10.0, 60.0),
+)
+"""Of gaps: those of ``gen_ai.server.time_per_output_token``, finer below 10 ms and coarser above a
+second."""
+
+DELAY_BUCKETS_S: Final = (0.0, *GAP_BUCKETS_S)
+"""What is at most 0 was not delayed."""
+
+Req = Any
+ScheduleBatch = Any
+
+
+class Buckets:
+    """A histogram that is emptied now and then."""
+
+    def __init__(self, bounds_s: Sequence[float]) -> None:
+        self.bounds_s = bounds_s
+        self.counts = [0] * (len(bounds_s) + 1)
+        """By the least bound that is not exceeded; the last of more than all."""
+
+        self.sum_s = 0.0
+
+    def add(self, value_s: float, count: int = 1) -> None:
+        """Take a value in, so many times. O(log bounds)."""
+        self.counts[bisect_left(self.bounds_s, value_s)] += count
+        self.sum_s += count * value_s
+
+    def take(self) -> tuple[list[int], float]:
+        """Return counts and sum, and begin anew."""
+        taken = self.counts, self.sum_s
+        self.counts, self.sum_s = [0] * len(self.counts), 0.0
+        return taken
+
+
+class Latencies:
+    """Follows the tokens of requests; for one rank."""
+
+    def __init__(self, ledger: RequestLedger) -> None:
+        """``ledger`` knows the live requests."""
+        self._ledger = ledger
+        self._last: dict[str, tuple[bool, float]] = {}
+        """Whether it is online, and when its last token came out."""
+
+        classes = ("online", "offline")
+        self.ttft = {name: Buckets(WAIT_BUCKETS_S) for name in classes}
+        self.queued = {name: Buckets(WAIT_BUCKETS_S) for name in classes}
+        self.gaps = {name: Buckets(GAP_BUCKETS_S) for name in classes}
+        self.prompt_tokens = dict.fromkeys(classes, 0)
+        self.cached_tokens = dict.fromkeys(classes, 0)
+
+    def launched(self, batch: ScheduleBatch | None, now_s: float) -> None:
+        """Note which requests a batch is the first of; to be called before the ledger's
+        ``launched``. O(requests) of one with prompts, else O(1)."""
+        if not batch or not batch.forward_mode.is_extend():
+            return
+        # Requests that decode beside prompts have begun.
+        for req, cached_tokens in zip(batch.reqs, batch.prefix_lens, strict=False):
+            rid = req.rid
+            if self._ledger.has_begun(rid) or rid not in self._ledger:
+                continue
+            info = self._ledger[rid]
+            name = info.request_class.value
+            self.queued[name].add(max(0.0, now_s - info.arrival_s))
+            self.prompt_tokens[name] += info.prompt_tokens
+            self.cached_tokens[name] += min(cached_tokens, info.prompt_tokens)
+
+    def processed(self, reqs: Sequence[Req], has_token: Sequence[bool], now_s: float) -> None:
+        """Note who got a token. O(requests)."""
+        last, now = self._last, {True: (True, now_s), False: (False, now_s)}
+        gaps: dict[tuple[bool, float], int] = {}
+        for req, has in zip(reqs, has_token, strict=True):
+            if not has:
+                continue
+            rid = req.rid
+            before = last.get(rid)
+            if before is not None:
+                # Those that end with one step are mostly equal.
+                gaps[before] = gaps.get(before, 0) + 1
+                last[rid] = now[before[0]]
+            elif rid in self._ledger:  # Else it was aborted meanwhile.
+                info = self._ledger[rid]
+                last[rid] = now[info.is_online]
+                self.ttft[info.request_class.value].add(max(0.0, now_s - info.arrival_s))
+        for (is_online, before_s), count in gaps.items():
+            self.gaps["online" if is_online else "offline"].add(now_s - before_s, count)
+
+    def forget(self, rid: str) -> None:
+        """Drop what is kept of a request that has ended."""
+        self._last.pop(rid, None)
+
+    def oldest_waiting_s(self, now_s: float) -> dict[str, float]:
+        """Return how long the request has waited that came first, of those of a class that have
+        never run; 0 where there is none. O(online and begun requests)."""
+        online = [self._ledger[req.rid] for req in self._ledger.online_reqs()]
+        offline = (info for info in self._ledger.in_order_of_arrival() if not info.is_online)
+        waited_s = {}
+        for name, infos in (("online", online), ("offline", offline)):
+            first = next((info for info in infos if not self._ledger.has_begun(info.rid)), None)
+            waited_s[name] = 0.0 if first is None else max(0.0, now_s - first.arrival_s)
+        return waited_s

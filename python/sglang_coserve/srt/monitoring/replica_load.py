@@ -1,0 +1,135 @@
+"""What a scheduler tells of its load: the core's ``ReplicaLoad`` of the requests it has."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.engine_load import ClassLoad, OnlineShare, ReplicaLoad
+from sglang_coserve.core.offline_rate import expected_tokens_per_s, lines_at_a_time
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.core.step_stats import StepStats
+from sglang_coserve.srt.admission.protocol import Admission
+from sglang_coserve.srt.compat import computed_tokens
+from sglang_coserve.srt.steps.engine_view import EngineView
+from sglang_coserve.srt.steps.kv_pools import KvByClass, KvPools
+from sglang_coserve.srt.steps.request_ledger import RequestLedger
+from sglang_coserve.srt.steps.step_runner import StepRunner
+
+__all__ = ["HeldKv", "LoadReporter"]
+
+Req = Any
+
+
+class HeldKv(NamedTuple):
+    """The requests with KV by class, and the slots that they hold."""
+
+    online: list[Req]
+    offline: list[Req]
+    tokens: KvByClass
+
+
+class LoadReporter:
+    """See the module's docstring. Lives in the scheduler process."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        config: CoserveConfig,
+        *,
+        admission: Admission,
+        view: EngineView,
+        pools: KvPools,
+        ledger: RequestLedger,
+        runner: StepRunner,
+    ) -> None:
+        self._is_predicted = config.offline_policy != "fifo"
+        self._admission = admission
+        self._view = view
+        self._pools = pools
+        self._ledger = ledger
+        self._runner = runner
+        self._max_requests: int = scheduler.max_running_requests
+        self._chunk_tokens: int = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
+        self._max_offline = min(
+            config.offline_max_running or self._max_requests, self._max_requests
+        )
+        self._share = OnlineShare()
+
+    def held(self) -> HeldKv:
+        """Return who holds KV now. O(requests + nodes of the radix tree above them)."""
+        online, offline = self._ledger.with_kv()
+        return HeldKv(online, offline, self._pools.by_class(online, offline))
+
+    def load(self, held: HeldKv | None = None) -> ReplicaLoad:
+        """Return the load as it is now; ``held`` is who holds KV, if that is known already."""
+        online, offline, kv = held or self.held()
+        requests = min(self._max_offline, self._max_requests - len(online))
+        lines = self._ledger.totals(RequestClass.OFFLINE)
+        return ReplicaLoad(
+            online=self._class_load(RequestClass.ONLINE, online),
+            offline=self._class_load(RequestClass.OFFLINE, offline),
+            kv_tokens=self._pools.total_tokens,
+            online_kv_tokens=kv.online,
+            reclaimable_kv_tokens=kv.offline + kv.cached,
+            reclaim_s=self._reclaim_s(offline, online),
+            headroom_tokens_per_s=self._headroom_tokens_per_s(has_online=bool(online)),
+            max_lines=lines_at_a_time(
+                kv_tokens=self._pools.total_tokens - kv.online,
+                requests=requests,
+                lines=lines.requests,
+                line_tokens=lines.tokens,
+            ),
+        )
+
+    def rate_alone_per_s(self) -> float | None:
+        """Return the tokens a second that offline work would get of the engine alone, now; None if
+        that is not known. Under ``fifo`` this reads the profile."""
+        model = self._admission.latency_model()
+        if model is None:
+            return None
+        return expected_tokens_per_s(
+            model,
+            kv_tokens=self._pools.total_tokens,
+            max_requests=self._max_offline,
+            chunk_tokens=self._chunk_tokens,
+        )
+
+    def _class_load(self, request_class: RequestClass, running: list[Req]) -> ClassLoad:
+        ledger = self._ledger
+        totals = ledger.totals(request_class)
+        done_tokens = sum(min(computed_tokens(r), ledger.length(r.rid)) for r in running)
+        return ClassLoad(
+            running=len(running),
+            waiting=totals.requests - len(running),
+            outstanding_tokens=totals.tokens - done_tokens,
+        )
+
+    def _reclaim_s(self, offline: list[Req], online: list[Req]) -> float | None:
+        """Return how long a step of these requests goes on until offline ones can be retracted."""
+        if not offline:
+            return 0.0
+        model = self._admission.latency_model() if self._is_predicted else None
+        if model is None:
+            return None
+        chunk = self._view.chunk
+        decodes = [computed_tokens(req) for req in (*offline, *online) if req is not chunk]
+        prefills = []
+        if chunk is not None:
+            left_tokens = len(chunk.origin_input_ids) + len(chunk.output_ids)
+            left_tokens -= computed_tokens(chunk)
+            tokens = min(self._chunk_tokens, left_tokens)
+            prefills = [(max(tokens, 1), computed_tokens(chunk))]
+        step_s = model.predict(StepStats.of(prefills=prefills, decodes=decodes))
+        # A step with online requests is theirs, too, and runs to its end.
+        return step_s if online else step_s * self._runner.stop_share
+
+    def _headroom_tokens_per_s(self, *, has_online: bool) -> float | None:
+        rate = self.rate_alone_per_s() if self._is_predicted else None
+        if rate is None:
+            return None
+        interference = self._admission.interference
+        online_share = self._share.at(time.perf_counter(), interference.online_s)
+        fillable = interference.allowance.gap_share if has_online else 1.0
+        return rate * (1 - online_share) * fillable

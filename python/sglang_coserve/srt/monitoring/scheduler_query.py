@@ -1,0 +1,47 @@
+"""Questions to the schedulers of a server that SGLang has no request for.
+
+They travel as the names of requests for its internal state, and are answered without what SGLang
+adds to that: it takes time, and some of it (means since the last call) starts anew with each call.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from sglang_coserve.srt.monitoring.status import SchedulerStatus
+
+__all__ = ["BATCH_DELAYS", "STANDING", "answer", "ask", "last_steps"]
+
+STANDING: Final = "coserve-standing"
+"""How both classes stand now: ``SchedulerStatus.state``."""
+
+BATCH_DELAYS: Final = "coserve-batch-delays"
+"""By how much batches have delayed online requests: ``SchedulerStatus.batch_delays_s``."""
+
+_LAST_STEPS: Final = "coserve-last-steps-"
+_ANSWER_KEY: Final = "coserve_answer"
+
+
+def last_steps(seconds: float) -> str:
+    """Return the question for the trace events of the last ``seconds``."""
+    return f"{_LAST_STEPS}{seconds}"
+
+
+async def ask(manager: Any, question: str) -> list[Any]:
+    """Return the answer of each scheduler; ``manager`` is SGLang's tokenizer manager."""
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+
+    manager.auto_create_handle_loop()
+    answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=question))
+    return [answer.internal_state[_ANSWER_KEY] for answer in answers]
+
+
+def answer(question: str | None, status: SchedulerStatus) -> dict[str, Any] | None:
+    """Return the internal state that answers ``question``; None if it is none of ours."""
+    if question == STANDING:
+        return {_ANSWER_KEY: status.state()}
+    if question == BATCH_DELAYS:
+        return {_ANSWER_KEY: status.batch_delays_s()}
+    if question is not None and question.startswith(_LAST_STEPS):
+        return {_ANSWER_KEY: status.last_steps(float(question.removeprefix(_LAST_STEPS)))}
+    return None

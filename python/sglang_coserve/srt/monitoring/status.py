@@ -1,0 +1,205 @@
+"""Reports the state of a scheduler to ``/coserve/status`` and Prometheus."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.control.bill import BillReport, Delay
+from sglang_coserve.srt import compat
+from sglang_coserve.srt.admission.protocol import Admission
+from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
+from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.monitoring.exporter import Exporter
+from sglang_coserve.srt.monitoring.latencies import Latencies
+from sglang_coserve.srt.monitoring.replica_load import HeldKv, LoadReporter
+from sglang_coserve.srt.monitoring.replicas import EXPECTED_RATE_KEY
+from sglang_coserve.srt.monitoring.step_trace import Record, StepTrace
+from sglang_coserve.srt.safepoint.forward_kind import kind_of
+from sglang_coserve.srt.steps.engine_view import EngineView
+from sglang_coserve.srt.steps.request_ledger import RequestLedger
+from sglang_coserve.srt.steps.step_runner import StepRunner
+
+if TYPE_CHECKING:
+    from sglang_coserve.srt.monitoring.request_spans import RequestSpans
+
+__all__ = ["SchedulerStatus"]
+
+logger = logging.getLogger(__name__)
+
+
+class SchedulerStatus:
+    """Collects the state of both request classes as plain values."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        config: CoserveConfig,
+        *,
+        admission: Admission,
+        ledger: RequestLedger,
+        view: EngineView,
+        load: LoadReporter,
+        runner: StepRunner,
+        checkpointing: KvCheckpointing,
+        events: Counter[str],
+    ) -> None:
+        self._scheduler = scheduler
+        self._view = view
+        self._load = load
+        self._config = config
+        self._admission = admission
+        self._runner = runner
+        self._checkpointing = checkpointing
+        self._load = load
+        self._events = events
+        args = compat.settings_of(scheduler.server_args)
+        self._is_rank_0 = compat.is_first_rank(scheduler)
+        dp_rank = compat.parallel(scheduler).dp_rank
+        self._exporter: Exporter | None = None
+        self._latencies: Latencies | None = None
+        self._trace = StepTrace(ledger) if self._is_rank_0 else None
+        self._spans: RequestSpans | None = None
+        if args.enable_trace and self._is_rank_0:
+            # Imports OpenTelemetry, as SGLang has by now.
+            from sglang_coserve.srt.monitoring.request_spans import RequestSpans
+
+            self._spans = RequestSpans(ledger)
+        if args.enable_metrics and self._is_rank_0:
+            self._exporter = Exporter(args.served_model_name, dp_rank)
+            self._latencies = Latencies(ledger)
+
+    def internal_state(self) -> dict[str, Any]:
+        """Return the state of this replica for ``/coserve/status``."""
+        return {
+            "config": self._config.to_dict(),
+            EXPECTED_RATE_KEY: self._load.rate_alone_per_s(),
+            **self.state(),
+        }
+
+    def state(self, held: HeldKv | None = None) -> dict[str, Any]:
+        """Return the current state of both classes; ``held`` is who holds KV, if known."""
+        scheduler = self._scheduler
+        running = self._view.running_requests()
+        num_offline = sum(is_offline(req) for req in running)
+        prefilling = scheduler.chunked_req
+        return {
+            "slo": self._admission.interference.monitor.report(time.perf_counter()).to_dict(),
+            "online": {
+                "waiting": len(scheduler.waiting_queue),
+                "running": len(running) - num_offline,
+                "shed": self._events["shed"],
+                **self._delays(),
+            },
+            "offline": {
+                "waiting": self._admission.num_waiting(),
+                "running": num_offline + self._admission.num_running(),
+                "prefilling": int(prefilling is not None and is_offline(prefilling)),
+                **self._counted_events(),
+            },
+            "kv_tokens": (held or self._load.held()).tokens._asdict(),
+            "kv_checkpoint": self._checkpointing.stats().to_dict(),
+            **self._admission.state(),
+            **self._runner.state(),
+        }
+
+    def batch_delays_s(self) -> dict[str, float] | None:
+        """Return by how much each batch has delayed online requests; None if that is not known."""
+        bill = self._bill()
+        return None if bill is None else dict(bill.jobs)
+
+    def last_steps(self, seconds: float) -> list[Record]:
+        """Return the last ``seconds`` of steps, as far as they are kept (``StepTrace``)."""
+        return [] if self._trace is None else self._trace.since(time.perf_counter() - seconds)
+
+    def launched(self, batch: Any) -> None:
+        """Note the batch with which a pass ends; None if nothing is to run."""
+        if self._trace is None:
+            return
+        now_s = time.perf_counter()
+        self._trace.launched(batch, now_s, self._runner.lane)
+        if self._spans is not None:
+            self._spans.launched(batch, now_s, self._runner.lane)
+        if self._latencies is not None:
+            self._latencies.launched(batch, now_s)
+
+    def stopped(self) -> None:
+        """Note that the batch that was launched first has been suspended."""
+        lane = self._runner.lane
+        if self._trace is None or lane is None or (held := lane.suspended) is None:
+            return
+        now_s = time.perf_counter()
+        # SGLang's own object has no rows any more.
+        self._trace.ended(held.batch.reqs, held.kind, now_s, stopped_at=held.layer)
+        if self._spans is not None:
+            self._spans.suspended(held, now_s)
+
+    def processed(self, batch: Any, reqs: Sequence[Any], has_token: Sequence[bool]) -> None:
+        """Note the results of a batch, whose requests were ``reqs``, and publish."""
+        if self._trace is not None:
+            now_s = time.perf_counter()
+            self._trace.ended(reqs, kind_of(batch), now_s, has_token)
+            if self._latencies is not None:
+                self._latencies.processed(reqs, has_token, now_s)
+        self.publish()
+
+    def forget(self, rid: str) -> None:
+        """Drop what is kept of a request that has ended."""
+        if self._trace is not None:
+            self._trace.forget(rid, time.perf_counter())
+        if self._latencies is not None:
+            self._latencies.forget(rid)
+
+    def publish(self) -> None:
+        """Publish Prometheus metrics, if enabled and due; log a warning about missed targets."""
+        if not self._is_rank_0:
+            return  # All ranks have the same state.
+        now_s = time.perf_counter()
+        if self._exporter is not None and self._exporter.is_due(now_s):
+            self._publish(self._exporter, now_s)
+        elif self._exporter is None and self._spans is not None:
+            self._spans.billed(self._new_delays())
+        warning = self._admission.interference.monitor.warning(now_s)
+        if warning is not None:
+            logger.warning("%s", warning)
+
+    def _publish(self, exporter: Exporter, now_s: float) -> None:
+        assert self._latencies is not None
+        held = self._load.held()
+        exporter.publish(self.state(held), self._counted_events(), now_s)
+        exporter.publish_latencies(self._latencies)
+        delays = self._new_delays()
+        if self._admission.interference.bill is not None:
+            exporter.publish_delays(delays)
+        if self._spans is not None:
+            self._spans.billed(delays)
+        exporter.publish_load(
+            self._load.load(held),
+            oldest_waiting_s=self._latencies.oldest_waiting_s(now_s),
+            budget_s=self._admission.budget_s,
+        )
+
+    def _new_delays(self) -> list[Delay]:
+        bill = self._admission.interference.bill
+        return [] if bill is None else bill.take_delays()
+
+    def _bill(self) -> BillReport | None:
+        bill = self._admission.interference.bill
+        return None if bill is None else bill.report()
+
+    def _delays(self) -> dict[str, float | int | None]:
+        """Return by how much offline work has delayed online requests since the start."""
+        bill = self._bill()
+        return {
+            "delay_s": None if bill is None else bill.total_s,
+            "delay_ttft_s": None if bill is None else bill.ttft_s,
+            "delay_gaps_s": None if bill is None else bill.gaps_s,
+            "billed": 0 if bill is None else bill.requests,
+        }
+
+    def _counted_events(self) -> dict[str, int]:
+        return {name: self._events[name] for name in self._admission.event_names}

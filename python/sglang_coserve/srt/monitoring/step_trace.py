@@ -1,0 +1,154 @@
+"""The last steps of a scheduler, for Perfetto: what ran when, up to which layer, and who was in it.
+
+The scheduler keeps plain values; whoever asks for them makes the events.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from sglang_coserve.srt.safepoint.forward_kind import ForwardKind
+from sglang_coserve.srt.steps.offline_lane import OfflineLane
+from sglang_coserve.srt.steps.request_ledger import RequestLedger
+from sglang_coserve.trace_events import mark, slice_of, span_begin, span_end
+
+__all__ = ["Record", "StepTrace", "trace_events"]
+
+_MOST_RECORDS: Final = 1 << 14
+"""Some minutes of steps and requests; about 10 MB at most, with as many names as below."""
+
+_MOST_NAMES: Final = 32
+"""Requests of a class that a step names; their number is there in any case."""
+
+_MOST_UNDER_WAY: Final = 64
+"""Batches without results: far more than overlap scheduling or a pipeline has."""
+
+_STEP, _BEGIN, _FIRST, _END = range(4)
+
+Req = Any
+ScheduleBatch = Any
+Record = Sequence[Any]
+"""What kind it is, when it ended or happened, and the rest of it."""
+
+
+class StepTrace:
+    """A ring of records, the latest ones; for one rank. O(requests) a step.
+
+    A step lasts from when it was launched, or the one before it ended, until its results are
+    in. What ran beside the scheduler on a GPU ended a little earlier.
+    """
+
+    def __init__(self, ledger: RequestLedger) -> None:
+        """``ledger`` knows the live requests."""
+        self._ledger = ledger
+        self._records: deque[Record] = deque(maxlen=_MOST_RECORDS)
+        self._launched: deque[tuple[float, int]] = deque(maxlen=_MOST_UNDER_WAY)
+        self._ended_s = 0.0
+        self._spans: dict[str, str] = {}
+        """Requests that have begun, and have not ended: their class."""
+
+        self._without_token: set[str] = set()
+        """Of them, those that have no token yet."""
+
+    def launched(self, batch: ScheduleBatch | None, now_s: float, lane: OfflineLane | None) -> None:
+        """Note a batch that is about to run; ``lane`` may have one that goes on."""
+        if not batch:
+            return
+        held = None if lane is None else lane.suspended
+        first_layer = held.layer if held is not None and held.batch is batch else 0
+        self._launched.append((now_s, first_layer))
+        if not batch.forward_mode.is_extend():
+            return
+        for req in batch.reqs:
+            rid = req.rid
+            if rid not in self._spans and rid in self._ledger:
+                info = self._ledger[rid]
+                kind = self._spans[rid] = info.request_class.value
+                self._without_token.add(rid)
+                self._records.append(
+                    (_BEGIN, info.arrival_s, rid, kind, info.prompt_tokens, info.job)
+                )
+
+    def ended(
+        self,
+        reqs: Sequence[Req],
+        kind: ForwardKind | None,
+        now_s: float,
+        has_token: Sequence[bool] = (),
+        *,
+        stopped_at: int | None = None,
+    ) -> None:
+        """Note that the batch that was launched first has its results, or was suspended.
+
+        Args:
+            reqs: Its requests.
+            kind: What they did.
+            now_s: Until when it ran.
+            has_token: Which requests got a token; none where it was suspended.
+            stopped_at: The first layer that has not run; None: it ended.
+        """
+        if not self._launched:
+            return
+        launched_s, first_layer = self._launched.popleft()
+        start_s = max(launched_s, self._ended_s)
+        self._ended_s = now_s
+        spans = self._spans
+        rids = [req.rid for req in reqs]
+        offline = [rid for rid in rids if spans.get(rid) == "offline"]
+        num_offline = len(offline)
+        online = rids if not offline else [rid for rid in rids if spans.get(rid) != "offline"]
+        name = "other" if kind is None else kind.value
+        counts = len(rids) - num_offline, num_offline
+        names = online[:_MOST_NAMES], offline[:_MOST_NAMES]
+        self._records.append((_STEP, now_s, start_s, name, first_layer, stopped_at, counts, names))
+        if self._without_token:
+            for rid, has in zip(rids, has_token, strict=False):
+                if has and rid in self._without_token:
+                    self._without_token.discard(rid)
+                    self._records.append((_FIRST, now_s, rid, spans[rid]))
+
+    def forget(self, rid: str, now_s: float) -> None:
+        """Note that a request has ended."""
+        kind = self._spans.pop(rid, None)
+        self._without_token.discard(rid)
+        if kind is not None:
+            self._records.append((_END, now_s, rid, kind))
+
+    def since(self, at_s: float) -> list[Record]:
+        """Return the records from ``at_s`` on, as far back as they are kept. O(records kept)."""
+        return [record for record in self._records if record[1] >= at_s]
+
+
+def trace_events(records: Sequence[Record], process: int) -> Iterator[str]:
+    """Yield the events of what ``StepTrace`` has kept, as those of a process of this number."""
+    for kind, at_s, *rest in records:
+        if kind == _STEP:
+            yield _slice(at_s, rest, process)
+        elif kind == _BEGIN:
+            rid, request_class, prompt_tokens, batch = rest
+            args = {"prompt_tokens": prompt_tokens, "batch": batch}
+            yield span_begin(rid, request_class, at_s, args, process=process)
+        else:
+            rid, request_class = rest
+            if kind == _FIRST:
+                yield mark(rid, request_class, "first_token", at_s, process=process)
+            else:
+                yield span_end(rid, request_class, at_s, process=process)
+
+
+def _slice(end_s: float, step: Sequence[Any], process: int) -> str:
+    start_s, name, first_layer, stopped_at, counts, (online, offline) = step
+    args: dict[str, Any] = {"rows": {"online": counts[0], "offline": counts[1]}}
+    if online:
+        args["online"] = online
+    if offline:
+        args["offline"] = offline
+    if first_layer or stopped_at is not None:
+        args["layers"] = {"from": first_layer, "before": stopped_at}
+    if first_layer:
+        name += ", resumed"
+    if stopped_at is not None:
+        name += ", suspended"
+    return slice_of(name, start_s, end_s, args, process=process)

@@ -1,0 +1,1 @@
+"""Measures batches on a real scheduler, and finds the latency model of a server."""

@@ -1,0 +1,1 @@
+"""Our HTTP routes on SGLang's server."""

@@ -1,0 +1,182 @@
+"""Lines of batches inside SGLang's server: its own Batch API, and lines that a gateway sends.
+
+Both are opened with the server's event loop, and closed with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fastapi import FastAPI
+
+from sglang_coserve.batch import BatchService
+from sglang_coserve.batch.routes import (
+    add_batch_routes,
+    operator_endpoints,
+    set_admin_key,
+    set_service,
+)
+from sglang_coserve.batch.settings import limits_of, webhook_target_of
+from sglang_coserve.batch.webhooks import Webhooks
+from sglang_coserve.config import CoserveConfig
+from sglang_coserve.http_lines import (
+    LineServer,
+    add_line_routes,
+    line_endpoints,
+    set_line_server,
+)
+from sglang_coserve.srt import compat
+from sglang_coserve.srt.monitoring.batch_exporter import BatchExporter, batches_exported
+from sglang_coserve.srt.routes.drain import Drain, install_drain_routes, set_drain
+from sglang_coserve.srt.routes.trace_route import install_trace_route
+
+if TYPE_CHECKING:
+    from sglang_coserve.srt.batch_backend import BatchBackend
+
+__all__ = [
+    "check_batch_settings",
+    "install_batch_api",
+    "open_routes_warning",
+]
+
+_POLL_S: Final = 0.2
+
+logger = logging.getLogger(__name__)
+
+
+def check_batch_settings(config: CoserveConfig) -> None:
+    """Check, before the model is loaded, that the Batch API will be able to start.
+
+    Raises:
+        StartupError: the data directory cannot be used.
+        ConfigError: the webhook's address or secret cannot be used.
+    """
+    webhook_target_of(config)
+    if config.coserve_data_dir is not None:
+        asyncio.run(BatchService.check(Path(config.coserve_data_dir)))
+
+
+def install_batch_api(http_server: Any, admin_api_key: str | None) -> None:
+    """Add the Batch API's routes to SGLang's app, and run its service while the server runs."""
+    app: FastAPI = http_server.app
+    add_batch_routes(app)
+    add_line_routes(app)
+    drain = install_drain_routes(app)
+    trace = install_trace_route(http_server)
+    if admin_api_key:
+        from sglang.srt.utils.auth import AuthLevel, auth_level
+
+        set_admin_key(app, admin_api_key)
+        # Else SGLang would let nobody pass who has not --api-key. Without an admin key the
+        # routes say so themselves, and SGLang need not look at every request.
+        for endpoint in (*operator_endpoints(), *line_endpoints(), *drain, trace):
+            auth_level(AuthLevel.ADMIN_FORCE)(endpoint)
+    stock_lifespan = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[Any]:
+        async with AsyncExitStack() as stack:
+            # The service starts first, so that its errors stop the start before the warm-up.
+            config: CoserveConfig = app.server_args._coserve  # type: ignore[attr-defined]
+            if config.coserve_data_dir is not None or admin_api_key:
+                await stack.enter_async_context(_served(http_server, config))
+            yield await stack.enter_async_context(stock_lifespan(app))
+
+    app.router.lifespan_context = lifespan
+
+
+def open_routes_warning(api_key: str | None, admin_api_key: str | None) -> str | None:
+    """Return a warning if the keys that are set leave routes open; None otherwise."""
+    if api_key or not admin_api_key:
+        return None
+    return (
+        "--admin-api-key without --api-key: only SGLang's management routes, /coserve/batches and "
+        "/coserve/lines need a key; requests, /v1/files, /v1/batches and /coserve/status are open "
+        "to everybody who reaches the port, and each key, checked by nobody here, is an owner: "
+        "add --api-key, or let a gateway check keys"
+    )
+
+
+@asynccontextmanager
+async def _served(http_server: Any, config: CoserveConfig) -> AsyncGenerator[None]:
+    backend = await _backend(http_server)
+    lines = LineServer(backend)
+    set_line_server(http_server.app, lines)
+    manager = http_server._global_state.tokenizer_manager
+    args = compat.settings_of(manager.server_args)
+    # Once: Prometheus takes no metric twice, and the service is opened again after a drain.
+    exporter = BatchExporter(args.served_model_name) if args.enable_metrics else None
+    open_service = partial(_open_service, http_server, config, backend, exporter)
+    drain = Drain(manager, lines, open_service)
+    await drain.end()
+    set_drain(http_server.app, drain)
+    stopping = asyncio.create_task(_drain_when_stopping(backend, drain))
+    try:
+        yield
+    finally:
+        if not backend.is_stopping:
+            stopping.cancel()
+        await asyncio.wait({stopping})
+        await drain.start()
+
+
+async def _backend(http_server: Any) -> BatchBackend:
+    from sglang_coserve.srt.batch_backend import BatchBackend
+    from sglang_coserve.srt.monitoring.replicas import EXPECTED_RATE_KEY, STATE_KEY
+
+    state = http_server._global_state
+    manager = state.tokenizer_manager
+    return BatchBackend(
+        manager,
+        state.template_manager,
+        fingerprint=await manager.coserve_fingerprint(),
+        expected_tokens_per_s=state.scheduler_info[STATE_KEY][EXPECTED_RATE_KEY],
+    )
+
+
+async def _open_service(
+    http_server: Any,
+    config: CoserveConfig,
+    backend: BatchBackend,
+    exporter: BatchExporter | None,
+    stack: AsyncExitStack,
+) -> None:
+    """Open the Batch API for as long as ``stack``, if the server has one."""
+    from sglang_coserve.srt.safeguards.engine_death import fatal_signals_recorded_in
+
+    if config.coserve_data_dir is None:
+        return
+    target = webhook_target_of(config)
+    service = await BatchService.open(
+        Path(config.coserve_data_dir), backend, limits_of(config), record_events=target is not None
+    )
+    set_service(http_server.app, service)
+    stack.push_async_callback(_close, http_server.app, service)
+    stack.enter_context(fatal_signals_recorded_in(service.fatal_signal_path))
+    http_server._global_state.tokenizer_manager.coserve_on_death = service.note_engine_death
+    if exporter is not None:
+        await stack.enter_async_context(batches_exported(service, exporter))
+    if target is not None:
+        await stack.enter_async_context(Webhooks(service, target))
+
+
+async def _drain_when_stopping(backend: BatchBackend, drain: Drain) -> None:
+    """Drain when the server is told to stop.
+
+    SGLang waits for all requests, including lines in flight, before it shuts its app down.
+    """
+    while not backend.is_stopping:
+        await asyncio.sleep(_POLL_S)
+    logger.info("batches stop where they are; the next start continues them")
+    await drain.start()
+
+
+async def _close(app: FastAPI, service: BatchService) -> None:
+    set_service(app, None, "the server is draining: its batches continue when it starts again")
+    await service.close()

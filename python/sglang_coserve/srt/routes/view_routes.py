@@ -1,0 +1,138 @@
+"""``/coserve``, the operator's page, and ``/coserve/view``, what it shows.
+
+Both are served before SGLang's own check of keys: a browser cannot send a key with the
+address of a page, and what is shown depends on whose key it is. The page itself holds
+nothing of the server.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Final
+
+import orjson
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route, Router
+
+from sglang_coserve.asgi import App, Receive, Scope, Send, send_error
+from sglang_coserve.batch.routes import PAGE_PATH, VIEW_PATH, Keys, bearer_key, shown_batches
+from sglang_coserve.srt.monitoring.view_sampler import sampled
+from sglang_coserve.view import History, Page, standing
+
+__all__ = ["View"]
+
+_DECISION: Final = ("subject", "text", "steps", "span_s")
+_ENGINE: Final = ("online", "offline", "kv_tokens", "work", "safepoints", "prediction")
+
+
+class View:
+    """The two routes, and the samples behind them."""
+
+    def __init__(self, http_server: Any, keys: Keys) -> None:
+        """``http_server`` is SGLang's module of that name."""
+        self._http_server = http_server
+        self._keys = keys
+        self._page = Page.assemble()
+        self._history = History()
+        self._router = Router(
+            [
+                Route(PAGE_PATH, self._serve_page, methods=["GET"]),
+                Route(f"{PAGE_PATH}/", self._serve_page_address, methods=["GET"]),
+                Route(VIEW_PATH, self._serve_view, methods=["GET"]),
+            ]
+        )
+
+    def install(self, app: FastAPI) -> None:
+        """Have ``app`` serve the routes, before all middleware, and sample while it runs."""
+        build_stack = app.build_middleware_stack
+
+        def build_with_view() -> App:
+            return _InFront(self._router, build_stack())
+
+        app.build_middleware_stack = build_with_view  # type: ignore[method-assign]
+        stock_lifespan = app.router.lifespan_context
+
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncGenerator[Any]:
+            async with AsyncExitStack() as stack:
+                entered = await stack.enter_async_context(stock_lifespan(app))
+                manager = self._http_server._global_state.tokenizer_manager
+                await stack.enter_async_context(sampled(manager, self._history))
+                yield entered
+
+        app.router.lifespan_context = lifespan
+
+    async def _serve_page(self, _request: Request) -> Response:
+        return Response(self._page.html, headers=self._page.headers)
+
+    async def _serve_page_address(self, _request: Request) -> Response:
+        return RedirectResponse("../coserve")
+
+    async def _serve_view(self, request: Request) -> Response:
+        caller = self._keys.caller(bearer_key(request))
+        if caller is None:
+            return _error(401, "send the server's --api-key or --admin-api-key as a bearer token")
+        try:
+            since_s = float(request.query_params.get("since", "0"))
+        except ValueError:
+            return _error(400, "since: must be seconds since the epoch")
+        batches = await shown_batches(self._http_server.app, caller)
+        return _json(200, self._view(since_s) | batches)
+
+    def _view(self, since_s: float) -> dict[str, Any]:
+        now_s, history = time.time(), self._history
+        manager = self._http_server._global_state.tokenizer_manager
+        replicas = history.latest
+        return {
+            "at": now_s,
+            "sample_age_s": now_s - history.latest_at_s if replicas else None,
+            "model": manager.served_model_name,
+            "policy": manager.server_args._coserve.offline_policy,
+            "online_users": standing(replicas) | {"bill": history.bill()},
+            "replicas": [{name: r[name] for name in _ENGINE if name in r} for r in replicas],
+            "decisions": _decisions(history),
+            "history": history.columns(since_s),
+        }
+
+
+class _InFront:
+    """Serves what the router knows, and leaves the rest to ``app``."""
+
+    def __init__(self, router: Router, app: App) -> None:
+        self._router = router
+        self._app = app
+        self._paths = frozenset(route.path for route in router.routes if isinstance(route, Route))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] == "http" and path in self._paths:
+            if scope["method"] not in ("GET", "HEAD"):
+                await send_error(send, 405, f"{path} is only read: use GET")
+                return
+            await self._router(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _decisions(history: History) -> list[dict[str, Any]]:
+    """Return what was decided, the newest first, with the time of each."""
+    at_s = history.latest_at_s
+    found = [
+        {"at": at_s - each["age_s"], **{name: each[name] for name in _DECISION}}
+        for replica in history.latest
+        for each in replica.get("decisions", ())
+    ]
+    return sorted(found, key=lambda decision: -decision["at"])
+
+
+def _error(status: int, message: str) -> Response:
+    return _json(status, {"error": {"message": message}})
+
+
+def _json(status: int, content: dict[str, Any]) -> Response:
+    headers = {"cache-control": "no-store"}
+    return Response(orjson.dumps(content), status, headers, "application/json")

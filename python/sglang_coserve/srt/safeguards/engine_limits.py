@@ -1,0 +1,211 @@
+"""Checks requests for values that SGLang accepts but that crash its processes.
+
+One such request could end the server for all users, and a line of a batch would do so again
+after each restart, since batches are resumed.  So every request to the
+scheduler is checked here, whatever its entry point.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, Final
+
+import numpy
+
+from sglang_coserve.srt.safeguards.stop_patterns import check_stop_pattern
+
+__all__ = ["check_request", "check_values"]
+
+_MOST_CHOICES: Final = 128
+"""Choices of one prompt, the limit of OpenAI; SGLang holds all of them at once."""
+
+_MOST_REQUESTS: Final = 2048
+"""Engine requests from one body, where each choice counts: the limit of inputs in OpenAI's
+embeddings."""
+
+_MOST_ID_CHARS: Final = 256
+
+_HEALTH_CHECK_ID: Final = "HEALTH_CHECK"
+"""SGLang does not answer a request with this id prefix while others run."""
+
+_MOST_BIAS: Final = 1e30
+"""Fits the engine's 32-bit floats, with room for the logit that it is added to."""
+
+_MOST_BIASES: Final = 1024
+"""SGLang writes biases one by one, a few microseconds each, whenever a request joins a batch."""
+
+_MOST_LOGPROBS: Final = 1024
+"""Log-probabilities of one position: each becomes a Python object in three processes, while other
+requests wait."""
+
+_MOST_STOPS: Final = 128
+_MOST_STOP_CHARS: Final = 4096
+"""SGLang searches for each stop string after every token, while all other requests wait."""
+
+_RANGES: Final[Mapping[str, tuple[float, float]]] = {
+    # As 32-bit floats, smaller values become zero and larger ones may become infinite.
+    "temperature": (0, 1e9),
+    "top_p": (1.2e-38, 1),
+    # Logits are divided by it, and must stay finite.
+    "repetition_penalty": (1e-3, 2),
+    # The engine's integers have 32 bits, and 64 for the seed.
+    "top_k": (-1, 2**31 - 1),
+    "min_new_tokens": (0, 2**31 - 1),
+    "max_new_tokens": (0, 2**31 - 1),
+    "sampling_seed": (-(2**63), 2**63 - 1),
+    # Output tokens are counted modulo this.
+    "stream_interval": (1, 2**31 - 1),
+}
+"""Valid ranges of sampling parameters; SGLang checks the others sufficiently."""
+
+_NUMBERS: Final = (*_RANGES, "min_p", "frequency_penalty", "presence_penalty")
+
+_SERVER_FIELDS: Final = ("lora_id", "http_worker_ipc", "mm_data_mooncake", "encoder_urls")
+"""Fields of SGLang's request that only SGLang itself may set."""
+
+_SERVER_PARAMS: Final = (
+    *("is_normalized", "stop_strs", "stop_str_max_len", "stop_regex_strs", "stop_regex_max_len"),
+)
+"""Sampling parameters that only SGLang itself may set."""
+
+
+def check_request(request: Any, *, is_health_check: bool = False) -> None:
+    """Check a ``GenerateReqInput`` or ``EmbeddingReqInput`` before SGLang processes it.
+
+    SGLang makes a separate engine request of every prompt and choice. O(stop conditions).
+
+    Raises:
+        ValueError: it would become too many engine requests, has an invalid id or stop
+            condition, or fields that clients may not set.
+    """
+    for name in _SERVER_FIELDS:
+        if getattr(request, name, None) is not None:
+            raise ValueError(f"{name} is set by the server only: leave it out")
+    if not is_health_check:
+        _check_ids(request.rid)
+    given = request.sampling_params
+    num_choices = 1
+    for params in given if isinstance(given, list) else [given or {}]:
+        num_choices = params.get("n", 1)
+        if type(num_choices) is not int or not 1 <= num_choices <= _MOST_CHOICES:
+            raise ValueError(f"n is {_told(num_choices)}: use 1 to {_MOST_CHOICES}")
+        for name in _NUMBERS:
+            value = params.get(name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+                raise ValueError(f"{name} is {_told(value)}: use a number")
+        for name in _SERVER_PARAMS:
+            if name in params:
+                raise ValueError(f"{name} is set by the server only: leave it out")
+        if params.get("beam_width") not in (None, 1):
+            # SGLang has it since 0.5.19; its requests cannot be planned, paused or retracted here.
+            raise ValueError("beam search is not co-served: leave beam_width out, or use 1")
+        _check_stops(params)
+    num_requests = num_choices * _num_prompts(request)
+    if num_requests > _MOST_REQUESTS:
+        raise ValueError(
+            f"{num_requests} prompts and choices in one request: use at most {_MOST_REQUESTS}"
+        )
+
+
+def check_values(request: Any, vocab_size: int, *, is_multimodal: bool) -> None:
+    """Check a request that SGLang has tokenized, and whose fields have the right types.
+
+    Stop tokens outside of the vocabulary are dropped, since they never match: another
+    request's ``min_new_tokens`` would make the engine look them up. O(prompt tokens).
+
+    Raises:
+        ValueError: it has no token, token ids outside the vocabulary, or values out of range.
+    """
+    if request.input_ids is not None and len(request.input_ids) == 0:
+        raise ValueError("the prompt is empty: use at least one token")
+    # Placeholders of images and sounds are outside of the vocabulary on purpose.
+    if not is_multimodal:
+        _check_token_ids("prompt", request.input_ids or array("q"), vocab_size)
+    params = request.sampling_params
+    for name, (least, most) in _RANGES.items():
+        value = getattr(params, name)
+        if value is not None and not least <= value <= most:
+            raise ValueError(f"{name} is {_told(value)}: use {least} to {most}")
+    if params.stop_token_ids:
+        if params.min_new_tokens:
+            _check_token_ids("stop_token_ids", array("q", params.stop_token_ids), vocab_size)
+        known = {token for token in params.stop_token_ids if 0 <= token < vocab_size}
+        params.stop_token_ids = known or None
+    biases = params.logit_bias or {}
+    if len(biases) > _MOST_BIASES:
+        raise ValueError(f"logit_bias has {len(biases)} tokens: use at most {_MOST_BIASES}")
+    for token, bias in biases.items():
+        if not -_MOST_BIAS <= bias <= _MOST_BIAS:
+            raise ValueError(f"the logit_bias of {token} is {bias!r}: use -100 to 100")
+    if hasattr(request, "top_logprobs_num"):
+        _check_logprobs(request, vocab_size)
+
+
+def _check_logprobs(request: Any, vocab_size: int) -> None:
+    most = min(_MOST_LOGPROBS, vocab_size)
+    if not 0 <= request.top_logprobs_num <= most:
+        raise ValueError(f"{_told(request.top_logprobs_num)} top logprobs: use 0 to {most}")
+    if len(request.token_ids_logprob or ()) > _MOST_LOGPROBS:
+        raise ValueError(
+            f"token_ids_logprob has {len(request.token_ids_logprob)} tokens: use at most "
+            f"{_MOST_LOGPROBS}"
+        )
+    if request.logprob_start_len < -1:
+        raise ValueError(
+            f"logprob_start_len is {_told(request.logprob_start_len)}: use -1, which leaves the "
+            "prompt out, or the position to begin at"
+        )
+
+
+def _check_ids(rid: Any) -> None:
+    for one in rid if isinstance(rid, list) else [rid]:
+        if one is None:
+            continue
+        if not isinstance(one, str) or not 1 <= len(one) <= _MOST_ID_CHARS:
+            raise ValueError(f"rid is {_told(one)}: use 1 to {_MOST_ID_CHARS} characters")
+        if one.startswith(_HEALTH_CHECK_ID):
+            raise ValueError(f"rid is {_told(one)}: use one that is not for health checks")
+
+
+def _check_stops(params: Mapping[str, Any]) -> None:
+    for name in ("stop", "stop_regex"):
+        given = params.get(name)
+        if given is None:
+            continue
+        stops = given if isinstance(given, list) else [given]
+        if len(stops) > _MOST_STOPS:
+            raise ValueError(f"{name} has {len(stops)} entries: use at most {_MOST_STOPS}")
+        for stop in stops:
+            if not isinstance(stop, str):
+                raise ValueError(f"{name} is {_told(stop)}: use text, or a list of texts")
+            if len(stop) > _MOST_STOP_CHARS:
+                raise ValueError(
+                    f"{name} has {len(stop)} characters: use at most {_MOST_STOP_CHARS}"
+                )
+            if name == "stop_regex":
+                check_stop_pattern(stop)
+
+
+def _num_prompts(request: Any) -> int:
+    for prompts in (request.text, request.input_ids, getattr(request, "input_embeds", None)):
+        if isinstance(prompts, list):
+            is_single = bool(prompts) and isinstance(prompts[0], int)
+            return 1 if is_single else len(prompts)
+        if prompts is not None:
+            return 1
+    return 1
+
+
+def _check_token_ids(name: str, token_ids: array[int], vocab_size: int) -> None:
+    ids = numpy.frombuffer(token_ids, numpy.int64)  # 100,000 of them in 0.1 ms, without a copy.
+    if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
+        raise ValueError(f"{name}: token ids of this model are 0 to {vocab_size - 1}")
+
+
+def _told(value: object) -> str:
+    """Return the text of a value for an error message, in at most 41 characters."""
+    # Python refuses to convert a huge integer to decimal digits.
+    text = hex(value) if isinstance(value, int) and abs(value) > 2**70 else repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"

@@ -1,0 +1,161 @@
+"""Creates the co-serving parts of a scheduler and connects them."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.control.baseline import EngineSize
+from sglang_coserve.core.request import Ending
+from sglang_coserve.srt import compat
+from sglang_coserve.srt.admission.fifo import FifoAdmission
+from sglang_coserve.srt.admission.planned import PlannedAdmission
+from sglang_coserve.srt.admission.protocol import Admission
+from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
+from sglang_coserve.srt.kv_checkpoint.settings import why_off
+from sglang_coserve.srt.monitoring.online_load import OnlineLoad
+from sglang_coserve.srt.monitoring.replica_load import LoadReporter
+from sglang_coserve.srt.monitoring.status import SchedulerStatus
+from sglang_coserve.srt.profiling.latency_source import latency_profile
+from sglang_coserve.srt.safepoint.install import Installed
+from sglang_coserve.srt.scheduler.core_setup import make_core_scheduler
+from sglang_coserve.srt.scheduler.request_intake import RequestIntake
+from sglang_coserve.srt.steps.engine_view import EngineView
+from sglang_coserve.srt.steps.kv_pools import KvPools
+from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
+from sglang_coserve.srt.steps.rank_clock import RankClock
+from sglang_coserve.srt.steps.request_ledger import RequestLedger
+from sglang_coserve.srt.steps.step_runner import StepRunner
+
+__all__ = ["CoserveParts"]
+
+Req = Any
+
+logger = logging.getLogger(__name__)
+
+
+class CoserveParts:
+    """The co-serving parts of one scheduler."""
+
+    def __init__(
+        self, scheduler: Any, config: CoserveConfig, clock: RankClock, installed: Installed
+    ) -> None:
+        """Create the parts of a scheduler that has loaded its model and has no requests yet.
+
+        Raises:
+            CoserveError: the latency profile cannot be used, or the recording cannot be written.
+        """
+        self.events: Counter[str] = Counter()
+        """Counts of the events of offline requests so far."""
+
+        self.ledger = RequestLedger(scheduler.tree_cache)
+        reason = why_off(config, on_cpu=scheduler.device == "cpu")
+        if reason is not None and compat.is_first_rank(scheduler):
+            logger.info("no KV checkpoints: %s", reason)
+        self.checkpointing = KvCheckpointing(scheduler.tree_cache, reason)
+        self.view = EngineView(scheduler, micro_batches=compat.parallel(scheduler).pp_size)
+        self.pools = KvPools(scheduler)
+        self.retraction = OfflineRetraction(scheduler, self.pools, self.view, self.events)
+        self.runner = StepRunner(scheduler, installed)
+        self.admission = self._make_admission(scheduler, config, clock)
+        self.intake = RequestIntake(
+            scheduler,
+            admission=self.admission,
+            view=self.view,
+            clock=clock,
+            ledger=self.ledger,
+            events=self.events,
+            forget=self.forget,
+        )
+        settings = compat.settings_of(scheduler.server_args)
+        self.online_load = OnlineLoad(
+            scheduler, self.pools, self.ledger, settings.decode_log_interval
+        )
+        self.load = LoadReporter(
+            scheduler,
+            config,
+            admission=self.admission,
+            view=self.view,
+            pools=self.pools,
+            ledger=self.ledger,
+            runner=self.runner,
+        )
+        self.status = SchedulerStatus(
+            scheduler,
+            config,
+            admission=self.admission,
+            ledger=self.ledger,
+            view=self.view,
+            load=self.load,
+            runner=self.runner,
+            checkpointing=self.checkpointing,
+            events=self.events,
+        )
+
+    def _make_admission(self, scheduler: Any, config: CoserveConfig, clock: RankClock) -> Admission:
+        if config.offline_policy == "fifo":
+            return FifoAdmission(
+                scheduler,
+                config,
+                pools=self.pools,
+                view=self.view,
+                retraction=self.retraction,
+                clock=clock,
+                events=self.events,
+                forget=self.forget,
+            )
+        profile = latency_profile(scheduler, config)
+        records = compat.is_first_rank(scheduler)
+        return PlannedAdmission(
+            scheduler,
+            make_core_scheduler(
+                config,
+                profile,
+                _engine_size(scheduler),
+                records=records,
+            ),
+            pools=self.pools,
+            view=self.view,
+            retraction=self.retraction,
+            runner=self.runner,
+            clock=clock,
+            ledger=self.ledger,
+            checkpointing=self.checkpointing,
+            events=self.events,
+            forget=self.forget,
+            plans_online=config.plans_online,
+        )
+
+    def forget(self, req: Req, ending: Ending = Ending.ABORTED) -> None:
+        """Remove all state of a request that has ended; does nothing if already done.
+
+        Under overlap scheduling a request is in one more batch after its end. By then another
+        may have its id.
+        """
+        if not self.ledger.has(req):
+            return
+        rid = req.rid
+        self.admission.forget(rid, ending)
+        self.ledger.forget(rid)
+        self.checkpointing.forget(rid)
+        self.runner.forget(rid)
+        self.status.forget(rid)
+        self.intake.name_is_free(rid)
+
+    def forget_all(self) -> None:
+        """Remove all state of all requests."""
+        for req in self.ledger.reqs():
+            self.forget(req)
+
+
+def _engine_size(scheduler: Any) -> EngineSize:
+    """Return the limits within which SGLang composes its batches."""
+    return EngineSize(
+        chunk_tokens=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
+        max_requests=scheduler.max_running_requests,
+        kv_tokens=scheduler.max_total_num_tokens,
+        mixes_decodes=scheduler.is_mixed_chunk,
+        micro_batches=compat.parallel(scheduler).pp_size,
+    )

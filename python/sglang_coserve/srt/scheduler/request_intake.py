@@ -1,0 +1,156 @@
+"""Accepts, refuses and aborts requests of both classes in the scheduler."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+from sglang_coserve.srt.admission.protocol import Admission
+from sglang_coserve.srt.compat import (
+    check_logit_processor,
+    holds_kv,
+    lowest_priority,
+    refused_request,
+)
+from sglang_coserve.srt.marks.offline_marks import restore_generated
+from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.steps.engine_view import EngineView
+from sglang_coserve.srt.steps.rank_clock import RankClock
+from sglang_coserve.srt.steps.request_ledger import RequestLedger
+
+__all__ = ["RequestIntake"]
+
+Req = Any
+
+logger = logging.getLogger(__name__)
+
+
+class RequestIntake:
+    """Puts online requests into SGLang's queue, and offline ones into that of the admission."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        *,
+        admission: Admission,
+        view: EngineView,
+        clock: RankClock,
+        ledger: RequestLedger,
+        events: Counter[str],
+        forget: Callable[[Req], None],
+    ) -> None:
+        """``forget`` is called with each request that is aborted while it waits."""
+        self._scheduler = scheduler
+        self._admission = admission
+        self._view = view
+        self._clock = clock
+        self._ledger = ledger
+        self._events = events
+        self._forget = forget
+        self._deferred: dict[str, list[Req]] = {}
+        """By rid: requests that arrived while another one with that rid was still here."""
+
+    def take_in(self, recv_req: Any, handle: Callable[[Any], None]) -> None:
+        """Let SGLang ``handle`` a request; if that raises, refuse the request."""
+        try:
+            check_logit_processor(recv_req)
+            handle(recv_req)
+        except Exception as error:
+            logger.exception("request %s could not be taken in", recv_req.rid)
+            self._refuse(recv_req, f"the engine cannot take this request: {error}")
+
+    def _refuse(self, recv_req: Any, message: str) -> None:
+        """Answer a message that could not be made into a request of SGLang's."""
+        scheduler = self._scheduler
+        vocab_size = scheduler.model_config.vocab_size
+        req = refused_request(recv_req, scheduler.tokenizer, vocab_size, message)
+        scheduler.init_req_max_new_tokens(req)
+        scheduler._add_request_to_queue(req)
+
+    def enqueue(self, req: Req, is_retracted: bool, enqueue: Callable[[Req, bool], None]) -> None:
+        """Queue a request, which may have run before; ``enqueue`` is SGLang's method.
+
+        A client may reuse a rid as soon as it has the answer, or has disconnected. The request
+        is then deferred until the scheduler, too, is done with the previous one.
+        """
+        while (namesake := self._ledger.namesake(req)) is not None:
+            if self._is_here(namesake):
+                self._deferred.setdefault(req.rid, []).append(req)
+                return
+            self._forget(namesake)
+        now_s = self._clock.now_s()
+        info = self._ledger.add(req, self._clock.arrival_s(req, now_s))
+        if info.is_online and not is_retracted:
+            self._admission.arrived(req, info)
+        # A request that failed validation is answered by SGLang, whatever its class.
+        if is_offline(req) and req.to_finish is None:
+            self._enqueue_offline(req)
+        else:
+            enqueue(req, is_retracted)
+            self._view.move_before_offered(req)
+
+    def _enqueue_offline(self, req: Req) -> None:
+        scheduler = self._scheduler
+        if scheduler.enable_priority_scheduling:
+            req.priority = lowest_priority(scheduler.schedule_low_priority_values_first)
+        if not scheduler._set_or_validate_priority(req):
+            return
+        req.time_stats.set_wait_queue_entry_time()
+        restore_generated(req, scheduler.model_config.think_end_ids)
+        self._admission.enqueue(req)
+        self._events["put_back" if req.retraction_count else "received"] += 1
+
+    def name_is_free(self, rid: str) -> None:
+        """Queue the requests that were deferred because of this rid."""
+        if rid in self._deferred:
+            # All of them; those after the first are deferred again.
+            for req in self._deferred.pop(rid):
+                self._scheduler._add_request_to_queue(req)
+
+    def abort(self, recv_req: AbortReq, abort: Callable[[AbortReq], None]) -> None:
+        """Abort requests in any state: SGLang's with ``abort``, the waiting offline ones here."""
+        deferred = self._take_deferred(recv_req)
+        waiting = list(self._view.waiting)
+        abort(recv_req)
+        left = {id(req) for req in self._view.waiting}
+        for req in waiting:
+            if id(req) not in left:
+                self._forget(req)
+        aborted = self._admission.remove(
+            lambda req: recv_req.abort_all or req.rid.startswith(recv_req.rid)
+        )
+        for req in aborted:
+            self._forget(req)
+        self._events["aborted_waiting"] += len(aborted)
+        for req in (*aborted, *deferred):
+            self._tell_of_abort(req)
+
+    def _tell_of_abort(self, req: Req) -> None:
+        """Answer an aborted request that is in no batch, with the tokens it has."""
+        scheduler = self._scheduler
+        if req.output_ids:
+            req.finished_reason = FINISH_ABORT()
+            scheduler.output_streamer.stream_output([req], req.return_logprob)
+        else:
+            scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), req)
+
+    def _is_here(self, req: Req) -> bool:
+        """Return whether a request of the ledger is still in the engine.
+
+        SGLang itself may refuse requests of its queue, and drops those that waited too long.
+        """
+        if req.finished():
+            return self._admission.is_ending(req)
+        if holds_kv(req) or not self._ledger[req.rid].is_online:
+            return True
+        return any(waiting is req for waiting in self._view.waiting)
+
+    def _take_deferred(self, recv_req: AbortReq) -> list[Req]:
+        """Remove and return the deferred requests that are to be aborted."""
+        rids = [r for r in self._deferred if recv_req.abort_all or r.startswith(recv_req.rid)]
+        return [req for rid in rids for req in self._deferred.pop(rid)]

@@ -1,0 +1,236 @@
+"""SGLang's scheduler with offline requests beside online ones.
+
+The only subclass of it. Each override delegates to a part (``parts``), and passes SGLang's own
+method on where needed.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from sglang.srt.managers.io_struct import AbortReq, GetInternalStateReqOutput
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.utils import TypeBasedDispatcher
+
+from sglang_coserve.config import CoserveConfig
+from sglang_coserve.srt import compat
+from sglang_coserve.srt.monitoring.load_snapshot import ReportingLoadInquirer
+from sglang_coserve.srt.monitoring.replicas import STATE_KEY
+from sglang_coserve.srt.monitoring.scheduler_query import answer
+from sglang_coserve.srt.safeguards.grammar_cache import GrammarCache
+from sglang_coserve.srt.safeguards.usable_logits import end_unusable
+from sglang_coserve.srt.safepoint.install import install_safepoints
+from sglang_coserve.srt.scheduler.parts import CoserveParts
+from sglang_coserve.srt.steps.rank_clock import RankClock, RankTime
+from sglang_coserve.srt.steps.step_runner import SUSPENDED
+
+__all__ = ["CoserveScheduler", "config_of"]
+
+Req = Any
+ScheduleBatch = Any
+
+
+def config_of(server_args: Any) -> CoserveConfig:
+    """Return the co-serving settings attached to SGLang's ``ServerArgs``."""
+    config = getattr(server_args, "_coserve", None)
+    assert isinstance(config, CoserveConfig), "ServerArgs carries no co-serving settings"
+    return config
+
+
+class CoserveScheduler(Scheduler):
+    """SGLang's scheduler with co-serving; runs in the scheduler process of each rank."""
+
+    # SGLang's attributes that are assigned here.
+    idle_sleeper: Any
+    load_inquirer: Any
+    metrics_reporter: Any
+    input_blocker: Any
+    recv_from_tokenizer: Any
+
+    # --- Set-up, in the order in which SGLang calls it -------------------------------------
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Start SGLang's scheduler and load the model; then create the parts."""
+        super().__init__(*args, **kwargs)
+        config = config_of(self.server_args)
+        self.parts = CoserveParts(self, config, self._rank_clock, self._installed)
+
+    def init_watch_dog_memory_saver_input_blocker(self) -> None:
+        """Broadcast rank 0's time if there are several ranks and decisions depend on time."""
+        super().init_watch_dog_memory_saver_input_blocker()
+        is_planned = config_of(self.server_args).offline_policy != "fifo"
+        self._rank_clock = RankClock(
+            is_shared=is_planned and compat.num_ranks(self) > 1,
+            is_source=compat.is_first_rank(self),
+        )
+        self.input_blocker = self._rank_clock.carried_by(self.input_blocker)
+
+    def init_request_dispatcher(self) -> None:
+        """Handle ticks in the broadcast."""
+        super().init_request_dispatcher()
+        self._request_dispatcher += TypeBasedDispatcher([(RankTime, self._rank_clock.take)])
+
+    def init_metrics_reporter(self, *args: Any) -> None:
+        """Let SGLang's metrics, too, say what online requests find."""
+        super().init_metrics_reporter(*args)
+        collector = self.metrics_reporter.metrics_collector
+        if collector is not None:
+            log_stats = collector.log_stats
+
+            def log_online(stats: Any) -> None:
+                self.parts.online_load.put_into(stats)
+                log_stats(stats)
+
+            collector.log_stats = log_online
+
+    def init_grammar_manager(self) -> None:
+        """Set up grammars as SGLang does, with a bounded cache."""
+        super().init_grammar_manager()
+        if self.grammar_manager.grammar_backend is not None:
+            self.grammar_manager.grammar_backend.cache = GrammarCache()
+
+    def init_request_receiver(self) -> None:
+        """Install safepoints in the model, and receive requests in a thread if they need it."""
+        self._installed = install_safepoints(self, config_of(self.server_args))
+        if (ingress := self._installed.ingress) is not None:
+            self.recv_from_tokenizer = ingress.inbox
+            self.idle_sleeper = ingress.parking
+        super().init_request_receiver()
+
+    def init_load_inquirer(self) -> None:
+        """Publish the load as online requests find it, with ours."""
+        super().init_load_inquirer()
+        self.load_inquirer = ReportingLoadInquirer.like(
+            self.load_inquirer, lambda: self.parts.online_load, lambda: self.parts.load.load()
+        )
+
+    def init_invariant_checker(self) -> None:
+        """Make SGLang's memory check count the requests outside of its batches, too."""
+        super().init_invariant_checker()
+        self.invariant_checker.get_running_batch = lambda: self.parts.view.counted_requests()
+
+    # --- Requests arrive and leave -------------------------------------------------------
+
+    def handle_generate_request(self, recv_req: Any, **options: Any) -> None:
+        """Accept a request, or refuse it."""
+        take_in = partial(super().handle_generate_request, **options)
+        self.parts.intake.take_in(recv_req, take_in)
+
+    def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
+        self.parts.intake.enqueue(req, is_retracted, super()._add_request_to_queue)
+
+    def abort_request(self, recv_req: AbortReq) -> None:
+        """Abort requests in any state, including waiting offline ones."""
+        self.parts.intake.abort(recv_req, super().abort_request)
+
+    def on_idle(self) -> None:
+        """Publish metrics, and remove the state of requests that SGLang refused by itself."""
+        super().on_idle()
+        self.parts.status.publish()
+        if len(self.parts.ledger) and self.is_fully_idle():
+            self.parts.forget_all()
+
+    # --- One step ------------------------------------------------------------------------
+
+    def run_event_loop(self) -> None:
+        """Run SGLang's event loop, with the receiving thread beside it if there is one."""
+        ingress = self._installed.ingress
+        with nullcontext() if ingress is None else ingress.running():
+            super().run_event_loop()
+
+    def get_next_batch_to_run(self, running_batch: ScheduleBatch, last_batch: Any) -> Any:
+        """Run one scheduling round, and tell the parts which batch it launches."""
+        self.parts.view.begin_turn()
+        last_batch = self.parts.admission.settle(last_batch)
+        plan = super().get_next_batch_to_run(running_batch=running_batch, last_batch=last_batch)
+        self.parts.view.end_turn(plan.batch_to_run)
+        self.parts.admission.launched(plan.batch_to_run)
+        self.parts.status.launched(plan.batch_to_run)
+        self.parts.ledger.launched(plan.batch_to_run)
+        return plan
+
+    def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> Any:
+        """Let the admission decide what to prefill."""
+        return self.parts.admission.admit(running_batch, super().get_new_batch_prefill)
+
+    def _can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
+        """Count the adapters of all requests, since those of both lanes may end up in one batch."""
+        return bool(super()._can_schedule_lora_req(req, running_loras | self._kept_loras()))
+
+    def can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
+        """See ``_can_schedule_lora_req``; it has this name since SGLang 0.5.20."""
+        return bool(super().can_schedule_lora_req(req, running_loras | self._kept_loras()))
+
+    def _kept_loras(self) -> set[str | None]:
+        last = self.last_batch.reqs if self.last_batch else ()
+        requests = (*self.parts.view.requests_with_kv(self.running_batch), *last)
+        return {request.lora_id for request in requests if not request.finished()}
+
+    def update_running_batch(self, batch: ScheduleBatch) -> Any:
+        """Before a decode step, retract offline requests so that SGLang need not choose victims."""
+        self.parts.retraction.make_room_for_decodes(batch)
+        return super().update_running_batch(batch)
+
+    def is_disable_overlap_for_batch(
+        self, batch: ScheduleBatch | None, last_batch: ScheduleBatch | None
+    ) -> bool:
+        """Process the last batch's results before a batch that may be suspended runs."""
+        if self.parts.runner.needs_results(batch, self.parts.admission.terms):
+            return True
+        return bool(super().is_disable_overlap_for_batch(batch, last_batch))
+
+    def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:
+        """Run a batch, which may be suspended at a safepoint."""
+        forward = partial(super().run_batch, pp_proxy_tensors=pp_proxy_tensors)
+        return self.parts.runner.run(batch, self.parts.admission.terms, forward)
+
+    def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
+        """Let SGLang process and send the results of a batch, and tell the parts."""
+        if result is SUSPENDED:
+            self.parts.status.stopped()
+            self.parts.admission.stopped()
+            return
+        reqs = list(batch.reqs)
+        before = [len(req.output_ids) for req in reqs]
+        if batch.return_logprob:
+            compat.fill_token_ids_logprobs(result.logits_output)
+        end_unusable(batch, result)
+        super().process_batch_result(batch, result)
+        self.parts.checkpointing.processed(batch)
+        has_token = [len(req.output_ids) > count for req, count in zip(reqs, before, strict=True)]
+        self.parts.status.processed(batch, reqs, has_token)
+        self.parts.admission.processed(reqs, has_token)
+        self.parts.online_load.processed(reqs, has_token)
+        self.parts.runner.processed(batch.reqs)
+
+    def pause_generation(self, recv_req: Any) -> None:
+        """Drop the suspended step, and let SGLang retract paused and parked requests, too."""
+        self.parts.admission.give_up()
+        if recv_req.mode != "in_place":
+            self.parts.view.give_back(self.parts.admission.take_launched())
+        super().pause_generation(recv_req)
+
+    # --- Queries -------------------------------------------------------------------------
+
+    def is_fully_idle(self, for_health_check: bool = False, ignore_waiting: bool = False) -> bool:
+        """Return whether the engine is idle, where waiting offline requests count as work.
+
+        They do not count for the health check, which asks whether a batch is about to report
+        results. With ``ignore_waiting`` (since SGLang 0.5.21) requests that hold KV still count,
+        because SGLang is about to flush its cache.
+        """
+        if ignore_waiting:
+            idle = bool(super().is_fully_idle(for_health_check, ignore_waiting=True))
+            return idle and not any(self.parts.view.requests_with_kv(self.running_batch))
+        idle = bool(super().is_fully_idle(for_health_check))
+        return idle and (for_health_check or not self.parts.admission.num_waiting())
+
+    def get_internal_state(self, recv_req: Any) -> Any:
+        """Add the state of both classes, by which it is known that this scheduler is in place."""
+        if (answered := answer(recv_req.rid, self.parts.status)) is not None:
+            return GetInternalStateReqOutput(internal_state=answered)
+        output = super().get_internal_state(recv_req)
+        output.internal_state[STATE_KEY] = self.parts.status.internal_state()
+        return output

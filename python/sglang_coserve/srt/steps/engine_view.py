@@ -1,0 +1,230 @@
+"""Access to the queue and the batches of SGLang's scheduler, and to the requests outside of them.
+
+Apart from SGLang itself, only this module writes the scheduler's ``waiting_queue``,
+``running_batch``, ``chunked_req``, ``chunked_prefill_size`` and ``is_mixed_chunk``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import compress
+from typing import Any
+
+from sglang_coserve.srt import compat
+from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.steps.paused_requests import CountedRequests, PausedRequests
+
+__all__ = ["EngineView"]
+
+Req = Any
+ScheduleBatch = Any
+
+
+class EngineView:
+    """Reads and changes where SGLang's scheduler keeps its requests.
+
+    SGLang's queue holds online requests, offline ones that are to fail, and, during a scheduling
+    round, the offline ones that are offered for admission.
+    """
+
+    def __init__(self, scheduler: Any, *, micro_batches: int = 1) -> None:
+        """``micro_batches`` is the number of micro-batches of a pipeline, scheduled in turn."""
+        self.micro_batches = micro_batches
+        self.turn = micro_batches - 1
+        """The micro-batch being scheduled; before the first round, the last one."""
+
+        self._scheduler = scheduler
+        self._offered: list[Req] = []
+        self.paused_requests = PausedRequests()
+        """Offline requests with KV that are in no batch of SGLang's."""
+
+        self.suspended: tuple[Req, ...] = ()
+        """Requests of the suspended step."""
+
+    # --- The waiting queue ---------------------------------------------------------------
+
+    @property
+    def waiting(self) -> list[Req]:
+        """SGLang's queue, in its order; callers must not change it."""
+        queue: list[Req] = self._scheduler.waiting_queue
+        return queue
+
+    @property
+    def has_others_waiting(self) -> bool:
+        """Whether the queue has requests that were not offered, i.e. online ones."""
+        return len(self.waiting) > len(self._offered)
+
+    def offer(self, reqs: Sequence[Req]) -> None:
+        """Append offline requests to the queue for this scheduling round."""
+        self._offered = list(reqs)
+        self._scheduler.waiting_queue = [*self.waiting, *reqs]
+
+    def offer_only(self, reqs: Sequence[Req], offered: Sequence[Req]) -> list[Req]:
+        """Replace the queue by ``reqs`` for this round; ``offered`` are those not from the queue.
+
+        Returns the requests that were removed.
+        """
+        hidden = [req for req in self.waiting if req not in reqs]
+        self._offered = list(offered)
+        self._scheduler.waiting_queue = list(reqs)
+        return hidden
+
+    def withdraw(self) -> tuple[list[Req], int]:
+        """Remove the offered requests that were not admitted from the queue.
+
+        Returns them, and how many were admitted.
+        """
+        # By identity: the queue also holds offline requests that failed validation.
+        offered = {id(req) for req in self._offered}
+        left = [req for req in self.waiting if id(req) in offered]
+        if left:
+            self._scheduler.waiting_queue = [r for r in self.waiting if id(r) not in offered]
+        self._offered = []
+        return left, len(offered) - len(left)
+
+    def show_again(self, hidden: Iterable[Req]) -> None:
+        """Put back the requests that ``offer_only`` removed, in order of arrival."""
+        self._scheduler.waiting_queue = sorted(
+            [*self.waiting, *hidden], key=lambda req: req.time_stats.wait_queue_entry_time
+        )
+
+    def move_before_offered(self, req: Req) -> None:
+        """Move a request that was just appended to the queue before the offered ones."""
+        queue = self.waiting
+        if self._offered and queue and queue[-1] is req:
+            queue.pop()
+            queue.insert(len(queue) - len(self._offered), req)
+
+    def remove_waiting(self, rid: str) -> list[Req]:
+        """Remove the requests with this id from the queue, and return them."""
+        removed = [req for req in self.waiting if req.rid == rid]
+        for req in removed:
+            self.waiting.remove(req)
+        return removed
+
+    def wait_again(self, reqs: Sequence[Req]) -> None:
+        """Requeue requests whose prefill was dropped; those of SGLang's queue go to its front.
+
+        Also marks the running batch as having room.
+        """
+        self._scheduler.running_batch.batch_is_full = False
+        # A request that is to fail is handled by SGLang, whatever its class.
+        is_ours = [is_offline(req) and req.to_finish is None for req in reqs]
+        first = [req for req, ours in zip(reqs, is_ours, strict=True) if not ours]
+        self._scheduler.waiting_queue = [*first, *self.waiting]
+        for req in compress(reqs, is_ours):
+            self.requeue(req)
+
+    def requeue(self, req: Req) -> None:
+        """Requeue a request whose KV was released."""
+        self._scheduler._add_request_to_queue(req, is_retracted=True)
+
+    # --- The unfinished prefill ----------------------------------------------------------
+
+    @property
+    def chunk(self) -> Req | None:
+        """SGLang's unfinished prefill, of which there is at most one."""
+        return self._scheduler.chunked_req
+
+    @property
+    def can_take_chunk(self) -> bool:
+        """Whether there is an unfinished prefill that SGLang is not about to abort."""
+        pending = self._scheduler._pending_chunked_abort_req
+        return self.chunk is not None and self.chunk is not pending
+
+    def put_chunk(self, req: Req | None) -> None:
+        """Make SGLang continue the prefill of this request."""
+        self._scheduler.chunked_req = req
+
+    def take_chunk(self) -> Req:
+        """Remove the unfinished prefill from SGLang without releasing its KV."""
+        req, self._scheduler.chunked_req = self._scheduler.chunked_req, None
+        assert req is not None
+        return req
+
+    @contextmanager
+    def chunk_size(self, tokens: int, *, mixes_decodes: bool) -> Iterator[None]:
+        """Set the size of SGLang's prefill batches, and whether they include all decodes."""
+        scheduler = self._scheduler
+        size, mixed = scheduler.chunked_prefill_size, scheduler.is_mixed_chunk
+        scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = tokens, mixes_decodes
+        try:
+            yield
+        finally:
+            scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = size, mixed
+
+    # --- Micro-batches -------------------------------------------------------------------
+
+    @property
+    def passes_to_settle(self) -> int:
+        """Most scheduling rounds between the one that launches a batch and its results."""
+        return max(self.micro_batches - 1, 1)
+
+    def begin_turn(self) -> None:
+        """Begin a scheduling round: the next micro-batch in turn."""
+        self.turn = (self.turn + 1) % self.micro_batches
+
+    def end_turn(self, batch: ScheduleBatch | None) -> None:
+        """End a scheduling round with this batch; None if nothing is to run.
+
+        In the latter case SGLang would keep the previous batch as the micro-batch's last one, and
+        merge its requests, which may have been paused since, into the running batch once more.
+        """
+        if self.micro_batches > 1 and batch is None:
+            self._scheduler.last_mbs[self.turn] = None
+
+    def elsewhere(self) -> list[Req]:
+        """Return the unfinished requests with KV of the other micro-batches. O(requests).
+
+        Without paused and parked requests and the unfinished prefill, which belong to none of them.
+        """
+        if self.micro_batches == 1:
+            return []
+        scheduler = self._scheduler
+        here = {
+            id(req)
+            for req in (*scheduler.running_batch.reqs, *self.paused_requests.reqs, self.chunk)
+        }
+        requests: dict[int, Req] = {}
+        for turn in range(self.micro_batches):
+            if turn == self.turn:
+                continue
+            for batch in (scheduler.running_mbs[turn], scheduler.mbs[turn]):
+                if batch is not None:
+                    requests |= {id(req): req for req in batch.reqs if id(req) not in here}
+        return [req for req in requests.values() if not req.finished() and compat.holds_kv(req)]
+
+    # --- Requests with KV --------------------------------------------------------------------
+
+    def running_requests(self) -> list[Req]:
+        """Return the unfinished decodes of all micro-batches; O(requests)."""
+        batches = self._scheduler.running_mbs if self.micro_batches > 1 else ()
+        requests = {
+            id(req): req
+            for batch in (*batches, self._scheduler.running_batch)
+            for req in batch.reqs
+        }
+        return [req for req in requests.values() if not req.finished()]
+
+    def requests_with_kv(self, running_batch: ScheduleBatch) -> Iterator[Req]:
+        """Yield those with KV: decoding, paused, parked, suspended, the unfinished prefill."""
+        yield from running_batch.reqs
+        yield from self.paused_requests.reqs
+        yield from self.suspended
+        if self.chunk is not None:
+            yield self.chunk
+
+    def counted_requests(self) -> CountedRequests:
+        """Return what SGLang's memory check must count instead of the running batch."""
+        scheduler = self._scheduler
+        return CountedRequests(
+            self.requests_with_kv(scheduler.running_batch),
+            counted=scheduler.last_batch.reqs if scheduler.last_batch else (),
+        )
+
+    def give_back(self, reqs: Sequence[Req]) -> None:
+        """Add these requests, and the paused and parked ones, to the running batch, so that SGLang
+        retracts them with it."""
+        running = self._scheduler.running_batch
+        running.reqs = [*running.reqs, *self.paused_requests.take_all(), *reqs]

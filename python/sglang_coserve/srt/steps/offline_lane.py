@@ -1,0 +1,282 @@
+"""The offline lane: steps of offline requests only, one of which may be suspended.
+
+Its decodes are the paused requests; SGLang's running batch is the shared lane.
+A step suspended at a safepoint keeps its prepared batch, its KV and the outputs of its last
+layer. SGLang recreates everything else from the batch when it runs again: attention
+metadata, sampling, the relay of last tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
+from sglang.srt.managers.scheduler import NextBatchPlan
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_coserve.core.snapshot import SuspendedStep
+from sglang_coserve.core.step import PrefillChunk, StepPlan
+from sglang_coserve.core.step_stats import StepStats
+from sglang_coserve.srt import compat
+from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.safepoint.counted_penalties import CountedPenalties
+from sglang_coserve.srt.safepoint.forward_kind import ForwardKind, kind_of, stats_of
+from sglang_coserve.srt.safepoint.rollback import give_up, roll_back
+from sglang_coserve.srt.safepoint.run_ahead import order_behind_pass
+from sglang_coserve.srt.steps.chunk_admission import ChunkAdmission
+from sglang_coserve.srt.steps.engine_view import EngineView
+from sglang_coserve.srt.steps.offline_retraction import Prefill
+
+__all__ = ["OfflineLane", "SuspendedBatch"]
+
+Req = Any
+
+
+@dataclass(frozen=True, slots=True)
+class SuspendedBatch:
+    """A batch that has run up to some layer and can be resumed there."""
+
+    step: int
+    """The number of its plan."""
+
+    batch: Any
+    kind: ForwardKind
+    stats: StepStats
+    layer: int
+    """The first layer that has not run."""
+
+    outputs: Any
+    """Outputs of the layer before it; None before the first."""
+
+
+class OfflineLane:
+    """Prepares the steps of the offline lane, and keeps the suspended one."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        view: EngineView,
+        chunks: ChunkAdmission,
+        penalties: CountedPenalties,
+        num_layers: int,
+        events: Counter[str],
+    ) -> None:
+        self._scheduler = scheduler
+        self._view = view
+        self._chunks = chunks
+        self._penalties = penalties
+        self._num_layers = num_layers
+        self._events = events
+        self._suspended: SuspendedBatch | None = None
+        self._step = 0
+        self._launched: Any = None
+        """The lane's batch of the last scheduling round."""
+
+        self._has_left_decodes = False
+        """SGLang left the decodes out of the last batch, which had prefills only."""
+
+    @property
+    def suspended(self) -> SuspendedBatch | None:
+        """The suspended step, if any."""
+        return self._suspended
+
+    @property
+    def num_running(self) -> int:
+        """Requests of the last batch that have yet to join the lane's decodes, without the
+        unfinished prefill."""
+        if self._launched is None or self._suspended is not None:
+            return 0
+        chunk = _chunk_of(self._launched)
+        return sum(not req.finished() and req is not chunk for req in self._launched.reqs)
+
+    def take_launched(self) -> list[Req]:
+        """Remove and return those of the last batch that have yet to join the lane's decodes.
+
+        Only of a decode batch: SGLang itself retracts the requests of a prefill batch.
+        """
+        batch, self._launched = self._launched, None
+        if batch is None or batch.forward_mode.is_extend():
+            return []
+        return [req for req in batch.reqs if not req.finished()]
+
+    def seen(self) -> SuspendedStep | None:
+        """Return the suspended step as a value of the core."""
+        held = self._suspended
+        if held is None:
+            return None
+        return SuspendedStep(held.step, held.stats, held.layer / self._num_layers)
+
+    # --- A scheduling round --------------------------------------------------------------
+
+    def settle(self, last_batch: Any) -> Any:
+        """Add the requests of the lane's last batch to its decodes, and return None.
+
+        If the last batch was not the lane's, it is returned. Must be called before SGLang's
+        scheduling, which would merge the requests into the running batch.
+        """
+        batch, self._launched = self._launched, None
+        if batch is None:
+            return last_batch
+        if self._suspended is not None:
+            return None  # SGLang's last batch has no requests any more (see ``stopped``).
+        scheduler, paused_requests = self._scheduler, self._view.paused_requests
+        away = [req for req in (_chunk_of(batch),) if req is not None]
+        chunk = self._view.chunk
+        if chunk is not None:
+            away.append(chunk)
+            if compat.has_unsaved_kv(chunk):
+                scheduler.stash_chunked_request(chunk)
+            if chunk.to_finish is not None:
+                scheduler._pending_chunked_abort_req = chunk
+        if batch.forward_mode.is_extend():
+            compat.filter_out(batch, away)
+        else:
+            batch.filter_batch()
+        paused_requests.hold(batch if batch.reqs else None)
+        return None
+
+    def prepare(
+        self,
+        plan: StepPlan,
+        chunks: Sequence[PrefillChunk],
+        waiting: Mapping[str, Req],
+        running_batch: Any,
+        prefill: Prefill,
+    ) -> tuple[Any, tuple[PrefillChunk, ...]]:
+        """Prepare a step of the lane.
+
+        Args:
+            plan: The plan of the step.
+            chunks: Those of its prefills that SGLang can run now.
+            waiting: The waiting offline requests by rid.
+            running_batch: SGLang's decodes, which do not run in this step.
+            prefill: SGLang's admission.
+
+        Returns:
+            SGLang's plan, without a batch if there is nothing to run, and the admitted chunks.
+        """
+        running_batch = self._move(plan, running_batch)
+        decodes = self._view.paused_requests.take_paused_batch()
+        if decodes.reqs:
+            decodes.filter_batch()
+        if self._has_left_decodes and decodes.reqs:
+            chunks = ()
+        # Also without chunks, because SGLang then checks which copies from the host have ended.
+        result, admitted = self._chunks.run(
+            chunks, waiting, decodes, prefill, mixes_decodes=not plan.skips_decodes
+        )
+        batch, decodes = result.batch_to_run, result.running_batch
+        self._has_left_decodes = batch is not None and bool(decodes.reqs)
+        if batch is None and decodes.reqs and not plan.skips_decodes:
+            batch = decodes = self._scheduler.update_running_batch(decodes)
+            batch = batch if batch.reqs else None
+        if decodes is not batch and decodes.reqs:
+            self._view.paused_requests.hold(decodes)
+        self._launched = batch
+        self._step = plan.step
+        return NextBatchPlan(batch_to_run=batch, running_batch=running_batch), admitted
+
+    def resume(self, running_batch: Any) -> Any:
+        """Return a plan for SGLang that resumes the suspended step."""
+        held = self._suspended
+        assert held is not None
+        chunk = _chunk_of(held.batch)
+        if self._view.chunk is not chunk:
+            self._chunks.park_chunk()
+            assert self._view.chunk is None
+            self._view.put_chunk(chunk)
+        self._launched = held.batch
+        return NextBatchPlan(batch_to_run=held.batch, running_batch=running_batch)
+
+    def _move(self, plan: StepPlan, running_batch: Any) -> Any:
+        """Remove the requests that a plan pauses from the running batch, and return that batch."""
+        if not plan.pause:
+            return running_batch
+        self._events["paused"] += len(plan.pause)
+        paused_requests = self._view.paused_requests
+        if all(is_offline(req) for req in running_batch.reqs):
+            # The whole batch moves, so requests may have state other than KV.
+            paused_requests.hold(running_batch)
+            return ScheduleBatch(reqs=[], batch_is_full=False)
+        paused_requests.pause(running_batch, set(plan.pause))
+        return running_batch
+
+    # --- Suspend and drop ----------------------------------------------------------------
+
+    def start(self, batch: Any) -> tuple[int, Any]:
+        """Return the layer from which the lane's batch is to run, and the outputs before it."""
+        held, self._suspended = self._suspended, None
+        self._view.suspended = ()
+        if held is None:
+            return 0, None
+        assert held.batch is batch
+        return held.layer, held.outputs
+
+    def stopped(self, batch: Any, layer: int, outputs: Any) -> ForwardKind:
+        """Keep the lane's batch, which was suspended before ``layer``; return its kind."""
+        kind = kind_of(batch)
+        assert kind is not None
+        held = copy.copy(batch)
+        held.sampling_info.penalizer_orchestrator.batch = held
+        # Layer states (Mamba) were prepared for the first part of the step: not once more.
+        held.mamba_clear_indices = None
+        held.mamba_cow_src_indices = held.mamba_cow_dst_indices = None
+        stats = stats_of(held, kind, [True] * len(held.reqs))
+        self._suspended = SuspendedBatch(self._step, held, kind, stats, layer, outputs)
+        self._view.suspended = tuple(held.reqs)
+        if self._view.chunk is not None and self._view.chunk is _chunk_of(held):
+            # Otherwise SGLang would insert KV into the radix cache that is not computed yet.
+            self._view.put_chunk(None)
+        # The event loop keeps the original object as its last batch: empty it.
+        batch.reqs, batch.forward_mode = [], ForwardMode.DECODE
+        batch.chunked_req = batch.decoding_reqs = None
+        return kind
+
+    def drop(self) -> tuple[str, ...]:
+        """Drop the suspended step; return its requests.
+
+        They are rolled back to their state before the step; if layers keep a state (Mamba), their
+        KV is released instead.
+        """
+        held, self._suspended = self._suspended, None
+        assert held is not None
+        self._view.suspended = ()
+        batch, view = held.batch, self._view
+        rids = tuple(req.rid for req in batch.reqs)
+        order_behind_pass(self._scheduler)
+        if isinstance(self._scheduler.req_to_token_pool, HybridReqToTokenPool):
+            undone = give_up(batch)
+        else:
+            undone = roll_back(batch, held.kind, _chunk_of(batch), self._scheduler.future_map)
+            self._penalties.keep(batch)
+        batch.filter_batch()  # Requests may have ended meanwhile.
+        view.paused_requests.hold(batch if batch.reqs else None)
+        if undone.unfinished is not None:
+            if view.chunk is None:
+                view.put_chunk(undone.unfinished)
+            else:
+                view.paused_requests.park(undone.unfinished)
+        view.wait_again(undone.released)
+        self._has_left_decodes = False
+        return rids
+
+    def abort(self, matches: Callable[[Req], bool]) -> None:
+        """Make the matching requests of the suspended step end when it does."""
+        if self._suspended is None:
+            return
+        for req in self._suspended.batch.reqs:
+            if matches(req) and not req.finished():
+                req.to_finish = FINISH_ABORT()
+
+
+def _chunk_of(batch: Any) -> Req | None:
+    """Return the unfinished prefill of a batch, if any.
+
+    ``chunked_req`` of a decode batch is stale: it is that of the prefill batch it once was.
+    """
+    return batch.chunked_req if batch.forward_mode.is_extend() else None

@@ -1,0 +1,157 @@
+"""Retracts offline requests: their KV goes to the radix cache, and they wait again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from sglang_coserve.srt.compat import release_for_requeue
+from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.steps.engine_view import EngineView
+from sglang_coserve.srt.steps.kv_pools import KvPools
+from sglang_coserve.srt.steps.penalties import restore_penalties
+
+__all__ = ["OfflineRetraction", "Prefill"]
+
+Req = Any
+ScheduleBatch = Any
+
+Prefill = Callable[[ScheduleBatch], Any]
+"""SGLang's admission: takes the running batch, returns a plan with a prefill batch or none."""
+
+
+class OfflineRetraction:
+    """Retracts offline requests for online ones, before SGLang lets those wait or retracts them."""
+
+    def __init__(
+        self, scheduler: Any, pools: KvPools, view: EngineView, events: Counter[str]
+    ) -> None:
+        self._scheduler = scheduler
+        self._pools = pools
+        self._view = view
+        self._events = events
+
+    # --- Make room for online requests ---------------------------------------------------
+
+    def admit(self, running_batch: ScheduleBatch, prefill: Prefill) -> Any:
+        """Run SGLang's admission; retract offline requests while an online request does not fit."""
+        plan = prefill(running_batch)
+        while self._online_is_starved(plan) and self.retract_one(plan.running_batch):
+            plan = prefill(plan.running_batch)
+        if plan.batch_to_run is not None:
+            restore_penalties(plan.batch_to_run)
+        return plan
+
+    def _online_is_starved(self, plan: Any) -> bool:
+        """Return whether there is no batch because an online request did not fit."""
+        if plan.batch_to_run is not None or not self._view.has_others_waiting:
+            return False
+        # SGLang does not mark an empty batch as full (with a hierarchical cache, and in later
+        # versions always). But parked and paused requests hold memory, too.
+        batch = plan.running_batch
+        return bool(batch.batch_is_full or batch.is_empty())
+
+    def make_room_for_decodes(self, batch: ScheduleBatch) -> None:
+        """Retract offline requests before a decode step, so that SGLang need not choose victims."""
+        elsewhere = len(self._view.elsewhere())
+        if self._has_slots(batch.batch_size() + elsewhere):
+            return
+        batch.filter_batch()
+        retracted = False
+        while batch.batch_size() > 1 and not (
+            batch.check_decode_mem()
+            # Other micro-batches come next, and cannot retract requests of this one.
+            and (not elsewhere or self._has_slots(batch.batch_size() + elsewhere))
+        ):
+            if not self.retract_one(batch):
+                break
+            retracted = True
+        if retracted:
+            # As after any retraction, expect longer outputs; otherwise the retracted
+            # requests would be admitted at once and retracted again.
+            tracker = self._scheduler.new_token_ratio_tracker
+            tracker.current = tracker.estimate_new_token_ratio_after_retract(batch.reqs)
+
+    def _has_slots(self, requests: int) -> bool:
+        """Return whether there is KV for one more token of so many requests, each in a new page."""
+        return bool(self._pools.headroom_tokens >= requests * self._scheduler.page_size)
+
+    def rids_blocking_adapters(self, requests: Iterable[Req]) -> set[str]:
+        """Return the ids of those to retract for the LoRA adapter of the next online request.
+
+        A batch has slots for a few adapters, where the bare model counts as one, and
+        SGLang skips a request that needs one more. Offline requests whose adapters fit
+        beside the online ones are kept. O(requests) if LoRA is enabled.
+        """
+        if not self._scheduler.enable_lora:
+            return set()
+        first = next((req for req in self._view.waiting if not is_offline(req)), None)
+        if first is None:
+            return set()
+        fits = self._scheduler.tp_worker.model_runner.lora_manager.validate_lora_batch
+        kept = {first.lora_id}
+        offline: dict[str | None, list[str]] = {}
+        for req in requests:
+            if is_offline(req):
+                offline.setdefault(req.lora_id, []).append(req.rid)
+            else:
+                kept.add(req.lora_id)
+        if not fits(kept):
+            return set()  # Online requests alone take the slots, so it has to wait.
+        in_the_way: set[str] = set()
+        for lora_id, rids in offline.items():
+            if fits(kept | {lora_id}):
+                kept.add(lora_id)
+            else:
+                in_the_way.update(rids)
+        return in_the_way
+
+    # --- Retract requests --------------------------------------------------------------------
+
+    def retract_one(self, running_batch: ScheduleBatch) -> bool:
+        """Retract the last parked offline request, else the last paused, else the last running one.
+
+        Returns False if there is none.
+        """
+        paused_requests = self._view.paused_requests
+        if victims := paused_requests.parked or paused_requests.paused:
+            self.retract({victims[-1].rid}, running_batch)
+            running_batch.batch_is_full = False
+            return True
+        if not any(is_offline(req) for req in running_batch.reqs):
+            return False
+        running_batch.filter_batch()  # Finished requests have no KV left to release.
+        victim = next((req for req in reversed(running_batch.reqs) if is_offline(req)), None)
+        if victim is None:
+            return False
+        self._retract_decodes(running_batch, {victim.rid})
+        return True
+
+    def retract(self, rids: Collection[str], running_batch: ScheduleBatch) -> None:
+        """Retract the requests in ``rids``, whatever their state; unknown ids are ignored."""
+        if not rids:
+            return
+        unfinished = self._view.paused_requests.unpark_all(lambda req: req.rid in rids)
+        if self._view.chunk is not None and self._view.chunk.rid in rids:
+            unfinished.append(self._view.take_chunk())
+        for req in unfinished:
+            self.release(req)
+        self._events["retracted"] += len(unfinished)
+        self._retract_decodes(running_batch, rids)
+        self._view.paused_requests.take_paused(self._retract_decodes, rids)
+
+    def _retract_decodes(self, batch: ScheduleBatch, rids: Collection[str]) -> None:
+        keep = [i for i, req in enumerate(batch.reqs) if req.rid not in rids]
+        gone = [req for req in batch.reqs if req.rid in rids]
+        for req in gone:
+            self.release(req)
+        if gone:
+            batch.filter_batch(keep_indices=keep)
+            batch.batch_is_full = False
+        self._events["retracted"] += len(gone)
+
+    def release(self, req: Req) -> None:
+        """Release the KV of a request that is in no batch, or about to leave it, and requeue it."""
+        release_for_requeue(req, self._scheduler.tree_cache)
+        self._view.requeue(req)

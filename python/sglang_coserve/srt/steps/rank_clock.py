@@ -1,0 +1,89 @@
+"""One clock for all ranks: rank 0's time, sent with the broadcast of requests.
+
+Ranks with different clocks would make different decisions, and hang in the
+next collective operation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_coserve.srt.marks.request_marks import arrival_s
+
+__all__ = ["RankClock", "RankTime"]
+
+Req = Any
+
+
+@dataclass(frozen=True, slots=True)
+class RankTime:
+    """The time on rank 0 at the start of a step."""
+
+    now_s: float
+    arrivals_s: Mapping[str, float]
+    """Arrival times of the requests in the same broadcast, by rid."""
+
+
+class RankClock:
+    """The clock for a rank's decisions and for arrival times, in seconds.
+
+    It is ``time.perf_counter`` of rank 0 if the clock is shared, else of this rank.
+    """
+
+    def __init__(self, *, is_shared: bool, is_source: bool) -> None:
+        """Create the clock of one rank.
+
+        Args:
+            is_shared: Whether all ranks use rank 0's time.
+            is_source: Whether this is rank 0.
+        """
+        self._is_shared = is_shared
+        self._is_source = is_source
+        self._tick: RankTime | None = None
+
+    def carried_by(self, input_blocker: Any) -> Any:
+        """Return a wrapper of SGLang's input blocker that adds ticks to the broadcast."""
+        if not self._is_shared:
+            return input_blocker
+        return _TickSource(input_blocker, is_source=self._is_source)
+
+    def take(self, tick: RankTime) -> None:
+        """Use the time of a tick from now on."""
+        self._tick = tick
+
+    def now_s(self) -> float:
+        """Return the current time: that of the last tick, if the clock is shared."""
+        return time.perf_counter() if self._tick is None else self._tick.now_s
+
+    def arrival_s(self, req: Req, now_s: float) -> float:
+        """Return when a request that was just received arrived at the server."""
+        if self._tick is None:
+            return arrival_s(req, now_s)
+        return self._tick.arrivals_s.get(req.rid, now_s)
+
+
+class _TickSource:
+    """Replaces SGLang's input blocker; adds a ``RankTime`` to what rank 0 receives."""
+
+    def __init__(self, inner: Any, *, is_source: bool) -> None:
+        self._inner = inner
+        self._is_source = is_source
+
+    def handle(self, recv_reqs: list[Any] | None) -> list[Any] | None:
+        """Return the received requests; on rank 0 with a tick before them."""
+        if self._inner is not None:
+            recv_reqs = self._inner.handle(recv_reqs)
+        if self._is_source and recv_reqs is not None:
+            now_s = time.perf_counter()
+            arrivals_s = {req.rid: arrival_s(req, now_s) for req in _with_rid(recv_reqs)}
+            return [RankTime(now_s, arrivals_s), *recv_reqs]
+        return recv_reqs
+
+
+def _with_rid(received: list[Any]) -> list[Any]:
+    """Return the messages that are requests, including those inside of batch messages."""
+    flat = [one for item in received for one in getattr(item, "batch", None) or (item,)]
+    return [item for item in flat if isinstance(getattr(item, "rid", None), str)]

@@ -1,0 +1,241 @@
+"""Tracks the batches of the engine, and turns each into a ``StepResult`` for the core."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_coserve.core.step import JobTokens, PrefillChunk, ServedRequest, StepResult
+from sglang_coserve.core.step_stats import StepStats
+from sglang_coserve.srt.safepoint.forward_kind import kind_of, num_decodes, stats_of
+from sglang_coserve.srt.steps.request_ledger import RequestLedger
+
+__all__ = ["StepTracker"]
+
+Req = Any
+ScheduleBatch = Any
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step whose result is not complete yet."""
+
+    number: int | None
+    """Number of its plan; None if the core did not plan it."""
+
+    started_s: float
+    batch: StepStats
+    chunks: tuple[PrefillChunk, ...]
+    jobs: tuple[JobTokens, ...]
+    seconds: float | None = None
+    served: tuple[ServedRequest, ...] = ()
+    planning_s: float = 0.0
+    spent_s: float = 0.0
+    """Time that it ran before it was suspended; NaN if unknown."""
+
+    is_suspended: bool = False
+    is_timed: bool = False
+    has_results: bool = False
+    """Whether its results are in: it is known which requests got a token."""
+
+    overlapping: tuple[StepStats, ...] = ()
+    """See ``StepResult``."""
+
+    def result(self) -> StepResult:
+        return StepResult(
+            self.number,
+            self.started_s,
+            self.seconds,
+            self.batch,
+            self.chunks,
+            self.served,
+            overlapping=self.overlapping,
+            jobs=self.jobs,
+            planning_s=self.planning_s,
+        )
+
+
+class StepTracker:
+    """Tracks every batch of the engine in order, planned by the core or not.
+
+    "Pass" here is one scheduling round of SGLang's event loop, not a forward pass. A pass begins
+    (``next_pass``), may carry out a step of the core (``started``), and launches its batch
+    (``launched``). The batch may be suspended while it runs
+    (``suspended``), and then be resumed (``resumed``) or dropped in a later pass. Its results
+    come in the same or the next pass (``processed``). A batch that the core did not plan is a
+    step without a number.
+
+    Durations are those of passes. Without overlap scheduling, and always on a CPU, the batch of a
+    pass runs until the next pass begins. With overlap, a pass ends when the
+    *previous* batch has ended, so its duration is that of the previous batch. In a pipeline of K
+    micro-batches a batch runs for K passes, until its micro-batch is next again.
+    """
+
+    def __init__(
+        self, ledger: RequestLedger, *, is_overlapped: bool, micro_batches: int = 1
+    ) -> None:
+        """``ledger`` has the requests; the times of their tokens are recorded in it."""
+        self._ledger = ledger
+        self._lag = int(is_overlapped)
+        self._micro_batches = micro_batches
+        self._pass_s: float | None = None
+        self._planned: int | None = None
+        self._planning_s = 0.0
+        self._suspended: _Step | None = None
+        self._resumed: _Step | None = None
+        self._last: deque[_Step | None] = deque(maxlen=max(self._lag + 1, 2 * micro_batches - 1))
+        """Steps of the last passes; None for a pass in which nothing ran."""
+
+        self._running: deque[_Step] = deque()
+        """Launched batches whose results are pending, in order."""
+
+        self._results: list[tuple[_Step, Sequence[Req], Sequence[bool]]] = []
+        """Results since the last pass: the step, its requests, and whether each got a token."""
+
+        self._open: deque[_Step] = deque()
+
+    def next_pass(self, now_s: float) -> list[StepResult]:
+        """Begin a pass; return the results that are complete now, in order. O(their requests)."""
+        self._note_time(now_s)
+        for step, reqs, has_token in self._results:
+            step.served = self._note_tokens(reqs, has_token, now_s)
+            step.has_results = True
+        self._results.clear()
+        self._pass_s = now_s
+        results = []
+        while self._open and self._open[0].is_timed and self._open[0].has_results:
+            step = self._open.popleft()
+            results.append(step.result())
+        return results
+
+    def decided(self, now_s: float) -> None:
+        """Note that what is to be run in this pass was decided by now."""
+        # Beside a running batch, or another stage's, it takes no time of its own.
+        if not self._lag and self._micro_batches == 1 and self._pass_s is not None:
+            self._planning_s = now_s - self._pass_s
+
+    def started(self, step: int) -> None:
+        """Record that this pass carries out a step of the core."""
+        self._planned = step
+
+    def launched(self, batch: ScheduleBatch | None) -> None:
+        """Record the batch that this pass launches; None if nothing is to run. O(requests)."""
+        number, self._planned = self._planned, None
+        planning_s, self._planning_s = self._planning_s, 0.0
+        step, self._resumed = self._resumed, None
+        if step is not None:
+            step.is_suspended = False
+            self._open.append(step)
+        elif number is not None or batch:
+            assert self._pass_s is not None
+            step = _Step(number, self._pass_s, *self._content(batch), has_results=not batch)
+            step.planning_s = planning_s
+            self._open.append(step)
+        self._last.append(step)
+        if batch:
+            assert step is not None
+            self._running.append(step)
+
+    def suspended(self) -> None:
+        """Record that the batch launched last was suspended."""
+        step = self._last[-1]
+        assert step is not None
+        step.is_suspended = True
+        self._suspended = self._open.pop()
+        assert self._suspended is step
+
+    def resumed(self) -> None:
+        """Record that this pass resumes the suspended step."""
+        self._resumed, self._suspended = self._suspended, None
+        assert self._resumed is not None
+
+    def dropped(self, rids: Sequence[str]) -> StepResult:
+        """Drop the suspended step, and return its result."""
+        step, self._suspended = self._suspended, None
+        assert step is not None
+        # What it ran is lost, and not known where another batch may have taken some of the time.
+        seconds = step.spent_s if step.spent_s > 0 else None
+        return StepResult(step.number, step.started_s, seconds, dropped=tuple(rids))
+
+    def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
+        """Record the results of the oldest pending batch: its requests, and which got a token."""
+        self._results.append((self._running.popleft(), reqs, has_token))
+
+    def _note_time(self, now_s: float) -> None:
+        """Set the duration of the step that ended with the last pass.
+
+        It stays None if unknown: beside a batch without requests the time is not that step's alone.
+        """
+        if self._micro_batches > 1:
+            self._note_round(now_s)
+            return
+        if len(self._last) <= self._lag:
+            return
+        step, newest = self._last[0], self._last[-1]
+        if step is None or step.is_timed:
+            return
+        if step.is_suspended:
+            # With overlap, the time of a part is unknown, as the batch before it took some of it.
+            ran_s = math.nan if self._lag or self._pass_s is None else now_s - self._pass_s
+            step.spent_s += ran_s
+            return
+        step.is_timed = True
+        ran_alone = newest is not None and not step.batch.is_empty
+        if ran_alone and self._pass_s is not None and now_s > self._pass_s:
+            seconds = step.spent_s + now_s - self._pass_s
+            step.seconds = None if math.isnan(seconds) else seconds
+
+    def _note_round(self, now_s: float) -> None:
+        """Set the duration of the current micro-batch's last step, and what overlapped with it."""
+        passes, before = list(self._last), self._micro_batches - 1
+        place = len(passes) - self._micro_batches
+        step = passes[place] if place >= 0 else None
+        if step is None:
+            return
+        batches = [StepStats() if other is None else other.batch for other in passes]
+        nothing = [StepStats()] * (before - place)
+        step.overlapping = (*nothing, *batches[:place], *batches[place + 1 :])
+        step.is_timed = True
+        if not step.batch.is_empty and now_s > step.started_s:
+            step.seconds = now_s - step.started_s
+
+    def _note_tokens(
+        self, reqs: Sequence[Req], has_token: Sequence[bool], now_s: float
+    ) -> tuple[ServedRequest, ...]:
+        ledger = self._ledger
+        served = []
+        for req, has in zip(reqs, has_token, strict=True):
+            if req.rid not in ledger:
+                continue  # The request was aborted meanwhile.
+            info, last_s = ledger[req.rid], ledger.last_token_s(req.rid)
+            if info.is_online:
+                served.append(ServedRequest(info, last_s, now_s if has else None))
+            if has:
+                ledger.produced(req.rid, now_s)
+        return tuple(served)
+
+    def _content(
+        self, batch: ScheduleBatch | None
+    ) -> tuple[StepStats, tuple[PrefillChunk, ...], tuple[JobTokens, ...]]:
+        """Return the sums over a batch that is ready to run, its prefills, and whose its offline
+        requests are."""
+        kind = kind_of(batch) if batch else None
+        if batch is None or kind is None:
+            return StepStats(), (), ()
+        reqs = batch.reqs
+        count = len(reqs) - num_decodes(batch, kind)
+        chunks = [PrefillChunk(reqs[place].rid, batch.extend_lens[place]) for place in range(count)]
+        stats = stats_of(batch, kind, [True] * len(reqs))
+        return stats, tuple(chunks), self._jobs(chunks, reqs[count:])
+
+    def _jobs(
+        self, chunks: Sequence[PrefillChunk], decodes: Sequence[Req]
+    ) -> tuple[JobTokens, ...]:
+        ledger, tokens_of = self._ledger, Counter[str | None]()
+        for rid, tokens in [*chunks, *((req.rid, 1) for req in decodes)]:
+            if rid in ledger and not (info := ledger[rid]).is_online:
+                tokens_of[info.job] += tokens
+        return tuple([JobTokens(job, tokens) for job, tokens in tokens_of.items()])

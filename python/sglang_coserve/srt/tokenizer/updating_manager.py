@@ -1,0 +1,86 @@
+"""SGLang's tokenizer manager with notifications of weight updates and of the engine's death."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from sglang_coserve.srt import compat
+from sglang_coserve.srt.safeguards.engine_death import is_stop_asked
+from sglang_coserve.srt.safeguards.threaded_manager import ThreadedTokenizerManager
+from sglang_coserve.srt.tokenizer.weight_updates import WeightUpdates
+
+__all__ = ["UpdatingTokenizerManager"]
+
+_IDLE_TIMEOUT_S: Final = 60.0
+"""More than the scheduler needs to remove aborted requests."""
+
+
+class UpdatingTokenizerManager(ThreadedTokenizerManager):
+    """Reports weight updates to ``coserve_weights``, and a crash to ``coserve_on_death``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.coserve_weights = WeightUpdates()
+        self.coserve_on_death: Callable[[], None] | None = None
+        """Called when the engine has crashed, right before this process ends."""
+        for name in compat.UPDATE_COMMUNICATORS:
+            setattr(self, name, self._once_idle(getattr(self, name)))
+
+    def dump_requests_before_crash(self, *args: Any, **kwargs: Any) -> None:
+        """Report the crash: SGLang calls this after every failure that ends its processes."""
+        if self.coserve_on_death is not None and not is_stop_asked(self):
+            self.coserve_on_death()
+        super().dump_requests_before_crash(*args, **kwargs)
+
+    async def update_weights_from_disk(self, obj: Any, *args: Any) -> Any:
+        """See ``TokenizerManager``."""
+        with self.coserve_weights.updating(empties_cache=obj.flush_cache):
+            return await super().update_weights_from_disk(obj, *args)
+
+    async def update_weights_from_distributed(self, obj: Any, *args: Any) -> Any:
+        """See ``TokenizerManager``."""
+        with self.coserve_weights.updating(empties_cache=obj.flush_cache):
+            return await super().update_weights_from_distributed(obj, *args)
+
+    async def update_weights_from_tensor(self, obj: Any, *args: Any) -> Any:
+        """See ``TokenizerManager``."""
+        with self.coserve_weights.updating(empties_cache=obj.flush_cache):
+            return await super().update_weights_from_tensor(obj, *args)
+
+    async def update_weights_from_ipc(self, obj: Any, *args: Any) -> Any:
+        """See ``TokenizerManager``."""
+        with self.coserve_weights.updating(empties_cache=obj.flush_cache):
+            return await super().update_weights_from_ipc(obj, *args)
+
+    async def pause_generation(self, obj: Any) -> None:
+        """See ``TokenizerManager``."""
+        self.coserve_weights.pause()
+        await super().pause_generation(obj)
+
+    async def continue_generation(self, obj: Any) -> None:
+        """See ``TokenizerManager``."""
+        await super().continue_generation(obj)
+        self.coserve_weights.resume()
+
+    async def _wait_for_model_update_from_disk(self, obj: Any) -> Any:
+        return await self._once_idle(super()._wait_for_model_update_from_disk)(obj)
+
+    def _once_idle(self, update: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return ``update`` preceded by a wait until the scheduler has removed aborted requests.
+
+        SGLang waits only until no client awaits an answer. Aborted requests may then still be in
+        the scheduler for a step, and its process dies if it cannot flush its cache.
+        """
+
+        async def update_once_idle(obj: Any) -> Any:
+            if obj.flush_cache and not self.is_pause:
+                flushed = await self.flush_cache(timeout_s=_IDLE_TIMEOUT_S)
+                if not flushed.success:
+                    raise ValueError(
+                        f"the engine was not idle after {_IDLE_TIMEOUT_S:.0f} s, so that its"
+                        " weights cannot be exchanged: try again"
+                    )
+            return await update(obj)
+
+        return update_once_idle
