@@ -18,6 +18,8 @@ import pytest
 from sglang_coserve.local_server import LocalServer
 from srt.documentation.blocks import PAGES, ROOT, Block, blocks_of
 
+pytestmark = pytest.mark.heavy
+
 QUICKSTART = ROOT / "docs" / "quickstart.md"
 ADMIN_KEY = "admin secret"
 SERVERS = (
