@@ -82,11 +82,12 @@ def stalled(*, alone: bool) -> Allowance:
 
 
 def test_stalls_count_against_those_alone_whichever_gaps_they_are_in() -> None:
-    assert stalled(alone=True).gap_share == pytest.approx(1.0, abs=0.05)
     seen = allowance("tbt p99 <= +10%")
+    first = seen.gap_share
+    assert stalled(alone=True).gap_share > first
     for number in range(6000):
         seen.gaps([(INFO, 0.05 if number % 30 == 0 else 0.01, 0.01, 0.0)] * 2)
-    assert seen.gap_share < 0.5
+    assert seen.gap_share < first / 2
 
 
 def test_a_relative_target_judges_nobody_before_it_is_known() -> None:

@@ -28,6 +28,14 @@ With 1 (simulated, Llama-3.1-8B on an H100, prompts of 256 and outputs of 512 to
 target 1.5 x the P99 of the baseline) the learned factor swung more, and offline work got
 13,177 tokens/s instead of 19,309."""
 
+_FIRST_GAPS: Final = 1 / 4
+"""First share of the slack of online decodes that offline work may fill, while a relative target
+is still a guess. With 1 a server's first seconds have more long gaps than a P99 allows for minutes.
+Simulated on the demo's machine (``bench_fixed_cost.py``): P99 gaps of 1.6 to 2.1 x those alone at
++10%, and 1.06 to 1.24 x with 1/4, with as much offline work. On an H100
+(``bound.py --requests 800 --lengths 256x512 --loads 0.2 0.8 --seed`` 1 to 4, means): 16,970 and
+5,924 offline tokens/s with it, 14,909 and 5,690 with 1."""
+
 _GAPS_GAIN: Final = 0.02
 """A tenth of the gain for requests, as gaps are far more numerous. Simulated as above at 1.1 x:
 15,897 offline tokens/s with it, 14,574 with 0.1 and 11,870 with 0.2; harmed 1.0, 0.9 and 0.9%."""
@@ -157,7 +165,7 @@ class _Loop:
     """The control loop of one SLO: its target, and the factor that is adjusted to keep it."""
 
     def __init__(self, slo: Slo, prior_s: float) -> None:
-        first, most = 1.0, 1.0
+        first, most = 1.0 if slo.limit_s else _FIRST_GAPS, 1.0
         if slo.latency is Latency.TTFT:
             first, most = _FIRST_ARRIVAL, _MOST_ARRIVAL
         gain, span = GAIN, _SPAN
