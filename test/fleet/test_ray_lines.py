@@ -29,10 +29,10 @@ def text(name: str, **fields: Any) -> bytes:
 
 
 def lines_on(
-    *engines: LiveEngine, admin_key: str = ADMIN_KEY, patience_s: float = GIVE_UP_S
+    *engines: LiveEngine, admin_key: str = ADMIN_KEY, no_engine_timeout_s: float = GIVE_UP_S
 ) -> FleetLines:
     source = EngineList(engine.url for engine in engines)
-    return FleetLines(source, admin_key, job="job", patience_s=patience_s)
+    return FleetLines(source, admin_key, job="job", no_engine_timeout_s=no_engine_timeout_s)
 
 
 async def answered(lines: FleetLines, *contents: bytes | None) -> Sequence[Answer]:
@@ -89,7 +89,7 @@ def test_lines_of_an_engine_that_dies_go_on_elsewhere() -> None:
 def test_the_job_fails_when_there_is_no_engine_for_long() -> None:
     async def scenario() -> None:
         async with LiveEngine() as engine:
-            lines = lines_on(engine, patience_s=1.0)
+            lines = lines_on(engine, no_engine_timeout_s=1.0)
             serving = asyncio.ensure_future(answered(lines, text("a")))
             await engine.holds(1)
             await engine.kill()

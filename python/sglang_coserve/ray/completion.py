@@ -44,7 +44,7 @@ def complete(
     actors: int = 1,
     lines_in_flight: int = 2048,
     lines_per_block: int = 64,
-    patience_s: float = 300.0,
+    no_engine_timeout_s: float = 300.0,
 ) -> Dataset:
     """Return the results of ``requests``, in the offline class of all engines.
 
@@ -65,7 +65,7 @@ def complete(
         lines_in_flight: Lines that one actor has at a time, at engines or waiting for them. As a
             block is done with its slowest line, several times what the engines can run.
         lines_per_block: Lines that are handed on, written and done again together.
-        patience_s: How long there may be no engine until the job fails.
+        no_engine_timeout_s: How long there may be no engine until the job fails.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -83,14 +83,14 @@ def complete(
         ("actors", actors),
         ("lines_in_flight", lines_in_flight),
         ("lines_per_block", lines_per_block),
-        ("patience_s", patience_s),
+        ("no_engine_timeout_s", no_engine_timeout_s),
     ):
         if value <= 0:
             raise ConfigError(f"{name}={value}: use more than 0")
     blocks = max(1, lines_in_flight // lines_per_block)
     return requests.repartition(target_num_rows_per_block=lines_per_block).map_batches(
         _CompleteLines,
-        fn_constructor_args=[source, key, patience_s],
+        fn_constructor_args=[source, key, no_engine_timeout_s],
         # A call makes one block of one. Ray counts on it that a call that it makes again ends
         # in the same blocks as before, or rows would be lost or doubled.
         batch_size=None,
@@ -110,7 +110,7 @@ def complete(
 class _CompleteLines:
     """One actor. Called for several blocks at a time, each in a thread of Ray's."""
 
-    def __init__(self, source: EngineSource, admin_key: str, patience_s: float) -> None:
+    def __init__(self, source: EngineSource, admin_key: str, no_engine_timeout_s: float) -> None:
         # Not Ray's loop, which stops where results wait for who writes them: engines that are
         # not listened to for so long are taken for dead.
         self._loop = asyncio.new_event_loop()
@@ -118,7 +118,7 @@ class _CompleteLines:
         job = f"ray-{ray.get_runtime_context().get_job_id()}"
 
         async def begin() -> FleetLines:
-            return FleetLines(source, admin_key, job=job, patience_s=patience_s)
+            return FleetLines(source, admin_key, job=job, no_engine_timeout_s=no_engine_timeout_s)
 
         self._lines = self._run(begin())
 

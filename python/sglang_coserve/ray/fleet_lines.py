@@ -46,12 +46,12 @@ class FleetLines:
     """Serves lines until each has its result. Made on the event loop on which it lives."""
 
     def __init__(
-        self, engines: EngineSource, admin_key: str, *, job: str, patience_s: float
+        self, engines: EngineSource, admin_key: str, *, job: str, no_engine_timeout_s: float
     ) -> None:
         """``job`` names it in the engines' logs."""
         self._fleet = fleet = FleetBackend(admin_key)
         self._job = job
-        self._patience_s = patience_s
+        self._no_engine_timeout_s = no_engine_timeout_s
         self._numbers = itertools.count(1)
         engine_lines = EngineLines()
         # Lines start over that were begun with a model of which there are no engines any more.
@@ -61,7 +61,7 @@ class FleetLines:
             engine_lines=engine_lines,
             clock=SystemClock(),
             rng=random.Random(),
-            retry_policy=RetryPolicy(retry_for_s=patience_s),
+            retry_policy=RetryPolicy(retry_for_s=no_engine_timeout_s),
             health=EngineHealth(),
         )
         self._following = asyncio.ensure_future(follow([engines], fleet.set_engines))
@@ -71,7 +71,7 @@ class FleetLines:
         """Return what came of each of ``lines``, in their order; None is one without a text.
 
         Raises:
-            ServerGoneError: no engine has taken lines for as long as patience lasts.
+            ServerGoneError: no engine has taken lines for ``no_engine_timeout_s``.
         """
         answers = asyncio.gather(*map(self._answer, lines))
         try:
@@ -132,8 +132,8 @@ class FleetLines:
                 last_up_s = time.monotonic()
             elif states == {EngineState.REFUSING}:
                 raise ServerGoneError(f"every engine refuses lines: {self._reasons()}")
-            elif time.monotonic() - last_up_s >= self._patience_s:
-                message = f"no engine has taken lines for {self._patience_s:g} s"
+            elif time.monotonic() - last_up_s >= self._no_engine_timeout_s:
+                message = f"no engine has taken lines for {self._no_engine_timeout_s:g} s"
                 raise ServerGoneError(f"{message}: {self._reasons()}")
 
     def _reasons(self) -> str:
