@@ -233,7 +233,7 @@ class CoserveConfig(BatchApiConfig):
     offline_policy: str = _setting(
         _AUTO,
         "When offline requests run. fifo: first come, first served, whenever no online request "
-        "waits. The others plan every iteration with a latency model, against --online-slowdown, "
+        "waits. The others plan every step with a latency model, against --online-slowdown, "
         "--slo-ttft-ms, --slo-tpot-ms and --slo. auto: coserve.",
         choices=(_AUTO, *OFFLINE_POLICIES),
     )
@@ -292,14 +292,14 @@ class CoserveConfig(BatchApiConfig):
     startup_profile_seconds: Annotated[float, _NOT_NEGATIVE] = _setting(
         10.0,
         "How long to profile at start-up when there is no --latency-profile; 0: not at all, the "
-        "model's shape and the device's peaks give a first guess. In each case every iteration "
+        "model's shape and the device's peaks give a first guess. In each case every step "
         "refines the prediction.",
         type=float,
         metavar="S",
     )
     iteration_budget_ms: Annotated[float | None, _POSITIVE] = _setting(
         None,
-        "Longest iteration, as predicted, that offline work may make, in milliseconds; coserve "
+        "Longest step, as predicted, that offline work may make, in milliseconds; coserve "
         "profile slo finds the one that just meets given SLOs. By default the deadlines of the "
         "online requests alone decide.",
         type=float,

@@ -59,6 +59,14 @@ def simulate(
             "--slo-tpot-ms", "--slo-tpot-p99-ms", help="Target for the time per output token."
         ),
     ] = None,
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SLO…",
+            help="SLOs instead of targets, as of a server: 'ttft p99 <= 300ms', or relative to"
+            " online requests alone: 'tbt p99 <= +10%'.",
+        ),
+    ] = None,
     rate: Annotated[float, typer.Option(help="Factor of the online arrival rate.")] = 1.0,
     duration: Annotated[
         float | None, typer.Option(metavar="S", help="Simulated seconds. Default: the whole trace.")
@@ -69,7 +77,7 @@ def simulate(
     ] = None,
     true_profile: Annotated[
         Path | None,
-        typer.Option(help="How long iterations really take. Default: as planned."),
+        typer.Option(help="How long steps really take. Default: as planned."),
     ] = None,
     kv_capacity_tokens: Annotated[
         int | None,
@@ -80,7 +88,7 @@ def simulate(
         int, typer.Option(min=2, help="Longer requests are cut to this.")
     ] = 32768,
     max_running: Annotated[int, typer.Option(min=1, help="Requests that may hold KV.")] = 256,
-    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an iteration.")] = 8192,
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 8192,
     prefix_cache: Annotated[bool, typer.Option(help="Share the KV of equal prefixes.")] = True,
     checkpoint_gb_s: Annotated[
         float, typer.Option(min=0, help="KV copied to host memory and back; 0: not at all.")
@@ -88,9 +96,9 @@ def simulate(
     safepoint_layers: Annotated[
         int, typer.Option(min=0, help="Layers between safepoints; 0: none.")
     ] = 4,
-    overlap: Annotated[bool, typer.Option(help="Plan one iteration ahead, as SGLang.")] = False,
+    overlap: Annotated[bool, typer.Option(help="Plan one step ahead, as SGLang.")] = False,
     noise: Annotated[
-        float, typer.Option(min=0, help="Coefficient of variation of iteration times.")
+        float, typer.Option(min=0, help="Coefficient of variation of step times.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Same seed, same event log.")] = 0,
     event_log: Annotated[
@@ -127,6 +135,7 @@ def simulate(
         policy=policy,
         slo_ttft_ms=slo_ttft_ms,
         slo_tpot_ms=slo_tpot_ms,
+        slo=tuple(slo or ()),
         rate=rate,
         duration=duration,
         profile=profile,

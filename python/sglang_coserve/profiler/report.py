@@ -43,7 +43,7 @@ def report_text(measurements: Sequence[ShapeTiming], attempts: Sequence[FitAttem
     largest_s = max(measurement.seconds for measurement in measurements)
     lines.append(
         f"{len(measurements)} measurements ({kinds}), {runs} runs, {outliers} outliers left out; "
-        f"longest iteration {largest_s * 1e3:,.1f} ms"
+        f"longest step {largest_s * 1e3:,.1f} ms"
     )
     return "\n".join(lines) + "\n"
 

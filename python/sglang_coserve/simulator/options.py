@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Final
 
+from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass
@@ -66,6 +67,9 @@ class SimulationOptions:
 
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
+    slo: tuple[str, ...] = ()
+    """SLOs as ``parse_slo`` reads them, instead of the two targets."""
+
     rate: float = 1.0
     """Factor of the online arrival rate."""
 
@@ -102,6 +106,8 @@ class SimulationOptions:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"simulation: {name} is {value}: it must be a positive number")
+        if self.slo and (self.slo_ttft_ms or self.slo_tpot_ms):
+            raise ConfigError("simulation: use slo, or slo_ttft_ms and slo_tpot_ms, not both")
         for name in ("backlog", "safepoint_layers", "checkpoint_gb_s"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
@@ -126,6 +132,7 @@ class SimulationOptions:
             model=read_profile(self.profile) if self.profile else machine.roofline(),
             true_model=read_profile(self.true_profile) if self.true_profile else None,
             targets=SloTargets(_seconds(self.slo_ttft_ms), _seconds(self.slo_tpot_ms)),
+            slos=tuple(map(parse_slo, self.slo)),
             scheduler=SchedulerConfig(seed=self.seed),
             executor=ExecutorConfig(
                 kv_capacity_tokens=self._capacity_tokens(),

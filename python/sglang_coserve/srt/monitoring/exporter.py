@@ -92,7 +92,7 @@ class Exporter:
             "Events of KV checkpoints, in tokens or occurrences.",
             "event",
         )
-        self._bias = gauge("prediction_bias", "Mean error of predicted iterations; above 0: long.")
+        self._bias = gauge("prediction_bias", "Mean error of predicted steps; above 0: long.")
         by_class = "request_class"
         self._ttft = histogram("ttft_seconds", "Time to first token.", by_class, WAIT_BUCKETS_S)
         self._itl = histogram("itl_seconds", "Gaps between tokens.", by_class, GAP_BUCKETS_S)
