@@ -23,7 +23,7 @@ from batch_bench.options import PARTS, Options, parse_options
 from batch_bench.setting import Setting
 from common.batch_server import BatchServer
 from common.failures import exit_status
-from common.figures import Figure, markdown
+from common.figures import Figure, all_met, markdown
 from common.model import prepare_model
 from common.results import write_results
 from sglang_coserve.progress_bar import progress_bar
@@ -69,9 +69,7 @@ def run(options: Options, console: Console) -> bool:
             write(options, found)
     console.print(Markdown((options.out / "table.md").read_text()))
     figures = [f for result in found.values() for f in result if isinstance(f, Figure)]
-    return all(not isinstance(result, str) for result in found.values()) and all(
-        figure.is_met is not False for figure in figures
-    )
+    return all(not isinstance(result, str) for result in found.values()) and all_met(figures)
 
 
 def write(options: Options, found: Mapping[str, list[Figure] | str]) -> None:

@@ -23,12 +23,12 @@ from pathlib import Path
 
 import httpx
 
-from common.figures import Figure, markdown
+from common.failures import exit_status
+from common.figures import Figure, all_met, markdown
 from common.model import prepare_model
 from common.results import write_results
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.http_lines import EngineConnection, LineMovedError
-from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.lines.backend import LineRequest, LineResult
 from sglang_coserve.local_server import LocalServer
 
@@ -40,16 +40,7 @@ _WORDS = ["mill", "river", "boat", "rain", "lamp", "harbour", "engine", "paper",
 def main(argv: Sequence[str]) -> int:
     """Run the command line; return its exit status."""
     options = parse_options(argv)
-    try:
-        with terminate_as_interrupt():
-            figures = run(options)
-    except CoserveError as error:
-        print(f"bench_drain: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("bench_drain: interrupted", file=sys.stderr)
-        return 130
-    return int(any(figure.is_met is False for figure in figures))
+    return exit_status(lambda: all_met(run(options)), interrupted="")
 
 
 def run(options: argparse.Namespace) -> list[Figure]:

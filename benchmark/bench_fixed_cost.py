@@ -125,9 +125,19 @@ def run(
         make_policy(policy),
     )
     report = latency_report(result.online)
-    latencies = (report.ttft.p50_s, report.ttft.p99_s, report.itl.p50_s, report.itl.p99_s)
-    assert None not in latencies, "no online request had a token"
-    return Latencies(*latencies, result.offline_throughput.computed_tokens_per_s)  # type: ignore[arg-type]
+    return Latencies(
+        known(report.ttft.p50_s),
+        known(report.ttft.p99_s),
+        known(report.itl.p50_s),
+        known(report.itl.p99_s),
+        result.offline_throughput.computed_tokens_per_s,
+    )
+
+
+def known(value_s: float | None) -> float:
+    """Return a latency that some request had."""
+    assert value_s is not None, "no online request had a token"
+    return value_s
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:

@@ -26,7 +26,7 @@ from rich.markdown import Markdown
 from chaos_bench.answers import known_answers
 from chaos_bench.batch_load import BatchLoad, LineCounts
 from common.failures import exit_status
-from common.figures import Figure, markdown
+from common.figures import Figure, all_met, markdown
 from common.model import prepare_model
 from common.results import write_results
 from fleet_bench.processes import INJURIES, FleetProcesses
@@ -38,10 +38,7 @@ _CALM_S: Final = 1.0
 def main(argv: Sequence[str]) -> int:
     """Run the command line; return its exit status."""
     options = parse_options(argv)
-    return exit_status(
-        lambda: all(figure.is_met is not False for figure in run(options)),
-        interrupted=" before anything was seen",
-    )
+    return exit_status(lambda: all_met(run(options)), interrupted=" before anything was seen")
 
 
 def run(options: argparse.Namespace) -> list[Figure]:

@@ -27,7 +27,7 @@ from rich.markdown import Markdown
 
 from chaos_bench.answers import KnownAnswer, known_answers
 from common.failures import exit_status
-from common.figures import Figure, markdown
+from common.figures import Figure, all_met, markdown
 from common.input_file import COMPLETIONS, completion_body
 from common.model import prepare_model
 from common.results import write_results
@@ -42,10 +42,7 @@ _POLL_S: Final = 0.2
 def main(argv: Sequence[str]) -> int:
     """Run the command line; return its exit status."""
     options = parse_options(argv)
-    return exit_status(
-        lambda: all(figure.is_met is not False for figure in run(options)),
-        interrupted="",
-    )
+    return exit_status(lambda: all_met(run(options)), interrupted="")
 
 
 def run(options: argparse.Namespace) -> list[Figure]:

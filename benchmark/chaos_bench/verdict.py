@@ -10,7 +10,7 @@ from typing import Final
 from chaos_bench.batch_load import LineCounts
 from chaos_bench.observation import Observation
 from chaos_bench.supervised_server import Interval
-from common.figures import Figure
+from common.figures import Figure, all_met
 
 __all__ = ["Verdict", "verdict"]
 
@@ -35,7 +35,7 @@ class Verdict:
     @property
     def is_met(self) -> bool:
         """True when every target is met."""
-        return all(figure.is_met is not False for figure in self.figures)
+        return all_met(self.figures)
 
 
 def verdict(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from common.results import markdown_table
 
-__all__ = ["Figure", "markdown"]
+__all__ = ["Figure", "all_met", "markdown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,11 @@ class Figure:
             "at_most": self.at_most,
             "is_met": self.is_met,
         }
+
+
+def all_met(figures: Iterable[Figure]) -> bool:
+    """Return whether none of the figures misses what it should be."""
+    return all(figure.is_met is not False for figure in figures)
 
 
 def markdown(figures: Sequence[Figure]) -> str:

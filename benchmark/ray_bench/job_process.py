@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +16,6 @@ from sglang_coserve.errors import ServerGoneError
 __all__ = ["JobProcess"]
 
 _END_TIMEOUT_S: Final = 60.0
-_POLL_S: Final = 0.2
 
 
 class JobProcess:
@@ -97,11 +95,11 @@ class JobProcess:
             ServerGoneError: it failed, or is not complete in time.
         """
         assert self._process is not None
-        deadline_s = time.monotonic() + timeout_s
-        while (status := self._process.poll()) is None:
-            if time.monotonic() > deadline_s:
-                raise ServerGoneError(f"the job is not complete after {timeout_s:g} s: {self._log}")
-            time.sleep(_POLL_S)
+        try:
+            status = self._process.wait(timeout_s)
+        except psutil.TimeoutExpired:
+            message = f"the job is not complete after {timeout_s:g} s: {self._log}"
+            raise ServerGoneError(message) from None
         if status:
             raise ServerGoneError(f"the job ended with status {status}: {self._log}")
 

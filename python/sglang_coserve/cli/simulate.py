@@ -11,6 +11,15 @@ import typer
 
 from sglang_coserve.cli import exit_codes
 from sglang_coserve.cli.say import say
+from sglang_coserve.cli.simulation_flags import (
+    Hardware,
+    Model,
+    Quiet,
+    Rate,
+    SloTpotMs,
+    SloTtftMs,
+    TimeLimit,
+)
 
 __all__ = ["simulate"]
 
@@ -39,26 +48,14 @@ def simulate(
             min=0, help="Offline requests kept waiting; 0: they come at their trace's times."
         ),
     ] = 256,
-    hardware: Annotated[str, typer.Option(help="a100, h100, h200 or ascend-910c.")] = "h100",
-    model: Annotated[
-        str, typer.Option(help="A known name such as llama-3.1-70b, or a config.json.")
-    ] = "llama-3.1-8b",
+    hardware: Hardware = "h100",
+    model: Model = "llama-3.1-8b",
     tp_size: Annotated[int, typer.Option(min=1, help="Devices that share the model.")] = 1,
     policy: Annotated[
         str, typer.Option(metavar="NAME,…", help="Policies to compare on the same workload.")
     ] = "online_only,coserve",
-    slo_ttft_ms: Annotated[
-        float | None,
-        typer.Option(
-            "--slo-ttft-ms", "--slo-ttft-p99-ms", help="Target for the time to first token."
-        ),
-    ] = None,
-    slo_tpot_ms: Annotated[
-        float | None,
-        typer.Option(
-            "--slo-tpot-ms", "--slo-tpot-p99-ms", help="Target for the time per output token."
-        ),
-    ] = None,
+    slo_ttft_ms: SloTtftMs = None,
+    slo_tpot_ms: SloTpotMs = None,
     slo: Annotated[
         list[str] | None,
         typer.Option(
@@ -67,7 +64,7 @@ def simulate(
             " online requests alone: 'tbt p99 <= +10%'.",
         ),
     ] = None,
-    rate: Annotated[float, typer.Option(help="Factor of the online arrival rate.")] = 1.0,
+    rate: Rate = 1.0,
     duration: Annotated[
         float | None, typer.Option(metavar="S", help="Simulated seconds. Default: the whole trace.")
     ] = None,
@@ -105,10 +102,8 @@ def simulate(
         bool, typer.Option(help="Write events-POLICY.jsonl: some 50 MB for 1,000 s.")
     ] = False,
     chrome_trace: Annotated[bool, typer.Option(help="Write trace-POLICY.json.")] = False,
-    time_limit: Annotated[
-        float, typer.Option(metavar="S", help="Real seconds after which to report what there is.")
-    ] = math.inf,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    time_limit: TimeLimit = math.inf,
+    quiet: Quiet = False,
 ) -> None:
     """Compare policies on a modelled machine. Every result is simulated.
 

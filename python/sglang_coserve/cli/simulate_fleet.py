@@ -11,6 +11,15 @@ import typer
 
 from sglang_coserve.cli import exit_codes
 from sglang_coserve.cli.say import say
+from sglang_coserve.cli.simulation_flags import (
+    Hardware,
+    Model,
+    Quiet,
+    Rate,
+    SloTpotMs,
+    SloTtftMs,
+    TimeLimit,
+)
 
 __all__ = ["simulate_fleet"]
 
@@ -51,25 +60,13 @@ def simulate_fleet(
         list[str] | None,
         typer.Option(metavar="ENGINE@S+S", help="The same; its online requests end there."),
     ] = None,
-    hardware: Annotated[str, typer.Option(help="a100, h100, h200 or ascend-910c.")] = "h100",
-    model: Annotated[
-        str, typer.Option(help="A known name such as llama-3.1-70b, or a config.json.")
-    ] = "llama-3.1-8b",
+    hardware: Hardware = "h100",
+    model: Model = "llama-3.1-8b",
     tp_size: Annotated[int, typer.Option(min=1, help="Devices of an engine.")] = 1,
     policy: Annotated[str, typer.Option(metavar="NAME", help="Of every engine.")] = "coserve",
-    slo_ttft_ms: Annotated[
-        float | None,
-        typer.Option(
-            "--slo-ttft-ms", "--slo-ttft-p99-ms", help="Target for the time to first token."
-        ),
-    ] = None,
-    slo_tpot_ms: Annotated[
-        float | None,
-        typer.Option(
-            "--slo-tpot-ms", "--slo-tpot-p99-ms", help="Target for the time per output token."
-        ),
-    ] = None,
-    rate: Annotated[float, typer.Option(help="Factor of the online arrival rate.")] = 1.0,
+    slo_ttft_ms: SloTtftMs = None,
+    slo_tpot_ms: SloTpotMs = None,
+    rate: Rate = 1.0,
     duration: Annotated[float, typer.Option(metavar="S", help="Simulated seconds.")] = 60.0,
     max_running: Annotated[
         int, typer.Option(min=1, help="Requests that may hold KV in an engine.")
@@ -78,10 +75,8 @@ def simulate_fleet(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="All figures as JSON.")
     ] = None,
-    time_limit: Annotated[
-        float, typer.Option(metavar="S", help="Real seconds after which to report what there is.")
-    ] = math.inf,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    time_limit: TimeLimit = math.inf,
+    quiet: Quiet = False,
 ) -> None:
     """Compare fleets with as many engines alone. Every result is simulated.
 

@@ -11,6 +11,7 @@ import typer
 
 from sglang_coserve.cli import exit_codes
 from sglang_coserve.cli.say import say
+from sglang_coserve.cli.simulation_flags import Quiet
 
 __all__ = ["what_if"]
 
@@ -33,7 +34,7 @@ def what_if(
     time_limit: Annotated[
         float, typer.Option(metavar="S", help="Real seconds after which to give up.")
     ] = math.inf,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Simulate recorded traffic as it was, and with something changed.
 

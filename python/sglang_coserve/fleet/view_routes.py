@@ -9,10 +9,16 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import orjson
 from fastapi import APIRouter, Request, Response
 
-from sglang_coserve.batch.routes import PAGE_PATH, VIEW_PATH, Keys, bearer_key, shown_batches
+from sglang_coserve.batch.routes import (
+    PAGE_PATH,
+    VIEW_PATH,
+    Keys,
+    bearer_key,
+    shown_batches,
+    view_answer,
+)
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.fleet.engine_views import EngineViews
 from sglang_coserve.fleet.report import fleet_status
@@ -36,9 +42,9 @@ def view_routes(keys: Keys) -> APIRouter:
         """Say how engines, their online users and batches stand."""
         caller = keys.caller(bearer_key(request))
         if caller is None:
-            return _json(401, {"error": {"message": _ASK_FOR_KEY}})
+            return view_answer(401, {"error": {"message": _ASK_FOR_KEY}})
         answer = await _view(request.app.state.fleet, views)
-        return _json(200, answer | await shown_batches(request.app, caller))
+        return view_answer(200, answer | await shown_batches(request.app, caller))
 
     return router
 
@@ -64,8 +70,3 @@ async def _view(fleet: FleetBackend, views: EngineViews) -> dict[str, Any]:
             each | {"online_users": users_of.get(each["url"])} for each in status.pop("engines")
         ],
     }
-
-
-def _json(status: int, content: dict[str, Any]) -> Response:
-    headers = {"cache-control": "no-store"}
-    return Response(orjson.dumps(content), status, headers, "application/json")

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.metrics import Summary, attainment, latency_report
+from sglang_coserve.metrics import attainment, latency_report
 from sglang_coserve.simulator.fleet_run import FleetResult
-from sglang_coserve.simulator.report import text_table
+from sglang_coserve.simulator.report import ms_text, percent_text, text_table
 from sglang_coserve.simulator.result import LABEL
 
 __all__ = ["FLEET_COLUMNS", "fleet_table_text", "write_fleet_report"]
@@ -58,21 +58,13 @@ def _row(result: FleetResult, alone_per_s: float) -> tuple[str, ...]:
     name = f"{result.num_engines}{', alone' if result.is_alone else ''}"
     return (
         name + ("" if result.is_complete else " (broken off)"),
-        _ms(latency.ttft),
-        _ms(latency.tpot),
-        _percent(attained),
+        ms_text(latency.ttft.p99_s),
+        ms_text(latency.tpot.p99_s),
+        percent_text(attained),
         str(result.online_lost),
         f"{offline_per_s:,.0f}",
-        _percent(offline_per_s / expected_per_s if expected_per_s else None),
+        percent_text(offline_per_s / expected_per_s if expected_per_s else None),
         f"{result.busiest_share:.2f}",
-        _percent(result.cached_share),
+        percent_text(result.cached_share),
         str(result.lines_given_back),
     )
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}"
-
-
-def _ms(summary: Summary) -> str:
-    return "-" if summary.p99_s is None else f"{summary.p99_s * 1e3:,.1f}"

@@ -8,11 +8,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.metrics import Summary, attainment, latency_report
+from sglang_coserve.metrics import attainment, latency_report
 from sglang_coserve.simulator.plots import latency_cdfs, load_over_time
 from sglang_coserve.simulator.result import LABEL, SimulationResult
 
-__all__ = ["COLUMNS", "table_rows", "table_text", "text_table", "write_report"]
+__all__ = [
+    "COLUMNS",
+    "ms_text",
+    "percent_text",
+    "table_rows",
+    "table_text",
+    "text_table",
+    "write_report",
+]
 
 COLUMNS: Final = (
     "policy",
@@ -94,22 +102,27 @@ def _row(result: SimulationResult) -> tuple[str, ...]:
     computed = engine.online_tokens + engine.offline_tokens
     return (
         result.policy + ("" if result.is_complete else " (broken off)"),
-        _ms(latency.ttft, "p50_s"),
-        _ms(latency.ttft, "p99_s"),
-        _ms(latency.tpot, "p50_s"),
-        _ms(latency.tpot, "p99_s"),
-        _ms(latency.itl, "p99_s"),
-        "-" if attained is None else f"{100 * attained:.1f}",
+        ms_text(latency.ttft.p50_s),
+        ms_text(latency.ttft.p99_s),
+        ms_text(latency.tpot.p50_s),
+        ms_text(latency.tpot.p99_s),
+        ms_text(latency.itl.p99_s),
+        percent_text(attained),
         f"{result.online_throughput.total_tokens_per_s:,.0f}",
         f"{result.offline_throughput.total_tokens_per_s:,.0f}",
-        f"{100 * result.recomputed_tokens / computed:.1f}" if computed else "-",
+        percent_text(result.recomputed_tokens / computed if computed else None),
         str(engine.suspensions),
     )
 
 
-def _ms(summary: Summary, field: str) -> str:
-    value_s = getattr(summary, field)
+def ms_text(value_s: float | None) -> str:
+    """Return seconds as milliseconds in a table, "-" for None."""
     return "-" if value_s is None else f"{value_s * 1e3:,.1f}"
+
+
+def percent_text(share: float | None) -> str:
+    """Return a share as a percentage in a table, "-" for None."""
+    return "-" if share is None else f"{100 * share:.1f}"
 
 
 _STYLE: Final = """

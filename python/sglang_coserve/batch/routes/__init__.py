@@ -32,6 +32,7 @@ from sglang_coserve.batch.routes.view_access import (
     Keys,
     bearer_key,
     shown_batches,
+    view_answer,
 )
 
 __all__ = [
@@ -55,4 +56,5 @@ __all__ = [
     "set_not_ready",
     "set_service",
     "shown_batches",
+    "view_answer",
 ]

@@ -6,8 +6,10 @@ from dataclasses import asdict, dataclass
 from secrets import compare_digest
 from typing import Any, Final
 
+import orjson
 from fastapi import FastAPI
 from starlette.requests import Request
+from starlette.responses import Response
 
 from sglang_coserve.batch.owners import owner_of
 from sglang_coserve.batch.routes.caller import find_service
@@ -15,7 +17,7 @@ from sglang_coserve.batch.routes.errors import BatchApiNotReadyError, BatchApiOf
 from sglang_coserve.batch.schemas import BatchObject
 from sglang_coserve.errors import StorageError
 
-__all__ = ["PAGE_PATH", "VIEW_PATH", "Caller", "Keys", "bearer_key", "shown_batches"]
+__all__ = ["PAGE_PATH", "VIEW_PATH", "Caller", "Keys", "bearer_key", "shown_batches", "view_answer"]
 
 PAGE_PATH: Final = "/coserve"
 VIEW_PATH: Final = "/coserve/view"
@@ -59,6 +61,12 @@ def bearer_key(request: Request) -> str | None:
     """Return the key that came along."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return (key or None) if scheme.lower() == "bearer" else None
+
+
+def view_answer(status: int, content: dict[str, Any]) -> Response:
+    """Return an answer that no cache keeps."""
+    headers = {"cache-control": "no-store"}
+    return Response(orjson.dumps(content), status, headers, "application/json")
 
 
 async def shown_batches(app: FastAPI, caller: Caller) -> dict[str, Any]:

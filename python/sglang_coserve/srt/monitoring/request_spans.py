@@ -37,7 +37,7 @@ class RequestSpans:
         """``ledger`` knows the live requests."""
         self._ledger = ledger
         self._held: SuspendedBatch | None = None
-        self._rows: tuple[Any, ...] = ()
+        self._reqs: tuple[Any, ...] = ()
         self._since_s = 0.0
         self._tracer = trace.get_tracer("sglang_coserve")
         self._roots: OrderedDict[str, Any] = OrderedDict()
@@ -45,10 +45,10 @@ class RequestSpans:
 
     def suspended(self, held: SuspendedBatch, now_s: float) -> None:
         """Note that a step was suspended."""
-        self._held, self._rows, self._since_s = held, tuple(held.batch.reqs), now_s
+        self._held, self._reqs, self._since_s = held, tuple(held.batch.reqs), now_s
 
     def launched(self, batch: ScheduleBatch | None, now_s: float, lane: OfflineLane | None) -> None:
-        """Note the batch with which a pass ends. O(rows) if it has prompts, or goes on."""
+        """Note the batch with which a pass ends. O(requests) if it has prompts, or goes on."""
         held = None if lane is None else lane.suspended
         if self._held is not None and (held is None or held.batch is batch):
             self._write("dropped" if held is None else "resumed", now_s)
@@ -83,15 +83,15 @@ class RequestSpans:
             span.end(convert_time_to_realtime_ns(delay.last_s))
 
     def _write(self, outcome: str, now_s: float) -> None:
-        held, rows = self._held, self._rows
+        held, reqs = self._held, self._reqs
         assert held is not None
-        self._held, self._rows = None, ()
+        self._held, self._reqs = None, ()
         attributes = {
             "coserve.step_kind": held.kind.value,
             "coserve.layer": held.layer,
             "coserve.outcome": outcome,
         }
-        for req in _traced(rows):
+        for req in _traced(reqs):
             req.time_stats.trace_ctx.trace_slice(
                 TraceSliceContext(
                     slice_name="coserve suspended",
@@ -103,11 +103,11 @@ class RequestSpans:
             )
 
 
-def _traced(rows: Sequence[Any]) -> list[Any]:
+def _traced(reqs: Sequence[Any]) -> list[Any]:
     """Return those that are traced and have not ended: SGLang has closed the others' spans."""
     return [
         req
-        for req in rows
+        for req in reqs
         if (context := req.time_stats.trace_ctx).tracing_enable
         and context.thread_context is not None
     ]

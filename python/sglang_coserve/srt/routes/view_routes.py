@@ -12,14 +12,20 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final
 
-import orjson
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route, Router
 
 from sglang_coserve.asgi import App, Receive, Scope, Send, send_error
-from sglang_coserve.batch.routes import PAGE_PATH, VIEW_PATH, Keys, bearer_key, shown_batches
+from sglang_coserve.batch.routes import (
+    PAGE_PATH,
+    VIEW_PATH,
+    Keys,
+    bearer_key,
+    shown_batches,
+    view_answer,
+)
 from sglang_coserve.srt.monitoring.view_sampler import sampled
 from sglang_coserve.view import History, Page, standing
 
@@ -81,7 +87,7 @@ class View:
         except ValueError:
             return _error(400, "since: must be seconds since the epoch")
         batches = await shown_batches(self._http_server.app, caller)
-        return _json(200, self._view(since_s) | batches)
+        return view_answer(200, self._view(since_s) | batches)
 
     def _view(self, since_s: float) -> dict[str, Any]:
         now_s, history = time.time(), self._history
@@ -130,9 +136,4 @@ def _decisions(history: History) -> list[dict[str, Any]]:
 
 
 def _error(status: int, message: str) -> Response:
-    return _json(status, {"error": {"message": message}})
-
-
-def _json(status: int, content: dict[str, Any]) -> Response:
-    headers = {"cache-control": "no-store"}
-    return Response(orjson.dumps(content), status, headers, "application/json")
+    return view_answer(status, {"error": {"message": message}})
