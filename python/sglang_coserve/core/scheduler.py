@@ -172,7 +172,7 @@ class Scheduler:
             if can_resume and not has_prompts:
                 shared.offline_budget_s = 0.0  # The decodes are due: no offline work beside them.
         self._compose(shared, cache)
-        if snapshot.suspended is not None and shared.lacks_kv:
+        if snapshot.suspended is not None and shared.memory.lacks_kv:
             return StepPlan(step=self._next_step, drops=True)
         return self._build(shared)
 
@@ -280,7 +280,7 @@ class Scheduler:
         )
         if beside < share_in_lane(mixed, left_s):
             alone = self._compose_offline(snapshot, cache)
-            if reaches_safepoint(alone.stats, alone.predicted_s, snapshot, left_s) and (
+            if reaches_safepoint(alone.work.stats, alone.work.predicted_s, snapshot, left_s) and (
                 beside < share_in_lane(mixed, left_s, alone)
             ):
                 return self._build(alone, until_s)
@@ -294,12 +294,12 @@ class Scheduler:
         alone = self._builder(seen, Lane.OFFLINE)
         alone.offline_budget_s = most_s / snapshot.stop_share
         self._compose(alone, cache)
-        if alone.predicted_s > most_s and stop_share(alone.stats, snapshot) == 1:
+        if alone.work.predicted_s > most_s and stop_share(alone.work.stats, snapshot) == 1:
             # Without a prefill it cannot be suspended and would run to its end.
             alone = self._builder(seen, Lane.OFFLINE)
             alone.offline_budget_s = most_s
             self._compose(alone, cache)
-        if alone.stats.is_empty and (seen.admitted or len(self._queue)):
+        if alone.work.stats.is_empty and (seen.admitted or len(self._queue)):
             # Even the smallest batch exceeds the budget, and one has to run.
             alone = self._compose(self._builder(seen, Lane.OFFLINE), cache)
         return alone
@@ -315,7 +315,7 @@ class Scheduler:
 
     def _compose(self, batch: StepBuilder, cache: PrefixCache) -> StepBuilder:
         """Let the policy add the work of the next step to ``batch``; return it."""
-        batch.spare_elsewhere()
+        batch.memory.spare_elsewhere()
         self._policy.compose(batch, self._context(batch.snapshot, cache))
         return batch
 

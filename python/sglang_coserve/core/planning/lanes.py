@@ -43,7 +43,7 @@ def offline_until_s(batch: StepBuilder, gap_share: float, margin: float) -> floa
         return None
     if not batch.online_decodes:
         return math.inf
-    left_s = _left_s(batch, batch.offline_slack_s, gap_share, margin)
+    left_s = _left_s(batch, batch.deadlines.offline_slack_s, gap_share, margin)
     return seen.now_s + left_s if 0 < left_s < math.inf else None
 
 
@@ -142,12 +142,12 @@ def share_in_lane(mixed: StepBuilder, left_s: float, alone: StepBuilder | None =
     decodes_s = mixed.model.predict(_decodes(mixed.online_decodes))
     run_s = left_s - seen.resume_s
     if alone is not None:
-        group_s = stop_share(alone.stats, seen) * alone.predicted_s
+        group_s = stop_share(alone.work.stats, seen) * alone.work.predicted_s
         run_s = run_s // group_s * group_s
     share = max(run_s, 0.0) / (decodes_s + left_s)
     if alone is None:
         return share
-    return share * _work_s(mixed, alone.stats) / alone.predicted_s
+    return share * _work_s(mixed, alone.work.stats) / alone.work.predicted_s
 
 
 def mixed_share(mixed: StepBuilder, least_tokens: int, *, has_prompts: bool) -> float:

@@ -43,7 +43,7 @@ class ConservePolicy(Policy):
         """See ``Policy.compose``."""
         decode_online(batch)
         if batch.has_online:
-            tbt_s = batch.least_tpot_s(batch.targets.tpot_s or math.inf)
+            tbt_s = batch.deadlines.least_tpot_s(batch.targets.tpot_s or math.inf)
             budget_s = tbt_s * (1 - context.config.margin)
             prefill_online(batch, context, budget_s, keeps_ttft=False)
         serve_offline(batch, context, for_throughput=not batch.has_online)

@@ -62,7 +62,7 @@ class HygenPolicy(Policy):
         """See ``Policy.compose``."""
         config = context.config
         budget_s = config.iteration_budget_s or batch.targets.tpot_s or math.inf
-        budget_s = min(budget_s, batch.least_tpot_s(budget_s))
+        budget_s = min(budget_s, batch.deadlines.least_tpot_s(budget_s))
         decode_online(batch)
         # Decodes do not count towards the chunk size: leave tokens for the offline ones.
         batch.limit_tokens(self.chunk_tokens + len(batch.offline_decodes))

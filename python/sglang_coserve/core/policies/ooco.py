@@ -83,7 +83,7 @@ class OocoPolicy(Policy):
 
     def compose(self, batch: StepBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""
-        tpot_s = batch.least_tpot_s(batch.targets.tpot_s or math.inf)
+        tpot_s = batch.deadlines.least_tpot_s(batch.targets.tpot_s or math.inf)
         budget_s = tpot_s * (1 - context.config.margin)
         if self.role is Role.RELAXED or not batch.has_online:
             budget_s = math.inf
@@ -109,7 +109,7 @@ class OocoPolicy(Policy):
 
     def _decode_mix(self, batch: StepBuilder, context: PlanContext) -> None:
         """Add offline decodes by Algorithm 2. O(requests log requests) if not all fit."""
-        requests = [request for request in batch.offline_decodes if not batch.is_retracted(request)]
+        requests = batch.memory.without_retracted(batch.offline_decodes)
         if longest_prefix(batch, requests) < len(requests):
             draws = random.Random(context.config.seed << 32 | context.step)
             draws.shuffle(requests)
@@ -117,7 +117,7 @@ class OocoPolicy(Policy):
             context_tokens = 0
             for request in requests[: self.random_picks]:
                 longer_tokens = context_tokens + request.computed_tokens
-                predicted_s = batch.predict_with_decodes(len(chosen) + 1, longer_tokens)
+                predicted_s = batch.work.predict_with_decodes(len(chosen) + 1, longer_tokens)
                 if predicted_s <= batch.offline_budget_s:
                     chosen.append(request)
                     context_tokens = longer_tokens
@@ -137,12 +137,12 @@ def _saves_time(batch: StepBuilder, context: PlanContext, retraction_rate: float
     cost is one more prefill, times the probability that it is retracted.
     """
     request = context.queue.peek(batch.snapshot.now_s)
-    decodes = batch.stats.decode_requests
+    decodes = batch.work.stats.decode_requests
     if request is None or decodes == 0:
         return True
     length_tokens = request.num_prompt_tokens + request.num_generated_tokens
     now = StepStats(
-        decode_requests=decodes, decode_context_tokens=batch.stats.decode_context_tokens
+        decode_requests=decodes, decode_context_tokens=batch.work.stats.decode_context_tokens
     )
     before_s = batch.model.predict(now) * (decodes + 1) / decodes
     after_s = batch.model.predict(now.with_decode(now.decode_context_tokens // decodes))
