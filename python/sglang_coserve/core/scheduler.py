@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.interference import Interference
@@ -161,7 +162,7 @@ class Scheduler:
             if plan is not None:
                 return plan
         if isinstance(self._policy, SlicingPolicy):
-            has_prompts = bool(shared.online_prefills or snapshot.waiting)
+            has_prompts = bool(shared.requests.online_prefills or snapshot.waiting)
             can_resume = snapshot.suspended is not None and not is_stuck(
                 shared, self._allowance.gap_share, self._config.margin
             )
@@ -276,7 +277,7 @@ class Scheduler:
         beside = mixed_share(
             mixed,
             self._config.min_chunk_tokens,
-            has_prompts=bool(mixed.offline_prefills or len(self._queue)),
+            has_prompts=bool(mixed.requests.offline_prefills or len(self._queue)),
         )
         if beside < share_in_lane(mixed, left_s):
             alone = self._compose_offline(snapshot, cache)
@@ -307,10 +308,14 @@ class Scheduler:
     def _builder(
         self, snapshot: EngineSnapshot, lane: Lane = Lane.SHARED, *, rides: bool = True
     ) -> StepBuilder:
-        targets, victims = self._allowance.targets, self._policy.victims
-        mean_due_s = self._interference.mean_due_s
         return StepBuilder(
-            snapshot, self.model, targets, victims, lane, rides=rides, mean_due_s=mean_due_s
+            snapshot,
+            self.model,
+            self._allowance.targets,
+            partial(self._policy.victims, model=self.model),
+            lane,
+            rides=rides,
+            mean_due_s=self._interference.mean_due_s,
         )
 
     def _compose(self, batch: StepBuilder, cache: PrefixCache) -> StepBuilder:

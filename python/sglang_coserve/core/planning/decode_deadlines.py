@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from sglang_coserve.core.snapshot import EngineSnapshot, Request, RequestInfo
+from sglang_coserve.core.planning.step_requests import StepRequests
+from sglang_coserve.core.snapshot import RequestInfo
 
 __all__ = ["DecodeDeadlines"]
 
@@ -15,33 +16,30 @@ class DecodeDeadlines:
 
     def __init__(
         self,
-        snapshot: EngineSnapshot,
-        online_decodes: Sequence[Request],
+        requests: StepRequests,
         tpot_s: float | None,
         mean_due_s: Callable[[RequestInfo], float] | None,
     ) -> None:
         """Look up when each decode is due. O(requests).
 
         Args:
-            snapshot: The engine.
-            online_decodes: Its online requests that decode or are paused.
+            requests: The requests of the engine.
             tpot_s: Target of requests without their own.
             mean_due_s: See ``StepBuilder``.
         """
-        self._now_s = snapshot.now_s
-        self._decodes = online_decodes
+        self._now_s = requests.snapshot.now_s
+        self._decodes = requests.online_decodes
         self._mean_due_s = mean_due_s
         self._offline_slack_s: float | None = None
-        self._due_s: list[float] = []
-        for request in online_decodes:
-            info, last_s = request.info, request.last_token_s
-            target_s = info.tpot_target_s or tpot_s
-            if target_s is not None:
-                self._due_s.append((info.arrival_s if last_s is None else last_s) + target_s)
+        self._due_s = [
+            (info.arrival_s if last_s is None else last_s) + target_s
+            for info, _, _, _, _, last_s in requests.online_decodes
+            if (target_s := info.tpot_target_s or tpot_s) is not None
+        ]
         self.elsewhere_s = min(
             [
                 target_s
-                for request in snapshot.elsewhere
+                for request in requests.snapshot.elsewhere
                 if request.info.is_online
                 and (target_s := request.info.tpot_target_s or tpot_s) is not None
             ],

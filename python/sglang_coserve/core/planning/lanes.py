@@ -39,9 +39,9 @@ def offline_until_s(batch: StepBuilder, gap_share: float, margin: float) -> floa
         margin: Share of the time that is left free for prediction error.
     """
     seen = batch.snapshot
-    if batch.online_prefills or seen.waiting:
+    if batch.requests.online_prefills or seen.waiting:
         return None
-    if not batch.online_decodes:
+    if not batch.requests.online_decodes:
         return math.inf
     left_s = _left_s(batch, batch.deadlines.offline_slack_s, gap_share, margin)
     return seen.now_s + left_s if 0 < left_s < math.inf else None
@@ -139,7 +139,7 @@ def share_in_lane(mixed: StepBuilder, left_s: float, alone: StepBuilder | None =
             which gives an upper bound.
     """
     seen = mixed.snapshot
-    decodes_s = mixed.model.predict(_decodes(mixed.online_decodes))
+    decodes_s = mixed.model.predict(_decodes(mixed.requests.online_decodes))
     run_s = left_s - seen.resume_s
     if alone is not None:
         group_s = stop_share(alone.work.stats, seen) * alone.work.predicted_s
@@ -166,8 +166,8 @@ def mixed_share(mixed: StepBuilder, least_tokens: int, *, has_prompts: bool) -> 
     """
     model, budget_s = mixed.model, mixed.offline_budget_s
     shares = [0.0]
-    for riders in [mixed.offline_decodes, []] if mixed.offline_decodes else [[]]:
-        offline, stats = _decodes(riders), _decodes([*mixed.online_decodes, *riders])
+    for riders in [mixed.requests.offline_decodes, []] if mixed.requests.offline_decodes else [[]]:
+        offline, stats = _decodes(riders), _decodes([*mixed.requests.online_decodes, *riders])
         if model.predict(stats) > budget_s:
             continue
         if has_prompts:
@@ -193,7 +193,7 @@ def _work_s(batch: StepBuilder, offline: StepStats) -> float:
 
 
 def _left_s(batch: StepBuilder, slack_s: float, gap_share: float, margin: float) -> float:
-    decodes_s = batch.model.predict(_decodes(batch.online_decodes))
+    decodes_s = batch.model.predict(_decodes(batch.requests.online_decodes))
     return gap_share * (slack_s - decodes_s) * (1 - margin)
 
 

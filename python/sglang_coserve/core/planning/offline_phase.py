@@ -44,16 +44,16 @@ def serve_offline(
     free_tokens = batch.free_tokens
     if for_throughput:
         batch.offline_budget_s = max(batch.offline_budget_s, least_offline_s(batch.model))
-    decode_offline(batch, batch.offline_decodes)
+    decode_offline(batch, batch.requests.offline_decodes)
     if for_throughput:
         batch.limit_tokens(best_prefill_tokens(batch))
     prefill_offline(batch, context)
-    if batch.work.stats.is_empty and not batch.has_online:
+    if batch.work.stats.is_empty and not batch.requests.has_online:
         batch.offline_budget_s = math.inf
         # A chunk has at least one page.
         least_tokens = max(context.config.min_chunk_tokens, batch.snapshot.page_tokens)
         batch.free_tokens = min(free_tokens, least_tokens)
-        decode_offline(batch, batch.offline_decodes)
+        decode_offline(batch, batch.requests.offline_decodes)
         prefill_offline(batch, context)
 
 
@@ -125,7 +125,7 @@ def prefill_offline(batch: StepBuilder, context: PlanContext) -> None:
 
 def _continue_prefills(batch: StepBuilder, context: PlanContext) -> bool:
     memory = batch.memory
-    for request in batch.offline_prefills:
+    for request in batch.requests.offline_prefills:
         if memory.is_retracted(request):
             continue
         rest_tokens = request.tokens_to_compute

@@ -56,7 +56,7 @@ def serve_online(batch: StepBuilder, context: PlanContext, budget_s: float) -> N
 
 def _prefill_before_decodes(batch: StepBuilder, context: PlanContext, budget_s: float) -> None:
     """Add online prefills without decodes; only the decodes if no prompt finds memory."""
-    decodes_kv = batch.memory.kv_to_decode(batch.online_decodes)
+    decodes_kv = batch.memory.kv_to_decode(batch.requests.online_decodes)
     batch.memory.free_kv_tokens -= decodes_kv  # Reserved for the decodes of the next step.
     prefill_online(batch, context, budget_s, spared_cut=_SPARED_CUT)
     batch.memory.free_kv_tokens += decodes_kv
@@ -81,17 +81,18 @@ def _time_before_decodes_s(
     """
     ttft_s = batch.targets.ttft_s
     prompts = _prompts_that_fit(batch)
-    if not batch.online_decodes or not prompts or ttft_s is None:
+    if not batch.requests.online_decodes or not prompts or ttft_s is None:
         return None
     if context.config.overload is Overload.SHED:
         return None  # Prompts that would be late are refused instead.
     memory, decodes_slack_s = batch.memory, batch.deadlines.slack_s
     if math.isinf(decodes_slack_s) or not memory.has_room(
-        memory.kv_to_decode(batch.online_decodes), requests=len(batch.online_decodes)
+        memory.kv_to_decode(batch.requests.online_decodes),
+        requests=len(batch.requests.online_decodes),
     ):
         return None
-    contexts = sum([request.computed_tokens for request in batch.online_decodes])
-    decodes_s = batch.work.predict_with_decodes(len(batch.online_decodes), contexts)
+    contexts = sum([request.computed_tokens for request in batch.requests.online_decodes])
+    decodes_s = batch.work.predict_with_decodes(len(batch.requests.online_decodes), contexts)
     share = 1 - context.config.margin
     limit_s = min(budget_s, decodes_slack_s + ttft_s) * share - decodes_s
     alone_s = batch.work.predict_with_whole(prompts, batch.free_tokens)
@@ -120,7 +121,7 @@ def _time_before_decodes_s(
 
 def _prompts_that_fit(batch: StepBuilder) -> list[Request]:
     """Return the first prompts that together fit the token budget of a step."""
-    requests = [*batch.online_prefills, *batch.snapshot.waiting]
+    requests = [*batch.requests.online_prefills, *batch.snapshot.waiting]
     tokens = accumulate([request.tokens_to_compute for request in requests])
     return requests[: bisect_right(list(tokens), batch.free_tokens)]
 
@@ -152,9 +153,9 @@ def decode_online(batch: StepBuilder) -> None:
     If KV is short, offline requests are retracted, then unfinished online prefills, then
     the last of the decodes themselves.
     """
-    requests, memory = batch.online_decodes, batch.memory
+    requests, memory = batch.requests.online_decodes, batch.memory
     while not memory.reclaim(needed := memory.kv_to_decode(requests), requests=len(requests)):
-        memory.retract((batch.online_prefills or requests).pop(), needed)
+        memory.retract((batch.requests.online_prefills or requests).pop(), needed)
     batch.decode(requests)
 
 
@@ -185,7 +186,7 @@ def prefill_online(
         more_s = batch.targets.ttft_s / 2 * slack_share
     # If all prompts together fit, this one prediction replaces one for each request.
     all_s = batch.work.predict_with_whole(
-        chain(batch.online_prefills, batch.snapshot.waiting), batch.free_tokens
+        chain(batch.requests.online_prefills, batch.snapshot.waiting), batch.free_tokens
     )
     for request, is_new in _prefills(batch, context):
         rest_tokens = request.tokens_to_compute
@@ -253,7 +254,7 @@ def slack_s(batch: StepBuilder, request: Request) -> float:
 
 
 def _prefills(batch: StepBuilder, context: PlanContext) -> Iterator[tuple[Request, bool]]:
-    for request in batch.online_prefills:
+    for request in batch.requests.online_prefills:
         yield request, False
     for request in context.waiting:
         yield request, True

@@ -7,32 +7,29 @@ from collections.abc import Callable, Sequence
 
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.planning.decode_deadlines import DecodeDeadlines
-from sglang_coserve.core.planning.step_memory import StepMemory
+from sglang_coserve.core.planning.step_memory import StepMemory, VictimOrder
+from sglang_coserve.core.planning.step_requests import StepRequests
 from sglang_coserve.core.planning.step_work import StepWork
-from sglang_coserve.core.request import RequestClass, RequestState
+from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Request, RequestInfo
 from sglang_coserve.core.step import ExpectedResult, Lane, PrefillChunk, StepPlan
 from sglang_coserve.metrics import SloTargets
 
-__all__ = ["StepBuilder", "VictimOrder"]
-
-VictimOrder = Callable[["StepBuilder"], Sequence[Request]]
-"""Returns the offline requests in the order in which they are to be retracted."""
+__all__ = ["StepBuilder"]
 
 _DECODING = RequestState.DECODING
 _PAUSED = RequestState.PAUSED
 _PREFILLING = RequestState.PREFILLING
 _WAITING = RequestState.WAITING
-_ONLINE = RequestClass.ONLINE
 
 
 class StepBuilder:
     """Collects the work of one step during a call of ``Scheduler.plan``.
 
-    A policy adds work to it. It sorts the requests by what they may do next, and keeps the
-    tokens left; ``work`` has the sums and the predicted latency, ``memory`` the KV and request
-    slots left. Latency limits are up to the policy, which finds in ``deadlines`` when online
-    decodes are due.
+    A policy adds work to it: of ``requests`` and from the queues, as long as there are tokens
+    left here, and KV and request slots in ``memory``. The sums and the predicted latency are
+    ``work``. Latency limits are up to the policy, which finds in ``deadlines`` when online decodes
+    are due.
     """
 
     def __init__(
@@ -46,7 +43,7 @@ class StepBuilder:
         rides: bool = True,
         mean_due_s: Callable[[RequestInfo], float] | None = None,
     ) -> None:
-        """Start with an empty batch; sort the requests by what they may do next. O(requests).
+        """Start with an empty batch. O(requests).
 
         Args:
             snapshot: The engine; for the offline lane, without online requests.
@@ -74,37 +71,13 @@ class StepBuilder:
         """False when an online request waits for KV that new offline requests must not take."""
         self.free_tokens = snapshot.max_batch_tokens
 
-        self.online_decodes: list[Request] = []
-        """Online requests that decode or are paused."""
-        self.online_prefills: list[Request] = []
-        """Online requests whose prefill is unfinished, the running one first."""
-        self.offline_decodes: list[Request] = []
-        """Offline requests that decode or are paused, in order of admission; those that cannot
-        pause before the others."""
-        self.offline_prefills: list[Request] = []
-        """Offline requests whose prefill is unfinished, the running one first."""
-        self._staying_decodes: list[Request] = []
-        """Paused offline decodes that do not join this step."""
-        self._sort_requests(rides=rides)
-
         self._shed: list[str] = []
         self._chunks: dict[str, PrefillChunk] = {}
         self._decoding: set[str] = set()
+        self.requests = StepRequests(snapshot, lane, rides=rides)
         self.work = StepWork(model)
-        self.memory = StepMemory(snapshot, lambda: victim_order(self), self._is_added)
-        self.deadlines = DecodeDeadlines(snapshot, self.online_decodes, targets.tpot_s, mean_due_s)
-
-    @property
-    def has_online(self) -> bool:
-        """True when an online request waits or runs, in this or another micro-batch."""
-        return bool(self.online_decodes or self.online_prefills or self.snapshot.waiting) or any(
-            request.info.is_online for request in self.snapshot.elsewhere
-        )
-
-    @property
-    def offline_requests(self) -> list[Request]:
-        """All offline requests."""
-        return self.offline_decodes + self._staying_decodes + self.offline_prefills
+        self.memory = StepMemory(self.requests, victim_order)
+        self.deadlines = DecodeDeadlines(self.requests, targets.tpot_s, mean_due_s)
 
     def reserve_rest_for_online(self, *, by_deadline: bool) -> None:
         """Leave no budget for offline work, since an online prompt got less than it could use.
@@ -147,7 +120,7 @@ class StepBuilder:
         """Add a chunk of ``tokens`` prompt tokens, and reserve ``kv_tokens`` of KV for it."""
         assert 0 < tokens <= self.free_tokens, f"{rid}: {tokens} of {self.free_tokens} tokens"
         self.work.add_prefill(tokens, context_tokens)
-        self.memory.take_for_prefill(tokens, kv_tokens, is_new=is_new, beside=self.offline_decodes)
+        self.memory.take_for_prefill(rid, tokens, kv_tokens, is_new=is_new)
         self.free_tokens -= tokens
         self._chunks[rid] = PrefillChunk(rid, tokens)
 
@@ -221,9 +194,6 @@ class StepBuilder:
 
     # --- inside ---
 
-    def _is_added(self, rid: str) -> bool:
-        return rid in self._chunks or rid in self._decoding
-
     def _move(self, request: Request) -> RequestState | None:
         """Return the state that a decode request enters; None if its state does not change."""
         is_added, is_paused = request.info.rid in self._decoding, request.state is _PAUSED
@@ -236,26 +206,3 @@ class StepBuilder:
         if is_added:
             return None
         return _PAUSED if request.info.can_pause else _WAITING
-
-    def _sort_requests(self, *, rides: bool) -> None:
-        online_decodes, offline_decodes = self.online_decodes, self.offline_decodes
-        is_alone = self.lane is Lane.OFFLINE
-        num_steady = 0
-        for request in self.snapshot.admitted:
-            info, state = request.info, request.state
-            if state is not _DECODING and state is not _PAUSED:
-                prefills = (
-                    self.online_prefills if info.request_class is _ONLINE else self.offline_prefills
-                )
-                # The engine runs one unfinished prefill at a time: it continues first.
-                prefills.insert(0 if state is _PREFILLING else len(prefills), request)
-            elif info.request_class is _ONLINE:
-                online_decodes.append(request)
-            elif state is _PAUSED and not (is_alone or (rides and info.can_pause)):
-                # One that cannot pause would have to be retracted whenever it does not fit.
-                self._staying_decodes.append(request)
-            elif info.can_pause:
-                offline_decodes.append(request)
-            else:
-                offline_decodes.insert(num_steady, request)
-                num_steady += 1

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from sglang_coserve.core.snapshot import EngineSnapshot, Request
+from sglang_coserve.core.planning.step_requests import StepRequests
+from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import Retraction
 
-__all__ = ["StepMemory"]
+__all__ = ["StepMemory", "VictimOrder"]
+
+VictimOrder = Callable[[StepRequests], Sequence[Request]]
+"""Returns the offline requests in the order in which they are to be retracted."""
 
 
 class StepMemory:
@@ -20,20 +24,15 @@ class StepMemory:
     the slots of its chunk, and in the long run no more than a window.
     """
 
-    def __init__(
-        self,
-        snapshot: EngineSnapshot,
-        victim_order: Callable[[], Sequence[Request]],
-        is_added: Callable[[str], bool],
-    ) -> None:
+    def __init__(self, requests: StepRequests, victim_order: VictimOrder) -> None:
         """Count what is free, less the next tokens of other micro-batches. O(requests elsewhere).
 
         Args:
-            snapshot: The engine.
-            victim_order: Returns the offline requests in the order in which they are to be
-                retracted; called once, when KV is short.
-            is_added: Returns whether the request of this id is in the step, and thus stays.
+            requests: The requests of the engine.
+            victim_order: Order in which offline requests are retracted; asked for once, when
+                memory is short.
         """
+        snapshot = requests.snapshot
         self.free_slots = snapshot.free_slots
         self.free_kv_tokens = snapshot.free_kv_tokens + snapshot.evictable_kv_tokens
         """Negative, until ``spare_elsewhere`` has run, if other micro-batches need more KV than is
@@ -43,8 +42,10 @@ class StepMemory:
         self._free_window_tokens = snapshot.free_window_tokens
         self._page_tokens = snapshot.page_tokens
         self._window_tokens = snapshot.window_tokens
+        self._requests = requests
         self._victim_order = victim_order
-        self._is_added = is_added
+        self._added: set[str] = set()
+        """The requests in the step, which are not retracted."""
         self._victims: Sequence[Request] | None = None
         self.retractions: dict[str, Retraction] = {}
         """The retractions so far, by request, in order."""
@@ -102,20 +103,18 @@ class StepMemory:
 
     def take_for_decodes(self, requests: Sequence[Request]) -> None:
         """Take the KV for one more token of each request. O(requests)."""
+        self._added.update([request.info.rid for request in requests])
         self._take(kv_tokens := self.kv_to_decode(requests), kv_tokens)
 
-    def take_for_prefill(
-        self, tokens: int, kv_tokens: int, *, is_new: bool, beside: Sequence[Request]
-    ) -> None:
-        """Take ``kv_tokens`` of KV for a prefill that computes ``tokens`` in this step.
-
-        ``beside`` are the offline decodes, whose share of a sliding window's pool is left to them:
-        the engine cuts a chunk rather than leave no slots to the decodes in the same step.
-        """
+    def take_for_prefill(self, rid: str, tokens: int, kv_tokens: int, *, is_new: bool) -> None:
+        """Take ``kv_tokens`` of KV for a prefill that computes ``tokens`` in this step."""
         window_tokens = 0
         if self._window_tokens:
-            left = self._free_window_tokens - self.kv_to_decode(beside)
+            # The engine cuts a chunk rather than leave no slots to the decodes in the same step.
+            decodes_kv = self.kv_to_decode(self._requests.offline_decodes)
+            left = self._free_window_tokens - decodes_kv
             window_tokens = max(min(tokens, left), min(kv_tokens, self._window_tokens))
+        self._added.add(rid)
         self._take(kv_tokens, window_tokens)
         self.free_slots -= is_new
 
@@ -192,10 +191,10 @@ class StepMemory:
 
     def _remaining_victims(self) -> Iterator[Request]:
         if self._victims is None:
-            self._victims = self._victim_order()
+            self._victims = self._victim_order(self._requests)
         for request in self._victims:
             rid = request.info.rid
-            if not (rid in self.retractions or self._is_added(rid)):
+            if not (rid in self.retractions or rid in self._added):
                 yield request
 
     def _own_kv(self, request: Request) -> int:

@@ -107,7 +107,11 @@ def _by_urgency(
     """Return the online requests by residual time (lines 2–3)."""
     chunk_tokens = batch.snapshot.max_batch_tokens
     candidates = []
-    for requests in (batch.online_decodes, batch.online_prefills, context.waiting):
+    for requests in (
+        batch.requests.online_decodes,
+        batch.requests.online_prefills,
+        context.waiting,
+    ):
         for request in requests:
             residual_s = slack_s(batch, request)
             # Late requests keep the order of their deadlines. Otherwise each one that got a chunk
@@ -146,7 +150,7 @@ def _after_retractions(batch: StepBuilder, online: Sequence[Candidate]) -> Seque
 
 def _offline(batch: StepBuilder, context: PlanContext) -> Iterator[Candidate]:
     """Yield the offline requests, first those with no KV to restore (line 17)."""
-    for admitted in batch.offline_decodes + batch.offline_prefills:
+    for admitted in batch.requests.offline_decodes + batch.requests.offline_prefills:
         if not batch.memory.is_retracted(admitted):
             yield Candidate.of_request(admitted, math.inf)
     if batch.admits_offline:

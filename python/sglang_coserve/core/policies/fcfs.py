@@ -43,7 +43,7 @@ class FcfsPolicy(Policy):
         """See ``Policy.compose``."""
         batch.limit_tokens(self.chunk_tokens)
         self._decode(batch)
-        for prefilling in batch.online_prefills + batch.offline_prefills:
+        for prefilling in batch.requests.online_prefills + batch.requests.offline_prefills:
             if not batch.memory.is_retracted(prefilling) and not self._prefill(
                 batch,
                 prefilling.info.rid,
@@ -67,7 +67,10 @@ class FcfsPolicy(Policy):
             num_requests += 1
 
     def _decode(self, batch: StepBuilder) -> None:
-        requests, memory = batch.online_decodes + batch.offline_decodes, batch.memory
+        requests, memory = (
+            batch.requests.online_decodes + batch.requests.offline_decodes,
+            batch.memory,
+        )
         last_first = list(reversed(batch.snapshot.admitted))
         while not memory.has_room(needed := memory.kv_to_decode(requests), requests=len(requests)):
             request = last_first.pop(0)
