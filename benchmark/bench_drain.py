@@ -24,9 +24,8 @@ from pathlib import Path
 import httpx
 
 from common.failures import exit_status
-from common.figures import Figure, all_met, markdown
+from common.figures import Figure, all_met, report
 from common.model import prepare_model
-from common.results import write_results
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.http_lines import EngineConnection, LineMovedError
 from sglang_coserve.lines.backend import LineRequest, LineResult
@@ -64,12 +63,7 @@ def run(options: argparse.Namespace) -> list[Figure]:
                 asyncio.wait_for(_measure(first, second, model.path, options), _TIMEOUT_S)
             )
     options.out.mkdir(parents=True, exist_ok=True)
-    write_results(
-        options.out / "results.json", options, figures=[figure.to_dict() for figure in figures]
-    )
-    table = markdown(figures)
-    (options.out / "table.md").write_text(table + "\n")
-    print(table)
+    report(figures, options)
     return figures
 
 

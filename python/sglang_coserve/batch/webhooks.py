@@ -18,7 +18,6 @@ import logging
 import random
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from types import TracebackType
 from typing import Final, Self
 
 import httpx
@@ -130,12 +129,7 @@ class Webhooks:
         self._task = asyncio.create_task(self._deliver_all())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         assert self._task is not None
         self._task.cancel()
         await asyncio.wait({self._task})

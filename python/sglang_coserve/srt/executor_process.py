@@ -8,7 +8,6 @@ import signal
 import sys
 import traceback
 from contextlib import nullcontext
-from types import TracebackType
 from typing import Any, Self
 
 from sglang_coserve.errors import CoserveError, ServerError, StartupError
@@ -69,12 +68,7 @@ class ExecutorProcesses:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def run(self, shape: StepShape) -> float:
