@@ -12,12 +12,11 @@ from typing import Annotated, Any, Self, get_origin, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from sglang_coserve.core.control.slo import Latency, Slo, Statistic, parse_slo, request_targets
+from sglang_coserve.core.control.slo import Latency, Slo, Statistic, parse_slo
 from sglang_coserve.core.kv_checkpoint import CheckpointMode
 from sglang_coserve.core.scheduler_config import OnlineOrder, Overload
 from sglang_coserve.core.validation import STRICT, explain
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.metrics import SloTargets
 
 __all__ = ["FIELDS_WITHOUT_EFFECT", "OFFLINE_POLICIES", "BatchApiConfig", "CoserveConfig"]
 
@@ -448,10 +447,6 @@ class CoserveConfig(BatchApiConfig):
                 Slo(Latency.TBT, Statistic.P99, tolerance=tolerance),
             )
         return (*targets, *map(_slo, self.slo), *relative)
-
-    def slo_targets(self) -> SloTargets:
-        """Return the deadlines of a request that has none of its own, as far as they are fixed."""
-        return request_targets([slo for slo in self.slos() if slo.limit_s is not None])
 
 
 def _changed(config: BatchApiConfig) -> set[str]:

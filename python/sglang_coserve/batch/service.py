@@ -27,7 +27,6 @@ from sglang_coserve.batch.schemas import (
     CreateBatch,
     ExpiresAfter,
     FileDeleted,
-    FileList,
     FileObject,
 )
 from sglang_coserve.batch.service_status import ServiceStatus, service_status
@@ -206,23 +205,8 @@ class BatchService:
         limit: int = _MAX_FILES,
         order: str = "desc",
         purpose: str | None = None,
-    ) -> FileList:
-        """Return a page of files, by their creation."""
-        content = await self.list_files_json(
-            owner, after=after, limit=limit, order=order, purpose=purpose
-        )
-        return await self._context.threads.run(FileList.model_validate_json, content)
-
-    async def list_files_json(
-        self,
-        owner: str,
-        *,
-        after: str | None = None,
-        limit: int = _MAX_FILES,
-        order: str = "desc",
-        purpose: str | None = None,
     ) -> str:
-        """Return the same page as JSON, which SQLite makes."""
+        """Return a page of files by their creation: a ``FileList`` as JSON, which SQLite makes."""
         check_limit(limit, _MAX_FILES)
         check_order(order)
         return await self._context.store.run(

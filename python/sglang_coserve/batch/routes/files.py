@@ -82,9 +82,7 @@ async def list_files(
     purpose: Annotated[str | None, Query(max_length=64)] = None,
 ) -> Response:
     """List files by their creation."""
-    page = await service.list_files_json(
-        owner, after=after, limit=limit, order=order, purpose=purpose
-    )
+    page = await service.list_files(owner, after=after, limit=limit, order=order, purpose=purpose)
     return Response(page, media_type="application/json")
 
 
