@@ -25,8 +25,8 @@ import httpx
 from sglang_coserve.batch.record import BatchEvent
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.errors import ConfigError, CoserveError, StorageError
-from sglang_coserve.lines.backoff import backoff_s
 from sglang_coserve.lines.clock import Clock, SystemClock
+from sglang_coserve.lines.retry import backoff_s
 from sglang_coserve.outbound import OutboundTransport, is_private_literal
 
 __all__ = ["WebhookTarget", "Webhooks", "signed_headers"]
