@@ -24,8 +24,9 @@ from pathlib import Path
 import httpx
 
 from common.failures import exit_status
-from common.figures import Figure, all_met, report
+from common.figures import Figure, all_met, markdown
 from common.model import prepare_model
+from common.results import write_results
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.http_lines import EngineConnection, LineMovedError
 from sglang_coserve.lines.backend import LineRequest, LineResult
@@ -63,7 +64,12 @@ def run(options: argparse.Namespace) -> list[Figure]:
                 asyncio.wait_for(_measure(first, second, model.path, options), _TIMEOUT_S)
             )
     options.out.mkdir(parents=True, exist_ok=True)
-    report(figures, options)
+    write_results(
+        options.out / "results.json", options, figures=[figure.to_dict() for figure in figures]
+    )
+    table = markdown(figures)
+    (options.out / "table.md").write_text(table + "\n")
+    print(table)
     return figures
 
 
