@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from sglang_coserve.metrics import (
@@ -20,7 +22,7 @@ from sglang_coserve.simulator.counters import Counters
 from sglang_coserve.simulator.load_curve import LoadCurve
 from sglang_coserve.simulator.request import SimRequest
 
-__all__ = ["LABEL", "RunResult", "SimulationResult"]
+__all__ = ["LABEL", "RunResult", "SimulationResult", "write_results"]
 
 LABEL: Final = "simulated"
 """Marks all output of a simulation."""
@@ -137,3 +139,17 @@ class SimulationResult(RunResult):
                 "kv_capacity_tokens": self.kv_capacity_tokens,
             },
         }
+
+
+def write_results(results: Sequence[RunResult], path: Path, settings: Mapping[str, object]) -> None:
+    """Write what ``to_dict`` of each run returns to a JSON file, with the settings.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    report = {
+        "label": LABEL,
+        "settings": dict(settings),
+        "results": [result.to_dict() for result in results],
+    }
+    path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
