@@ -22,6 +22,7 @@ def start_scheduler(
     """
     from sglang_coserve.srt import compat
     from sglang_coserve.srt.cpu import defaults as cpu
+    from sglang_coserve.srt.cpu.replacements import install_replacements
 
     cpu.set_environment_defaults()
     import torch
@@ -36,7 +37,7 @@ def start_scheduler(
     usual: Mapping[str, Any] = {}
     if on_cpu:
         torch.set_num_threads(1)
-        cpu.install_replacements()
+        install_replacements()
         usual = cpu.FLAG_DEFAULTS
     config, caches = None, {}
     if coserve is not None:

@@ -15,6 +15,7 @@ from sglang_coserve.profiler.executor import ExecutorLimits, StepShape
 from sglang_coserve.profiler.machine import ProfiledMachine
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
+from sglang_coserve.srt.cpu.replacements import install_replacements
 
 __all__ = ["ExecutorProcesses"]
 
@@ -128,5 +129,5 @@ def _start_scheduler(server_args: Any, port_args: Any, tp_rank: int) -> Any:
     from sglang.srt.managers.scheduler import Scheduler
 
     if not cpu.has_cuda():
-        cpu.install_replacements()
+        install_replacements()
     return compat.start_scheduler(Scheduler, server_args, port_args, tp_rank, configures=True)
