@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from sglang_coserve.core.snapshot import EngineSnapshot, Request, RequestInfo
+from sglang_coserve.core.snapshot import EngineSnapshot, Request
 
 __all__ = ["DecodeDeadlines"]
 
@@ -18,7 +18,7 @@ class DecodeDeadlines:
         snapshot: EngineSnapshot,
         online_decodes: Sequence[Request],
         tpot_s: float | None,
-        mean_due_s: Callable[[RequestInfo], float] | None,
+        mean_due_s: Callable[[Sequence[Request]], float],
     ) -> None:
         """Look up when each decode is due. O(requests).
 
@@ -32,21 +32,19 @@ class DecodeDeadlines:
         self._decodes = online_decodes
         self._mean_due_s = mean_due_s
         self._offline_slack_s: float | None = None
-        self._due_s: list[float] = []
-        for request in online_decodes:
-            info, last_s = request.info, request.last_token_s
-            target_s = info.tpot_target_s or tpot_s
-            if target_s is not None:
-                self._due_s.append((info.arrival_s if last_s is None else last_s) + target_s)
-        self.elsewhere_s = min(
-            [
-                target_s
+        self._due_s = [
+            (info.arrival_s if last_s is None else last_s) + target_s
+            for info, _, _, _, _, last_s in online_decodes
+            if (target_s := info.tpot_target_s or tpot_s) is not None
+        ]
+        self.elsewhere_s = math.inf
+        if snapshot.elsewhere:
+            targets_s = [
+                request.info.tpot_target_s or tpot_s
                 for request in snapshot.elsewhere
                 if request.info.is_online
-                and (target_s := request.info.tpot_target_s or tpot_s) is not None
-            ],
-            default=math.inf,
-        )
+            ]
+            self.elsewhere_s = min([s for s in targets_s if s is not None], default=math.inf)
         """The strictest TPOT target of the online requests in other micro-batches."""
         self.slack_s = min(min(self._due_s, default=math.inf) - self._now_s, self.elsewhere_s)
         """Time until the first online decode misses its TPOT target. A decode in another
@@ -61,8 +59,8 @@ class DecodeDeadlines:
         """
         if self._offline_slack_s is None:
             self._offline_slack_s = self.slack_s
-            if self._mean_due_s is not None and self._decodes:
-                due_s = min([self._mean_due_s(request.info) for request in self._decodes])
+            if self._decodes:
+                due_s = self._mean_due_s(self._decodes)
                 self._offline_slack_s = min(self.slack_s, due_s - self._now_s)
         return self._offline_slack_s
 

@@ -10,7 +10,7 @@ from sglang_coserve.core.planning.decode_deadlines import DecodeDeadlines
 from sglang_coserve.core.planning.step_memory import StepMemory
 from sglang_coserve.core.planning.step_work import StepWork
 from sglang_coserve.core.request import RequestClass, RequestState
-from sglang_coserve.core.snapshot import EngineSnapshot, Request, RequestInfo
+from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.core.step import ExpectedResult, Lane, PrefillChunk, StepPlan
 from sglang_coserve.metrics import SloTargets
 
@@ -44,7 +44,7 @@ class StepBuilder:
         lane: Lane = Lane.SHARED,
         *,
         rides: bool = True,
-        mean_due_s: Callable[[RequestInfo], float] | None = None,
+        mean_due_s: Callable[[Sequence[Request]], float],
     ) -> None:
         """Start with an empty batch; sort the requests by what they may do next. O(requests).
 
@@ -55,8 +55,8 @@ class StepBuilder:
             victim_order: Order in which offline requests are retracted.
             lane: Lane of the step.
             rides: Paused offline decodes may join a step of the shared lane.
-            mean_due_s: Returns when an online request's next token is due for its mean gap to
-                stay within target; None if no SLO bounds the mean gap.
+            mean_due_s: Returns when the first next token of some online requests is due for each
+                mean gap to stay within target.
         """
         self.snapshot = snapshot
         self.lane = lane
@@ -187,11 +187,14 @@ class StepBuilder:
         )
         stays_as = _PAUSED if self.lane is Lane.OFFLINE else _DECODING
         for request in self.snapshot.admitted:
-            rid, state = request.info.rid, request.state
+            info, state, _, _, _, _ = request
+            rid = info.rid
+            if state is stays_as and rid in decoding:
+                continue
             if rid in retractions:
                 continue
             if state is _DECODING or state is _PAUSED:
-                if skips_decodes or (state is stays_as and rid in decoding):
+                if skips_decodes:
                     continue
                 move = self._move(request)
                 if move is _PAUSED:
@@ -242,7 +245,7 @@ class StepBuilder:
         is_alone = self.lane is Lane.OFFLINE
         num_steady = 0
         for request in self.snapshot.admitted:
-            info, state = request.info, request.state
+            info, state, _, _, _, _ = request
             if state is not _DECODING and state is not _PAUSED:
                 prefills = (
                     self.online_prefills if info.request_class is _ONLINE else self.offline_prefills
