@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sglang_coserve.core.planning.step_requests import StepRequests
-from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.core.snapshot import Request
 
 __all__ = ["DecodeDeadlines"]
 
@@ -18,7 +18,7 @@ class DecodeDeadlines:
         self,
         requests: StepRequests,
         tpot_s: float | None,
-        mean_due_s: Callable[[RequestInfo], float] | None,
+        mean_due_s: Callable[[Sequence[Request]], float],
     ) -> None:
         """Look up when each decode is due. O(requests).
 
@@ -36,15 +36,14 @@ class DecodeDeadlines:
             for info, _, _, _, _, last_s in requests.online_decodes
             if (target_s := info.tpot_target_s or tpot_s) is not None
         ]
-        self.elsewhere_s = min(
-            [
-                target_s
+        self.elsewhere_s = math.inf
+        if requests.snapshot.elsewhere:
+            targets_s = [
+                request.info.tpot_target_s or tpot_s
                 for request in requests.snapshot.elsewhere
                 if request.info.is_online
-                and (target_s := request.info.tpot_target_s or tpot_s) is not None
-            ],
-            default=math.inf,
-        )
+            ]
+            self.elsewhere_s = min([s for s in targets_s if s is not None], default=math.inf)
         """The strictest TPOT target of the online requests in other micro-batches."""
         self.slack_s = min(min(self._due_s, default=math.inf) - self._now_s, self.elsewhere_s)
         """Time until the first online decode misses its TPOT target. A decode in another
@@ -59,8 +58,8 @@ class DecodeDeadlines:
         """
         if self._offline_slack_s is None:
             self._offline_slack_s = self.slack_s
-            if self._mean_due_s is not None and self._decodes:
-                due_s = min([self._mean_due_s(request.info) for request in self._decodes])
+            if self._decodes:
+                due_s = self._mean_due_s(self._decodes)
                 self._offline_slack_s = min(self.slack_s, due_s - self._now_s)
         return self._offline_slack_s
 

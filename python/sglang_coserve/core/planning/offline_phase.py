@@ -161,9 +161,9 @@ def _admit(batch: StepBuilder, context: PlanContext) -> None:
     prompts = [
         queue.running(chunk.rid).token_ids for chunk in batch.chunks if queue.is_running(chunk.rid)
     ]
-    for request in islice(queue.candidates(batch.snapshot.now_s), picks):
+    for request, cached_tokens in islice(context.candidates, picks):
         length_tokens = request.num_prompt_tokens + request.num_generated_tokens
-        cached_tokens = min(context.cache.cached_tokens(request.rid), length_tokens - 1)
+        cached_tokens = min(cached_tokens, length_tokens - 1)
         rest_tokens = length_tokens - cached_tokens
         if prompts and batch.snapshot.keeps_prefixes:
             shared_tokens = _shared_tokens(batch, request, cached_tokens, prompts)

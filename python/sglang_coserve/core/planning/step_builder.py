@@ -11,7 +11,7 @@ from sglang_coserve.core.planning.step_memory import StepMemory, VictimOrder
 from sglang_coserve.core.planning.step_requests import StepRequests
 from sglang_coserve.core.planning.step_work import StepWork
 from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.snapshot import EngineSnapshot, Request, RequestInfo
+from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.core.step import ExpectedResult, Lane, PrefillChunk, StepPlan
 from sglang_coserve.metrics import SloTargets
 
@@ -41,7 +41,7 @@ class StepBuilder:
         lane: Lane = Lane.SHARED,
         *,
         rides: bool = True,
-        mean_due_s: Callable[[RequestInfo], float] | None = None,
+        mean_due_s: Callable[[Sequence[Request]], float],
     ) -> None:
         """Start with an empty batch. O(requests).
 
@@ -52,8 +52,8 @@ class StepBuilder:
             victim_order: Order in which offline requests are retracted.
             lane: Lane of the step.
             rides: Paused offline decodes may join a step of the shared lane.
-            mean_due_s: Returns when an online request's next token is due for its mean gap to
-                stay within target; None if no SLO bounds the mean gap.
+            mean_due_s: Returns when the first next token of some online requests is due for each
+                mean gap to stay within target.
         """
         self.snapshot = snapshot
         self.lane = lane
@@ -160,11 +160,14 @@ class StepBuilder:
         )
         stays_as = _PAUSED if self.lane is Lane.OFFLINE else _DECODING
         for request in self.snapshot.admitted:
-            rid, state = request.info.rid, request.state
+            info, state, _, _, _, _ = request
+            rid = info.rid
+            if state is stays_as and rid in decoding:
+                continue
             if rid in retractions:
                 continue
             if state is _DECODING or state is _PAUSED:
-                if skips_decodes or (state is stays_as and rid in decoding):
+                if skips_decodes:
                     continue
                 move = self._move(request)
                 if move is _PAUSED:

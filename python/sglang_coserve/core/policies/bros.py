@@ -154,6 +154,5 @@ def _offline(batch: StepBuilder, context: PlanContext) -> Iterator[Candidate]:
         if not batch.memory.is_retracted(admitted):
             yield Candidate.of_request(admitted, math.inf)
     if batch.admits_offline:
-        queued = context.queue.candidates(batch.snapshot.now_s)
-        for request in islice(queued, context.config.max_picks):
-            yield Candidate.of_queued(request, context.cache.cached_tokens(request.rid))
+        for request, cached_tokens in islice(context.candidates, context.config.max_picks):
+            yield Candidate.of_queued(request, cached_tokens)

@@ -54,7 +54,7 @@ class FcfsPolicy(Policy):
                 return
         headroom_tokens = context.config.headroom_tokens
         num_requests = len(batch.snapshot.admitted)
-        for place, request in enumerate(self._by_arrival(batch, context)):
+        for place, request in enumerate(self._by_arrival(context)):
             if place == context.config.max_picks or not self._prefill(
                 batch,
                 request.rid,
@@ -99,7 +99,7 @@ class FcfsPolicy(Policy):
         return tokens == rest_tokens
 
     @staticmethod
-    def _by_arrival(batch: StepBuilder, context: PlanContext) -> Iterator[_Waiting]:
+    def _by_arrival(context: PlanContext) -> Iterator[_Waiting]:
         online = (
             _Waiting(
                 request.info.arrival_s,
@@ -114,8 +114,8 @@ class FcfsPolicy(Policy):
                 request.arrival_s,
                 request.rid,
                 request.num_prompt_tokens + request.num_generated_tokens,
-                context.cache.cached_tokens(request.rid),
+                cached_tokens,
             )
-            for request in context.queue.candidates(batch.snapshot.now_s)
+            for request, cached_tokens in context.candidates
         )
         return heapq.merge(online, offline, key=lambda request: request.arrival_s)
