@@ -60,7 +60,7 @@ from sglang_coserve.srt.compat.requests import (
     check_logit_processor,
     fill_token_ids_logprobs,
     lowest_priority,
-    refused_request,
+    refuse,
 )
 from sglang_coserve.srt.compat.settings import (
     check_one_replica,
@@ -107,7 +107,7 @@ __all__ = [
     "put_back_outputs",
     "radix_key",
     "refusals_of_sglang",
-    "refused_request",
+    "refuse",
     "release_aborted",
     "release_for_requeue",
     "release_kv",
