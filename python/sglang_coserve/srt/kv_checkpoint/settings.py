@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from sglang_coserve.config import CoserveConfig
@@ -16,6 +17,7 @@ __all__ = [
     "check_combination",
     "check_in_place",
     "check_model",
+    "check_move_dir",
     "register_cache",
     "server_settings",
     "why_off",
@@ -118,6 +120,18 @@ def check_model(server_args: Any, config: CoserveConfig, *, on_cpu: bool) -> Non
             f"--kv-checkpoint {config.kv_checkpoint} needs a model whose layers all keep their "
             f"whole KV, and of this one {reason}: use --kv-checkpoint off"
         )
+
+
+def check_move_dir(config: CoserveConfig) -> None:
+    """Check that KV can be left where ``config`` says, and by nobody else be read.
+
+    Raises:
+        StartupError: it cannot, or others could read it.
+    """
+    if config.kv_move_dir is not None:
+        from sglang_coserve.srt.kv_checkpoint.kv_directory import KvDirectory
+
+        KvDirectory.check(Path(config.kv_move_dir))
 
 
 def register_cache(config: CoserveConfig, *, on_cpu: bool) -> None:
