@@ -166,13 +166,16 @@ class CheckpointCache(UnifiedRadixCache):
     def saved_slots(self, req: Req) -> torch.Tensor | None:
         """Return the host slots of a released request's first tokens, as many as are on the host.
 
-        None while some of them are being copied.
+        Without the page of its last token, whose KV may have been computed just then: under overlap
+        scheduling a copy does not wait for that. None while some are being copied.
         """
+        computed = len(req.origin_input_ids) + len(req.output_ids) - 1
         path = self._handover.kept_path(req.rid)
         if any(map(self.copies.is_copying, path)):
             return None
         saved = takewhile(lambda slots: slots is not None, map(host_slots, path))
-        return torch.cat([torch.empty(0, dtype=torch.int64), *saved])
+        slots = torch.cat([torch.empty(0, dtype=torch.int64), *saved])
+        return slots[: computed // self.page_size * self.page_size]
 
     def forget(self, rid: str) -> None:
         """Stop protecting the host pages of a request that no longer waits."""
