@@ -30,8 +30,8 @@ __all__ = ["LineStream"]
 
 _GIVEN_UP: Final = "the engine has given the line up"
 _HAND_BACK_S: Final = 30.0
-"""Longest wait for an attempt that the engine said it would hand back: it has bounds of its own, and
-keeps them unless it hangs."""
+"""Longest wait for an attempt that the engine said it would hand back. It has bounds of its own,
+and keeps them unless it hangs."""
 
 _HEADERS: Final = [(b"content-type", b"application/x-ndjson"), (b"x-accel-buffering", b"no")]
 

@@ -105,6 +105,7 @@ class KvDirectory:
         try:
             # Not mapped: a file that is cut short meanwhile would end the process.
             with path.open("rb", buffering=0) as file:
+                path.unlink(missing_ok=True)
                 size_bytes = os.fstat(file.fileno()).st_size
                 if size_bytes > shape[0] * shape[1] + _MOST_HEADER_BYTES:
                     raise KvFileError(f"{path} is larger than it should be")
@@ -112,7 +113,6 @@ class KvDirectory:
                 view, read_bytes = memoryview(content), 0
                 while read_bytes < size_bytes and (part := file.readinto(view[read_bytes:])):
                     read_bytes += part
-            path.unlink(missing_ok=True)
         except OSError as error:
             raise KvFileError(f"{path}: {error.strerror}") from error
         return _pages(path, content, identity, shape)
