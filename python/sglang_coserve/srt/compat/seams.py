@@ -612,7 +612,14 @@ SEAMS: Final[tuple[Seam, ...]] = (
         NameUse.READ,
         _names(
             *("cache_controller", "host_pool_group", "is_write_back", "ongoing_load_back"),
-            *("ongoing_write_through", "page_size", "root_node", "tp_world_size", "tree_core"),
+            *(
+                "ongoing_write_through",
+                "page_size",
+                "root_node",
+                "tp_group",
+                "tp_world_size",
+                "tree_core",
+            ),
         ),
     ),
     *_of(
@@ -632,6 +639,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
             "demote": "node_id",
             "evict_device_leaf": "node_id is_write_back",
             "finish_write_through": "node_ids ack_id",
+            "insert_host": "node_id key host_value hash_value",
             "node_by_id": "node_id",
         },
     ),
@@ -730,12 +738,18 @@ SEAMS: Final[tuple[Seam, ...]] = (
     *_of(
         "srt.mem_cache.pool_host.base.HostKVCache",
         NameUse.CALLED,
-        {"alloc": "need_size", "available_size": "", "free": "indices"},
+        {
+            "alloc": "need_size",
+            "available_size": "",
+            "free": "indices",
+            "get_data_page": "index flat",
+            "set_from_flat_data_page": "index data_page",
+        },
     ),
     *_of(
         "srt.mem_cache.pool_host.base.HostKVCache",
         NameUse.READ,
-        _names("logical_size", "size_per_token"),
+        _names("dtype", "layout", "logical_size", "size_per_token"),
     ),
     *_of(_REQ, NameUse.READ, _names("best_match_node", "host_hit_length")),
     *_of(_REQ, NameUse.CALLED, {"init_next_round_input": "tree_cache"}),
