@@ -126,7 +126,7 @@ async def _measure(
         goes_on_s = time.monotonic()
         first_s: dict[int, float] = {}
 
-        def regained(number: int) -> Callable[[object], None]:
+        def regained(number: int) -> Callable[[object], object]:
             return lambda _tokens: first_s.setdefault(number, time.monotonic() - goes_on_s)
 
         rest = await asyncio.gather(

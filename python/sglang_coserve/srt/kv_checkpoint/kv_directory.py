@@ -76,30 +76,30 @@ class KvDirectory:
             raise StartupError(f"--kv-move-dir {path} cannot be written to")
 
     def write(
-        self, name: str, identity: str, pages: torch.Tensor, is_wanted: Callable[[], bool]
+        self, name: str, identity: str, kv: torch.Tensor, is_wanted: Callable[[], bool]
     ) -> None:
-        """Leave ``pages`` (uint8) under ``name``, if they are still wanted when all is written.
+        """Leave ``kv`` (uint8) under ``name``, if it is still wanted when all is written.
 
         Raises:
             OSError, safetensors' own error: the file cannot be written, and none is left.
         """
         path = self._file(name)
         partial = path.with_name(path.name + _PARTIAL)
-        metadata = {"identity": identity, "crc32": str(zlib.crc32(pages.numpy()))}
+        metadata = {"identity": identity, "crc32": str(zlib.crc32(kv.numpy()))}
         try:
             os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-            save_file({"pages": pages}, partial, metadata)
+            save_file({"kv": kv}, partial, metadata)
             partial.chmod(0o600)
             if is_wanted():
                 partial.rename(path)
         finally:
             partial.unlink(missing_ok=True)
 
-    def take(self, name: str, identity: str, shape: tuple[int, int]) -> torch.Tensor:
-        """Return the pages (uint8) under ``name``, and remove the file.
+    def take(self, name: str, identity: str, kv_bytes: int) -> torch.Tensor:
+        """Return the KV (uint8) under ``name``, and remove the file.
 
         Raises:
-            KvFileError: there is none, or none of ``identity`` and of this shape, or a broken one.
+            KvFileError: there is none, or not of ``identity`` and so many bytes, or a broken one.
         """
         path = self._file(name)
         try:
@@ -107,7 +107,7 @@ class KvDirectory:
             with path.open("rb", buffering=0) as file:
                 path.unlink(missing_ok=True)
                 size_bytes = os.fstat(file.fileno()).st_size
-                if size_bytes > shape[0] * shape[1] + _MOST_HEADER_BYTES:
+                if size_bytes > kv_bytes + _MOST_HEADER_BYTES:
                     raise KvFileError(f"{path} is larger than it should be")
                 content = bytearray(size_bytes)
                 view, read_bytes = memoryview(content), 0
@@ -115,7 +115,7 @@ class KvDirectory:
                     read_bytes += part
         except OSError as error:
             raise KvFileError(f"{path}: {error.strerror}") from error
-        return _pages(path, content, identity, shape)
+        return _kv(path, content, identity, kv_bytes)
 
     def remove(self, name: str) -> None:
         """Remove the file under ``name``, if there is one."""
@@ -140,19 +140,19 @@ class KvDirectory:
         return self._path / f"{name}-{self._rank}{_SUFFIX}"
 
 
-def _pages(path: Path, content: bytearray, identity: str, shape: tuple[int, int]) -> torch.Tensor:
-    """Return the pages in a file; they share its memory."""
+def _kv(path: Path, content: bytearray, identity: str, kv_bytes: int) -> torch.Tensor:
+    """Return the KV in a file, whose memory it shares."""
     start = 8 + int.from_bytes(content[:8], "little")
     try:
         header: dict[str, Any] = json.loads(content[8:start])
-        metadata, entry = header["__metadata__"], header["pages"]
-        found = metadata["identity"], entry["dtype"], tuple(entry["shape"])
+        metadata, entry = header["__metadata__"], header["kv"]
+        found = metadata["identity"], entry["dtype"], entry["shape"]
         crc32 = int(metadata["crc32"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise KvFileError(f"{path} is no file of KV: {error!r}") from error
-    if found != (identity, "U8", shape) or len(content) != start + shape[0] * shape[1]:
+    if found != (identity, "U8", [kv_bytes]) or len(content) != start + kv_bytes:
         raise KvFileError(f"{path} has KV of another model, layout or text")
-    pages = torch.frombuffer(content, dtype=torch.uint8, offset=start)
-    if zlib.crc32(pages.numpy()) != crc32:
+    kv = torch.frombuffer(content, dtype=torch.uint8, offset=start)
+    if zlib.crc32(kv.numpy()) != crc32:
         raise KvFileError(f"{path} is damaged")
-    return pages.view(shape)
+    return kv

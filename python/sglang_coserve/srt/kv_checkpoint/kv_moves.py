@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from sglang_coserve.errors import UnsupportedError
 from sglang_coserve.srt.kv_checkpoint.kv_directory import KvDirectory, is_kv_name
 from sglang_coserve.srt.kv_checkpoint.kv_jobs import KvJob, KvThreads
 
@@ -28,6 +29,9 @@ __all__ = ["KvMoves", "Left", "MovedKv"]
 Req = Any
 
 _SWEEP_INTERVAL_S: Final = 600.0
+
+_SLOT_DIM: Final = -3
+"""Of a host pool's buffer, (K and V,) layers, slots, heads, head size, the dimension of slots."""
 
 _PENDING: Final = -1
 _GIVEN_UP: Final = -2
@@ -95,9 +99,15 @@ class KvMoves:
         self._monotonic_s = monotonic_s
         self._directory = directory = KvDirectory(path, rank)
         pool = cache.host_pool
-        self._page_bytes = cache.page_size * pool.size_per_token
-        self._kind = f"{pool.layout}, {pool.dtype}, {cache.page_size} tokens in a page, "
-        self._kind += f"{self._page_bytes} bytes, rank {rank} of {num_ranks}"
+        self._host_kv = kv = pool.kv_buffer
+        if not isinstance(kv, torch.Tensor):
+            raise UnsupportedError(
+                "--kv-move-dir needs a model whose keys and values are of one size: leave it out"
+            )
+        self._token_bytes = pool.size_per_token
+        shape = ", ".join(map(str, (*kv.shape[:_SLOT_DIM], *kv.shape[_SLOT_DIM + 1 :])))
+        self._kind = f"{kv.dtype} of ({shape}), {cache.page_size} tokens in a page, "
+        self._kind += f"rank {rank} of {num_ranks}"
         self._threads = KvThreads(directory.remove_expired, _SWEEP_INTERVAL_S)
         self._leaving: dict[str, _Leaving] = {}
         self._coming: dict[str, _Coming] = {}
@@ -128,15 +138,15 @@ class KvMoves:
         each.job = self._threads.begin(partial(self._write_file, each.req.rid, identity, slots))
 
     def _write_file(self, name: str, identity: str, slots: torch.Tensor, job: KvJob) -> None:
-        page = self._cache.page_size
-        pages = torch.empty(len(slots) // page, self._page_bytes, dtype=torch.uint8)
+        found: list[torch.Tensor] = []
 
         def copy() -> None:
-            for place, slot in enumerate(slots[::page].tolist()):
-                pages[place] = self._cache.host_pool.get_data_page(slot).view(torch.uint8)
+            # In one operation: this thread waits for Python's lock after each.
+            found.append(self._host_kv.index_select(_SLOT_DIM, slots))
 
         if job.with_memory(copy):
-            self._directory.write(name, identity, pages, lambda: not job.is_given_up)
+            kv = found[0].view(-1).view(torch.uint8)
+            self._directory.write(name, identity, kv, lambda: not job.is_given_up)
 
     # --- From elsewhere ------------------------------------------------------------------
 
@@ -155,14 +165,13 @@ class KvMoves:
         return True
 
     def _read_file(self, name: str, identity: str, slots: torch.Tensor, job: KvJob) -> None:
-        page = self._cache.page_size
-        pages = self._directory.take(name, identity, (len(slots) // page, self._page_bytes))
-        pool = self._cache.host_pool
+        shape = list(self._host_kv.shape)
+        shape[_SLOT_DIM] = len(slots)
+        kv = self._directory.take(name, identity, len(slots) * self._token_bytes)
+        kv = kv.view(self._host_kv.dtype).view(shape)
 
         def copy() -> None:
-            for slot, content in zip(slots[::page].tolist(), pages, strict=True):
-                # A page of a file begins anywhere: a number of its type must not.
-                pool.set_from_flat_data_page(slot, content.clone().view(pool.dtype))
+            self._host_kv.index_copy_(_SLOT_DIM, slots, kv)
 
         job.with_memory(copy)
 

@@ -55,7 +55,9 @@ def server_settings(config: CoserveConfig, *, on_cpu: bool) -> dict[str, Any]:
         "radix_cache_backend": BACKEND,
         "hicache_write_policy": "write_through",
         "hicache_size": config.kv_checkpoint_host_gb or 0,
-        **({"hicache_mem_layout": "layer_first", "hicache_io_backend": "direct"} if on_cpu else {}),
+        **({"hicache_io_backend": "direct"} if on_cpu else {}),
+        # The one that the pool on a CPU and moved KV know.
+        **({"hicache_mem_layout": "layer_first"} if on_cpu or config.kv_move_dir else {}),
     }
 
 

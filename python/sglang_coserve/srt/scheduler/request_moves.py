@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -20,6 +21,9 @@ from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
 __all__ = ["RequestMoves", "tell_of_abort"]
+
+_YIELD_S: Final = 0.001
+"""Short against a step, and against what a file takes."""
 
 Req = Any
 ScheduleBatch = Any
@@ -95,6 +99,11 @@ class RequestMoves:
             tell_of_abort(self._scheduler, each.req, moved_reason(each.tokens))
         for req in came:
             self._admission.enqueue(req)
+
+    def yield_to_threads(self) -> None:
+        """Give way when nothing runs: Python's lock would mostly be this thread's otherwise."""
+        if len(self):
+            time.sleep(_YIELD_S)
 
     def _take_out(self, running_batch: ScheduleBatch) -> None:
         """Retract the requests that were asked for, and take them out of the queue."""

@@ -145,6 +145,8 @@ class CoserveScheduler(Scheduler):
         self.parts.view.begin_turn()
         last_batch = self.parts.admission.settle(last_batch)
         plan = super().get_next_batch_to_run(running_batch=running_batch, last_batch=last_batch)
+        if plan.batch_to_run is None:
+            self.parts.moves.yield_to_threads()
         self.parts.view.end_turn(plan.batch_to_run)
         self.parts.admission.launched(plan.batch_to_run)
         self.parts.status.launched(plan.batch_to_run)
