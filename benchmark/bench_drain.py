@@ -126,8 +126,11 @@ async def _measure(
         goes_on_s = time.monotonic()
         first_s: dict[int, float] = {}
 
-        def regained(number: int) -> Callable[[object], object]:
-            return lambda _tokens: first_s.setdefault(number, time.monotonic() - goes_on_s)
+        def regained(number: int) -> Callable[[Sequence[int]], None]:
+            def heard_first(_tokens: Sequence[int]) -> None:
+                first_s.setdefault(number, time.monotonic() - goes_on_s)
+
+            return heard_first
 
         rest = await asyncio.gather(
             *(
