@@ -48,6 +48,7 @@ _CHECKPOINT_MODES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "kv_checkpoint_offline_share": _COPIES,
         "kv_checkpoint_online_share": _COPIES,
         "kv_checkpoint_watermark": (CheckpointMode.PRESSURE.value,),
+        "kv_move_dir": _COPIES,
     }
 )
 """By flag: the modes of --kv-checkpoint that it is for."""
@@ -237,6 +238,14 @@ class CoserveConfig(BatchApiConfig):
         "Part of the device's KV memory in use above which --kv-checkpoint pressure copies.",
         type=float,
         metavar="SHARE",
+    )
+    kv_move_dir: str | None = setting(
+        None,
+        "Directory, the same one for several engines, through which the KV of a line goes with it "
+        "from an engine that gives it back (a drain) to the one that goes on. Nobody but the "
+        "user that the engines run as may read it. By default only tokens go, and their KV is "
+        "computed again.",
+        metavar="DIRECTORY",
     )
 
     media_sources: str = setting(

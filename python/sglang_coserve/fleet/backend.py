@@ -29,7 +29,7 @@ from sglang_coserve.http_lines import (
 )
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.jsonl.prefix_key import prefix_key
-from sglang_coserve.lines.backend import Backend, BackendLoad, LineRequest, LineResult
+from sglang_coserve.lines.backend import Backend, BackendLoad, LineRequest, LineResult, MovedKv
 from sglang_coserve.lines.result_record import error_message
 
 __all__ = ["FleetBackend"]
@@ -197,17 +197,20 @@ class FleetBackend(Backend):
         self._turns[number] = new_turn()
         is_known = True
         deaths: list[str] = []
+        kv: MovedKv | None = None
         try:
             self._carry_out(self._placement.offer(number, prefix_key(request.body)))
             while True:
                 engine = await self._turns[number]
                 self._turns[number] = new_turn()
-                attempt = replace(request, generated=tuple(generated))
+                attempt = replace(request, generated=tuple(generated), kv=kv)
                 try:
                     return await self._attempt(engine, attempt, model, generated, on_tokens)
                 except LineMovedError as error:
                     has_died = False
                     self.lines_moved += 1
+                    # What an engine has left is good until another one has taken it.
+                    kv = error.kv or kv
                     self._close(engine, EngineState.DRAINING, str(error))
                 except EngineRefusesError as error:
                     has_died = False

@@ -69,6 +69,10 @@ class RequestLedger:
         """Return whether this very request is in, not just one with its rid."""
         return self._reqs.get(req.rid) is req
 
+    def request(self, rid: str) -> Req | None:
+        """Return the request with this rid; None if it is not in."""
+        return self._reqs.get(rid)
+
     def namesake(self, req: Req) -> Req | None:
         """Return another request with the same rid, if there is one."""
         known = self._reqs.get(req.rid)
