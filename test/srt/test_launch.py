@@ -27,7 +27,7 @@ def launch_server(*flags: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "sglang_coserve.launch_server", *flags],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 
