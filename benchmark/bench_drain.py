@@ -1,11 +1,13 @@
 """Takes an engine full of running lines out: how long, and what is computed again?
 
     python benchmark/bench_drain.py --lines 64 --out drain-report
+    python benchmark/bench_drain.py --moves-kv --prompt-words 600 --out drain-report
 
 Two engines as processes. All lines run on the first, which is then drained by POST and told to
 end; they go on on the second after the tokens that were handed back. Afterwards that one serves
-them from their beginning: the answers must be the same. Writes ``results.json`` and ``table.md``;
-exits with 1 when a target is missed.
+them from their beginning: the answers must be the same. With ``--moves-kv`` all of it once more,
+on engines that leave KV for each other. Writes ``results.json`` and ``table.md``; exits with 1
+when a target is missed.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import httpx
 
@@ -29,7 +33,7 @@ from common.model import prepare_model
 from common.results import write_results
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.http_lines import EngineConnection, LineMovedError
-from sglang_coserve.lines.backend import LineRequest, LineResult
+from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
 from sglang_coserve.local_server import LocalServer
 
 _KEY = "the engines' admin key"
@@ -44,12 +48,33 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: argparse.Namespace) -> list[Figure]:
-    """Measure one drain, and write what came of it."""
+    """Measure one drain, or two, and write what came of it."""
+    figures = _drained(options, moves_kv=False)
+    if options.moves_kv:
+        figures += [
+            replace(figure, name=f"with KV: {figure.name}")
+            for figure in _drained(options, moves_kv=True)
+        ]
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_results(
+        options.out / "results.json", options, figures=[figure.to_dict() for figure in figures]
+    )
+    table = markdown(figures)
+    (options.out / "table.md").write_text(table + "\n")
+    print(table)
+    return figures
+
+
+def _drained(options: argparse.Namespace, *, moves_kv: bool) -> list[Figure]:
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         model = prepare_model(options.model_path, work)
         flags = ["--model-path", model.path, "--dtype", "float32", "--log-level", "warning"]
         flags += ["--admin-api-key", _KEY, "--enable-cache-report", *options.server_flag]
+        if options.moves_kv:
+            flags += ["--page-size", "16", "--kv-checkpoint", "eager"]
+        if moves_kv:
+            flags += ["--kv-move-dir", str(work / "kv")]
         engines = [
             LocalServer(
                 flags,
@@ -60,17 +85,9 @@ def run(options: argparse.Namespace) -> list[Figure]:
             for number in range(2)
         ]
         with engines[0] as first, engines[1] as second:
-            figures = asyncio.run(
+            return asyncio.run(
                 asyncio.wait_for(_measure(first, second, model.path, options), _TIMEOUT_S)
             )
-    options.out.mkdir(parents=True, exist_ok=True)
-    write_results(
-        options.out / "results.json", options, figures=[figure.to_dict() for figure in figures]
-    )
-    table = markdown(figures)
-    (options.out / "table.md").write_text(table + "\n")
-    print(table)
-    return figures
 
 
 async def _measure(
@@ -84,12 +101,14 @@ async def _measure(
         model = (await source.describe()).model
         heard: list[list[int]] = [[] for _ in bodies]
         moved_s: list[float] = []
+        left: list[MovedKv | None] = [None] * len(bodies)
 
         async def attempt(number: int) -> LineResult | None:
             try:
                 request = _request(bodies[number], number)
                 return await source.run(request, model, heard[number].extend)
-            except LineMovedError:
+            except LineMovedError as error:
+                left[number] = error.kv
                 moved_s.append(time.monotonic())
                 return None
 
@@ -104,8 +123,20 @@ async def _measure(
         exit_s = await asyncio.to_thread(_end, first)
 
         moved = [number for number, result in enumerate(ended) if result is None]
+        goes_on_s = time.monotonic()
+        first_s: dict[int, float] = {}
+
+        def regained(number: int) -> Callable[[Sequence[int]], None]:
+            def heard_first(_tokens: Sequence[int]) -> None:
+                first_s.setdefault(number, time.monotonic() - goes_on_s)
+
+            return heard_first
+
         rest = await asyncio.gather(
-            *(target.run(_request(bodies[n], n, heard[n]), model, lambda _: None) for n in moved)
+            *(
+                target.run(_request(bodies[n], n, heard[n], left[n]), model, regained(n))
+                for n in moved
+            )
         )
         whole = await asyncio.gather(
             *(target.run(_request(bodies[n], n), model, lambda _: None) for n in moved)
@@ -124,6 +155,9 @@ async def _measure(
         Figure("until the engine was empty", "s", (empty_s - begun_s,)),
         Figure("from SIGTERM to the end of the process", "s", (exit_s,)),
         Figure("tokens handed back of a line", "", (sum(tokens) / len(tokens),)),
+        Figure("lines whose KV was left", "", (sum(kv is not None for kv in left),)),
+        Figure("until half of the lines had new tokens", "s", (median(first_s.values()),)),
+        Figure("until all lines had new tokens", "s", (max(first_s.values()),)),
         Figure("tokens computed again of a line", "", (sum(again) / len(again),)),
         Figure("most tokens computed again of a line", "", (max(again),)),
     ]
@@ -143,11 +177,15 @@ def _bodies(model_path: str, options: argparse.Namespace) -> list[dict[str, obje
     ]
 
 
-def _request(body: dict[str, object], number: int, generated: Sequence[int] = ()) -> LineRequest:
+def _request(
+    body: dict[str, object],
+    number: int,
+    generated: Sequence[int] = (),
+    kv: MovedKv | None = None,
+) -> LineRequest:
     deadline_s = time.time() + 24 * 3600
-    return LineRequest(
-        "batch_1", number, "/v1/completions", dict(body), tuple(generated), deadline_s
-    )
+    where = ("batch_1", number, "/v1/completions", dict(body))
+    return LineRequest(*where, tuple(generated), deadline_s, kv=kv)
 
 
 def _again(result: LineResult, generated: Sequence[int]) -> int:
@@ -188,6 +226,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--prompt-words", type=int, default=60)
     add("--output-tokens", type=int, default=400)
     add("--tokens-before", type=int, default=60, help="that each has when the drain begins")
+    add("--moves-kv", action="store_true", help="KV checkpoints on; once more, with KV moved")
     add("--model-path", help="default: a random model of 4 layers, hidden size 256, fp32")
     add("--server-flag", action="append", default=[], metavar="FLAG", help="one word of a flag")
     add("--seed", type=int, default=1)

@@ -184,6 +184,10 @@ class TimedBackend:
         """See ``Backend.online_delays_s``."""
         return await self._inner.online_delays_s()
 
+    def hand_back(self, request: LineRequest) -> bool:
+        """See ``Backend.hand_back``."""
+        return self._inner.hand_back(request)
+
     def load(self) -> BackendLoad:
         """See ``Backend.load``."""
         return self._inner.load()

@@ -9,6 +9,7 @@ from hashlib import blake2b
 
 from sglang_coserve.batch import BackendLoad, LineRequest, LineResult
 from sglang_coserve.jsonl.body_limits import BodyLimits
+from sglang_coserve.lines.backend import LineHandedBackError, MovedKv
 
 ENDPOINT = "/v1/completions"
 
@@ -82,6 +83,8 @@ class ScriptedBackend:
     delays_s: dict[str, float] | None = None
     is_changing: bool = False
     take_out: Callable[[], None] | None = None
+    leaves: MovedKv | None = None
+    """What it leaves of a line that it hands back; None: it hands none back."""
 
     def when_changing(self, take_out: Callable[[], None]) -> None:
         self.take_out = take_out
@@ -111,6 +114,14 @@ class ScriptedBackend:
             raise
         finally:
             self.in_flight.remove(entry)
+
+    def hand_back(self, request: LineRequest) -> bool:
+        for entry in self.in_flight:
+            if self.leaves is not None and entry.request is request:
+                entry.generate(1)
+                entry.result.set_exception(LineHandedBackError(self.leaves))
+                return True
+        return False
 
     def load(self) -> BackendLoad:
         return BackendLoad(

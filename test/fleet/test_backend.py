@@ -19,7 +19,7 @@ from sglang_coserve.core.line_placement import DEATHS_BEFORE_ALONE, FAILURES_IN_
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.fleet import EngineState, FleetBackend
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.lines.backend import LineRequest, LineResult
+from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
 
 GIVE_UP_S = 60
 
@@ -105,6 +105,35 @@ def test_an_engine_that_dies_costs_a_line_no_attempt_and_no_tokens() -> None:
             results = await served.results()
             for name, result in results.items():
                 assert result == answer(request(name))
+
+    play(scenario())
+
+
+def test_what_an_engine_has_left_of_a_line_goes_to_whichever_goes_on() -> None:
+    async def scenario() -> None:
+        a, b, c = LiveEngine(), LiveEngine(), LiveEngine()
+        async with fleet_of(a, b, c) as fleet:
+            served = Lines(fleet, ["a"])
+            await until(lambda: where("a", a, b, c))
+            first = where("a", a, b, c)
+            assert first is not None
+            first.backend.held("a").generate(2)
+            first.backend.leaves = kv = MovedKv("0" * 32, 48)
+            first.lines.close("it drains")
+            others = [engine for engine in (a, b, c) if engine is not first]
+            await until(lambda: where("a", *others))
+            second = where("a", *others)
+            assert second is not None
+            # Three, as it had generated one more when it gave the line back.
+            assert second.backend.held("a").request.generated == tuple(tokens_of("a", 3))
+            assert second.backend.held("a").request.kv == kv
+            await second.kill()
+            (third,) = (engine for engine in others if engine is not second)
+            await third.holds(1)
+            assert third.backend.held("a").request.kv == kv
+            finish_all(third)
+            assert (await served.results())["a"] == answer(request("a"))
+            assert fleet.lines_moved == 1
 
     play(scenario())
 

@@ -20,7 +20,7 @@ from sglang_coserve.http_lines.messages import (
     request_of,
     result_of,
 )
-from sglang_coserve.lines.backend import FailureKind, LineRequest, LineResult
+from sglang_coserve.lines.backend import FailureKind, LineRequest, LineResult, MovedKv
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 VALUES = st.recursive(
@@ -40,13 +40,18 @@ BODIES = st.dictionaries(TEXT, VALUES, max_size=4)
     generated=st.lists(st.integers(0, 1 << 31), max_size=5),
     left_s=st.floats(-1e6, 1e6) | st.just(math.inf),
     expected=st.none() | st.integers(0, 10_000),
+    kv=st.none() | st.builds(MovedKv, TEXT, st.integers(0, 1 << 20)),
 )
 def test_a_request_keeps_all_but_the_clock(
-    body: dict[str, Any], generated: list[int], left_s: float, expected: int | None
+    body: dict[str, Any],
+    generated: list[int],
+    left_s: float,
+    expected: int | None,
+    kv: MovedKv | None,
 ) -> None:
     here_s, there_s = 1_000.0, 77_000.0
     request = LineRequest(
-        "batch_1", 3, "/v1/completions", body, tuple(generated), here_s + left_s, expected
+        "batch_1", 3, "/v1/completions", body, tuple(generated), here_s + left_s, expected, kv
     )
     content = encode_message(attempt_of(request, "model", here_s))
     assert content.count(b"\n") == 1
@@ -55,6 +60,7 @@ def test_a_request_keeps_all_but_the_clock(
     assert attempt.model == "model"
     assert (there.body, there.generated) == (body, tuple(generated))
     assert there.expected_output_tokens == expected
+    assert there.kv == kv
     if math.isinf(left_s):
         assert math.isinf(there.deadline_s)
     else:

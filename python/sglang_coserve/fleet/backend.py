@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Final, Self
 
 from sglang_coserve.batch.token_rate import TokenRate
@@ -30,7 +29,7 @@ from sglang_coserve.http_lines import (
 )
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.jsonl.prefix_key import prefix_key
-from sglang_coserve.lines.backend import Backend, BackendLoad, LineRequest, LineResult
+from sglang_coserve.lines.backend import Backend, BackendLoad, LineRequest, LineResult, MovedKv
 from sglang_coserve.lines.result_record import error_message
 
 __all__ = ["FleetBackend"]
@@ -91,12 +90,7 @@ class FleetBackend(Backend):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         for watching in self._watching.values():
             watching.cancel()
         await asyncio.gather(*self._watching.values(), return_exceptions=True)
@@ -203,17 +197,20 @@ class FleetBackend(Backend):
         self._turns[number] = new_turn()
         is_known = True
         deaths: list[str] = []
+        kv: MovedKv | None = None
         try:
             self._carry_out(self._placement.offer(number, prefix_key(request.body)))
             while True:
                 engine = await self._turns[number]
                 self._turns[number] = new_turn()
-                attempt = replace(request, generated=tuple(generated))
+                attempt = replace(request, generated=tuple(generated), kv=kv)
                 try:
                     return await self._attempt(engine, attempt, model, generated, on_tokens)
                 except LineMovedError as error:
                     has_died = False
                     self.lines_moved += 1
+                    # What an engine has left is good until another one has taken it.
+                    kv = error.kv or kv
                     self._close(engine, EngineState.DRAINING, str(error))
                 except EngineRefusesError as error:
                     has_died = False

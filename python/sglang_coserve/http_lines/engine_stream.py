@@ -164,7 +164,7 @@ class EngineStream:
         elif event.result is not None:
             attempt.result.set_result(result_of(event))
         else:
-            attempt.result.set_exception(LineMovedError(f"{self._url}: {event.moved}"))
+            attempt.result.set_exception(LineMovedError(f"{self._url}: {event.moved}", event.kv))
 
     def _lose(self, why: str) -> None:
         """End every attempt as lost; what was never sent the engine never had."""

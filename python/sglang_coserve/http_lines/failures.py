@@ -6,6 +6,7 @@ from http import HTTPStatus
 from typing import Final
 
 from sglang_coserve.errors import ServerError
+from sglang_coserve.lines.backend import MovedKv
 
 __all__ = ["EngineLostError", "EngineRefusesError", "LineMovedError", "refusal_text"]
 
@@ -17,6 +18,11 @@ class LineMovedError(ServerError):
 
     The line goes on elsewhere, with the tokens that were heard.
     """
+
+    def __init__(self, message: str, kv: MovedKv | None = None) -> None:
+        super().__init__(message)
+        self.kv = kv
+        """What the engine has left of it."""
 
 
 class EngineLostError(ServerError):

@@ -19,7 +19,7 @@ from sglang_coserve.http_lines.messages import (
     description_of,
 )
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.lines.backend import Backend
+from sglang_coserve.lines.backend import Backend, MovedKv
 
 __all__ = ["HEARTBEAT_S", "LineServer"]
 
@@ -64,11 +64,12 @@ class LineServer:
     def call_limits(self) -> BodyLimits:
         """What one call may be: a line, and the tokens that it goes on after."""
         limits = self._backend.limits
-        names = (*LineCall.__struct_fields__, *LineAttempt.__struct_fields__)
+        kv = MovedKv.__dataclass_fields__
+        names = (*LineCall.__struct_fields__, *LineAttempt.__struct_fields__, *kv)
         return BodyLimits(
             2 * limits.max_bytes + _FRAME_BYTES,
             2 * limits.max_values,
-            limits.max_objects + 2,
+            limits.max_objects + 3,
             limits.max_keys + len(names),
         )
 

@@ -24,11 +24,15 @@ from sglang_coserve.http_lines.messages import (
     request_of,
 )
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.lines.backend import Backend, LineRequest, LineResult
+from sglang_coserve.lines.backend import Backend, LineHandedBackError, LineRequest, LineResult
 
 __all__ = ["LineStream"]
 
 _GIVEN_UP: Final = "the engine has given the line up"
+_HAND_BACK_S: Final = 30.0
+"""Longest wait for an attempt that the engine said it would hand back. It has bounds of its own,
+and keeps them unless it hangs."""
+
 _HEADERS: Final = [(b"content-type", b"application/x-ndjson"), (b"x-accel-buffering", b"no")]
 
 _log = logging.getLogger(__name__)
@@ -87,7 +91,10 @@ class LineStream:
         for attempt in self._attempts.values():
             if attempt.moved is None:
                 attempt.moved = why
-                attempt.task.cancel()
+                if self._backend.hand_back(attempt.request):
+                    asyncio.get_running_loop().call_later(_HAND_BACK_S, attempt.task.cancel)
+                else:
+                    attempt.task.cancel()
 
     def close(self, why: str) -> None:
         """End every attempt, and then the stream."""
@@ -204,6 +211,9 @@ class LineStream:
                 task.exception()
         elif task.cancelled():
             event = LineEvent(number, moved=attempt.moved or _GIVEN_UP)
+            self._ends.append(encode_message(event))
+        elif isinstance(error := task.exception(), LineHandedBackError):
+            event = LineEvent(number, moved=attempt.moved or _GIVEN_UP, kv=error.kv)
             self._ends.append(encode_message(event))
         else:
             self._ends.append(_told(number, attempt.request, task))

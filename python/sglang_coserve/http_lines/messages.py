@@ -10,7 +10,7 @@ import msgspec
 
 from sglang_coserve.errors import RequestError
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.lines.backend import Backend, FailureKind, LineRequest, LineResult
+from sglang_coserve.lines.backend import Backend, FailureKind, LineRequest, LineResult, MovedKv
 
 __all__ = [
     "DELAYS_PATH",
@@ -69,6 +69,8 @@ class LineAttempt(msgspec.Struct, frozen=True):
 
     expected_output_tokens: int | None = None
 
+    kv: MovedKv | None = None
+
 
 class LineCall(msgspec.Struct, frozen=True):
     """One message to the engine."""
@@ -82,7 +84,8 @@ class LineCall(msgspec.Struct, frozen=True):
 
 
 class LineEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One message of the engine. Beside the attempt's ``id`` exactly one field says something."""
+    """One message of the engine. Beside the attempt's ``id`` exactly one field says something, but
+    for ``kv``."""
 
     id: int = 0
 
@@ -94,6 +97,9 @@ class LineEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
     moved: str | None = None
     """The end: why the line is to go on elsewhere."""
+
+    kv: MovedKv | None = None
+    """With ``moved``, what was left of the line."""
 
     fault: str | None = None
     """The end of the stream, and no attempt's: what is wrong with what was sent."""
@@ -141,6 +147,7 @@ def attempt_of(request: LineRequest, model: str, now_s: float) -> LineAttempt:
         request.generated,
         None if math.isinf(request.deadline_s) else request.deadline_s - now_s,
         request.expected_output_tokens,
+        request.kv,
     )
 
 
@@ -154,6 +161,7 @@ def request_of(attempt: LineAttempt, now_s: float) -> LineRequest:
         attempt.generated,
         math.inf if attempt.due_in_s is None else now_s + attempt.due_in_s,
         attempt.expected_output_tokens,
+        attempt.kv,
     )
 
 

@@ -7,9 +7,36 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, Self
 
+from sglang_coserve.errors import ServerError
 from sglang_coserve.jsonl.body_limits import BodyLimits
 
-__all__ = ["Backend", "BackendLoad", "FailureKind", "LineBackend", "LineRequest", "LineResult"]
+__all__ = [
+    "Backend",
+    "BackendLoad",
+    "FailureKind",
+    "LineBackend",
+    "LineHandedBackError",
+    "LineRequest",
+    "LineResult",
+    "MovedKv",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class MovedKv:
+    """Where an engine that gave a line back has left KV of it, for another one to go on with."""
+
+    name: str
+    tokens: int
+    """Of prompt and output, from the first on."""
+
+
+class LineHandedBackError(ServerError):
+    """A line that was to be handed back was, with its tokens."""
+
+    def __init__(self, kv: MovedKv | None) -> None:
+        super().__init__("the line was handed back")
+        self.kv = kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +62,9 @@ class LineRequest:
 
     expected_output_tokens: int | None = None
     """Estimate from finished lines of the batch; None before there are any."""
+
+    kv: MovedKv | None = None
+    """What an engine has left of it that had it before; None if nothing is known."""
 
 
 class FailureKind(Enum):
@@ -78,18 +108,12 @@ class LineResult:
     """Least wait before the next attempt, as requested by the engine."""
 
     @classmethod
-    def unserved(
-        cls,
-        code: str,
-        message: str,
-        kind: FailureKind | None = None,
-        retry_after_s: float = 0.0,
-    ) -> Self:
+    def unserved(cls, code: str, message: str, kind: FailureKind | None = None) -> Self:
         """Return the result of a line without an answer; it is retryable if ``kind`` is given."""
         error = {"message": message, "type": "server_error", "param": None, "code": code}
         is_retryable = kind is not None
         kind = kind or FailureKind.FAILED
-        return cls(0, "", {"error": error}, is_retryable, kind, retry_after_s)
+        return cls(0, "", {"error": error}, is_retryable, kind)
 
     @property
     def is_ok(self) -> bool:
@@ -166,6 +190,14 @@ class Backend(LineBackend, Protocol):
 
     def when_changing(self, take_out: Callable[[], None]) -> None:
         """Register ``take_out``, to be called when an update would wait for lines in flight."""
+
+    def hand_back(self, request: LineRequest) -> bool:  # noqa: ARG002
+        """Ask that a line that is being run be handed back with its KV, within some seconds.
+
+        ``run`` then raises ``LineHandedBackError``, after all tokens were heard, unless the line
+        has ended before. False where that cannot be done: the call is to be cancelled instead.
+        """
+        return False
 
     def load(self) -> BackendLoad:
         """Return the current load of the engine. Cheap; called often."""

@@ -22,6 +22,7 @@ from sglang_coserve.srt.kv_checkpoint.settings import (  # noqa: E402
     check_combination,
     check_in_place,
     check_model,
+    check_move_dir,
     server_settings,
 )
 from sglang_coserve.srt.monitoring.replicas import STATE_KEY, replicas_info  # noqa: E402
@@ -62,6 +63,7 @@ class CoserveEngine(Engine):
         check_in_place(server_args, config)
         compat.check_window_cache(server_args, config.offline_policy)
         check_model(server_args, config, on_cpu=on_cpu)
+        check_move_dir(config)
         server_args._coserve = config
         processes.watch_replicas()
         with cpu.cores_for(server_args) if on_cpu else nullcontext():

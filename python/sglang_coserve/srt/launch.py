@@ -26,6 +26,7 @@ from sglang_coserve.srt.in_place import STATUS_PATH, StartCheck
 from sglang_coserve.srt.kv_checkpoint.settings import (
     check_combination,
     check_model,
+    check_move_dir,
     server_settings,
 )
 from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
@@ -64,7 +65,8 @@ def launch_server(argv: Sequence[str]) -> None:
         ConfigError: a setting is wrong.
         InputFileError: the latency profile cannot be read.
         StartupError: a part of co-serving is not in place, the data directory of the
-            Batch API cannot be used, the port is taken, or a process of SGLang's did not start.
+            Batch API or that of moved KV cannot be used, the port is taken, or a process of
+            SGLang's did not start.
     """
     compat.check_version()
     on_cpu = not cpu.has_cuda()
@@ -78,6 +80,7 @@ def launch_server(argv: Sequence[str]) -> None:
     check_model(server_args, server_args._coserve, on_cpu=on_cpu)
     check_profile(server_args._coserve, args.tp_size)
     check_batch_settings(server_args._coserve)
+    check_move_dir(server_args._coserve)
     provider_if_configured()  # Refuses what it cannot do.
     check_listen_address(server_args.host, server_args.port)
 

@@ -10,14 +10,21 @@ from typing import Any
 
 import pytest
 
-from srt.flushed import is_flushed
+from sglang_coserve.srt.marks.offline_marks import offline_marks, sent_with
+from sglang_coserve.srt.monitoring.scheduler_query import ask, leave, moved_tokens
+from srt.flushed import IDLE_TIMEOUT_S, is_flushed
 
 TIMEOUT_S = 120
 MOST_ROUNDS = 10
 
 
 @pytest.fixture(scope="module")
-def engine(small_model: Path) -> Iterator[Any]:
+def move_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("moved") / "kv"
+
+
+@pytest.fixture(scope="module")
+def engine(small_model: Path, move_dir: Path) -> Iterator[Any]:
     from sglang_coserve.config import CoserveConfig
     from sglang_coserve.srt.engine import CoserveEngine
 
@@ -38,6 +45,7 @@ def engine(small_model: Path) -> Iterator[Any]:
                 slo_tpot_ms=50,
                 startup_profile_seconds=0.0,
                 kv_checkpoint="eager",
+                kv_move_dir=str(move_dir),
             ),
         )
     yield running
@@ -80,3 +88,53 @@ def test_ranks_stay_in_step_while_requests_give_way_and_resume(engine: Any) -> N
     assert stats["mode"] == "eager"
     assert stats["demoted_tokens"] > 0
     assert stats["prefetch_published_tokens"] > 0
+
+
+def test_each_rank_leaves_its_part_and_without_one_of_them_all_is_computed_again(
+    engine: Any, move_dir: Path
+) -> None:
+    prompt, rid, num_tokens = random.Random(3).choices(range(10, 700), k=100), "a" * 32, 60
+    manager = engine.tokenizer_manager
+
+    async def generate(**left: Any) -> dict[str, Any]:
+        marks = offline_marks(due_in_s=None, job="batch", **left)
+        with sent_with(marks):
+            output = await engine.async_generate(
+                input_ids=prompt, sampling_params=params(num_tokens, offline=True), rid=rid
+            )
+        found: dict[str, Any] = output
+        return found
+
+    async def checkpoints() -> dict[str, Any]:
+        (internal,) = await manager.get_internal_state()
+        found: dict[str, Any] = internal["coserve"]["kv_checkpoint"]
+        return found
+
+    async def computed_tokens() -> int:
+        return int((await checkpoints())["classes"]["offline"]["computed_tokens"])
+
+    async def scenario() -> None:
+        expected = (await generate())["output_ids"]
+        for has_all in (True, False):
+            enough = await computed_tokens() + 20
+            running = asyncio.create_task(generate())
+            while await computed_tokens() < enough:
+                await asyncio.sleep(0.01)
+            assert await ask(manager, leave([rid], "model")) == [[rid]]
+            output = await running
+            tokens = moved_tokens(output["meta_info"]["finish_reason"]["message"])
+            assert tokens, output
+            paths = sorted(move_dir.iterdir())
+            names = [f"{rid}-{rank}.kv.safetensors" for rank in range(2)]
+            assert [path.name for path in paths] == names
+            if not has_all:
+                paths[1].unlink()
+            before = (await checkpoints())["moved_in_tokens"]
+            assert (await manager.flush_cache(timeout_s=IDLE_TIMEOUT_S)).success
+            again = await generate(generated=output["output_ids"], moved_kv=(rid, tokens, "model"))
+            assert again["output_ids"] == expected
+            after = (await checkpoints())["moved_in_tokens"]
+            assert after - before == has_all * tokens
+            assert not list(move_dir.iterdir())
+
+    engine.loop.run_until_complete(asyncio.wait_for(scenario(), TIMEOUT_S))

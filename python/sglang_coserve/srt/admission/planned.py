@@ -25,7 +25,7 @@ from sglang_coserve.srt.admission.drift_warning import DriftWarning
 from sglang_coserve.srt.admission.plan_execution import PlanExecution
 from sglang_coserve.srt.admission.planned_waiting import PlannedWaiting, queued_request
 from sglang_coserve.srt.admission.protocol import OFFLINE_EVENTS
-from sglang_coserve.srt.compat import is_first_rank, refuse, release_aborted
+from sglang_coserve.srt.compat import is_first_rank, refuse, release_aborted, settings_of
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.steps.engine_snapshot import snapshot_of
@@ -85,6 +85,8 @@ class PlannedAdmission:
         self._events = events
         self._forget = forget
         self._plans_online = plans_online
+        # Looking a setting up takes as long as much of a plan.
+        self._keeps_prefixes = not settings_of(scheduler.server_args).disable_radix_cache
         self._steps = StepTracker(
             ledger,
             is_overlapped=scheduler.enable_overlap and scheduler.device != "cpu",
@@ -281,6 +283,7 @@ class PlannedAdmission:
             self._ledger,
             running_batch,
             now_s,
+            keeps_prefixes=self._keeps_prefixes,
             suspended=None if self._lane is None else self._lane.seen(),
             stop_share=self._runner.stop_share,
             decodes_stop=self._runner.decodes_stop,

@@ -12,12 +12,21 @@ from typing import Any
 from sglang_coserve.batch.token_rate import TokenRate
 from sglang_coserve.errors import RequestError
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.lines.backend import Backend, BackendLoad, LineRequest, LineResult
+from sglang_coserve.lines.backend import (
+    Backend,
+    BackendLoad,
+    LineHandedBackError,
+    LineRequest,
+    LineResult,
+    MovedKv,
+)
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.answer import engine_failure, invalid_request, line_result
 from sglang_coserve.srt.batch_backend.endpoints import Endpoint, model_endpoints
 from sglang_coserve.srt.batch_backend.handler_thread import HandlerThread
+from sglang_coserve.srt.batch_backend.line_departures import LineDepartures
 from sglang_coserve.srt.batch_backend.line_manager import LineManager, LineTask
-from sglang_coserve.srt.batch_backend.loaded_model import model_in_use
+from sglang_coserve.srt.batch_backend.loaded_model import kv_fingerprint, kv_format, model_in_use
 from sglang_coserve.srt.monitoring.otel_metrics import note_operation
 from sglang_coserve.srt.monitoring.replicas import sum_of_delays_s
 from sglang_coserve.srt.monitoring.scheduler_query import BATCH_DELAYS, ask
@@ -35,7 +44,8 @@ logger = logging.getLogger(__name__)
 class BatchBackend(Backend):
     """See ``batch.backend.Backend``. Lives on the event loop of SGLang's tokenizer manager.
 
-    ``fingerprint`` is that of the model that was loaded at the start. ``expected_tokens_per_s``
+    ``fingerprint`` is that of the model that was loaded at the start. With ``moves_kv`` engines
+    leave the KV of lines for each other. ``expected_tokens_per_s``
     is the rate of offline tokens before any was served, None if unknown.
     ``now_s`` is in seconds since the epoch, ``monotonic_s`` measures durations.
     """
@@ -46,6 +56,7 @@ class BatchBackend(Backend):
         template_manager: Any,
         *,
         fingerprint: str,
+        moves_kv: bool = False,
         expected_tokens_per_s: float | None = None,
         stream_interval_tokens: int = _STREAM_INTERVAL_TOKENS,
         now_s: Callable[[], float] = time.time,
@@ -53,6 +64,12 @@ class BatchBackend(Backend):
     ) -> None:
         self._tokenizer_manager = tokenizer_manager
         self._fingerprint = fingerprint
+        self._kv_format = kv_format(compat.settings_of(tokenizer_manager.server_args))
+        self._moves_kv = moves_kv
+        self._managers: dict[int, LineManager] = {}
+        """Of the lines that are being run, by the identity of their requests."""
+
+        self._departures = LineDepartures(tokenizer_manager)
         self._endpoints = model_endpoints(tokenizer_manager, template_manager)
         self._stream_interval_tokens = stream_interval_tokens
         self._now_s = now_s
@@ -110,6 +127,14 @@ class BatchBackend(Backend):
         """See ``Backend.online_delays_s``; the schedulers are asked."""
         return sum_of_delays_s(await ask(self._tokenizer_manager, BATCH_DELAYS))
 
+    def hand_back(self, request: LineRequest) -> bool:
+        """See ``Backend.hand_back``: with ``moves_kv``, what the scheduler has and can go on."""
+        manager = self._managers.get(id(request))
+        if not self._moves_kv or manager is None or not manager.can_leave:
+            return False
+        self._departures.ask(manager)
+        return True
+
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
     ) -> LineResult:
@@ -137,9 +162,12 @@ class BatchBackend(Backend):
             due_in_s=None if math.isinf(due_in_s) else due_in_s,
             generated=request.generated,
             expected_output_tokens=request.expected_output_tokens,
+            kv_model=kv_fingerprint(self.model, self._kv_format),
+            kv=request.kv if self._moves_kv else None,
             on_tokens=report,
         )
         manager = LineManager(self._tokenizer_manager, task, self._stream_interval_tokens)
+        self._managers[id(request)] = manager
         with self._rate.in_flight():
             try:
                 result = await self._thread.run(_served(endpoint, request, manager, request_id))
@@ -148,6 +176,11 @@ class BatchBackend(Backend):
             except Exception as error:
                 logger.exception("line %d of %s failed", request.line, request.batch_id)
                 result = engine_failure(request_id, f"{type(error).__name__}: {error}")
+            finally:
+                del self._managers[id(request)]
+            if manager.tokens_left is not None:
+                kv = MovedKv(request_id, manager.tokens_left) if manager.tokens_left else None
+                raise LineHandedBackError(kv)
             if manager.failure is not None:
                 return engine_failure(request_id, manager.failure)
             usage = result.body.get("usage") or {}

@@ -13,10 +13,12 @@ from typing import Any, Final
 from fastapi import HTTPException
 from sglang.srt.managers.io_struct import EmbeddingReqInput
 
+from sglang_coserve.lines.backend import MovedKv
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.handler_thread import OnLoop
 from sglang_coserve.srt.compat.continuation import can_continue
 from sglang_coserve.srt.marks.offline_marks import Marks, offline_marks, sent_with
+from sglang_coserve.srt.monitoring.scheduler_query import moved_tokens
 from sglang_coserve.srt.safeguards.prompt_limit import BoundedManager
 
 __all__ = ["LineManager", "LineTask"]
@@ -43,6 +45,12 @@ class LineTask:
     expected_output_tokens: int | None
     """How many output tokens it is expected to have in the end; None if nothing is known."""
 
+    kv_model: str
+    """Whose KV the request's is."""
+
+    kv: MovedKv | None
+    """What another engine has left of the request."""
+
     on_tokens: Callable[[Sequence[int]], None]
     """Called with the output tokens after ``generated`` as they come, but for the last ones: those
     are in the answer. So it never gets a complete generation. When the line is cancelled, it gets
@@ -63,6 +71,29 @@ class LineManager(BoundedManager):
         self.failure: str | None = None
         """Why the engine failed on the request; None when it did not."""
 
+        self.is_leaving = False
+        """Whether the engine was asked to let the request go on elsewhere."""
+
+        self.tokens_left: int | None = None
+        """How many tokens' KV was left when it went, 0 for none; None as long as it has not."""
+
+        self._is_continuable = False
+
+    @property
+    def request_id(self) -> str:
+        """The request's name in the engine."""
+        return self._task.request_id
+
+    @property
+    def kv_model(self) -> str:
+        """Whose KV the request's is."""
+        return self._task.kv_model
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether the engine has the request, and another one could go on after its tokens."""
+        return self._is_continuable and self.request_id in self._inner.rid_to_state
+
     async def generate_request(self, request: Any, _raw_request: Any = None) -> AsyncIterator[Any]:
         """Serve SGLang's ``request`` and yield its final output, once.
 
@@ -72,6 +103,8 @@ class LineManager(BoundedManager):
         """
         try:
             output = await OnLoop(partial(self._final_output, request))
+            if self.tokens_left is not None:
+                raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, "the line goes on elsewhere")
             _raise_if_aborted(output)
         except compat.aborted_errors() as error:  # A ValueError, but not the request's fault.
             self.failure = str(error)
@@ -96,7 +129,10 @@ class LineManager(BoundedManager):
         feed, marks = self._prepare(request)
         try:
             with sent_with(marks):
-                return await self._served(request, feed)
+                output = await self._served(request, feed)
+            if self.is_leaving and feed is not None:
+                self._note_departure(output, feed)
+            return output
         except asyncio.CancelledError:
             if feed is not None:
                 feed.update(await self._tokens_at_abort())
@@ -121,6 +157,16 @@ class LineManager(BoundedManager):
         if is_delta:
             output = {**output, "text": "".join(texts), "output_ids": output_ids}
         return output
+
+    def _note_departure(self, output: Any, feed: _TokenFeed) -> None:
+        """Take the tokens of a request that has left, unless it has ended before."""
+        reason = output["meta_info"]["finish_reason"]
+        if reason["type"] != "abort":
+            return
+        moved = moved_tokens(reason.get("message"))
+        self.tokens_left = moved or 0
+        # The last token of one that was aborted is left out, as in ``_tokens_at_abort``.
+        feed.update(output["output_ids"] if moved is not None else output["output_ids"][:-1])
 
     async def _tokens_at_abort(self) -> list[int]:
         """Return the output tokens of the request that is being aborted, once the engine has let it
@@ -154,7 +200,9 @@ class LineManager(BoundedManager):
             job=task.batch_id,
             generated=generated,
             expected_output_tokens=task.expected_output_tokens,
+            moved_kv=_kv_mark(task) if is_continuable else None,
         )
+        self._is_continuable = is_continuable
         if is_continuable:
             request.stream = True
             params = dict(request.sampling_params or {})
@@ -187,6 +235,10 @@ class _TokenFeed:
         self._num_reported = len(output_ids)
         if new_ids:
             self._on_tokens(new_ids)
+
+
+def _kv_mark(task: LineTask) -> tuple[str, int, str] | None:
+    return None if task.kv is None else (task.kv.name, task.kv.tokens, task.kv_model)
 
 
 def _extended(extra_key: Any, cache_key: str) -> Any:

@@ -611,7 +611,14 @@ SEAMS: Final[tuple[Seam, ...]] = (
         NameUse.READ,
         _names(
             *("cache_controller", "host_pool_group", "is_write_back", "ongoing_load_back"),
-            *("ongoing_write_through", "page_size", "root_node", "tp_world_size", "tree_core"),
+            *(
+                "ongoing_write_through",
+                "page_size",
+                "root_node",
+                "tp_group",
+                "tp_world_size",
+                "tree_core",
+            ),
         ),
     ),
     *_of(
@@ -631,6 +638,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
             "demote": "node_id",
             "evict_device_leaf": "node_id is_write_back",
             "finish_write_through": "node_ids ack_id",
+            "insert_host": "node_id key host_value hash_value",
             "node_by_id": "node_id",
         },
     ),
@@ -729,7 +737,11 @@ SEAMS: Final[tuple[Seam, ...]] = (
     *_of(
         "srt.mem_cache.pool_host.base.HostKVCache",
         NameUse.CALLED,
-        {"alloc": "need_size", "available_size": "", "free": "indices"},
+        {
+            "alloc": "need_size",
+            "available_size": "",
+            "free": "indices",
+        },
     ),
     *_of(
         "srt.mem_cache.pool_host.base.HostKVCache",

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -93,6 +94,7 @@ class CheckpointCache(UnifiedRadixCache):
             self, self.policy, self.space, self.copies, self._reclaimer, counts
         )
         self._handover = Handover(self, self.space, counts)
+        self._expected: dict[str, torch.Tensor] = {}
         self.prefetches = Prefetches(self, self._reclaimer, counts)
         self._order = EvictionOrder(self.copies.is_copying)
         self.tree_core.eviction_strategy = self._order
@@ -157,6 +159,24 @@ class CheckpointCache(UnifiedRadixCache):
             self.counts["releases"] += 1
             self.seconds["release"] += time.perf_counter() - begin_s
 
+    def save_kept(self, req: Req) -> None:
+        """Begin to copy what is not on the host yet of a request that was released, in any mode."""
+        self._saver.save_path(self._handover.kept_path(req.rid), self.step)
+
+    def saved_slots(self, req: Req) -> torch.Tensor | None:
+        """Return the host slots of a released request's first tokens, as many as are on the host.
+
+        Without the page of its last token, whose KV may have been computed just then: under overlap
+        scheduling a copy does not wait for that. None while some are being copied.
+        """
+        computed = len(req.origin_input_ids) + len(req.output_ids) - 1
+        path = self._handover.kept_path(req.rid)
+        if any(map(self.copies.is_copying, path)):
+            return None
+        saved = takewhile(lambda slots: slots is not None, map(host_slots, path))
+        slots = torch.cat([torch.empty(0, dtype=torch.int64), *saved])
+        return slots[: computed // self.page_size * self.page_size]
+
     def forget(self, rid: str) -> None:
         """Stop protecting the host pages of a request that no longer waits."""
         self._handover.forget(rid)
@@ -164,6 +184,43 @@ class CheckpointCache(UnifiedRadixCache):
     def insert(self, params: Any) -> Any:
         """Insert with the eviction rank of the current request's class."""
         return super().insert(replace(params, priority=EVICTION_RANK[self._inserting]))
+
+    # --- KV that comes from another engine ---------------------------------------------------
+
+    def expect(self, rid: str, tokens: int) -> torch.Tensor | None:
+        """Return host slots for the KV of a request's first tokens; None if its class has no room.
+
+        They belong to nobody until ``arrived``.
+        """
+        offline = RequestClass.OFFLINE
+        self._reclaimer.reclaim_host(offline, min(tokens, self.space.limit_tokens(offline)))
+        if tokens > self.space.free_tokens(offline):
+            return None
+        slots = self.space.alloc(offline, tokens, self.step)
+        if slots is not None:
+            self._expected[rid] = slots
+        return slots
+
+    def arrived(self, req: Req, *, has_kv: bool) -> None:
+        """Put the slots that a request expected KV in into the tree, or free them."""
+        slots = self._expected.pop(req.rid)
+        if has_kv:
+            self._handover.take_in(req, slots)
+        else:
+            self.space.free(RequestClass.OFFLINE, slots)
+
+    def rank_of_ranks(self) -> tuple[int, int]:
+        """Return which rank this is, and of how many that share out the heads of the same KV."""
+        if self.tp_world_size == 1:
+            return 0, 1
+        return torch.distributed.get_rank(group=self.tp_group), int(self.tp_world_size)
+
+    def least_of_ranks(self, values: Sequence[int]) -> list[int]:
+        """Return the least value of all ranks at each place; all must call it with as many."""
+        least = torch.tensor(values, dtype=torch.int64)
+        self._all_reduce(least, torch.distributed.ReduceOp.MIN)
+        numbers: list[int] = least.tolist()
+        return numbers
 
     # --- Memory --------------------------------------------------------------------------
 
@@ -244,6 +301,7 @@ class CheckpointCache(UnifiedRadixCache):
             for checkpoint in self._saver.checkpoints.values()
         ]
         slots += self.copies.orphans()
+        slots += self._expected.values()
         taken = torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64)
         assert len(taken.unique()) == len(taken), "a host slot has two owners"
         used = sum(self.space.used_tokens(request_class) for request_class in RequestClass)

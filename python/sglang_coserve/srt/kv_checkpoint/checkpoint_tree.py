@@ -12,7 +12,13 @@ from sglang.srt.mem_cache.unified_cache.tree_core_registry import register_tree_
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.srt.kv_checkpoint.tree_nodes import device_slots, full, host_slots, subtree
+from sglang_coserve.srt.kv_checkpoint.tree_nodes import (
+    EVICTION_RANK,
+    device_slots,
+    full,
+    host_slots,
+    subtree,
+)
 
 __all__ = ["TREE_BACKEND", "CheckpointTree"]
 
@@ -48,6 +54,21 @@ class CheckpointTree(UnifiedTreeCore):
         self.commit_backup(node.id, slots, {})
         self.finish_write_through([node.id], ack_id=node.id)
         node.host_holder = request_class
+
+    def add_on_host(
+        self, parent: Node, key: Any, slots: torch.Tensor, request_class: RequestClass
+    ) -> Node:
+        """Return a new node of ``key`` whose KV is on the host alone, in ``slots``.
+
+        ``parent`` has host slots or is the root, and no child that begins like ``key``.
+        """
+        inserted = self.insert_host(parent.id, key, slots, []).inserted_host_node
+        node = self.node_by_id(inserted)
+        assert len(node.key) == len(slots)
+        node.hash_value = None
+        node.priority = EVICTION_RANK[request_class]
+        node.host_holder = request_class
+        return node
 
     def _is_settled_full_host_duplicate(self, _node: Node) -> bool:
         # Since 0.5.18 SGLang may free such host slots; ours count towards a quota.

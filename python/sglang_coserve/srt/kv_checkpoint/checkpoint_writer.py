@@ -22,7 +22,7 @@ from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs, NodeCopy, Piece
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
 from sglang_coserve.srt.kv_checkpoint.request_checkpoint import RequestCheckpoint, slots_of_runs
-from sglang_coserve.srt.kv_checkpoint.tree_nodes import can_save, full, unsaved_path
+from sglang_coserve.srt.kv_checkpoint.tree_nodes import can_save, full, host_slots, unsaved_path
 
 __all__ = ["CheckpointWriter"]
 
@@ -105,6 +105,16 @@ class CheckpointWriter:
         targets: list[Target] = [(node, len(node.key)) for node in self._not_begun(end)]
         unsaved = RequestToSave(rid, sum(tokens for _, tokens in targets))
         if self._plan([unsaved], step):
+            self._copy(targets, RequestClass.OFFLINE, step)
+
+    def save_path(self, path: Sequence[Node], step: int) -> None:
+        """Begin to copy what is not saved of a path from the root, whatever the mode."""
+        targets: list[Target] = [
+            (node, len(node.key))
+            for node in path
+            if host_slots(node) is None and not self._copies.is_copying(node)
+        ]
+        if targets and self._copies.may_begin(RequestClass.OFFLINE, step):
             self._copy(targets, RequestClass.OFFLINE, step)
 
     def _plan(self, unsaved: Sequence[RequestToSave], step: int) -> tuple[PageCopy, ...]:

@@ -12,7 +12,7 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.request_checkpoint import RequestCheckpoint
-from sglang_coserve.srt.kv_checkpoint.tree_nodes import can_save
+from sglang_coserve.srt.kv_checkpoint.tree_nodes import can_save, host_slots, path_to
 
 __all__ = ["Handover"]
 
@@ -52,6 +52,34 @@ class Handover:
         last = self._node_at(req, kv_end)
         self._keep(req.rid, (last_saved, last))
         return last
+
+    def take_in(self, req: Req, slots: torch.Tensor) -> None:
+        """Make host slots with KV of a request's first tokens the host pages of nodes of the tree.
+
+        What others have put there meanwhile stays. The request waits for admission.
+        """
+        tree, root, tokens = self._cache.tree_core, self._cache.root_node, len(slots)
+        last, first, unused = self._node_at(req, tokens), 0, []
+        for node in path_to(last, root):
+            here = slots[first : first + len(node.key)]
+            first += len(node.key)
+            if can_save(node, root):
+                tree.bind_host(node, here, RequestClass.OFFLINE)
+            else:
+                unused.append(here)
+        rest = slots[first:]
+        if len(rest) and (last is root or host_slots(last) is not None):
+            key = compat.radix_key(req, tokens)[first:]
+            last = tree.add_on_host(last, key, rest, RequestClass.OFFLINE)
+        else:
+            unused.append(rest)
+        self._space.free(RequestClass.OFFLINE, torch.cat(unused) if unused else rest[:0])
+        self._keep(req.rid, (last, last))
+
+    def kept_path(self, rid: str) -> list[Node]:
+        """Return the nodes of a waiting request's KV, from the root on; none if none is kept."""
+        nodes = self._kept.get(rid)
+        return path_to(nodes[-1], self._cache.root_node) if nodes else []
 
     def _keep(self, rid: str, ends: tuple[Node, Node]) -> None:
         """Protect the host pages of the paths that end at these nodes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from sglang_coserve.config import CoserveConfig
@@ -16,6 +17,7 @@ __all__ = [
     "check_combination",
     "check_in_place",
     "check_model",
+    "check_move_dir",
     "register_cache",
     "server_settings",
     "why_off",
@@ -53,7 +55,9 @@ def server_settings(config: CoserveConfig, *, on_cpu: bool) -> dict[str, Any]:
         "radix_cache_backend": BACKEND,
         "hicache_write_policy": "write_through",
         "hicache_size": config.kv_checkpoint_host_gb or 0,
-        **({"hicache_mem_layout": "layer_first", "hicache_io_backend": "direct"} if on_cpu else {}),
+        **({"hicache_io_backend": "direct"} if on_cpu else {}),
+        # The one that the pool on a CPU and moved KV know.
+        **({"hicache_mem_layout": "layer_first"} if on_cpu or config.kv_move_dir else {}),
     }
 
 
@@ -118,6 +122,18 @@ def check_model(server_args: Any, config: CoserveConfig, *, on_cpu: bool) -> Non
             f"--kv-checkpoint {config.kv_checkpoint} needs a model whose layers all keep their "
             f"whole KV, and of this one {reason}: use --kv-checkpoint off"
         )
+
+
+def check_move_dir(config: CoserveConfig) -> None:
+    """Check that KV can be left where ``config`` says, and by nobody else be read.
+
+    Raises:
+        StartupError: it cannot, or others could read it.
+    """
+    if config.kv_move_dir is not None:
+        from sglang_coserve.srt.kv_checkpoint.kv_directory import KvDirectory
+
+        KvDirectory.check(Path(config.kv_move_dir))
 
 
 def register_cache(config: CoserveConfig, *, on_cpu: bool) -> None:

@@ -13,6 +13,7 @@ COUNTED: Final = (
     *("adopted_tokens", "demoted_tokens", "dropped_tokens", "splits", "host_evicted_tokens"),
     *("prefetch_issued_tokens", "prefetch_published_tokens", "prefetch_discarded_tokens"),
     *("releases", "reclaims"),
+    *("moved_out_tokens", "moved_in_tokens", "moves_without_kv"),
 )
 """The fields of ``CheckpointStats`` that only grow."""
 
@@ -88,6 +89,15 @@ class CheckpointStats:
     reclaims: int
     reclaim_ms: float
     """Time spent reclaiming device slots."""
+
+    moved_out_tokens: int
+    """Tokens of requests that left for another engine, whose KV was left for that."""
+
+    moved_in_tokens: int
+    """Tokens whose KV another engine had left and was found."""
+
+    moves_without_kv: int
+    """Requests that left, or came, and whose KV was not there in time, damaged or another one's."""
 
     classes: Mapping[str, ClassStats]
     """By class name."""

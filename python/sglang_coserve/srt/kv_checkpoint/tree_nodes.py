@@ -18,6 +18,7 @@ __all__ = [
     "holder",
     "host_slots",
     "is_offline_node",
+    "path_to",
     "subtree",
     "unsaved_path",
 ]
@@ -93,6 +94,16 @@ def unsaved_path(node: Node, root: Node) -> list[Node]:
     """
     path = []
     while node is not root and host_slots(node) is None:
+        path.append(node)
+        node = node.parent
+    path.reverse()
+    return path
+
+
+def path_to(node: Node, root: Node) -> list[Node]:
+    """Return the nodes from the root, which is left out, to ``node``. O(path)."""
+    path = []
+    while node is not root and node is not None:
         path.append(node)
         node = node.parent
     path.reverse()

@@ -28,6 +28,7 @@ __all__ = [
     "offline_marks",
     "restore_generated",
     "sent_with",
+    "take_moved_kv",
     "tenant_marks",
     "user_of",
 ]
@@ -37,9 +38,10 @@ _EXPECTED_KEY: Final = "_coserve_expected_tokens"
 _JOB_KEY: Final = "_coserve_job"
 _USER_KEY: Final = "_coserve_user"
 _GENERATED_KEY: Final = "_coserve_generated"
+_MOVED_KV_KEY: Final = "_coserve_moved_kv"
 
 Req = Any
-Marks = Mapping[str, float | str | list[int]]
+Marks = Mapping[str, float | str | list[int] | tuple[str, int, str]]
 
 _MARKS: Final[ContextVar[Marks | None]] = ContextVar(
     "marks of the request being sent", default=None
@@ -54,15 +56,17 @@ def offline_marks(
     job: str,
     generated: Sequence[int] = (),
     expected_output_tokens: int | None = None,
+    moved_kv: tuple[str, int, str] | None = None,
 ) -> Marks:
     """Return the marks of an offline request.
 
     ``due_in_s`` is the time left until its deadline, negative when that has passed, None if it
     has none; ``job`` is the batch that it is a line of; ``generated`` are the output tokens that
     it goes on after, ``expected_output_tokens`` is how many it is expected to have in the end,
-    None if nothing is known.
+    None if nothing is known. ``moved_kv`` is under which name KV was left for it, of how many
+    tokens, and of which model.
     """
-    marks: dict[str, float | str | list[int]] = {
+    marks: dict[str, float | str | list[int] | tuple[str, int, str]] = {
         CLASS_KEY: RequestClass.OFFLINE.value,
         _JOB_KEY: job,
     }
@@ -72,6 +76,8 @@ def offline_marks(
         marks[_EXPECTED_KEY] = expected_output_tokens
     if generated:
         marks[_GENERATED_KEY] = list(generated)
+    if moved_kv is not None:
+        marks[_MOVED_KV_KEY] = moved_kv
     return marks
 
 
@@ -121,6 +127,14 @@ def user_of(req: Req) -> str | None:
     """Return the tenant of ``req``; None if it has none."""
     user: str | None = _mark(req, _USER_KEY)
     return user
+
+
+def take_moved_kv(req: Req) -> tuple[str, int, str] | None:
+    """Return what a new request says of KV that was left for it; None where it has said so before,
+    or there is none."""
+    custom_params = req.sampling_params.custom_params
+    moved = custom_params.pop(_MOVED_KV_KEY, None) if isinstance(custom_params, dict) else None
+    return None if moved is None else tuple(moved)
 
 
 def restore_generated(req: Req, think_end_ids: Sequence[int] | None) -> None:

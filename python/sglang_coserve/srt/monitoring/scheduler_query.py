@@ -6,11 +6,22 @@ adds to that: it takes time, and some of it (means since the last call) starts a
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from sglang_coserve.srt.monitoring.status import SchedulerStatus
 
-__all__ = ["BATCH_DELAYS", "STANDING", "answer", "ask", "last_steps"]
+__all__ = [
+    "BATCH_DELAYS",
+    "STANDING",
+    "answer",
+    "ask",
+    "last_steps",
+    "leave",
+    "moved_reason",
+    "moved_tokens",
+]
 
 STANDING: Final = "coserve-standing"
 """How both classes stand now: ``SchedulerStatus.state``."""
@@ -19,12 +30,34 @@ BATCH_DELAYS: Final = "coserve-batch-delays"
 """By how much batches have delayed online requests: ``SchedulerStatus.batch_delays_s``."""
 
 _LAST_STEPS: Final = "coserve-last-steps-"
+_LEAVE: Final = "coserve-leave-"
+_MOVED: Final = "coserve: moved with the KV of tokens: "
 _ANSWER_KEY: Final = "coserve_answer"
 
 
 def last_steps(seconds: float) -> str:
     """Return the question for the trace events of the last ``seconds``."""
     return f"{_LAST_STEPS}{seconds}"
+
+
+def leave(rids: Sequence[str], model: str) -> str:
+    """Return the demand that requests leave with their KV, which is that of ``model``.
+
+    The answer is those that do. Each of them ends with a ``moved_reason``.
+    """
+    return _LEAVE + json.dumps([list(rids), model])
+
+
+def moved_reason(tokens: int) -> str:
+    """Return why a request has ended that has left; the KV of so many tokens with it."""
+    return f"{_MOVED}{tokens}"
+
+
+def moved_tokens(reason: str | None) -> int | None:
+    """Return the tokens in a ``moved_reason``; None for any other reason."""
+    if reason is None or not reason.startswith(_MOVED):
+        return None
+    return int(reason.removeprefix(_MOVED))
 
 
 async def ask(manager: Any, question: str) -> list[Any]:
@@ -36,7 +69,11 @@ async def ask(manager: Any, question: str) -> list[Any]:
     return [answer.internal_state[_ANSWER_KEY] for answer in answers]
 
 
-def answer(question: str | None, status: SchedulerStatus) -> dict[str, Any] | None:
+def answer(
+    question: str | None,
+    status: SchedulerStatus,
+    let_leave: Callable[[Sequence[str], str], list[str]],
+) -> dict[str, Any] | None:
     """Return the internal state that answers ``question``; None if it is none of ours."""
     if question == STANDING:
         return {_ANSWER_KEY: status.state()}
@@ -44,4 +81,6 @@ def answer(question: str | None, status: SchedulerStatus) -> dict[str, Any] | No
         return {_ANSWER_KEY: status.batch_delays_s()}
     if question is not None and question.startswith(_LAST_STEPS):
         return {_ANSWER_KEY: status.last_steps(float(question.removeprefix(_LAST_STEPS)))}
+    if question is not None and question.startswith(_LEAVE):
+        return {_ANSWER_KEY: let_leave(*json.loads(question.removeprefix(_LEAVE)))}
     return None

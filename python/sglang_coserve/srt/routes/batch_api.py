@@ -105,7 +105,7 @@ def open_routes_warning(api_key: str | None, admin_api_key: str | None) -> str |
 
 @asynccontextmanager
 async def _served(http_server: Any, config: CoserveConfig) -> AsyncGenerator[None]:
-    backend = await _backend(http_server)
+    backend = await _backend(http_server, config)
     lines = LineServer(backend)
     set_line_server(http_server.app, lines)
     manager = http_server._global_state.tokenizer_manager
@@ -126,7 +126,7 @@ async def _served(http_server: Any, config: CoserveConfig) -> AsyncGenerator[Non
         await drain.start()
 
 
-async def _backend(http_server: Any) -> BatchBackend:
+async def _backend(http_server: Any, config: CoserveConfig) -> BatchBackend:
     from sglang_coserve.srt.batch_backend import BatchBackend
     from sglang_coserve.srt.monitoring.replicas import EXPECTED_RATE_KEY, STATE_KEY
 
@@ -136,6 +136,7 @@ async def _backend(http_server: Any) -> BatchBackend:
         manager,
         state.template_manager,
         fingerprint=await manager.coserve_fingerprint(),
+        moves_kv=config.kv_move_dir is not None,
         expected_tokens_per_s=state.scheduler_info[STATE_KEY][EXPECTED_RATE_KEY],
     )
 

@@ -22,6 +22,7 @@ from sglang_coserve.srt.profiling.latency_source import latency_profile
 from sglang_coserve.srt.safepoint.install import Installed
 from sglang_coserve.srt.scheduler.core_setup import make_core_scheduler
 from sglang_coserve.srt.scheduler.request_intake import RequestIntake
+from sglang_coserve.srt.scheduler.request_moves import RequestMoves
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.kv_pools import KvPools
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
@@ -60,18 +61,24 @@ class CoserveParts:
         self.retraction = OfflineRetraction(scheduler, self.pools, self.view, self.events)
         self.runner = StepRunner(scheduler, installed)
         self.admission = self._make_admission(scheduler, config, clock)
+        self.moves = RequestMoves(
+            scheduler,
+            config.kv_move_dir,
+            admission=self.admission,
+            view=self.view,
+            retraction=self.retraction,
+            ledger=self.ledger,
+            forget=self.forget,
+        )
         self.intake = RequestIntake(
             scheduler,
             admission=self.admission,
             view=self.view,
+            moves=self.moves,
             clock=clock,
             ledger=self.ledger,
             events=self.events,
             forget=self.forget,
-        )
-        settings = compat.settings_of(scheduler.server_args)
-        self.online_load = OnlineLoad(
-            scheduler, self.pools, self.ledger, settings.decode_log_interval
         )
         self.load = LoadReporter(
             scheduler,
@@ -81,6 +88,10 @@ class CoserveParts:
             pools=self.pools,
             ledger=self.ledger,
             runner=self.runner,
+        )
+        settings = compat.settings_of(scheduler.server_args)
+        self.online_load = OnlineLoad(
+            scheduler, self.pools, self.load, settings.decode_log_interval
         )
         self.status = SchedulerStatus(
             scheduler,

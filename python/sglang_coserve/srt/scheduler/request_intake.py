@@ -9,7 +9,6 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.srt.admission.protocol import Admission
@@ -21,6 +20,7 @@ from sglang_coserve.srt.compat import (
 )
 from sglang_coserve.srt.marks.offline_marks import restore_generated
 from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.scheduler.request_moves import RequestMoves, tell_of_abort
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.rank_clock import RankClock
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
@@ -41,6 +41,7 @@ class RequestIntake:
         *,
         admission: Admission,
         view: EngineView,
+        moves: RequestMoves,
         clock: RankClock,
         ledger: RequestLedger,
         events: Counter[str],
@@ -50,6 +51,7 @@ class RequestIntake:
         self._scheduler = scheduler
         self._admission = admission
         self._view = view
+        self._moves = moves
         self._clock = clock
         self._ledger = ledger
         self._events = events
@@ -107,7 +109,8 @@ class RequestIntake:
             return
         req.time_stats.set_wait_queue_entry_time()
         restore_generated(req, scheduler.model_config.think_end_ids)
-        self._admission.enqueue(req)
+        if not self._moves.come(req):
+            self._admission.enqueue(req)
         self._events["put_back" if req.retraction_count else "received"] += 1
 
     def name_is_free(self, rid: str) -> None:
@@ -126,23 +129,16 @@ class RequestIntake:
         for req in waiting:
             if id(req) not in left:
                 self._forget(req)
-        aborted = self._admission.remove(
-            lambda req: recv_req.abort_all or req.rid.startswith(recv_req.rid)
-        )
+
+        def is_meant(req: Req) -> bool:
+            return bool(recv_req.abort_all or req.rid.startswith(recv_req.rid))
+
+        aborted = self._admission.remove(is_meant) + self._moves.remove(is_meant)
         for req in aborted:
             self._forget(req)
         self._events["aborted_waiting"] += len(aborted)
         for req in (*aborted, *deferred):
-            self._tell_of_abort(req)
-
-    def _tell_of_abort(self, req: Req) -> None:
-        """Answer an aborted request that is in no batch, with the tokens it has."""
-        scheduler = self._scheduler
-        if req.output_ids:
-            req.finished_reason = FINISH_ABORT()
-            scheduler.output_streamer.stream_output([req], req.return_logprob)
-        else:
-            scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), req)
+            tell_of_abort(self._scheduler, req)
 
     def _is_here(self, req: Req) -> bool:
         """Return whether a request of the ledger is still in the engine.

@@ -103,7 +103,7 @@ class CoserveScheduler(Scheduler):
         """Publish the load as online requests find it, with ours."""
         super().init_load_inquirer()
         self.load_inquirer = ReportingLoadInquirer.like(
-            self.load_inquirer, lambda: self.parts.online_load, lambda: self.parts.load.load()
+            self.load_inquirer, lambda: self.parts.online_load, lambda: self.parts.load
         )
 
     def init_invariant_checker(self) -> None:
@@ -145,6 +145,8 @@ class CoserveScheduler(Scheduler):
         self.parts.view.begin_turn()
         last_batch = self.parts.admission.settle(last_batch)
         plan = super().get_next_batch_to_run(running_batch=running_batch, last_batch=last_batch)
+        if plan.batch_to_run is None:
+            self.parts.moves.yield_to_threads()
         self.parts.view.end_turn(plan.batch_to_run)
         self.parts.admission.launched(plan.batch_to_run)
         self.parts.status.launched(plan.batch_to_run)
@@ -152,7 +154,8 @@ class CoserveScheduler(Scheduler):
         return plan
 
     def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> Any:
-        """Let the admission decide what to prefill."""
+        """Let requests leave and come, and the admission decide what to prefill."""
+        self.parts.moves.step(running_batch)
         return self.parts.admission.admit(running_batch, super().get_new_batch_prefill)
 
     def _can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
@@ -223,13 +226,16 @@ class CoserveScheduler(Scheduler):
         """
         if ignore_waiting:
             idle = bool(super().is_fully_idle(for_health_check, ignore_waiting=True))
-            return idle and not any(self.parts.view.requests_with_kv(self.running_batch))
+            has_kv = any(self.parts.view.requests_with_kv(self.running_batch))
+            return idle and not has_kv and not len(self.parts.moves)
         idle = bool(super().is_fully_idle(for_health_check))
-        return idle and (for_health_check or not self.parts.admission.num_waiting())
+        if for_health_check:
+            return idle
+        return idle and not self.parts.admission.num_waiting() and not len(self.parts.moves)
 
     def get_internal_state(self, recv_req: Any) -> Any:
         """Add the state of both classes, by which it is known that this scheduler is in place."""
-        if (answered := answer(recv_req.rid, self.parts.status)) is not None:
+        if (answered := answer(recv_req.rid, self.parts.status, self.parts.moves.ask)) is not None:
             return GetInternalStateReqOutput(internal_state=answered)
         output = super().get_internal_state(recv_req)
         output.internal_state[STATE_KEY] = self.parts.status.internal_state()

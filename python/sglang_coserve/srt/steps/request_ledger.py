@@ -61,9 +61,17 @@ class RequestLedger:
     def __getitem__(self, rid: str) -> RequestInfo:
         return self._infos[rid]
 
+    def get(self, rid: str) -> RequestInfo | None:
+        """Return what is known of a request; None if it is not in."""
+        return self._infos.get(rid)
+
     def has(self, req: Req) -> bool:
         """Return whether this very request is in, not just one with its rid."""
         return self._reqs.get(req.rid) is req
+
+    def request(self, rid: str) -> Req | None:
+        """Return the request with this rid; None if it is not in."""
+        return self._reqs.get(rid)
 
     def namesake(self, req: Req) -> Req | None:
         """Return another request with the same rid, if there is one."""

@@ -1,0 +1,133 @@
+"""Offline requests that leave for another engine, and those that come from one, with their KV."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+from sglang_coserve.core.request import Ending
+from sglang_coserve.srt.admission.protocol import Admission
+from sglang_coserve.srt.kv_checkpoint.kv_moves import KvMoves, MovedKv
+from sglang_coserve.srt.marks.offline_marks import take_moved_kv
+from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.monitoring.scheduler_query import moved_reason
+from sglang_coserve.srt.steps.engine_view import EngineView
+from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
+from sglang_coserve.srt.steps.request_ledger import RequestLedger
+
+__all__ = ["RequestMoves", "tell_of_abort"]
+
+_YIELD_S: Final = 0.001
+"""Short against a step, and against what a file takes."""
+
+Req = Any
+ScheduleBatch = Any
+
+
+class RequestMoves:
+    """Where requests are that neither run nor wait, as their KV is on its way.
+
+    One that leaves is retracted first, as for an online request: its KV goes to the tree and to
+    the host. One that comes finds its KV there as if it had been retracted here.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        directory: str | None,
+        *,
+        admission: Admission,
+        view: EngineView,
+        retraction: OfflineRetraction,
+        ledger: RequestLedger,
+        forget: Callable[[Req], None],
+    ) -> None:
+        """``directory`` is where engines leave KV for each other; None: no KV is moved."""
+        self._scheduler = scheduler
+        self._admission = admission
+        self._view = view
+        self._retraction = retraction
+        self._ledger = ledger
+        self._forget = forget
+        self._kv = None if directory is None else KvMoves(scheduler.tree_cache, Path(directory))
+        self._asked: dict[str, str] = {}
+        """The requests that are to leave, with the model that their KV is of."""
+
+    def __len__(self) -> int:
+        return 0 if self._kv is None else len(self._kv)
+
+    def ask(self, rids: Sequence[str], model: str) -> list[str]:
+        """Let requests leave, with the KV of ``model``; return those that do.
+
+        The KV of each is left under its rid.
+        """
+        known = [] if self._kv is None else [rid for rid in rids if self._can_leave(rid)]
+        self._asked |= dict.fromkeys(known, model)
+        return known
+
+    def _can_leave(self, rid: str) -> bool:
+        req = self._ledger.request(rid)
+        is_alive = req is not None and not req.finished() and req.to_finish is None
+        return is_alive and is_offline(req)
+
+    def come(self, req: Req) -> bool:
+        """Begin to fetch the KV that was left for a new request; False if there is none to wait
+        for."""
+        moved = take_moved_kv(req)
+        if moved is None or self._kv is None:
+            return False
+        return self._kv.come(req, MovedKv(*moved))
+
+    def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
+        """Take out and return the requests that match: they are aborted."""
+        return [] if self._kv is None else self._kv.remove(matches)
+
+    def step(self, running_batch: ScheduleBatch) -> None:
+        """Go on with the moves, before anything is admitted beside ``running_batch``."""
+        if self._kv is None:
+            return
+        if self._asked:
+            self._take_out(running_batch)
+        left, came = self._kv.step()
+        for each in left:
+            self._forget(each.req)
+            tell_of_abort(self._scheduler, each.req, moved_reason(each.tokens))
+        for req in came:
+            self._admission.enqueue(req)
+
+    def yield_to_threads(self) -> None:
+        """Give way when nothing runs: Python's lock would mostly be this thread's otherwise."""
+        if len(self):
+            time.sleep(_YIELD_S)
+
+    def _take_out(self, running_batch: ScheduleBatch) -> None:
+        """Retract the requests that were asked for, and take them out of the queue."""
+        assert self._kv is not None
+        asked = self._asked = {
+            rid: model for rid, model in self._asked.items() if self._can_leave(rid)
+        }
+        if any(req.rid in asked for req in self._view.suspended):
+            self._admission.give_up()
+        running_batch.filter_batch()  # A finished request has nothing left to release.
+        self._retraction.retract(asked.keys(), running_batch)
+        for req in self._admission.remove(lambda req: req.rid in asked):
+            self._admission.forget(req.rid, Ending.ABORTED)
+            self._kv.leave(req, asked.pop(req.rid))
+
+
+def tell_of_abort(scheduler: Any, req: Req, message: str | None = None) -> None:
+    """Answer an aborted request that is in no batch, with the tokens it has."""
+    reason = FINISH_ABORT(message)
+    if req.output_ids:
+        req.finished_reason = reason
+        scheduler.output_streamer.stream_output([req], req.return_logprob)
+        return
+    told = None if message is None else reason.to_json()
+    scheduler.ipc_channels.send_to_tokenizer.send_output(
+        AbortReq(rid=req.rid, finished_reason=told), req
+    )

@@ -1,0 +1,330 @@
+"""Requests leave an engine and go on after a flush of all its KV, with what they left in a file."""
+
+from __future__ import annotations
+
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_coserve.srt.kv_checkpoint.kv_directory import KvDirectory
+from sglang_coserve.srt.kv_checkpoint.kv_moves import KvMoves
+from srt import test_scheduler as scenarios
+from srt.conftest import Reference
+from srt.kv_checkpoint.checkpoint_engine import CheckpointEngine
+from srt.safepoint.random_suspensions import suspensions_of
+from srt.scripted_engine import ScriptedEngine, Spec
+
+MODEL = "some model"
+NUM_TOKENS, TOKENS_BEFORE = 90, 40
+LINES: list[Spec] = [
+    # Two with the same head, one whose prompt takes several chunks.
+    (f"{1:032x}", scenarios.prompt(60, 70), NUM_TOKENS, True),
+    (f"{2:032x}", scenarios.prompt(60, 48) + scenarios.prompt(61, 21), NUM_TOKENS, True),
+    (f"{3:032x}", scenarios.prompt(62, 200), NUM_TOKENS, True),
+]
+RIDS = [spec[0] for spec in LINES]
+
+KINDS = [
+    pytest.param(("eager", True, 16, "coserve"), id="eager-overlap-page16"),
+    pytest.param(("lazy", False, 1, "coserve"), id="lazy-normal-page1"),
+    pytest.param(("pressure", False, 16, "fifo"), id="fifo-pressure-normal-page16"),
+    pytest.param(("eager", True, 1, "coserve"), id="eager-overlap-page1", marks=pytest.mark.heavy),
+    pytest.param(("lazy", True, 16, "coserve"), id="lazy-overlap-page16", marks=pytest.mark.heavy),
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("moved") / "kv"
+    KvDirectory.check(path)
+    return path
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture
+def engine(kind: Any, start_checkpointing: Any, directory: Path) -> CheckpointEngine:
+    mode, overlap, page_size, policy = kind
+    return started(start_checkpointing, directory, mode, overlap, page_size, policy)
+
+
+def started(
+    start: Any, directory: Path, mode: str, overlap: bool, page_size: int, policy: str = "coserve"
+) -> CheckpointEngine:
+    coserve: dict[str, Any] = {"kv_move_dir": str(directory), "offline_policy": policy}
+    if policy == "fifo":
+        coserve |= {"startup_profile_seconds": 10.0, "safepoint_interval": None}
+    process = start(mode, overlap=overlap, page_size=page_size, coserve=coserve)
+    assert isinstance(process, CheckpointEngine)
+    return process
+
+
+# --- What happens in the engine ----------------------------------------------------------
+
+
+def leave(engine: ScriptedEngine, tokens_before: int = TOKENS_BEFORE) -> dict[str, Any]:
+    """Let all lines leave once each has some tokens; return what they have, and what they left."""
+    moves, has_asked = engine.scheduler.parts.moves, []
+
+    def script(iteration: int) -> list[Any]:
+        if has_asked:
+            raise StopIteration
+        if iteration == 0:
+            return [engine.request(*spec[:3], offline=True) for spec in LINES]
+        if all(len(engine.output(rid)) >= tokens_before for rid in RIDS):
+            has_asked.append(moves.ask([*RIDS, "f" * 32], MODEL))
+            assert has_asked == [RIDS], "one is not known"
+        return []
+
+    engine.run(script)
+    ended = {rid: engine.reqs[rid].finished_reason.to_json() for rid in RIDS}
+    assert {end["type"] for end in ended.values()} == {"abort"}
+    tokens = {rid: int(end["message"].rpartition(" ")[2]) for rid, end in ended.items()}
+    outputs = {rid: engine.output(rid) for rid in RIDS}
+    engine.scheduler.tree_cache.assert_consistent()
+    engine.assert_nothing_leaked()
+    return {"tokens": tokens, "outputs": outputs}
+
+
+def go_on(engine: ScriptedEngine, left: dict[str, Any], model: str = MODEL) -> dict[str, Any]:
+    """Let the lines come back; return their outputs, and how much was prefilled."""
+    requests = []
+    for spec in LINES:
+        request = engine.request(*spec[:3], offline=True)
+        generated, tokens = left["outputs"][spec[0]], left["tokens"][spec[0]]
+        request.sampling_params.custom_params |= {
+            "_coserve_generated": generated,
+            "_coserve_moved_kv": (spec[0], tokens, model),
+        }
+        requests.append(request)
+    before = engine.scheduler.parts.checkpointing.stats()
+    engine.run(requests)
+    after = engine.scheduler.parts.checkpointing.stats()
+    outputs = {rid: engine.output(rid) for rid in RIDS}
+    computed = [stats.classes["offline"].computed_tokens for stats in (before, after)]
+    # The first token after those that were left is one of the prefill.
+    decoded = sum(len(outputs[rid]) - len(left["outputs"][rid]) - 1 for rid in RIDS)
+    engine.scheduler.tree_cache.assert_consistent()
+    engine.assert_nothing_leaked()
+    return {
+        "outputs": outputs,
+        "prefilled": computed[1] - computed[0] - decoded,
+        "moved_in": after.moved_in_tokens - before.moved_in_tokens,
+        "without": after.moves_without_kv - before.moves_without_kv,
+    }
+
+
+def suspended(engine: ScriptedEngine, scenario: Callable[..., Any], *args: Any) -> Any:
+    stops = suspensions_of(engine)
+    stops.start(seed=1, probability=0.5)
+    try:
+        return scenario(engine, *args)
+    finally:
+        stops.stop()
+
+
+def with_moves(engine: ScriptedEngine, **attributes: Any) -> KvMoves:
+    moves = engine.scheduler.parts.moves._kv
+    for name, value in attributes.items():
+        setattr(moves, name, value)
+    return moves
+
+
+# --- All goes well -----------------------------------------------------------------------
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.iterdir())
+
+
+def lengths() -> dict[str, int]:
+    return {spec[0]: len(spec[1]) for spec in LINES}
+
+
+def test_lines_go_on_elsewhere_with_their_kv(
+    engine: CheckpointEngine, kind: Any, directory: Path, reference_outputs: Reference
+) -> None:
+    page = kind[2]
+    left = engine.call(leave)
+    found = files(directory)
+    assert [path.name for path in found] == [f"{rid}-0.kv.safetensors" for rid in RIDS]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in found} == {0o600}
+    for rid, tokens in left["tokens"].items():
+        assert len(left["outputs"][rid]) >= TOKENS_BEFORE
+        total = lengths()[rid] + len(left["outputs"][rid]) - 1
+        assert tokens == total // page * page
+    came = engine.call(go_on, left)
+    assert came["outputs"] == reference_outputs(LINES)
+    # Under overlap scheduling each is in one more batch after its end.
+    assert came["prefilled"] <= (page + kind[1]) * len(LINES)
+    assert came["moved_in"] == sum(left["tokens"].values())
+    assert came["without"] == 0
+    assert not files(directory), "who takes a file removes it"
+
+
+# --- What can fail -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def one(start_checkpointing: Any, directory: Path) -> CheckpointEngine:
+    """The engine of the first kind, for what does not depend on the kind."""
+    return started(start_checkpointing, directory, "eager", overlap=True, page_size=16)
+
+
+def leave_and_go_on(engine: ScriptedEngine, damage: Callable[[], None], model: str) -> Any:
+    left = leave(engine)
+    damage()
+    return go_on(engine, left, model)
+
+
+class Damage:
+    """Does something to every file, in the engine's process."""
+
+    def __init__(self, directory: Path, kind: str) -> None:
+        self._directory = directory
+        self._kind = kind
+
+    def __call__(self) -> None:
+        paths = files(self._directory)
+        assert len(paths) == len(LINES)
+        contents = [path.read_bytes() for path in paths]
+        for number, path in enumerate(paths):
+            content = contents[number]
+            match self._kind:
+                case "missing":
+                    path.unlink()
+                case "cut short":
+                    path.write_bytes(content[: len(content) // 2])
+                case "a bit flipped":
+                    path.write_bytes(content[:-1000] + bytes([content[-1000] ^ 1]) + content[-999:])
+                case "no header":
+                    path.write_bytes(b"\xff" * len(content))
+                case "much larger":
+                    path.write_bytes(content + bytes(1 << 20))
+                case "of another line":
+                    path.write_bytes(contents[number - 1])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["missing", "cut short", "a bit flipped", "no header", "much larger", "of another line"],
+)
+def test_a_file_that_is_not_what_was_written_means_recomputation(
+    one: CheckpointEngine, directory: Path, reference_outputs: Reference, damage: str
+) -> None:
+    came = one.call(leave_and_go_on, Damage(directory, damage), MODEL)
+    assert came["outputs"] == reference_outputs(LINES)
+    assert came["moved_in"] == 0
+    assert came["without"] == len(LINES)
+    assert came["prefilled"] > 2 * 16 * len(LINES)
+    assert not files(directory), "what was tried is removed"
+
+
+def test_kv_of_another_model_is_not_taken(
+    one: CheckpointEngine, directory: Path, reference_outputs: Reference
+) -> None:
+    came = one.call(leave_and_go_on, Damage(directory, "none"), "another model")
+    assert came["outputs"] == reference_outputs(LINES)
+    assert came["moved_in"] == 0
+    assert not files(directory)
+
+
+def leave_with_bad_disk(engine: ScriptedEngine, hangs: bool) -> Any:
+    """Neither writing nor reading comes to an end, or both fail; the engine goes on."""
+    moves = with_moves(engine, timeout_s=0.3)
+    gate = threading.Event()
+    directory = moves._directory
+
+    def fail(*_args: Any) -> Any:
+        if hangs:
+            gate.wait()
+        raise OSError(28, "No space left on device")
+
+    directory.write = fail  # type: ignore[method-assign]
+    left = leave(engine)
+    assert set(left["tokens"].values()) == {0}
+    directory.take = fail  # type: ignore[method-assign]
+    left["tokens"] = dict.fromkeys(RIDS, 32)
+    came = go_on(engine, left)
+    gate.set()
+    del directory.write, directory.take
+    with_moves(engine, timeout_s=KvMoves.timeout_s)
+    return left, came
+
+
+@pytest.mark.parametrize("hangs", [True, False], ids=["hung", "full"])
+def test_a_bad_disk_means_recomputation(
+    one: CheckpointEngine, directory: Path, reference_outputs: Reference, hangs: bool
+) -> None:
+    _, came = one.call(leave_with_bad_disk, hangs)
+    assert came["outputs"] == reference_outputs(LINES)
+    assert came["moved_in"] == 0
+    assert not files(directory)
+
+
+def abort_on_the_way(engine: ScriptedEngine) -> Any:
+    """All lines are aborted, once while they leave and once while they come."""
+    moves = with_moves(engine)
+    directory, gate, seen = moves._directory, threading.Event(), []
+    write, take = directory.write, directory.take
+
+    def late(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            gate.wait()
+            return function(*args)
+
+        return call
+
+    directory.write, directory.take = late(write), late(take)  # type: ignore[method-assign]
+
+    def script(iteration: int) -> list[Any]:
+        if seen:
+            raise StopIteration
+        if iteration == 0:
+            return [engine.request(*spec[:3], offline=True) for spec in LINES]
+        if len(moves):
+            seen.append(len(moves))
+            return [engine.abort(rid) for rid in RIDS]
+        if all(len(engine.output(rid)) >= 5 for rid in RIDS):
+            engine.scheduler.parts.moves.ask(RIDS, MODEL)
+        return []
+
+    engine.run(script)
+    engine.assert_nothing_leaked()
+    request = engine.request(*LINES[0][:3], offline=True)
+    request.sampling_params.custom_params["_coserve_moved_kv"] = (RIDS[0], 16, MODEL)
+    engine.run(lambda i: [[request], [engine.abort(RIDS[0])]][i] if i < 2 else _stop())
+    engine.assert_nothing_leaked()
+    gate.set()
+    del directory.write, directory.take
+    return seen
+
+
+def _stop() -> Any:
+    raise StopIteration
+
+
+def test_a_line_that_is_aborted_on_its_way_leaves_nothing_behind(one: CheckpointEngine) -> None:
+    assert one.call(abort_on_the_way) == [len(LINES)]
+
+
+def test_lines_of_a_suspended_step_leave(
+    start_checkpointing: Any, directory: Path, reference_outputs: Reference
+) -> None:
+    engine = start_checkpointing(
+        "eager",
+        overlap=False,
+        page_size=16,
+        coserve={"kv_move_dir": str(directory), "safepoint_interval": 1},
+    )
+    left = engine.call(suspended, leave)
+    came = engine.call(suspended, go_on, left)
+    assert came["outputs"] == reference_outputs(LINES)
+    assert came["moved_in"] == sum(left["tokens"].values()) > 0
