@@ -5,7 +5,14 @@ Takes every flag of ``python -m sglang.launch_server`` and the coserve group.
 
 from __future__ import annotations
 
+import gc
 import sys
+
+if __name__ in {"__main__", "__mp_main__"}:
+    # What SGLang's imports make stays: to look through all of it for garbage, again and again,
+    # takes a sixth of their time. ``gc_pauses.freeze_imports`` sets this back. Not off: SGLang
+    # has processes that are not ours.
+    gc.set_threshold(*gc.get_threshold()[:2], 1000)
 
 # SGLang's processes are spawned and import this module again as __mp_main__:
 # nothing but the package itself may be loaded before the guard.

@@ -9,6 +9,7 @@ requests arrive and can look at any state.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import traceback
@@ -28,7 +29,7 @@ CALL_TIMEOUT_S = 300
 PRELOADED = [
     "sglang_coserve.srt.cpu.defaults",  # Before SGLang, which imports some of what it mends.
     "sglang.srt.managers.scheduler",
-    "sglang.srt.models.llama",
+    "sglang.srt.models.registry",  # All models, one by one.
     "sglang_coserve.srt.cpu.attention",
     "sglang_coserve.srt.scheduler.scheduler",
 ]
@@ -320,6 +321,8 @@ def serve(
     connection: Any, spec: EngineSpec, adapted: Callable[[type], type] = lambda kind: kind
 ) -> None:
     """Answer the calls of an ``EngineProcess``."""
+    # What the engine context has imported is no garbage, and to look takes longer than the start.
+    gc.freeze()
     os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] = "1"
     # As precise as all else, so that it does not matter where a prompt is cut.
     os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"

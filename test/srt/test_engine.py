@@ -28,7 +28,11 @@ def engine(small_model: Path) -> Iterator[Any]:
             chunked_prefill_size=128,
             schedule_conservativeness=0.1,
             coserve_config=CoserveConfig(
-                offline_policy="coserve", slo_ttft_ms=300, slo_tpot_ms=50, kv_checkpoint="eager"
+                offline_policy="coserve",
+                slo_ttft_ms=300,
+                slo_tpot_ms=50,
+                startup_profile_seconds=1.0,
+                kv_checkpoint="eager",
             ),
         )
     yield running
@@ -53,10 +57,11 @@ def test_ranks_stay_in_step_while_offline_requests_give_way(engine: Any) -> None
         (rng.choices(range(10, 700), k=rng.choice([20, 150, 400])), rng.randrange(5, 40), i % 3 > 0)
         for i in range(24)
     ]
-    alone = [
-        engine.generate(input_ids=ids, sampling_params=params(n, offline=False))["output_ids"]
-        for ids, n, _ in requests
-    ]
+    together_online = engine.generate(
+        input_ids=[ids for ids, _, _ in requests],
+        sampling_params=[params(n, offline=False) for _, n, _ in requests],
+    )
+    expected = [output["output_ids"] for output in together_online]
 
     async def one(i: int) -> Any:
         ids, n, offline = requests[i]
@@ -70,7 +75,7 @@ def test_ranks_stay_in_step_while_offline_requests_give_way(engine: Any) -> None
         return await asyncio.wait_for(asyncio.gather(*map(one, range(len(requests)))), 180)
 
     outputs = engine.loop.run_until_complete(together())
-    assert [output["output_ids"] for output in outputs] == alone
+    assert [output["output_ids"] for output in outputs] == expected
     counts = state(engine)["offline"]
     assert counts["received"] == 16
     assert counts["retracted"] + counts["parked"] + counts["paused"] > 0

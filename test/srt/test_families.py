@@ -17,7 +17,7 @@ from srt.scripted_engine import EngineProcess, EngineSpec, ScriptedEngine, Spec,
 
 PLANNED = {
     "offline_policy": "coserve",
-    "startup_profile_seconds": 5.0,
+    "startup_profile_seconds": 1.0,
     "slo_ttft_ms": 300.0,
     "slo_tpot_ms": 40.0,
     "safepoint_interval": 1,

@@ -27,7 +27,7 @@ def launch_server(*flags: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "sglang_coserve.launch_server", *flags],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 
@@ -250,6 +250,7 @@ def test_what_a_scheduler_refuses_is_told_without_a_traceback(
     refused = launch_server(
         *("--model-path", str(small_model), "--host", "127.0.0.1", "--port", str(free_port())),
         *("--record-plans", str(tmp_path / "nowhere" / "plans.jsonl")),
+        *("--startup-profile-seconds", "0"),
     )
     assert refused.returncode == 2
     errors = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]

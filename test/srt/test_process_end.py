@@ -13,7 +13,11 @@ END_TIMEOUT_S = 40
 """Less than the 65 s for which SGLang writes down a GPU's memory, were there one."""
 
 
-@pytest.mark.parametrize("name", ["sglang::detokenizer", "sglang::scheduler"])
+@pytest.mark.parametrize(
+    # The chaos test does the other, and waits for the same end.
+    "name",
+    ["sglang::detokenizer", pytest.param("sglang::scheduler", marks=pytest.mark.heavy)],
+)
 def test_the_server_ends_with_any_of_its_processes(
     small_model: Path, tmp_path: Path, name: str
 ) -> None:

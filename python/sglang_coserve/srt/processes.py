@@ -15,6 +15,7 @@ from sglang_coserve.errors import CoserveError
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.cpu.replacements import install_replacements
+from sglang_coserve.srt.safeguards.gc_pauses import freeze_imports
 
 __all__ = [
     "init_tokenizer_manager",
@@ -39,6 +40,7 @@ def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
     install_safeguards()
     register_cache(config_of(server_args), on_cpu=on_cpu)
     compat.replace("sglang.srt.managers.scheduler.Scheduler", _make_scheduler)
+    freeze_imports()
     sglang_scheduler.run_scheduler_process(server_args, *args, **kwargs)
 
 
@@ -95,6 +97,7 @@ def run_data_parallel_controller_process(*args: Any, **kwargs: Any) -> None:
 
     end_with_children()
     count_offline_in_snapshots()
+    freeze_imports()
     data_parallel_controller.run_data_parallel_controller_process(*args, **kwargs)
 
 
@@ -102,6 +105,7 @@ def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
     """Run SGLang's detokenizer process; spawning it from here imports this package first."""
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run
 
+    freeze_imports()
     run(*args, **kwargs)
 
 

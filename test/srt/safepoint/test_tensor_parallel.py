@@ -16,6 +16,9 @@ TIMEOUT_S = 120
 NUM_OFFLINE, NUM_ONLINE = 24, 24
 RESUMED, MOST_ROUNDS = 5, 20
 
+ARRIVALS_S = 3.0
+"""As long as the offline requests run: those who come at once suspend a step once together."""
+
 
 @pytest.fixture(scope="module")
 def engine(small_model: Path) -> Iterator[Any]:
@@ -67,25 +70,25 @@ def test_ranks_stay_in_step_while_steps_are_suspended(engine: Any) -> None:
         for offline in [True] * NUM_OFFLINE + [False] * NUM_ONLINE
     ]
 
-    async def one(i: int, *, alone: bool) -> Any:
+    async def one(i: int, *, as_online: bool) -> Any:
         ids, n, offline = requests[i]
-        if not (offline or alone):
-            await asyncio.sleep(rng.uniform(0.02, 0.8))
+        if not (offline or as_online):
+            await asyncio.sleep(rng.uniform(0.02, ARRIVALS_S))
         output = await engine.async_generate(
-            input_ids=ids, sampling_params=params(n, offline=offline)
+            input_ids=ids, sampling_params=params(n, offline=offline and not as_online)
         )
         return output["output_ids"]
 
-    async def all_of_them(*, alone: bool) -> list[Any]:
-        if alone:
-            return [await one(i, alone=True) for i in range(len(requests))]
-        work = asyncio.gather(*(one(i, alone=False) for i in range(len(requests))))
+    async def all_of_them(*, as_online: bool) -> list[Any]:
+        work = asyncio.gather(*(one(i, as_online=as_online) for i in range(len(requests))))
         return await asyncio.wait_for(work, TIMEOUT_S)
 
-    expected = engine.loop.run_until_complete(all_of_them(alone=True))
+    # Steps of online requests are never suspended.
+    expected = engine.loop.run_until_complete(all_of_them(as_online=True))
+    assert resumed(engine) == 0
     for _ in range(MOST_ROUNDS):
         assert is_flushed(engine)
-        assert engine.loop.run_until_complete(all_of_them(alone=False)) == expected
+        assert engine.loop.run_until_complete(all_of_them(as_online=False)) == expected
         if resumed(engine) >= RESUMED:
             break
     assert resumed(engine) >= RESUMED
