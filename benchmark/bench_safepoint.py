@@ -40,6 +40,8 @@ WITH, WITHOUT = "with", "without"
 DECODING: Final = 2
 PREFILL_S: Final = 1.0
 CALIBRATION_TOKENS: Final = 1024
+REST_TOKENS: Final = 64
+"""What a prompt leaves of the context, for its output."""
 
 
 @dataclass
@@ -147,7 +149,7 @@ def calibrate(system: OwnProcess, context: int) -> tuple[int, float]:
     tokens = CALIBRATION_TOKENS
     for _ in range(3):
         seconds = min(system.call("prefill_s", tokens) for _ in range(2))
-        tokens = max(64, min(int(tokens * (PREFILL_S / seconds) ** 0.8), context - 64))
+        tokens = max(64, min(int(tokens * (PREFILL_S / seconds) ** 0.8), context - REST_TOKENS))
     return tokens, min(system.call("prefill_s", tokens) for _ in range(3))
 
 
@@ -283,8 +285,8 @@ def table(summary: Mapping[str, Any]) -> str:
     return f"{about}\n\n{markdown_table(('figure', 'measured', 'target'), rows)}"
 
 
-def parse_options() -> argparse.Namespace:
-    """Return the command line's options."""
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options of ``arguments``, those of the command line by default."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     parser.add_argument("--rounds", type=int, default=5)
@@ -292,11 +294,18 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--load-seconds", type=float, default=20.0)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--context", type=int, default=4096)
+    least = CALIBRATION_TOKENS + REST_TOKENS
+    parser.add_argument("--context", type=int, default=4096, help=f"tokens, {least} at least")
     parser.add_argument("--interval", type=int, default=2, help="layers between safepoints")
     parser.add_argument("--slo-ttft-ms", type=float, default=50.0, help="in long iterations")
     parser.add_argument("--load-slo-ttft-ms", type=float, default=300.0, help="in the default ones")
-    return parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.context < least:
+        parser.error(
+            f"--context {options.context}: use {least} or more: "
+            f"the first prompts have {CALIBRATION_TOKENS} tokens"
+        )
+    return options
 
 
 if __name__ == "__main__":

@@ -24,21 +24,19 @@ from pathlib import Path
 from typing import Any, Final
 
 import orjson
-from rich.console import Console
-from rich.markdown import Markdown
 
 from chaos_bench.answers import known_answers
 from chaos_bench.batch_load import BatchLoad
+from chaos_bench.flags import add_batch_flags, chaos_parser
 from chaos_bench.prober import Prober
 from chaos_bench.storm import HostileRequest, Storm
 from chaos_bench.supervised_server import INJURIES, SupervisedServer
 from chaos_bench.verdict import Verdict, verdict
 from common.failures import exit_status
-from common.figures import markdown
+from common.figures import report
 from common.input_file import COMPLETIONS
 from common.model import prepare_model
 from common.null_server import NullServer
-from common.results import write_results
 
 CORPUS: Final = Path(__file__).parents[1] / "test" / "srt" / "hostile" / "requests.py"
 """Requests that once ended or stalled a server, or might."""
@@ -100,7 +98,14 @@ def run(options: argparse.Namespace) -> Verdict:
         injuries=sum(server.injuries.values()),
         unexpected_ends=server.unexpected_ends,
     )
-    _write(out, options, server, found)
+    report(
+        found.figures,
+        options,
+        found.examples,
+        injuries=server.injuries,
+        outages=[asdict(outage) for outage in server.outages],
+        stalls=found.stalls,
+    )
     return found
 
 
@@ -154,54 +159,20 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         SystemExit: argparse refused it, or printed its help.
     """
-    return _parser().parse_args(argv)
-
-
-def _write(
-    out: Path, options: argparse.Namespace, server: SupervisedServer, found: Verdict
-) -> None:
-    write_results(
-        out / "results.json",
-        options,
-        injuries=server.injuries,
-        outages=[asdict(outage) for outage in server.outages],
-        figures=[figure.to_dict() for figure in found.figures],
-        examples=found.examples,
-        stalls=found.stalls,
-    )
-    table = markdown(found.figures)
-    (out / "table.md").write_text(table + "\n")
-    console = Console()
-    console.print(Markdown(table))
-    for example in found.examples:
-        console.print(example, markup=False, highlight=False)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = chaos_parser(__doc__ or "", "chaos-report", (5.0, 25.0))
+    add_batch_flags(parser)
     add = parser.add_argument
     add("--minutes", type=float, default=60.0)
-    add("--out", type=Path, default=Path("chaos-report"), help="where everything goes")
-    add("--seed", type=int, default=1)
-    add("--model-path", help="default: a random model of 4 layers, hidden size 256, fp32")
-    add("--server-flag", action="append", default=[], metavar="FLAG", help="one word of a flag")
-    add("--ready-timeout", type=float, default=180.0, metavar="S")
-    add("--drain-timeout", type=float, default=900.0, metavar="S", help="for the last batches")
     add("--corpus", type=Path, default=CORPUS, metavar="REQUESTS.py")
-    add("--known", type=int, default=60, help="different prompts")
-    add("--lines", type=int, default=120, help="of a batch")
-    add("--unfinished", type=int, default=4, help="batches at a time")
-    add("--keys", type=int, default=3)
     add("--streams", type=int, default=2, help="online streams at a time")
     add("--storms", type=int, default=2, help="senders of hostile requests")
-    add("--pause", type=float, nargs=2, default=(5.0, 25.0), metavar=("LOW", "HIGH"))
     add(
         "--in-turn",
         action="store_true",
         help="injuries one after the other, each at least once, not at random",
     )
     add("--injuries", nargs="*", choices=list(INJURIES), default=[], help="only these")
-    return parser
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -20,15 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from rich.console import Console
-from rich.markdown import Markdown
-
 from chaos_bench.answers import known_answers
 from chaos_bench.batch_load import BatchLoad, LineCounts
+from chaos_bench.flags import add_batch_flags, chaos_parser
 from common.failures import exit_status
-from common.figures import Figure, all_met, markdown
+from common.figures import Figure, all_met, report
 from common.model import prepare_model
-from common.results import write_results
 from fleet_bench.processes import INJURIES, FleetProcesses
 
 _CALM_S: Final = 1.0
@@ -78,7 +75,8 @@ def run(options: argparse.Namespace) -> list[Figure]:
             fleet.note_attempts()
         print(f"fleet_chaos: {time.monotonic() - began_s:.0f} s", file=sys.stderr)
     figures = _figures(fleet, counts, span_s)
-    _write(out, options, fleet, figures, counts)
+    examples = [*fleet.failures, *counts.examples[:20]]
+    report(figures, options, examples, injuries=fleet.injuries)
     return figures
 
 
@@ -121,51 +119,18 @@ def _figures(fleet: FleetProcesses, counts: LineCounts, span_s: float) -> list[F
     ]
 
 
-def _write(
-    out: Path,
-    options: argparse.Namespace,
-    fleet: FleetProcesses,
-    figures: Sequence[Figure],
-    counts: LineCounts,
-) -> None:
-    write_results(
-        out / "results.json",
-        options,
-        injuries=fleet.injuries,
-        failures=fleet.failures,
-        figures=[figure.to_dict() for figure in figures],
-        examples=counts.examples[:20],
-    )
-    table = markdown(figures)
-    (out / "table.md").write_text(table + "\n")
-    console = Console()
-    console.print(Markdown(table))
-    for example in (*fleet.failures, *counts.examples[:20]):
-        console.print(example, markup=False, highlight=False)
-
-
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line.
 
     Raises:
         SystemExit: argparse refused it, or printed its help.
     """
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = chaos_parser(__doc__ or "", "fleet-chaos-report", (2.0, 15.0))
+    add_batch_flags(parser)
     add = parser.add_argument
     add("--injuries", type=int, default=30, help="how many, of the kinds in turn")
     add("--kinds", nargs="*", choices=list(INJURIES), default=[], help="only these")
     add("--engines", type=int, default=3)
-    add("--out", type=Path, default=Path("fleet-chaos-report"), help="where everything goes")
-    add("--seed", type=int, default=1)
-    add("--model-path", help="default: a random model of 4 layers, hidden size 256, fp32")
-    add("--server-flag", action="append", default=[], metavar="FLAG", help="one word of a flag")
-    add("--ready-timeout", type=float, default=300.0, metavar="S")
-    add("--drain-timeout", type=float, default=900.0, metavar="S", help="for the last batches")
-    add("--known", type=int, default=60, help="different prompts")
-    add("--lines", type=int, default=120, help="of a batch")
-    add("--unfinished", type=int, default=4, help="batches at a time")
-    add("--keys", type=int, default=3)
-    add("--pause", type=float, nargs=2, default=(2.0, 15.0), metavar=("LOW", "HIGH"))
     return parser.parse_args(argv)
 
 

@@ -22,15 +22,13 @@ from pathlib import Path
 from typing import Final
 
 import pyarrow.parquet as pq
-from rich.console import Console
-from rich.markdown import Markdown
 
 from chaos_bench.answers import KnownAnswer, known_answers
+from chaos_bench.flags import chaos_parser
 from common.failures import exit_status
-from common.figures import Figure, all_met, markdown
+from common.figures import Figure, all_met, report
 from common.input_file import COMPLETIONS, completion_body
 from common.model import prepare_model
-from common.results import write_results
 from ray_bench.job_process import JobProcess
 from sglang_coserve.local_server import LocalServer
 
@@ -79,10 +77,7 @@ def run(options: argparse.Namespace) -> list[Figure]:
             *_judged(work / "results", known, options.lines),
             Figure("time", "s", (span_s,)),
         ]
-    table = markdown(figures)
-    (out / "table.md").write_text(table + "\n")
-    write_results(out / "results.json", options, figures=[figure.to_dict() for figure in figures])
-    Console().print(Markdown(table))
+    report(figures, options)
     return figures
 
 
@@ -157,21 +152,14 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         SystemExit: argparse refused it, or printed its help.
     """
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = chaos_parser(__doc__ or "", "ray-chaos-report", (20.0, 40.0))
     add = parser.add_argument
     add("--lines", type=int, default=10_000)
     add("--injuries", type=int, default=6, help="at most how many, of the kinds in turn")
     add("--kinds", nargs="*", choices=_KINDS, default=[], help="only these")
     add("--engines", type=int, default=2)
     add("--cpus", type=int, default=2, help="logical CPUs that Ray is told of")
-    add("--out", type=Path, default=Path("ray-chaos-report"), help="where everything goes")
-    add("--seed", type=int, default=1)
-    add("--model-path", help="default: a random model of 4 layers, hidden size 256, fp32")
-    add("--server-flag", action="append", default=[], metavar="FLAG", help="one word of a flag")
-    add("--ready-timeout", type=float, default=300.0, metavar="S")
     add("--timeout", type=float, default=3600.0, metavar="S", help="for the job to be complete")
-    add("--known", type=int, default=60, help="different prompts")
-    add("--pause", type=float, nargs=2, default=(20.0, 40.0), metavar=("LOW", "HIGH"))
     return parser.parse_args(argv)
 
 

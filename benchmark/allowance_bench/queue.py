@@ -11,10 +11,10 @@ import numpy as np
 from sglang_coserve.core.control.allowance import Allowance
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.interference import Interference
+from sglang_coserve.core.control.pipeline_baseline import baseline_of
 from sglang_coserve.core.control.slo import Latency, Slo, Statistic
 from sglang_coserve.core.control.slo_monitor import SloMonitor
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
-from sglang_coserve.core.pipeline import baseline_of
 from sglang_coserve.core.prediction_error import PredictionError
 from sglang_coserve.core.request import Ending, RequestClass
 from sglang_coserve.core.snapshot import RequestInfo

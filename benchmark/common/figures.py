@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import statistics
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.results import markdown_table
+from rich.console import Console
+from rich.markdown import Markdown
 
-__all__ = ["Figure", "all_met", "markdown"]
+from common.results import markdown_table, write_results
+
+__all__ = ["Figure", "all_met", "markdown", "report"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,28 @@ def markdown(figures: Sequence[Figure]) -> str:
     """Return the figures as a Markdown table."""
     columns = ("figure", "median", "range", "n", "target", "met")
     return markdown_table(columns, [_cells(figure) for figure in figures])
+
+
+def report(
+    figures: Sequence[Figure], options: Namespace, examples: Sequence[str] = (), **more: Any
+) -> None:
+    """Write results.json and table.md to ``options.out``, and print the table and examples.
+
+    ``more`` are other entries of results.json.
+    """
+    entries = {**more, "examples": list(examples)} if examples else more
+    write_results(
+        options.out / "results.json",
+        options,
+        figures=[figure.to_dict() for figure in figures],
+        **entries,
+    )
+    table = markdown(figures)
+    (options.out / "table.md").write_text(table + "\n")
+    console = Console()
+    console.print(Markdown(table))
+    for example in examples:
+        console.print(example, markup=False, highlight=False)
 
 
 def _cells(figure: Figure) -> list[str]:

@@ -8,7 +8,6 @@ import signal
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
 import psutil
@@ -66,12 +65,7 @@ class OwnProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end()
 
     def _end(self) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["start_scheduler"]
+__all__ = ["run_loop", "start_scheduler"]
 
 
 def start_scheduler(
@@ -21,6 +22,7 @@ def start_scheduler(
     """
     from sglang_coserve.srt import compat
     from sglang_coserve.srt.cpu import defaults as cpu
+    from sglang_coserve.srt.cpu.replacements import install_replacements
 
     cpu.set_environment_defaults()
     import torch
@@ -35,7 +37,7 @@ def start_scheduler(
     usual: Mapping[str, Any] = {}
     if on_cpu:
         torch.set_num_threads(1)
-        cpu.install_replacements()
+        install_replacements()
         usual = cpu.FLAG_DEFAULTS
     config, caches = None, {}
     if coserve is not None:
@@ -51,3 +53,14 @@ def start_scheduler(
         kind = CoserveScheduler
     port_args = PortArgs.init_new(server_args)
     return compat.start_scheduler(kind, server_args, port_args, 0, configures=False)
+
+
+def run_loop(scheduler: Any, receive: Callable[[], list[Any]]) -> None:
+    """Run the scheduler's event loop until it is told to exit (``gracefully_exit``).
+
+    ``receive`` returns the messages that come before each pass.
+    """
+    scheduler.request_receiver = SimpleNamespace(recv_requests=lambda *_, **__: receive())
+    scheduler.idle_sleeper = None  # Nothing comes that would wake it.
+    scheduler.gracefully_exit = False
+    scheduler.run_event_loop()

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final
 
 import zmq
 
-from common.schedulers import start_scheduler
+from common.schedulers import run_loop, start_scheduler
 from common.tokenized_request import tokenized_request
 from interference_bench.cpu_clock import CpuClock
 from interference_bench.load import Load, OnlineRequest
@@ -120,7 +119,7 @@ class Engine:
         prompts = load.offline_prompts(self._vocab_size)
         end_s, busy_s = begin_s + load.seconds, 0.0
 
-        def receive(local_reqs: Any = None) -> list[Any]:  # noqa: ARG001
+        def receive() -> list[Any]:
             nonlocal busy_s
             now_s = self._clock()
             self._empty_inbox()
@@ -138,10 +137,7 @@ class Engine:
                 self._scheduler.gracefully_exit = self._scheduler.is_fully_idle()
             return messages
 
-        self._scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
-        self._scheduler.idle_sleeper = None  # Nothing comes that would wake it.
-        self._scheduler.gracefully_exit = False
-        self._scheduler.run_event_loop()
+        run_loop(self._scheduler, receive)
         outcome = self._outcome(begin_s, end_s, num_online, self._busy_s - busy_s)
         outcome.bill = {name: s - billed_before[name] for name, s in self._billed().items()}
         return outcome

@@ -8,10 +8,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final
 
-from common.schedulers import start_scheduler
+from common.schedulers import run_loop, start_scheduler
 from common.tokenized_request import tokenized_request
 from overhead_bench.systems import RUNNING, System
 from sglang_coserve.srt.cpu import defaults as cpu
@@ -83,7 +82,7 @@ class Engine:
         first = len(self._passes) + WARM_UP_PASSES
         end_s = time.perf_counter() + limit_s
 
-        def receive(local_reqs: Any = None) -> list[Any]:  # noqa: ARG001
+        def receive() -> list[Any]:
             started_s = self._clock_s()
             if self._pending:
                 self.scheduler.result_queue.extend(self._pending)
@@ -97,9 +96,7 @@ class Engine:
             self._away_s += self._clock_s() - started_s
             return []
 
-        self.scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
-        self.scheduler.gracefully_exit = False
-        self.scheduler.run_event_loop()
+        run_loop(self.scheduler, receive)
         # Under overlap scheduling the last batch's result, which the next loop would forget.
         self._pending = list(getattr(self.scheduler, "result_queue", ()))
         return self._passes[first:-1]

@@ -15,7 +15,6 @@ import psutil
 
 ONLINE_OUTPUT_TOKENS: Final = 4
 DECODED_TOKENS: Final = 64
-POLL_S: Final = 0.002
 
 
 @dataclass(frozen=True)

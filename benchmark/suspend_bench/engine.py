@@ -7,10 +7,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final
 
-from common.schedulers import start_scheduler
+from common.schedulers import run_loop, start_scheduler
 from common.tokenized_request import tokenized_request
 from interference_bench.cpu_clock import CpuClock
 from interference_bench.engine import settings_of
@@ -80,17 +79,14 @@ class SuspendedEngine:
         self._rng.seed(2)
         self._probability = probability
 
-        def receive(local_reqs: Any = None) -> list[Any]:  # noqa: ARG001
+        def receive() -> list[Any]:
             arrived, messages[:] = list(messages), []
             scheduler.gracefully_exit = not arrived and scheduler.is_fully_idle()
             return arrived
 
-        scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
-        scheduler.idle_sleeper = None  # Nothing comes that would wake it.
-        scheduler.gracefully_exit = False
         allocator = scheduler.token_to_kv_pool_allocator
         free = allocator.available_size()
-        scheduler.run_event_loop()
+        run_loop(scheduler, receive)
         leaked = free - allocator.available_size()
         return Run(list(self._costs_s), prompts, dict(self._outputs), leaked)
 

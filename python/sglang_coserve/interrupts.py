@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 __all__ = ["StopOnInterrupt", "terminate_as_interrupt"]
@@ -24,12 +24,7 @@ class StopOnInterrupt:
         self._previous = signal.signal(signal.SIGINT, self._interrupt)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         signal.signal(signal.SIGINT, self._previous)
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:

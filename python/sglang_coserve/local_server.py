@@ -1,4 +1,4 @@
-"""A server of our own as a child process, for the demo, benchmarks and tests."""
+"""Servers as child processes, for the demo, benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 import httpx
 
 from sglang_coserve.errors import StartupError
 
-__all__ = ["LocalServer", "free_port"]
+__all__ = ["ChildServer", "LocalServer", "free_port"]
 
 _POLL_S = 0.2
 _GRACE_S = 15.0
@@ -45,10 +46,10 @@ def free_port() -> int:
     raise StartupError(f"no free port found from {_PORTS[0]} to {_PORTS[1] - 1}")
 
 
-class LocalServer:
-    """Starts a server module in a process group of its own and stops the whole group.
+class ChildServer(ABC):
+    """Starts a program in a process group of its own and stops the whole group.
 
-    A context manager: entering waits until the server answers ``/health``, leaving
+    A context manager: entering waits until the server is ready, leaving
     ends every process it started.
 
     Raises:
@@ -58,26 +59,17 @@ class LocalServer:
 
     def __init__(
         self,
-        flags: Sequence[str],
+        command: Sequence[str],
         *,
         log_path: Path,
-        module: str = "sglang_coserve.launch_server",
-        port: int | None = None,
-        ready_timeout_s: float = 180.0,
+        port: int,
+        ready_timeout_s: float,
         extra_env: dict[str, str] | None = None,
     ) -> None:
-        self.port = port if port is not None else free_port()
-        self.base_url = f"http://127.0.0.1:{self.port}"
-        self._command = [
-            sys.executable,
-            "-m",
-            module,
-            *flags,
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self.port),
-        ]
+        """``command`` starts the server, which is to listen on ``port`` of the loopback."""
+        self.port = port
+        self.base_url = f"http://127.0.0.1:{port}"
+        self._command = command
         self._log_path = log_path
         self._ready_timeout_s = ready_timeout_s
         self._env = {**os.environ, **(extra_env or {})}
@@ -85,9 +77,17 @@ class LocalServer:
         # A thread that is told to stop while another starts the server must see it.
         self._starting = threading.Lock()
 
-    def __enter__(self) -> LocalServer:
+    def __enter__(self) -> Self:
         self.start()
         return self
+
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Ask the server, within seconds, whether it is ready.
+
+        Raises:
+            httpx.TransportError: it does not answer.
+        """
 
     def start(self) -> None:
         """Start the server and wait until it is ready; for use without ``with``."""
@@ -108,12 +108,7 @@ class LocalServer:
             self.stop()
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     @property
@@ -198,10 +193,37 @@ class LocalServer:
                     f"its log ({self._log_path}) ends with:\n{self.log_tail()}"
                 )
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.base_url}/health", timeout=2.0).status_code == 200:
+                if self.is_ready():
                     return
             time.sleep(_POLL_S)
         raise StartupError(
             f"the server was not ready after {self._ready_timeout_s:.0f} s; "
             f"its log ({self._log_path}) ends with:\n{self.log_tail()}"
         )
+
+
+class LocalServer(ChildServer):
+    """A server module of our own, which is ready when it answers ``/health``."""
+
+    def __init__(
+        self,
+        flags: Sequence[str],
+        *,
+        log_path: Path,
+        module: str = "sglang_coserve.launch_server",
+        port: int | None = None,
+        ready_timeout_s: float = 180.0,
+        extra_env: dict[str, str] | None = None,
+    ) -> None:
+        port = free_port() if port is None else port
+        super().__init__(
+            [sys.executable, "-m", module, *flags, "--host", "127.0.0.1", "--port", str(port)],
+            log_path=log_path,
+            port=port,
+            ready_timeout_s=ready_timeout_s,
+            extra_env=extra_env,
+        )
+
+    def is_ready(self) -> bool:
+        """See ``ChildServer``."""
+        return httpx.get(f"{self.base_url}/health", timeout=2.0).status_code == 200

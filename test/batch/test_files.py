@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from batch.scenarios import OWNER, Scene, lines, opened, play, stream, wanted
+from batch.scenarios import OWNER, Scene, lines, list_files, opened, play, stream, wanted
 from sglang_coserve.batch import (
     BatchRequestError,
     ConflictError,
@@ -81,7 +81,7 @@ def test_files_are_private(tmp_path: Path) -> None:
             ):
                 with pytest.raises(NotFoundError):
                     await call
-            assert (await service.list_files(other)).data == []
+            assert (await list_files(service, other)).data == []
             assert await service.retrieve_file(OWNER, mine.id) == mine
 
     play(scenario())
@@ -128,7 +128,7 @@ def test_an_upload_over_the_limit_ends_early_and_leaves_nothing(tmp_path: Path) 
         async with (await opened(tmp_path, max_upload_bytes=5_000_000)).service as service:
             with pytest.raises(TooLargeError, match="5,000,000"):
                 await service.create_file(OWNER, "a", "batch", endless())
-            assert (await service.list_files(OWNER)).data == []
+            assert (await list_files(service, OWNER)).data == []
         assert stored(tmp_path) == in_doubt(tmp_path) == []
 
     play(scenario())
@@ -186,7 +186,7 @@ def test_files_expire_unless_a_batch_needs_them(tmp_path: Path) -> None:
             scene.clock.advance(3601)
             with pytest.raises(NotFoundError):
                 await service.retrieve_file(OWNER, short.id)
-            assert [f.id for f in (await service.list_files(OWNER)).data] == [long.id]
+            assert [f.id for f in (await list_files(service, OWNER)).data] == [long.id]
             await scene.clock.until(lambda: stored(tmp_path) == sorted([used.id, long.id]))
             scene.backend.held("id-1").finish()
             assert (await scene.ends(batch.id)).status == "completed"
@@ -265,7 +265,7 @@ def test_a_crash_leaves_a_file_or_none(tmp_path: Path, step: str, files: int) ->
 
     async def scenario() -> None:
         async with (scene := await opened(tmp_path)).service as service:
-            found = (await service.list_files(OWNER)).data
+            found = (await list_files(service, OWNER)).data
             assert len(found) == files
             assert stored(tmp_path) == [file.id for file in found]
             assert in_doubt(tmp_path) == []

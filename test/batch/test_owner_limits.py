@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch.scenarios import Scene, lines, opened, play, wanted
+from batch.scenarios import Scene, lines, list_files, opened, play, wanted
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch import QuotaError, TooManyError
 from sglang_coserve.batch.transfers import Transfers
@@ -96,7 +96,7 @@ class TestQuota:
                 on_disk = sum(file.stat().st_size for file in (tmp_path / "files").iterdir())
                 assert on_disk == stored + 3 * MIB, "a refused upload leaves nothing"
                 # What was given back can be used.
-                for file in (await service.list_files("owner")).data:
+                for file in (await list_files(service, "owner")).data:
                     await service.delete_file("owner", file.id)
                 await scene.upload(bytes(4 * MIB))
                 with pytest.raises(QuotaError, match="delete files"):
@@ -155,7 +155,7 @@ async def _first_failure(tasks: list[asyncio.Task[object]]) -> bool | None:  # t
 
 
 async def stored_bytes(scene: Scene) -> int:
-    return sum(file.bytes for file in (await scene.service.list_files("owner")).data)
+    return sum(file.bytes for file in (await list_files(scene.service, "owner")).data)
 
 
 @settings(deadline=None)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from batch.scenarios import OWNER, lines, opened, play, wanted
+from batch.scenarios import OWNER, lines, list_files, opened, play, wanted
 from batch.scripted_backend import ENDPOINT, ScriptedBackend
 from sglang_coserve.batch import (
     BatchObject,
@@ -115,14 +115,14 @@ def test_pages(tmp_path: Path) -> None:
             assert ([batch.id for batch in page.data], page.has_more) == ([ids[0]], False)
             empty = await service.list_batches("somebody else")
             assert (empty.data, empty.first_id, empty.has_more) == ([], None, False)
-            files = await service.list_files(OWNER, limit=1, order="asc", purpose="batch")
+            files = await list_files(service, OWNER, limit=1, order="asc", purpose="batch")
             assert (len(files.data), files.has_more) == (1, True)
-            assert (await service.list_files(OWNER, purpose="vision")).data == []
+            assert (await list_files(service, OWNER, purpose="vision")).data == []
             for limit in (-1, 0, 101):
                 with pytest.raises(BatchRequestError, match="limit must be from 1 to 100"):
                     await service.list_batches(OWNER, limit=limit)
             with pytest.raises(BatchRequestError, match="order"):
-                await service.list_files(OWNER, order="sideways")
+                await list_files(service, OWNER, order="sideways")
             with pytest.raises(NotFoundError):
                 await service.list_batches("somebody else", after=ids[0])
             for batch_id in ids:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from http_lines.live_engine import engine_load
 from sglang_coserve.core.engine_load import (
     ClassLoad,
     EngineLoad,
-    KvFormat,
     OnlineShare,
     ReplicaLoad,
-    Versions,
     total,
 )
 from sglang_coserve.core.offline_rate import lines_at_a_time
@@ -56,24 +55,7 @@ def test_what_one_replica_does_not_know_nobody_knows() -> None:
 
 
 def test_it_is_read_back_as_it_was_written_and_a_fault_is_told_with_its_place() -> None:
-    load = EngineLoad(
-        **BUSY.model_dump(),
-        replicas=1,
-        age_s=0.5,
-        is_draining=False,
-        model_name="m",
-        model="a|default",
-        kv_fingerprint="b",
-        kv_format=KvFormat(
-            dtype="float32",
-            kv_cache_dtype="auto",
-            quantization=None,
-            tp_size=1,
-            pp_size=1,
-            page_size=16,
-        ),
-        versions=Versions(sglang_coserve="1", sglang="2"),
-    )
+    load = EngineLoad(**{**engine_load("m").model_dump(), **BUSY.model_dump()})
     text = load.model_dump_json()
     assert read_json(EngineLoad, text, "http://engine") == load
     with pytest.raises(InputFileError, match=r"http://engine: online\.running: must be"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,8 +44,7 @@ async def answered(lines: FleetLines, *contents: bytes | None) -> Sequence[Answe
 
 def test_every_line_has_its_answer_or_its_error_in_its_place() -> None:
     async def scenario() -> None:
-        async with LiveEngine(ScriptedBackend()) as engine:
-            lines = lines_on(engine)
+        async with LiveEngine(ScriptedBackend()) as engine, lines_on(engine) as lines:
             bad = (
                 None,
                 b"{",
@@ -73,8 +74,7 @@ def test_every_line_has_its_answer_or_its_error_in_its_place() -> None:
 def test_lines_of_an_engine_that_dies_go_on_elsewhere() -> None:
     async def scenario() -> None:
         a, b = LiveEngine(), LiveEngine()
-        async with a, b:
-            lines = lines_on(a, b)
+        async with a, b, lines_on(a, b) as lines:
             names = [f"line {n}" for n in range(12)]
             serving = asyncio.ensure_future(answered(lines, *map(text, names)))
             await until(lambda: len(a.backend.in_flight) + len(b.backend.in_flight) == 12)
@@ -88,8 +88,7 @@ def test_lines_of_an_engine_that_dies_go_on_elsewhere() -> None:
 
 def test_the_job_fails_when_there_is_no_engine_for_long() -> None:
     async def scenario() -> None:
-        async with LiveEngine() as engine:
-            lines = lines_on(engine, no_engine_timeout_s=1.0)
+        async with LiveEngine() as engine, lines_on(engine, no_engine_timeout_s=1.0) as lines:
             serving = asyncio.ensure_future(answered(lines, text("a")))
             await engine.holds(1)
             await engine.kill()
@@ -101,9 +100,53 @@ def test_the_job_fails_when_there_is_no_engine_for_long() -> None:
 
 def test_the_job_fails_at_once_when_no_engine_takes_the_key() -> None:
     async def scenario() -> None:
-        async with LiveEngine() as engine:
+        async with LiveEngine() as engine, lines_on(engine, admin_key="another") as lines:
             with pytest.raises(ServerGoneError, match="--admin-api-key"):
-                await answered(lines_on(engine, admin_key="another"), text("a"))
+                await answered(lines, text("a"))
+
+    play(scenario())
+
+
+def test_leaving_it_gives_the_lines_back_and_leaves_nothing_behind() -> None:
+    async def scenario() -> None:
+        async with LiveEngine() as engine:
+            before = asyncio.all_tasks()
+            async with lines_on(engine) as lines:
+                serving = asyncio.ensure_future(answered(lines, text("a")))
+                await engine.holds(1)
+                serving.cancel()
+            await engine.holds(0)
+            await until(lambda: not engine.num_connections)
+            await asyncio.wait({serving})
+            # One task of the engine's is for each of its connections.
+            await until(lambda: asyncio.all_tasks() <= before)
+
+    play(scenario())
+
+
+def test_an_actor_leaves_its_engines_when_ray_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from sglang_coserve.ray.completion import _CompleteLines
+
+    class Context:
+        def get_job_id(self) -> str:
+            return "01"
+
+    monkeypatch.setattr(ray, "get_runtime_context", Context)
+
+    async def scenario() -> None:
+        async with LiveEngine() as engine:
+            actor = _CompleteLines(EngineList([engine.url]), ADMIN_KEY, GIVE_UP_S)
+            await until(lambda: engine.num_connections > 0)
+            ended = weakref.finalize(actor, lambda: None)
+            holding = [actor]
+            del actor
+            # Its end waits for connections, which are this loop's.
+            await asyncio.to_thread(holding.clear)
+            assert not ended.alive
+            await until(lambda: not engine.num_connections)
+            assert "engines" not in {thread.name for thread in threading.enumerate()}
 
     play(scenario())
 

@@ -100,6 +100,11 @@ class LiveEngine:
             while self.lines.num_in_flight:
                 await asyncio.sleep(0.002)
 
+    @property
+    def num_connections(self) -> int:
+        """Connections that clients have to it."""
+        return len(self._server.server_state.connections)
+
     async def holds(self, count: int) -> None:
         """Wait until the engine has ``count`` lines."""
         async with asyncio.timeout(READY_S):

@@ -79,6 +79,7 @@ class ScriptedEngine:
         from sglang_coserve.config import CoserveConfig
         from sglang_coserve.srt import compat, processes
         from sglang_coserve.srt.cpu import defaults as cpu
+        from sglang_coserve.srt.cpu.replacements import install_replacements
 
         cpu.set_environment_defaults()
         import torch
@@ -88,7 +89,7 @@ class ScriptedEngine:
         from sglang_coserve.srt.scheduler.scheduler import CoserveScheduler
 
         torch.set_num_threads(1)
-        cpu.install_replacements()
+        install_replacements()
         if not spec.stock:
             processes.install_safeguards()
         settings = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from srt.own_process import printed_by
 
 SCRIPT = """
+import math
 from prometheus_client import generate_latest
 from sglang_coserve.core.engine_load import ClassLoad, ReplicaLoad
 from sglang_coserve.srt.monitoring.exporter import Exporter
@@ -30,7 +31,7 @@ assert exporter.is_due(10.0)
 exporter.publish(state(3), {"retracted": 2}, 10.0)
 assert not exporter.is_due(10.5)
 exporter.publish(state(4), {"retracted": 5}, 11.5)
-exporter.publish_load(load, oldest_waiting_s={"offline": 30.0}, budget_s=None)
+exporter.publish_load(load, oldest_waiting_s={"offline": 30.0}, budget_s=math.inf)
 print(generate_latest().decode())
 """
 
@@ -50,6 +51,7 @@ def test_gauges_show_the_last_state_and_counters_add_up() -> None:
         'coserve_kv_tokens{model_name="m",state="free"} 96.0',
         'coserve_reclaim_seconds{model_name="m"} 0.02',
         'coserve_max_lines{model_name="m"} 6.0',
+        'coserve_budget_seconds{model_name="m"} +Inf',
         'coserve_online_outstanding_tokens{model_name="m"} 700.0',
     ):
         assert line in lines

@@ -24,6 +24,8 @@ from sglang_coserve.srt.monitoring.load_snapshot import (  # noqa: E402
     read_our_snapshots,
 )
 from sglang_coserve.srt.monitoring.online_load import OnlineLoad  # noqa: E402
+from sglang_coserve.srt.monitoring.replica_load import HeldKv  # noqa: E402
+from sglang_coserve.srt.steps.kv_pools import KvByClass  # noqa: E402
 
 STEPS = 4
 """Decode steps, after which throughput is measured."""
@@ -62,17 +64,6 @@ REQUESTS = [
 ]
 
 
-class Ledger:
-    def __init__(self, requests: list[Any]) -> None:
-        self.requests = requests
-
-    def with_kv(self) -> tuple[list[Any], list[Any]]:
-        return (
-            [request for request in self.requests if request.rid == "on"],
-            [request for request in self.requests if request.rid != "on"],
-        )
-
-
 def online_load(requests: list[Any]) -> OnlineLoad:
     scheduler: Any = SimpleNamespace(
         pool_stats_observer=SimpleNamespace(get_pool_stats=lambda: POOLS),
@@ -81,12 +72,12 @@ def online_load(requests: list[Any]) -> OnlineLoad:
         chunked_req=requests[-1],
         enable_priority_scheduling=False,
     )
-    pools: Any = SimpleNamespace(
-        by_class=lambda _online, _offline: SimpleNamespace(offline=600),
-        held_in_window=lambda reqs: 60 * len(reqs),
-    )
-    ledger: Any = Ledger(requests)
-    return OnlineLoad(scheduler, pools, ledger, STEPS)
+    pools: Any = SimpleNamespace(held_in_window=lambda reqs: 60 * len(reqs))
+    online = [request for request in requests if request.rid == "on"]
+    offline = [request for request in requests if request.rid != "on"]
+    held = HeldKv(online, offline, KvByClass(online=200, offline=600, cached=50, free=150))
+    load: Any = SimpleNamespace(held=lambda: held)
+    return OnlineLoad(scheduler, pools, load, STEPS)
 
 
 def test_without_offline_requests_it_is_sglangs() -> None:

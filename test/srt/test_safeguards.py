@@ -5,6 +5,9 @@ Whatever spoils its logits ends that request only, in both classes and both even
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Any
 
 import pytest
@@ -120,6 +123,26 @@ def test_only_the_request_with_unusable_logits_ends(guarded: EngineProcess) -> N
         assert NUM_GOOD_TOKENS <= num_tokens <= NUM_GOOD_TOKENS + 2, rid
 
 
+@contextmanager
+def refusals(engine: ScriptedEngine) -> Generator[dict[str, Any]]:
+    """Within it, the reasons why requests are refused, by rid."""
+    refused: dict[str, Any] = {}
+    sender = engine.scheduler.ipc_channels.send_to_tokenizer
+    send_output = sender.send_output
+
+    def noted(output: Any, *args: Any) -> Any:
+        if getattr(output, "finished_reason", None) is not None:
+            assert output.rid not in refused, "it was answered already"
+            refused[output.rid] = output.finished_reason
+        return send_output(output, *args)
+
+    sender.send_output = noted
+    try:
+        yield refused
+    finally:
+        sender.send_output = send_output
+
+
 def run_bad_processors(engine: ScriptedEngine) -> dict[str, Any]:
     requests = []
     for rid, text in {
@@ -130,20 +153,61 @@ def run_bad_processors(engine: ScriptedEngine) -> dict[str, Any]:
         requests.append(engine.request(rid, [5, 6, 7], 4))
         requests[-1].custom_logit_processor = text
     requests.append(engine.request("good", [5, 6, 7], 4))
-    engine.run(requests)
-    ends = {r.rid: engine.reqs[r.rid].finished_reason.to_json() for r in requests}
+    with refusals(engine) as refused:
+        engine.run(requests)
+    assert engine.output("good")
     engine.assert_nothing_leaked()
     engine.reqs.clear()
-    return ends
+    return refused
 
 
 def test_a_processor_that_cannot_be_made_is_refused_alone(guarded: EngineProcess) -> None:
-    ends = guarded.call(run_bad_processors)
-    assert ends.pop("good")["type"] == "length"
-    assert len(ends) == 3
-    for end in ends.values():
-        assert (end["type"], end["status_code"]) == ("abort", 400)
-        assert "custom_logit_processor" in end["message"]
+    refused = guarded.call(run_bad_processors)
+    assert len(refused) == 3
+    for reason in refused.values():
+        assert (reason["type"], reason["status_code"]) == ("abort", HTTPStatus.BAD_REQUEST)
+        assert "custom_logit_processor" in reason["message"]
+
+
+def run_refusing_queue(engine: ScriptedEngine) -> dict[str, Any]:
+    """The queues of both classes fail for some of the requests."""
+    admission = engine.scheduler.parts.admission
+    arrived, enqueue = admission.arrived, admission.enqueue
+
+    def failing(req: Any, *args: Any) -> None:
+        if req.rid.startswith("bad"):
+            raise KeyError("no place in the queue")
+        (arrived if args else enqueue)(req, *args)
+
+    requests = [
+        engine.request(f"{kind}-{offline}", [5, 6, 7], 4, offline=offline)
+        for kind in ("bad", "good")
+        for offline in (False, True)
+    ]
+    again = [engine.request(f"bad-{offline}", [5, 6, 7], 4) for offline in (False, True)]
+    with pytest.MonkeyPatch.context() as patch, refusals(engine) as refused:
+        patch.setattr(admission, "arrived", failing)
+        patch.setattr(admission, "enqueue", failing)
+        engine.run(requests)
+    known = len(engine.scheduler.parts.ledger)
+    outputs = {rid: len(engine.output(rid)) for rid in ("good-False", "good-True")}
+    # Their names are free.
+    engine.run(again)
+    outputs |= {request.rid: len(engine.output(request.rid)) for request in again}
+    engine.assert_nothing_leaked()
+    engine.reqs.clear()
+    return {"refused": refused, "outputs": outputs, "known": known}
+
+
+def test_what_a_queue_does_not_take_is_answered_all_the_same(guarded: EngineProcess) -> None:
+    found = guarded.call(run_refusing_queue)
+    assert found["refused"].keys() == {"bad-False", "bad-True"}
+    for reason in found["refused"].values():
+        assert reason["status_code"] == HTTPStatus.BAD_REQUEST
+        assert "no place in the queue" in reason["message"]
+    assert found["known"] == 0
+    rids = ("good-False", "good-True", "bad-False", "bad-True")
+    assert found["outputs"] == dict.fromkeys(rids, 4)
 
 
 def run_first_penalties(engine: ScriptedEngine) -> int:

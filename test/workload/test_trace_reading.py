@@ -262,12 +262,6 @@ class TestUnusableFiles:
         with pytest.raises(InputFileError, match=r"unknown trace format, known are: azure \(csv"):
             read_trace(trace(content))
 
-    def test_other_format_than_stated(self, trace):
-        path = trace(mooncake())
-        assert len(list(read_trace(path, TraceFormat.MOONCAKE))) == 1
-        with pytest.raises(InputFileError, match="not a trace in the format azure"):
-            read_trace(path, TraceFormat.AZURE)
-
     @pytest.mark.parametrize("content", [AZURE, BURSTGPT + "\n"])
     def test_no_requests(self, trace, content):
         with pytest.raises(InputFileError, match="holds no request"):

@@ -86,11 +86,6 @@ class TestFitToContext:
         assert fitted == TraceRequest(0, 0.0, 2 * BLOCK_TOKENS - 100, 100, hash_ids=(4, 5))
         assert report == ContextFit(requests=1, prompts_cut=1, prompt_tokens_cut=612)
 
-    def test_outputs_are_cut_to_their_own_limit_first(self):
-        (fitted,), report = fit_to_context([TraceRequest(0, 0.0, 90, 50)], 100, 20)
-        assert (fitted.prompt_tokens, fitted.output_tokens) == (80, 20)
-        assert report == ContextFit(1, 0, 1, 1, 10, 30)
-
     def test_an_endless_output_leaves_room_for_a_prompt(self):
         (fitted,), _ = fit_to_context([TraceRequest(0, 0.0, 90, 10**9)], 100)
         assert (fitted.prompt_tokens, fitted.output_tokens) == (1, 99)
@@ -107,38 +102,32 @@ class TestFitToContext:
         assert report == ContextFit(requests=1, dropped_failed=3)
 
     def test_the_report_reads_as_a_sentence(self):
-        _, report = fit_to_context(
-            [TraceRequest(0, 0.0, 0, 0), TraceRequest(1, 1.0, 90, 50)], 100, 20
-        )
+        _, report = fit_to_context([TraceRequest(0, 0.0, 0, 0), TraceRequest(1, 1.0, 90, 129)], 100)
         assert str(report) == (
-            "1 requests kept, 1 failed ones left out, 1 prompts cut by 10 tokens, "
+            "1 requests kept, 1 failed ones left out, 1 prompts cut by 89 tokens, "
             "1 outputs cut by 30 tokens"
         )
         assert report.to_dict()["output_tokens_cut"] == 30
 
-    @pytest.mark.parametrize(("context", "output"), [(1, None), (0, 5), (100, 0), (100, -3)])
-    def test_limits_that_leave_no_room(self, context, output):
+    @pytest.mark.parametrize("context", [1, 0, -3])
+    def test_limits_that_leave_no_room(self, context):
         with pytest.raises(ConfigError, match="limit"):
-            fit_to_context([], context, output)
+            fit_to_context([], context)
 
     @given(
         lengths=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3000))),
         context=st.integers(2, 4000),
-        output_limit=st.none() | st.integers(1, 4000),
     )
-    def test_everything_fits_and_nothing_is_lost_from_the_books(
-        self, lengths, context, output_limit
-    ):
+    def test_everything_fits_and_nothing_is_lost_from_the_books(self, lengths, context):
         requests = [
             TraceRequest(i, float(i), p, o, tuple(range(-(-p // BLOCK_TOKENS))))
             for i, (p, o) in enumerate(lengths)
         ]
-        fitted, report = fit_to_context(requests, context, output_limit)
+        fitted, report = fit_to_context(requests, context)
         for r in fitted:
             assert r.prompt_tokens >= 1
             assert r.output_tokens >= 1
             assert r.prompt_tokens + r.output_tokens <= context
-            assert output_limit is None or r.output_tokens <= output_limit
             assert len(r.hash_ids) == -(-r.prompt_tokens // BLOCK_TOKENS)
         assert report.requests + report.dropped_failed == len(requests)
         served = [r for r in requests if r.prompt_tokens and r.output_tokens]

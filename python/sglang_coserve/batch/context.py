@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import random
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
 
 from sglang_coserve.batch.data_directory import DataDirectory
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.store import Store
+from sglang_coserve.batch.store import Store, suspect_rows
 from sglang_coserve.lines.backend import Backend
+from sglang_coserve.lines.clock import Clock, SystemClock
 from sglang_coserve.lines.context import LineContext
+from sglang_coserve.lines.engine_lines import EngineLines
+from sglang_coserve.lines.fair_slots import FairSlots
+from sglang_coserve.lines.in_flight_file import InFlightFile
+from sglang_coserve.lines.retry import EngineHealth, RetryPolicy
+from sglang_coserve.lines.worker_threads import WorkerThreads
 
 __all__ = ["JobContext", "new_id"]
+
+_FILE_THREADS: Final = 4
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +38,89 @@ class JobContext(LineContext):
     store: Store
     limits: BatchLimits
 
+    @classmethod
+    async def open(
+        cls,
+        directory: Path,
+        backend: Backend,
+        limits: BatchLimits,
+        *,
+        dies_with_engine: bool,
+        clock: Clock | None,
+        rng: random.Random | None,
+    ) -> Self:
+        """Open or create ``directory``; see ``BatchService.open``.
+
+        Raises:
+            StartupError: the directory cannot be used, or another server is using it.
+            StorageError: the disk failed.
+        """
+        async with AsyncExitStack() as opened:
+            data = DataDirectory(directory)
+            data.open()
+            opened.callback(data.close)
+            store = await Store.open(data.database)
+            opened.push_async_callback(store.close)
+            threads = WorkerThreads("coserve-files", _FILE_THREADS)
+            opened.push_async_callback(threads.close)
+            engine_lines = EngineLines()
+            if dies_with_engine:
+                engine_lines = await _open_engine_lines(data, store, threads)
+            opened.pop_all()
+        backend.when_changing(engine_lines.take_out)
+        return cls(
+            directory=data,
+            store=store,
+            threads=threads,
+            slots=FairSlots(limits.max_in_flight, limits.max_in_flight_bytes),
+            engine_lines=engine_lines,
+            backend=backend,
+            limits=limits,
+            clock=clock or SystemClock(),
+            rng=rng or random.SystemRandom(),
+            retry_policy=RetryPolicy(
+                math.inf,
+                limits.max_attempts,
+                limits.first_retry_delay_s,
+                limits.max_retry_delay_s,
+            ),
+            health=EngineHealth(),
+            flush_interval_s=limits.flush_interval_s,
+            journal_interval_s=limits.journal_interval_s,
+        )
+
+    async def close(self) -> None:
+        """Release the directory, and end the threads."""
+        self.engine_lines.close()
+        await self.threads.close()
+        await self.store.close()
+        self.directory.close()
+
 
 def new_id(prefix: str, rng: random.Random) -> str:
     """Return an id that is as unpredictable as ``rng``."""
     return f"{prefix}{rng.getrandbits(96):024x}"
+
+
+async def _open_engine_lines(
+    directory: DataDirectory, store: Store, threads: WorkerThreads
+) -> EngineLines:
+    """Read how the last run of the server ended, and record the start of this one.
+
+    Raises:
+        StorageError: the disk is full or failing.
+    """
+    file = InFlightFile(directory.in_flight, directory.fatal_signal)
+    last_run = await threads.run(file.last_run)
+    if last_run is not None and last_run.engine_died:
+        _log.error(
+            "the engine ended by itself with %d lines of batches in it%s%s",
+            len(last_run.lines),
+            "; each of them is served alone once" if last_run.lines else "",
+            f"; the server's process ended with:\n{last_run.trace}" if last_run.trace else "",
+        )
+        await store.run(suspect_rows.count_death, last_run)
+    suspects = await store.run(suspect_rows.known)
+    # Only now: what is counted twice is counted once, what is lost is not.
+    await threads.run(file.start)
+    return EngineLines(file, suspects)

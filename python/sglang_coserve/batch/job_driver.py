@@ -26,9 +26,9 @@ from sglang_coserve.batch.state import (
 from sglang_coserve.batch.store import batch_rows
 from sglang_coserve.batch.validation import validate
 from sglang_coserve.errors import StorageError
-from sglang_coserve.lines.backoff import backoff_s
 from sglang_coserve.lines.fair_slots import FairSlots, JobShare
 from sglang_coserve.lines.progress import Progress
+from sglang_coserve.lines.retry import backoff_s
 
 __all__ = ["JobDriver"]
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from sglang_coserve.batch.admission import check_limit, check_order, check_upload, new_batch
 from sglang_coserve.batch.context import JobContext, new_id
 from sglang_coserve.batch.data_directory import DataDirectory
-from sglang_coserve.batch.engine_death import open_engine_lines
 from sglang_coserve.batch.errors import BatchRequestError
 from sglang_coserve.batch.file_store import FileStore
 from sglang_coserve.batch.headroom import Headroom
@@ -30,7 +27,6 @@ from sglang_coserve.batch.schemas import (
     CreateBatch,
     ExpiresAfter,
     FileDeleted,
-    FileList,
     FileObject,
 )
 from sglang_coserve.batch.service_status import ServiceStatus, service_status
@@ -40,11 +36,7 @@ from sglang_coserve.batch.transfers import Transfers
 from sglang_coserve.batch.upload_pace import UploadPace
 from sglang_coserve.errors import StartupError, StorageError
 from sglang_coserve.lines.backend import Backend
-from sglang_coserve.lines.clock import Clock, SystemClock
-from sglang_coserve.lines.engine_lines import EngineLines
-from sglang_coserve.lines.fair_slots import FairSlots
-from sglang_coserve.lines.retry import EngineHealth, RetryPolicy
-from sglang_coserve.lines.worker_threads import WorkerThreads
+from sglang_coserve.lines.clock import Clock
 
 __all__ = ["BatchService", "FileContent"]
 
@@ -127,54 +119,23 @@ class BatchService:
             StartupError: the directory cannot be used, or another server is using it.
         """
         limits = limits or BatchLimits()
-        data = DataDirectory(directory)
-        data.open()
+        service: Self | None = None
         try:
-            store = await Store.open(data.database)
-        except BaseException:
-            data.close()
-            raise
-
-        threads = WorkerThreads("coserve-files", _FILE_THREADS)
-        try:
-            engine_lines = EngineLines()
-            if dies_with_engine:
-                engine_lines = await open_engine_lines(data, store, threads)
-        except BaseException as error:
-            await threads.close()
-            await store.close()
-            data.close()
-            if isinstance(error, StorageError):
-                raise StartupError(str(error)) from error
-            raise
-        backend.when_changing(engine_lines.take_out)
-        context = JobContext(
-            directory=data,
-            store=store,
-            threads=threads,
-            slots=FairSlots(limits.max_in_flight, limits.max_in_flight_bytes),
-            engine_lines=engine_lines,
-            backend=backend,
-            limits=limits,
-            clock=clock or SystemClock(),
-            rng=rng or random.SystemRandom(),
-            retry_policy=RetryPolicy(
-                math.inf,
-                limits.max_attempts,
-                limits.first_retry_delay_s,
-                limits.max_retry_delay_s,
-            ),
-            health=EngineHealth(),
-            flush_interval_s=limits.flush_interval_s,
-            journal_interval_s=limits.journal_interval_s,
-        )
-        pace = UploadPace(backend, context.clock, limits.busy_upload_bytes_per_s)
-        files = FileStore(data, store, context.threads, limits, pace)
-        service = cls(context, files, JobSupervisor(context, record_events=record_events))
-        try:
+            context = await JobContext.open(
+                directory,
+                backend,
+                limits,
+                dies_with_engine=dies_with_engine,
+                clock=clock,
+                rng=rng,
+            )
+            pace = UploadPace(backend, context.clock, limits.busy_upload_bytes_per_s)
+            files = FileStore(context.directory, context.store, context.threads, limits, pace)
+            service = cls(context, files, JobSupervisor(context, record_events=record_events))
             await service._start()
         except BaseException as error:
-            await service.close()
+            if service is not None:
+                await service.close()
             if isinstance(error, StorageError):
                 raise StartupError(str(error)) from error
             raise
@@ -191,20 +152,12 @@ class BatchService:
             self._expiring.cancel()
             await asyncio.wait({self._expiring})
         await self._runner.close()
-        self._context.engine_lines.close()
-        await self._context.threads.close()
-        await self._context.store.close()
-        self._context.directory.close()
+        await self._context.close()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def create_file(
@@ -252,23 +205,8 @@ class BatchService:
         limit: int = _MAX_FILES,
         order: str = "desc",
         purpose: str | None = None,
-    ) -> FileList:
-        """Return a page of files, by their creation."""
-        content = await self.list_files_json(
-            owner, after=after, limit=limit, order=order, purpose=purpose
-        )
-        return await self._context.threads.run(FileList.model_validate_json, content)
-
-    async def list_files_json(
-        self,
-        owner: str,
-        *,
-        after: str | None = None,
-        limit: int = _MAX_FILES,
-        order: str = "desc",
-        purpose: str | None = None,
     ) -> str:
-        """Return the same page as JSON, which SQLite makes."""
+        """Return a page of files by their creation: a ``FileList`` as JSON, which SQLite makes."""
         check_limit(limit, _MAX_FILES)
         check_order(order)
         return await self._context.store.run(

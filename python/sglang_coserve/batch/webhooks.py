@@ -18,7 +18,6 @@ import logging
 import random
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from types import TracebackType
 from typing import Final, Self
 
 import httpx
@@ -26,8 +25,8 @@ import httpx
 from sglang_coserve.batch.record import BatchEvent
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.errors import ConfigError, CoserveError, StorageError
-from sglang_coserve.lines.backoff import backoff_s
 from sglang_coserve.lines.clock import Clock, SystemClock
+from sglang_coserve.lines.retry import backoff_s
 from sglang_coserve.outbound import OutboundTransport, is_private_literal
 
 __all__ = ["WebhookTarget", "Webhooks", "signed_headers"]
@@ -130,12 +129,7 @@ class Webhooks:
         self._task = asyncio.create_task(self._deliver_all())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         assert self._task is not None
         self._task.cancel()
         await asyncio.wait({self._task})

@@ -85,9 +85,10 @@ def simulate_fleet(
     """
     from sglang_coserve.errors import ConfigError
     from sglang_coserve.simulator import RunControl, SimulationOptions
-    from sglang_coserve.simulator.fleet_report import fleet_table_text, write_fleet_report
+    from sglang_coserve.simulator.fleet_report import fleet_table_text
     from sglang_coserve.simulator.fleet_run import FleetOptions, simulate_fleets
     from sglang_coserve.simulator.outage import Outage
+    from sglang_coserve.simulator.result import write_results
 
     try:
         sizes = tuple(map(int, engines.split(",")))
@@ -122,6 +123,6 @@ def simulate_fleet(
             "kill": kill or [],
             "drain": drain or [],
         }
-        write_fleet_report(results, output, settings)
+        write_results(results, output, settings)
     if control.is_interrupted:
         raise typer.Exit(exit_codes.of_signal(signal.SIGINT))

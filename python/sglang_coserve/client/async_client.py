@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 from sglang_coserve.client.batch_api import BatchApi
@@ -245,12 +244,7 @@ class AsyncCoserveClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
 

@@ -17,8 +17,7 @@ import httpx
 
 from sglang_coserve.client.connections import server_address
 from sglang_coserve.errors import InputFileError, RequestError, ServerError, ServerGoneError
-from sglang_coserve.lines.backoff import backoff_s
-from sglang_coserve.lines.retry import RetryPolicy
+from sglang_coserve.lines.retry import RetryPolicy, backoff_s
 
 __all__ = ["FINAL_STATUSES", "Batch", "BatchApi"]
 

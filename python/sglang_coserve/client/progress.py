@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from datetime import datetime
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -42,12 +41,7 @@ class ProgressView:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar:
             self._bar.stop()
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from sglang_coserve.client.async_client import DEFAULT_BASE_URL, AsyncCoserveClient, AsyncJob
@@ -133,10 +132,5 @@ class CoserveClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from types import TracebackType
 from typing import Any, Final, Self
 
 import httpx
@@ -34,12 +33,7 @@ class ViewClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._http.close()
 
     def read(self, since_s: float = 0.0) -> dict[str, Any]:

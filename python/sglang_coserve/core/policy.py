@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
+from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_queue import OfflineQueueConfig
 from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
+from sglang_coserve.core.planning.step_requests import StepRequests
 from sglang_coserve.core.planning.victims import last_admitted_first
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import StepPlan, StepResult
@@ -37,9 +39,13 @@ class Policy(ABC):
         """Return the order of its offline queue; here deadlines at risk first, then by arrival."""
         return replace(OfflineQueueConfig.fcfs(), seed=seed)
 
-    def victims(self, batch: StepBuilder) -> Sequence[Request]:
+    def victims(
+        self,
+        requests: StepRequests,
+        model: LatencyModel,  # noqa: ARG002
+    ) -> Sequence[Request]:
         """Return the offline requests that may be retracted, the first to retract first."""
-        return last_admitted_first(batch)
+        return last_admitted_first(requests)
 
     def update(self, plan: StepPlan, result: StepResult) -> None:  # noqa: B027
         """Learn from the result of a step, of which at least a part ran."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.interference import Interference
@@ -23,6 +24,7 @@ from sglang_coserve.core.planning.lanes import (
     share_in_lane,
     stop_share,
 )
+from sglang_coserve.core.planning.offline_candidates import OfflineCandidates
 from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy, SlicingPolicy
@@ -152,27 +154,28 @@ class Scheduler:
 
         O(requests + waiting online requests), whatever waits in the offline queue.
         """
+        context = self._context(snapshot, cache)
+        shared = self._builder(snapshot, context)
         if snapshot.stop_share == 1.0 or not self._policy.is_preemptive:
-            return self._build(self._compose(self._builder(snapshot), cache))
-        shared = self._builder(snapshot)
-        until_s = offline_until_s(shared, self._allowance.gap_share, self._config.margin)
+            return self._build(self._compose(shared, context))
+        until_s = offline_until_s(shared, context.gap_share, self._config.margin)
         if until_s is not None:
-            plan = self._plan_before(until_s, shared, cache)
+            plan = self._plan_before(until_s, shared, context)
             if plan is not None:
                 return plan
         if isinstance(self._policy, SlicingPolicy):
-            has_prompts = bool(shared.online_prefills or snapshot.waiting)
+            has_prompts = bool(shared.requests.online_prefills or snapshot.waiting)
             can_resume = snapshot.suspended is not None and not is_stuck(
-                shared, self._allowance.gap_share, self._config.margin
+                shared, context.gap_share, self._config.margin
             )
             # Otherwise no part of an offline-lane step fits between two decodes, and paused
             # offline decodes may join the online ones.
             if has_prompts or can_resume:
-                shared = self._builder(snapshot, rides=False)
+                shared = self._builder(snapshot, context, rides=False)
             if can_resume and not has_prompts:
                 shared.offline_budget_s = 0.0  # The decodes are due: no offline work beside them.
-        self._compose(shared, cache)
-        if snapshot.suspended is not None and shared.lacks_kv:
+        self._compose(shared, context)
+        if snapshot.suspended is not None and shared.memory.lacks_kv:
             return StepPlan(step=self._next_step, drops=True)
         return self._build(shared)
 
@@ -246,7 +249,7 @@ class Scheduler:
             self._queue.remove(rid)
 
     def _plan_before(
-        self, until_s: float, mixed: StepBuilder, cache: PrefixCache
+        self, until_s: float, mixed: StepBuilder, context: PlanContext
     ) -> StepPlan | None:
         """Return the plan of a step before the online decodes are due; None if they are next.
 
@@ -268,63 +271,75 @@ class Scheduler:
                 predicted_s=(1 - suspended.done_share) * whole_s,
             )
         if math.isinf(until_s):
-            return self._build(self._compose_offline(snapshot, cache), until_s)
+            return self._build(self._compose_offline(snapshot, context), until_s)
         if not isinstance(self._policy, SlicingPolicy):
             return None
-        context = self._context(snapshot, cache)
         self._policy.compose_online(mixed, context)
+        at_most = share_in_lane(mixed, left_s)
         beside = mixed_share(
             mixed,
             self._config.min_chunk_tokens,
-            has_prompts=bool(mixed.offline_prefills or len(self._queue)),
+            at_most,
+            has_prompts=bool(mixed.requests.offline_prefills or len(self._queue)),
         )
-        if beside < share_in_lane(mixed, left_s):
-            alone = self._compose_offline(snapshot, cache)
-            if reaches_safepoint(alone.stats, alone.predicted_s, snapshot, left_s) and (
+        if beside < at_most:
+            alone = self._compose_offline(snapshot, context)
+            if reaches_safepoint(alone.work.stats, alone.work.predicted_s, snapshot, left_s) and (
                 beside < share_in_lane(mixed, left_s, alone)
             ):
                 return self._build(alone, until_s)
         self._policy.compose_offline(mixed, context)
         return self._build(mixed)
 
-    def _compose_offline(self, snapshot: EngineSnapshot, cache: PrefixCache) -> StepBuilder:
+    def _compose_offline(self, snapshot: EngineSnapshot, context: PlanContext) -> StepBuilder:
         """Compose a step of the offline lane."""
         seen = offline_lane_view(snapshot, self._config.headroom_tokens)
-        most_s = longest_s(self.model, self._allowance.targets, self._arrival_s, snapshot)
-        alone = self._builder(seen, Lane.OFFLINE)
+        context = replace(context, waiting=())
+        most_s = longest_s(self.model, context.targets, context.arrival_s, snapshot)
+        alone = self._builder(seen, context, Lane.OFFLINE)
         alone.offline_budget_s = most_s / snapshot.stop_share
-        self._compose(alone, cache)
-        if alone.predicted_s > most_s and stop_share(alone.stats, snapshot) == 1:
+        self._compose(alone, context)
+        if alone.work.predicted_s > most_s and stop_share(alone.work.stats, snapshot) == 1:
             # Without a prefill it cannot be suspended and would run to its end.
-            alone = self._builder(seen, Lane.OFFLINE)
+            alone = self._builder(seen, context, Lane.OFFLINE)
             alone.offline_budget_s = most_s
-            self._compose(alone, cache)
-        if alone.stats.is_empty and (seen.admitted or len(self._queue)):
+            self._compose(alone, context)
+        if alone.work.stats.is_empty and (seen.admitted or len(self._queue)):
             # Even the smallest batch exceeds the budget, and one has to run.
-            alone = self._compose(self._builder(seen, Lane.OFFLINE), cache)
+            alone = self._compose(self._builder(seen, context, Lane.OFFLINE), context)
         return alone
 
     def _builder(
-        self, snapshot: EngineSnapshot, lane: Lane = Lane.SHARED, *, rides: bool = True
+        self,
+        snapshot: EngineSnapshot,
+        context: PlanContext,
+        lane: Lane = Lane.SHARED,
+        *,
+        rides: bool = True,
     ) -> StepBuilder:
-        targets, victims = self._allowance.targets, self._policy.victims
-        mean_due_s = self._interference.mean_due_s
         return StepBuilder(
-            snapshot, self.model, targets, victims, lane, rides=rides, mean_due_s=mean_due_s
+            snapshot,
+            self.model,
+            context.targets,
+            partial(self._policy.victims, model=self.model),
+            lane,
+            rides=rides,
+            mean_due_s=self._interference.mean_due_s,
         )
 
-    def _compose(self, batch: StepBuilder, cache: PrefixCache) -> StepBuilder:
+    def _compose(self, batch: StepBuilder, context: PlanContext) -> StepBuilder:
         """Let the policy add the work of the next step to ``batch``; return it."""
-        batch.spare_elsewhere()
-        self._policy.compose(batch, self._context(batch.snapshot, cache))
+        batch.memory.spare_elsewhere()
+        self._policy.compose(batch, context)
         return batch
 
     def _context(self, snapshot: EngineSnapshot, cache: PrefixCache) -> PlanContext:
         return PlanContext(
             config=self._config,
             queue=self._queue,
-            cache=cache,
+            candidates=OfflineCandidates(self._queue, cache, snapshot.now_s),
             waiting=self._waiting_order.ordered(snapshot.waiting),
+            targets=self._allowance.targets,
             step=self._next_step,
             arrival_s=self._arrival_s,
             gap_share=self._allowance.gap_share,

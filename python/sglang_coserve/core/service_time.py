@@ -59,6 +59,5 @@ class ServiceTime:
 
 
 def _decodes_offline(result: StepResult) -> bool:
-    prefilled = {chunk.rid for chunk in result.chunks}
-    online_decodes = sum(served.info.rid not in prefilled for served in result.served)
+    online_decodes = len(result.served) - len(result.online_chunks)
     return result.batch.decode_requests > online_decodes

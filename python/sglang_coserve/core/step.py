@@ -183,6 +183,14 @@ class StepResult:
     it. 0 also where that happens beside a batch that runs."""
 
     @property
+    def online_chunks(self) -> list[PrefillChunk]:
+        """The prefill chunks of online requests. O(online requests) if there are any chunks."""
+        if not self.chunks:
+            return []
+        online = {served.info.rid for served in self.served}
+        return [chunk for chunk in self.chunks if chunk.rid in online]
+
+    @property
     def has_offline(self) -> bool:
         """True when offline requests were computed."""
         requests = self.batch.decode_requests + self.batch.prefill_requests

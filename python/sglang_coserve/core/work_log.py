@@ -99,5 +99,6 @@ def _granted_s(plan: StepPlan, result: StepResult, offline_s: float) -> float:
 
 
 def _online_tokens(result: StepResult) -> int:
-    chunks = {chunk.rid: chunk.tokens for chunk in result.chunks}
-    return sum(chunks.get(served.info.rid, 1) for served in result.served)
+    chunks = result.online_chunks
+    num_decodes = len(result.served) - len(chunks)
+    return num_decodes + sum(tokens for _, tokens in chunks)

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Final, Self
 
 from sglang_coserve.batch.token_rate import TokenRate
@@ -91,12 +90,7 @@ class FleetBackend(Backend):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         for watching in self._watching.values():
             watching.cancel()
         await asyncio.gather(*self._watching.values(), return_exceptions=True)

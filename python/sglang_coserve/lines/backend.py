@@ -108,18 +108,12 @@ class LineResult:
     """Least wait before the next attempt, as requested by the engine."""
 
     @classmethod
-    def unserved(
-        cls,
-        code: str,
-        message: str,
-        kind: FailureKind | None = None,
-        retry_after_s: float = 0.0,
-    ) -> Self:
+    def unserved(cls, code: str, message: str, kind: FailureKind | None = None) -> Self:
         """Return the result of a line without an answer; it is retryable if ``kind`` is given."""
         error = {"message": message, "type": "server_error", "param": None, "code": code}
         is_retryable = kind is not None
         kind = kind or FailureKind.FAILED
-        return cls(0, "", {"error": error}, is_retryable, kind, retry_after_s)
+        return cls(0, "", {"error": error}, is_retryable, kind)
 
     @property
     def is_ok(self) -> bool:

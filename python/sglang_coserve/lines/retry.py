@@ -13,10 +13,9 @@ from email.utils import parsedate_to_datetime
 
 from sglang_coserve.errors import ServerGoneError
 from sglang_coserve.lines.backend import FailureKind, LineResult
-from sglang_coserve.lines.backoff import backoff_s
 from sglang_coserve.lines.result_record import error_message
 
-__all__ = ["EngineHealth", "LineRetries", "RetryPolicy", "retry_after_s"]
+__all__ = ["EngineHealth", "LineRetries", "RetryPolicy", "backoff_s", "retry_after_s"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,3 +138,13 @@ def retry_after_s(header: str | None, now: datetime) -> float | None:
     if when.tzinfo is None:
         return None
     return max(0.0, (when - now).total_seconds())
+
+
+def backoff_s(failures: int, first_s: float, max_s: float, rng: random.Random) -> float:
+    """Return the pause in seconds after the ``failures``-th consecutive failure, from 1.
+
+    It doubles from ``first_s`` up to ``max_s``, and is reduced by up to half at random, so that
+    requests that failed together are not retried together.
+    """
+    # The exponent is capped, because the float would overflow.
+    return min(max_s, first_s * 2.0 ** min(failures - 1, 30)) * rng.uniform(0.5, 1.0)

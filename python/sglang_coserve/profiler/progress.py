@@ -3,51 +3,24 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
-from typing import Self
 
-from sglang_coserve.interrupts import StopOnInterrupt
 from sglang_coserve.profiler.measurement import ShapeTiming
-from sglang_coserve.progress_bar import progress_bar
+from sglang_coserve.progress_bar import StoppableBar, progress_bar
 
 __all__ = ["ProfileProgress"]
 
 
-class ProfileProgress:
-    """A context manager with a bar that shows the shapes done, or the time if that ends first.
-
-    The first SIGINT requests a stop, a second one interrupts as usual. Only the
-    main thread may enter it.
-    """
+class ProfileProgress(StoppableBar):
+    """A bar that shows the shapes done, or the time if that ends first."""
 
     def __init__(self, num_shapes: int, time_limit_s: float, *, show: bool = True) -> None:
         """``show`` draws the bar on standard error if that is a terminal."""
-        self._stop = StopOnInterrupt()
+        bar = progress_bar(show=show, shows_percent=False)
+        super().__init__(bar, "profiling", total=1.0)
         self._num_shapes = num_shapes
         self._time_limit_s = time_limit_s
         self._start_s = time.monotonic()
         self._num_measured = 0
-        self._bar = progress_bar(show=show, shows_percent=False)
-        self._task = self._bar.add_task("profiling", total=1.0)
-
-    def __enter__(self) -> Self:
-        self._stop.__enter__()
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
-        self._stop.__exit__(kind, error, traceback)
-
-    @property
-    def is_interrupted(self) -> bool:
-        """True after SIGINT."""
-        return self._stop.is_interrupted
 
     def advance(self, measurement: ShapeTiming) -> None:
         """Show one more measurement."""

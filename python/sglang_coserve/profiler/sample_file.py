@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, Final, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -56,12 +55,7 @@ class SampleFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
     def append(self, measurement: ShapeTiming) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import threading
-from collections.abc import Coroutine, Sequence
-from typing import Any, Final, TypeVar
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Final
 
 import pyarrow as pa
 import ray
+from anyio.from_thread import start_blocking_portal
 from ray.data import ActorPoolStrategy, Dataset
 
 from sglang_coserve.errors import ConfigError
@@ -32,8 +33,6 @@ _RESULT: Final = pa.schema(
 )
 """Named with their types: of a block in which all lines succeeded Ray would guess another type for
 the errors, and the files of the results would not be one dataset."""
-
-_T = TypeVar("_T")
 
 
 def complete(
@@ -111,32 +110,32 @@ class _CompleteLines:
     """One actor. Called for several blocks at a time, each in a thread of Ray's."""
 
     def __init__(self, source: EngineSource, admin_key: str, no_engine_timeout_s: float) -> None:
+        self._ending = ExitStack()
         # Not Ray's loop, which stops where results wait for who writes them: engines that are
         # not listened to for so long are taken for dead.
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="engines", daemon=True).start()
+        self._portal = self._ending.enter_context(start_blocking_portal(name="engines"))
         job = f"ray-{ray.get_runtime_context().get_job_id()}"
+        lines = FleetLines(source, admin_key, job=job, no_engine_timeout_s=no_engine_timeout_s)
+        self._lines = self._ending.enter_context(self._portal.wrap_async_context_manager(lines))
 
-        async def begin() -> FleetLines:
-            return FleetLines(source, admin_key, job=job, no_engine_timeout_s=no_engine_timeout_s)
-
-        self._lines = self._run(begin())
+    def __del__(self) -> None:
+        """Leave the engines: Ray has no other word for the end of an actor."""
+        # The thread does not run any more where Python itself ends.
+        if not sys.is_finalizing():
+            self._ending.close()
 
     def __call__(self, block: pa.Table) -> pa.Table:
         """Return ``block`` with the results of its requests."""
         if REQUEST not in block.column_names:
             raise ConfigError(f"requests have no column {REQUEST!r}, but {block.column_names}")
         lines = [_content(value) for value in block[REQUEST].to_pylist()]
-        answers = self._run(self._lines.answers(lines))
+        answers = self._portal.call(self._lines.answers, lines)
         results = pa.Table.from_pylist([_row(answer) for answer in answers], _RESULT)
         replaced = [name for name in (REQUEST, *_RESULT.names) if name in block.column_names]
         block = block.drop_columns(replaced)
         for field, column in zip(_RESULT, results.columns, strict=True):
             block = block.append_column(field, column)
         return block
-
-    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
 def _content(request: object) -> bytes | None:

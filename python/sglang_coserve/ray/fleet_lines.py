@@ -8,7 +8,8 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self
 
 from sglang_coserve.errors import ServerGoneError
 from sglang_coserve.fleet import EngineState, FleetBackend
@@ -43,7 +44,10 @@ class Answer(NamedTuple):
 
 
 class FleetLines:
-    """Serves lines until each has its result. Made on the event loop on which it lives."""
+    """Serves lines until each has its result. A context manager: leaving it ends all attempts.
+
+    Lives on the event loop on which it is entered.
+    """
 
     def __init__(
         self, engines: EngineSource, admin_key: str, *, job: str, no_engine_timeout_s: float
@@ -64,8 +68,26 @@ class FleetLines:
             retry_policy=RetryPolicy(retry_for_s=no_engine_timeout_s),
             health=EngineHealth(),
         )
-        self._following = asyncio.ensure_future(follow([engines], fleet.set_engines))
-        self._no_engine = asyncio.ensure_future(self._watch_for_engines())
+        self._engines = engines
+
+    async def __aenter__(self) -> Self:
+        await self._fleet.__aenter__()
+        self._following = asyncio.create_task(follow([self._engines], self._fleet.set_engines))
+        self._no_engine = asyncio.create_task(self._watch_for_engines())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        tasks = {self._following, self._no_engine}
+        for task in tasks:
+            task.cancel()
+        # What ended the watch was raised to those who had lines.
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._fleet.__aexit__(kind, error, traceback)
 
     async def answers(self, lines: Sequence[bytes | None]) -> list[Answer]:
         """Return what came of each of ``lines``, in their order; None is one without a text.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Final, Self, TextIO
 
 from sglang_coserve.simulator.observer import RequestEvent, StepRecord
@@ -39,12 +38,7 @@ class ChromeTrace:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.write(TAIL)
 
     def on_request(self, now_s: float, event: RequestEvent, request: SimRequest) -> None:

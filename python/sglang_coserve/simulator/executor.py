@@ -7,8 +7,6 @@ scheduler, and raises ``AssertionError``.
 
 from __future__ import annotations
 
-import math
-import random
 from bisect import insort
 from typing import Final
 
@@ -20,10 +18,10 @@ from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.simulator.checkpoint import HostCheckpoint
 from sglang_coserve.simulator.decoding_requests import DecodingRequests
 from sglang_coserve.simulator.executor_config import ExecutorConfig
-from sglang_coserve.simulator.kv_pool import KvPool
-from sglang_coserve.simulator.prefix_cache import SimulatedPrefixCache
 from sglang_coserve.simulator.request import SimRequest
+from sglang_coserve.simulator.request_kv import RequestKv
 from sglang_coserve.simulator.running_step import RunningStep
+from sglang_coserve.simulator.step_duration import StepDuration
 
 __all__ = ["SimulatedExecutor"]
 
@@ -40,17 +38,14 @@ class SimulatedExecutor:
     def __init__(self, config: ExecutorConfig, model: LatencyModel) -> None:
         """``model`` gives the real step times; the scheduler may use another model."""
         self.config = config
-        self._model = model
-        self._random = random.Random(config.seed)
-        # Parameter of a lognormal distribution with mean 1.
-        self._noise_sigma = math.sqrt(math.log1p(config.noise_cv**2))
-        self.cache = SimulatedPrefixCache(config.page_tokens)
-        self.pool = KvPool(config.kv_capacity_tokens, self.cache, config.page_tokens)
+        self._kv = RequestKv(config)
+        self.cache, self.pool = self._kv.cache, self._kv.pool
         self._checkpoint = (
             HostCheckpoint(config.checkpoint.tokens_per_s, config.page_tokens)
             if config.checkpoint
             else None
         )
+        self._duration = StepDuration(config, model, self._checkpoint)
         self.admitted: dict[str, SimRequest] = {}
         """Requests that hold KV, in order of admission."""
 
@@ -60,7 +55,6 @@ class SimulatedExecutor:
         """Online requests without KV, in order of arrival."""
 
         self.offline_waiting: dict[str, SimRequest] = {}
-        self._sharing_version = 0
         self._decoding = DecodingRequests((), config.page_tokens)
         self._no_decodes = DecodingRequests((), config.page_tokens)
         self.suspended: RunningStep | None = None
@@ -88,7 +82,7 @@ class SimulatedExecutor:
 
     def cached_tokens(self, rid: str) -> int:
         """Return how many leading tokens of a waiting offline request need not be computed."""
-        return self._cached_tokens(self.offline_waiting[rid])
+        return self._kv.cached_tokens(self.offline_waiting[rid])
 
     def snapshot(self, now_s: float) -> EngineSnapshot:
         """Return the state of the engine between two steps."""
@@ -96,9 +90,8 @@ class SimulatedExecutor:
         for request in self.waiting:
             if request.match_version != version:
                 request.match_version = version
-                request.refresh_view(self._cached_tokens(request))
-        if self._sharing_version != self.cache.sharing_version:
-            self._note_sharing()
+                request.refresh_view(self._kv.cached_tokens(request))
+        self._kv.note_sharing(self.admitted.values())
         pool, config, suspended = self.pool, self.config, self.suspended
         away = set(suspended.requests) if suspended else ()
         safepoint = config.safepoint
@@ -152,7 +145,7 @@ class SimulatedExecutor:
             StepStats.of((tokens, request.computed_tokens) for request, tokens in batch.chunks)
         )
         assert batch.stats == plan.batch, f"planned {plan.batch}, found {batch.stats}"
-        batch.seconds = self._duration_s(batch)
+        batch.seconds = self._duration.seconds(batch, self._ended)
         return batch
 
     def end(self, batch: RunningStep, end_s: float, seconds: float) -> list[SimRequest]:
@@ -240,7 +233,7 @@ class SimulatedExecutor:
         request.know_output()
         request.computed_ever_tokens = max(request.computed_ever_tokens, kv_tokens)
         request.lost_tokens += kv_tokens
-        self._release(request)
+        self._kv.release(request)
         self._remove_admitted(request)
         request.move(RequestState.WAITING)
         self._list_decoding()
@@ -292,15 +285,6 @@ class SimulatedExecutor:
         assert all(r.computed_tokens > 0 or r in away for r in self.admitted.values())
         self._decoding.check_invariants(self.admitted.values())
 
-    def _cached_tokens(self, request: SimRequest) -> int:
-        # The last token is always computed, because its logits are needed.
-        limit = request.length_tokens - 1
-        page_tokens = self.pool.page_tokens
-        saved = min(request.saved_tokens, limit // page_tokens * page_tokens)
-        if not self.config.prefix_cache:
-            return saved
-        return max(saved, self.cache.match(request.tokens, limit))
-
     def _begin_chunk(self, batch: RunningStep, rid: str, tokens: int) -> int:
         """Add a chunk to the batch; return the pages that it needs."""
         pages_of = self.pool.pages_of
@@ -322,16 +306,10 @@ class SimulatedExecutor:
         if request is None:
             index = next(i for i, r in enumerate(self.waiting) if r.info.rid == rid)
             request = self.waiting.pop(index)
-        limit = request.length_tokens - 1 if self.config.prefix_cache else 0
-        request.lock = self.cache.lock(request.tokens, limit) if limit else self.cache.root
-        given = request.locked_tokens
-        reloaded = max(0, self._cached_tokens(request) - given)
-        request.computed_tokens = given + reloaded
+        reloaded = self._kv.admit(request)
         if request.num_admissions == 0:
-            request.cached_prompt_tokens = given
+            request.cached_prompt_tokens = request.locked_tokens
         request.num_admissions += 1
-        request.given_tokens += given
-        request.reloaded_tokens += reloaded
         batch.reloaded_tokens += reloaded
         batch.admitted.add(request)
         request.move(RequestState.PREFILLING)
@@ -349,7 +327,7 @@ class SimulatedExecutor:
         request.prefilled_tokens += tokens
         redone_to = min(computed, request.computed_ever_tokens)
         request.recomputed_tokens += max(0, redone_to - start)
-        self._share(request, min(computed, request.info.prompt_tokens))
+        self._kv.share(request, min(computed, request.info.prompt_tokens))
         if computed == request.length_tokens:
             request.generated_tokens += 1
             request.num_prefills += 1
@@ -358,15 +336,6 @@ class SimulatedExecutor:
         request.refresh_view()
         if self._checkpoint and not request.info.is_online:
             self._checkpoint.mark(request)
-
-    def _share(self, request: SimRequest, tokens: int) -> None:
-        """Move the whole pages of a request's first ``tokens`` tokens to the prefix cache."""
-        page_tokens = self.pool.page_tokens
-        length = tokens // page_tokens * page_tokens
-        locked = request.locked_tokens
-        if self.config.prefix_cache and length > locked and request.lock is not None:
-            request.lock, _ = self.cache.extend(request.lock, request.tokens, length)
-            self.pool.release((length - locked) // page_tokens)
 
     def _shed(self, rid: str) -> SimRequest:
         request = next(r for r in self.waiting if r.info.rid == rid)
@@ -379,10 +348,10 @@ class SimulatedExecutor:
         head_tokens = request.computed_tokens - tokens
         assert head_tokens >= 0, f"{request.info.rid}: {tokens} tokens of {request.computed_tokens}"
         request.know_output()
-        self._share(request, head_tokens)
+        self._kv.share(request, head_tokens)
         request.computed_ever_tokens = max(request.computed_ever_tokens, request.computed_tokens)
         request.lost_tokens += request.computed_tokens
-        self._release(request)
+        self._kv.release(request)
         self._remove_admitted(request)
         request.move(RequestState.WAITING)
         request.refresh_view()
@@ -397,7 +366,7 @@ class SimulatedExecutor:
         if self.config.overlap:
             self._ended.append(request)
         else:
-            self._release(request)
+            self._kv.release(request)
 
     def _add_admitted(self, request: SimRequest) -> None:
         request.place = self._next_place
@@ -411,26 +380,8 @@ class SimulatedExecutor:
 
     def _release_ended(self) -> None:
         for request in self._ended:
-            self._release(request)
+            self._kv.release(request)
         self._ended.clear()
-
-    def _release(self, request: SimRequest) -> None:
-        """Release a request's KV: private pages become free, shared ones evictable."""
-        locked_pages = request.locked_tokens // self.pool.page_tokens
-        self.pool.release(self.pool.pages_of(request.computed_tokens) - locked_pages)
-        if request.lock is not None:
-            self.cache.unlock(request.lock)
-        request.lock = None
-        request.computed_tokens = 0
-        request.shared_tokens = 0
-
-    def _note_sharing(self) -> None:
-        self._sharing_version = self.cache.sharing_version
-        for request in self.admitted.values():
-            shared = 0 if request.lock is None else self.cache.shared_tokens(request.lock)
-            if shared != request.shared_tokens:
-                request.shared_tokens = shared
-                request.refresh_view()
 
     def _decodes_of(self, plan: StepPlan) -> DecodingRequests:
         """Return the requests that decode in a step."""
@@ -448,23 +399,6 @@ class SimulatedExecutor:
 
     def _list_decoding(self) -> None:
         self._decoding = DecodingRequests(self.admitted.values(), self.pool.page_tokens)
-
-    def _duration_s(self, batch: RunningStep) -> float:
-        stats = batch.stats
-        for request in self._ended:
-            stats = stats.with_decode(request.computed_tokens)
-        seconds = self._model.predict(stats)
-        if self._noise_sigma:
-            sigma = self._noise_sigma
-            seconds *= self._random.lognormvariate(-(sigma**2) / 2, sigma)
-        if self._checkpoint and batch.reloaded_tokens:
-            seconds = max(seconds, self._checkpoint.load_s(batch.reloaded_tokens))
-        if not self.config.overlap:
-            seconds += self.config.scheduling_s
-        safepoint = self.config.safepoint
-        if safepoint and batch.has_offline:
-            seconds += safepoint.checks_per_iteration * safepoint.check_s
-        return seconds
 
 
 def _arrival_order(request: SimRequest) -> tuple[float, str]:

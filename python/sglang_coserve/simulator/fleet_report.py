@@ -1,18 +1,15 @@
-"""The table and the file of simulated fleets."""
+"""The table of simulated fleets."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Final
 
 from sglang_coserve.metrics import attainment, latency_report
 from sglang_coserve.simulator.fleet_run import FleetResult
 from sglang_coserve.simulator.report import ms_text, percent_text, text_table
-from sglang_coserve.simulator.result import LABEL
 
-__all__ = ["FLEET_COLUMNS", "fleet_table_text", "write_fleet_report"]
+__all__ = ["FLEET_COLUMNS", "fleet_table_text"]
 
 FLEET_COLUMNS: Final = (
     "engines",
@@ -32,22 +29,6 @@ def fleet_table_text(results: Sequence[FleetResult]) -> str:
     """Return a row for each fleet, the engine alone first, as plain text, marked as simulated."""
     alone_per_s = results[0].offline_throughput.total_tokens_per_s
     return text_table(FLEET_COLUMNS, [_row(result, alone_per_s) for result in results])
-
-
-def write_fleet_report(
-    results: Sequence[FleetResult], path: Path, settings: Mapping[str, object]
-) -> None:
-    """Write all figures as JSON.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    report = {
-        "label": LABEL,
-        "settings": dict(settings),
-        "results": [result.to_dict() for result in results],
-    }
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def _row(result: FleetResult, alone_per_s: float) -> tuple[str, ...]:

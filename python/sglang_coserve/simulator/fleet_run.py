@@ -5,19 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.metrics import (
-    RequestTimeline,
-    SloTargets,
-    Throughput,
-    attainment,
-    latency_report,
-    throughput,
-)
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.compare import SimulationControl
 from sglang_coserve.simulator.engine import Engine
@@ -27,7 +19,7 @@ from sglang_coserve.simulator.mailbox import Mailbox
 from sglang_coserve.simulator.online_router import OnlineRouter
 from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.simulator.outage import Outage
-from sglang_coserve.simulator.result import LABEL
+from sglang_coserve.simulator.result import RunResult
 from sglang_coserve.simulator.run import SimulationSetup, simulate
 from sglang_coserve.workload import TraceRequest
 
@@ -69,29 +61,19 @@ class FleetOptions:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class FleetResult:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetResult(RunResult):
     """The run of one fleet."""
 
     num_engines: int
     is_alone: bool
     """True for an engine without gateway and router, whose offline queue is never empty."""
 
-    targets: SloTargets
-    interval_s: float
-    is_complete: bool
-    online: tuple[RequestTimeline, ...]
-    offline: tuple[RequestTimeline, ...]
     busiest_share: float
     """Offline tokens computed by the engine with most of them, divided by the mean."""
 
     online_lost: int = 0
     lines_given_back: int = 0
-
-    @property
-    def offline_throughput(self) -> Throughput:
-        """Rates of the lines."""
-        return throughput(self.offline, 0.0, self.interval_s)
 
     @property
     def cached_share(self) -> float | None:
@@ -100,26 +82,16 @@ class FleetResult:
         total = sum(line.prompt_tokens for line in served)
         return sum(line.cached_prompt_tokens for line in served) / total if total else None
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """Return everything except the timelines, for JSON."""
-        return {
-            "label": LABEL,
-            "engines": self.num_engines,
-            "is_alone": self.is_alone,
-            "is_complete": self.is_complete,
-            "interval_s": self.interval_s,
-            "online": {
-                "latency": latency_report(self.online).to_dict(),
-                "attainment": attainment(self.online, self.targets),
-                "lost": self.online_lost,
-            },
-            "offline": {
-                "throughput": self.offline_throughput.to_dict(),
-                "cached_share": self.cached_share,
-                "busiest_share": self.busiest_share,
-                "lines_given_back": self.lines_given_back,
-            },
+        result = RunResult.to_dict(self)
+        result["online"]["lost"] = self.online_lost
+        result["offline"] |= {
+            "cached_share": self.cached_share,
+            "busiest_share": self.busiest_share,
+            "lines_given_back": self.lines_given_back,
         }
+        return {"engines": self.num_engines, "is_alone": self.is_alone, **result}
 
 
 def simulate_fleets(options: FleetOptions, control: SimulationControl) -> list[FleetResult]:

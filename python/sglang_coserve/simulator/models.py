@@ -12,6 +12,9 @@ __all__ = ["MODELS", "find_model", "kv_bytes_per_token", "kv_capacity_tokens", "
 
 _VALUE_BYTES: Final = 2
 
+_USABLE_SHARE: Final = 0.9
+"""Share of the device memory for weights and KV; about SGLang's default."""
+
 # hidden_size, num_layers, num_query_heads, num_kv_heads, head_dim, intermediate_size and
 # vocab_size, as the config.json published with each model states them.
 MODELS: Final = MappingProxyType(
@@ -59,17 +62,13 @@ def kv_bytes_per_token(shape: ModelShape) -> int:
     return 2 * _VALUE_BYTES * shape.num_layers * shape.num_kv_heads * shape.head_dim
 
 
-def kv_capacity_tokens(
-    shape: ModelShape, hardware: Hardware, *, tp_size: int = 1, memory_fraction: float = 0.9
-) -> int:
-    """Return the KV capacity in tokens, given the share of device memory for weights and KV.
+def kv_capacity_tokens(shape: ModelShape, hardware: Hardware, *, tp_size: int = 1) -> int:
+    """Return the KV capacity in tokens.
 
     Raises:
-        ConfigError: the fraction is out of range, or the weights leave no room.
+        ConfigError: the weights leave no room.
     """
-    if not 0 < memory_fraction <= 1:
-        raise ConfigError(f"memory fraction {memory_fraction}: it must be above 0 and at most 1")
-    usable_bytes = memory_fraction * hardware.memory_bytes * tp_size
+    usable_bytes = _USABLE_SHARE * hardware.memory_bytes * tp_size
     room_bytes = usable_bytes - weight_bytes(shape)
     tokens = int(room_bytes / kv_bytes_per_token(shape))
     if tokens < 1:

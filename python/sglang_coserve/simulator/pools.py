@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
+from typing import Final
 
 from sglang_coserve.core.bottleneck import saturated_batch_size
 from sglang_coserve.core.latency_model import LatencyModel
@@ -15,6 +16,9 @@ from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.request import SimRequest
 
 __all__ = ["Pools", "Pull", "length_preference"]
+
+_PULLED_AT_ONCE: Final = 4
+"""Requests that one pull moves at the most."""
 
 Pull = Callable[["Pools"], list[str]]
 """Returns the decoding requests of the relaxed engine that the strict one takes over now."""
@@ -96,7 +100,7 @@ class Pools:
                 self.relaxed.accept(request)
 
 
-def length_preference(model: LatencyModel, tpot_s: float, at_once: int = 4) -> Pull:
+def length_preference(model: LatencyModel, tpot_s: float) -> Pull:
     """Return a pull function by OOCO's Algorithm 1: offline requests of the preferred length."""
     saturated_size = saturated_batch_size(model)
 
@@ -123,6 +127,6 @@ def length_preference(model: LatencyModel, tpot_s: float, at_once: int = 4) -> P
             if request.has_prompt and not request.info.is_online and request not in away:
                 by_length.setdefault(request.computed_tokens, []).append(rid)
         lengths = [length for length, rids in by_length.items() for _ in rids]
-        return [by_length[n].pop() for n in closest_lengths(lengths, preference, at_once)]
+        return [by_length[n].pop() for n in closest_lengths(lengths, preference, _PULLED_AT_ONCE)]
 
     return pull

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from sglang_coserve.metrics import attainment, latency_report
 from sglang_coserve.simulator.plots import latency_cdfs, load_over_time
-from sglang_coserve.simulator.result import LABEL, SimulationResult
+from sglang_coserve.simulator.result import LABEL, SimulationResult, write_results
 
 __all__ = [
     "COLUMNS",
@@ -77,12 +76,7 @@ def write_report(
     figures = {"latency": latency_cdfs(results)}
     figures |= {f"load-{result.policy}": load_over_time(result) for result in results}
     directory.mkdir(parents=True, exist_ok=True)
-    report = {
-        "label": LABEL,
-        "settings": dict(settings),
-        "results": [result.to_dict() for result in results],
-    }
-    _write(directory / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
+    write_results(results, directory / "report.json", settings)
     _write(directory / "table.txt", table_text(results))
     for name, svg in figures.items():
         _write(directory / f"{name}.svg", svg)

@@ -1,10 +1,12 @@
-"""The result of one simulated run."""
+"""The results of simulated runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 from sglang_coserve.metrics import (
     RequestTimeline,
@@ -20,29 +22,67 @@ from sglang_coserve.simulator.counters import Counters
 from sglang_coserve.simulator.load_curve import LoadCurve
 from sglang_coserve.simulator.request import SimRequest
 
-__all__ = ["LABEL", "SimulationResult"]
+__all__ = ["LABEL", "RunResult", "SimulationResult", "write_results"]
 
 LABEL: Final = "simulated"
 """Marks all output of a simulation."""
 
 
-@dataclass(frozen=True, slots=True)
-class SimulationResult:
-    """The run of one policy. Latencies and rates are defined in ``sglang_coserve.metrics``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What the requests of a run got. Latencies and rates are defined in
+    ``sglang_coserve.metrics``."""
 
-    policy: str
     targets: SloTargets
     interval_s: float
     """Rates are over (0, interval]; later arrivals were not served."""
-
-    end_s: float
-    """End of the run: after the interval if online requests were still running."""
 
     is_complete: bool
     """False if the run was stopped early; ``interval_s`` is then the real end."""
 
     online: tuple[RequestTimeline, ...]
     offline: tuple[RequestTimeline, ...]
+
+    @property
+    def online_throughput(self) -> Throughput:
+        """Rates of the online requests."""
+        return throughput(self.online, 0.0, self.interval_s)
+
+    @property
+    def offline_throughput(self) -> Throughput:
+        """Rates of the offline requests."""
+        return throughput(self.offline, 0.0, self.interval_s)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything except the timelines, for JSON."""
+        targets = self.targets
+        return {
+            "label": LABEL,
+            "is_complete": self.is_complete,
+            "interval_s": self.interval_s,
+            "targets": {"ttft_s": targets.ttft_s, "tpot_s": targets.tpot_s},
+            "online": {
+                "latency": latency_report(self.online).to_dict(),
+                "throughput": self.online_throughput.to_dict(),
+                "attainment": attainment(self.online, targets),
+                "token_attainment": token_attainment(self.online, targets),
+                "goodput_per_s": goodput_per_s(self.online, targets, 0.0, self.interval_s),
+            },
+            "offline": {
+                "latency": latency_report(self.offline).to_dict(),
+                "throughput": self.offline_throughput.to_dict(),
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationResult(RunResult):
+    """The run of one policy."""
+
+    policy: str
+    end_s: float
+    """End of the run: after the interval if online requests were still running."""
+
     counters: Counters
     recomputed_tokens: int
     reloaded_tokens: int
@@ -72,51 +112,26 @@ class SimulationResult:
             recomputed += request.recomputed_tokens
             reloaded += request.reloaded_tokens
         return cls(
-            policy,
-            targets,
-            interval_s,
-            end_s,
-            is_complete,
-            tuple(online),
-            tuple(offline),
-            counters,
-            recomputed,
-            reloaded,
-            kv_capacity_tokens,
-            curve,
+            policy=policy,
+            targets=targets,
+            interval_s=interval_s,
+            end_s=end_s,
+            is_complete=is_complete,
+            online=tuple(online),
+            offline=tuple(offline),
+            counters=counters,
+            recomputed_tokens=recomputed,
+            reloaded_tokens=reloaded,
+            kv_capacity_tokens=kv_capacity_tokens,
+            curve=curve,
         )
 
-    @property
-    def online_throughput(self) -> Throughput:
-        """Rates of the online requests."""
-        return throughput(self.online, 0.0, self.interval_s)
-
-    @property
-    def offline_throughput(self) -> Throughput:
-        """Rates of the offline requests."""
-        return throughput(self.offline, 0.0, self.interval_s)
-
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """Return everything except the timelines and the curve, for JSON."""
-        targets = self.targets
         return {
             "policy": self.policy,
-            "label": LABEL,
-            "is_complete": self.is_complete,
-            "interval_s": self.interval_s,
+            **RunResult.to_dict(self),
             "end_s": self.end_s,
-            "targets": {"ttft_s": targets.ttft_s, "tpot_s": targets.tpot_s},
-            "online": {
-                "latency": latency_report(self.online).to_dict(),
-                "throughput": self.online_throughput.to_dict(),
-                "attainment": attainment(self.online, targets),
-                "token_attainment": token_attainment(self.online, targets),
-                "goodput_per_s": goodput_per_s(self.online, targets, 0.0, self.interval_s),
-            },
-            "offline": {
-                "latency": latency_report(self.offline).to_dict(),
-                "throughput": self.offline_throughput.to_dict(),
-            },
             "engine": {
                 **self.counters.to_dict(),
                 "recomputed_tokens": self.recomputed_tokens,
@@ -124,3 +139,17 @@ class SimulationResult:
                 "kv_capacity_tokens": self.kv_capacity_tokens,
             },
         }
+
+
+def write_results(results: Sequence[RunResult], path: Path, settings: Mapping[str, object]) -> None:
+    """Write what ``to_dict`` of each run returns to a JSON file, with the settings.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    report = {
+        "label": LABEL,
+        "settings": dict(settings),
+        "results": [result.to_dict() for result in results],
+    }
+    path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")

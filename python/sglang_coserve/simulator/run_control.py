@@ -6,11 +6,9 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
-from sglang_coserve.interrupts import StopOnInterrupt
-from sglang_coserve.progress_bar import progress_bar
+from sglang_coserve.progress_bar import StoppableBar, progress_bar
 
 __all__ = ["RunControl"]
 
@@ -18,12 +16,8 @@ _LINE_INTERVAL_S: Final = 10.0
 """Interval of progress lines, as in ``coserve submit``."""
 
 
-class RunControl:
-    """A context manager whose ``tick`` tells a run whether to stop.
-
-    The first SIGINT requests a stop, a second one interrupts as usual. Only
-    the main thread may enter it.
-    """
+class RunControl(StoppableBar):
+    """A bar whose ``tick`` tells a run whether to stop."""
 
     def __init__(
         self,
@@ -40,34 +34,13 @@ class RunControl:
                 lines.
             clock: Real time in seconds.
         """
-        self._stop = StopOnInterrupt()
+        super().__init__(progress_bar(show=show), "")
         self._clock = clock
         self._end_s = clock() + time_limit_s
-        self._bar = progress_bar(show=show)
-        self._task = self._bar.add_task("")
         self._writes_lines = show and self._bar.disable
         self._line_s = clock()
         self._name = ""
         self._interval_s = math.inf
-
-    def __enter__(self) -> Self:
-        self._stop.__enter__()
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
-        self._stop.__exit__(kind, error, traceback)
-
-    @property
-    def is_interrupted(self) -> bool:
-        """True after SIGINT."""
-        return self._stop.is_interrupted
 
     @property
     def should_stop(self) -> bool:

@@ -77,11 +77,11 @@ class RunningStep:
         """Return its result, after ``Executor.end``. O(requests)."""
         served = [_served(request, end_s) for request, _ in self.chunks if request.info.is_online]
         # A decode has a token of its prefill and one of this step. Like Served(), at half the cost.
-        new = tuple.__new__
+        new, online = tuple.__new__, RequestClass.ONLINE
         served += [
             new(ServedRequest, (request.info, request.token_times_s[-2], end_s))
             for request in self.decodes
-            if request.info.request_class is RequestClass.ONLINE
+            if request.info.request_class is online
         ]
         return StepResult(
             step=self.step,

@@ -8,7 +8,6 @@ import signal
 import sys
 import traceback
 from contextlib import nullcontext
-from types import TracebackType
 from typing import Any, Self
 
 from sglang_coserve.errors import CoserveError, ServerError, StartupError
@@ -16,6 +15,7 @@ from sglang_coserve.profiler.executor import ExecutorLimits, StepShape
 from sglang_coserve.profiler.machine import ProfiledMachine
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
+from sglang_coserve.srt.cpu.replacements import install_replacements
 
 __all__ = ["ExecutorProcesses"]
 
@@ -69,12 +69,7 @@ class ExecutorProcesses:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def run(self, shape: StepShape) -> float:
@@ -134,5 +129,5 @@ def _start_scheduler(server_args: Any, port_args: Any, tp_rank: int) -> Any:
     from sglang.srt.managers.scheduler import Scheduler
 
     if not cpu.has_cuda():
-        cpu.install_replacements()
+        install_replacements()
     return compat.start_scheduler(Scheduler, server_args, port_args, tp_rank, configures=True)

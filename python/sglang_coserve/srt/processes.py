@@ -14,6 +14,7 @@ from typing import Any
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
+from sglang_coserve.srt.cpu.replacements import install_replacements
 
 __all__ = [
     "init_tokenizer_manager",
@@ -34,7 +35,7 @@ def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
 
     on_cpu = not cpu.has_cuda()
     if on_cpu:
-        cpu.install_replacements()
+        install_replacements()
     install_safeguards()
     register_cache(config_of(server_args), on_cpu=on_cpu)
     compat.replace("sglang.srt.managers.scheduler.Scheduler", _make_scheduler)

@@ -18,9 +18,9 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     """Run SGLang's scheduler process; takes its arguments."""
     from sglang.srt.managers import scheduler
 
-    from sglang_coserve.srt.cpu import defaults as cpu
+    from sglang_coserve.srt.cpu.replacements import install_replacements
 
-    cpu.install_replacements()
+    install_replacements()
     scheduler.run_scheduler_process(*args, **kwargs)
 
 

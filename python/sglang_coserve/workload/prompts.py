@@ -39,15 +39,18 @@ def prompt_token_ids(
         bits %= np.uint64(span)
     else:
         bits &= np.uint64(span - 1)  # The same for a power of two, and several times as fast.
-    return bits.astype(np.int64) + first_token_id
+    token_ids = bits.view(np.int64)
+    token_ids += first_token_id
+    return token_ids
 
 
 _GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Scramble 64-bit words: the output function of SplitMix64 (Steele et al., OOPSLA 2014)."""
-    x = x ^ (x >> np.uint64(30))
+    """Scramble 64-bit words in place, and return them: the output function of SplitMix64 (Steele
+    et al., OOPSLA 2014)."""
+    x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(27)
     x *= np.uint64(0x94D049BB133111EB)

@@ -98,31 +98,25 @@ class ContextFit:
 
 
 def fit_to_context(
-    requests: Iterable[TraceRequest],
-    max_context_tokens: int,
-    max_output_tokens: int | None = None,
+    requests: Iterable[TraceRequest], max_context_tokens: int
 ) -> tuple[list[TraceRequest], ContextFit]:
     """Cut requests to a model's context and drop those that failed when recorded.
 
-    First outputs are cut, to ``max_output_tokens`` and to leave room for one
-    prompt token; then prompts are cut at their end to the room that is left, so
-    that shared prefixes stay shared.
+    First outputs are cut to leave room for one prompt token; then prompts are cut at
+    their end to the room that is left, so that shared prefixes stay shared.
 
     Raises:
-        ConfigError: A limit leaves no room for one prompt and one output token.
+        ConfigError: The limit leaves no room for one prompt and one output token.
     """
     if max_context_tokens < 2:
         raise ConfigError(f"context limit {max_context_tokens}: it must be at least 2 tokens")
-    if max_output_tokens is not None and max_output_tokens < 1:
-        raise ConfigError(f"output limit {max_output_tokens}: it must be at least 1 token")
-    output_limit = min(max_context_tokens - 1, max_output_tokens or max_context_tokens)
     kept: list[TraceRequest] = []
     failed = prompts_cut = outputs_cut = prompt_tokens_cut = output_tokens_cut = 0
     for request in requests:
         if request.prompt_tokens == 0 or request.output_tokens == 0:
             failed += 1
             continue
-        output_tokens = min(request.output_tokens, output_limit)
+        output_tokens = min(request.output_tokens, max_context_tokens - 1)
         prompt_tokens = min(request.prompt_tokens, max_context_tokens - output_tokens)
         outputs_cut += output_tokens < request.output_tokens
         prompts_cut += prompt_tokens < request.prompt_tokens

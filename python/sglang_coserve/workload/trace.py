@@ -40,7 +40,7 @@ class TraceRequest:
     partial; tokens beyond the named blocks are shared with no one."""
 
 
-def read_trace(path: str | Path, trace_format: TraceFormat | None = None) -> Iterator[TraceRequest]:
+def read_trace(path: str | Path) -> Iterator[TraceRequest]:
     """Yield the requests of a trace file in order, in constant memory.
 
     The first request arrives at 0. Rows with equal timestamps keep the order of
@@ -49,20 +49,13 @@ def read_trace(path: str | Path, trace_format: TraceFormat | None = None) -> Ite
 
     Args:
         path: The file, read twice: its first line to know the format, then all.
-        trace_format: Its format; detected when None.
 
     Raises:
-        InputFileError: The file cannot be read, has another format, or holds no
+        InputFileError: The file cannot be read, is in no known format, or holds no
             request.
         WorkloadError: A row is malformed or earlier than the row before it.
     """
-    path = Path(path)
-    matching = _matching_formats(path)
-    if trace_format is None:
-        trace_format = _only(path, matching)
-    elif trace_format not in matching:
-        raise InputFileError(f"{path}: not a trace in the format {_describe(trace_format)}")
-    return _requests(path, LAYOUTS[trace_format])
+    return _requests(Path(path), LAYOUTS[detect_format(path)])
 
 
 def detect_format(path: str | Path) -> TraceFormat:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -236,7 +237,9 @@ def test_the_average_iteration_is_the_one_that_was_measured() -> None:
 
 
 def builder(*requests: Request) -> StepBuilder:
-    return StepBuilder(snapshot(*requests), MODEL, TARGETS, last_admitted_first)
+    return StepBuilder(
+        snapshot(*requests), MODEL, TARGETS, last_admitted_first, mean_due_s=lambda _: math.inf
+    )
 
 
 def test_a_budget_of_nothing_is_no_prompt_left_over() -> None:

@@ -28,6 +28,7 @@ def deployment(
         small_model,
         tmp_path_factory.mktemp("server"),
         *("--offline-max-running", "4", "--startup-profile-seconds", "0"),
+        "--enable-metrics",
         *("--batch-webhook-url", webhook_receiver.url, "--batch-webhook-allow-private"),
     )
     deployment.start()

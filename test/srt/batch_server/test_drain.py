@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_coserve.http_lines import EngineConnection, LineMovedError
 from sglang_coserve.lines.backend import LineRequest
@@ -21,6 +22,7 @@ from srt.batch_server.deployment import (
     Deployment,
     completed,
     create,
+    eventually,
     lines,
     text_of,
     until,
@@ -46,6 +48,17 @@ def drain(deployment: Deployment, method: str = "POST", query: str = "") -> dict
     answer = ask(deployment, method, f"/coserve/drain{query}")
     state: dict[str, Any] = answer.raise_for_status().json()
     return state
+
+
+def batches_exported(deployment: Deployment) -> dict[str, float]:
+    """What ``/metrics`` says of batches by their state, and of the lines that wait."""
+    text = ask(deployment, "GET", "/metrics").raise_for_status().text
+    return {
+        sample.labels.get("state", sample.name): sample.value
+        for family in text_string_to_metric_families(text)
+        if family.name.startswith("coserve_batch")
+        for sample in family.samples
+    }
 
 
 def test_a_drained_engine_hands_lines_back_and_goes_on_after_their_tokens(
@@ -112,6 +125,23 @@ def test_it_tells_routers_serves_who_comes_and_keeps_its_batches(
     assert len(found) == 6
     again = completed(client, create(client, lines(6, 40)).id)
     assert found == {name: text_of(record) for name, record in again.items()}
+
+
+def test_its_batches_are_not_exported_by_who_does_not_serve_them(
+    deployment: Deployment, client: openai.OpenAI
+) -> None:
+    batch = create(client, lines(60, 40))
+    path = f"/coserve/batches/{batch.id}"
+    ask(deployment, "POST", f"{path}/pause").raise_for_status()
+    eventually(lambda: batches_exported(deployment)["paused"] == 1)
+    assert drain(deployment)["is_draining"]
+    try:
+        assert set(batches_exported(deployment).values()) == {0}
+    finally:
+        drain(deployment, "DELETE")
+    eventually(lambda: batches_exported(deployment)["paused"] == 1)
+    client.batches.cancel(batch.id)
+    until(client, batch.id, "cancelled")
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])

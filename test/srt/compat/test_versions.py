@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from sglang_coserve.errors import UnsupportedError
-from sglang_coserve.srt.compat import seam_check, versions
+from sglang_coserve.srt.compat import version_check, versions
+from sglang_coserve.srt.compat.version_check import OVERRIDE_VARIABLE, check_version
 from sglang_coserve.srt.compat.versions import (
     NEWEST,
     OLDEST,
-    OVERRIDE_VARIABLE,
-    check_version,
     is_supported,
     start_up_line,
     version_key,
@@ -61,8 +60,8 @@ def test_no_sglang_is_told_from_another_one(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_untested_version_with_every_seam_can_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is looked up in the sources that are there, whatever their version says."""
     real = importlib.metadata.version("sglang")
-    problems = seam_check.problems
-    monkeypatch.setattr(seam_check, "problems", lambda tree, _version: problems(tree, real))
+    problems = version_check.problems
+    monkeypatch.setattr(version_check, "problems", lambda tree, _version: problems(tree, real))
     installed(monkeypatch, "0.5.99")
     check_version({OVERRIDE_VARIABLE: "1"})
 
@@ -70,7 +69,7 @@ def test_an_untested_version_with_every_seam_can_be_tried(monkeypatch: pytest.Mo
 def test_an_untested_version_without_a_seam_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, "0.5.99")
     lacking: list[Any] = ["sglang.srt.x: not there, read", "sglang.srt.y: not there, called"]
-    monkeypatch.setattr(seam_check, "problems", lambda _tree, _version: lacking)
+    monkeypatch.setattr(version_check, "problems", lambda _tree, _version: lacking)
     with pytest.raises(UnsupportedError, match=r"0\.5\.99 lacks .*srt\.x: .*; sglang\.srt\.y"):
         check_version({OVERRIDE_VARIABLE: "1"})
 

@@ -76,6 +76,8 @@ def test_every_request_is_in_its_histogram(
         assert list(point.explicit_bounds) == pytest.approx(bounds_s)
         said = attributes_of(point)
         assert said["gen_ai.response.model"] == "small"
+        of_route = {"flex": "text_completion", "default": "generate_content"}
+        assert said["gen_ai.operation.name"] == of_route[said["openai.response.service_tier"]]
         asked = said.get("openai.request.service_tier")
         assert asked == ("flex" if said["openai.response.service_tier"] == "flex" else None)
     assert traced.collector.metrics[f"gen_ai.server.{name}"].unit == "s"

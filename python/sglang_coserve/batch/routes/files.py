@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from typing import Annotated, Any, Final, Literal
@@ -11,7 +12,6 @@ from fastapi import APIRouter, Header, Path, Query, Request, Response
 
 from sglang_coserve.batch.errors import BatchRequestError
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.routes.byte_range import byte_range
 from sglang_coserve.batch.routes.caller import Owner, Service
 from sglang_coserve.batch.routes.errors import ERROR_RESPONSES, ErrorResponse, OpenAIRoute
 from sglang_coserve.batch.routes.patience import DownloadResponse, received
@@ -20,6 +20,8 @@ from sglang_coserve.batch.schemas import FileDeleted, FileList, FileObject
 from sglang_coserve.batch.service import FileContent
 
 __all__ = ["router"]
+
+_RANGE: Final = re.compile(r"bytes=(\d{1,18})?-(\d{1,18})?", re.ASCII)
 
 router = APIRouter(
     prefix="/v1/files", tags=["files"], route_class=OpenAIRoute, responses=ERROR_RESPONSES
@@ -82,9 +84,7 @@ async def list_files(
     purpose: Annotated[str | None, Query(max_length=64)] = None,
 ) -> Response:
     """List files by their creation."""
-    page = await service.list_files_json(
-        owner, after=after, limit=limit, order=order, purpose=purpose
-    )
+    page = await service.list_files(owner, after=after, limit=limit, order=order, purpose=purpose)
     return Response(page, media_type="application/json")
 
 
@@ -113,7 +113,7 @@ async def file_content(
 ) -> Response:
     """Read a file; that of a running batch holds the records written so far."""
     size_bytes = (await service.retrieve_file(owner, file_id)).bytes
-    wanted = byte_range(range_header, size_bytes) if range_header else None
+    wanted = _byte_range(range_header, size_bytes) if range_header else None
     start, end = wanted or (0, None)
     if wanted and start >= size_bytes:
         message = f"the file has {size_bytes} bytes: there is nothing from byte {start}"
@@ -152,3 +152,22 @@ async def _closing(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
     async with aclosing(chunks):
         async for chunk in chunks:
             yield chunk
+
+
+def _byte_range(header: str, size_bytes: int) -> tuple[int, int] | None:
+    """Return the bytes [start, end) that a ``Range`` header asks for of ``size_bytes``.
+
+    None for anything but one range, which RFC 9110 (14.2) lets a server ignore.
+    ``start`` may be beyond the end.
+    """
+    match = _RANGE.fullmatch(header.strip())
+    if match is None or match[1] is match[2] is None:
+        return None
+    if match[1] is None:
+        return max(0, size_bytes - int(match[2])), size_bytes
+    start, end = int(match[1]), size_bytes
+    if match[2] is not None:
+        if int(match[2]) < start:
+            return None
+        end = min(int(match[2]) + 1, size_bytes)
+    return start, end

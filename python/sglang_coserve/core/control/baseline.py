@@ -207,11 +207,11 @@ class Baseline:
         None while a prompt needs the slot or memory of a request that may have ended.
         """
         chunks: list[tuple[_Request, int]] = []
-        if not self._waiting:
+        if not self._waiting or self._waiting[0].arrival_s > start_s:
             return chunks
         budget = self._chunk_tokens
         num_requests = len(self._decoding)
-        held = sum(decode.context_tokens for decode in self._decoding)
+        held = sum([decode.context_tokens for decode in self._decoding])
         for request in self._waiting:
             if budget == 0 or request.arrival_s > start_s:
                 break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -12,12 +12,12 @@ from sglang_coserve.core.bottleneck import fixed_s
 from sglang_coserve.core.control.allowance import Allowance
 from sglang_coserve.core.control.baseline import Baseline, EngineSize
 from sglang_coserve.core.control.bill import Bill, Delay, WorkMark
+from sglang_coserve.core.control.pipeline_baseline import PipelineBaseline, baseline_of
 from sglang_coserve.core.control.slo import Slo, request_targets
 from sglang_coserve.core.control.slo_monitor import SloMonitor, TokenTimes
 from sglang_coserve.core.latency_model import LatencyModel
-from sglang_coserve.core.pipeline import PipelineBaseline, baseline_of
 from sglang_coserve.core.request import Ending
-from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.core.snapshot import Request, RequestInfo
 from sglang_coserve.core.step import JobTokens
 from sglang_coserve.core.step_stats import StepStats
 
@@ -76,6 +76,7 @@ class Interference:
         self._monitor = monitor
         self._baseline = baseline
         self._allowance = allowance
+        self._needs_gaps = monitor.needs_gaps or allowance.needs_gaps
         self._bill = Bill()
         self._watched: dict[str, _Watched] = {}
         self._num_judged = 0
@@ -159,16 +160,20 @@ class Interference:
         if self._baseline is not None:
             self._baseline.arrived(info.rid, info.arrival_s, info.prompt_tokens, cached_tokens)
 
-    def mean_due_s(self, info: RequestInfo) -> float:
-        """Return when a request's next token is due, for its mean gap so far to stay within target.
+    def mean_due_s(self, requests: Iterable[Request]) -> float:
+        """Return when the first next token is due, for each mean gap so far to stay within target.
 
-        Infinite before its first token, and without a TPOT target. O(1).
+        Infinite if none of them has both a token and a TPOT target. O(requests).
         """
-        watched = self._watched.get(info.rid)
-        target_s = info.tpot_target_s or self._allowance.tpot_target_s
-        if watched is None or not watched.tokens or target_s is None:
-            return math.inf
-        return watched.first_s + watched.tokens * target_s
+        watched_by_rid, default_s = self._watched, self._allowance.tpot_target_s
+        first_s = math.inf
+        for request in requests:
+            info = request.info
+            watched = watched_by_rid.get(info.rid)
+            target_s = info.tpot_target_s or default_s
+            if watched is not None and watched.tokens and target_s is not None:
+                first_s = min(first_s, watched.first_s + watched.tokens * target_s)
+        return first_s
 
     def worked(
         self, online_s: float, offline_s: float = 0.0, jobs: Sequence[JobTokens] = ()
@@ -192,7 +197,7 @@ class Interference:
             watched.first_at_s = self._online_s
             watched.first_work = self._bill.mark()
             self._learn_first_token(watched)
-        else:
+        elif self._needs_gaps:
             self._measure_gap(watched, now_s)
         watched.last_s = now_s
         watched.last_at_s = self._online_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 import numpy as np
 from pydantic import NonNegativeFloat, NonNegativeInt
@@ -12,15 +12,19 @@ from pydantic import NonNegativeFloat, NonNegativeInt
 from sglang_coserve.core.latency_model.samples import Floats, Sample, SampleTable
 from sglang_coserve.errors import InputFileError
 
-if TYPE_CHECKING:
-    from sglang_coserve.core.latency_model.protocol import LatencyModel
-
 __all__ = ["Fit", "FitReport", "fit_and_report"]
 
 _HELD_OUT_FRACTION: Final = 0.2
 
-M = TypeVar("M", bound="LatencyModel")
-M_co = TypeVar("M_co", bound="LatencyModel", covariant=True)
+
+class _Fitted(Protocol):
+    """What a report needs of a ``LatencyModel``."""
+
+    def contributions(self, table: SampleTable) -> Floats: ...
+
+
+M = TypeVar("M", bound=_Fitted)
+M_co = TypeVar("M_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,17 @@ __all__ = ["longest_prefill", "solve_chunk"]
 
 
 def solve_chunk(slack_s: float, per_token_s: float, per_token_squared_s: float) -> float:
-    """Return the n ≥ 0 with per_token_squared_s·n² + per_token_s·n = slack_s.
+    """Return the smallest n ≥ 0 with per_token_squared_s·n² + per_token_s·n = slack_s.
 
-    0 without slack, infinity if both coefficients are 0.
+    0 without slack, infinity if both coefficients are 0, or if no n is enough.
     """
     if slack_s <= 0:
         return 0.0
+    discriminant = per_token_s**2 + 4 * per_token_squared_s * slack_s
+    if discriminant < 0:
+        return math.inf
     # This form of the root avoids cancellation, so it is also exact for tiny quadratic terms.
-    root = per_token_s + math.sqrt(per_token_s**2 + 4 * per_token_squared_s * slack_s)
+    root = per_token_s + math.sqrt(discriminant)
     return 2 * slack_s / root if root > 0 else math.inf
 
 

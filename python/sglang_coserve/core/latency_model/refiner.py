@@ -23,6 +23,9 @@ _NOISE: Final = 0.03
 # Bound on the change of a coefficient; a machine that differs more must be profiled again.
 _MAX_LOG_CHANGE: Final = math.log(32)
 
+# Samples decay exponentially over so many.
+_WINDOW_SAMPLES: Final = 100
+
 # A residual counts in full up to this many times the running median of its size:
 # Huber's 1.345 standard deviations for normal noise.
 _HUBER: Final = 2.0
@@ -50,13 +53,12 @@ class Refiner(Generic[M]):
     thread-safe. Each ``refine`` is O(k³) for k ≤ 10 coefficients.
     """
 
-    def __init__(self, model: M, *, window_samples: int = 100) -> None:
-        """Start from a fitted model; samples decay exponentially over ``window_samples``."""
-        assert window_samples > 1, f"the window must hold samples: {window_samples}"
+    def __init__(self, model: M) -> None:
+        """Start from a fitted model."""
         k = len(model.coefficients)
         self._profiled = model
         self._model = model
-        self._keep = 1 - 1 / window_samples
+        self._keep = 1 - 1 / _WINDOW_SAMPLES
         prior_covariance = _COMMON_CHANGE**2 * np.ones((k, k)) + _OWN_CHANGE**2 * np.eye(k)
         self._prior = _NOISE**2 * np.linalg.inv(prior_covariance)
         self._information = np.zeros((k, k))

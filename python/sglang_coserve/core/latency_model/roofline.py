@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Final
@@ -30,10 +31,6 @@ _MEMORY: Final = 0.8
 _LINK: Final = 0.7
 _STEP_S: Final = 1e-3
 _REQUEST_S: Final = 1e-6
-
-_CLOSED_FORMS: Final = 2
-"""Rounds of the closed form. The first starts at one token, where the batch may be memory-bound;
-the second is mostly exact."""
 
 _COEFFICIENTS: Final = (
     "gemm_flop_s",
@@ -206,15 +203,13 @@ class RooflineModel:
         """See ``LatencyModel.max_prefill_tokens``; searches from a closed-form estimate."""
         if limit_tokens <= 0:
             return 0
-        if self.predict(batch.with_prefill(limit_tokens, context_tokens)) <= budget_s:
+        whole_s = self.predict(batch.with_prefill(limit_tokens, context_tokens))
+        if whole_s <= budget_s:
             return limit_tokens
-        tokens = 1
-        for _ in range(_CLOSED_FORMS):
-            seconds = self.predict(batch.with_prefill(tokens, context_tokens))
-            # Assume compute-bound operators: m more tokens add m·(2n + C) + m² to ΣP·(P + C).
-            slope_s = self._token_s + self._prefill_pair_s * (context_tokens + 2 * tokens)
-            more = solve_chunk(budget_s - seconds, slope_s, self._prefill_pair_s)
-            tokens += int(min(more, limit_tokens - tokens))
+        # Assume compute-bound operators: m of n tokens less take m·(2n + C) - m² off ΣP·(P + C).
+        slope_s = self._token_s + self._prefill_pair_s * (context_tokens + 2 * limit_tokens)
+        less = solve_chunk(whole_s - budget_s, slope_s, -self._prefill_pair_s)
+        tokens = limit_tokens - math.ceil(min(less, limit_tokens - 1))
         return longest_prefill(self, batch, context_tokens, limit_tokens, budget_s, tokens)
 
     def contributions(self, table: SampleTable) -> Floats:

@@ -39,11 +39,11 @@ def offline_until_s(batch: StepBuilder, gap_share: float, margin: float) -> floa
         margin: Share of the time that is left free for prediction error.
     """
     seen = batch.snapshot
-    if batch.online_prefills or seen.waiting:
+    if batch.requests.online_prefills or seen.waiting:
         return None
-    if not batch.online_decodes:
+    if not batch.requests.online_decodes:
         return math.inf
-    left_s = _left_s(batch, batch.offline_slack_s, gap_share, margin)
+    left_s = _left_s(batch, batch.deadlines.offline_slack_s, gap_share, margin)
     return seen.now_s + left_s if 0 < left_s < math.inf else None
 
 
@@ -106,13 +106,11 @@ def offline_lane_view(seen: EngineSnapshot, headroom_tokens: int) -> EngineSnaps
     those can go on while the step is suspended. If there are online requests, it leaves out offline
     decodes that cannot pause: they can decode only together with the online ones.
     """
-    num_online = sum([request.info.is_online for request in seen.admitted])
-    requests = [
-        request
-        for request in seen.admitted
-        if not request.info.is_online
-        and (not num_online or request.info.can_pause or request.state is not RequestState.DECODING)
-    ]
+    requests = [request for request in seen.admitted if not request.info.is_online]
+    num_online = len(seen.admitted) - len(requests)
+    if num_online:
+        decoding = RequestState.DECODING
+        requests = [r for r in requests if r.info.can_pause or r.state is not decoding]
     kept_tokens = headroom_tokens * num_online
     from_free = min(kept_tokens, seen.free_kv_tokens)
     return replace(
@@ -139,18 +137,20 @@ def share_in_lane(mixed: StepBuilder, left_s: float, alone: StepBuilder | None =
             which gives an upper bound.
     """
     seen = mixed.snapshot
-    decodes_s = mixed.model.predict(_decodes(mixed.online_decodes))
+    decodes_s = mixed.model.predict(_decodes(mixed.requests.online_decodes))
     run_s = left_s - seen.resume_s
     if alone is not None:
-        group_s = stop_share(alone.stats, seen) * alone.predicted_s
+        group_s = stop_share(alone.work.stats, seen) * alone.work.predicted_s
         run_s = run_s // group_s * group_s
     share = max(run_s, 0.0) / (decodes_s + left_s)
     if alone is None:
         return share
-    return share * _work_s(mixed, alone.stats) / alone.predicted_s
+    return share * _work_s(mixed, alone.work.stats) / alone.work.predicted_s
 
 
-def mixed_share(mixed: StepBuilder, least_tokens: int, *, has_prompts: bool) -> float:
+def mixed_share(
+    mixed: StepBuilder, least_tokens: int, enough: float, *, has_prompts: bool
+) -> float:
     """Return the share of time that does offline work if it runs in steps with online decodes.
 
     There it shares the fixed cost of a step, but the whole step must end before its decodes, or
@@ -162,12 +162,18 @@ def mixed_share(mixed: StepBuilder, least_tokens: int, *, has_prompts: bool) -> 
     Args:
         mixed: The step as planned; its online half is enough.
         least_tokens: Smallest prefill chunk.
+        enough: A share that is as good as any larger one: no better step is then looked for.
         has_prompts: Whether offline prompts wait.
     """
     model, budget_s = mixed.model, mixed.offline_budget_s
-    shares = [0.0]
-    for riders in [mixed.offline_decodes, []] if mixed.offline_decodes else [[]]:
-        offline, stats = _decodes(riders), _decodes([*mixed.online_decodes, *riders])
+    online = _decodes(mixed.requests.online_decodes)
+    share = 0.0
+    for riders in [mixed.requests.offline_decodes, []] if mixed.requests.offline_decodes else [[]]:
+        offline = _decodes(riders)
+        stats = StepStats(
+            decode_requests=online.decode_requests + offline.decode_requests,
+            decode_context_tokens=online.decode_context_tokens + offline.decode_context_tokens,
+        )
         if model.predict(stats) > budget_s:
             continue
         if has_prompts:
@@ -175,8 +181,10 @@ def mixed_share(mixed: StepBuilder, least_tokens: int, *, has_prompts: bool) -> 
             tokens = model.max_prefill_tokens(stats, 0, max(free_tokens, 0), budget_s)
             if tokens >= least_tokens:
                 offline, stats = offline.with_prefill(tokens, 0), stats.with_prefill(tokens, 0)
-        shares.append(_work_s(mixed, offline) / model.predict(stats))
-    return max(shares)
+        share = max(share, _work_s(mixed, offline) / model.predict(stats))
+        if share >= enough:
+            break
+    return share
 
 
 def _work_s(batch: StepBuilder, offline: StepStats) -> float:
@@ -188,12 +196,18 @@ def _work_s(batch: StepBuilder, offline: StepStats) -> float:
     if offline.is_empty:
         return 0.0
     times = max(batch.snapshot.max_batch_tokens // offline.compute_tokens, 1)
-    full = StepStats(*(times * part for part in offline._replace(prefill_context_tokens=0)))
+    full = StepStats(
+        prefill_requests=times * offline.prefill_requests,
+        prefill_tokens=times * offline.prefill_tokens,
+        prefill_attention_pairs=times * offline.prefill_attention_pairs,
+        decode_requests=times * offline.decode_requests,
+        decode_context_tokens=times * offline.decode_context_tokens,
+    )
     return batch.model.predict(full) / times
 
 
 def _left_s(batch: StepBuilder, slack_s: float, gap_share: float, margin: float) -> float:
-    decodes_s = batch.model.predict(_decodes(batch.online_decodes))
+    decodes_s = batch.model.predict(_decodes(batch.requests.online_decodes))
     return gap_share * (slack_s - decodes_s) * (1 - margin)
 
 

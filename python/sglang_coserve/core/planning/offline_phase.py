@@ -44,16 +44,16 @@ def serve_offline(
     free_tokens = batch.free_tokens
     if for_throughput:
         batch.offline_budget_s = max(batch.offline_budget_s, least_offline_s(batch.model))
-    decode_offline(batch, batch.offline_decodes)
+    decode_offline(batch, batch.requests.offline_decodes)
     if for_throughput:
         batch.limit_tokens(best_prefill_tokens(batch))
     prefill_offline(batch, context)
-    if batch.stats.is_empty and not batch.has_online:
+    if batch.work.stats.is_empty and not batch.requests.has_online:
         batch.offline_budget_s = math.inf
         # A chunk has at least one page.
         least_tokens = max(context.config.min_chunk_tokens, batch.snapshot.page_tokens)
         batch.free_tokens = min(free_tokens, least_tokens)
-        decode_offline(batch, batch.offline_decodes)
+        decode_offline(batch, batch.requests.offline_decodes)
         prefill_offline(batch, context)
 
 
@@ -64,17 +64,18 @@ def decode_offline(batch: StepBuilder, requests: Iterable[Request]) -> None:
     order, but never the only one left: it pauses until another request has ended.
     O(requests), with O(log requests) predictions for each retraction.
     """
-    requests = batch.without_retracted(requests)
+    memory = batch.memory
+    requests = memory.without_retracted(requests)
     while True:
         fitting = requests[: longest_prefix(batch, requests)]
-        needed = batch.kv_to_decode(fitting)
-        if batch.has_room(needed, requests=len(fitting)):
+        needed = memory.kv_to_decode(fitting)
+        if memory.has_room(needed, requests=len(fitting)):
             break
-        victim = batch.next_victim()
+        victim = memory.next_victim()
         if victim is None or requests == [victim]:
             fitting = []
             break
-        batch.retract(victim, needed)
+        memory.retract(victim, needed)
         if victim in requests:
             requests.remove(victim)
     batch.decode(fitting)
@@ -84,13 +85,13 @@ def longest_prefix(batch: StepBuilder, requests: Sequence[Request]) -> int:
     """Return how many of the first requests fit the latency and token budgets, by bisection."""
     limit = min(len(requests), batch.free_tokens)
     tokens = [request.computed_tokens for request in requests[:limit]]
-    if limit == 0 or batch.predict_with_decodes(limit, sum(tokens)) <= batch.offline_budget_s:
+    if limit == 0 or batch.work.predict_with_decodes(limit, sum(tokens)) <= batch.offline_budget_s:
         return limit
     contexts = list(accumulate(tokens, initial=0))
     return bisect_right(
         range(1, limit),
         batch.offline_budget_s,
-        key=lambda count: batch.predict_with_decodes(count, contexts[count]),
+        key=lambda count: batch.work.predict_with_decodes(count, contexts[count]),
     )
 
 
@@ -105,8 +106,8 @@ def best_prefill_tokens(batch: StepBuilder) -> int:
     sizes = [batch.free_tokens]
     while sizes[-1] > _SMALLEST_PREFILL_TOKENS:
         sizes.append(sizes[-1] // 2)
-    decodes = batch.stats.compute_tokens
-    return max(sizes, key=lambda size: (decodes + size) / batch.predict_with_prefill(size, 0))
+    decodes = batch.work.stats.compute_tokens
+    return max(sizes, key=lambda size: (decodes + size) / batch.work.predict_with_prefill(size, 0))
 
 
 def prefill_offline(batch: StepBuilder, context: PlanContext) -> None:
@@ -123,18 +124,19 @@ def prefill_offline(batch: StepBuilder, context: PlanContext) -> None:
 
 
 def _continue_prefills(batch: StepBuilder, context: PlanContext) -> bool:
-    for request in batch.offline_prefills:
-        if batch.is_retracted(request):
+    memory = batch.memory
+    for request in batch.requests.offline_prefills:
+        if memory.is_retracted(request):
             continue
         rest_tokens = request.tokens_to_compute
-        kv_tokens = batch.kv_to_prefill(request.computed_tokens, rest_tokens, is_new=False)
-        while not batch.has_room(kv_tokens) and batch.stats.is_empty:
+        kv_tokens = memory.kv_to_prefill(request.computed_tokens, rest_tokens, is_new=False)
+        while not memory.has_room(kv_tokens) and batch.work.stats.is_empty:
             # No request runs that would free KV by ending, so another unfinished one is retracted.
-            victim = batch.next_victim()
+            victim = memory.next_victim()
             if victim is None or victim is request:
                 return False
-            batch.retract(victim, kv_tokens)
-        if not batch.has_room(kv_tokens):
+            memory.retract(victim, kv_tokens)
+        if not memory.has_room(kv_tokens):
             return False
         if not _add(
             batch, context, request.info.rid, request.computed_tokens, rest_tokens, kv_tokens
@@ -146,9 +148,9 @@ def _continue_prefills(batch: StepBuilder, context: PlanContext) -> bool:
 def _admit(batch: StepBuilder, context: PlanContext) -> None:
     config, queue = context.config, context.queue
     # Return early: looking up the prefix cache costs as much as the rest of the function.
-    if batch.free_slots <= 0 or batch.free_tokens <= 0:
+    if batch.memory.free_slots <= 0 or batch.free_tokens <= 0:
         return
-    if batch.predicted_s >= batch.offline_budget_s:
+    if batch.work.predicted_s >= batch.offline_budget_s:
         return
     seen = (*batch.snapshot.admitted, *batch.snapshot.elsewhere)
     num_requests = len(seen) + len(batch.chunks)
@@ -159,9 +161,9 @@ def _admit(batch: StepBuilder, context: PlanContext) -> None:
     prompts = [
         queue.running(chunk.rid).token_ids for chunk in batch.chunks if queue.is_running(chunk.rid)
     ]
-    for request in islice(queue.candidates(batch.snapshot.now_s), picks):
+    for request, cached_tokens in islice(context.candidates, picks):
         length_tokens = request.num_prompt_tokens + request.num_generated_tokens
-        cached_tokens = min(context.cache.cached_tokens(request.rid), length_tokens - 1)
+        cached_tokens = min(cached_tokens, length_tokens - 1)
         rest_tokens = length_tokens - cached_tokens
         if prompts and batch.snapshot.keeps_prefixes:
             shared_tokens = _shared_tokens(batch, request, cached_tokens, prompts)
@@ -169,8 +171,8 @@ def _admit(batch: StepBuilder, context: PlanContext) -> None:
                 batch, length_tokens, cached_tokens, shared_tokens
             ):
                 continue
-        kv_tokens = batch.kv_to_prefill(cached_tokens, rest_tokens, is_new=True)
-        if not batch.has_room(kv_tokens + config.headroom_tokens * num_requests, slots=1):
+        kv_tokens = batch.memory.kv_to_prefill(cached_tokens, rest_tokens, is_new=True)
+        if not batch.memory.has_room(kv_tokens + config.headroom_tokens * num_requests, slots=1):
             return
         if not _add(
             batch, context, request.rid, cached_tokens, rest_tokens, kv_tokens, is_new=True
@@ -203,8 +205,8 @@ def _is_worth_a_step(
 ) -> bool:
     """Return whether computing the shared tokens costs more than the fixed cost of a step."""
     least_s = batch.model.predict(StepStats().with_prefill(1, 0))
-    whole_s = batch.predict_with_prefill(length_tokens - cached_tokens, cached_tokens)
-    rest_s = batch.predict_with_prefill(length_tokens - shared_tokens, shared_tokens)
+    whole_s = batch.work.predict_with_prefill(length_tokens - cached_tokens, cached_tokens)
+    rest_s = batch.work.predict_with_prefill(length_tokens - shared_tokens, shared_tokens)
     return whole_s - rest_s > least_s
 
 

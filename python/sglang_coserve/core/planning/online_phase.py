@@ -39,11 +39,11 @@ def serve_online(batch: StepBuilder, context: PlanContext, budget_s: float) -> N
     if prompts_s is None:
         decode_online(batch)
         pace = context.shed_pace if context.config.overload is Overload.SHED else 1.0
-        left_s = min(budget_s, batch.tpot_slack_s * pace) * (1 - margin)
+        left_s = min(budget_s, batch.deadlines.slack_s * pace) * (1 - margin)
         prefill_online(batch, context, left_s, spared_cut=_SPARED_CUT)
     else:
         _prefill_before_decodes(batch, context, prompts_s)
-    batch.online_part_s = batch.predicted_s
+    batch.online_part_s = batch.work.predicted_s
     if batch.lane is Lane.OFFLINE:
         return  # No online request waits for the end of such a step.
     batch.offline_budget_s = min(
@@ -56,11 +56,11 @@ def serve_online(batch: StepBuilder, context: PlanContext, budget_s: float) -> N
 
 def _prefill_before_decodes(batch: StepBuilder, context: PlanContext, budget_s: float) -> None:
     """Add online prefills without decodes; only the decodes if no prompt finds memory."""
-    decodes_kv = batch.kv_to_decode(batch.online_decodes)
-    batch.free_kv_tokens -= decodes_kv  # Reserved for the decodes of the next step.
+    decodes_kv = batch.memory.kv_to_decode(batch.requests.online_decodes)
+    batch.memory.free_kv_tokens -= decodes_kv  # Reserved for the decodes of the next step.
     prefill_online(batch, context, budget_s, spared_cut=_SPARED_CUT)
-    batch.free_kv_tokens += decodes_kv
-    if batch.stats.is_empty:
+    batch.memory.free_kv_tokens += decodes_kv
+    if batch.work.stats.is_empty:
         decode_online(batch)
     else:
         batch.skips_decodes = True
@@ -81,23 +81,28 @@ def _time_before_decodes_s(
     """
     ttft_s = batch.targets.ttft_s
     prompts = _prompts_that_fit(batch)
-    if not batch.online_decodes or not prompts or ttft_s is None:
+    if not batch.requests.online_decodes or not prompts or ttft_s is None:
         return None
     if context.config.overload is Overload.SHED:
         return None  # Prompts that would be late are refused instead.
-    if math.isinf(batch.tpot_slack_s) or not batch.has_room(
-        batch.kv_to_decode(batch.online_decodes), requests=len(batch.online_decodes)
+    memory, decodes_slack_s = batch.memory, batch.deadlines.slack_s
+    if math.isinf(decodes_slack_s) or not memory.has_room(
+        memory.kv_to_decode(batch.requests.online_decodes),
+        requests=len(batch.requests.online_decodes),
     ):
         return None
-    contexts = sum([request.computed_tokens for request in batch.online_decodes])
-    decodes_s = batch.predict_with_decodes(len(batch.online_decodes), contexts)
+    contexts = sum([request.computed_tokens for request in batch.requests.online_decodes])
+    decodes_s = batch.work.predict_with_decodes(len(batch.requests.online_decodes), contexts)
     share = 1 - context.config.margin
-    limit_s = min(budget_s, batch.tpot_slack_s + ttft_s) * share - decodes_s
-    alone_s = batch.predict_with_whole(prompts)
-    if alone_s > limit_s and batch.predict_with_whole(prompts[:1]) > limit_s:
+    limit_s = min(budget_s, decodes_slack_s + ttft_s) * share - decodes_s
+    alone_s = batch.work.predict_with_whole(prompts, batch.free_tokens)
+    if (
+        alone_s > limit_s
+        and batch.work.predict_with_whole(prompts[:1], batch.free_tokens) > limit_s
+    ):
         return None
     first_s = min(alone_s, limit_s)
-    chunk_s = min(budget_s, batch.tpot_slack_s) * share - decodes_s
+    chunk_s = min(budget_s, decodes_slack_s) * share - decodes_s
     beside_s = alone_s + decodes_s * _mixed_chunks(prompts, alone_s, chunk_s, context)
     slacks_s = [slack_s(batch, request) * share for request in prompts]
     done = list(accumulate([request.tokens_to_compute for request in prompts]))
@@ -106,7 +111,7 @@ def _time_before_decodes_s(
         token_s = prompts_end_s / done[-1]
         ends_s = [tokens * token_s for tokens in done]
         late = sum([left_s < end_s for left_s, end_s in zip(slacks_s, ends_s, strict=True)])
-        late_gaps = batch.late_decodes(decodes_end_s) / context.gaps_per_request
+        late_gaps = batch.deadlines.num_late(decodes_end_s) / context.gaps_per_request
         return late + late_gaps, 2 * prompts_end_s > ttft_s * share
 
     kept_s = min(alone_s, max(chunk_s, 0.0)) + decodes_s
@@ -116,7 +121,7 @@ def _time_before_decodes_s(
 
 def _prompts_that_fit(batch: StepBuilder) -> list[Request]:
     """Return the first prompts that together fit the token budget of a step."""
-    requests = [*batch.online_prefills, *batch.snapshot.waiting]
+    requests = [*batch.requests.online_prefills, *batch.snapshot.waiting]
     tokens = accumulate([request.tokens_to_compute for request in requests])
     return requests[: bisect_right(list(tokens), batch.free_tokens)]
 
@@ -138,8 +143,8 @@ def _tokens(prompts: Sequence[Request]) -> int:
 def _gap_budget_s(batch: StepBuilder, context: PlanContext) -> float:
     """Return the latency budget that the decodes leave for a batch with offline work: the batch so
     far plus ``gap_share`` of the slack left after it."""
-    spare_s = batch.offline_slack_s - batch.predicted_s
-    return batch.predicted_s + (context.gap_share * spare_s if spare_s > 0 else spare_s)
+    spare_s = batch.deadlines.offline_slack_s - batch.work.predicted_s
+    return batch.work.predicted_s + (context.gap_share * spare_s if spare_s > 0 else spare_s)
 
 
 def decode_online(batch: StepBuilder) -> None:
@@ -148,9 +153,9 @@ def decode_online(batch: StepBuilder) -> None:
     If KV is short, offline requests are retracted, then unfinished online prefills, then
     the last of the decodes themselves.
     """
-    requests = batch.online_decodes
-    while not batch.reclaim(needed := batch.kv_to_decode(requests), requests=len(requests)):
-        batch.retract((batch.online_prefills or requests).pop(), needed)
+    requests, memory = batch.requests.online_decodes, batch.memory
+    while not memory.reclaim(needed := memory.kv_to_decode(requests), requests=len(requests)):
+        memory.retract((batch.requests.online_prefills or requests).pop(), needed)
     batch.decode(requests)
 
 
@@ -180,7 +185,9 @@ def prefill_online(
         # In a pair of runs its P99 TTFT was 160 ms with this and 432 without (bench_overload.py).
         more_s = batch.targets.ttft_s / 2 * slack_share
     # If all prompts together fit, this one prediction replaces one for each request.
-    all_s = batch.predict_with_whole(chain(batch.online_prefills, batch.snapshot.waiting))
+    all_s = batch.work.predict_with_whole(
+        chain(batch.requests.online_prefills, batch.snapshot.waiting), batch.free_tokens
+    )
     for request, is_new in _prefills(batch, context):
         rest_tokens = request.tokens_to_compute
         cached_tokens = request.computed_tokens or request.cached_tokens
@@ -189,7 +196,7 @@ def prefill_online(
         if all_s <= budget_s and all_s <= request_slack_s:
             whole_s = all_s
         else:
-            whole_s = batch.predict_with_prefill(rest_tokens, cached_tokens)
+            whole_s = batch.work.predict_with_prefill(rest_tokens, cached_tokens)
         is_fresh = is_new and request.generated_tokens == 0
         if sheds and is_fresh and whole_s > request_slack_s * context.shed_share:
             batch.shed(request)
@@ -213,9 +220,9 @@ def prefill_online(
         if tokens == 0:
             batch.reserve_rest_for_online(by_deadline=batch.free_tokens > 0)
             return
-        kv_tokens = batch.kv_to_prefill(cached_tokens, rest_tokens, is_new=is_new)
-        has_room = batch.has_room(kv_tokens, is_new)
-        if not has_room and not (may_retract and batch.reclaim(kv_tokens, is_new)):
+        kv_tokens = batch.memory.kv_to_prefill(cached_tokens, rest_tokens, is_new=is_new)
+        has_room = batch.memory.has_room(kv_tokens, is_new)
+        if not has_room and not (may_retract and batch.memory.reclaim(kv_tokens, is_new)):
             batch.admits_offline = False
             break
         batch.prefill(request.info.rid, tokens, cached_tokens, kv_tokens, is_new=is_new)
@@ -233,7 +240,7 @@ def prefill_online(
 def _is_late_next(batch: StepBuilder, tokens: int, context_tokens: int, slack_s: float) -> bool:
     """Return whether a prompt would be late if it ran in the step after the batch so far."""
     alone_s = batch.model.predict(StepStats.of([(tokens, context_tokens)]))
-    return batch.predicted_s + alone_s > slack_s
+    return batch.work.predicted_s + alone_s > slack_s
 
 
 def slack_s(batch: StepBuilder, request: Request) -> float:
@@ -247,7 +254,7 @@ def slack_s(batch: StepBuilder, request: Request) -> float:
 
 
 def _prefills(batch: StepBuilder, context: PlanContext) -> Iterator[tuple[Request, bool]]:
-    for request in batch.online_prefills:
+    for request in batch.requests.online_prefills:
         yield request, False
     for request in context.waiting:
         yield request, True
@@ -258,8 +265,8 @@ def _cut(
 ) -> int:
     """Return the longest chunk within the budget, but at least ``floor_tokens``."""
     tokens = batch.longest_chunk(cached_tokens, rest_tokens, budget_s)
-    if tokens == 0 and batch.stats.is_empty:
+    if tokens == 0 and batch.work.stats.is_empty:
         # A budget that even the smallest batch exceeds must not stop the engine.
         tokens = batch.longest_chunk(cached_tokens, rest_tokens, math.inf)
     floor_tokens = min(floor_tokens, rest_tokens, batch.free_tokens)
-    return max(tokens, batch.align_chunk(cached_tokens, rest_tokens, floor_tokens))
+    return max(tokens, batch.memory.align_chunk(cached_tokens, rest_tokens, floor_tokens))

@@ -87,7 +87,7 @@ class Packing:
         self._bound_s = bound_s
         self._max_requests = max_requests
         self._headroom_tokens = headroom_tokens
-        self._stats = batch.stats
+        self._stats = batch.work.stats
         self._free_tokens = batch.free_tokens
         self._kv_tokens = 0
         self._slots = 0
@@ -145,8 +145,9 @@ class Packing:
             if candidate.is_decode:
                 continue
             # It may have been retracted for an offline decode meanwhile.
-            was_retracted = candidate.request is not None and batch.is_retracted(candidate.request)
-            if not was_retracted and batch.has_room(kv_tokens, int(candidate.is_new)):
+            request = candidate.request
+            was_retracted = request is not None and batch.memory.is_retracted(request)
+            if not was_retracted and batch.memory.has_room(kv_tokens, int(candidate.is_new)):
                 batch.prefill(
                     candidate.rid,
                     tokens,
@@ -170,7 +171,7 @@ class Packing:
                 self._stats, candidate.context_tokens, limit, bound_s
             )
         self.stopped_by_bound |= tokens < limit
-        tokens = batch.align_chunk(candidate.context_tokens, candidate.rest_tokens, tokens)
+        tokens = batch.memory.align_chunk(candidate.context_tokens, candidate.rest_tokens, tokens)
         return 0 if self._cut is not None and tokens < candidate.rest_tokens else tokens
 
     def _has_room(self, candidate: Candidate, kv_tokens: int) -> bool:
@@ -181,12 +182,12 @@ class Packing:
             seen = self._batch.snapshot
             num_requests = len(seen.admitted) + len(seen.elsewhere) + self._slots
             kv_tokens += self._headroom_tokens * num_requests
-        return self._batch.has_room(
+        return self._batch.memory.has_room(
             kv_tokens, self._slots + candidate.is_new, requests=self._num_chosen + 1
         )
 
     def _reclaim(self, candidate: Candidate, kv_tokens: int) -> bool:
-        return self._batch.reclaim(
+        return self._batch.memory.reclaim(
             self._kv_tokens + kv_tokens,
             self._slots + candidate.is_new,
             requests=self._num_chosen + 1,
@@ -194,8 +195,8 @@ class Packing:
 
     def _kv(self, candidate: Candidate) -> int:
         if candidate.request is not None and candidate.is_decode:
-            return self._batch.kv_to_decode([candidate.request])
-        return self._batch.kv_to_prefill(
+            return self._batch.memory.kv_to_decode([candidate.request])
+        return self._batch.memory.kv_to_prefill(
             candidate.context_tokens, candidate.rest_tokens, is_new=candidate.is_new
         )
 

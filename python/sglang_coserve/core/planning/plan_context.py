@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sglang_coserve.core.offline_queue import OfflineQueue
+from sglang_coserve.core.planning.offline_candidates import OfflineCandidates
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.snapshot import PrefixCache, Request
+from sglang_coserve.core.snapshot import Request
+from sglang_coserve.metrics import SloTargets
 
 __all__ = ["PlanContext"]
 
@@ -18,9 +20,12 @@ class PlanContext:
 
     config: SchedulerConfig
     queue: OfflineQueue
-    cache: PrefixCache
+    candidates: OfflineCandidates
     waiting: Iterable[Request]
     """Waiting online requests in the order to serve them; may be iterated over only once."""
+
+    targets: SloTargets
+    """TTFT and TPOT targets of online requests without their own."""
 
     step: int
     """Number of the step; together with the seed it makes random draws reproducible."""

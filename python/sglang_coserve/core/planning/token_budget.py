@@ -24,12 +24,12 @@ def serve_by_priority(
     decode_online(batch)
     # Tokens are reserved for the offline decodes, because prefills must not stall them. They are
     # added after the online prefills, because those may still retract them.
-    reserved_tokens = len(batch.offline_decodes)
-    batch.limit_tokens(max(max_tokens - batch.stats.decode_requests - reserved_tokens, 0))
+    reserved_tokens = len(batch.requests.offline_decodes)
+    batch.limit_tokens(max(max_tokens - batch.work.stats.decode_requests - reserved_tokens, 0))
     prefill_online(batch, context, math.inf, keeps_ttft=False, may_retract=may_retract)
     left_tokens = 0 if batch.has_left_over_online else batch.free_tokens
     batch.offline_budget_s = math.inf
     batch.free_tokens = reserved_tokens
-    decode_offline(batch, batch.offline_decodes)
+    decode_offline(batch, batch.requests.offline_decodes)
     batch.free_tokens = left_tokens
     prefill_offline(batch, context)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_coserve.core.planning.step_builder import StepBuilder
+from sglang_coserve.core.planning.step_requests import StepRequests
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import Request
 
@@ -23,14 +23,13 @@ def yields_first(request: Request) -> int:
     return _RANK[request.state]
 
 
-def last_admitted_first(batch: StepBuilder) -> Sequence[Request]:
+def last_admitted_first(requests: StepRequests) -> Sequence[Request]:
     """Return the offline requests in the order of retraction: parked, paused, running.
 
     Within a rank, the last admitted comes first, since the oldest are closest to their end.
     O(requests log requests); called only when KV is short.
     """
-    requests = batch.offline_requests
-    admitted = {request.info.rid: place for place, request in enumerate(batch.snapshot.admitted)}
+    admitted = {request.info.rid: place for place, request in enumerate(requests.snapshot.admitted)}
     return sorted(
-        requests, key=lambda request: (yields_first(request), -admitted[request.info.rid])
+        requests.offline, key=lambda request: (yields_first(request), -admitted[request.info.rid])
     )

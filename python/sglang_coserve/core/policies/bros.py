@@ -62,7 +62,7 @@ class BrosPolicy(Policy):
         """See ``Policy.compose``. O(requests log requests), and a prediction for each request."""
         mean_iteration_s = self._mean_iteration_s or 0.0
         online = _by_urgency(batch, context, mean_iteration_s)
-        bound_s = min(_least_residual_s(batch, online), batch.elsewhere_s)
+        bound_s = min(_least_residual_s(batch, online), batch.deadlines.elsewhere_s)
         bound_s *= 1 - context.config.margin
         batch.offline_budget_s = bound_s
 
@@ -107,7 +107,11 @@ def _by_urgency(
     """Return the online requests by residual time (lines 2–3)."""
     chunk_tokens = batch.snapshot.max_batch_tokens
     candidates = []
-    for requests in (batch.online_decodes, batch.online_prefills, context.waiting):
+    for requests in (
+        batch.requests.online_decodes,
+        batch.requests.online_prefills,
+        context.waiting,
+    ):
         for request in requests:
             residual_s = slack_s(batch, request)
             # Late requests keep the order of their deadlines. Otherwise each one that got a chunk
@@ -134,22 +138,21 @@ def _after_retractions(batch: StepBuilder, online: Sequence[Candidate]) -> Seque
     retracted: set[str] = set()
     while running:
         first = running[0]
-        needed = batch.kv_to_prefill(first.context_tokens, first.rest_tokens, is_new=False)
-        if batch.reclaim(needed):
+        needed = batch.memory.kv_to_prefill(first.context_tokens, first.rest_tokens, is_new=False)
+        if batch.memory.reclaim(needed):
             break
         request = running.pop().request
         assert request is not None
-        batch.retract(request, needed)
+        batch.memory.retract(request, needed)
         retracted.add(request.info.rid)
     return [candidate for candidate in online if candidate.rid not in retracted]
 
 
 def _offline(batch: StepBuilder, context: PlanContext) -> Iterator[Candidate]:
     """Yield the offline requests, first those with no KV to restore (line 17)."""
-    for admitted in batch.offline_decodes + batch.offline_prefills:
-        if not batch.is_retracted(admitted):
+    for admitted in batch.requests.offline_decodes + batch.requests.offline_prefills:
+        if not batch.memory.is_retracted(admitted):
             yield Candidate.of_request(admitted, math.inf)
     if batch.admits_offline:
-        queued = context.queue.candidates(batch.snapshot.now_s)
-        for request in islice(queued, context.config.max_picks):
-            yield Candidate.of_queued(request, context.cache.cached_tokens(request.rid))
+        for request, cached_tokens in islice(context.candidates, context.config.max_picks):
+            yield Candidate.of_queued(request, cached_tokens)

@@ -42,8 +42,8 @@ class ConservePolicy(Policy):
     def compose(self, batch: StepBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""
         decode_online(batch)
-        if batch.has_online:
-            tbt_s = batch.least_tpot_s(batch.targets.tpot_s or math.inf)
+        if batch.requests.has_online:
+            tbt_s = batch.deadlines.least_tpot_s(batch.targets.tpot_s or math.inf)
             budget_s = tbt_s * (1 - context.config.margin)
             prefill_online(batch, context, budget_s, keeps_ttft=False)
-        serve_offline(batch, context, for_throughput=not batch.has_online)
+        serve_offline(batch, context, for_throughput=not batch.requests.has_online)

@@ -53,4 +53,4 @@ class CoservePolicy(SlicingPolicy):
 
     def compose_offline(self, batch: StepBuilder, context: PlanContext) -> None:
         """See ``SlicingPolicy.compose_offline``."""
-        serve_offline(batch, context, for_throughput=not batch.has_online)
+        serve_offline(batch, context, for_throughput=not batch.requests.has_online)

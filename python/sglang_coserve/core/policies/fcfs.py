@@ -43,8 +43,8 @@ class FcfsPolicy(Policy):
         """See ``Policy.compose``."""
         batch.limit_tokens(self.chunk_tokens)
         self._decode(batch)
-        for prefilling in batch.online_prefills + batch.offline_prefills:
-            if not batch.is_retracted(prefilling) and not self._prefill(
+        for prefilling in batch.requests.online_prefills + batch.requests.offline_prefills:
+            if not batch.memory.is_retracted(prefilling) and not self._prefill(
                 batch,
                 prefilling.info.rid,
                 prefilling.length_tokens,
@@ -54,7 +54,7 @@ class FcfsPolicy(Policy):
                 return
         headroom_tokens = context.config.headroom_tokens
         num_requests = len(batch.snapshot.admitted)
-        for place, request in enumerate(self._by_arrival(batch, context)):
+        for place, request in enumerate(self._by_arrival(context)):
             if place == context.config.max_picks or not self._prefill(
                 batch,
                 request.rid,
@@ -67,11 +67,14 @@ class FcfsPolicy(Policy):
             num_requests += 1
 
     def _decode(self, batch: StepBuilder) -> None:
-        requests = batch.online_decodes + batch.offline_decodes
+        requests, memory = (
+            batch.requests.online_decodes + batch.requests.offline_decodes,
+            batch.memory,
+        )
         last_first = list(reversed(batch.snapshot.admitted))
-        while not batch.has_room(needed := batch.kv_to_decode(requests), requests=len(requests)):
+        while not memory.has_room(needed := memory.kv_to_decode(requests), requests=len(requests)):
             request = last_first.pop(0)
-            batch.retract(request, needed)
+            memory.retract(request, needed)
             if request in requests:
                 requests.remove(request)
         batch.decode(requests)
@@ -89,14 +92,14 @@ class FcfsPolicy(Policy):
         """Add the longest chunk that fits; return whether it completes the prompt."""
         rest_tokens = max(length_tokens - cached_tokens, 1)
         tokens = batch.longest_chunk(cached_tokens, rest_tokens, math.inf)
-        kv_tokens = batch.kv_to_prefill(cached_tokens, rest_tokens, is_new=is_new)
-        if tokens == 0 or not batch.has_room(kv_tokens + headroom_tokens, int(is_new)):
+        kv_tokens = batch.memory.kv_to_prefill(cached_tokens, rest_tokens, is_new=is_new)
+        if tokens == 0 or not batch.memory.has_room(kv_tokens + headroom_tokens, int(is_new)):
             return False
         batch.prefill(rid, tokens, cached_tokens, kv_tokens, is_new=is_new)
         return tokens == rest_tokens
 
     @staticmethod
-    def _by_arrival(batch: StepBuilder, context: PlanContext) -> Iterator[_Waiting]:
+    def _by_arrival(context: PlanContext) -> Iterator[_Waiting]:
         online = (
             _Waiting(
                 request.info.arrival_s,
@@ -111,8 +114,8 @@ class FcfsPolicy(Policy):
                 request.arrival_s,
                 request.rid,
                 request.num_prompt_tokens + request.num_generated_tokens,
-                context.cache.cached_tokens(request.rid),
+                cached_tokens,
             )
-            for request in context.queue.candidates(batch.snapshot.now_s)
+            for request, cached_tokens in context.candidates
         )
         return heapq.merge(online, offline, key=lambda request: request.arrival_s)

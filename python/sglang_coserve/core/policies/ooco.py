@@ -10,6 +10,7 @@ from enum import Enum
 from typing import ClassVar, Final
 
 from sglang_coserve.core.bottleneck import is_compute_saturated
+from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.planning.offline_phase import (
     decode_offline,
     longest_prefix,
@@ -18,6 +19,7 @@ from sglang_coserve.core.planning.offline_phase import (
 from sglang_coserve.core.planning.online_phase import decode_online, prefill_online
 from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
+from sglang_coserve.core.planning.step_requests import StepRequests
 from sglang_coserve.core.planning.victims import yields_first
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.snapshot import Request
@@ -72,20 +74,20 @@ class OocoPolicy(Policy):
     _retraction_rate: float = field(default=0.0, init=False)
     """Moving average of the share of offline admissions that end in a retraction, 0 to 1."""
 
-    def victims(self, batch: StepBuilder) -> Sequence[Request]:
+    def victims(self, requests: StepRequests, model: LatencyModel) -> Sequence[Request]:
         """See ``Policy.victims``: parked and paused first, then by bottleneck (§3.4.1)."""
-        requests = batch.offline_requests
-        decodes = len(batch.online_decodes) + len(batch.offline_decodes)
-        sign = -1 if is_compute_saturated(batch.model, decodes) else 1
+        decodes = len(requests.online_decodes) + len(requests.offline_decodes)
+        sign = -1 if is_compute_saturated(model, decodes) else 1
         return sorted(
-            requests, key=lambda request: (yields_first(request), sign * request.computed_tokens)
+            requests.offline,
+            key=lambda request: (yields_first(request), sign * request.computed_tokens),
         )
 
     def compose(self, batch: StepBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""
-        tpot_s = batch.least_tpot_s(batch.targets.tpot_s or math.inf)
+        tpot_s = batch.deadlines.least_tpot_s(batch.targets.tpot_s or math.inf)
         budget_s = tpot_s * (1 - context.config.margin)
-        if self.role is Role.RELAXED or not batch.has_online:
+        if self.role is Role.RELAXED or not batch.requests.has_online:
             budget_s = math.inf
         decode_online(batch)
         if self.role is not Role.STRICT:
@@ -109,7 +111,7 @@ class OocoPolicy(Policy):
 
     def _decode_mix(self, batch: StepBuilder, context: PlanContext) -> None:
         """Add offline decodes by Algorithm 2. O(requests log requests) if not all fit."""
-        requests = [request for request in batch.offline_decodes if not batch.is_retracted(request)]
+        requests = batch.memory.without_retracted(batch.requests.offline_decodes)
         if longest_prefix(batch, requests) < len(requests):
             draws = random.Random(context.config.seed << 32 | context.step)
             draws.shuffle(requests)
@@ -117,7 +119,7 @@ class OocoPolicy(Policy):
             context_tokens = 0
             for request in requests[: self.random_picks]:
                 longer_tokens = context_tokens + request.computed_tokens
-                predicted_s = batch.predict_with_decodes(len(chosen) + 1, longer_tokens)
+                predicted_s = batch.work.predict_with_decodes(len(chosen) + 1, longer_tokens)
                 if predicted_s <= batch.offline_budget_s:
                     chosen.append(request)
                     context_tokens = longer_tokens
@@ -137,12 +139,12 @@ def _saves_time(batch: StepBuilder, context: PlanContext, retraction_rate: float
     cost is one more prefill, times the probability that it is retracted.
     """
     request = context.queue.peek(batch.snapshot.now_s)
-    decodes = batch.stats.decode_requests
+    decodes = batch.work.stats.decode_requests
     if request is None or decodes == 0:
         return True
     length_tokens = request.num_prompt_tokens + request.num_generated_tokens
     now = StepStats(
-        decode_requests=decodes, decode_context_tokens=batch.stats.decode_context_tokens
+        decode_requests=decodes, decode_context_tokens=batch.work.stats.decode_context_tokens
     )
     before_s = batch.model.predict(now) * (decodes + 1) / decodes
     after_s = batch.model.predict(now.with_decode(now.decode_context_tokens // decodes))

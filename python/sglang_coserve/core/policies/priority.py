@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
+from sglang_coserve.core.planning.step_requests import StepRequests
 from sglang_coserve.core.planning.token_budget import serve_by_priority
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.snapshot import Request
@@ -35,13 +37,19 @@ class PriorityPolicy(Policy):
     chunk_tokens: int = 8192
     """Prefill tokens of a step (``--chunked-prefill-size``)."""
 
-    def victims(self, batch: StepBuilder) -> Sequence[Request]:
+    def victims(
+        self,
+        requests: StepRequests,
+        model: LatencyModel,  # noqa: ARG002
+    ) -> Sequence[Request]:
         """See ``Policy.victims``: the last admitted first."""
         return [
-            request for request in reversed(batch.snapshot.admitted) if not request.info.is_online
+            request
+            for request in reversed(requests.snapshot.admitted)
+            if not request.info.is_online
         ]
 
     def compose(self, batch: StepBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""
-        decodes = len(batch.online_decodes) + len(batch.offline_decodes)
+        decodes = len(batch.requests.online_decodes) + len(batch.requests.offline_decodes)
         serve_by_priority(batch, context, self.chunk_tokens + decodes, may_retract=True)

@@ -6,33 +6,28 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from sglang_coserve.srt.admission.cool_down import CoolDown
+
 __all__ = ["OfflineWaiting"]
 
 Req = Any
 
 
 class OfflineWaiting:
-    """A FIFO of SGLang ``Req`` objects, with a cool-down of a pass or more for those put back.
-
-    With overlap scheduling the result of a request's last forward pass is still
-    queued when the request is released; admitted again in the same pass, it
-    would take that stale result for its own. In a pipeline results are under way for longer.
-    """
+    """A FIFO of SGLang ``Req`` objects, with a cool-down for those put back."""
 
     def __init__(self, passes_to_settle: int = 1) -> None:
-        """``passes_to_settle`` are those until a result that is under way has come."""
+        """``passes_to_settle``: see ``CoolDown``."""
         self._ready: deque[Req] = deque()
-        self._cooling: deque[deque[Req]] = deque(deque() for _ in range(passes_to_settle))
-        """Put back in each of the last passes, the oldest first."""
+        self._cooling = CoolDown(passes_to_settle)
 
     def __len__(self) -> int:
         """Count all waiting requests, cooling ones included."""
-        return len(self._ready) + sum(map(len, self._cooling))
+        return len(self._ready) + len(self._cooling)
 
     def __iter__(self) -> Iterator[Req]:
         """Iterate in the order of admission."""
-        for reqs in reversed(self._cooling):
-            yield from reqs
+        yield from self._cooling
         yield from self._ready
 
     @property
@@ -46,12 +41,11 @@ class OfflineWaiting:
 
     def put_back(self, req: Req) -> None:
         """Return a request that ran and was released: first in line, after the cool-down."""
-        self._cooling[-1].appendleft(req)
+        self._cooling.put_back(req)
 
     def start_pass(self) -> None:
         """Count a pass of the cool-downs."""
-        self._ready.extendleft(reversed(self._cooling.popleft()))
-        self._cooling.append(deque())
+        self._ready.extendleft(self._cooling.start_pass())
 
     def take(self, count: int) -> list[Req]:
         """Remove and return up to ``count`` ready requests. O(count)."""
@@ -67,7 +61,5 @@ class OfflineWaiting:
         if removed:
             gone = {id(req) for req in removed}
             self._ready = deque(req for req in self._ready if id(req) not in gone)
-            self._cooling = deque(
-                deque(req for req in reqs if id(req) not in gone) for reqs in self._cooling
-            )
+            self._cooling.remove(lambda req: id(req) in gone)
         return removed

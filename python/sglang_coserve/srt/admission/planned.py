@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any, Final
 
-from sglang.srt.managers.io_struct import AbortReq
-
 from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_queue import pack_tokens
@@ -27,7 +25,7 @@ from sglang_coserve.srt.admission.drift_warning import DriftWarning
 from sglang_coserve.srt.admission.plan_execution import PlanExecution
 from sglang_coserve.srt.admission.planned_waiting import PlannedWaiting, queued_request
 from sglang_coserve.srt.admission.protocol import OFFLINE_EVENTS
-from sglang_coserve.srt.compat import is_first_rank, release_aborted
+from sglang_coserve.srt.compat import is_first_rank, refuse, release_aborted, settings_of
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.steps.engine_snapshot import snapshot_of
@@ -87,13 +85,15 @@ class PlannedAdmission:
         self._events = events
         self._forget = forget
         self._plans_online = plans_online
+        # Looking a setting up takes as long as much of a plan.
+        self._keeps_prefixes = not settings_of(scheduler.server_args).disable_radix_cache
         self._steps = StepTracker(
             ledger,
             is_overlapped=scheduler.enable_overlap and scheduler.device != "cpu",
             micro_batches=view.micro_batches,
         )
         self._until_s: float | None = None
-        self.budget_s: float | None = None
+        self.budget_s: float | None = math.inf
         self._drift_warning = DriftWarning() if is_first_rank(scheduler) else None
         self._waiting = PlannedWaiting(view.passes_to_settle)
         self._ended: list[Req] = []
@@ -283,6 +283,7 @@ class PlannedAdmission:
             self._ledger,
             running_batch,
             now_s,
+            keeps_prefixes=self._keeps_prefixes,
             suspended=None if self._lane is None else self._lane.seen(),
             stop_share=self._runner.stop_share,
             decodes_stop=self._runner.decodes_stop,
@@ -296,15 +297,8 @@ class PlannedAdmission:
     def _refuse(self, rid: str) -> None:
         """Refuse an online request that can no longer meet its target."""
         for req in self._view.remove_waiting(rid):
-            reason = {
-                "type": "abort",
-                # Not just the number: streams tell an error by the type of this.
-                "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
-                "message": "The server is overloaded: the request cannot meet its TTFT target.",
-            }
-            self._scheduler.ipc_channels.send_to_tokenizer.send_output(
-                AbortReq(rid=rid, finished_reason=reason), req
-            )
+            message = "The server is overloaded: the request cannot meet its TTFT target."
+            refuse(self._scheduler, req, HTTPStatus.SERVICE_UNAVAILABLE, message)
             self._forget(req, Ending.REFUSED)
             self._events["shed"] += 1
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
+from sglang_coserve.srt.admission.cool_down import CoolDown
 from sglang_coserve.srt.marks.offline_marks import deadline_of, expected_tokens_of
 
 __all__ = ["PlannedWaiting", "queued_request"]
@@ -18,36 +18,31 @@ class PlannedWaiting:
     """The core's queue knows them by name."""
 
     def __init__(self, passes_to_settle: int = 1) -> None:
-        """``passes_to_settle`` are those until a result that is under way has come."""
+        """``passes_to_settle``: see ``CoolDown``."""
         self.reqs: dict[str, Req] = {}
         """Those that may be picked, by rid."""
 
-        self._cooling: deque[list[Req]] = deque([] for _ in range(passes_to_settle))
-        """Retracted in each of the last passes, the oldest first."""
+        self._cooling = CoolDown(passes_to_settle)
 
     def __len__(self) -> int:
-        return len(self.reqs) + sum(map(len, self._cooling))
+        return len(self.reqs) + len(self._cooling)
 
     def put_back(self, req: Req) -> None:
         """Put a request back that ran before; it waits until no result of it can be under way."""
-        self._cooling[-1].append(req)
+        self._cooling.put_back(req)
 
     def start_pass(self) -> list[Req]:
         """Return those that were put back and may be picked from now on."""
-        ready = self._cooling.popleft()
-        self._cooling.append([])
+        ready = self._cooling.start_pass()
         self.reqs |= {req.rid: req for req in ready}
         return ready
 
     def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
         """Take out and return the requests that match. O(waiting)."""
-        cooling = [req for reqs in self._cooling for req in reqs]
-        gone = [req for req in (*cooling, *self.reqs.values()) if matches(req)]
-        for reqs in self._cooling:
-            reqs[:] = [req for req in reqs if not matches(req)]
+        gone = [req for req in self.reqs.values() if matches(req)]
         for req in gone:
-            self.reqs.pop(req.rid, None)
-        return gone
+            del self.reqs[req.rid]
+        return self._cooling.remove(matches) + gone
 
 
 def queued_request(req: Req, arrival_s: float) -> QueuedRequest:

@@ -32,7 +32,8 @@ class Admission(Protocol):
     """Keeps the waiting offline requests, and decides what each scheduling pass admits."""
 
     budget_s: float | None
-    """What offline work was packed under in the last plan that bounded it; None before one."""
+    """What offline work was packed under in the last plan that bounded it; infinite before one.
+    None if there are no plans."""
 
     event_names: tuple[str, ...]
     """Counts of what happened to offline requests, for status and metrics."""

@@ -27,6 +27,7 @@ from sglang_coserve.srt.batch_backend.handler_thread import HandlerThread
 from sglang_coserve.srt.batch_backend.line_departures import LineDepartures
 from sglang_coserve.srt.batch_backend.line_manager import LineManager, LineTask
 from sglang_coserve.srt.batch_backend.loaded_model import kv_fingerprint, kv_format, model_in_use
+from sglang_coserve.srt.monitoring.otel_metrics import note_operation
 from sglang_coserve.srt.monitoring.replicas import sum_of_delays_s
 from sglang_coserve.srt.monitoring.scheduler_query import BATCH_DELAYS, ask
 from sglang_coserve.srt.safeguards.prompt_limit import body_limits
@@ -145,6 +146,7 @@ class BatchBackend(Backend):
             message = f"this model does not serve {request.endpoint}: use one of {known}"
             return invalid_request(request_id, message)
 
+        note_operation(request.endpoint)
         num_reported = 0
 
         def report(token_ids: Sequence[int]) -> None:

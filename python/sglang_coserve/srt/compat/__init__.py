@@ -60,7 +60,7 @@ from sglang_coserve.srt.compat.requests import (
     check_logit_processor,
     fill_token_ids_logprobs,
     lowest_priority,
-    refused_request,
+    refuse,
 )
 from sglang_coserve.srt.compat.settings import (
     check_one_replica,
@@ -68,7 +68,8 @@ from sglang_coserve.srt.compat.settings import (
     check_window_cache,
     refusals_of_sglang,
 )
-from sglang_coserve.srt.compat.versions import check_version, installed_version, start_up_line
+from sglang_coserve.srt.compat.version_check import check_version
+from sglang_coserve.srt.compat.versions import installed_version, start_up_line
 
 __all__ = [
     "UPDATE_COMMUNICATORS",
@@ -106,7 +107,7 @@ __all__ = [
     "put_back_outputs",
     "radix_key",
     "refusals_of_sglang",
-    "refused_request",
+    "refuse",
     "release_aborted",
     "release_for_requeue",
     "release_kv",

@@ -1,14 +1,15 @@
-"""Mends requests and results on which SGLang would fail for all requests."""
+"""Mends or refuses requests, and mends results, on which SGLang would fail for all requests."""
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 
 __all__ = [
     "check_logit_processor",
     "fill_token_ids_logprobs",
     "lowest_priority",
-    "refused_request",
+    "refuse",
 ]
 
 
@@ -41,25 +42,17 @@ def check_logit_processor(recv_req: Any) -> None:
             raise ValueError(f"custom_logit_processor: {type(error).__name__}: {error}") from error
 
 
-def refused_request(recv_req: Any, tokenizer: Any, vocab_size: int, message: str) -> Any:
-    """Return a ``Req`` that SGLang answers with a 400 and ``message``."""
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.sampling.sampling_params import SamplingParams
+def refuse(scheduler: Any, request: Any, status: HTTPStatus, message: str) -> None:
+    """Answer a request that is in no batch, and in no queue any more, with an error.
 
-    params = SamplingParams(max_new_tokens=1)
-    params.normalize(tokenizer)
-    req = Req(
-        recv_req.rid,
-        None,
-        recv_req.input_ids,
-        params,
-        stream=recv_req.stream,
-        vocab_size=vocab_size,
-        http_worker_ipc=recv_req.http_worker_ipc,
-    )
-    req.tokenizer = tokenizer
-    req.set_finish_with_abort(message)
-    return req
+    ``request`` is SGLang's ``Req``, or the message of which none could be made.
+    """
+    from sglang.srt.managers.io_struct import AbortReq
+
+    # ``status`` is no mere number: streams tell an error by the type of it.
+    reason = {"type": "abort", "status_code": status, "message": message}
+    answer = AbortReq(rid=request.rid, finished_reason=reason)
+    scheduler.ipc_channels.send_to_tokenizer.send_output(answer, request)
 
 
 def lowest_priority(low_values_first: bool) -> int:

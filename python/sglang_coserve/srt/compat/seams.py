@@ -141,7 +141,6 @@ SEAMS: Final[tuple[Seam, ...]] = (
             "_set_or_validate_priority": "req",
             "flush_cache": "empty_cache",
             "get_num_allocatable_reqs": "running_bs",
-            "init_req_max_new_tokens": "req",
             "stash_chunked_request": "req",
         },
     ),

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import re
-from collections.abc import Mapping
 from typing import Final
-
-from sglang_coserve.errors import UnsupportedError
 
 __all__ = [
     "INSTALLED",
     "NEWEST",
     "OLDEST",
-    "OVERRIDE_VARIABLE",
     "TESTED",
-    "check_version",
     "installed_version",
     "is_supported",
     "start_up_line",
@@ -29,9 +23,6 @@ NEWEST: Final = "0.5.23"
 
 TESTED: Final = ("0.5.17", "0.5.23")
 """The versions with which the whole test suite has passed."""
-
-OVERRIDE_VARIABLE: Final = "COSERVE_UNTESTED_SGLANG"
-"""Set to 1, another version is tried, if every seam is in it."""
 
 VersionKey = tuple[int, int, int]
 
@@ -72,40 +63,3 @@ def start_up_line() -> str:
         f"co-serving on SGLang {installed_version()} (supported: {OLDEST} to {NEWEST}; the whole "
         f"test suite was run with {', '.join(TESTED)})"
     )
-
-
-def check_version(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse a version of SGLang that is not in the range.
-
-    With ``COSERVE_UNTESTED_SGLANG=1`` in the environment it is refused only if a seam is missing
-    in it. That reads 50 of its files, which takes a second.
-
-    Raises:
-        UnsupportedError: no SGLang is installed, or another version.
-    """
-    found = installed_version()
-    if found is None:
-        raise UnsupportedError(
-            f"sglang_coserve needs SGLang {OLDEST} to {NEWEST}, and none is installed: "
-            f"pip install sglang=={NEWEST}"
-        )
-    if is_supported(found):
-        return
-    if environment.get(OVERRIDE_VARIABLE) != "1":
-        raise UnsupportedError(
-            f"sglang_coserve supports SGLang {OLDEST} to {NEWEST}, found {found}: pip install "
-            f"sglang=={NEWEST}, or set {OVERRIDE_VARIABLE}=1 to try it with {found}"
-        )
-    _check_seams(found)
-
-
-def _check_seams(version: str) -> None:
-    from sglang_coserve.srt.compat.seam_check import problems
-    from sglang_coserve.srt.compat.source_tree import SourceTree
-
-    missing = problems(SourceTree.installed(), version)
-    if missing:
-        raise UnsupportedError(
-            f"SGLang {version} lacks what co-serving relies on, {OVERRIDE_VARIABLE} or not: "
-            + "; ".join(missing)
-        )

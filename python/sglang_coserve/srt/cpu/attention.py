@@ -42,51 +42,37 @@ class NewTokensAttention(TorchNativeAttnBackend):
     """
 
     def forward_extend(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **options: Any,
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **options: Any
     ) -> Any:
         """Compute the attention of all new tokens; ``q`` has one row for each of them."""
         if _is_sglangs(layer, forward_batch):
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
+            return super().forward_extend(q, k, v, layer, forward_batch, *args, **options)
         new_lens = forward_batch.extend_seq_lens.tolist()
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, new_lens, **options)
+        return self._forward(new_lens, q, k, v, layer, forward_batch, *args, **options)
 
     def forward_decode(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **options: Any,
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **options: Any
     ) -> Any:
         """Compute the attention of the one new token of each request."""
         if _is_sglangs(layer, forward_batch):
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **options)
+            return super().forward_decode(q, k, v, layer, forward_batch, *args, **options)
         new_lens = [1] * len(forward_batch.req_pool_indices)
         q = q.reshape(-1, layer.tp_q_head_num * layer.qk_head_dim)
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, new_lens, **options)
+        return self._forward(new_lens, q, k, v, layer, forward_batch, *args, **options)
 
     def _forward(
         self,
+        new_lens: list[int],
         q: Any,
         k: Any,
         v: Any,
         layer: Any,
         batch: Any,
-        saves: bool,
-        new_lens: list[int],
+        save_kv_cache: bool = True,
         sinks: Any = None,
     ) -> Any:
         pool = self.token_to_kv_pool
-        if saves and k is not None and v is not None:
+        if save_kv_cache and k is not None and v is not None:
             pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc), k, v)
         heads = layer.tp_q_head_num
         has_size_of_q = layer.qk_head_dim == layer.v_head_dim

@@ -137,11 +137,7 @@ def check_marks(custom_params: object) -> None:
                 f"{key} is for online requests, and this one is offline: leave it out; offline "
                 f"requests may have {DEADLINE_KEY}, and batches have their completion window"
             )
-        if not _is_within(marks[key], _MOST_MS):
-            raise RequestError(
-                f"{key} is {marks[key]!r}: use a number of milliseconds above 0, at most "
-                f"{_MOST_MS:.0e}"
-            )
+        _check_time(key, marks[key], "milliseconds", _MOST_MS)
     if DEADLINE_KEY not in marks:
         return
     if request_class is RequestClass.ONLINE:
@@ -149,11 +145,7 @@ def check_marks(custom_params: object) -> None:
             f"{DEADLINE_KEY} is for offline requests, and this one is online: leave it out, or "
             f"make the request offline; online requests may have {TTFT_KEY} and {TPOT_KEY}"
         )
-    if not _is_within(marks[DEADLINE_KEY], _MOST_S):
-        raise RequestError(
-            f"{DEADLINE_KEY} is {marks[DEADLINE_KEY]!r}: use a number of seconds above 0, at most "
-            f"{_MOST_S:.0e}"
-        )
+    _check_time(DEADLINE_KEY, marks[DEADLINE_KEY], "seconds", _MOST_S)
 
 
 def check_targets_act(custom_params: object, config: CoserveConfig) -> None:
@@ -218,10 +210,11 @@ def _marks_in(fields: object) -> dict[str, Any]:
     }
 
 
-def _is_within(value: object, most: float) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return 0 < value <= most
+def _check_time(key: str, value: object, unit: str, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+        raise RequestError(
+            f"{key} is {value!r}: use a number of {unit} above 0, at most {most:.0e}"
+        )
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -43,23 +43,31 @@ class BatchExporter:
 
     def publish(self, status: ServiceStatus, headroom: Headroom) -> None:
         """Publish a moment of the service."""
+        states = {**status.batches, "paused": status.paused_batches}
+        self._set(states, status.lines_waiting, headroom.required_tokens_per_s)
+
+    def publish_none(self) -> None:
+        """Publish that no batches are served: whoever opens their directory counts them."""
+        self._set({}, 0, 0.0)
+
+    def _set(self, states: Mapping[str, int], lines_waiting: int, required: float) -> None:
         name = self._model_name
-        for state in EXPORTED_STATES:
-            self._batches.labels(name, state).set(status.batches.get(state, 0))
-        self._batches.labels(name, "paused").set(status.paused_batches)
-        self._waiting.labels(name).set(status.lines_waiting)
-        self._required.labels(name).set(headroom.required_tokens_per_s)
+        for state in (*EXPORTED_STATES, "paused"):
+            self._batches.labels(name, state).set(states.get(state, 0))
+        self._waiting.labels(name).set(lines_waiting)
+        self._required.labels(name).set(required)
 
 
 @asynccontextmanager
 async def batches_exported(service: BatchService, exporter: BatchExporter) -> AsyncGenerator[None]:
-    """Within it, ``exporter`` publishes how ``service`` stands, once a second."""
+    """Within it, ``exporter`` publishes how ``service`` stands, once a second; then, nothing."""
     publishing = asyncio.create_task(_publish(service, exporter))
     try:
         yield
     finally:
         publishing.cancel()
         await asyncio.wait({publishing})
+        exporter.publish_none()
 
 
 async def _publish(service: BatchService, exporter: BatchExporter) -> None:

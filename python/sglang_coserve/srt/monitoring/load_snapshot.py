@@ -9,7 +9,7 @@ know of it sees it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 import msgspec
@@ -19,6 +19,7 @@ from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoad
 from sglang_coserve.core.engine_load import ReplicaLoad
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.monitoring.online_load import OnlineLoad
+from sglang_coserve.srt.monitoring.replica_load import LoadReporter
 
 __all__ = [
     "CoserveLoadSnapshot",
@@ -41,14 +42,15 @@ class CoserveLoadSnapshot(LoadSnapshot):
 class ReportingLoadInquirer(SchedulerLoadInquirer):
     """SGLang's for online requests, whose snapshots have our load in them."""
 
-    get_replica_load: Callable[[], ReplicaLoad]
+    get_online: Callable[[], OnlineLoad]
+    get_load: Callable[[], LoadReporter]
 
     @classmethod
     def like(
         cls,
         stock: SchedulerLoadInquirer,
         get_online: Callable[[], OnlineLoad],
-        get_replica_load: Callable[[], ReplicaLoad],
+        get_load: Callable[[], LoadReporter],
     ) -> ReportingLoadInquirer:
         """Return one that asks for the same as ``stock``, of online requests, and for our load."""
         asked = {field.name: getattr(stock, field.name) for field in fields(stock)}
@@ -56,22 +58,27 @@ class ReportingLoadInquirer(SchedulerLoadInquirer):
             "get_running_batch": lambda: get_online().running_batch(),
             "get_waiting_queue": lambda: get_online().waiting_queue(),
             "get_chunked_req": lambda: get_online().chunked_req(),
-            "pool_stats_observer": _PoolStats(get_online),
         }
-        return cls(**asked, get_replica_load=get_replica_load)
+        return cls(**asked, get_online=get_online, get_load=get_load)
 
     def get_loads(self) -> CoserveLoadSnapshot:
         """Return the load now. O(requests)."""
-        stock = SchedulerLoadInquirer.get_loads(self)
-        return CoserveLoadSnapshot(**_told(stock), coserve=self.get_replica_load().model_dump())
+        load = self.get_load()
+        held = load.held()
+        pool_stats = _PoolStats(self.get_online().get_pool_stats(held))
+        pools: dict[str, Any] = {"pool_stats_observer": pool_stats}
+        stock = SchedulerLoadInquirer.get_loads(replace(self, **pools))
+        return CoserveLoadSnapshot(**_told(stock), coserve=load.load(held).model_dump())
 
 
+@dataclass(frozen=True)
 class _PoolStats:
-    def __init__(self, get_online: Callable[[], OnlineLoad]) -> None:
-        self._get_online = get_online
+    """Stands in for SGLang's observer of the pools."""
+
+    stats: Any
 
     def get_pool_stats(self) -> Any:
-        return self._get_online().get_pool_stats()
+        return self.stats
 
 
 def read_our_snapshots() -> None:

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.monitoring.replica_load import HeldKv, LoadReporter
 from sglang_coserve.srt.steps.kv_pools import KvPools
-from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
 __all__ = ["OnlineLoad"]
 
@@ -26,12 +26,12 @@ class OnlineLoad:
     """See the module's docstring; has what SGLang's ``SchedulerLoadInquirer`` asks for."""
 
     def __init__(
-        self, scheduler: Any, pools: KvPools, ledger: RequestLedger, throughput_steps: int
+        self, scheduler: Any, pools: KvPools, load: LoadReporter, throughput_steps: int
     ) -> None:
         """``throughput_steps`` are the decode steps after which SGLang measures its throughput."""
         self._scheduler = scheduler
         self._pools = pools
-        self._ledger = ledger
+        self._load = load
         self._throughput = _OnlineThroughput(throughput_steps)
 
     def running_batch(self) -> Any:
@@ -47,16 +47,17 @@ class OnlineLoad:
         chunk = self._scheduler.chunked_req
         return None if chunk is None or is_offline(chunk) else chunk
 
-    def get_pool_stats(self) -> Any:
+    def get_pool_stats(self, held: HeldKv | None = None) -> Any:
         """Return SGLang's ``PoolStats``, where what offline requests alone hold is evictable.
 
-        O(requests with KV + nodes of the radix cache above them).
+        ``held`` is who holds KV; without it that takes O(requests with KV + nodes of the radix
+        cache above them).
         """
         stats = self._scheduler.pool_stats_observer.get_pool_stats()
-        online, offline = self._ledger.with_kv()
+        online, offline, tokens = held or self._load.held()
         if not offline:
             return stats
-        changed = _less("full", stats, self._pools.by_class(online, offline).offline)
+        changed = _less("full", stats, tokens.offline)
         if stats.is_hybrid_swa:
             changed |= _less("swa", stats, self._pools.held_in_window(offline))
         if stats.is_hybrid_ssm:

@@ -49,9 +49,9 @@ _OTHER_OPERATION: Final = "generate_content"
 _OPERATION: Final[ContextVar[str]] = ContextVar("what is asked for", default=_OTHER_OPERATION)
 
 
-def note_operation(path: str | None) -> None:
+def note_operation(path: str) -> None:
     """Note, for the request served in this context, what its route is for."""
-    _OPERATION.set(_OPERATIONS.get(path or "", _OTHER_OPERATION))
+    _OPERATION.set(_OPERATIONS.get(path, _OTHER_OPERATION))
 
 
 def operation() -> str:

@@ -86,27 +86,20 @@ class _Detokenize(OpenAIServingDetokenize):
 
 
 class _Messages(AnthropicServing):
-    async def _handle_non_streaming(
-        self, chat_request: Any, anthropic_request: Any, raw_request: Any
-    ) -> Any:
-        try:
-            handler = await self._converting(chat_request, raw_request)
-        except ValueError as error:
-            return self._refusal(error)
-        return await AnthropicServing._handle_non_streaming(
-            handler, chat_request, anthropic_request, raw_request
-        )
+    async def _handle_non_streaming(self, *request: Any) -> Any:
+        return await self._handle(AnthropicServing._handle_non_streaming, *request)
 
-    async def _handle_streaming(
-        self, chat_request: Any, anthropic_request: Any, raw_request: Any
+    async def _handle_streaming(self, *request: Any) -> Any:
+        return await self._handle(AnthropicServing._handle_streaming, *request)
+
+    async def _handle(
+        self, handle: Any, chat_request: Any, anthropic_request: Any, raw_request: Any
     ) -> Any:
         try:
             handler = await self._converting(chat_request, raw_request)
         except ValueError as error:
             return self._refusal(error)
-        return await AnthropicServing._handle_streaming(
-            handler, chat_request, anthropic_request, raw_request
-        )
+        return await handle(handler, chat_request, anthropic_request, raw_request)
 
     async def handle_count_tokens(self, request: Any, raw_request: Any) -> Any:
         """See ``AnthropicServing``."""

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
+
 from sglang_coserve.srt.safepoint.arrival_watch import ArrivalWatch
 from sglang_coserve.srt.safepoint.inbox import Inbox
-from sglang_coserve.srt.safepoint.inbox_sleeper import InboxSleeper
 from sglang_coserve.srt.safepoint.monitor import SocketMonitor
 
 __all__ = ["Ingress"]
@@ -20,7 +21,7 @@ class Ingress:
 
     def __init__(self, socket: Any, rpc_socket: Any, inbox: Inbox, watch: ArrivalWatch) -> None:
         self.inbox = inbox
-        self.parking = InboxSleeper(inbox, rpc_socket)
+        self.parking = _InboxSleeper(inbox, rpc_socket)
         self._monitor = SocketMonitor(socket, inbox, watch.consider)
 
     @contextmanager
@@ -31,3 +32,21 @@ class Ingress:
             yield
         finally:
             self._monitor.stop()
+
+
+class _InboxSleeper(IdleSleeper):
+    """SGLang's sleeper for ``--sleep-on-idle``, woken by the inbox instead of a socket.
+
+    With a monitor thread the idle loop must sleep: a spinning loop would hold
+    Python's interpreter lock most of the time and delay the thread when it receives a
+    request.
+    """
+
+    def __init__(self, inbox: Inbox, rpc_socket: Any) -> None:
+        super().__init__(sockets=[inbox.wake_fd, rpc_socket])
+        self._inbox = inbox
+
+    def maybe_sleep(self) -> None:
+        """Sleep until there is a message or an RPC, for at most a second."""
+        super().maybe_sleep()
+        self._inbox.clear_wake()

@@ -80,10 +80,6 @@ class CoserveParts:
             events=self.events,
             forget=self.forget,
         )
-        settings = compat.settings_of(scheduler.server_args)
-        self.online_load = OnlineLoad(
-            scheduler, self.pools, self.ledger, settings.decode_log_interval
-        )
         self.load = LoadReporter(
             scheduler,
             config,
@@ -92,6 +88,10 @@ class CoserveParts:
             pools=self.pools,
             ledger=self.ledger,
             runner=self.runner,
+        )
+        settings = compat.settings_of(scheduler.server_args)
+        self.online_load = OnlineLoad(
+            scheduler, self.pools, self.load, settings.decode_log_interval
         )
         self.status = SchedulerStatus(
             scheduler,

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq
 
+from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.compat import (
     check_logit_processor,
     holds_kv,
     lowest_priority,
-    refused_request,
+    refuse,
 )
 from sglang_coserve.srt.marks.offline_marks import restore_generated
 from sglang_coserve.srt.marks.request_marks import is_offline
@@ -64,15 +66,9 @@ class RequestIntake:
             handle(recv_req)
         except Exception as error:
             logger.exception("request %s could not be taken in", recv_req.rid)
-            self._refuse(recv_req, f"the engine cannot take this request: {error}")
-
-    def _refuse(self, recv_req: Any, message: str) -> None:
-        """Answer a message that could not be made into a request of SGLang's."""
-        scheduler = self._scheduler
-        vocab_size = scheduler.model_config.vocab_size
-        req = refused_request(recv_req, scheduler.tokenizer, vocab_size, message)
-        scheduler.init_req_max_new_tokens(req)
-        scheduler._add_request_to_queue(req)
+            # Not by way of the queue: it may have been the one that did not take it.
+            message = f"the engine cannot take this request: {error}"
+            refuse(self._scheduler, recv_req, HTTPStatus.BAD_REQUEST, message)
 
     def enqueue(self, req: Req, is_retracted: bool, enqueue: Callable[[Req, bool], None]) -> None:
         """Queue a request, which may have run before; ``enqueue`` is SGLang's method.
@@ -87,6 +83,15 @@ class RequestIntake:
             self._forget(namesake)
         now_s = self._clock.now_s()
         info = self._ledger.add(req, self._clock.arrival_s(req, now_s))
+        try:
+            self._enqueue(req, info, is_retracted, enqueue)
+        except Exception:
+            self._forget(req)
+            raise
+
+    def _enqueue(
+        self, req: Req, info: RequestInfo, is_retracted: bool, enqueue: Callable[[Req, bool], None]
+    ) -> None:
         if info.is_online and not is_retracted:
             self._admission.arrived(req, info)
         # A request that failed validation is answered by SGLang, whatever its class.

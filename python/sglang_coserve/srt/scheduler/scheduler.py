@@ -103,7 +103,7 @@ class CoserveScheduler(Scheduler):
         """Publish the load as online requests find it, with ours."""
         super().init_load_inquirer()
         self.load_inquirer = ReportingLoadInquirer.like(
-            self.load_inquirer, lambda: self.parts.online_load, lambda: self.parts.load.load()
+            self.load_inquirer, lambda: self.parts.online_load, lambda: self.parts.load
         )
 
     def init_invariant_checker(self) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Request, SuspendedStep
-from sglang_coserve.srt import compat
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.kv_pools import KvPools
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
@@ -23,6 +22,7 @@ def snapshot_of(
     ledger: RequestLedger,
     running_batch: ScheduleBatch,
     now_s: float,
+    keeps_prefixes: bool,
     suspended: SuspendedStep | None,
     stop_share: float,
     decodes_stop: bool,
@@ -37,6 +37,7 @@ def snapshot_of(
         ledger: The core's data on these requests.
         running_batch: SGLang's batch of decodes.
         now_s: The time on the clock shared by all ranks.
+        keeps_prefixes: See ``EngineSnapshot``.
         suspended: The suspended step, if any.
         stop_share: See ``EngineSnapshot``.
         decodes_stop: See ``EngineSnapshot``.
@@ -54,7 +55,7 @@ def snapshot_of(
         max_batch_tokens=num_decodes
         + (scheduler.chunked_prefill_size or scheduler.max_prefill_tokens),
         page_tokens=scheduler.page_size,
-        keeps_prefixes=not compat.settings_of(scheduler.server_args).disable_radix_cache,
+        keeps_prefixes=keeps_prefixes,
         window_tokens=pools.window_tokens,
         free_window_tokens=pools.free_window_tokens,
         elsewhere=tuple(ledger.decoding_requests(view.elsewhere(), RequestState.DECODING)),

@@ -83,7 +83,7 @@ class KvPools:
         """
         free, cached = self.free_tokens, self.evictable_tokens
         used = max(0, self.total_tokens - free - cached)
-        held = min(self._held_alone(offline, besides=online), used)
+        held = min(self._held_alone(offline, besides=online), used) if offline else 0
         return KvByClass(online=used - held, offline=held, cached=cached, free=free)
 
     def _held_alone(self, reqs: Sequence[Req], *, besides: Sequence[Req]) -> int:

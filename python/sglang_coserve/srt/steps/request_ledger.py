@@ -61,6 +61,10 @@ class RequestLedger:
     def __getitem__(self, rid: str) -> RequestInfo:
         return self._infos[rid]
 
+    def get(self, rid: str) -> RequestInfo | None:
+        """Return what is known of a request; None if it is not in."""
+        return self._infos.get(rid)
+
     def has(self, req: Req) -> bool:
         """Return whether this very request is in, not just one with its rid."""
         return self._reqs.get(req.rid) is req

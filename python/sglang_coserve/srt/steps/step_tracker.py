@@ -208,13 +208,15 @@ class StepTracker:
         ledger = self._ledger
         served = []
         for req, has in zip(reqs, has_token, strict=True):
-            if req.rid not in ledger:
+            rid = req.rid
+            info = ledger.get(rid)
+            if info is None:
                 continue  # The request was aborted meanwhile.
-            info, last_s = ledger[req.rid], ledger.last_token_s(req.rid)
             if info.is_online:
+                last_s = ledger.last_token_s(rid)
                 served.append(ServedRequest(info, last_s, now_s if has else None))
             if has:
-                ledger.produced(req.rid, now_s)
+                ledger.produced(rid, now_s)
         return tuple(served)
 
     def _content(
@@ -236,6 +238,7 @@ class StepTracker:
     ) -> tuple[JobTokens, ...]:
         ledger, tokens_of = self._ledger, Counter[str | None]()
         for rid, tokens in [*chunks, *((req.rid, 1) for req in decodes)]:
-            if rid in ledger and not (info := ledger[rid]).is_online:
+            info = ledger.get(rid)
+            if info is not None and not info.is_online:
                 tokens_of[info.job] += tokens
         return tuple([JobTokens(job, tokens) for job, tokens in tokens_of.items()])

@@ -91,7 +91,8 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
             ValueError: the request is invalid; SGLang's entry points answer it with 400.
         """
         path = getattr(getattr(request, "url", None), "path", None)
-        note_operation(path)
+        if path is not None:  # Lines of batches come without HTTP.
+            note_operation(path)
         has_answered = False
         try:
             check_request(obj, is_health_check=path in _HEALTH_PATHS)

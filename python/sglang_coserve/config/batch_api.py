@@ -1,0 +1,94 @@
+"""Settings of the Batch API: those of one engine, and of a gateway before many."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated
+
+from sglang_coserve.config.flags import POSITIVE, FlagSettings, flag, setting
+from sglang_coserve.errors import ConfigError
+
+__all__ = ["BatchApiConfig"]
+
+_NEEDS: Mapping[str, str] = MappingProxyType(
+    {
+        "safepoint_decode_graphs": "safepoint_interval",
+        "batch_max_upload_mib": "coserve_data_dir",
+        "batch_max_lines": "coserve_data_dir",
+        "batch_max_in_flight": "coserve_data_dir",
+        "batch_max_active": "coserve_data_dir",
+        "batch_max_active_per_key": "coserve_data_dir",
+        "batch_max_stored_gib_per_key": "coserve_data_dir",
+        "batch_webhook_url": "coserve_data_dir",
+        "batch_webhook_allow_private": "batch_webhook_url",
+    }
+)
+"""Flags that do nothing without another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchApiConfig(FlagSettings):
+    """Settings of the Batch API, of one engine or before many; every field is a flag.
+
+    Raises:
+        ConfigError: on construction, when a value is out of its range.
+    """
+
+    coserve_data_dir: str | None = setting(
+        None,
+        "Directory of the Batch API: what users upload, its results, and what is still to do. "
+        "Made when it is not there; for one server at a time. Without one, /v1/files and "
+        "/v1/batches are off, so that nothing is kept unasked.",
+        metavar="DIRECTORY",
+    )
+    batch_max_upload_mib: Annotated[int, POSITIVE] = setting(
+        200, "Largest file that may be uploaded for a batch, in MiB.", type=int, metavar="MIB"
+    )
+    batch_max_lines: Annotated[int, POSITIVE] = setting(
+        50_000, "Most requests in one batch.", type=int, metavar="N"
+    )
+    batch_max_in_flight: Annotated[int, POSITIVE] = setting(
+        512,
+        "Most lines of all batches that the engine has at once: it chooses among them by shared "
+        "prefixes, and runs as many as fit.",
+        type=int,
+        metavar="N",
+    )
+    batch_max_active: Annotated[int, POSITIVE] = setting(
+        256, "Most unfinished batches, of all API keys together.", type=int, metavar="N"
+    )
+    batch_max_active_per_key: Annotated[int | None, POSITIVE] = setting(
+        None,
+        "Most unfinished batches of one API key. By default as many as are still free of "
+        "--batch-max-active, so half of it for one key alone.",
+        type=int,
+        metavar="N",
+    )
+    batch_max_stored_gib_per_key: Annotated[float | None, POSITIVE] = setting(
+        None,
+        "Most that the files of one API key may take on the disk, in GiB: uploads and results. "
+        "What a running batch writes may exceed it; a new one is refused then. By default as much "
+        "as is still free on the disk.",
+        type=float,
+        metavar="GIB",
+    )
+    batch_webhook_url: str | None = setting(
+        None,
+        "Address that is told when a batch has completed, failed, expired or been cancelled. The "
+        "secret to sign with is in the environment variable COSERVE_WEBHOOK_SECRET.",
+        metavar="URL",
+    )
+    batch_webhook_allow_private: bool = setting(
+        False,
+        "Let --batch-webhook-url be on this machine or in a private network.",
+        action="store_true",
+    )
+
+    def __post_init__(self) -> None:
+        FlagSettings.__post_init__(self)
+        changed = self.changed()
+        for name, other in _NEEDS.items():
+            if name in changed and other not in changed:
+                raise ConfigError(f"{flag(name)} has no effect alone: add {flag(other)}")

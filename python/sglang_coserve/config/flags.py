@@ -1,0 +1,111 @@
+"""Frozen dataclasses as settings, whose fields are command-line flags."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Final, Self, get_origin, get_type_hints
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from sglang_coserve.core.validation import STRICT, explain
+from sglang_coserve.errors import ConfigError
+
+__all__ = ["NOT_NEGATIVE", "POSITIVE", "SHARE", "FlagSettings", "flag", "setting"]
+
+POSITIVE: Final = Field(gt=0)
+NOT_NEGATIVE: Final = Field(ge=0)
+SHARE: Final = Field(ge=0, le=1)
+
+
+def setting(default: Any, doc: str, *, is_off_at_zero: bool = False, **cli: Any) -> Any:
+    """Return a field whose docstring is also the help of its flag.
+
+    With ``is_off_at_zero`` its 0 asks for nothing, so that it may always be given.
+    """
+    metadata = {"doc": doc, "cli": cli, "is_off_at_zero": is_off_at_zero}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag(field_name: str) -> str:
+    """Return the flag of a field."""
+    return "--" + field_name.replace("_", "-")
+
+
+@dataclass(frozen=True, slots=True)
+class FlagSettings:
+    """Settings of which every field, made by ``setting``, is a flag of the same name.
+
+    Raises:
+        ConfigError: on construction, when a value is out of its range.
+    """
+
+    def __post_init__(self) -> None:
+        own: Any = type(self)
+        ranges = _ranges(own)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in ranges:
+                try:
+                    ranges[field.name].validate_python(value)
+                except ValidationError as error:
+                    raise ConfigError(f"{flag(field.name)} {explain(error)}") from error
+            choices = field.metadata["cli"].get("choices")
+            if choices is not None and value not in choices:
+                raise ConfigError(
+                    f"{flag(field.name)} must be one of {', '.join(choices)}, got {value!r}"
+                )
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
+        """Add one flag per field to ``parser``, in a group named coserve."""
+        group = parser.add_argument_group(
+            "coserve", "Serving online and offline requests on one engine."
+        )
+        inherited = {
+            field.name
+            for base in cls.__bases__
+            if dataclasses.is_dataclass(base)
+            for field in dataclasses.fields(base)
+        }
+        # What a class adds comes first.
+        for field in sorted(dataclasses.fields(cls), key=lambda field: field.name in inherited):
+            group.add_argument(
+                flag(field.name),
+                # argparse extends a copy of the default, which it can make of a list only.
+                default=list(field.default) if field.default == () else field.default,
+                help=field.metadata["doc"].replace("%", "%%"),
+                **field.metadata["cli"],
+            )
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
+        """Build from the entries of ``values`` that name a field; others are ignored."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in names})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    def changed(self) -> set[str]:
+        """Return the names of the settings that ask for something else than the defaults do."""
+        return {
+            field.name
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+            and not (value == 0 and field.metadata["is_off_at_zero"])
+        }
+
+
+@cache
+def _ranges(settings: type[FlagSettings]) -> Mapping[str, TypeAdapter[Any]]:
+    """Return what checks a value, for the fields that have a range."""
+    return {
+        name: TypeAdapter(kind, config=STRICT)
+        for name, kind in get_type_hints(settings, include_extras=True).items()
+        if get_origin(kind) is Annotated
+    }

@@ -1,0 +1,47 @@
+"""Refuses a version of SGLang that this package does not run on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Final
+
+from sglang_coserve.errors import UnsupportedError
+from sglang_coserve.srt.compat.seam_check import problems
+from sglang_coserve.srt.compat.source_tree import SourceTree
+from sglang_coserve.srt.compat.versions import NEWEST, OLDEST, installed_version, is_supported
+
+__all__ = ["OVERRIDE_VARIABLE", "check_version"]
+
+OVERRIDE_VARIABLE: Final = "COSERVE_UNTESTED_SGLANG"
+"""Set to 1, another version is tried, if every seam is in it."""
+
+
+def check_version(environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse a version of SGLang that is not in the range.
+
+    With ``COSERVE_UNTESTED_SGLANG=1`` in the environment it is refused only if a seam is missing
+    in it. That reads 50 of its files, which takes a second.
+
+    Raises:
+        UnsupportedError: no SGLang is installed, or another version.
+    """
+    found = installed_version()
+    if found is None:
+        raise UnsupportedError(
+            f"sglang_coserve needs SGLang {OLDEST} to {NEWEST}, and none is installed: "
+            f"pip install sglang=={NEWEST}"
+        )
+    if is_supported(found):
+        return
+    if environment.get(OVERRIDE_VARIABLE) != "1":
+        raise UnsupportedError(
+            f"sglang_coserve supports SGLang {OLDEST} to {NEWEST}, found {found}: pip install "
+            f"sglang=={NEWEST}, or set {OVERRIDE_VARIABLE}=1 to try it with {found}"
+        )
+    missing = problems(SourceTree.installed(), found)
+    if missing:
+        raise UnsupportedError(
+            f"SGLang {found} lacks what co-serving relies on, {OVERRIDE_VARIABLE} or not: "
+            + "; ".join(missing)
+        )

@@ -1,0 +1,191 @@
+"""Replaces what SGLang cannot do on a machine without CUDA.
+
+SGLang's CPU path expects its own kernels and an AMX processor. Without them some kernels and the
+attention must be replaced.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from sglang_coserve.srt import compat
+
+__all__ = ["install_replacements"]
+
+
+def install_replacements() -> None:
+    """Replace the parts of SGLang that need CUDA or are slow without it, in this process.
+
+    Must be called in each process that runs a scheduler, before the scheduler is created.
+    """
+    # They import SGLang, and the environment is to have its defaults before that.
+    from sglang_coserve.srt.cpu.attention import install_attention
+    from sglang_coserve.srt.cpu.linear_attention import install_linear_attention
+
+    _install_pipeline()
+    _install_page_allocation()
+    _install_ordinary_memory()
+    _install_grammar_masks()
+    _install_latent_attention()
+    _install_shared_experts()
+    install_attention()
+    install_linear_attention()
+
+
+def _install_pipeline() -> None:
+    """Turn NCCL off between the stages of a pipeline; SGLang uses it by default."""
+    name = "sglang.srt.distributed.parallel_state.init_model_parallel_group"
+    from sglang.srt.distributed.parallel_state import init_model_parallel_group
+
+    compat.replace(name, partial(init_model_parallel_group, use_pynccl=False))
+
+
+def _install_page_allocation() -> None:
+    """Replace the two Triton kernels of the paged KV allocator by torch code."""
+    allocator = "sglang.srt.mem_cache.allocator.paged"
+    compat.replace(f"{allocator}.alloc_extend_kernel", _Kernel(_alloc_extend))
+    compat.replace(f"{allocator}.alloc_decode_kernel", _Kernel(_alloc_decode))
+
+
+def _install_ordinary_memory() -> None:
+    """Use ordinary memory where grammars and LoRA ask for pinned memory, which needs a GPU."""
+    import torch
+
+    torch.Tensor.pin_memory = _itself
+    for module in ("constrained.xgrammar_backend", "lora.layers", "lora.backend.torch_backend"):
+        compat.replace(f"sglang.srt.{module}.torch", _UnpinnedTorch(torch))
+
+
+def _itself(tensor: Any, *_device: Any) -> Any:
+    return tensor
+
+
+class _UnpinnedTorch:
+    """The torch module, whose functions ignore ``pin_memory``."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._torch, name)
+        if name not in ("arange", "full", "tensor", "zeros"):
+            return value
+
+        def unpinned(*args: Any, **kwargs: Any) -> Any:
+            kwargs.pop("pin_memory", None)
+            return value(*args, **kwargs)
+
+        return unpinned
+
+
+def _install_grammar_masks() -> None:
+    """Apply grammar masks with XGrammar's CPU kernel; SGLang calls only the GPU kernels."""
+    import xgrammar
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
+
+    def apply_vocab_mask(logits: Any, vocab_mask: Any) -> None:
+        xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)
+
+    for owner in (XGrammarGrammar, XGrammarGrammarBackend):
+        owner.apply_vocab_mask = staticmethod(apply_vocab_mask)
+
+
+def _install_latent_attention() -> None:
+    """Make DeepSeek's models use MLA on latent KV with torch_native.
+
+    SGLang has no handler for that backend, and its default one needs other kernels.
+    """
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+        AttnForwardMethod,
+    )
+
+    AttentionBackendRegistry.register(
+        "torch_native", lambda _attention, _batch: AttnForwardMethod.MLA
+    )
+
+
+def _install_shared_experts() -> None:
+    """Replace the Triton kernel that adds the gated shared experts (Qwen)."""
+    compat.replace(
+        "sglang.kernels.ops.elementwise.elementwise._fused_gate_sigmoid_mul_add_kernel",
+        _Kernel(_add_gated),
+    )
+
+
+def _add_gated(hidden: Any, gate_weight: Any, shared: Any, output: Any, **options: Any) -> None:
+    gate = (hidden @ gate_weight).sigmoid()[:, None]
+    if options.get("GATE_ONLY", False):  # Since 0.5.22.
+        output.view(-1, 1).copy_(gate)
+    elif options.get("DO_ADD", True):  # Since 0.5.19; before, always.
+        output += gate * shared
+    else:
+        output.copy_(gate * shared)
+
+
+class _Kernel:
+    """A Python function that is launched like a Triton kernel: ``kernel[grid](...)``."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __getitem__(self, grid: object) -> Any:
+        return self._function
+
+
+def _alloc_extend(
+    prefix_lens: Any,
+    seq_lens: Any,
+    last_loc: Any,
+    free_pages: Any,
+    out_indices: Any,
+    _batch_upper: int,
+    page_size: int,
+) -> None:
+    """Allocate the slots of each request's tokens [prefix, seq): in its open page, then new ones.
+
+    Writes nothing if there are too few free pages: the caller checks for that
+    after the launch and discards the result.
+    """
+    import torch
+
+    next_page = 0
+    position = 0
+    spans = zip(prefix_lens.tolist(), seq_lens.tolist(), last_loc.tolist(), strict=True)
+    for prefix, seq, last in spans:
+        open_page_end = min(seq, -(-prefix // page_size) * page_size)
+        in_open_page = open_page_end - prefix
+        new_pages = -(-seq // page_size) - -(-prefix // page_size)
+        if next_page + new_pages > len(free_pages):
+            return
+        fresh = (
+            free_pages[next_page : next_page + new_pages, None] * page_size
+            + torch.arange(page_size, device=free_pages.device)
+        ).flatten()
+        out_indices[position : position + in_open_page] = torch.arange(
+            last + 1, last + 1 + in_open_page
+        )
+        out_indices[position + in_open_page : position + seq - prefix] = fresh[
+            : seq - open_page_end
+        ]
+        next_page += new_pages
+        position += seq - prefix
+
+
+def _alloc_decode(
+    seq_lens: Any,
+    last_loc: Any,
+    free_pages: Any,
+    out_indices: Any,
+    _batch_upper: int,
+    page_size: int,
+) -> None:
+    """Allocate one slot for each request: after its last one, or the first of a new page."""
+    opens_page = (seq_lens - 1) % page_size == 0
+    new_pages = int(opens_page.sum())
+    if new_pages > len(free_pages):
+        return
+    slots = last_loc.long() + 1
+    slots[opens_page] = free_pages[:new_pages] * page_size
+    out_indices.copy_(slots)
