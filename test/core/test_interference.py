@@ -134,22 +134,6 @@ def test_the_allowance_learns_of_first_tokens_and_gaps_once_they_are_known_in_bo
     assert found.allowance.arrival_s < unknown_s
 
 
-def test_what_the_engine_did_for_online_requests_is_no_harm() -> None:
-    """Alone the request would have waited for that as well, whatever the baseline says."""
-    found = followed()
-    found.arrived(info())
-    found.worked(0.5)
-    found.produced("a", 0.5)
-    assert found.allowance.arrival_s == followed().allowance.arrival_s
-    found.worked(0.5)
-    found.produced("a", 1.0)
-    found.advance(predict, 9.0)
-    kept = late_and_alone(0.25, 0.375)
-    assert found.allowance.gap_share == kept.gap_share
-    assert found.allowance.arrival_s >= followed().allowance.arrival_s
-    assert late_and_alone(0.25, 0.75).gap_share < kept.gap_share
-
-
 def test_without_a_baseline_what_is_late_counts_as_harmed() -> None:
     kept = late_and_alone(0.25, 0.375, has_baseline=False)
     assert late_and_alone(0.5, has_baseline=False).arrival_s < kept.arrival_s

@@ -112,14 +112,15 @@ def test_prompts_go_first_where_the_decodes_beside_them_would_make_one_late(
     assert (plan.budget_s == 0) == goes_first
 
 
-@pytest.mark.parametrize(("ttft_s", "goes_first"), [(0.085, False), (0.075, True)])
-def test_prompts_go_first_where_one_that_arrives_meanwhile_would_be_late(
-    ttft_s: float, goes_first: bool
+@pytest.mark.parametrize(("arrival_wait_s", "goes_first"), [(0.041, False), (0.039, True)])
+def test_prompts_go_first_where_one_that_arrives_meanwhile_would_wait_too_long(
+    arrival_wait_s: float, goes_first: bool
 ) -> None:
-    """The prompt and then the decodes take 40 ms, and who arrives meanwhile 40 more."""
-    targets = SloTargets(ttft_s=ttft_s, tpot_s=1.0)
+    """The prompt takes 20 ms, and a step of the decodes as long."""
+    targets = SloTargets(ttft_s=1.0, tpot_s=1.0)
     requests = [*many_decodes(), online(100)]
-    plan = scheduler("coserve", targets=targets).plan(snapshot(*requests), NO_CACHE)
+    core = scheduler("coserve", targets=targets, arrival_wait_s=arrival_wait_s)
+    plan = core.plan(snapshot(*requests), NO_CACHE)
     assert plan.skips_decodes == goes_first
 
 
@@ -264,7 +265,8 @@ OVERLOADED = [online(1000, DECODING, tpot_s=0.005) for _ in range(4)]
 
 
 def test_best_effort_feeds_a_prompt_past_late_decodes() -> None:
-    plan = scheduler("coserve", min_online_chunk_tokens=64).plan(
+    targets = SloTargets(tpot_s=0.1)
+    plan = scheduler("coserve", targets=targets, min_online_chunk_tokens=64).plan(
         snapshot(*OVERLOADED, online(500)), NO_CACHE
     )
     assert [chunk.tokens for chunk in plan.prefills] == [64]

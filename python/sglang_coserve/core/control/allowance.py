@@ -29,16 +29,16 @@ target 1.5 x the P99 of the baseline) the learned factor swung more, and offline
 13,177 tokens/s instead of 19,309."""
 
 _FIRST_GAPS: Final = 1 / 4
-"""First share of the slack of online decodes that offline work may fill, while a relative target
-is still a guess. With 1 a server's first seconds have more long gaps than a P99 allows for minutes.
-Simulated on the demo's machine (``bench_fixed_cost.py``): P99 gaps of 1.6 to 2.1 x those alone at
-+10%, and 1.06 to 1.24 x with 1/4, with as much offline work. On an H100
-(``bound.py --requests 800 --lengths 256x512 --loads 0.2 0.8 --seed`` 1 to 4, means): 16,970 and
-5,924 offline tokens/s with it, 14,909 and 5,690 with 1."""
+"""First share of the slack of online decodes that offline work may fill. With 1 a server's first
+seconds have more long gaps than a P99 allows for minutes. Simulated on the demo's machine
+(``bench_fixed_cost.py``): P99 gaps of 1.6 to 2.1 x those alone at +10%, and 1.06 to 1.24 x with
+1/4, with as much offline work."""
 
-_GAPS_GAIN: Final = 0.02
-"""A tenth of the gain for requests, as gaps are far more numerous. Simulated as above at 1.1 x:
-15,897 offline tokens/s with it, 14,574 with 0.1 and 11,870 with 0.2; harmed 1.0, 0.9 and 0.9%."""
+_GAPS_GAIN: Final = 0.1
+"""Half of the gain for requests, as gaps are far more numerous. A share that is too large must fall
+within seconds: slower decodes leave more requests in flight, their steps are longer, and what
+has queued up takes as long again to go away (docs/benchmarks.md, "Congestion"). Simulated on an
+H100 (``bound.py --requests 800 --lengths 256x512 --seed`` 1, 2), 0.02 had 7% more offline work."""
 
 _SPAN: Final = 1 << 12
 _GAPS_SPAN: Final = 1 << 19
@@ -119,15 +119,9 @@ class Allowance:
         """Target for a request's mean gap in seconds; None if no SLO bounds the TPOT."""
         return min((loop.target_s for loop in self._tpot), default=None)
 
-    def first_token(
-        self, info: RequestInfo, ttft_s: float, alone_s: float | None, online_s: float = 0.0
-    ) -> None:
-        """Record a TTFT, and the baseline's TTFT of the same request (None if unknown).
-
-        ``online_s``, here and below, is the time that the engine spent on online requests during
-        the latency in question.
-        """
-        value = Latencies(info.ttft_target_s, ttft_s, alone_s, online_s)
+    def first_token(self, info: RequestInfo, ttft_s: float, alone_s: float | None) -> None:
+        """Record a TTFT, and the baseline's TTFT of the same request (None if unknown)."""
+        value = Latencies(info.ttft_target_s, ttft_s, alone_s)
         self._own_ttft.observe(value)
         target_s = info.ttft_target_s or self.targets.ttft_s
         if target_s is not None:
@@ -135,37 +129,32 @@ class Allowance:
         for loop in self._ttft:
             loop.observe({value: 1})
 
-    def gaps(self, gaps: Iterable[tuple[RequestInfo, float, float | None, float]]) -> None:
-        """Record gaps that became known together: request, measured, in the baseline, online work.
+    def gaps(self, gaps: Iterable[tuple[RequestInfo, float, float | None]]) -> None:
+        """Record gaps that became known together: request, measured, in the baseline.
 
-        All in seconds; the baseline's gap is None if unknown. O(gaps).
+        In seconds; the baseline's gap is None if unknown. O(gaps).
         """
         # Gaps that end with the same step are mostly equal.
         values = Counter(
-            [
-                Latencies(info.tpot_target_s, gap_s, alone_s, online_s)
-                for info, gap_s, alone_s, online_s in gaps
-            ]
+            [Latencies(info.tpot_target_s, gap_s, alone_s) for info, gap_s, alone_s in gaps]
         )
         for loop in self._tbt:
             loop.observe(values)
 
-    def finished(
-        self, info: RequestInfo, tpot_s: float, alone_s: float | None, online_s: float = 0.0
-    ) -> None:
+    def finished(self, info: RequestInfo, tpot_s: float, alone_s: float | None) -> None:
         """Record the TPOT of a request that has ended, and its TPOT in the baseline."""
         target_s = info.tpot_target_s or self.targets.tpot_s
         if target_s is not None:
             self._in_pace.observe(float(tpot_s > target_s))
         for loop in self._tpot:
-            loop.observe({Latencies(info.tpot_target_s, tpot_s, alone_s, online_s): 1})
+            loop.observe({Latencies(info.tpot_target_s, tpot_s, alone_s): 1})
 
 
 class _Loop:
     """The control loop of one SLO: its target, and the factor that is adjusted to keep it."""
 
     def __init__(self, slo: Slo, prior_s: float) -> None:
-        first, most = 1.0 if slo.limit_s else _FIRST_GAPS, 1.0
+        first, most = _FIRST_GAPS, 1.0
         if slo.latency is Latency.TTFT:
             first, most = _FIRST_ARRIVAL, _MOST_ARRIVAL
         gain, span = GAIN, _SPAN
@@ -203,17 +192,15 @@ class _Loop:
             self._integrator.observe(harmed / judged, judged / self._mean_count)
 
     def _harm(self, value: Latencies) -> float | None:
-        """Return the harm of a value, 0 to 1; None if it does not count.
+        """Return the harm of a value, -1 to 1; None if it does not count.
 
-        For an absolute target, a value that would be late in the baseline too does not count.
-        Its baseline latency is at least the time that the engine spent on online requests
-        meanwhile, whatever the baseline says. A relative target does not apply that bound: it
-        keeps what the baseline promises, also when delayed prompts come in larger groups.
+        Lateness in the baseline is subtracted from the measured lateness, value by value but for
+        their sum: both engines delay decodes for prompts, but not the same decodes. What the
+        engine did for online requests meanwhile is no excuse: offline work leaves more of
+        them in flight, and their steps take longer.
 
         A relative target is a percentile of the baseline's own values, so some of these are late
-        by definition. Comparing request by request would not tell which: both engines delay
-        decodes for prompts, but not the same decodes. So lateness in the baseline is subtracted
-        from the measured lateness, and its average share is added back. Until enough baseline
+        by definition, and their average share is added back. Until enough baseline
         values are known to fill the tail, nothing counts: the limit is still too low, and the
         factor would stay low for the next 1,000 requests. Simulated
         (``bound.py --requests 1000 --lengths 256x512 --loads 0.2 --seed`` 1 to 4), an earlier
@@ -221,12 +208,11 @@ class _Loop:
         """
         target_s = value.own_target_s or self.target_s
         alone_s = value.alone_s or 0.0
-        if self._limit_s is None and value.own_target_s is None and self._tail is not None:
-            if self._relative.num_alone * self._tail < 1:
-                return None
-            is_late, is_late_alone = value.measured_s > target_s, alone_s > target_s
-            return is_late - is_late_alone + self._relative.late_alone_share
-        alone_s = max(alone_s, value.online_s)
         if self._tail is None:
             return min(value.measured_s / max(target_s, alone_s) - 1, 1.0)
-        return None if alone_s > target_s else float(value.measured_s > target_s)
+        harm = float(value.measured_s > target_s) - float(alone_s > target_s)
+        if self._limit_s is not None or value.own_target_s is not None:
+            return harm
+        if self._relative.num_alone * self._tail < 1:
+            return None
+        return harm + self._relative.late_alone_share

@@ -43,24 +43,13 @@ class _Watched:
     alone_first_s: float = 0.0
     alone_last_s: float = 0.0
     alone_tokens: int = 0
-    arrived_at_s: float = 0.0
-    first_at_s: float = 0.0
-    last_at_s: float = 0.0
-    """Total time that the engine had spent on online requests when this one arrived, at its first
-    token and at its last token."""
-
     is_finished: bool = False
-    gaps_s: deque[tuple[float, float]] = field(default_factory=deque)
-    """Measured gaps that the baseline has not reached yet, each with the time that the engine spent
-    on online requests in it."""
+    gaps_s: deque[float] = field(default_factory=deque)
+    """Measured gaps that the baseline has not reached yet."""
 
 
 class Interference:
     """Tracks online requests from arrival to end, in the engine and in the baseline.
-
-    Without offline work a request would have taken at least the time that the engine spent
-    on online requests meanwhile; that time counts where the baseline promises less. So steps
-    slower than predicted, and queues that the baseline underestimates, do not count as harm.
 
     A request is judged once it has ended in both. Without a baseline (a server without
     a latency model) it is judged by its measured latencies alone.
@@ -156,7 +145,7 @@ class Interference:
         if not self._watched:
             self._bill.period_begins(beside_offline=beside_offline)
         work = self._bill.mark()
-        self._watched[info.rid] = _Watched(info, work, work, arrived_at_s=self._online_s)
+        self._watched[info.rid] = _Watched(info, work, work)
         if self._baseline is not None:
             self._baseline.arrived(info.rid, info.arrival_s, info.prompt_tokens, cached_tokens)
 
@@ -194,13 +183,11 @@ class Interference:
         watched.tokens += 1
         if watched.tokens == 1:
             watched.first_s = now_s
-            watched.first_at_s = self._online_s
             watched.first_work = self._bill.mark()
             self._learn_first_token(watched)
         elif self._needs_gaps:
             self._measure_gap(watched, now_s)
         watched.last_s = now_s
-        watched.last_at_s = self._online_s
         if self._baseline is not None:
             self._baseline.produced(rid)
 
@@ -229,7 +216,7 @@ class Interference:
         if self._baseline is None:
             return
         monitor, allowance = self._monitor, self._allowance
-        gaps: list[tuple[RequestInfo, float, float | None, float]] = []
+        gaps: list[tuple[RequestInfo, float, float | None]] = []
         get = self._watched.get
         for rid, number, at_s in self._baseline.advance(predict, now_s):
             watched = get(rid)
@@ -243,9 +230,8 @@ class Interference:
                 if monitor.needs_gaps:
                     monitor.gap_alone(watched.info, watched.alone_last_s, at_s)
                 if watched.gaps_s:
-                    gap_s, online_s = watched.gaps_s.popleft()
                     alone_s = at_s - watched.alone_last_s
-                    gaps.append((watched.info, gap_s, alone_s, online_s))
+                    gaps.append((watched.info, watched.gaps_s.popleft(), alone_s))
             watched.alone_last_s = at_s
             watched.alone_tokens = number
             if watched.is_finished:
@@ -269,9 +255,7 @@ class Interference:
         if self._baseline is None:
             self._allowance.first_token(info, ttft_s, None)
         elif watched.alone_tokens:
-            alone_s = watched.alone_first_s - info.arrival_s
-            online_s = watched.first_at_s - watched.arrived_at_s
-            self._allowance.first_token(info, ttft_s, alone_s, online_s)
+            self._allowance.first_token(info, ttft_s, watched.alone_first_s - info.arrival_s)
 
     def _measure_gap(self, watched: _Watched, now_s: float) -> None:
         if self._monitor.needs_gaps:
@@ -280,9 +264,9 @@ class Interference:
             return
         gap_s = now_s - watched.last_s
         if self._baseline is None:
-            self._allowance.gaps([(watched.info, gap_s, None, 0.0)])
+            self._allowance.gaps([(watched.info, gap_s, None)])
         else:
-            watched.gaps_s.append((gap_s, self._online_s - watched.last_at_s))
+            watched.gaps_s.append(gap_s)
 
     def _judge_if_complete(self, watched: _Watched) -> None:
         if watched.alone_tokens >= watched.tokens:
@@ -311,8 +295,7 @@ class Interference:
         self._monitor.finished(watched.info, measured, alone)
         if measured.tokens > 1:
             tpot_alone_s = None if alone is None else alone.tpot_s
-            online_s = (watched.last_at_s - watched.first_at_s) / gaps
-            self._allowance.finished(watched.info, measured.tpot_s, tpot_alone_s, online_s)
+            self._allowance.finished(watched.info, measured.tpot_s, tpot_alone_s)
 
 
 def _monitor(slos: Sequence[Slo]) -> SloMonitor:

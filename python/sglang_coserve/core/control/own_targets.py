@@ -40,8 +40,8 @@ class OwnTargets:
 
     def observe(self, value: Latencies) -> None:
         """Record a TTFT; to be called for requests without an own target, too. O(bins)."""
-        own_s, measured_s, alone_s, online_s = value
-        if own_s is not None and max(alone_s or 0.0, online_s) > own_s:
+        own_s, measured_s, alone_s = value
+        if own_s is not None and (alone_s or 0.0) > own_s:
             own_s = None
         if own_s is not None:
             self._integrator.observe(float(measured_s > own_s))

@@ -25,9 +25,6 @@ class Latencies(NamedTuple):
     alone_s: float | None
     """The latency in the no-interference baseline; None if unknown."""
 
-    online_s: float = 0.0
-    """Time that the engine spent on online requests during the measured latency."""
-
 
 class RelativeTarget:
     """Computes the limit of a relative SLO from a statistic of the baseline's values."""
@@ -53,7 +50,7 @@ class RelativeTarget:
 
     def observe(self, values: Mapping[Latencies, int]) -> None:
         """Add values, each with its count. Amortized O(values)."""
-        for (_, _, alone_s, _), count in values.items():
+        for (_, _, alone_s), count in values.items():
             if alone_s is not None:
                 self._alone.add(alone_s, count)
                 self.num_alone += count

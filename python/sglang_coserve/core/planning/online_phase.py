@@ -75,8 +75,8 @@ def _time_before_decodes_s(
     SGLang stalls the decodes for every prompt. Mixing costs less in total, so it is the default
     here, but it spreads prompts over several steps, each only as long as the decodes' next
     tokens can wait. Prompts run first, without decodes, if fewer targets are then missed: late
-    first tokens, plus late gaps, each weighted by 1 / gaps per request. Ties are decided by a
-    hypothetical request that arrives during the step and takes as long again. No gap becomes
+    first tokens, plus late gaps, each weighted by 1 / gaps per request. Ties are decided by how
+    much longer a request that arrives now would wait than it may (``arrival_s``). No gap becomes
     longer than the TPOT slack plus the TTFT target. O(waiting + requests).
     """
     ttft_s = batch.targets.ttft_s
@@ -107,12 +107,12 @@ def _time_before_decodes_s(
     slacks_s = [slack_s(batch, request) * share for request in prompts]
     done = list(accumulate([request.tokens_to_compute for request in prompts]))
 
-    def misses(prompts_end_s: float, decodes_end_s: float) -> tuple[float, bool]:
+    def misses(prompts_end_s: float, decodes_end_s: float) -> tuple[float, float]:
         token_s = prompts_end_s / done[-1]
         ends_s = [tokens * token_s for tokens in done]
         late = sum([left_s < end_s for left_s, end_s in zip(slacks_s, ends_s, strict=True)])
         late_gaps = batch.deadlines.num_late(decodes_end_s) / context.gaps_per_request
-        return late + late_gaps, 2 * prompts_end_s > ttft_s * share
+        return late + late_gaps, max(prompts_end_s - context.arrival_s, 0.0)
 
     kept_s = min(alone_s, max(chunk_s, 0.0)) + decodes_s
     is_better = misses(alone_s, first_s + decodes_s) < misses(beside_s, kept_s)
