@@ -12,10 +12,11 @@ others wait: behind our schedulers in the offline queue, with stock SGLang in it
 The systems run in turn, some dozens of passes each, again and again, before more requests
 are let wait. Timed is ``get_new_batch_prefill``. Ours has SGLang's own build the batch, and
 takes finished requests out of the running one, which SGLang would do a moment later; what it
-takes beyond that is our overhead, and ``core.plan`` is a part of it. A step lasts from
-one pass to the next. On a CPU, where one thread does all of this, it is that thread's
-CPU time that is measured: what else runs on the machine does not count. "metrics" is what
-gathering and publishing them takes of a step, with SGLang's ``enable_metrics`` as above.
+takes beyond that is our overhead, and ``core.plan`` is a part of it; "again" is the same plan
+made once more, which counts as no part of anything. A step lasts from one pass to the
+next. On a CPU, where one thread does all of this, it is that thread's CPU time that is
+measured: what else runs on the machine does not count. "metrics" is what gathering and
+publishing them takes of a step, with SGLang's ``enable_metrics`` as above.
 """
 
 from __future__ import annotations

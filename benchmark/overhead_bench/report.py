@@ -25,6 +25,7 @@ def summary(name: str, num_waiting: int, rounds: list[list[Pass]]) -> dict[str, 
         parts["overhead"] = [p.whole_s - p.stock_s for p in passes]
     if any(p.plan_s for p in passes):
         parts["plan"] = [p.plan_s for p in passes]
+        parts["plan_again"] = [p.again_s for p in passes]
     added = parts.get("overhead", parts["pass"])
     round_medians = [float(np.median([p.whole_s for p in one])) * 1e3 for one in rounds]
     return {
@@ -53,7 +54,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     """Print the figures in ms, the share in percent."""
     table = Table(title=f"Scheduling pass, ms; {RUNNING} requests run")
     headings = ["system", "waiting", "passes", "median", "P99", "mean", "ours: median", "P99"]
-    for heading in [*headings, "mean", "plan", "iteration", "share %", "metrics %"]:
+    for heading in [*headings, "mean", "plan", "again", "iteration", "share %", "metrics %"]:
         table.add_column(heading, justify="left" if heading == "system" else "right")
     for row in rows:
         whole, ours = row["pass_ms"], row.get("overhead_ms")
@@ -65,6 +66,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             *(f"{whole[name]:.3f}" for name in names),
             *(f"{ours[name]:.3f}" if ours else "" for name in names),
             f"{row['plan_ms']['median']:.3f}" if "plan_ms" in row else "",
+            f"{row['plan_again_ms']['median']:.3f}" if "plan_again_ms" in row else "",
             f"{row['iteration_ms']['median']:.1f}",
             f"{100 * row['share']:.2f}",
             f"{100 * row['metrics_share']:.2f}",
