@@ -102,7 +102,7 @@ def test_a_drained_engine_hands_lines_back_and_goes_on_after_their_tokens(
 def test_it_tells_routers_serves_who_comes_and_keeps_its_batches(
     deployment: Deployment, client: openai.OpenAI
 ) -> None:
-    batch = create(client, lines(6, 40))
+    batch = create(client, lines(6, 200))
     until(client, batch.id, "in_progress", some_done=True)
     assert drain(deployment)["is_draining"]
     try:
@@ -123,7 +123,7 @@ def test_it_tells_routers_serves_who_comes_and_keeps_its_batches(
     assert ask(deployment, "GET", "/health").status_code == 200
     found = {name: text_of(record) for name, record in completed(client, batch.id).items()}
     assert len(found) == 6
-    again = completed(client, create(client, lines(6, 40)).id)
+    again = completed(client, create(client, lines(6, 200)).id)
     assert found == {name: text_of(record) for name, record in again.items()}
 
 
