@@ -69,6 +69,7 @@ SYSTEMS: Final[Mapping[str, System]] = {
             for tokens in stock.CHUNK_TOKENS
         ),
         _ours("non-preemptive", "non_preemptive", predicts=True),
+        System("defaults", is_ours=True, predicts=True),
         _ours("coserve", "coserve", predicts=True, takes_slo=True),
         _ours("conserve", "conserve", predicts=True, takes_slo=True),
         _ours("hygen", "hygen", predicts=True, takes_slo=True),
