@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from sglang_coserve.core.control.integrator import GAIN, Integrator
+from sglang_coserve.core.control.integrator import GAIN, LEAST, Integrator
 from sglang_coserve.core.control.own_targets import OwnTargets
 from sglang_coserve.core.control.relative_target import Latencies, RelativeTarget
 from sglang_coserve.core.control.slo import Latency, Slo, Statistic
@@ -27,12 +27,6 @@ for the rest of that step and is served in another one as long, so two steps mus
 With 1 (simulated, Llama-3.1-8B on an H100, prompts of 256 and outputs of 512 tokens, 20% load,
 target 1.5 x the P99 of the baseline) the learned factor swung more, and offline work got
 13,177 tokens/s instead of 19,309."""
-
-_FIRST_GAPS: Final = 1 / 4
-"""First share of the slack of online decodes that offline work may fill. With 1 a server's first
-seconds have more long gaps than a P99 allows for minutes. Simulated on the demo's machine
-(``bench_fixed_cost.py``): P99 gaps of 1.6 to 2.1 x those alone at +10%, and 1.06 to 1.24 x with
-1/4, with as much offline work."""
 
 _GAPS_GAIN: Final = 0.1
 """Half of the gain for requests, as gaps are far more numerous. A share that is too large must fall
@@ -154,7 +148,7 @@ class _Loop:
     """The control loop of one SLO: its target, and the factor that is adjusted to keep it."""
 
     def __init__(self, slo: Slo, prior_s: float) -> None:
-        first, most = _FIRST_GAPS, 1.0
+        first, most = LEAST, 1.0  # Long gaps of the first seconds would be the P99 of minutes.
         if slo.latency is Latency.TTFT:
             first, most = _FIRST_ARRIVAL, _MOST_ARRIVAL
         gain, span = GAIN, _SPAN

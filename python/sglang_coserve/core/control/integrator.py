@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-__all__ = ["GAIN", "Integrator"]
+__all__ = ["GAIN", "LEAST", "Integrator"]
 
 GAIN: Final = 0.2
 """One harmed observation lowers the factor by 18%. Of 54 simulated settings with 4,000 requests
@@ -16,10 +16,12 @@ _UNHARMED: Final = 10.0
 doubles within 35 requests. It affects the start only: simulated as above, as many settings kept
 their share without it."""
 
-_LEAST: Final = math.log(1 / 64)
-"""Lower bound of the factor's logarithm. It stays above zero, so that some offline work runs from
+LEAST: Final = 1 / 64
+"""Lower bound of the factor. It stays above zero, so that some offline work runs from
 which to learn. Simulated as above, a bound of 1/500 kept the share no more often and left less
 time to offline work: 42% instead of 46%."""
+
+_LEAST_LOG: Final = math.log(LEAST)
 
 
 class Integrator:
@@ -53,4 +55,4 @@ class Integrator:
             self._gain_up = self._gain
         # A negative harm only undoes harm that was recorded before: it must not rise faster.
         gain = self._gain_up if 0 < error <= self._allowed else self._gain
-        self._log = min(max(self._log + gain * weight * error, _LEAST), self._most)
+        self._log = min(max(self._log + gain * weight * error, _LEAST_LOG), self._most)
