@@ -54,12 +54,23 @@ def test_a_request_is_held_to_its_own_target() -> None:
 
 def test_each_slo_learns_from_its_own_latency() -> None:
     seen = allowance("ttft p99 <= 300ms", "tbt p99 <= 60ms", "tpot p99 <= 50ms")
+    for _ in range(1000):
+        seen.gaps([(INFO, 0.01, 0.01)])
     arrival_s, share = seen.arrival_s, seen.gap_share
     seen.gaps([(INFO, 0.07, 0.01)])
     assert (seen.arrival_s, seen.gap_share < share) == (arrival_s, True)
-    share = seen.gap_share
-    seen.finished(INFO, 0.07, 0.01)
+    while seen.gap_share <= (share := 0.5):
+        seen.gaps([(INFO, 0.01, 0.01)])
+    for _ in range(10):
+        seen.finished(INFO, 0.07, 0.01)
     assert (seen.arrival_s, seen.gap_share < share) == (arrival_s, True)
+
+
+def test_offline_work_begins_with_little_where_single_gaps_count() -> None:
+    """A mean over a request's gaps is held by deadlines alone."""
+    assert allowance("tpot p99 <= 50ms", "tpot mean <= 50ms").gap_share == 1.0
+    for slo in ("tbt p99 <= 60ms", "tbt p99 <= +10%"):
+        assert allowance(slo).gap_share == pytest.approx(1 / 64)
 
 
 def test_a_tolerance_follows_the_same_statistic_of_what_requests_get_alone() -> None:
@@ -82,12 +93,12 @@ def stalled(*, alone: bool) -> Allowance:
 
 
 def test_stalls_count_against_those_alone_whichever_gaps_they_are_in() -> None:
-    seen = allowance("tbt p99 <= +10%")
-    first = seen.gap_share
-    assert stalled(alone=True).gap_share > first
+    seen = stalled(alone=True)
+    opened = seen.gap_share
+    assert opened > allowance("tbt p99 <= +10%").gap_share
     for number in range(6000):
         seen.gaps([(INFO, 0.05 if number % 30 == 0 else 0.01, 0.01)] * 2)
-    assert seen.gap_share < first / 2
+    assert seen.gap_share < opened / 2
 
 
 def test_a_relative_target_judges_nobody_before_it_is_known() -> None:

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 
-from profiler.modelled_executor import LIMITS, POLYNOMIAL, ModelledExecutor
+from profiler.modelled_executor import LIMITS, MACHINE, POLYNOMIAL, ModelledExecutor
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.profiler import (
     ShapeKind,
     ShapeTiming,
+    choose,
+    fit_all,
     measure_grid,
     plan_grid,
     quick_samples,
@@ -84,3 +87,15 @@ def test_quick_samples_determine_the_machine() -> None:
         if shape.kind is not ShapeKind.DECODE or len(shape.decodes) < 32:
             exact = POLYNOMIAL.predict(shape.stats)
             assert fitted.predict(shape.stats) == pytest.approx(exact, rel=0.1)
+
+
+@pytest.mark.parametrize("limit_s", [1e-9, 0.3])
+def test_a_machine_that_is_too_slow_for_the_limit_still_gets_a_model(limit_s: float) -> None:
+    experts = {"architectures": ["Qwen3MoeForCausalLM"]}  # No datasheet model could stand in.
+    executor = ModelledExecutor(noise=0.05)
+    samples = quick_samples(executor, limit_s, clock=executor.clock)
+    fit = choose(fit_all(samples, replace(MACHINE, model_config=experts)))
+    for shape in executor.runs:
+        assert fit.model.predict(shape.stats) == pytest.approx(
+            POLYNOMIAL.predict(shape.stats), rel=0.3
+        )

@@ -19,12 +19,18 @@ _SHAPE_SHARE: Final = 1 / 20
 # After this many new shapes, an earlier one is measured again.
 _REVISIT_AFTER: Final = 8
 
+_LEAST_SHAPES: Final = 28
+"""Shapes of a quick profile that are measured even when its time is up: four of each ladder of the
+grid, all small. Without them a loaded machine has too few samples to fit any model: a server with
+a model of experts, which has no datasheet model, did not start then."""
+
 
 def measure_grid(
     executor: ShapeExecutor,
     shapes: Sequence[StepShape],
     *,
     time_limit_s: float,
+    at_least: int = 0,
     done: Iterable[ShapeTiming] = (),
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[ShapeTiming]:
@@ -32,7 +38,8 @@ def measure_grid(
 
     Shapes in ``done`` are not measured again, and those that may take longer
     than their share of the limit are skipped: a later call with more time
-    measures them. Every ninth measurement repeats a shape of this call, for
+    measures them. The first ``at_least`` shapes are measured however long they take. Every ninth
+    measurement repeats a shape of this call, for
     ``repeat_error``. The caller may stop iterating at any time; the executor is left without
     state.
 
@@ -51,14 +58,15 @@ def measure_grid(
     def visit(shape: StepShape) -> ShapeTiming | None:
         budget_s = min(shape_limit_s, end_s - clock())
         warm_up_and_runs = 1 + MIN_RUNS
-        if budget_s <= 0 or bound.seconds(shape.stats) * warm_up_and_runs > budget_s:
+        is_long = budget_s <= 0 or bound.seconds(shape.stats) * warm_up_and_runs > budget_s
+        if is_long and len(measured) >= at_least:
             return None
         measurement = measure(executor, shape, budget_s=budget_s, clock=clock)
         bound.observe(shape.stats, measurement.seconds)
         return measurement
 
     for shape in shapes:
-        if clock() >= end_s:
+        if clock() >= end_s and len(measured) >= at_least:
             return
         if shape in known or (measurement := visit(shape)) is None:
             continue
@@ -74,11 +82,13 @@ def measure_grid(
 def quick_samples(
     executor: ShapeExecutor, time_limit_s: float, *, clock: Callable[[], float] = time.monotonic
 ) -> list[Sample]:
-    """Return samples of the default grid, as many as the time allows.
+    """Return samples of the default grid, as many as the time allows and enough to fit a model.
 
     With several ranks, ``clock`` must return the same time on all of them, because the
     choice of the next shape depends on it.
     """
     shapes = plan_grid(executor.limits)
-    measurements = measure_grid(executor, shapes, time_limit_s=time_limit_s, clock=clock)
+    measurements = measure_grid(
+        executor, shapes, time_limit_s=time_limit_s, at_least=_LEAST_SHAPES, clock=clock
+    )
     return [measurement.sample for measurement in measurements]

@@ -148,11 +148,12 @@ class _Loop:
     """The control loop of one SLO: its target, and the factor that is adjusted to keep it."""
 
     def __init__(self, slo: Slo, prior_s: float) -> None:
-        first, most = LEAST, 1.0  # Long gaps of the first seconds would be the P99 of minutes.
+        first, most = 1.0, 1.0  # Deadlines alone hold the mean of a request's gaps.
         if slo.latency is Latency.TTFT:
             first, most = _FIRST_ARRIVAL, _MOST_ARRIVAL
         gain, span = GAIN, _SPAN
         if slo.latency is Latency.TBT:
+            first = LEAST  # Long gaps of the first seconds would be the P99 of minutes.
             gain, span = _GAPS_GAIN, _GAPS_SPAN
         self._tail = _TAILS.get(slo.statistic)
         self._integrator = Integrator(self._tail or 0.0, first=first, most=most, gain=gain)
