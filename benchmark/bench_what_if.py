@@ -6,9 +6,6 @@ A real engine on a clock of CPU time (``bench_interference``) records its plans 
 online requests and more offline ones than it can serve. From that alone ``what-if`` says what would
 become of a change. Then another engine, with that change, is given the same load. Its own
 recording is measured as the first one is: by the tokens that its scheduler saw.
-
-A prediction is the change alone, times what was measured before it: what simulating is off by in
-any case cancels out. Both are printed.
 """
 
 from __future__ import annotations
@@ -41,10 +38,6 @@ BASE: Final[Mapping[str, Any]] = {"offline_policy": "coserve", "slo": SLOS}
 TIGHTER: Final = ("ttft p99 <= 100ms", "tbt p99 <= 40ms")
 CHANGES: Final[Mapping[str, tuple[Change, Mapping[str, Any]]]] = {
     "--policy hygen": (Change(policy="hygen"), {**BASE, "offline_policy": "hygen"}),
-    "--policy non_preemptive": (
-        Change(policy="non_preemptive"),
-        {**BASE, "offline_policy": "non_preemptive"},
-    ),
     " ".join(f"--slo '{slo}'" for slo in TIGHTER): (
         Change(slos=tuple(map(parse_slo, TIGHTER))),
         {**BASE, "slo": TIGHTER},
@@ -57,7 +50,7 @@ def main() -> None:
     """Run the benchmark; print a table, write the figures."""
     options = parse_options()
     rows: list[dict[str, Any]] = []
-    settings = {BEFORE: BASE} | {name: CHANGES[name][1] for name in options.changes}
+    settings = {BEFORE: BASE} | {name: setting for name, (_, setting) in CHANGES.items()}
     with tempfile.TemporaryDirectory() as directory:
         paths = {name: Path(directory) / f"{n}.jsonl" for n, name in enumerate(settings)}
         systems = {
@@ -73,8 +66,8 @@ def main() -> None:
                 engine.call("run", load)
                 bar.advance(task)
         recorded = read(paths[BEFORE])
-        for name in options.changes:
-            found = compare_change(recorded, CHANGES[name][0])
+        for name, (change, _) in CHANGES.items():
+            found = compare_change(recorded, change)
             assert found is not None and found.changed is not None
             after = read(paths[name])
             outcomes = {
@@ -118,18 +111,15 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
         table.add_column(heading)
     for heading in ("before: measured", "simulated", "after: simulated", "measured"):
         table.add_column(heading, justify="right")
-    for heading in ("predicted", "error", "simulated, error"):
-        table.add_column(heading, justify="right")
+    table.add_column("error", justify="right")
     for row in rows:
         kinds = ("measured_before", "simulated_before", "simulated_after", "measured_after")
         for name in FIGURES:
             before, simulated, changed, after = (row[kind][name] for kind in kinds)
-            predicted = before * changed / simulated
             table.add_row(
                 row["change"] if name == FIGURES[0] else "",
                 name,
-                *(f"{value:,.1f}" for value in (before, simulated, changed, after, predicted)),
-                f"{predicted / after - 1:+.0%}",
+                *(f"{value:,.1f}" for value in (before, simulated, changed, after)),
                 f"{changed / after - 1:+.0%}",
             )
         table.add_section()
@@ -139,7 +129,6 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = engine_flags(__doc__, seconds=15.0)
-    parser.add_argument("--changes", nargs="+", choices=CHANGES, default=list(CHANGES))
     parser.add_argument("--rate", type=float, default=1.5, help="online requests a second")
     parser.add_argument("--backlog", type=int, default=400, help="offline requests that wait")
     return parser.parse_args()
