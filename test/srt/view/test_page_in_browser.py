@@ -156,7 +156,8 @@ def test_an_operator_opens_the_last_minute_in_perfetto(page: Page, faults: list[
     use_key(page, ADMIN_KEY)
     with page.expect_popup() as popup:
         button.click()
-    popup.value.wait_for_function("/^[1-9][0-9]* steps$/.test(document.title)")
+    has_steps = "/^[1-9][0-9]* steps$/.test(document.title)"
+    popup.value.wait_for_function(has_steps, timeout=WAIT_MS)
     with page.expect_download() as download:
         page.get_by_role("button", name="Save this minute").click()
     assert json.loads(download.value.path().read_text())["traceEvents"]

@@ -446,7 +446,7 @@ function showTrace(path) {
 }
 
 async function lastMinute() {
-  const answer = await call(`.${tracePath}?seconds=60`);
+  const answer = await call(`.${tracePath}?seconds=60`, "GET", 60000);
   if (!answer.ok) throw new Error(`the server answered with ${answer.status}`);
   return answer.arrayBuffer();
 }
@@ -495,9 +495,9 @@ byId("save-trace").addEventListener("click", () => withTrace(async () => {
 
 // --- The server -----------------------------------------------------------------------------
 
-function call(path, method = "GET") {
+function call(path, method = "GET", patienceMs = 15000) {
   const headers = key ? { authorization: `Bearer ${key}` } : {};
-  return fetch(path, { method, headers, cache: "no-store", signal: AbortSignal.timeout(15000) });
+  return fetch(path, { method, headers, cache: "no-store", signal: AbortSignal.timeout(patienceMs) });
 }
 
 function merge(columns) {
