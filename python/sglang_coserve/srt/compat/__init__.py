@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from sglang_coserve.srt.compat.by_version import (
     aborted_errors,
-    cached_nodes,
+    cached_tokens_of,
     check_extra_keys,
     computed_tokens,
     copy_streams,
@@ -74,7 +74,7 @@ from sglang_coserve.srt.compat.versions import installed_version, start_up_line
 __all__ = [
     "UPDATE_COMMUNICATORS",
     "aborted_errors",
-    "cached_nodes",
+    "cached_tokens_of",
     "check_extra_keys",
     "check_logit_processor",
     "check_one_replica",

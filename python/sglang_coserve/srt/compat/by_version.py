@@ -10,7 +10,7 @@ from sglang_coserve.srt.compat.versions import INSTALLED
 
 __all__ = [
     "aborted_errors",
-    "cached_nodes",
+    "cached_tokens_of",
     "check_extra_keys",
     "computed_tokens",
     "copy_streams",
@@ -123,7 +123,7 @@ else:
 
 if INSTALLED >= (0, 5, 22):
     from sglang_coserve.srt.compat.v22 import (
-        cached_nodes,
+        cached_tokens_of,
         filter_out,
         free_prepared,
         has_unsaved_kv,
@@ -145,6 +145,6 @@ else:
     )
 
     if INSTALLED >= (0, 5, 21):
-        from sglang_coserve.srt.compat.v21 import cached_nodes, inserting_cache
+        from sglang_coserve.srt.compat.v21 import cached_tokens_of, inserting_cache
     else:
-        from sglang_coserve.srt.compat.v17 import cached_nodes, inserting_cache
+        from sglang_coserve.srt.compat.v17 import cached_tokens_of, inserting_cache
