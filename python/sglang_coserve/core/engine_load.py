@@ -10,16 +10,32 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
+from sglang_coserve.core.migration import LengthPreference
 from sglang_coserve.core.validation import JsonDocument
 
-__all__ = ["ClassLoad", "EngineLoad", "KvFormat", "OnlineShare", "ReplicaLoad", "Versions", "total"]
+__all__ = [
+    "ClassLoad",
+    "EngineLoad",
+    "KvFormat",
+    "OnlineShare",
+    "Pool",
+    "ReplicaLoad",
+    "Versions",
+    "WantedLines",
+    "total",
+]
 
 _Count = Annotated[int, Field(ge=0)]
 _Amount = Annotated[float, Field(ge=0)]
+_Some = Annotated[int, Field(ge=1)]
+
+Pool = Literal["relaxed", "strict"]
+"""relaxed: begins lines, and gives running ones away. strict: serves online requests, and takes
+running lines over that suit it (OOCO §3.2)."""
 
 
 class ClassLoad(JsonDocument):
@@ -33,6 +49,24 @@ class ClassLoad(JsonDocument):
     outstanding_tokens: _Count
     """Tokens of them that are yet to be computed: prompts, and outputs as long as they are
     expected to become, else as they may become."""
+
+
+class WantedLines(JsonDocument):
+    """The running lines that a strict engine would take over (``core.migration``)."""
+
+    tokens: _Some
+    """Tokens of context that it prefers."""
+
+    max_tokens: _Some
+    """Tokens of context that fit, of all that it takes over together."""
+
+    lines: _Some
+    """Most lines."""
+
+    @property
+    def preference(self) -> LengthPreference:
+        """The lengths alone."""
+        return LengthPreference(self.tokens, self.max_tokens)
 
 
 class ReplicaLoad(JsonDocument):
@@ -63,6 +97,12 @@ class ReplicaLoad(JsonDocument):
     max_lines: _Count
     """Offline requests, of the length of those that are there, that fit in at a time beside the
     online ones."""
+
+    pool: Pool | None = None
+    """None: it begins and ends lines itself."""
+
+    wants: WantedLines | None = None
+    """Of a strict engine; None while it wants none."""
 
 
 class KvFormat(JsonDocument):
@@ -124,6 +164,20 @@ def total(loads: Sequence[ReplicaLoad]) -> ReplicaLoad:
         reclaim_s=max(reclaims_s) if len(reclaims_s) == len(loads) else None,
         headroom_tokens_per_s=sum(rates) if len(rates) == len(loads) else None,
         max_lines=sum(load.max_lines for load in loads),
+        pool=loads[0].pool,
+        wants=_wanted([load.wants for load in loads]),
+    )
+
+
+def _wanted(wants: Sequence[WantedLines | None]) -> WantedLines | None:
+    """Return the lines that any replica would take over: nobody knows which one gets them."""
+    known = [each for each in wants if each is not None]
+    if len(known) < len(wants):
+        return None
+    return WantedLines(
+        tokens=min(each.tokens for each in known),
+        max_tokens=min(each.max_tokens for each in known),
+        lines=min(each.lines for each in known),
     )
 
 
