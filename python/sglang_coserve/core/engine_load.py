@@ -14,7 +14,10 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from sglang_coserve.core.migration import LengthPreference
+from sglang_coserve.core.bottleneck import saturated_batch_size
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.migration import LengthPreference, preferred_length, step_bound_s
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.core.validation import JsonDocument
 
 __all__ = [
@@ -27,6 +30,7 @@ __all__ = [
     "Versions",
     "WantedLines",
     "total",
+    "wanted_lines",
 ]
 
 _Count = Annotated[int, Field(ge=0)]
@@ -186,6 +190,44 @@ def _together(loads: Sequence[ClassLoad]) -> ClassLoad:
         running=sum(load.running for load in loads),
         waiting=sum(load.waiting for load in loads),
         outstanding_tokens=sum(load.outstanding_tokens for load in loads),
+    )
+
+
+def wanted_lines(
+    model: LatencyModel,
+    online: Sequence[int],
+    offline: Sequence[int],
+    *,
+    tpot_s: float | None,
+    gap_share: float,
+    free_kv_tokens: int,
+    free_requests: int,
+    runs_all: bool,
+) -> WantedLines | None:
+    """Return the lines that a strict engine would take over; None for none.
+
+    Args:
+        model: Predicts its steps.
+        online: Tokens of context of each online request that runs.
+        offline: The same of the offline ones.
+        tpot_s: The online requests' target for the time between tokens.
+        gap_share: Of what they leave of it, the share that offline work may have.
+        free_kv_tokens: Tokens of KV that nobody holds.
+        free_requests: Offline requests that may run beside those.
+        runs_all: Whether no offline request waits. Online ones wait for their first token alone.
+    """
+    preference = preferred_length(
+        model,
+        StepStats.of(decodes=(*online, *offline)),
+        step_bound_s(model, StepStats.of(decodes=online), tpot_s, gap_share),
+        free_kv_tokens,
+        saturated_batch_size(model),
+        includes_all=runs_all,
+    )
+    if preference is None or free_requests < 1:
+        return None
+    return WantedLines(
+        tokens=preference.tokens, max_tokens=preference.max_tokens, lines=free_requests
     )
 
 

@@ -6,9 +6,13 @@ import time
 from typing import Any, NamedTuple
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.bottleneck import saturated_batch_size
-from sglang_coserve.core.engine_load import ClassLoad, OnlineShare, ReplicaLoad, WantedLines
-from sglang_coserve.core.migration import preferred_length, step_bound_s
+from sglang_coserve.core.engine_load import (
+    ClassLoad,
+    OnlineShare,
+    ReplicaLoad,
+    WantedLines,
+    wanted_lines,
+)
 from sglang_coserve.core.offline_rate import expected_tokens_per_s, lines_at_a_time
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.step_stats import StepStats
@@ -102,27 +106,23 @@ class LoadReporter:
         )
 
     def _wants(self, held: HeldKv) -> WantedLines | None:
-        """Return the lines to take over: while all requests decode, and there is time for more."""
+        """Return the lines to take over: while none wait, and there is time for more."""
         model = self._admission.latency_model() if self._pool == "strict" else None
         if model is None:
             return None
         online, offline, kv = held
-        ledger, num_running = self._ledger, len(online) + len(offline)
-        lines = min(self._max_offline - len(offline), self._max_requests - num_running)
-        num_there = sum(ledger.totals(each).requests for each in RequestClass)
+        num_running = len(online) + len(offline)
         allowance = self._admission.interference.allowance
-        of_online = StepStats.of(decodes=map(computed_tokens, online))
-        preference = preferred_length(
+        return wanted_lines(
             model,
-            StepStats.of(decodes=map(computed_tokens, (*online, *offline))),
-            step_bound_s(model, of_online, allowance.targets.tpot_s, allowance.gap_share),
-            self._pools.total_tokens - kv.online - kv.offline,
-            saturated_batch_size(model),
-            includes_all=num_there == num_running and self._view.chunk is None,
+            [computed_tokens(req) for req in online],
+            [computed_tokens(req) for req in offline],
+            tpot_s=allowance.targets.tpot_s,
+            gap_share=allowance.gap_share,
+            free_kv_tokens=self._pools.total_tokens - kv.online - kv.offline,
+            free_requests=min(self._max_offline - len(offline), self._max_requests - num_running),
+            runs_all=self._ledger.totals(RequestClass.OFFLINE).requests == len(offline),
         )
-        if preference is None or lines < 1:
-            return None
-        return WantedLines(tokens=preference.tokens, max_tokens=preference.max_tokens, lines=lines)
 
     def _class_load(self, request_class: RequestClass, running: list[Req]) -> ClassLoad:
         ledger = self._ledger
