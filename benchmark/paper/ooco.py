@@ -42,6 +42,7 @@ OFFLINE: Final = Lengths.of_deviation(1200.52, 1200.52, 671.51, 671.51)
 TARGETS: Final = SloTargets(ttft_s=2.0, tpot_s=0.05)
 ONLINE_QPS: Final = 8.0
 OFFLINE_RATES: Final = (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0, 20.0, 24.0)
+Serve = Callable[[float, float, Path | None], tuple[float, float]]
 ORDINARY: Final = "two ordinary engines"
 MOST_VIOLATIONS: Final = 0.03
 
@@ -140,8 +141,9 @@ def fig6(conditions: Conditions) -> Iterator[Findings]:
     """Raise the offline load for each system."""
     rows: list[tuple[Cell, ...]] = []
     most: dict[str, float] = {}
-    systems = {system.name: partial(serve, system) for system in SYSTEMS}
-    for name, run in {**systems, ORDINARY: serve_ordinary}.items():
+    systems: dict[str, Serve] = {system.name: partial(serve, system) for system in SYSTEMS}
+    systems[ORDINARY] = serve_ordinary
+    for name, run in systems.items():
         for rate in OFFLINE_RATES:
             violations, tokens_per_s = run(rate, conditions.seconds, conditions.trace)
             rows.append((f"{name}, {rate:g} QPS", 100 * violations, tokens_per_s))
