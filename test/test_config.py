@@ -128,3 +128,26 @@ def test_the_policy_follows_from_the_targets() -> None:
     assert CoserveConfig(slo_tpot_ms=50).offline_policy == "coserve"
     assert CoserveConfig(slo=("ttft p99 <= 300ms",)).offline_policy == "coserve"
     assert CoserveConfig(slo_ttft_ms=300, offline_policy="fifo").offline_policy == "fifo"
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ({"slo_tpot_ms": 50.0}, ""),
+        ({"online_slowdown": "10%"}, ""),
+        ({"slo": ("tbt p99 <= 50ms",), "offline_policy": "ooco"}, ""),
+        ({}, ""),
+        ({"slo_ttft_ms": 500.0}, "needs a bound on the time between tokens"),
+        ({"slo_tpot_ms": 50.0, "offline_policy": "fifo"}, "a policy that plans by it"),
+        ({"slo_tpot_ms": 50.0, "offline_policy": "non_preemptive"}, "a policy that plans by it"),
+        ({"slo_tpot_ms": 50.0, "kv_move_dir": None}, "--pool needs --kv-move-dir"),
+        ({"slo_tpot_ms": 50.0, "pool": "lax"}, "--pool must be one of relaxed, strict"),
+    ],
+)
+def test_a_strict_engine_has_a_bound_and_moves_kv(flags: dict[str, Any], refused: str) -> None:
+    settings = {"pool": "strict", "kv_move_dir": "moved", "kv_checkpoint": "eager", **flags}
+    if not refused:
+        assert CoserveConfig(**settings).pool == "strict"
+        return
+    with pytest.raises(ConfigError, match=refused):
+        CoserveConfig(**settings)

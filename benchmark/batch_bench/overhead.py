@@ -188,6 +188,10 @@ class TimedBackend:
         """See ``Backend.hand_back``."""
         return self._inner.hand_back(request)
 
+    def prompt_tokens(self, request: LineRequest) -> int | None:
+        """See ``Backend.prompt_tokens``."""
+        return self._inner.prompt_tokens(request)
+
     def load(self) -> BackendLoad:
         """See ``Backend.load``."""
         return self._inner.load()

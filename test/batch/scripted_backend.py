@@ -123,6 +123,9 @@ class ScriptedBackend:
                 return True
         return False
 
+    def prompt_tokens(self, request: LineRequest) -> int:
+        return len(name_of(request))
+
     def load(self) -> BackendLoad:
         return BackendLoad(
             self.tokens_per_s,

@@ -10,6 +10,7 @@ from sglang_coserve.core.engine_load import (
     EngineLoad,
     OnlineShare,
     ReplicaLoad,
+    WantedLines,
     total,
 )
 from sglang_coserve.core.offline_rate import lines_at_a_time
@@ -45,6 +46,20 @@ def test_replicas_add_up_and_the_slowest_says_how_long() -> None:
     assert (both.kv_tokens, both.online_kv_tokens, both.reclaimable_kv_tokens) == (8192, 600, 3100)
     assert (both.reclaim_s, both.headroom_tokens_per_s, both.max_lines) == (0.02, 2500.0, 14)
     assert total([BUSY]) == BUSY
+
+
+def test_any_replica_may_get_a_line_that_is_taken_over() -> None:
+    long, short = (
+        IDLE.model_copy(update={"pool": "strict", "wants": wants})
+        for wants in (
+            WantedLines(tokens=300, max_tokens=500, lines=2),
+            WantedLines(tokens=1, max_tokens=400, lines=8),
+        )
+    )
+    both = total([long, short])
+    assert both.pool == "strict"
+    assert both.wants == WantedLines(tokens=1, max_tokens=400, lines=2)
+    assert total([long, short.model_copy(update={"wants": None})]).wants is None
 
 
 def test_what_one_replica_does_not_know_nobody_knows() -> None:

@@ -15,6 +15,7 @@ from batch.scenarios import OWNER, line, lines, play, stream, wanted
 from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer, tokens_of
 from http_lines.live_engine import ADMIN_KEY, LiveEngine
 from sglang_coserve.batch import BatchService
+from sglang_coserve.core.engine_load import WantedLines
 from sglang_coserve.core.line_placement import DEATHS_BEFORE_ALONE, FAILURES_IN_A_ROW, LINES_AHEAD
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.fleet import EngineState, FleetBackend
@@ -393,5 +394,65 @@ def test_a_batch_on_engines_that_come_and_go_has_one_record_for_each_line(tmp_pa
                     assert tokens in record
             for engine in engines:
                 await engine.kill()
+
+    play(scenario())
+
+
+def test_a_strict_engine_takes_running_lines_over_and_gives_them_back() -> None:
+    async def scenario() -> None:
+        relaxed, strict = LiveEngine(pool="relaxed"), LiveEngine(pool="strict")
+        async with fleet_of(relaxed, strict) as fleet:
+            names = ["a" * length for length in (10, 20, 30)]
+            served = Lines(fleet, names)
+            await relaxed.holds(3)
+            for entry in relaxed.backend.in_flight:
+                entry.generate(2)
+            relaxed.backend.leaves = left = MovedKv("0" * 32, 16)
+            strict.wants = WantedLines(tokens=20, max_tokens=34, lines=8)
+            await strict.holds(2)
+            # The closest of 12, 22 and 32 tokens, and what fits beside it.
+            assert where(names[1], strict) and where(names[0], strict)
+            for name in names[:2]:
+                entry = strict.backend.held(name)
+                assert entry.request.kv == left
+                assert entry.request.generated == tuple(tokens_of(name, 3))
+                entry.generate(1)
+            strict.wants = None
+            await until(lambda: fleet.lines_pulled == 2 and fleet.lines_moved == 0)
+            assert {engine.state for engine in fleet.engines} == {EngineState.UP}
+            strict.backend.leaves, strict.waiting = MovedKv("1" * 32, 16), 1
+            await relaxed.holds(2)
+            strict.waiting = 0
+            await until(lambda: fleet.lines_returned == 1)
+            (back,) = (e for e in relaxed.backend.in_flight if e.request.kv is not None)
+            assert back.request.kv == strict.backend.leaves
+            finish_all(relaxed, strict)
+            results = await served.results()
+            assert all(results[name] == answer(request(name)) for name in names)
+
+    play(scenario())
+
+
+def test_a_strict_engine_that_dies_loses_nothing_and_begins_lines_when_it_is_alone() -> None:
+    async def scenario() -> None:
+        relaxed, strict = LiveEngine(pool="relaxed"), LiveEngine(pool="strict")
+        async with fleet_of(relaxed, strict) as fleet:
+            served = Lines(fleet, ["one", "two"])
+            await relaxed.holds(2)
+            for entry in relaxed.backend.in_flight:
+                entry.generate(2)
+            relaxed.backend.leaves = MovedKv("0" * 32, 16)
+            strict.wants = WantedLines(tokens=1, max_tokens=1000, lines=8)
+            await strict.holds(2)
+            await strict.kill()
+            await relaxed.holds(2)
+            assert fleet.lines_lost == 2
+            assert all(len(e.request.generated) == 3 for e in relaxed.backend.in_flight)
+            async with LiveEngine(port=strict.port, pool="strict") as again:
+                relaxed.backend.leaves = None
+                relaxed.lines.close("it drains")
+                await again.holds(2)
+                finish_all(again)
+                assert all(result.is_ok for result in (await served.results()).values())
 
     play(scenario())

@@ -11,7 +11,14 @@ from fastapi import FastAPI
 
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.routes import set_admin_key
-from sglang_coserve.core.engine_load import ClassLoad, EngineLoad, KvFormat, Versions
+from sglang_coserve.core.engine_load import (
+    ClassLoad,
+    EngineLoad,
+    KvFormat,
+    Pool,
+    Versions,
+    WantedLines,
+)
 from sglang_coserve.http_lines import LOAD_PATH, LineServer, add_line_routes, set_line_server
 from sglang_coserve.lines.backend import Backend
 
@@ -20,7 +27,13 @@ READY_S = 30
 
 
 def engine_load(
-    model: str, *, running: int = 0, waiting: int = 0, is_draining: bool = False
+    model: str,
+    *,
+    running: int = 0,
+    waiting: int = 0,
+    is_draining: bool = False,
+    pool: Pool | None = None,
+    wants: WantedLines | None = None,
 ) -> EngineLoad:
     """What an engine without online work says of itself."""
     nothing = ClassLoad(running=0, waiting=0, outstanding_tokens=0)
@@ -33,6 +46,8 @@ def engine_load(
         reclaim_s=0.0,
         headroom_tokens_per_s=1000.0,
         max_lines=64,
+        pool=pool,
+        wants=wants,
         replicas=1,
         age_s=0.0,
         is_draining=is_draining,
@@ -55,9 +70,17 @@ class LiveEngine:
     """An engine that can be killed and started again on its port."""
 
     def __init__(
-        self, backend: Backend | None = None, *, heartbeat_s: float = 5.0, port: int = 0
+        self,
+        backend: Backend | None = None,
+        *,
+        heartbeat_s: float = 5.0,
+        port: int = 0,
+        pool: Pool | None = None,
     ) -> None:
         self.backend: Any = backend or ScriptedBackend(holds=True)
+        self.pool = pool
+        self.wants: WantedLines | None = None
+        self.waiting = 0
         self.lines = LineServer(self.backend, heartbeat_s=heartbeat_s)
         self._socket = socket.create_server(("127.0.0.1", port))
         self.port = self._socket.getsockname()[1]
@@ -72,7 +95,10 @@ class LiveEngine:
         return engine_load(
             self.backend.model,
             running=len(self.backend.in_flight),
+            waiting=self.waiting,
             is_draining=self.lines.refuses is not None,
+            pool=self.pool,
+            wants=self.wants,
         )
 
     async def __aenter__(self) -> Self:

@@ -29,7 +29,7 @@ from sglang_coserve.http_lines.messages import (
     result_of,
 )
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.lines.backend import LineRequest, LineResult
+from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
 
 
 def request(name: str = "a", generated: Sequence[int] = (), **body: Any) -> LineRequest:
@@ -361,5 +361,49 @@ def test_another_program_is_told_apart() -> None:
         async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
             with pytest.raises(EngineRefusesError, match="404"):
                 await connection.ask("/nothing")
+
+    play(scenario())
+
+
+def test_a_line_that_is_asked_back_comes_with_its_tokens_and_what_was_left_of_it() -> None:
+    async def scenario() -> None:
+        async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
+            requests = [request("moves"), request("stays")]
+            heard: list[int] = []
+            prompts: list[int] = []
+            connection.ask_back(requests[0])  # Nobody has it yet.
+            tasks = [
+                asyncio.ensure_future(
+                    connection.run(each, "scripted", heard.extend, prompts.append)
+                )
+                for each in requests
+            ]
+            await engine.holds(2)
+            engine.backend.leaves = MovedKv("0" * 32, 48)
+            for _ in range(2):
+                engine.backend.held("moves").generate(2)
+                await asyncio.sleep(0.05)
+            for _ in range(2):
+                connection.ask_back(requests[0])
+            with pytest.raises(LineMovedError, match="asked for") as error:
+                await tasks[0]
+            assert error.value.kv == engine.backend.leaves
+            assert heard == tokens_of("moves", 5)
+            assert prompts == [len("moves")]
+            connection.ask_back(requests[0])  # It has ended meanwhile.
+            engine.backend.leaves = None
+            connection.ask_back(
+                requests[1]
+            )  # It cannot leave: it is aborted, and goes on elsewhere.
+            with pytest.raises(LineMovedError) as error:
+                await tasks[1]
+            assert error.value.kv is None
+            assert (await run_one(connection, engine)).is_ok
+
+    async def run_one(connection: EngineConnection, engine: LiveEngine) -> LineResult:
+        task = asyncio.ensure_future(connection.run(request("more"), "scripted", lambda _: None))
+        await engine.holds(1)
+        engine.backend.held("more").finish()
+        return await task
 
     play(scenario())

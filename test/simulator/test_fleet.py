@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from sglang_coserve.core.control.slo import deadlines
+from sglang_coserve.core.engine_load import Pool
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.offline_queue import OfflineQueue
 from sglang_coserve.core.policies import make_policy
@@ -24,6 +25,7 @@ from sglang_coserve.simulator.mailbox import Mailbox
 from sglang_coserve.simulator.online_router import ROUTER_POLICIES, OnlineRouter
 from sglang_coserve.simulator.outage import Outage
 from sglang_coserve.simulator.request import SimRequest
+from sglang_coserve.simulator.strict_engine import strict_engine
 from simulator.engines import offline, online
 
 MODEL = LinearModel.of(CONSERVE, compute_token_s=1e-4, iteration_s=5e-3)
@@ -182,3 +184,45 @@ def test_outages_are_read() -> None:
 def test_a_router_that_there_is_not_is_told() -> None:
     with pytest.raises(ConfigError, match="power_of_two"):
         OnlineRouter("best")
+
+
+def pool_engine(pool: Pool, kv_tokens: int) -> FleetEngine:
+    config = ExecutorConfig(kv_tokens, page_tokens=16, max_running_requests=REQUESTS)
+    executor, policy = SimulatedExecutor(config, MODEL), make_policy("ooco")
+    queue = OfflineQueue(policy.queue_config(0))
+    scheduler = Scheduler(policy, MODEL, deadlines(SloTargets(ttft_s=0.5, tpot_s=0.05)), queue)
+    if pool == "strict":
+        return strict_engine(scheduler, executor, Mailbox())
+    mailbox = Mailbox()
+    engine = Engine(scheduler, executor, mailbox, [mailbox])
+    return FleetEngine(engine, executor, mailbox, "relaxed")
+
+
+@pytest.mark.parametrize("strict_kv_tokens", [700, KV_TOKENS])
+@pytest.mark.parametrize("outages", [(), (Outage(1.0, 2, 2.0, is_death=True),)])
+def test_lines_begin_at_relaxed_engines_and_end_wherever_there_is_room(
+    strict_kv_tokens: int, outages: Sequence[Outage]
+) -> None:
+    def make_engine(number: int) -> FleetEngine:
+        if number < 2:
+            return pool_engine("relaxed", KV_TOKENS)
+        return pool_engine("strict", strict_kv_tokens)
+
+    requests = arrivals(60)
+    lines = [offline(f"{n}", 32 + 8 * (n % 7), 100) for n in range(200)]
+    fleet = Fleet(4, make_engine, lines, online=requests, outages=outages, link_tokens_per_s=1e4)
+    while fleet.step():
+        for each in fleet.engines:
+            each.executor.check_invariants()
+    assert fleet.num_ended == len(lines)
+    assert all(line.state is RequestState.FINISHED for line in lines)
+    assert fleet.lines_pulled > 0
+    if strict_kv_tokens < KV_TOKENS:
+        assert fleet.lines_returned > 0
+    began = {id(r) for each in fleet.engines[:2] for r in each.engine.requests}
+    assert outages or began >= {id(line) for line in lines}
+    assert all(not r.info.is_online for each in fleet.engines[:2] for r in each.engine.requests)
+    decoded = [each.engine.counters.offline_tokens for each in fleet.engines]
+    assert sum(decoded[2:]) > 0
+    for each in fleet.engines:
+        assert each.executor.pool.held_tokens == 0

@@ -60,6 +60,14 @@ def simulate_fleet(
         list[str] | None,
         typer.Option(metavar="ENGINE@S+S", help="The same; its online requests end there."),
     ] = None,
+    pools: Annotated[
+        bool,
+        typer.Option(
+            "--pools",
+            help="Half of the engines are relaxed, where lines begin, half strict, with the online"
+            " requests and the running lines that suit them.",
+        ),
+    ] = False,
     hardware: Hardware = "h100",
     model: Model = "llama-3.1-8b",
     tp_size: Annotated[int, typer.Option(min=1, help="Devices of an engine.")] = 1,
@@ -110,7 +118,7 @@ def simulate_fleet(
     )
     outages = [Outage.parse(text, is_death=True) for text in kill or ()]
     outages += [Outage.parse(text, is_death=False) for text in drain or ()]
-    options = FleetOptions(one, sizes, router, by_prefix, tuple(outages))
+    options = FleetOptions(one, sizes, router, by_prefix, tuple(outages), pools)
     with RunControl(time_limit, show=not quiet) as control:
         results = simulate_fleets(options, control)
     say(fleet_table_text(results), newline=False)
@@ -122,6 +130,7 @@ def simulate_fleet(
             "by_prefix": by_prefix,
             "kill": kill or [],
             "drain": drain or [],
+            "pools": pools,
         }
         write_results(results, output, settings)
     if control.is_interrupted:

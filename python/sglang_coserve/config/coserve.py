@@ -7,11 +7,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, get_args
 
 from sglang_coserve.config.batch_api import BatchApiConfig
 from sglang_coserve.config.flags import NOT_NEGATIVE, POSITIVE, SHARE, flag, setting
 from sglang_coserve.core.control.slo import Latency, Slo, Statistic, parse_slo
+from sglang_coserve.core.engine_load import Pool
 from sglang_coserve.core.kv_checkpoint import CheckpointMode
 from sglang_coserve.core.scheduler_config import OnlineOrder, Overload
 from sglang_coserve.errors import ConfigError
@@ -248,6 +249,15 @@ class CoserveConfig(BatchApiConfig):
         metavar="DIRECTORY",
     )
 
+    pool: Pool | None = setting(  # noqa: RUF009 (as everywhere here)
+        None,
+        "What the engine is for a gateway that has engines of both pools. relaxed: lines begin "
+        "here. strict: online requests are served here, and lines that run elsewhere and suit "
+        "this engine's targets go on here. Needs --kv-move-dir. By default lines begin and end "
+        "here, which gets more done: docs/fleet.md.",
+        choices=get_args(Pool),
+    )
+
     media_sources: str = setting(
         "public",
         "Where images, videos and sounds of requests and of lines of batches may come from. "
@@ -278,6 +288,7 @@ class CoserveConfig(BatchApiConfig):
             if not self.slos():
                 object.__setattr__(self, "online_slowdown", _SLOWDOWN)
         _check_kv_checkpoint(self)
+        _check_pool(self)
         self._refuse_flags_without_effect()
 
     def _refuse_flags_without_effect(self) -> None:
@@ -349,6 +360,26 @@ def _check_kv_checkpoint(config: CoserveConfig) -> None:
                     f"{flag(field.name)} has no effect with {flag('kv_checkpoint')} "
                     f"{config.kv_checkpoint}: leave it out, or choose {' or '.join(useful)}"
                 )
+
+
+def _check_pool(config: CoserveConfig) -> None:
+    if config.pool is None:
+        return
+    if config.kv_move_dir is None:
+        raise ConfigError(
+            f"{flag('pool')} needs {flag('kv_move_dir')}: without it every line that goes on in "
+            "another engine would be computed again there"
+        )
+    if config.pool == "strict" and (
+        config.offline_policy == "fifo"
+        or config.ignores_targets
+        or all(slo.latency is Latency.TTFT for slo in config.slos())
+    ):
+        raise ConfigError(
+            f"{flag('pool')} strict needs a bound on the time between tokens and a policy that "
+            f"plans by it: give {flag('slo_tpot_ms')} or another {flag('slo')} on tpot or tbt, "
+            f"and leave out {flag('offline_policy')} {config.offline_policy}"
+        )
 
 
 def _slo(text: str) -> Slo:

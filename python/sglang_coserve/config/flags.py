@@ -54,7 +54,7 @@ class FlagSettings:
                 except ValidationError as error:
                     raise ConfigError(f"{flag(field.name)} {explain(error)}") from error
             choices = field.metadata["cli"].get("choices")
-            if choices is not None and value not in choices:
+            if choices is not None and value != field.default and value not in choices:
                 raise ConfigError(
                     f"{flag(field.name)} must be one of {', '.join(choices)}, got {value!r}"
                 )

@@ -10,16 +10,36 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
+from sglang_coserve.core.bottleneck import saturated_batch_size
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.migration import LengthPreference, preferred_length, step_bound_s
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.core.validation import JsonDocument
 
-__all__ = ["ClassLoad", "EngineLoad", "KvFormat", "OnlineShare", "ReplicaLoad", "Versions", "total"]
+__all__ = [
+    "ClassLoad",
+    "EngineLoad",
+    "KvFormat",
+    "OnlineShare",
+    "Pool",
+    "ReplicaLoad",
+    "Versions",
+    "WantedLines",
+    "total",
+    "wanted_lines",
+]
 
 _Count = Annotated[int, Field(ge=0)]
 _Amount = Annotated[float, Field(ge=0)]
+_Some = Annotated[int, Field(ge=1)]
+
+Pool = Literal["relaxed", "strict"]
+"""relaxed: begins lines, and gives running ones away. strict: serves online requests, and takes
+running lines over that suit it (OOCO §3.2)."""
 
 
 class ClassLoad(JsonDocument):
@@ -33,6 +53,24 @@ class ClassLoad(JsonDocument):
     outstanding_tokens: _Count
     """Tokens of them that are yet to be computed: prompts, and outputs as long as they are
     expected to become, else as they may become."""
+
+
+class WantedLines(JsonDocument):
+    """The running lines that a strict engine would take over (``core.migration``)."""
+
+    tokens: _Some
+    """Tokens of context that it prefers."""
+
+    max_tokens: _Some
+    """Tokens of context that fit, of all that it takes over together."""
+
+    lines: _Some
+    """Most lines."""
+
+    @property
+    def preference(self) -> LengthPreference:
+        """The lengths alone."""
+        return LengthPreference(self.tokens, self.max_tokens)
 
 
 class ReplicaLoad(JsonDocument):
@@ -63,6 +101,12 @@ class ReplicaLoad(JsonDocument):
     max_lines: _Count
     """Offline requests, of the length of those that are there, that fit in at a time beside the
     online ones."""
+
+    pool: Pool | None = None
+    """None: it begins and ends lines itself."""
+
+    wants: WantedLines | None = None
+    """Of a strict engine; None while it wants none."""
 
 
 class KvFormat(JsonDocument):
@@ -124,6 +168,20 @@ def total(loads: Sequence[ReplicaLoad]) -> ReplicaLoad:
         reclaim_s=max(reclaims_s) if len(reclaims_s) == len(loads) else None,
         headroom_tokens_per_s=sum(rates) if len(rates) == len(loads) else None,
         max_lines=sum(load.max_lines for load in loads),
+        pool=loads[0].pool,
+        wants=_wanted([load.wants for load in loads]),
+    )
+
+
+def _wanted(wants: Sequence[WantedLines | None]) -> WantedLines | None:
+    """Return the lines that any replica would take over: nobody knows which one gets them."""
+    known = [each for each in wants if each is not None]
+    if len(known) < len(wants):
+        return None
+    return WantedLines(
+        tokens=min(each.tokens for each in known),
+        max_tokens=min(each.max_tokens for each in known),
+        lines=min(each.lines for each in known),
     )
 
 
@@ -132,6 +190,44 @@ def _together(loads: Sequence[ClassLoad]) -> ClassLoad:
         running=sum(load.running for load in loads),
         waiting=sum(load.waiting for load in loads),
         outstanding_tokens=sum(load.outstanding_tokens for load in loads),
+    )
+
+
+def wanted_lines(
+    model: LatencyModel,
+    online: Sequence[int],
+    offline: Sequence[int],
+    *,
+    tpot_s: float | None,
+    gap_share: float,
+    free_kv_tokens: int,
+    free_requests: int,
+    runs_all: bool,
+) -> WantedLines | None:
+    """Return the lines that a strict engine would take over; None for none.
+
+    Args:
+        model: Predicts its steps.
+        online: Tokens of context of each online request that runs.
+        offline: The same of the offline ones.
+        tpot_s: The online requests' target for the time between tokens.
+        gap_share: Of what they leave of it, the share that offline work may have.
+        free_kv_tokens: Tokens of KV that nobody holds.
+        free_requests: Offline requests that may run beside those.
+        runs_all: Whether no offline request waits. Online ones wait for their first token alone.
+    """
+    preference = preferred_length(
+        model,
+        StepStats.of(decodes=(*online, *offline)),
+        step_bound_s(model, StepStats.of(decodes=online), tpot_s, gap_share),
+        free_kv_tokens,
+        saturated_batch_size(model),
+        includes_all=runs_all,
+    )
+    if preference is None or free_requests < 1:
+        return None
+    return WantedLines(
+        tokens=preference.tokens, max_tokens=preference.max_tokens, lines=free_requests
     )
 
 

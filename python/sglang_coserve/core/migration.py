@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.step_stats import StepStats
 
-__all__ = ["LengthPreference", "closest_lengths", "preferred_length"]
+__all__ = ["LengthPreference", "preferred_length", "requests_to_pull", "step_bound_s"]
+
+_Request = TypeVar("_Request", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +66,49 @@ def preferred_length(
     return LengthPreference(group or 1, longest)
 
 
-def closest_lengths(lengths: Iterable[int], preference: LengthPreference, count: int) -> list[int]:
-    """Return up to ``count`` lengths that fit, closest to the preferred one first (line 14)."""
-    fitting = [length for length in lengths if length <= preference.max_tokens]
-    return sorted(fitting, key=lambda length: (abs(length - preference.tokens), length))[:count]
+def step_bound_s(
+    model: LatencyModel, online: StepStats, tpot_s: float | None, gap_share: float
+) -> float:
+    """Return how long a decode step may take: of the slack of the ``online`` decodes offline ones
+    may have ``gap_share``. Infinite without a target."""
+    if tpot_s is None:
+        return math.inf
+    if online.is_empty:
+        return tpot_s
+    online_s = model.predict(online)
+    return online_s + gap_share * max(0.0, tpot_s - online_s)
+
+
+def requests_to_pull(
+    lengths: Mapping[_Request, int],
+    preference: LengthPreference,
+    *,
+    most: int,
+    coming_tokens: int = 0,
+) -> list[_Request]:
+    """Return which requests to pull, closest to the preferred length first (line 14).
+
+    Args:
+        lengths: Tokens of context of each that may be pulled.
+        preference: What the instance prefers.
+        most: Requests that it has room for.
+        coming_tokens: Of requests on their way to it, which the preference does not know of.
+
+    Together they are no longer than what fits as one request. That is exact for memory; for time
+    it leaves out what each request costs beside its context, and the next preference, which is
+    made once they run, tells. O(requests log requests).
+    """
+    left_tokens = preference.max_tokens - coming_tokens
+    chosen: list[_Request] = []
+    for request, length in sorted(
+        lengths.items(), key=lambda item: (abs(item[1] - preference.tokens), item[1])
+    ):
+        if len(chosen) >= most:
+            break
+        if length <= left_tokens:
+            left_tokens -= length
+            chosen.append(request)
+    return chosen
 
 
 def _longest(

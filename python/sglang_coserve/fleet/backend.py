@@ -14,6 +14,8 @@ from sglang_coserve.core.line_placement import (
     FAILURES_IN_A_ROW,
     LINES_AHEAD,
     LinePlacement,
+    LinePools,
+    Move,
     Placed,
     model_of_most,
 )
@@ -68,6 +70,10 @@ class FleetBackend(Backend):
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._wanted: frozenset[str] = frozenset()
         self._placement = LinePlacement()
+        self._pools = LinePools()
+        self._attempts: dict[int, tuple[Engine, LineRequest]] = {}
+        """That are being made, of each line."""
+
         self._turns: dict[int, asyncio.Future[Engine]] = {}
         """For each line that is being served, the engine that is to have it next."""
 
@@ -81,6 +87,12 @@ class FleetBackend(Backend):
         self._has_model = asyncio.Event()
         self.lines_moved = 0
         """Attempts that went on elsewhere, without a loss."""
+
+        self.lines_pulled = 0
+        """Those that strict engines took over from relaxed ones."""
+
+        self.lines_returned = 0
+        """Those that were asked back without that: strict engines had no room for them any more."""
 
         self.lines_lost = 0
         """Attempts that ended with an engine, and went on elsewhere."""
@@ -204,14 +216,18 @@ class FleetBackend(Backend):
                 engine = await self._turns[number]
                 self._turns[number] = new_turn()
                 attempt = replace(request, generated=tuple(generated), kv=kv)
+                move: Move | None = None
+                self._begin(number, engine, attempt)
                 try:
-                    return await self._attempt(engine, attempt, model, generated, on_tokens)
+                    return await self._attempt(number, model, generated, on_tokens)
                 except LineMovedError as error:
                     has_died = False
-                    self.lines_moved += 1
                     # What an engine has left is good until another one has taken it.
                     kv = error.kv or kv
-                    self._close(engine, EngineState.DRAINING, str(error))
+                    move = self._pools.move_of(number)
+                    if move is None:
+                        self.lines_moved += 1
+                        self._close(engine, EngineState.DRAINING, str(error))
                 except EngineRefusesError as error:
                     has_died = False
                     self.lines_moved += 1
@@ -223,7 +239,9 @@ class FleetBackend(Backend):
                     if has_died:
                         deaths.append(str(error))
                     self._close(engine, EngineState.DOWN, str(error))
-                placed = self._placement.offer_again(number, engine_died=has_died)
+                finally:
+                    self._end(number)
+                placed = self._place_again(number, move, engine_died=has_died)
                 if placed is None:
                     is_known = False
                     self.lines_given_up += 1
@@ -234,28 +252,49 @@ class FleetBackend(Backend):
                 self._carry_out(placed)
         finally:
             del self._turns[number]
+            self._pools.end(number)
             if is_known:
                 self._carry_out(self._placement.end(number))
 
+    def _begin(self, number: int, engine: Engine, attempt: LineRequest) -> None:
+        self._attempts[number] = (engine, attempt)
+        self._pools.start(number, engine.url, len(attempt.generated), self._monotonic_s())
+
+    def _end(self, number: int) -> None:
+        del self._attempts[number]
+        self._pools.stop(number)
+
+    def _place_again(
+        self, number: int, move: Move | None, *, engine_died: bool
+    ) -> list[Placed] | None:
+        if move is not None and move.to is not None and self._pools.takes_over(move.to):
+            self.lines_pulled += 1
+            return self._placement.move(number, move.to)
+        self.lines_returned += move is not None
+        return self._placement.offer_again(number, engine_died=engine_died)
+
     async def _attempt(
         self,
-        engine: Engine,
-        request: LineRequest,
+        number: int,
         model: str,
         generated: list[int],
         on_tokens: Callable[[Sequence[int]], None],
     ) -> LineResult:
-        num_heard = 0
+        engine, request = self._attempts[number]
+        pools, num_heard = self._pools, 0
 
         def heard(tokens: Sequence[int]) -> None:
             nonlocal num_heard
             num_heard += len(tokens)
+            pools.heard(number, len(tokens), self._monotonic_s())
             self._count_tokens(engine, len(tokens))
             generated.extend(tokens)
             on_tokens(tokens)
 
         with engine.rate.in_flight(), self._rate.in_flight():
-            result = await engine.connection.run(request, model, heard)
+            result = await engine.connection.run(
+                request, model, heard, lambda tokens: pools.has_prompt(number, tokens)
+            )
             self._judge(engine, result)
             usage = result.body.get("usage") if isinstance(result.body, dict) else None
             total = (usage or {}).get("total_tokens", 0)
@@ -309,6 +348,7 @@ class FleetBackend(Backend):
                 _log.warning("%s is %s%s", url, engine.state.value, reason)
             self._choose_model()
             self._tell_placement(engine)
+            self._look_at_pool(engine)
             await asyncio.sleep(max(self._look_interval_s, len(self._engines) / _LOOKS_PER_S))
         engine.set_state(EngineState.DOWN, _NO_MORE)
         self._tell_placement(engine)
@@ -317,10 +357,21 @@ class FleetBackend(Backend):
         await engine.connection.close()
 
     def _tell_placement(self, engine: Engine) -> None:
-        is_open = self._is_open(engine)
-        self._carry_out(
-            self._placement.set_engine(engine.url, window=engine.window, is_open=is_open)
-        )
+        pools = self._pools
+        for url in pools.set_engine(engine.url, engine.pool, is_open=self._is_open(engine)):
+            window, begins_lines = self._engines[url].window, pools.begins_lines(url)
+            self._carry_out(self._placement.set_engine(url, window=window, is_open=begins_lines))
+
+    def _look_at_pool(self, engine: Engine) -> None:
+        """Ask for the lines that a strict engine is to take over, or to give back."""
+        load = engine.load
+        if load is None or not self._is_open(engine):
+            return
+        now_s = self._monotonic_s()
+        for line, _ in self._pools.look(engine.url, load.wants, load.offline.waiting, now_s):
+            assert isinstance(line, int)
+            has_it, attempt = self._attempts[line]
+            has_it.connection.ask_back(attempt)
 
     def _is_open(self, engine: Engine) -> bool:
         return engine.model is not None and engine.model == self._model

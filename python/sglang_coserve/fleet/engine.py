@@ -10,7 +10,7 @@ from typing import Final
 from pydantic import ValidationError
 
 from sglang_coserve.batch.token_rate import TokenRate
-from sglang_coserve.core.engine_load import EngineLoad
+from sglang_coserve.core.engine_load import EngineLoad, Pool
 from sglang_coserve.core.line_placement import LINES_AHEAD, FailureStreak, line_window
 from sglang_coserve.core.validation import explain
 from sglang_coserve.http_lines import (
@@ -78,6 +78,11 @@ class Engine:
     def url(self) -> str:
         """Where it is, which is also its name."""
         return self.connection.url
+
+    @property
+    def pool(self) -> Pool | None:
+        """Which pool it is of, as far as it was ever known."""
+        return self.load.pool if self.load is not None else None
 
     def set_state(self, state: EngineState, reason: str | None) -> None:
         """Note whether it takes lines; ``look`` finds out when that changes back."""

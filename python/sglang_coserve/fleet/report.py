@@ -23,6 +23,8 @@ def fleet_status(fleet: FleetBackend) -> dict[str, Any]:
         "model": fleet.model or None,
         "lines_waiting": fleet.lines_waiting,
         "lines_moved": fleet.lines_moved,
+        "lines_pulled": fleet.lines_pulled,
+        "lines_returned": fleet.lines_returned,
         "lines_lost": fleet.lines_lost,
         "lines_given_up": fleet.lines_given_up,
         "engines": [_engine_status(fleet, engine) for engine in fleet.engines],
@@ -48,6 +50,7 @@ def _engine_status(fleet: FleetBackend, engine: Engine) -> dict[str, Any]:
         reason = f"it serves the model {engine.model}"
     return {
         "url": engine.url,
+        "pool": engine.pool,
         "state": engine.state.value,
         "takes_no_lines_because": reason,
         "model": engine.description.model if engine.description else None,
@@ -80,6 +83,8 @@ class _Families(Collector):
         )
         for end, count in (
             ("moved", fleet.lines_moved),
+            ("pulled", fleet.lines_pulled),
+            ("returned", fleet.lines_returned),
             ("engine_lost", fleet.lines_lost),
             ("given_up", fleet.lines_given_up),
         ):

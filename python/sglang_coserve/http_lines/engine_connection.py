@@ -109,9 +109,16 @@ class EngineConnection:
         raise EngineRefusesError(message)
 
     async def run(
-        self, request: LineRequest, model: str, on_tokens: Callable[[Sequence[int]], None]
+        self,
+        request: LineRequest,
+        model: str,
+        on_tokens: Callable[[Sequence[int]], None],
+        on_prompt: Callable[[int], None] = lambda _: None,
     ) -> LineResult:
         """Make one attempt at a line, as ``LineBackend.run``, with the engine's ``model``.
+
+        Before the first tokens ``on_prompt`` is called with how many the prompt has, if the engine
+        could hand the line back.
 
         Raises:
             LineMovedError: the engine does not have the line any more, and others may.
@@ -120,7 +127,17 @@ class EngineConnection:
         """
         if self._stream is None or self._stream.has_ended:
             self._stream = EngineStream(self._session, self.url)
-        return await self._stream.run(attempt_of(request, model, self._now_s()), on_tokens)
+        attempt = attempt_of(request, model, self._now_s())
+        return await self._stream.run(request, attempt, on_tokens, on_prompt)
+
+    def ask_back(self, request: LineRequest) -> None:
+        """Ask that a line that is being run be handed back with its KV, as in a drain.
+
+        ``run`` then raises ``LineMovedError``, unless the line ends before. Only for engines that
+        are of a pool: others take it for an abort.
+        """
+        if self._stream is not None:
+            self._stream.ask_back(request)
 
     def _failed(self, error: BaseException) -> str:
         return f"{self.url}: {str(error) or type(error).__name__}"

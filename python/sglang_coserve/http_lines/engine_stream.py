@@ -29,7 +29,7 @@ from sglang_coserve.http_lines.messages import (
     encode_message,
     result_of,
 )
-from sglang_coserve.lines.backend import LineResult
+from sglang_coserve.lines.backend import LineRequest, LineResult
 
 __all__ = ["EngineStream"]
 
@@ -41,7 +41,9 @@ _HEADERS: Final = {"content-type": "application/x-ndjson"}
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
+    request: LineRequest
     on_tokens: Callable[[Sequence[int]], None]
+    on_prompt: Callable[[int], None]
     result: asyncio.Future[LineResult]
 
 
@@ -60,6 +62,9 @@ class EngineStream:
         self._unsent: dict[int, bytes] = {}
         """Calls, by the ids of their attempts."""
 
+        self._unsent_asks: list[bytes] = []
+        """Calls for lines back, of attempts whose first call was sent."""
+
         self._has_unsent = asyncio.Event()
         self.has_ended = False
         """Whether another stream is needed."""
@@ -72,12 +77,16 @@ class EngineStream:
         await asyncio.wait({self._serving})
 
     async def run(
-        self, attempt: LineAttempt, on_tokens: Callable[[Sequence[int]], None]
+        self,
+        request: LineRequest,
+        attempt: LineAttempt,
+        on_tokens: Callable[[Sequence[int]], None],
+        on_prompt: Callable[[int], None],
     ) -> LineResult:
-        """See ``EngineConnection.run``."""
+        """See ``EngineConnection.run``; ``attempt`` is what the engine is told of ``request``."""
         number, result = next(self._ids), asyncio.get_running_loop().create_future()
         self._tell(LineCall(number, attempt))
-        self._attempts[number] = _Attempt(on_tokens, result)
+        self._attempts[number] = _Attempt(request, on_tokens, on_prompt, result)
         try:
             found: LineResult = await result
             return found
@@ -86,6 +95,14 @@ class EngineStream:
             raise
         finally:
             self._attempts.pop(number, None)
+
+    def ask_back(self, request: LineRequest) -> None:
+        """See ``EngineConnection.ask_back``. O(attempts)."""
+        for number, attempt in self._attempts.items():
+            if attempt.request is request and number not in self._unsent:
+                self._unsent_asks.append(encode_message(LineCall(number, None, is_wanted=True)))
+                self._has_unsent.set()
+                return
 
     def _tell(self, call: LineCall) -> None:
         self._unsent[call.id] = encode_message(call)
@@ -143,8 +160,9 @@ class EngineStream:
         while True:
             await self._has_unsent.wait()
             self._has_unsent.clear()
-            calls = b"".join(self._unsent.values())
+            calls = b"".join((*self._unsent.values(), *self._unsent_asks))
             self._unsent.clear()
+            self._unsent_asks.clear()
             if calls:
                 yield calls
                 await asyncio.sleep(GATHER_S)
@@ -157,6 +175,8 @@ class EngineStream:
             return  # Nobody wants it any more.
         if event.tokens:
             try:
+                if event.prompt_tokens:
+                    attempt.on_prompt(event.prompt_tokens)
                 attempt.on_tokens(event.tokens)
             except Exception as error:  # It ends this attempt, not all others with it.
                 self._abort(event.id)

@@ -29,6 +29,7 @@ from sglang_coserve.lines.backend import Backend, LineHandedBackError, LineReque
 __all__ = ["LineStream"]
 
 _GIVEN_UP: Final = "the engine has given the line up"
+_ASKED_BACK: Final = "it was asked for"
 _HAND_BACK_S: Final = 30.0
 """Longest wait for an attempt that the engine said it would hand back. It has bounds of its own,
 and keeps them unless it hangs."""
@@ -45,6 +46,7 @@ class _Attempt:
     moved: str | None = None
     """Why the engine ended it."""
 
+    prompt_tokens: int | None = None
     is_wanted: bool = True
 
 
@@ -71,6 +73,9 @@ class LineStream:
         self._tokens: dict[int, list[int]] = {}
         """New ones, of each attempt."""
 
+        self._prompts: dict[int, int] = {}
+        """How many tokens each prompt has that was not told of yet."""
+
         self._ends: list[bytes] = []
         self._changed = asyncio.Event()
         self._is_gone = False
@@ -89,12 +94,15 @@ class LineStream:
     def take_out(self, why: str) -> None:
         """End every attempt: the lines go on elsewhere."""
         for attempt in self._attempts.values():
-            if attempt.moved is None:
-                attempt.moved = why
-                if self._backend.hand_back(attempt.request):
-                    asyncio.get_running_loop().call_later(_HAND_BACK_S, attempt.task.cancel)
-                else:
-                    attempt.task.cancel()
+            self._hand_back(attempt, why)
+
+    def _hand_back(self, attempt: _Attempt, why: str) -> None:
+        if attempt.moved is None:
+            attempt.moved = why
+            if self._backend.hand_back(attempt.request):
+                asyncio.get_running_loop().call_later(_HAND_BACK_S, attempt.task.cancel)
+            else:
+                attempt.task.cancel()
 
     def close(self, why: str) -> None:
         """End every attempt, and then the stream."""
@@ -142,7 +150,9 @@ class LineStream:
 
     def _content(self) -> bytes:
         """Return what there is to tell."""
-        tokens = (LineEvent(of, tuple(new)) for of, new in self._tokens.items())
+        tokens = (
+            LineEvent(of, tuple(new), self._prompts.pop(of, 0)) for of, new in self._tokens.items()
+        )
         content = [*map(encode_message, tokens), *self._ends]
         if self._fault is not None:
             content.append(encode_message(LineEvent(fault=self._fault)))
@@ -170,7 +180,11 @@ class LineStream:
             self._refuse(call)
         elif call.attempt is not None:
             self._begin(call.id, call.attempt)
-        elif (attempt := self._attempts.get(call.id)) is not None:
+        elif (attempt := self._attempts.get(call.id)) is None:
+            return  # It has ended meanwhile.
+        elif call.is_wanted:
+            self._hand_back(attempt, _ASKED_BACK)
+        else:
             attempt.is_wanted = False
             attempt.task.cancel()
 
@@ -200,6 +214,10 @@ class LineStream:
 
     def _heard(self, number: int, token_ids: Sequence[int]) -> None:
         self._tokens.setdefault(number, []).extend(token_ids)
+        attempt = self._attempts[number]
+        if attempt.prompt_tokens is None:
+            attempt.prompt_tokens = self._backend.prompt_tokens(attempt.request)
+            self._prompts[number] = attempt.prompt_tokens or 0
         self._changed.set()
 
     def _end(self, number: int, task: asyncio.Task[LineResult]) -> None:

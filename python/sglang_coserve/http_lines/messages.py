@@ -72,7 +72,7 @@ class LineAttempt(msgspec.Struct, frozen=True):
     kv: MovedKv | None = None
 
 
-class LineCall(msgspec.Struct, frozen=True):
+class LineCall(msgspec.Struct, frozen=True, omit_defaults=True):
     """One message to the engine."""
 
     id: int
@@ -80,17 +80,24 @@ class LineCall(msgspec.Struct, frozen=True):
     where the rest cannot be read."""
 
     attempt: LineAttempt | None
-    """What is to begin; None to end what has begun: nobody wants the answer any more."""
+    """What is to begin; None to end what has begun."""
+
+    is_wanted: bool = False
+    """Of what is to end: whether it goes on elsewhere, and is to be handed back with all that the
+    engine has of it. Otherwise nobody wants the answer any more."""
 
 
 class LineEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """One message of the engine. Beside the attempt's ``id`` exactly one field says something, but
-    for ``kv``."""
+    for what is said with another."""
 
     id: int = 0
 
     tokens: tuple[int, ...] = ()
     """New ones, after those before."""
+
+    prompt_tokens: int = 0
+    """With the first ``tokens``: how long the prompt is. The context is that and the tokens."""
 
     result: dict[str, Any] | None = None
     """The end: what became of the attempt, as ``LineResult`` has it."""

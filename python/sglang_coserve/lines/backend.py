@@ -199,6 +199,13 @@ class Backend(LineBackend, Protocol):
         """
         return False
 
+    def prompt_tokens(self, request: LineRequest) -> int | None:  # noqa: ARG002
+        """Return how long the prompt of a line is that is being run and can be handed back.
+
+        None if that is not known, as before its first tokens.
+        """
+        return None
+
     def load(self) -> BackendLoad:
         """Return the current load of the engine. Cheap; called often."""
 

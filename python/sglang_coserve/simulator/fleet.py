@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Final, NamedTuple
 
-from sglang_coserve.core.line_placement import LINES_AHEAD, LinePlacement, Placed, line_window
+from sglang_coserve.core.engine_load import Pool, WantedLines
+from sglang_coserve.core.line_placement import (
+    LINES_AHEAD,
+    LinePlacement,
+    LinePools,
+    Placed,
+    line_window,
+)
 from sglang_coserve.core.offline_queue import unpack_tokens
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.jsonl.prefix_key import prefix_key
@@ -42,6 +49,11 @@ class FleetEngine(NamedTuple):
     engine: Engine
     executor: SimulatedExecutor
     mailbox: Mailbox
+    pool: Pool | None = None
+    """One that is strict puts lines that it retracts into ``mailbox.returned``."""
+
+    wants: Callable[[], WantedLines | None] = lambda: None
+    """Returns the lines that a strict one would take over."""
 
 
 class Fleet:
@@ -57,6 +69,7 @@ class Fleet:
         online: Iterable[SimRequest] = (),
         router: OnlineRouter | None = None,
         outages: Iterable[Outage] = (),
+        link_tokens_per_s: float = math.inf,
     ) -> None:
         """Start ``num_engines``.
 
@@ -68,6 +81,7 @@ class Fleet:
             online: In order of their arrival, for ``router`` to distribute.
             router: By default takes turns.
             outages: When engines are away.
+            link_tokens_per_s: How fast the KV of a running line moves between pools.
         """
         assert num_engines > 0
         self.engines = [make_engine(number) for number in range(num_engines)]
@@ -77,6 +91,12 @@ class Fleet:
 
         self.lines_given_back = 0
         """Attempts at lines that ended with an outage."""
+
+        self.lines_pulled = 0
+        """Running lines that strict engines took over."""
+
+        self.lines_returned = 0
+        """Lines that they had no room for any more, or none when they came."""
 
         self.online_lost: list[SimRequest] = []
         """Online requests that an engine had when it died, or for which there was none."""
@@ -88,6 +108,15 @@ class Fleet:
         self._make_engine = make_engine
         self._lines = iter(lines)
         self._placement = LinePlacement(by_prefix=by_prefix)
+        self._pools = LinePools()
+        self._has_pools = any(engine.pool is not None for engine in self.engines)
+        self._where: dict[str, int] = {}
+        """The number of the engine that has a line, or had it last."""
+
+        self._link_tokens_per_s = link_tokens_per_s
+        self._on_their_way: list[tuple[float, int, SimRequest, int, int]] = []
+        """A heap: when a line's KV is there, a number, the line, its KV, the engine's number."""
+
         self._names = [f"engine-{number}" for number in range(num_engines)]
         self._numbers = {name: number for number, name in enumerate(self._names)}
         self._windows = [LINES_AHEAD] * num_engines
@@ -105,8 +134,8 @@ class Fleet:
         self._router = router or OnlineRouter("round_robin")
         self._outages = sorted(outages)
         self._returns: list[tuple[float, int]] = []
-        for name in self._names:
-            self._placement.set_engine(name, window=LINES_AHEAD, is_open=True)
+        for number in range(num_engines):
+            self._tell_placement(number)
 
     @property
     def all_engines(self) -> Sequence[tuple[int, FleetEngine]]:
@@ -128,7 +157,7 @@ class Fleet:
             self._change()
             return True
         self.now_s = max(self.now_s, time_s)
-        engine, _, mailbox = self.engines[number]
+        engine, _, mailbox = self.engines[number][:3]
         self._idle.discard(number)
         engine.now_s = max(engine.now_s, time_s)
         # No further than now: others may bring an engine without work some at any time.
@@ -138,8 +167,14 @@ class Fleet:
         for line in mailbox.ended:
             del self._inside[line.info.rid]
             self.num_ended += 1
+            self._pools.stop(line.info.rid)
+            self._pools.end(line.info.rid)
+            del self._where[line.info.rid]
             self._carry_out(self._placement.end(line.info.rid))
         mailbox.ended.clear()
+        for line in mailbox.returned:
+            self._return(line)
+        mailbox.returned.clear()
         return True
 
     def _next_step(self) -> tuple[float, int]:
@@ -176,10 +211,14 @@ class Fleet:
             online_s = max(0.0, self._next_online.info.arrival_s - _ROUTED_AHEAD_S)
         outage_s = self._outages[0].start_s if self._outages else math.inf
         return_s = self._returns[0][0] if self._returns else math.inf
-        return min(online_s, outage_s, return_s)
+        kv_s = self._on_their_way[0][0] if self._on_their_way else math.inf
+        return min(online_s, outage_s, return_s, kv_s)
 
     def _change(self) -> None:
         """Let happen what is due."""
+        while self._on_their_way and self._on_their_way[0][0] <= self.now_s:
+            _, _, line, kv_tokens, number = heapq.heappop(self._on_their_way)
+            self._deliver(line, kv_tokens, number)
         while self._outages and self._outages[0].start_s <= self.now_s:
             self._begin_outage(self._outages.pop(0))
         while self._returns and self._returns[0][0] <= self.now_s:
@@ -196,7 +235,11 @@ class Fleet:
         if not there:
             self._lose(request)
             return
-        number = self._router.choose(there, lambda each: self.engines[each].mailbox.num_online)
+        # Where there are pools, online requests are the strict engines'.
+        strict = [number for number in there if self.engines[number].pool == "strict"]
+        number = self._router.choose(
+            strict or there, lambda each: self.engines[each].mailbox.num_online
+        )
         self.engines[number].mailbox.send_online(request)
         if number in self._idle:
             self._expect(number)
@@ -206,14 +249,15 @@ class Fleet:
         self.online_lost.append(request)
 
     def _begin_outage(self, outage: Outage) -> None:
-        number, name = outage.engine, self._names[outage.engine]
+        number = outage.engine
         if number not in self._open:
             return  # It is away already.
         del self._open[number]
         if math.isfinite(outage.end_s):
             heapq.heappush(self._returns, (outage.end_s, number))
-        self._placement.set_engine(name, window=self._windows[number], is_open=False)
-        engine, executor, mailbox = ended = self.engines[number]
+        self._tell_placement(number)
+        ended = self.engines[number]
+        engine, executor, mailbox = ended[:3]
         lines = engine.give_back() + mailbox.take_lines()
         unsent = mailbox.take_online()
         mailbox.num_online -= len(unsent)
@@ -229,10 +273,7 @@ class Fleet:
             self._route(request)
         for line in lines:
             self.lines_given_back += 1
-            # One engine's end says nothing of its lines: nobody shall serve them alone.
-            placed = self._placement.offer_again(line.info.rid, engine_died=False)
-            assert placed is not None
-            self._carry_out(placed)
+            self._offer_again(line)
 
     def _look(self) -> None:
         """Set every window by what runs and waits, as a gateway does."""
@@ -240,8 +281,74 @@ class Fleet:
             waiting = len(self.engines[number].executor.offline_waiting)
             window = line_window(self._placement.in_flight(name), waiting)
             self._windows[number] = window
-            is_open = number in self._open
-            self._carry_out(self._placement.set_engine(name, window=window, is_open=is_open))
+            self._tell_placement(number)
+        if self._has_pools:
+            self._look_at_pools()
+
+    def _tell_placement(self, number: int) -> None:
+        name, pools = self._names[number], self._pools
+        is_open, pool = number in self._open, self.engines[number].pool
+        for each in pools.set_engine(name, pool, is_open=is_open):
+            window, begins_lines = self._windows[self._numbers[each]], pools.begins_lines(each)
+            self._carry_out(self._placement.set_engine(each, window=window, is_open=begins_lines))
+
+    def _look_at_pools(self) -> None:
+        """Move running lines to strict engines that want them."""
+        for each in self.engines:
+            for rid, line in each.executor.admitted.items():
+                if line.has_prompt and not line.info.is_online:
+                    self._pools.has_prompt(rid, line.computed_tokens)
+                    self._pools.heard(rid, 0, self.now_s)
+        for number in self._open:
+            each = self.engines[number]
+            if each.pool != "strict":
+                continue
+            # What it has no room for it has returned at once.
+            for moved, _ in self._pools.look(self._names[number], each.wants(), 0, self.now_s):
+                assert isinstance(moved, str)
+                self._pull(self._inside[moved], number)
+
+    def _pull(self, line: SimRequest, to: int) -> None:
+        rid, now_s = line.info.rid, self.now_s
+        number = self._where[rid]
+        source = self.engines[number]
+        suspended = source.executor.suspended
+        self._pools.stop(rid)
+        if not line.has_prompt or (suspended is not None and line in suspended.requests):
+            # It was retracted meanwhile, or is in the middle of a step: not now.
+            self._begin(rid, number)
+            return
+        _, kv_tokens = source.executor.hand_over(rid)
+        source.engine.forget(line)
+        self._begin(rid, to)
+        _, *others = self._placement.move(rid, self._names[to])
+        self._carry_out(others)
+        ready_s = max(now_s, source.engine.now_s) + kv_tokens / self._link_tokens_per_s
+        heapq.heappush(self._on_their_way, (ready_s, self.lines_pulled, line, kv_tokens, to))
+        self.lines_pulled += 1
+
+    def _begin(self, rid: str, number: int) -> None:
+        self._where[rid] = number
+        self._pools.start(rid, self._names[number], 0, self.now_s)
+
+    def _deliver(self, line: SimRequest, kv_tokens: int, number: int) -> None:
+        executor = self.engines[number].executor
+        if number in self._open and executor.has_room_for(kv_tokens):
+            executor.adopt(line, kv_tokens)
+            self._wake(number)
+        else:
+            self._return(line)
+
+    def _return(self, line: SimRequest) -> None:
+        self.lines_returned += 1
+        self._offer_again(line)
+
+    def _offer_again(self, line: SimRequest) -> None:
+        self._pools.stop(line.info.rid)
+        # One engine's end says nothing of its lines: nobody shall serve them alone.
+        placed = self._placement.offer_again(line.info.rid, engine_died=False)
+        assert placed is not None
+        self._carry_out(placed)
 
     def _feed(self) -> None:
         """Offer as many lines as the Batch API would have in flight."""
@@ -262,5 +369,6 @@ class Fleet:
         for rid, name in placed:
             assert isinstance(rid, str)
             number = self._numbers[name]
+            self._begin(rid, number)
             self.engines[number].mailbox.send_line(self._inside[rid])
             self._wake(number)

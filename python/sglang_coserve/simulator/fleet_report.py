@@ -22,6 +22,8 @@ FLEET_COLUMNS: Final = (
     "busiest ÷ mean",
     "cached %",
     "given back",
+    "pulled",
+    "returned",
 )
 
 
@@ -48,4 +50,6 @@ def _row(result: FleetResult, alone_per_s: float) -> tuple[str, ...]:
         f"{result.busiest_share:.2f}",
         percent_text(result.cached_share),
         str(result.lines_given_back),
+        str(result.lines_pulled),
+        str(result.lines_returned),
     )

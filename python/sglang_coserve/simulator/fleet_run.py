@@ -16,11 +16,13 @@ from sglang_coserve.simulator.engine import Engine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.fleet import Fleet, FleetEngine
 from sglang_coserve.simulator.mailbox import Mailbox
+from sglang_coserve.simulator.models import kv_bytes_per_token
 from sglang_coserve.simulator.online_router import OnlineRouter
 from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.simulator.outage import Outage
 from sglang_coserve.simulator.result import RunResult
 from sglang_coserve.simulator.run import SimulationSetup, simulate
+from sglang_coserve.simulator.strict_engine import strict_engine
 from sglang_coserve.workload import TraceRequest
 
 __all__ = ["FleetOptions", "FleetResult", "simulate_fleets"]
@@ -43,6 +45,8 @@ class FleetOptions:
     router: str = "round_robin"
     by_prefix: bool = True
     outages: tuple[Outage, ...] = ()
+    pools: bool = False
+    """Whether half of the engines are relaxed, and half, which get the online requests, strict."""
 
     def __post_init__(self) -> None:
         """Check what is not checked elsewhere."""
@@ -53,6 +57,8 @@ class FleetOptions:
         if self.one.duration is None or not self.one.backlog:
             raise ConfigError("a fleet needs a duration and a backlog")
         OnlineRouter(self.router)
+        if self.pools and any(size % 2 for size in self.sizes):
+            raise ConfigError(f"engines {self.sizes}: half of them are strict: use even numbers")
         for outage in self.outages:
             if outage.engine >= min(self.sizes):
                 raise ConfigError(
@@ -74,6 +80,8 @@ class FleetResult(RunResult):
 
     online_lost: int = 0
     lines_given_back: int = 0
+    lines_pulled: int = 0
+    lines_returned: int = 0
 
     @property
     def cached_share(self) -> float | None:
@@ -90,6 +98,8 @@ class FleetResult(RunResult):
             "cached_share": self.cached_share,
             "busiest_share": self.busiest_share,
             "lines_given_back": self.lines_given_back,
+            "lines_pulled": self.lines_pulled,
+            "lines_returned": self.lines_returned,
         }
         return {"engines": self.num_engines, "is_alone": self.is_alone, **result}
 
@@ -140,9 +150,14 @@ def _fleet(
             setup.true_model or setup.model,
         )
         scheduler, mailbox = setup.make_scheduler(make_policy(options.one.policy)), Mailbox()
-        return FleetEngine(Engine(scheduler, executor, mailbox, [mailbox]), executor, mailbox)
+        if not options.pools:
+            return FleetEngine(Engine(scheduler, executor, mailbox, [mailbox]), executor, mailbox)
+        if number < size // 2:
+            engine = Engine(scheduler, executor, mailbox, [mailbox])
+            return FleetEngine(engine, executor, mailbox, "relaxed")
+        return strict_engine(scheduler, executor, mailbox)
 
-    interval_s = options.one.duration
+    interval_s, machine = options.one.duration, options.one.machine
     assert interval_s is not None
     control.begin(f"{size} engines", interval_s)
     trace = _copies(options.one.online_trace(), size, interval_s)
@@ -154,6 +169,7 @@ def _fleet(
         online=from_trace(trace, RequestClass.ONLINE, seed=options.one.seed),
         router=OnlineRouter(options.router, options.one.seed),
         outages=options.outages,
+        link_tokens_per_s=machine.hardware.link_byte_per_s / kv_bytes_per_token(machine.shape),
     )
     is_complete = _run(fleet, interval_s, setup.drain_s, control)
     if fleet.lines_end_s < interval_s:
@@ -180,6 +196,8 @@ def _fleet(
         busiest_share=max(by_engine) * size / max(1, sum(by_engine)),
         online_lost=len(lost),
         lines_given_back=fleet.lines_given_back,
+        lines_pulled=fleet.lines_pulled,
+        lines_returned=fleet.lines_returned,
     )
 
 

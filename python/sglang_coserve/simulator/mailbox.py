@@ -25,6 +25,9 @@ class Mailbox(TrafficSource, SimulationObserver):
         self.ended: list[SimRequest] = []
         """Lines that have ended in the engine, until somebody has noted it."""
 
+        self.returned: list[SimRequest] = []
+        """Lines that it has given back, until somebody has noted it."""
+
         self.num_online = 0
         """Online requests that were sent and have not ended."""
 

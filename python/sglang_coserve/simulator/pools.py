@@ -5,20 +5,16 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from typing import Final
 
 from sglang_coserve.core.bottleneck import saturated_batch_size
 from sglang_coserve.core.latency_model import LatencyModel
-from sglang_coserve.core.migration import closest_lengths, preferred_length
+from sglang_coserve.core.migration import preferred_length, requests_to_pull
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.simulator.engine import Engine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.request import SimRequest
 
 __all__ = ["Pools", "Pull", "length_preference"]
-
-_PULLED_AT_ONCE: Final = 4
-"""Requests that one pull moves at the most."""
 
 Pull = Callable[["Pools"], list[str]]
 """Returns the decoding requests of the relaxed engine that the strict one takes over now."""
@@ -46,7 +42,9 @@ class Pools:
         self._link_tokens_per_s = link_tokens_per_s
         self._pull = pull
         self._on_their_way: list[tuple[float, int, SimRequest, int]] = []
-        self._coming_tokens = 0
+        self.coming_tokens = 0
+        """Of requests in transfer."""
+
         self._num_moved = 0
 
     def step(self, end_s: float) -> bool:
@@ -80,20 +78,20 @@ class Pools:
 
     def _move(self, rid: str) -> None:
         kv_tokens = self.relaxed_executor.admitted[rid].computed_tokens
-        if not self.strict_executor.has_room_for(kv_tokens + self._coming_tokens):
+        if not self.strict_executor.has_room_for(kv_tokens + self.coming_tokens):
             return
         request, kv_tokens = self.relaxed_executor.hand_over(rid)
         self.relaxed.forget(request)
         ready_s = self.relaxed.now_s + kv_tokens / self._link_tokens_per_s
         heapq.heappush(self._on_their_way, (ready_s, self._num_moved, request, kv_tokens))
-        self._coming_tokens += kv_tokens
+        self.coming_tokens += kv_tokens
         self._num_moved += 1
 
     def _deliver(self) -> None:
         """Add transferred requests to the strict engine; return those for which it lacks room."""
         while self._on_their_way and self._on_their_way[0][0] <= self.strict.now_s:
             _, _, request, kv_tokens = heapq.heappop(self._on_their_way)
-            self._coming_tokens -= kv_tokens
+            self.coming_tokens -= kv_tokens
             if self.strict_executor.has_room_for(kv_tokens):
                 self.strict_executor.adopt(request, kv_tokens)
             else:
@@ -120,13 +118,15 @@ def length_preference(model: LatencyModel, tpot_s: float) -> Pull:
         )
         if preference is None:
             return []
-        by_length: dict[int, list[str]] = {}
         relaxed = pools.relaxed_executor
         away = relaxed.suspended.requests if relaxed.suspended else ()
-        for rid, request in relaxed.admitted.items():
-            if request.has_prompt and not request.info.is_online and request not in away:
-                by_length.setdefault(request.computed_tokens, []).append(rid)
-        lengths = [length for length, rids in by_length.items() for _ in rids]
-        return [by_length[n].pop() for n in closest_lengths(lengths, preference, _PULLED_AT_ONCE)]
+        lengths = {
+            rid: request.computed_tokens
+            for rid, request in relaxed.admitted.items()
+            if request.has_prompt and not request.info.is_online and request not in away
+        }
+        return requests_to_pull(
+            lengths, preference, most=len(lengths), coming_tokens=pools.coming_tokens
+        )
 
     return pull

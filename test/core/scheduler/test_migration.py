@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_coserve.core.bottleneck import is_compute_saturated, saturated_batch_size
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
-from sglang_coserve.core.migration import LengthPreference, closest_lengths, preferred_length
+from sglang_coserve.core.migration import (
+    LengthPreference,
+    preferred_length,
+    requests_to_pull,
+    step_bound_s,
+)
 from sglang_coserve.core.step_stats import StepStats
 
 # Saturates where 20 µs a request exceed the 6.4 ms all share: at 320, so 512 of the powers.
@@ -53,8 +61,34 @@ def test_a_batch_that_can_saturate_pulls_the_longest_that_lets_it() -> None:
 
 
 def test_the_closest_to_the_preference_migrate() -> None:
-    preference = LengthPreference(100, 150)
-    assert closest_lengths([10, 90, 120, 160, 99], preference, 3) == [99, 90, 120]
+    preference = LengthPreference(100, 400)
+    lengths = {"a": 10, "b": 90, "c": 120, "d": 460, "e": 99}
+    assert requests_to_pull(lengths, preference, most=3) == ["e", "b", "c"]
+    assert requests_to_pull(lengths, preference, most=3, coming_tokens=200) == ["e", "b", "a"]
+
+
+def test_of_the_slack_of_online_decodes_a_share_is_for_offline_ones() -> None:
+    online = StepStats.of(decodes=[100] * 10)
+    online_s = MODEL.predict(online)
+    assert step_bound_s(MODEL, online, 2 * online_s, 0.5) == pytest.approx(1.5 * online_s)
+    assert step_bound_s(MODEL, online, online_s / 2, 0.5) == online_s
+    assert step_bound_s(MODEL, StepStats(), 0.05, 0.5) == 0.05
+    assert step_bound_s(MODEL, online, None, 0.5) == math.inf
+
+
+@given(
+    st.lists(st.integers(1, 300)), st.integers(1, 200), st.integers(0, 500), st.integers(0, 1500)
+)
+def test_what_is_pulled_fits_together_and_nothing_that_fits_is_left(
+    lengths: list[int], tokens: int, more: int, coming_tokens: int
+) -> None:
+    preference = LengthPreference(tokens, tokens + more)
+    named = dict(enumerate(lengths))
+    pulled = requests_to_pull(named, preference, most=8, coming_tokens=coming_tokens)
+    left_tokens = preference.max_tokens - coming_tokens - sum(named.pop(n) for n in pulled)
+    assert len(set(pulled)) == len(pulled) <= 8
+    assert left_tokens >= 0 or not pulled
+    assert len(pulled) == 8 or all(length > left_tokens for length in named.values())
 
 
 @given(st.integers(1, 1000), st.floats(0.001, 0.5), st.integers(0, 10**6))

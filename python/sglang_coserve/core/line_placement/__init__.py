@@ -12,6 +12,7 @@ from sglang_coserve.core.line_placement.placement import (
     LinePlacement,
     Placed,
 )
+from sglang_coserve.core.line_placement.pools import LinePools, Move
 from sglang_coserve.core.line_placement.prefix_groups import PrefixGroups
 from sglang_coserve.core.line_placement.rendezvous import Rendezvous
 from sglang_coserve.core.line_placement.window import LINES_AHEAD, line_window
@@ -22,6 +23,8 @@ __all__ = [
     "LINES_AHEAD",
     "FailureStreak",
     "LinePlacement",
+    "LinePools",
+    "Move",
     "Placed",
     "PrefixGroups",
     "Rendezvous",

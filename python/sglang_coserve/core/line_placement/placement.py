@@ -136,6 +136,18 @@ class LinePlacement:
         self._queue(line)
         return self._decide()
 
+    def move(self, name: Hashable, to: str) -> list[Placed]:
+        """Have a line that an engine had go on in another, which need not take others. A line that
+        is to be alone, or another one is in ``to``, waits again instead."""
+        line, engine = self._lines[name], self._engines[to]
+        self._take_from_engine(line)
+        placed: list[Placed] = []
+        if line.is_suspect or engine.is_kept:
+            self._queue(line)
+        else:
+            self._place(line, engine, placed)
+        return placed + self._decide()
+
     def end(self, name: Hashable) -> list[Placed]:
         """Remove a line: it is finished, or nobody wants it any more."""
         line = self._lines[name]

@@ -135,6 +135,11 @@ class BatchBackend(Backend):
         self._departures.ask(manager)
         return True
 
+    def prompt_tokens(self, request: LineRequest) -> int | None:
+        """See ``Backend.prompt_tokens``."""
+        manager = self._managers.get(id(request))
+        return manager.prompt_tokens if manager is not None and manager.can_leave else None
+
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
     ) -> LineResult:

@@ -77,6 +77,9 @@ class LineManager(BoundedManager):
         self.tokens_left: int | None = None
         """How many tokens' KV was left when it went, 0 for none; None as long as it has not."""
 
+        self.prompt_tokens: int | None = None
+        """How long the request is without its output; None before its first tokens."""
+
         self._is_continuable = False
 
     @property
@@ -147,6 +150,7 @@ class LineManager(BoundedManager):
             async for output in outputs:
                 if feed is None:
                     continue
+                self.prompt_tokens = output["meta_info"]["prompt_tokens"]
                 if is_delta:
                     texts.append(output["text"])
                     output_ids += output["output_ids"]

@@ -6,7 +6,13 @@ import time
 from typing import Any, Final, NamedTuple
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.engine_load import ClassLoad, OnlineShare, ReplicaLoad
+from sglang_coserve.core.engine_load import (
+    ClassLoad,
+    OnlineShare,
+    ReplicaLoad,
+    WantedLines,
+    wanted_lines,
+)
 from sglang_coserve.core.offline_rate import expected_tokens_per_s, lines_at_a_time
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.step_stats import StepStats
@@ -55,6 +61,7 @@ class LoadReporter:
         ledger: RequestLedger,
         runner: StepRunner,
     ) -> None:
+        self._pool = config.pool
         self._is_predicted = config.offline_policy != "fifo"
         self._admission = admission
         self._view = view
@@ -109,6 +116,8 @@ class LoadReporter:
                 lines=lines.requests,
                 line_tokens=lines.tokens,
             ),
+            pool=self._pool,
+            wants=self._wants(held),
         )
 
     def rate_alone_per_s(self) -> float | None:
@@ -122,6 +131,25 @@ class LoadReporter:
             kv_tokens=self._pools.total_tokens,
             max_requests=self._max_offline,
             chunk_tokens=self._chunk_tokens,
+        )
+
+    def _wants(self, held: HeldKv) -> WantedLines | None:
+        """Return the lines to take over: while none wait, and there is time for more."""
+        model = self._admission.latency_model() if self._pool == "strict" else None
+        if model is None:
+            return None
+        online, offline, kv = held
+        num_running = len(online) + len(offline)
+        allowance = self._admission.interference.allowance
+        return wanted_lines(
+            model,
+            [computed_tokens(req) for req in online],
+            [computed_tokens(req) for req in offline],
+            tpot_s=allowance.targets.tpot_s,
+            gap_share=allowance.gap_share,
+            free_kv_tokens=self._pools.total_tokens - kv.online - kv.offline,
+            free_requests=min(self._max_offline - len(offline), self._max_requests - num_running),
+            runs_all=self._ledger.totals(RequestClass.OFFLINE).requests == len(offline),
         )
 
     def _class_load(self, request_class: RequestClass, running: list[Req]) -> ClassLoad:

@@ -1,0 +1,171 @@
+"""Moves running lines between engines that begin them and engines with online requests (OOCO §3.2).
+
+Lines begin at relaxed engines, or at those of no pool. A strict engine, which serves online
+requests, says which running lines it would take over (``core.migration``), and gets those of the
+relaxed engines that suit it best. When it has none of its own to spare for them any more, they go
+back. Lines that no strict engine wants end where they began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from sglang_coserve.core.engine_load import Pool, WantedLines
+from sglang_coserve.core.migration import requests_to_pull
+
+__all__ = ["LinePools", "Move"]
+
+_ARRIVES_S: Final = 10.0
+"""A line that was taken over may be silent for so long: an engine gives up reading its KV then
+(``srt.kv_checkpoint.kv_moves``). Later it waits for room like any other."""
+
+
+class Move(NamedTuple):
+    """A decision: a line is to be asked back from the engine that has it."""
+
+    line: Hashable
+    to: str | None
+    """The engine where it goes on; None: one that begins lines."""
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    engine: str
+    tokens: int
+    """Of context, as far as known."""
+
+    since_s: float
+    """When it was heard of last, or else began here."""
+
+    is_heard: bool = False
+    """Whether this engine has generated tokens of it."""
+
+    is_movable: bool = False
+    move: Move | None = None
+
+
+class LinePools:
+    """The lines that engines have, and which pool each engine is of.
+
+    ``look`` decides; the calls with a line tell what became of it.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, Pool | None] = {}
+        self._lines: dict[Hashable, _Line] = {}
+        self._prompts: dict[Hashable, int] = {}
+        self._waited: dict[str, int] = {}
+        """Offline requests that waited in a strict engine when it was looked at last."""
+
+    def set_engine(self, name: str, pool: Pool | None, *, is_open: bool) -> list[str]:
+        """Note whether an engine takes lines; return the engines for which ``begins_lines`` may say
+        something else than before, that one among them."""
+        before = self._strict_ones_begin
+        self._open.pop(name, None)
+        if is_open:
+            self._open[name] = pool
+        if before is self._strict_ones_begin:
+            return [name]
+        strict = [each for each, pool in self._open.items() if pool == "strict"]
+        return list(dict.fromkeys([name, *strict]))
+
+    def begins_lines(self, name: str) -> bool:
+        """Return whether new lines go to an engine: to strict ones only if there are no others."""
+        return name in self._open and (self._open[name] != "strict" or self._strict_ones_begin)
+
+    @property
+    def _strict_ones_begin(self) -> bool:
+        return all(pool == "strict" for pool in self._open.values())
+
+    def start(self, line: Hashable, engine: str, generated_tokens: int, now_s: float) -> None:
+        """An engine begins with a line, or goes on with it."""
+        tokens = self._prompts.get(line, 0) + generated_tokens
+        self._lines[line] = _Line(engine, tokens, now_s)
+
+    def has_prompt(self, line: Hashable, tokens: int) -> None:
+        """A line that an engine has can be asked back from it, and its prompt is so long."""
+        running = self._lines[line]
+        running.tokens += tokens - self._prompts.get(line, 0)
+        running.is_movable = True
+        self._prompts[line] = tokens
+
+    def heard(self, line: Hashable, new_tokens: int, now_s: float) -> None:
+        """An engine has generated tokens of a line."""
+        running = self._lines[line]
+        running.tokens += new_tokens
+        running.is_heard, running.since_s = True, now_s
+
+    def move_of(self, line: Hashable) -> Move | None:
+        """Return what was decided of a line that an engine has; None if it was not asked back."""
+        return self._lines[line].move
+
+    def takes_over(self, engine: str) -> bool:
+        """Return whether a line that was asked back for an engine can still go there."""
+        return self._open.get(engine) == "strict"
+
+    def stop(self, line: Hashable) -> None:
+        """An engine does not have a line any more."""
+        del self._lines[line]
+
+    def end(self, line: Hashable) -> None:
+        """Forget a line that no engine has any more."""
+        self._prompts.pop(line, None)
+
+    def look(
+        self, engine: str, wants: WantedLines | None, waiting: int, now_s: float
+    ) -> list[Move]:
+        """Decide what a strict engine takes over or gives back; O(lines log lines).
+
+        Args:
+            engine: Its name. Others never do either.
+            wants: What it says now that it would take over.
+            waiting: Offline requests that wait in it now.
+            now_s: Never earlier than in a call before.
+        """
+        waited = self._waited.get(engine, 0)
+        self._waited[engine] = waiting
+        if self._open.get(engine) != "strict" or self._strict_ones_begin:
+            return []
+        if wants is not None:
+            return self._pull(engine, wants)
+        return self._give_back(engine, min(waiting, waited), now_s)
+
+    def _pull(self, engine: str, wants: WantedLines) -> list[Move]:
+        coming = [
+            line
+            for line in self._lines.values()
+            if (line.move is not None and line.move.to == engine)
+            or (line.engine == engine and not line.is_heard)
+        ]
+        lengths = {
+            name: line.tokens
+            for name, line in self._lines.items()
+            if line.is_movable and line.move is None and self._open.get(line.engine) == "relaxed"
+        }
+        pulled = requests_to_pull(
+            lengths,
+            wants.preference,
+            most=wants.lines - len(coming),
+            coming_tokens=sum(line.tokens for line in coming),
+        )
+        return [self._move(name, engine) for name in pulled]
+
+    def _give_back(self, engine: str, count: int, now_s: float) -> list[Move]:
+        """Give back as many as have waited, those that were heard of longest ago."""
+        silent: list[tuple[float, Hashable]] = []
+        for name, line in self._lines.items():
+            if line.engine != engine:
+                continue
+            since_s = line.since_s if line.is_heard else line.since_s + _ARRIVES_S
+            if line.move is not None or since_s > now_s:
+                count -= 1  # It leaves, or is on its way: one of those that wait.
+            else:
+                silent.append((since_s, name))
+        silent.sort(key=lambda each: each[0])
+        return [self._move(name, None) for _, name in silent[: max(0, count)]]
+
+    def _move(self, name: Hashable, to: str | None) -> Move:
+        move = self._lines[name].move = Move(name, to)
+        return move
