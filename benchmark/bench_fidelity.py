@@ -28,7 +28,7 @@ from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.metrics import RequestTimeline, SloTargets, latency_report, throughput
-from sglang_coserve.simulator.assemble import read_profile
+from sglang_coserve.profiler import load_profile
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig
 from sglang_coserve.simulator.request import SimRequest
@@ -79,7 +79,7 @@ def main() -> int:
         return 2
     known = [record for record in records if record.key.system == arguments.calibrate_on]
     machine = Machine(
-        read_profile(arguments.latency_profile),
+        load_profile(arguments.latency_profile).latency_model,
         ExecutorConfig(
             kv_capacity_tokens=arguments.kv_tokens,
             page_tokens=1,

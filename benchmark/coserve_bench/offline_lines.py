@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from common.input_file import write_lines
-from common.streamed_load import StreamedRequest
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.jsonl.lines import is_blank, read_lines
 from sglang_coserve.jsonl.request_line import LineError, parse_request_line
 from sglang_coserve.jsonl.seen_ids import SeenIds
+from sglang_coserve.streamed_load import StreamedRequest
 
 __all__ = ["OfflineSpec", "read_requests", "write_sample"]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from sglang_coserve.core.offline_queue import QueuedRequest
+from sglang_coserve.core.recording import RecordingScheduler
 from sglang_coserve.core.request import Ending, RequestState
-from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
-from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan, StepResult
+from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.step import Lane, StepPlan
 from sglang_coserve.simulator.counters import Counters
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import SafepointConfig
@@ -18,42 +19,10 @@ from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.running_step import RunningStep
 from sglang_coserve.simulator.source import TrafficSource
 
-__all__ = ["Engine", "SchedulerApi"]
+__all__ = ["Engine"]
 
 _ROUNDING: Final = 1e-9
 """Tolerance for shares that are multiples of a safepoint's share."""
-
-
-class SchedulerApi(Protocol):
-    """The methods of ``core.scheduler.Scheduler`` that the event loop calls."""
-
-    def arrived(self, info: RequestInfo) -> None:
-        """See ``Scheduler.arrived``."""
-        ...
-
-    def add_offline(self, request: QueuedRequest) -> None:
-        """See ``Scheduler.add_offline``."""
-        ...
-
-    def plan(self, snapshot: EngineSnapshot, cache: PrefixCache) -> StepPlan:
-        """See ``Scheduler.plan``."""
-        ...
-
-    def start(self, plan: StepPlan, chunks: Sequence[PrefillChunk]) -> None:
-        """See ``Scheduler.start``."""
-        ...
-
-    def update(self, result: StepResult) -> None:
-        """See ``Scheduler.update``."""
-        ...
-
-    def restore(self, rid: str, generated_tokens: int) -> None:
-        """See ``Scheduler.restore``."""
-        ...
-
-    def finish(self, rid: str, ending: Ending = Ending.COMPLETE) -> None:
-        """See ``Scheduler.finish``."""
-        ...
 
 
 class Engine:
@@ -65,7 +34,7 @@ class Engine:
 
     def __init__(
         self,
-        scheduler: SchedulerApi,
+        scheduler: Scheduler | RecordingScheduler,
         executor: SimulatedExecutor,
         source: TrafficSource,
         observers: Sequence[SimulationObserver] = (),

@@ -14,6 +14,7 @@ from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import LatencyReport, latency_report
 from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig
 from sglang_coserve.simulator.recorded_traffic import RecordedTraffic
+from sglang_coserve.simulator.report import aligned
 from sglang_coserve.simulator.result import LABEL, SimulationResult
 from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
 
@@ -71,15 +72,7 @@ class Comparison:
         """Return all as text."""
         outcomes = [each for each in (self.recorded, self.simulated, self.changed) if each]
         heading = ("", "TTFT P50 ms", "TTFT P99 ms", "ITL P50 ms", "ITL P99 ms", "offline tokens")
-        rows = [heading, *map(_row, outcomes)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.rjust(width) if place else cell.ljust(width)
-                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        )
+        return "\n".join(aligned([heading, *map(_row, outcomes)]))
 
     def sentence(self) -> str:
         """Return the difference, and how far simulating is off where it can be checked."""
