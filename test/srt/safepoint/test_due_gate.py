@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_coserve.srt.safepoint import deadline_gate
-from sglang_coserve.srt.safepoint.deadline_gate import DeadlineGate
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import DeadlineGate, LocalGate
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
-from sglang_coserve.srt.safepoint.local_gate import LocalGate
 
 LAYERS, GROUP_S = 8, 0.01
 

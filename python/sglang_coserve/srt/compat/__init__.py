@@ -5,7 +5,7 @@
   them up in the sources of any version (``source_tree``), ``seam_report`` is
   ``scripts/sglang-seams``.
 - ``by_version`` chooses among ``v17`` … ``v22``, each what has changed with that version.
-- ``ranks``, ``release``, ``replacements``, ``requests``, ``settings``: what the rest of ``srt``
+- ``ranks``, ``replacements``, ``requests``, ``settings``: what the rest of ``srt``
   calls.
 
 See docs/upgrading.md. Attributes that only instances have (``waiting_queue``, …) are used where
@@ -17,17 +17,15 @@ from __future__ import annotations
 from sglang_coserve.srt.compat import by_version
 from sglang_coserve.srt.compat.by_version import *  # noqa: F403
 from sglang_coserve.srt.compat.ranks import is_first_rank, num_ranks
-from sglang_coserve.srt.compat.release import (
-    release_aborted,
-    release_for_requeue,
-    release_uncomputed,
-)
 from sglang_coserve.srt.compat.replacements import replace
 from sglang_coserve.srt.compat.requests import (
     check_logit_processor,
     fill_token_ids_logprobs,
     lowest_priority,
     refuse,
+    release_aborted,
+    release_for_requeue,
+    release_uncomputed,
 )
 from sglang_coserve.srt.compat.settings import (
     check_one_replica,
