@@ -96,7 +96,7 @@ class OnlineLoad:
             *(("--extra-request-body", json.dumps(dict(body))) if body else ()),
         ]
         order = {"flags": flags, "requests": str(self._requests), "starts": str(self._starts)}
-        self._tell(json.dumps(order))
+        self._send_line(json.dumps(order))
         await self._expect("loaded", _LOAD_TIMEOUT_S)
 
     async def go(self, timeout_s: float) -> OnlineResult:
@@ -105,7 +105,7 @@ class OnlineLoad:
         Raises:
             RunFailedError: the process ended, or the answers took longer than ``timeout_s``.
         """
-        self._tell("go")
+        self._send_line("go")
         await self._expect("done", timeout_s)
         report = json.loads(self._report.read_text().splitlines()[-1])
         starts_s = json.loads(self._starts.read_text())
@@ -165,7 +165,7 @@ class OnlineLoad:
                 }
                 file.write(json.dumps(line) + "\n")
 
-    def _tell(self, line: str) -> None:
+    def _send_line(self, line: str) -> None:
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.write(line.encode() + b"\n")
 

@@ -126,7 +126,7 @@ class _Run:
         log = self._options.out / ("server.log" if system.is_ours else "stock_server.log")
         server = make_server(self._flags(system), is_ours=system.is_ours, log_path=log)
         server_name = "our server" if system.is_ours else "a stock server"
-        self._tell(0.0, f"starting {server_name} (log: {log})")
+        self._show(0.0, f"starting {server_name} (log: {log})")
         results = []
         try:
             await asyncio.to_thread(server.start)
@@ -157,12 +157,12 @@ class _Run:
             self._given,
             base_url,
             offline,
-            lambda elapsed_s, text: self._tell(elapsed_s, f"{system.label}: {text}"),
+            lambda elapsed_s, text: self._show(elapsed_s, f"{system.label}: {text}"),
         )
         self._done_s += self._given.seconds
         return result
 
-    def _tell(self, elapsed_s: float, text: str) -> None:
+    def _show(self, elapsed_s: float, text: str) -> None:
         assert self._bar is not None
         completed_s = self._done_s + min(elapsed_s, self._given.seconds)
         self._progress.update(self._bar, completed=completed_s, description=printable(text))

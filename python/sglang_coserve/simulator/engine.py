@@ -102,7 +102,7 @@ class Engine:
         self._report_tokens(batch)
         for request in ended:
             self._scheduler.finish(request.info.rid)
-            self._tell(RequestEvent.FINISHED, request)
+            self._notify(RequestEvent.FINISHED, request)
         return True
 
     def _begin(self, plan: StepPlan) -> RunningStep:
@@ -122,7 +122,7 @@ class Engine:
         self._scheduler.update(result)
         for request in lost:
             self._scheduler.restore(request.info.rid, request.generated_tokens)
-            self._tell(RequestEvent.RETRACTED, request)
+            self._notify(RequestEvent.RETRACTED, request)
 
     def _pass_time(self, end_s: float) -> bool:
         if self._executor.settle():
@@ -142,10 +142,10 @@ class Engine:
 
     def _arrive(self, request: SimRequest, now_s: float) -> None:
         self.requests.append(request)
-        self._tell(RequestEvent.ARRIVED, request, now_s)
+        self._notify(RequestEvent.ARRIVED, request, now_s)
         if not self._executor.can_hold(request):
             request.move(RequestState.ABORTED)
-            self._tell(RequestEvent.SHED, request, now_s)
+            self._notify(RequestEvent.SHED, request, now_s)
             return
         self.accept(request)
 
@@ -228,10 +228,10 @@ class Engine:
     def _report_changes(self, plan: StepPlan, batch: RunningStep) -> None:
         for request in batch.shed:
             self._scheduler.finish(request.info.rid, Ending.REFUSED)
-            self._tell(RequestEvent.SHED, request)
+            self._notify(RequestEvent.SHED, request)
         for request in batch.retracted:
             self.counters.retractions += 1
-            self._tell(RequestEvent.RETRACTED, request)
+            self._notify(RequestEvent.RETRACTED, request)
             if self._take_back is not None:
                 self._executor.withdraw(request)
                 self._take_back(request)
@@ -247,7 +247,7 @@ class Engine:
             (plan.park, RequestEvent.PARKED),
         ):
             for rid in rids:
-                self._tell(event, requests[rid])
+                self._notify(event, requests[rid])
 
     def _report_step(self, plan: StepPlan, batch: RunningStep, start_s: float) -> None:
         is_suspended = self._executor.suspended is batch
@@ -287,9 +287,9 @@ class Engine:
         if self._observers:
             for request, _ in batch.chunks:
                 if len(request.token_times_s) == 1:
-                    self._tell(RequestEvent.FIRST_TOKEN, request)
+                    self._notify(RequestEvent.FIRST_TOKEN, request)
 
-    def _tell(self, event: RequestEvent, request: SimRequest, at_s: float | None = None) -> None:
+    def _notify(self, event: RequestEvent, request: SimRequest, at_s: float | None = None) -> None:
         for observer in self._observers:
             observer.on_request(self.now_s if at_s is None else at_s, event, request)
 
