@@ -27,7 +27,7 @@ from sglang_coserve.srt.safepoint.grouped_decode_graph import GroupedDecodeBacke
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, add_safepoints
 from sglang_coserve.srt.safepoint.resumption import Resumption
 from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, cuda_events, order_behind_pass
-from srt.flushed import is_flushed
+from srt.own_engine import is_flushed
 
 pytestmark = [
     pytest.mark.gpu,
