@@ -81,7 +81,7 @@ def test_marks_are_attached_only_where_they_were_set() -> None:
 @pytest.mark.parametrize(
     "state",
     [{"grammar": object()}, {"multimodal_inputs": object()}, {"return_logprob": True}],
-    ids=str,
+    ids=" ".join,
 )
 def test_state_beside_the_tokens_is_not_guessed(state: dict[str, Any]) -> None:
     marks = offline_marks(due_in_s=0, job="batch_1", generated=(1, 2))
