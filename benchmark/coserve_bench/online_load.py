@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from common.failures import RunFailedError
 from sglang_coserve.metrics import Outcome, RequestTimeline
-from sglang_coserve.workload import TraceRequest, prompt_token_ids
+from sglang_coserve.workload import FIRST_TEXT_TOKEN_ID, TraceRequest, prompt_token_ids
 
 __all__ = ["OnlineLoad", "OnlineResult", "timelines_of"]
 
@@ -24,9 +24,6 @@ _IMPORT_TIMEOUT_S = 300.0
 _LOAD_TIMEOUT_S = 120.0
 _WARMUP_PROMPT_TOKENS = 32
 _WARMUP_OUTPUT_TOKENS = 8
-
-# Low ids are special tokens in many vocabularies.
-_FIRST_TOKEN_ID = 16
 
 _REPORTED: Final = (
     *("completed", "duration", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms"),
@@ -156,7 +153,7 @@ class OnlineLoad:
         with self._requests.open("w") as file:
             for request in (warmup, *requests):
                 ids = prompt_token_ids(
-                    request, vocab_size=vocab_size, seed=seed, first_token_id=_FIRST_TOKEN_ID
+                    request, vocab_size=vocab_size, seed=seed, first_token_id=FIRST_TEXT_TOKEN_ID
                 )
                 line = {
                     "timestamp_ms": None if request is warmup else request.arrival_s * 1e3,

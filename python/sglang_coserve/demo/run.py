@@ -25,14 +25,12 @@ from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.printable import printable
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
-from sglang_coserve.workload import fit_to_context, read_trace, window
+from sglang_coserve.workload import RESERVED_TOKENS, fit_to_context, read_trace, window
 
 __all__ = ["DemoOptions", "run_demo"]
 
 # Small enough for two CPU cores to serve both workloads.
 _MODEL: Final = SmallModelSpec(hidden=128, layers=2)
-# Positions of the context that SGLang keeps for itself, and a few to spare.
-_RESERVED_TOKENS: Final = 8
 
 _COMPARED: Final = ((ALONE, STOCK), (OURS,))
 """Systems in one tuple share a server; each starts with an empty cache."""
@@ -88,7 +86,7 @@ def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
             with console.status("making a small model"):
                 make_small_model(model, _MODEL)
         context_tokens, vocab_size = _limits(model)
-        requests, cut = fit_to_context(requests, context_tokens - _RESERVED_TOKENS)
+        requests, cut = fit_to_context(requests, context_tokens - RESERVED_TOKENS)
         online = f"online: {options.trace.name}, first {options.window_s:g} s: {cut}"
         console.print(printable(online), markup=False)
         lines = f"offline: {options.offline}, again and again as long as a window lasts"
