@@ -11,16 +11,20 @@ knows nothing of the other one.
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
+from bench_interference import TRAFFIC, run
 from common.results import write_results
 from interference_bench.engine import Outcome
-from interference_bench.sweep import sweep, sweep_flags
+from interference_bench.load import Load
+from interference_bench.session import OFFLINE, engine_flags, engines, full_rate_per_s
 from interference_bench.systems import ALONE, SYSTEMS
 
 _AGREES: Final = 0.15
@@ -29,15 +33,33 @@ _AGREES: Final = 0.15
 def main() -> None:
     """Run the benchmark; print a table, write the figures."""
     options = parse_options()
+    console = Console(stderr=True)
+    names = [ALONE, *options.systems]
     rows: list[dict[str, Any]] = []
-    for swept in sweep({name: SYSTEMS[name] for name in (ALONE, *options.systems)}, options):
-        alone = swept.outcomes[ALONE]
-        rows += [
-            {**swept.place, "system": name, **compared(swept.outcomes[name], alone)}
-            for name in options.systems
-        ]
-        rates = swept.rates_per_s
-        write_results(options.out, options, requests_per_s_at_full_load=rates, rows=rows)
+    with (
+        engines({name: SYSTEMS[name] for name in names}, options) as running,
+        Progress(console=console) as progress,
+    ):
+        loads = [(kind, share) for kind in options.traffic for share in options.load]
+        bar = progress.add_task("running", total=options.repeats * len(loads) * len(names))
+        rates = {
+            kind: full_rate_per_s(running[ALONE], TRAFFIC[kind], options.seconds)
+            for kind in options.traffic
+        }
+        for repeat in range(options.repeats):
+            for kind, share in loads:
+                load = Load(
+                    TRAFFIC[kind], share * rates[kind], options.seconds, seed=repeat, **OFFLINE
+                )
+                outcomes = {}
+                for name in random.Random(repeat).sample(names, len(names)):
+                    progress.update(bar, description=f"{kind} at {share:.0%}: {name}")
+                    outcomes[name] = run(running[name], SYSTEMS[name], load)
+                    progress.advance(bar)
+                for name in options.systems:
+                    of = {"repeat": repeat, "traffic": kind, "load": share, "system": name}
+                    rows.append({**of, **compared(outcomes[name], outcomes[ALONE])})
+                write_results(options.out, options, requests_per_s_at_full_load=rates, rows=rows)
     print_table(rows)
 
 
@@ -99,10 +121,13 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = sweep_flags(__doc__)
+    parser = engine_flags(__doc__, seconds=60.0)
     systems = [name for name in SYSTEMS if name.startswith("coserve")]
     usual = ["coserve", "coserve, slowdown 10%"]
     parser.add_argument("--systems", nargs="+", choices=systems, default=usual)
+    parser.add_argument("--traffic", nargs="+", choices=TRAFFIC, default=list(TRAFFIC))
+    parser.add_argument("--load", nargs="+", type=float, default=[0.2, 0.5, 0.8])
+    parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,9 @@ from rich.table import Table
 
 from common.stock import best_setting
 from interference_bench.engine import Outcome
-from interference_bench.systems import ALONE, SEARCHED
+from interference_bench.systems import ALONE, SEARCHED, SYSTEMS, System
 
-__all__ = ["print_table", "row", "searched"]
+__all__ = ["held_to_stock", "print_table", "row", "searched"]
 
 
 def row(outcome: Outcome) -> dict[str, Any]:
@@ -65,6 +66,28 @@ def print_table(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None
     console.print(table)
     for (traffic, load, kind), name in searched(rows).items():
         console.print(f"{traffic} at {load:.0%}: {kind} is {name!r}", highlight=False)
+
+
+def held_to_stock(system: System, rows: Sequence[Mapping[str, Any]]) -> System:
+    """Return a system with targets from the rows of its load: see ``System.stock_share``.
+
+    They are those of the stock system that has the most offline tokens/s.
+    """
+    assert system.coserve is not None and system.stock_share is not None
+    of_stock: dict[str, list[Mapping[str, Any]]] = {}
+    for one in rows:
+        if SYSTEMS[one["system"].removesuffix(", again")].coserve is None:
+            of_stock.setdefault(one["system"], []).append(one)
+
+    def median(runs: Sequence[Mapping[str, Any]], name: str) -> float:
+        return float(statistics.median(one[name] for one in runs))
+
+    best = max(of_stock.values(), key=lambda runs: median(runs, "offline_tokens_per_s"))
+    slos = tuple(
+        f"{latency} p99 <= {system.stock_share * median(best, name):.3f}ms"
+        for latency, name in (("ttft", "ttft_p99_ms"), ("tbt", "itl_p99_ms"))
+    )
+    return replace(system, coserve={**system.coserve, "slo": slos})
 
 
 def searched(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, float, str], str]:

@@ -24,6 +24,9 @@ class System:
 
     has_offline: bool = True
     takes_slo: bool = False
+    stock_share: float | None = None
+    """P99 targets, as a share of what stock SGLang got in the same command."""
+
     offline_asks: Mapping[str, Any] = field(default_factory=dict)
     """What offline requests ask for beside tokens: fields of ``SamplingParams``."""
 
@@ -46,6 +49,9 @@ _SCHEMA: Final = {
 SYSTEMS: Final[Mapping[str, System]] = {
     ALONE: System(coserve={"offline_policy": "fifo"}, has_offline=False),
     "coserve": System(coserve={"offline_policy": "coserve"}, takes_slo=True),
+    "coserve, stock's P99s ÷ 1.4": System(
+        coserve={"offline_policy": "coserve"}, stock_share=1 / 1.4
+    ),
     "coserve, JSON schemas": System(
         coserve={"offline_policy": "coserve"},
         takes_slo=True,

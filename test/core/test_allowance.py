@@ -38,9 +38,9 @@ def test_the_least_of_several_targets_counts() -> None:
 def test_what_is_late_alone_is_not_held_against_offline_work() -> None:
     seen = allowance("ttft p99 <= 300ms")
     before_s = seen.arrival_s
-    seen.first_token(INFO, 0.5, 0.4)
+    seen.first_token(INFO, 0.5, 0.4, 0.0)
     assert seen.arrival_s >= before_s
-    seen.first_token(INFO, 0.5, 0.2)
+    seen.first_token(INFO, 0.5, 0.2, 0.0)
     assert seen.arrival_s < before_s
 
 
@@ -48,21 +48,21 @@ def test_a_request_is_held_to_its_own_target() -> None:
     own = RequestInfo("b", RequestClass.ONLINE, 10, 64, arrival_s=0.0, ttft_target_s=0.1)
     seen = allowance("ttft p99 <= 300ms")
     before_s = seen.arrival_s
-    seen.first_token(own, 0.2, 0.05)
+    seen.first_token(own, 0.2, 0.05, 0.0)
     assert seen.arrival_s < before_s
 
 
 def test_each_slo_learns_from_its_own_latency() -> None:
     seen = allowance("ttft p99 <= 300ms", "tbt p99 <= 60ms", "tpot p99 <= 50ms")
     for _ in range(1000):
-        seen.gaps([(INFO, 0.01, 0.01)])
+        seen.gaps([(INFO, 0.01, 0.01)], 0.0)
     arrival_s, share = seen.arrival_s, seen.gap_share
-    seen.gaps([(INFO, 0.07, 0.01)])
+    seen.gaps([(INFO, 0.07, 0.01)], 0.0)
     assert (seen.arrival_s, seen.gap_share < share) == (arrival_s, True)
     while seen.gap_share <= (share := 0.5):
-        seen.gaps([(INFO, 0.01, 0.01)])
+        seen.gaps([(INFO, 0.01, 0.01)], 0.0)
     for _ in range(10):
-        seen.finished(INFO, 0.07, 0.01)
+        seen.finished(INFO, 0.07, 0.01, 0.0)
     assert (seen.arrival_s, seen.gap_share < share) == (arrival_s, True)
 
 
@@ -77,8 +77,8 @@ def test_a_tolerance_follows_the_same_statistic_of_what_requests_get_alone() -> 
     seen = allowance("ttft p99 <= +10%", "tbt p99 <= +50%")
     assert seen.targets == SloTargets(pytest.approx(0.22), pytest.approx(0.03))
     for number in range(1000):
-        seen.first_token(INFO, 0.1, 0.1)
-        seen.gaps([(INFO, 0.01, 0.04 if number % 20 == 0 else 0.01)])
+        seen.first_token(INFO, 0.1, 0.1, 0.0)
+        seen.gaps([(INFO, 0.01, 0.04 if number % 20 == 0 else 0.01)], 0.0)
     assert seen.targets == SloTargets(pytest.approx(0.11, rel=0.01), pytest.approx(0.06, rel=0.01))
 
 
@@ -88,7 +88,7 @@ def stalled(*, alone: bool) -> Allowance:
     for number in range(6000):
         measured_s = 0.05 if number % 150 == 0 else 0.01
         alone_s = 0.05 if alone and number % 150 == 75 else 0.01
-        seen.gaps([(INFO, measured_s, alone_s)] * 2)
+        seen.gaps([(INFO, measured_s, alone_s)] * 2, 0.0)
     return seen
 
 
@@ -97,7 +97,7 @@ def test_stalls_count_against_those_alone_whichever_gaps_they_are_in() -> None:
     opened = seen.gap_share
     assert opened > allowance("tbt p99 <= +10%").gap_share
     for number in range(6000):
-        seen.gaps([(INFO, 0.05 if number % 30 == 0 else 0.01, 0.01)] * 2)
+        seen.gaps([(INFO, 0.05 if number % 30 == 0 else 0.01, 0.01)] * 2, 0.0)
     assert seen.gap_share < opened / 2
 
 
@@ -105,10 +105,10 @@ def test_a_relative_target_judges_nobody_before_it_is_known() -> None:
     """A hundred requests have one that is in the tail of a hundredth."""
     seen = allowance("ttft p99 <= +10%")
     for _ in range(99):
-        seen.first_token(INFO, 0.2, 0.1)
+        seen.first_token(INFO, 0.2, 0.1, 0.0)
     share = seen.arrival_s / seen.targets.ttft_s
     for _ in range(10):
-        seen.first_token(INFO, 0.2, 0.1)
+        seen.first_token(INFO, 0.2, 0.1, 0.0)
     assert share == pytest.approx(1 / 8)
     assert seen.arrival_s / seen.targets.ttft_s < 0.9 * share
 
@@ -117,7 +117,7 @@ def test_a_relative_target_judges_nobody_before_it_is_known() -> None:
 def test_a_mean_is_held_by_how_far_it_is_missed(ttft_s: float, rises: bool) -> None:
     seen = allowance("ttft mean <= 200ms")
     before_s = seen.arrival_s
-    seen.first_token(INFO, ttft_s, 0.1)
+    seen.first_token(INFO, ttft_s, 0.1, 0.0)
     assert (seen.arrival_s > before_s) == rises
 
 
@@ -134,9 +134,9 @@ def test_whatever_happens_it_stays_finite_and_positive(
 ) -> None:
     learned = allowance(*(f"{name} {statistic} {limit}" for name in ("ttft", "tpot", "tbt")))
     for measured_s, alone_s, count in seen:
-        learned.first_token(INFO, measured_s, alone_s)
-        learned.gaps([(INFO, measured_s, alone_s)] * count)
-        learned.finished(INFO, measured_s, alone_s)
+        learned.first_token(INFO, measured_s, alone_s, 0.0)
+        learned.gaps([(INFO, measured_s, alone_s)] * count, 0.0)
+        learned.finished(INFO, measured_s, alone_s, 0.0)
         assert 0 < learned.arrival_s < math.inf
         assert 0 < learned.gap_share <= 1
 

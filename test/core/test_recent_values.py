@@ -14,9 +14,9 @@ QUANTILES = {Statistic.P50: 50, Statistic.P90: 90, Statistic.P99: 99}
 
 
 def holding(values_s: list[float]) -> RecentValues:
-    recent = RecentValues(1 << 30)
+    recent = RecentValues(600.0)
     for value_s in values_s:
-        recent.add(value_s)
+        recent.add(value_s, 0.0)
     return recent
 
 
@@ -24,8 +24,7 @@ def holding(values_s: list[float]) -> RecentValues:
 def test_statistics_are_those_of_the_values_to_one_bin(values_s: list[float]) -> None:
     recent = holding(values_s)
     for statistic, percent in QUANTILES.items():
-        # The oldest weighs a little less.
-        around = (percent - 1e-3, percent + 1e-3)
+        around = (percent - 1e-3, percent + 1e-3)  # It is computed in another way.
         least_s, most_s = np.percentile(values_s, around, method="inverted_cdf")
         assert 0.989 * least_s <= recent.statistic(statistic) <= 1.011 * most_s
     assert recent.statistic(Statistic.MEAN) == pytest.approx(np.mean(values_s))
@@ -36,20 +35,33 @@ def test_the_share_above_a_value_is_that_of_the_bins_above_its_own() -> None:
     assert [recent.share_above(at_s) for at_s in (0.05, 0.25, 0.5)] == pytest.approx([1, 0.5, 0])
 
 
-@pytest.mark.parametrize("span", [10, 1000])
-def test_what_is_many_spans_old_counts_no_more(span: int) -> None:
-    """Also after the weights have grown so large that they are scaled down."""
-    recent = RecentValues(span)
-    for value_s in [9.0] * 40 * span + [1.0] * 10 * span:
-        recent.add(value_s)
-    assert recent.statistic(Statistic.P99) == pytest.approx(1.0, rel=0.01)
-    assert recent.statistic(Statistic.MEAN) == pytest.approx(1.0, rel=0.01)
-    recent.add(2.0, span)
-    assert recent.statistic(Statistic.P50) == pytest.approx(2.0, rel=0.01)
+def test_what_is_older_than_the_window_counts_no_more() -> None:
+    recent = RecentValues(600.0)
+    for second in range(700):
+        recent.add(9.0, float(second), 3)
+    for second in range(700, 1400):
+        recent.add(1.0, float(second))
+    assert 525 <= recent.count <= 600
+    assert recent.share_above(2.0) == 0
+    assert recent.statistic(Statistic.MEAN) == pytest.approx(1.0)
+    for late_s in (1e6, 2e6):
+        recent.add(2.0, late_s)
+    assert (recent.count, recent.statistic(Statistic.P50)) == (2, pytest.approx(2.0, rel=0.01))
+
+
+@given(st.lists(st.tuples(st.floats(0, 300), st.integers(1, 50)), min_size=1, max_size=100))
+def test_the_last_few_are_never_forgotten(added: list[tuple[float, int]]) -> None:
+    recent, now_s, count = RecentValues(600.0, at_least=100), 0.0, 0
+    for after_s, more in added:
+        now_s += after_s
+        recent.add(1.0, now_s, more)
+        count += more
+        assert recent.count >= min(count, 100)
+    assert recent.share_above(0.5) == 1.0
 
 
 @pytest.mark.parametrize("value_s", [0.0, 1e9])
 def test_values_out_of_range_count_at_its_ends(value_s: float) -> None:
-    recent = RecentValues(10)
-    recent.add(value_s)
+    recent = RecentValues(10.0)
+    recent.add(value_s, 0.0)
     assert 0 < recent.statistic(Statistic.P50) < 1e5

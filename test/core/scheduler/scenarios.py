@@ -155,8 +155,8 @@ def _open_gaps(brain: Scheduler) -> None:
     info = RequestInfo("in time", RequestClass.ONLINE, 1, 2, arrival_s=0.0)
     allowance = brain.interference.allowance
     while allowance.gap_share < 1.0:
-        allowance.gaps([(info, 0.0, 0.0)])
-        allowance.finished(info, 0.0, 0.0)
+        allowance.gaps([(info, 0.0, 0.0)], 0.0)
+        allowance.finished(info, 0.0, 0.0, 0.0)
 
 
 def ran(

@@ -48,7 +48,7 @@ def test_who_has_begun_is_not_refused(policy: str) -> None:
 def first_tokens(brain: Scheduler, ttft_s: float, count: int) -> None:
     info = online(200).info
     for _ in range(count):
-        brain.interference.allowance.first_token(info, ttft_s, None)
+        brain.interference.allowance.first_token(info, ttft_s, None, 0.0)
 
 
 def test_room_is_left_for_steps_that_take_longer_than_predicted() -> None:
@@ -84,7 +84,7 @@ def test_the_pace_of_decodes_is_kept_too() -> None:
     before_s = predicted_s()
     assert 0.09 < before_s <= 0.1
     for _ in range(10):
-        brain.interference.allowance.finished(_info(), 0.2, None)
+        brain.interference.allowance.finished(_info(), 0.2, None, 0.0)
     assert predicted_s() < before_s / 2
 
 

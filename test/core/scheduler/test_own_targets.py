@@ -80,7 +80,7 @@ def arrivals(allowance: Allowance, *own_ttft_s: float | None, alone_s: float = 0
     """Tell of first tokens that took as long as alone; return how long an arrival may wait."""
     for target_s in own_ttft_s:
         info = RequestInfo("r", RequestClass.ONLINE, 10, 10, 0.0, ttft_target_s=target_s)
-        allowance.first_token(info, alone_s, alone_s)
+        allowance.first_token(info, alone_s, alone_s, 0.0)
     return allowance.arrival_s
 
 

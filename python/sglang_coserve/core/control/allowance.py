@@ -34,12 +34,6 @@ within seconds: slower decodes leave more requests in flight, their steps are lo
 has queued up takes as long again to go away (docs/benchmarks.md, "Congestion"). Simulated on an
 H100 (``bound.py --requests 800 --lengths 256x512 --seed`` 1, 2), 0.02 had 7% more offline work."""
 
-_SPAN: Final = 1 << 12
-_GAPS_SPAN: Final = 1 << 19
-"""Number of recent requests, and of recent gaps, from which a relative target is computed. With
-8,192 gaps the P99 of the baseline was known only to within 20% (simulated as below, prompts of
-2,048 and outputs of 64 tokens)."""
-
 _MEAN_OF: Final = 64
 """Observations in the moving average of how many values arrive together."""
 
@@ -68,7 +62,7 @@ class Allowance:
         self._ttft = [_Loop(slo, ttft_prior_s) for slo in slos if slo.latency is Latency.TTFT]
         self._tpot = [_Loop(slo, gap_prior_s) for slo in slos if slo.latency is Latency.TPOT]
         self._tbt = [_Loop(slo, gap_prior_s) for slo in slos if slo.latency is Latency.TBT]
-        self._own_ttft = OwnTargets(_SPAN, first=_FIRST_ARRIVAL, most=_MOST_ARRIVAL)
+        self._own_ttft = OwnTargets(first=_FIRST_ARRIVAL, most=_MOST_ARRIVAL)
         self._in_time, self._in_pace = (
             Integrator(_TAILS[Statistic.P99], first=1.0) for _ in range(2)
         )
@@ -113,17 +107,19 @@ class Allowance:
         """Target for a request's mean gap in seconds; None if no SLO bounds the TPOT."""
         return min((loop.target_s for loop in self._tpot), default=None)
 
-    def first_token(self, info: RequestInfo, ttft_s: float, alone_s: float | None) -> None:
+    def first_token(
+        self, info: RequestInfo, ttft_s: float, alone_s: float | None, now_s: float
+    ) -> None:
         """Record a TTFT, and the baseline's TTFT of the same request (None if unknown)."""
         value = Latencies(info.ttft_target_s, ttft_s, alone_s)
-        self._own_ttft.observe(value)
+        self._own_ttft.observe(value, now_s)
         target_s = info.ttft_target_s or self.targets.ttft_s
         if target_s is not None:
             self._in_time.observe(float(ttft_s > target_s))
         for loop in self._ttft:
-            loop.observe({value: 1})
+            loop.observe({value: 1}, now_s)
 
-    def gaps(self, gaps: Iterable[tuple[RequestInfo, float, float | None]]) -> None:
+    def gaps(self, gaps: Iterable[tuple[RequestInfo, float, float | None]], now_s: float) -> None:
         """Record gaps that became known together: request, measured, in the baseline.
 
         In seconds; the baseline's gap is None if unknown. O(gaps).
@@ -133,15 +129,17 @@ class Allowance:
             [Latencies(info.tpot_target_s, gap_s, alone_s) for info, gap_s, alone_s in gaps]
         )
         for loop in self._tbt:
-            loop.observe(values)
+            loop.observe(values, now_s)
 
-    def finished(self, info: RequestInfo, tpot_s: float, alone_s: float | None) -> None:
+    def finished(
+        self, info: RequestInfo, tpot_s: float, alone_s: float | None, now_s: float
+    ) -> None:
         """Record the TPOT of a request that has ended, and its TPOT in the baseline."""
         target_s = info.tpot_target_s or self.targets.tpot_s
         if target_s is not None:
             self._in_pace.observe(float(tpot_s > target_s))
         for loop in self._tpot:
-            loop.observe({Latencies(info.tpot_target_s, tpot_s, alone_s): 1})
+            loop.observe({Latencies(info.tpot_target_s, tpot_s, alone_s): 1}, now_s)
 
 
 class _Loop:
@@ -151,14 +149,14 @@ class _Loop:
         first, most = 1.0, 1.0  # Deadlines alone hold the mean of a request's gaps.
         if slo.latency is Latency.TTFT:
             first, most = _FIRST_ARRIVAL, _MOST_ARRIVAL
-        gain, span = GAIN, _SPAN
+        gain = GAIN
         if slo.latency is Latency.TBT:
             first = LEAST  # Long gaps of the first seconds would be the P99 of minutes.
-            gain, span = _GAPS_GAIN, _GAPS_SPAN
+            gain = _GAPS_GAIN
         self._tail = _TAILS.get(slo.statistic)
         self._integrator = Integrator(self._tail or 0.0, first=first, most=most, gain=gain)
         self._limit_s = slo.limit_s
-        self._relative = RelativeTarget(slo, prior_s, span)
+        self._relative = RelativeTarget(slo, prior_s)
         self._mean_count = 1.0
 
     @property
@@ -169,7 +167,7 @@ class _Loop:
     def factor(self) -> float:
         return self._integrator.factor
 
-    def observe(self, values: Mapping[Latencies, int]) -> None:
+    def observe(self, values: Mapping[Latencies, int], now_s: float) -> None:
         """Record values that became known together, with the count of each.
 
         Together they weigh as one observation, scaled by their number relative to the usual one:
@@ -181,7 +179,7 @@ class _Loop:
                 harmed += count * harm
                 judged += count
         if self._limit_s is None:
-            self._relative.observe(values)
+            self._relative.observe(values, now_s)
         if judged:
             self._mean_count += (judged - self._mean_count) / _MEAN_OF
             self._integrator.observe(harmed / judged, judged / self._mean_count)

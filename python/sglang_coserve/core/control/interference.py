@@ -237,7 +237,7 @@ class Interference:
             if watched.is_finished:
                 self._judge_if_complete(watched)
         if gaps:
-            allowance.gaps(gaps)
+            allowance.gaps(gaps, self._now_s)
 
     def _finished(self, watched: _Watched) -> None:
         watched.is_finished = True
@@ -253,9 +253,10 @@ class Interference:
             return
         info, ttft_s = watched.info, watched.first_s - watched.info.arrival_s
         if self._baseline is None:
-            self._allowance.first_token(info, ttft_s, None)
+            self._allowance.first_token(info, ttft_s, None, self._now_s)
         elif watched.alone_tokens:
-            self._allowance.first_token(info, ttft_s, watched.alone_first_s - info.arrival_s)
+            alone_s = watched.alone_first_s - info.arrival_s
+            self._allowance.first_token(info, ttft_s, alone_s, self._now_s)
 
     def _measure_gap(self, watched: _Watched, now_s: float) -> None:
         if self._monitor.needs_gaps:
@@ -264,7 +265,7 @@ class Interference:
             return
         gap_s = now_s - watched.last_s
         if self._baseline is None:
-            self._allowance.gaps([(watched.info, gap_s, None)])
+            self._allowance.gaps([(watched.info, gap_s, None)], now_s)
         else:
             watched.gaps_s.append(gap_s)
 
@@ -295,7 +296,7 @@ class Interference:
         self._monitor.finished(watched.info, measured, alone)
         if measured.tokens > 1:
             tpot_alone_s = None if alone is None else alone.tpot_s
-            self._allowance.finished(watched.info, measured.tpot_s, tpot_alone_s)
+            self._allowance.finished(watched.info, measured.tpot_s, tpot_alone_s, self._now_s)
 
 
 def _monitor(slos: Sequence[Slo]) -> SloMonitor:

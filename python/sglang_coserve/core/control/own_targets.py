@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_coserve.core.control.integrator import Integrator
 from sglang_coserve.core.control.recent_values import RecentValues
-from sglang_coserve.core.control.relative_target import Latencies
+from sglang_coserve.core.control.relative_target import LEAST_VALUES, WINDOW_S, Latencies
 from sglang_coserve.core.control.slo import Statistic
 
 __all__ = ["OwnTargets"]
@@ -20,15 +20,14 @@ class OwnTargets:
     bring one. A target that could not be met without offline work does not count.
     """
 
-    def __init__(self, span: int, *, first: float, most: float) -> None:
+    def __init__(self, *, first: float, most: float) -> None:
         """Start without requests.
 
         Args:
-            span: Number of recent requests to consider.
             first: Initial share of the target that an arriving request may wait.
             most: Largest such share.
         """
-        self._targets_per_s = RecentValues(span)
+        self._targets_per_s = RecentValues(WINDOW_S, at_least=LEAST_VALUES)
         self._integrator = Integrator(_TAIL, first=first, most=most)
         self._target_s = float("inf")
 
@@ -38,7 +37,7 @@ class OwnTargets:
         suspended; infinite without own targets."""
         return self._target_s * self._integrator.factor
 
-    def observe(self, value: Latencies) -> None:
+    def observe(self, value: Latencies, now_s: float) -> None:
         """Record a TTFT; to be called for requests without an own target, too. O(bins)."""
         own_s, measured_s, alone_s = value
         if own_s is not None and (alone_s or 0.0) > own_s:
@@ -46,6 +45,6 @@ class OwnTargets:
         if own_s is not None:
             self._integrator.observe(float(measured_s > own_s))
         # Inverse targets: the strictest is the largest, and no target is 0.
-        self._targets_per_s.add(0.0 if own_s is None else 1 / own_s)
+        self._targets_per_s.add(0.0 if own_s is None else 1 / own_s, now_s)
         if own_s is not None or self._target_s < float("inf"):
             self._target_s = 1 / self._targets_per_s.statistic(Statistic.P99)

@@ -1,9 +1,11 @@
-"""Statistics of recent latencies, exponentially weighted."""
+"""Statistics of the latencies of the last minutes."""
 
 from __future__ import annotations
 
 import math
 from array import array
+from collections import deque
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
@@ -21,55 +23,76 @@ _BINS_PER_E: Final = 100
 _NUM_BINS: Final = 2048
 """Covers latencies of up to 2 h."""
 
-_LARGEST_WEIGHT: Final = 1e12
+_NUM_PARTS: Final = 8
+"""Parts of the window. The oldest goes as a whole, so the window varies by an eighth."""
 
 _QUANTILES: Final = MappingProxyType({Statistic.P50: 0.5, Statistic.P90: 0.9, Statistic.P99: 0.99})
 
 
-class RecentValues:
-    """A histogram in which each value weighs slightly more than the one before it.
+@dataclass(slots=True)
+class _Part:
+    """The values of an eighth of the window."""
 
-    It stores bins instead of values, so its span may be large: a percentile that is determined
-    by rare delays is known only after hundreds of them.
+    begin_s: float
+    bins: array[float] = field(default_factory=lambda: array("d", bytes(8 * _NUM_BINS)))
+    count: int = 0
+    sum_s: float = 0.0
+
+
+class RecentValues:
+    """A histogram of the values of a window of time.
+
+    It stores bins instead of values, so the window may hold many: a percentile that is determined
+    by rare delays is known only after hundreds of them. Times must not decrease by more
+    than an eighth of the window.
     """
 
-    def __init__(self, span: int) -> None:
-        """Start empty; a value's relative weight decays to 1/e after ``span`` more values."""
-        self._weights = array("d", bytes(8 * _NUM_BINS))
-        self._growth = math.log1p(1 / span)
-        self._weight = 1.0
-        self._sum_s = 0.0
-        self._total = 0.0
+    def __init__(self, window_s: float, *, at_least: int = 1) -> None:
+        """Start empty; values older than ``window_s`` are forgotten, but for the last ``at_least``
+        (to an eighth of the window)."""
+        self._part_s = window_s / _NUM_PARTS
+        self._at_least = at_least
+        self._parts: deque[_Part] = deque()
+        self.count = 0
+        """Number of values that are not forgotten."""
 
-    def add(self, value_s: float, count: int = 1) -> None:
+    def add(self, value_s: float, now_s: float, count: int = 1) -> None:
         """Add a value ``count`` times. Amortized O(1)."""
-        weight = count * self._weight
-        self._weights[_bin(value_s)] += weight
-        self._sum_s += weight * value_s
-        self._total += weight
-        self._weight *= math.exp(count * self._growth)
-        if self._weight > _LARGEST_WEIGHT:
-            largest = self._weight
-            self._seen()[:] /= largest
-            self._sum_s /= largest
-            self._total /= largest
-            self._weight = 1.0
+        if not self._parts or now_s >= self._parts[-1].begin_s + self._part_s:
+            self._begin_part(now_s)
+        part = self._parts[-1]
+        part.bins[_bin(value_s)] += count
+        part.sum_s += count * value_s
+        part.count += count
+        self.count += count
 
     def statistic(self, statistic: Statistic) -> float:
         """Return a statistic in seconds; not to be called while empty. O(bins) for a percentile."""
         if statistic is Statistic.MEAN:
-            return self._sum_s / self._total
-        sums = np.cumsum(self._seen())
+            return sum(part.sum_s for part in self._parts) / self.count
+        sums = np.cumsum(self._bins())
         found = int(np.searchsorted(sums, _QUANTILES[statistic] * sums[-1]))
         return _LEAST_S * math.exp((found + 0.5) / _BINS_PER_E)
 
     def share_above(self, value_s: float) -> float:
         """Return the share of values above ``value_s``; not to be called while empty. O(bins)."""
-        weights = self._seen()
-        return float(weights[_bin(value_s) + 1 :].sum() / weights.sum())
+        return float(self._bins()[_bin(value_s) + 1 :].sum() / self.count)
 
-    def _seen(self) -> NDArray[np.float64]:
-        return np.frombuffer(self._weights)
+    def _begin_part(self, now_s: float) -> None:
+        first_s = now_s - self._part_s * (_NUM_PARTS - 1)
+        while (
+            self._parts
+            and self._parts[0].begin_s < first_s
+            and self.count - self._parts[0].count >= self._at_least
+        ):
+            self.count -= self._parts.popleft().count
+        self._parts.append(_Part(now_s))
+
+    def _bins(self) -> NDArray[np.float64]:
+        bins = np.zeros(_NUM_BINS)
+        for part in self._parts:
+            bins += np.frombuffer(part.bins)
+        return bins
 
 
 def _bin(value_s: float) -> int:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from sglang_coserve.core.control.recent_values import RecentValues
 from sglang_coserve.core.control.slo import Slo
 
-__all__ = ["Latencies", "RelativeTarget"]
+__all__ = ["LEAST_VALUES", "WINDOW_S", "Latencies", "RelativeTarget"]
 
 _RENEWED_SHARE: Final = 1 / 128
-"""A relative target is recomputed when this share of the values in its span is new."""
+"""A relative target is recomputed when this share of its values is new."""
+
+WINDOW_S: Final = 300.0
+LEAST_VALUES: Final = 400
+"""A target is computed from the baseline's values of the last five minutes, and at least from so
+many, four of which are in the tail of a P99. A longer memory has quiet hours pay for busy ones: see
+docs/benchmarks.md, "Changing traffic", also for what shorter ones cost."""
 
 
 class Latencies(NamedTuple):
@@ -29,34 +34,33 @@ class Latencies(NamedTuple):
 class RelativeTarget:
     """Computes the limit of a relative SLO from a statistic of the baseline's values."""
 
-    def __init__(self, slo: Slo, prior_s: float, span: int) -> None:
+    def __init__(self, slo: Slo, prior_s: float) -> None:
         """Start without values.
 
         Args:
             slo: The SLO; an absolute one keeps its limit.
             prior_s: Value of the statistic in the baseline that is assumed until one is known.
-            span: Number of recent values to consider.
         """
         self._slo = slo
-        self._span = span
-        self._alone = RecentValues(span)
-        self.num_alone = 0
-        """Number of baseline values so far."""
-
-        self._renewed_at = 0.0
+        self._alone = RecentValues(WINDOW_S, at_least=LEAST_VALUES)
+        self._num_new = 0
         self.limit_s = slo.limit_over_value(prior_s)
         self.late_alone_share = 0.0
         """Share of the baseline's values above the limit."""
 
-    def observe(self, values: Mapping[Latencies, int]) -> None:
+    @property
+    def num_alone(self) -> int:
+        """Number of baseline values that the limit is computed from."""
+        return self._alone.count
+
+    def observe(self, values: Mapping[Latencies, int], now_s: float) -> None:
         """Add values, each with its count. Amortized O(values)."""
         for (_, _, alone_s), count in values.items():
             if alone_s is not None:
-                self._alone.add(alone_s, count)
-                self.num_alone += count
-        if not self.num_alone or self.num_alone < self._renewed_at:
+                self._alone.add(alone_s, now_s, count)
+                self._num_new += count
+        if self._num_new <= _RENEWED_SHARE * self.num_alone or not self._num_new:
             return
-        known = min(self.num_alone, self._span)
-        self._renewed_at = self.num_alone + math.ceil(_RENEWED_SHARE * known)
+        self._num_new = 0
         self.limit_s = self._slo.limit_over_value(self._alone.statistic(self._slo.statistic))
         self.late_alone_share = self._alone.share_above(self.limit_s)
