@@ -36,7 +36,7 @@ class Subject(Enum):
         "may not wait longer."
     )
     UNLIMITED = "Offline work of {value} a step beside online requests: no target limits it."
-    NONE_BESIDE = "Online steps without offline work in them: their targets leave no time for it."
+    NONE_BESIDE = "Online steps without offline work in them: they left no time for it."
     DROPPED = "Suspended offline steps given up: online requests needed what they held."
     RETRACTED = "KV of {value} taken back from running requests: memory was short."
     PAUSED = "{value} paused with their KV kept: the steps had no time for them."

@@ -13,6 +13,7 @@ from sglang_coserve.core.policies import make_policy
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import LatencyReport, latency_report
 from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig
+from sglang_coserve.simulator.options import BASELINES
 from sglang_coserve.simulator.recorded_traffic import RecordedTraffic
 from sglang_coserve.simulator.report import aligned
 from sglang_coserve.simulator.result import LABEL, SimulationResult
@@ -140,8 +141,9 @@ def _simulate(
     traffic: RecordedTraffic, change: Change, on_progress: Callable[[float], bool]
 ) -> SimulationResult:
     recorded, engine = traffic.setup, traffic.engine
+    policy = change.policy or recorded.policy
     safepoint = None
-    if engine.stop_share < 1:
+    if engine.stop_share < 1 and policy not in BASELINES:
         safepoint = SafepointConfig(
             round(1 / engine.stop_share), interval_layers=1, resume_s=engine.resume_s
         )
@@ -165,8 +167,8 @@ def _simulate(
         offline=lambda: traffic.offline_requests(change.more_offline),
         interval_s=traffic.interval_s,
     )
-    policy = make_policy(change.policy or recorded.policy, recorded.config)
-    return simulate(workload, setup, policy, on_progress=on_progress)
+    made = make_policy(policy, recorded.config)
+    return simulate(workload, setup, made, on_progress=on_progress)
 
 
 def _row(outcome: TrafficOutcome) -> Sequence[str]:

@@ -244,7 +244,8 @@ def _number(value: float | None) -> str:
 
 
 def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{share:.0%}"
+    # A step counts whole in the second in which it ended.
+    return "–" if share is None else f"{min(share, 1.0):.0%}"
 
 
 def _ms(value: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,15 @@ from typing import Any
 import openai
 import pytest
 
-from srt.batch_server.deployment import API_KEY, Deployment, create, eventually, lines, until
+from srt.batch_server.deployment import (
+    ADMIN_KEY,
+    API_KEY,
+    Deployment,
+    create,
+    eventually,
+    lines,
+    until,
+)
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -120,6 +129,38 @@ def test_charts_and_decisions_are_there_in_words_too(page: Page, faults: list[st
     ):
         assert page.get_by_role("heading", name=heading).count() == 1
     page.keyboard.press("Tab")
+    assert not faults
+
+
+PERFETTO = """<script>
+addEventListener("message", ({data, source, origin}) => {
+  if (data === "PING") source.postMessage("PONG", origin);
+  else {
+    const events = JSON.parse(new TextDecoder().decode(data.perfetto.buffer));
+    document.title = events.filter((event) => event.ph === "X").length + " steps";
+  }
+});
+</script>"""
+
+
+@pytest.mark.usefixtures("online_load")
+def test_an_operator_opens_the_last_minute_in_perfetto(page: Page, faults: list[str]) -> None:
+    """What Perfetto's page does with a message is written above: tests have no internet."""
+    page.context.route(
+        "https://ui.perfetto.dev/**", lambda r: r.fulfill(body=PERFETTO, content_type="text/html")
+    )
+    button = page.get_by_role("button", name="Open this minute in Perfetto")
+    page.locator("#trace-note").filter(has_text="admin").wait_for()
+    assert button.is_disabled()
+    page.get_by_role("button", name="Use a key").click()
+    use_key(page, ADMIN_KEY)
+    with page.expect_popup() as popup:
+        button.click()
+    has_steps = "/^[1-9][0-9]* steps$/.test(document.title)"
+    popup.value.wait_for_function(has_steps, timeout=WAIT_MS)
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Save this minute").click()
+    assert json.loads(download.value.path().read_text())
     assert not faults
 
 

@@ -38,6 +38,8 @@ class Caller:
     batches_path: str | None
     """Where they can be changed; None: they are not shown."""
 
+    is_operator: bool = False
+
 
 @dataclass(frozen=True, slots=True)
 class Keys:
@@ -51,7 +53,7 @@ class Keys:
     def caller(self, key: str | None) -> Caller | None:
         """Return who brings ``key``; None: nobody whom the view is for."""
         if self.admin_api_key and key and _is_same(key, self.admin_api_key):
-            return Caller(None, "/coserve/batches")
+            return Caller(None, "/coserve/batches", is_operator=True)
         if not self.api_key or (key and _is_same(key, self.api_key)):
             return Caller(owner_of(key), "/v1/batches")
         return Caller(None, None) if self.is_open and not key else None

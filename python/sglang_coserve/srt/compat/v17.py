@@ -9,7 +9,7 @@ from sglang_coserve.srt.compat.replacements import replace
 
 __all__ = [
     "aborted_errors",
-    "cached_nodes",
+    "cached_tokens_of",
     "check_extra_keys",
     "computed_tokens",
     "copy_streams",
@@ -93,17 +93,23 @@ def protected_tokens(req: Req) -> int:
     return int(req.cache_protected_len)
 
 
-def cached_nodes(tree_cache: Any, reqs: Sequence[Req]) -> list[list[tuple[int, int]]]:
-    """Return, for each request, the nodes of the radix cache with its KV: a name, and tokens."""
-    paths = []
-    for req in reqs:
-        path = []
-        node = tree_cache.resolve_node_handle(req.last_node)
-        while node is not None and node.parent is not None:
-            path.append((id(node), len(node.key)))
-            node = node.parent
-        paths.append(path)
-    return paths
+def cached_tokens_of(tree_cache: Any, reqs: Sequence[Req], besides: Sequence[Req]) -> int:
+    """Return the tokens in the radix cache that these requests hold, and not those ``besides``.
+
+    Each node counts once. O(requests + nodes above them).
+    """
+    seen: set[int] = set()
+    tokens = 0
+    for some, counts in ((besides, False), (reqs, True)):
+        for req in some:
+            node = tree_cache.resolve_node_handle(req.last_node)
+            # Above a node that was seen, all were.
+            while node is not None and node.parent is not None and id(node) not in seen:
+                seen.add(id(node))
+                if counts:
+                    tokens += len(node.key)
+                node = node.parent
+    return tokens
 
 
 # --- What a request computes next (until 0.5.21) -------------------------------------------

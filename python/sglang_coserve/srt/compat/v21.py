@@ -12,7 +12,7 @@ from sglang_coserve.srt.compat.v18 import submit_load
 from sglang_coserve.srt.compat.v19 import protected_tokens
 
 __all__ = [
-    "cached_nodes",
+    "cached_tokens_of",
     "exceeds_window_pool",
     "inserting_cache",
     "is_mixed",
@@ -29,12 +29,12 @@ __all__ = [
 Req = Any
 
 
-def cached_nodes(tree_cache: Any, reqs: Sequence[Req]) -> list[list[tuple[int, int]]]:
-    """As in ``v17``. A tree in Rust shows no nodes: what requests share has a name for each."""
+def cached_tokens_of(tree_cache: Any, reqs: Sequence[Req], besides: Sequence[Req]) -> int:
+    """As in ``v17``. A tree in Rust shows no nodes: what requests share counts for each."""
     try:
-        return v17.cached_nodes(tree_cache, reqs)
+        return v17.cached_tokens_of(tree_cache, reqs, besides)
     except NotImplementedError:
-        return [[(id(req), protected_tokens(req))] for req in reqs]
+        return sum(protected_tokens(req) for req in reqs)
 
 
 def is_mixed(adder: Any) -> bool:

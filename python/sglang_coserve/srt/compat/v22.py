@@ -11,7 +11,7 @@ from sglang_coserve.srt.compat import v17
 from sglang_coserve.srt.compat.v19 import holds_kv
 
 __all__ = [
-    "cached_nodes",
+    "cached_tokens_of",
     "filter_out",
     "free_prepared",
     "has_unsaved_kv",
@@ -26,13 +26,17 @@ Req = Any
 ScheduleBatch = Any
 
 
-def cached_nodes(tree_cache: Any, reqs: Sequence[Req]) -> list[list[tuple[int, int]]]:
+def cached_tokens_of(tree_cache: Any, reqs: Sequence[Req], besides: Sequence[Req]) -> int:
     """As in ``v17``."""
     core = getattr(tree_cache, "tree_core", None)
     if core is None:
-        return v17.cached_nodes(tree_cache, reqs)
-    paths = core.collect_path_info([req.last_node for req in reqs])
-    return [[(node.node_id, node.path_end - node.path_start) for node in path] for path in paths]
+        return v17.cached_tokens_of(tree_cache, reqs, besides)
+    paths, others = (
+        core.collect_path_info([req.last_node for req in some]) for some in (reqs, besides)
+    )
+    tokens = {node.node_id: node.path_end - node.path_start for path in paths for node in path}
+    held = {node.node_id for path in others for node in path}
+    return sum(count for name, count in tokens.items() if name not in held)
 
 
 def prefix_tokens(req: Req) -> int:

@@ -41,6 +41,8 @@ MARK_PREFIX = "coserve_"
 CLASS_KEY = "coserve_class"
 """The request's class, "online" or "offline"."""
 
+_OFFLINE: Final = RequestClass.OFFLINE.value
+
 _INTERNAL_PREFIX: Final = "_coserve"
 """Prefix of the keys that only the server itself may set (``offline_marks``)."""
 
@@ -180,10 +182,7 @@ def check_line_marks(body: Mapping[str, Any]) -> None:
 def is_offline(req: Any) -> bool:
     """Return whether SGLang's ``Req`` is offline. Its marks were checked on arrival."""
     custom_params = req.sampling_params.custom_params
-    return (
-        isinstance(custom_params, dict)
-        and custom_params.get(CLASS_KEY) == RequestClass.OFFLINE.value
-    )
+    return isinstance(custom_params, dict) and custom_params.get(CLASS_KEY) == _OFFLINE
 
 
 def targets_of(req: Any) -> tuple[float | None, float | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.engine_load import ClassLoad, OnlineShare, ReplicaLoad
@@ -17,7 +17,10 @@ from sglang_coserve.srt.steps.kv_pools import KvByClass, KvPools
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 from sglang_coserve.srt.steps.step_runner import StepRunner
 
-__all__ = ["HeldKv", "LoadReporter"]
+__all__ = ["HeldKv", "LoadReporter", "ToldLoad"]
+
+_RECENT_S: Final = 1.0
+"""As often as those ask who publish it under other names."""
 
 Req = Any
 
@@ -28,6 +31,14 @@ class HeldKv(NamedTuple):
     online: list[Req]
     offline: list[Req]
     tokens: KvByClass
+
+
+class ToldLoad(NamedTuple):
+    """A load, and what it was told of."""
+
+    at_s: float
+    kv: KvByClass
+    load: ReplicaLoad
 
 
 class LoadReporter:
@@ -56,15 +67,32 @@ class LoadReporter:
             config.offline_max_running or self._max_requests, self._max_requests
         )
         self._share = OnlineShare()
+        self._told: ToldLoad | None = None
 
     def held(self) -> HeldKv:
         """Return who holds KV now. O(requests + nodes of the radix tree above them)."""
         online, offline = self._ledger.with_kv()
         return HeldKv(online, offline, self._pools.by_class(online, offline))
 
-    def load(self, held: HeldKv | None = None) -> ReplicaLoad:
-        """Return the load as it is now; ``held`` is who holds KV, if that is known already."""
-        online, offline, kv = held or self.held()
+    def recent(self) -> ToldLoad:
+        """Return the load that was told last; where that is more than a second ago, as it is now.
+
+        SGLang asks for it with each prefill and every few decodes; there is no need to look at
+        every request once more.
+        """
+        if self._told is None or time.perf_counter() - self._told.at_s > _RECENT_S:
+            self.load(self.held())
+        assert self._told is not None
+        return self._told
+
+    def load(self, held: HeldKv) -> ReplicaLoad:
+        """Return the load as it is now; ``held`` is who holds KV. O(requests with KV)."""
+        load = self._load(held)
+        self._told = ToldLoad(time.perf_counter(), held.tokens, load)
+        return load
+
+    def _load(self, held: HeldKv) -> ReplicaLoad:
+        online, offline, kv = held
         requests = min(self._max_offline, self._max_requests - len(online))
         lines = self._ledger.totals(RequestClass.OFFLINE)
         return ReplicaLoad(

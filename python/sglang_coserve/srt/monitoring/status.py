@@ -16,7 +16,7 @@ from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.exporter import Exporter
 from sglang_coserve.srt.monitoring.latencies import Latencies
-from sglang_coserve.srt.monitoring.replica_load import HeldKv, LoadReporter
+from sglang_coserve.srt.monitoring.replica_load import LoadReporter
 from sglang_coserve.srt.monitoring.replicas import EXPECTED_RATE_KEY
 from sglang_coserve.srt.monitoring.step_trace import Record, StepTrace
 from sglang_coserve.srt.safepoint.forward_kind import kind_of
@@ -50,7 +50,6 @@ class SchedulerStatus:
     ) -> None:
         self._scheduler = scheduler
         self._view = view
-        self._load = load
         self._config = config
         self._admission = admission
         self._runner = runner
@@ -81,8 +80,8 @@ class SchedulerStatus:
             **self.state(),
         }
 
-    def state(self, held: HeldKv | None = None) -> dict[str, Any]:
-        """Return the current state of both classes; ``held`` is who holds KV, if known."""
+    def state(self) -> dict[str, Any]:
+        """Return the current state of both classes; who holds KV may be a second old."""
         scheduler = self._scheduler
         running = self._view.running_requests()
         num_offline = sum(is_offline(req) for req in running)
@@ -101,7 +100,7 @@ class SchedulerStatus:
                 "prefilling": int(prefilling is not None and is_offline(prefilling)),
                 **self._counted_events(),
             },
-            "kv_tokens": (held or self._load.held()).tokens._asdict(),
+            "kv_tokens": self._load.recent().kv._asdict(),
             "kv_checkpoint": self._checkpointing.stats().to_dict(),
             **self._admission.state(),
             **self._runner.state(),
@@ -169,8 +168,7 @@ class SchedulerStatus:
 
     def _publish(self, exporter: Exporter, now_s: float) -> None:
         assert self._latencies is not None
-        held = self._load.held()
-        exporter.publish(self.state(held), self._counted_events(), now_s)
+        exporter.publish(self.state(), self._counted_events(), now_s)
         exporter.publish_latencies(self._latencies)
         delays = self._new_delays()
         if self._admission.interference.bill is not None:
@@ -178,7 +176,7 @@ class SchedulerStatus:
         if self._spans is not None:
             self._spans.billed(delays)
         exporter.publish_load(
-            self._load.load(held),
+            self._load.recent().load,
             oldest_waiting_s=self._latencies.oldest_waiting_s(now_s),
             budget_s=self._admission.budget_s,
         )

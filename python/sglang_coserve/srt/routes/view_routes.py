@@ -27,6 +27,7 @@ from sglang_coserve.batch.routes import (
     view_answer,
 )
 from sglang_coserve.srt.monitoring.view_sampler import sampled
+from sglang_coserve.srt.routes.trace_route import TRACE_PATH
 from sglang_coserve.view import History, Page, standing
 
 __all__ = ["View"]
@@ -87,7 +88,8 @@ class View:
         except ValueError:
             return _error(400, "since: must be seconds since the epoch")
         batches = await shown_batches(self._http_server.app, caller)
-        return view_answer(200, self._view(since_s) | batches)
+        trace = {"trace": TRACE_PATH if caller.is_operator else None}
+        return view_answer(200, self._view(since_s) | trace | batches)
 
     def _view(self, since_s: float) -> dict[str, Any]:
         now_s, history = time.time(), self._history

@@ -92,16 +92,12 @@ class KvPools:
         Those are the nodes of the radix cache with their KV, each once, and the pages behind
         these. O(requests + nodes).
         """
-        held, others = (compat.cached_nodes(self._tree, some) for some in (reqs, besides))
-        cached = {name: tokens for path in held for name, tokens in path}
-        for path in others:
-            for name, _ in path:
-                cached.pop(name, None)
+        cached_tokens = compat.cached_tokens_of(self._tree, reqs, besides)
         own_tokens = sum(
             self._whole_pages(req.kv.kv_allocated_len) - compat.protected_tokens(req)
             for req in reqs
         )
-        return sum(cached.values()) + own_tokens
+        return cached_tokens + own_tokens
 
     def held_in_window(self, reqs: Sequence[Req]) -> int:
         """Return the slots that requests hold at most of the pool of a window. O(requests)."""

@@ -432,11 +432,72 @@ function showHeadroom(headroom) {
 
 const clockHour = (hour) => new Date(hour.starts_at * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
 
+// --- The last minute, step by step ----------------------------------------------------------
+
+const PERFETTO = "https://ui.perfetto.dev";
+let tracePath = null;
+
+function showTrace(path) {
+  tracePath = path;
+  byId("perfetto").disabled = byId("save-trace").disabled = path === null;
+  write(byId("trace-note"), path === null
+    ? "The last minute, step by step, is shown to who brings the server’s --admin-api-key."
+    : "Each step, who was in it, and where it was suspended. ui.perfetto.dev reads it in this browser, and sends it nowhere.");
+}
+
+async function lastMinute() {
+  const answer = await call(`.${tracePath}?seconds=60`, "GET", 60000);
+  if (!answer.ok) throw new Error(`the server answered with ${answer.status}`);
+  return answer.arrayBuffer();
+}
+
+// Perfetto says PONG once it has been loaded, and can take a trace.
+async function isReady(opened) {
+  let hasAnswered = false;
+  const hear = ({ origin, data }) => { hasAnswered ||= origin === PERFETTO && data === "PONG"; };
+  window.addEventListener("message", hear);
+  try {
+    for (const end = Date.now() + 60000; !hasAnswered; ) {
+      if (opened.closed || Date.now() > end) throw new Error(`${PERFETTO} did not open: save the minute, and open it there`);
+      opened.postMessage("PING", "*");  // Until it is there, another origin is.
+      await new Promise((resolve) => { setTimeout(resolve, 100); });
+    }
+  } finally {
+    window.removeEventListener("message", hear);
+  }
+}
+
+async function withTrace(use) {
+  const buttons = [byId("perfetto"), byId("save-trace")];
+  buttons.forEach((button) => { button.disabled = true; });
+  write(byId("trace-fault"), "");
+  try {
+    await use();
+  } catch (error) {
+    write(byId("trace-fault"), `The last minute: ${error.name === "TimeoutError" || error instanceof TypeError ? "the server did not answer" : error.message}.`);
+  }
+  buttons.forEach((button) => { button.disabled = tracePath === null; });
+}
+
+byId("perfetto").addEventListener("click", () => {
+  const opened = window.open(PERFETTO);  // Now: after an answer a browser would block it.
+  withTrace(async () => {
+    if (opened === null) throw new Error("the browser has blocked the new tab: allow it, or save the minute");
+    const [buffer] = await Promise.all([lastMinute(), isReady(opened)]);
+    opened.postMessage({ perfetto: { buffer, title: `coserve, the minute before ${clock(Date.now() / 1000)}` } }, PERFETTO, [buffer]);
+  });
+});
+byId("save-trace").addEventListener("click", () => withTrace(async () => {
+  const address = URL.createObjectURL(new Blob([await lastMinute()], { type: "application/json" }));
+  element("a", { href: address, download: "coserve-trace.json" }).click();
+  URL.revokeObjectURL(address);
+}));
+
 // --- The server -----------------------------------------------------------------------------
 
-function call(path, method = "GET") {
+function call(path, method = "GET", patienceMs = 15000) {
   const headers = key ? { authorization: `Bearer ${key}` } : {};
-  return fetch(path, { method, headers, cache: "no-store", signal: AbortSignal.timeout(15000) });
+  return fetch(path, { method, headers, cache: "no-store", signal: AbortSignal.timeout(patienceMs) });
 }
 
 function merge(columns) {
@@ -505,6 +566,7 @@ function show(view) {
   } else {
     merge(view.history);
     showEngine();
+    showTrace(view.trace);
     showDecisions(view);
   }
   showBatches(view.batches);
