@@ -20,11 +20,11 @@ from typing import Final
 
 from common.results import markdown_table, write_results
 from sglang_coserve.core.control.slo import parse_slo
-from sglang_coserve.core.latency_model import LatencyProfile
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.metrics import latency_report
+from sglang_coserve.profiler import load_profile
 from sglang_coserve.simulator import (
     ExecutorConfig,
     SafepointConfig,
@@ -117,7 +117,7 @@ def run(
             interval_s=seconds,
         ),
         SimulationSetup(
-            LatencyProfile.from_json(PROFILE.read_text(), str(PROFILE)).latency_model,
+            load_profile(PROFILE).latency_model,
             replace(MACHINE, seed=seed),
             slos=tuple(map(parse_slo, slos)),
             scheduler=SchedulerConfig(refine=True, seed=seed),

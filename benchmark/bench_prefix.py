@@ -43,12 +43,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from common.input_file import FIRST_TOKEN_ID, batch_line, completion_body
+from common.input_file import batch_line, completion_body
 from common.model import ServedModel, prepare_model
 from common.results import median_and_range, write_results
 from sglang_coserve.demo.servers import make_server
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.local_server import LocalServer
+from sglang_coserve.workload import FIRST_TEXT_TOKEN_ID
 
 LINES_AT_STOCK: Final = 128
 RUN_TIMEOUT_S: Final = 7200.0
@@ -148,7 +149,7 @@ def lines_of(options: argparse.Namespace, vocab_size: int) -> Iterator[bytes]:
     rng = random.Random(options.seed)
 
     def tokens(count: int) -> list[int]:
-        return rng.choices(range(FIRST_TOKEN_ID, vocab_size), k=count)
+        return rng.choices(range(FIRST_TEXT_TOKEN_ID, vocab_size), k=count)
 
     heads = [tokens(options.prefix_tokens) for _ in range(options.groups)]
     prompts = [
@@ -185,7 +186,7 @@ def measure(
         flags += ["--coserve-data-dir", str(work / f"data-{time.time_ns()}")]
     log = work / f"{name.replace(' ', '_')}.log"
     with make_server(flags, is_ours=system.is_ours, log_path=log) as server:
-        warm = {"model": "default", "prompt": [FIRST_TOKEN_ID], "max_tokens": 2}
+        warm = {"model": "default", "prompt": [FIRST_TEXT_TOKEN_ID], "max_tokens": 2}
         httpx.post(f"{server.base_url}/v1/completions", json=warm, timeout=60, trust_env=False)
         httpx.post(f"{server.base_url}/flush_cache", params={"timeout": 30}, timeout=60)
         began_s, server_s, both_s = time.perf_counter(), cpu_s(server.pid), cpu_s(os.getpid())

@@ -99,7 +99,7 @@ def measure(model: Path, options: argparse.Namespace) -> Figures:
             ttft_ms = options.slo_ttft_ms if is_long else options.load_slo_ttft_ms
             bar.advance(steps)
             spec = SystemSpec(model, options.context, interval, ttft_ms, is_long)
-            return stack.enter_context(OwnProcess(Measured, spec, stands_still=True))
+            return stack.enter_context(OwnProcess(Measured, spec, stops_when_idle=True))
 
         def measure_in_turn(
             text: str, pair: Mapping[str, OwnProcess], method: str, *arguments: Any

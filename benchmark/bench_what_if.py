@@ -30,7 +30,7 @@ from interference_bench.systems import System
 from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.metrics import latency_report
 from sglang_coserve.simulator.recorded_traffic import RecordedTraffic, read_traffic
-from sglang_coserve.simulator.what_if import Change, Outcome, compare_change
+from sglang_coserve.simulator.what_if import Change, TrafficOutcome, compare_change
 
 BEFORE: Final = "before"
 SLOS: Final = ("ttft p99 <= 150ms", "tbt p99 <= 60ms")
@@ -74,7 +74,7 @@ def main() -> None:
                 "measured_before": found.recorded,
                 "simulated_before": found.simulated,
                 "simulated_after": found.changed,
-                "measured_after": Outcome(
+                "measured_after": TrafficOutcome(
                     name, latency_report(after.timelines), after.offline_tokens
                 ),
             }
@@ -96,7 +96,7 @@ def read(path: Path) -> RecordedTraffic:
     return read_traffic(lines(), str(path))
 
 
-def figures(outcome: Outcome) -> dict[str, float]:
+def figures(outcome: TrafficOutcome) -> dict[str, float]:
     """Return the figures that are compared, by name."""
     ttft, itl = outcome.online.ttft, outcome.online.itl
     seconds = (ttft.p50_s, ttft.p99_s, itl.p50_s, itl.p99_s)

@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Final
 
 from bound_bench.upper_bound import Capacity, OfflineShape, offline_bound, required
-from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.pipeline_baseline import baseline_of
 from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.metrics import SloTargets, latency_report, percentile
+from sglang_coserve.profiler import load_profile
 from sglang_coserve.simulator import (
     ExecutorConfig,
     SafepointConfig,
@@ -41,7 +41,7 @@ from sglang_coserve.simulator import (
     Workload,
     simulate,
 )
-from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests, read_profile
+from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.models import kv_capacity_tokens
 from sglang_coserve.workload import (
@@ -100,7 +100,9 @@ def main() -> None:
     """Print a row for each trace, load and kind of target."""
     arguments = parse()
     machine = SimulatedMachine.named(arguments.model, arguments.hardware)
-    model = read_profile(arguments.profile) if arguments.profile else machine.roofline()
+    model: LatencyModel = machine.roofline()
+    if arguments.profile:
+        model = load_profile(arguments.profile).latency_model
     executor = ExecutorConfig(
         kv_capacity_tokens=arguments.kv_tokens
         or kv_capacity_tokens(machine.shape, machine.hardware),
@@ -199,13 +201,7 @@ def alone(requests: Sequence[TraceRequest], machinery: Machinery) -> tuple[float
 
 def alone_times(requests: Sequence[TraceRequest], machinery: Machinery) -> dict[str, list[float]]:
     """Return when the baseline has each token of each request."""
-    executor = machinery.executor
-    size = EngineSize(
-        chunk_tokens=executor.max_batch_tokens,
-        max_requests=executor.max_running_requests,
-        kv_tokens=executor.kv_capacity_tokens,
-    )
-    baseline = baseline_of(size)
+    baseline = baseline_of(machinery.executor.engine_size)
     for request in requests:
         rid = str(request.index)
         baseline.arrived(rid, request.arrival_s, request.prompt_tokens)

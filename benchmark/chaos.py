@@ -64,15 +64,7 @@ def run(options: argparse.Namespace) -> Verdict:
         with server, NullServer() as control:
             known = known_answers(server.base_url, options.known, options.seed)
             prober = Prober(server.base_url, control.base_url, known, options.streams, options.seed)
-            batches = BatchLoad(
-                server.base_url,
-                known,
-                _bodies(corpus),
-                lines=options.lines,
-                unfinished=options.unfinished,
-                keys=options.keys,
-                seed=options.seed,
-            )
+            batches = BatchLoad(server.base_url, known, options, _bodies(corpus))
             storms = [
                 Storm(server.base_url, corpus, options.seed + number)
                 for number in range(options.storms)

@@ -57,15 +57,7 @@ def run(options: argparse.Namespace) -> list[Figure]:
         began_s = time.monotonic()
         with fleet:
             known = known_answers(fleet.engine_urls[0], options.known, options.seed)
-            batches = BatchLoad(
-                fleet.base_url,
-                known,
-                [],
-                lines=options.lines,
-                unfinished=options.unfinished,
-                keys=options.keys,
-                seed=options.seed,
-            )
+            batches = BatchLoad(fleet.base_url, known, options)
             batches.start()
             start_s = time.monotonic()
             _hurt(fleet, options, rng)
@@ -107,11 +99,7 @@ def _figures(fleet: FleetProcesses, counts: LineCounts, span_s: float) -> list[F
             at_most=0,
         ),
         *([Figure("SIGTERM to end of process", "s", tuple(drains))] if drains else []),
-        Figure("batches", "", (counts.batches,)),
-        Figure("lines", "", (counts.lines,)),
-        Figure("lines lost", "", (counts.lost,), at_most=0),
-        Figure("lines doubled", "", (counts.doubled,), at_most=0),
-        Figure("lines different", "", (counts.different,), at_most=0),
+        *counts.figures(),
         Figure("lines given up", "", (counts.given_up,), at_most=0),
         Figure("attempts that ended with an engine", "", (fleet.attempts["lost"],)),
         Figure("attempts that were given back", "", (fleet.attempts["moved"],)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,7 +17,6 @@ from common.figures import Figure
 from common.input_file import COMPLETIONS, write_lines
 from common.own_process import OwnProcess
 from sglang_coserve.batch import (
-    BackendLoad,
     BatchLimits,
     BatchService,
     CreateBatch,
@@ -27,7 +26,7 @@ from sglang_coserve.batch import (
 )
 
 if TYPE_CHECKING:
-    from sglang_coserve.srt.batch_backend import BatchBackend
+    pass
 
 __all__ = ["measure"]
 
@@ -99,7 +98,9 @@ class Lines:
         )
         managers = (self._engine.tokenizer_manager, self._engine.template_manager)
         self._bare = BatchBackend(*managers, fingerprint="", stream_interval_tokens=_NEVER_TOKENS)
-        self._timed = TimedBackend(BatchBackend(*managers, fingerprint=""))
+        self._timed = BatchBackend(*managers, fingerprint="")
+        self._began_s: list[float] = []
+        self._time_first_line()
         self._stack = AsyncExitStack()
         opened = BatchService.open(directory, self._timed, _LIMITS, record_events=True)
         self._service: BatchService = self._run(self._entered(opened))
@@ -126,6 +127,19 @@ class Lines:
     async def _entered(self, opened: Any) -> Any:
         return await self._stack.enter_async_context(await opened)
 
+    def _time_first_line(self) -> None:
+        """Note when the engine gets the first line of a batch."""
+        run = self._timed.run
+
+        async def timed(
+            request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
+        ) -> LineResult:
+            if not self._began_s:
+                self._began_s.append(time.perf_counter())
+            return await run(request, on_tokens)
+
+        self._timed.run = timed  # type: ignore[method-assign]
+
     async def _feed(self) -> float:
         places = asyncio.Semaphore(_LIMITS.max_in_flight)
 
@@ -145,65 +159,15 @@ class Lines:
         service, path = self._service, self._path
         file = await service.create_file(_OWNER, path.name, "batch", contents(path))
         request = CreateBatch(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
-        self._timed.reset()
+        self._began_s.clear()
         batch = await service.create_batch(_OWNER, request)
         await service.event_added()
-        seconds = self._timed.elapsed_s()
+        seconds = time.perf_counter() - self._began_s[0]
         done = await service.retrieve_batch(_OWNER, batch.id)
         assert done.status == "completed" and not done.request_counts.failed, done
         for event in await service.pending_events():
             await service.settle_event(event.id)
         return seconds
-
-
-class TimedBackend:
-    """A backend that notes when it gets the first line after ``reset``."""
-
-    def __init__(self, inner: BatchBackend) -> None:
-        self._inner = inner
-        self._began_s: float | None = None
-        self.model, self.endpoints, self.limits = inner.model, inner.endpoints, inner.limits
-
-    is_changing = False
-
-    def when_changing(self, take_out: Callable[[], None]) -> None:
-        """See ``Backend.when_changing``."""
-
-    async def settled(self) -> None:
-        """See ``Backend.settled``."""
-
-    async def run(
-        self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
-    ) -> LineResult:
-        """See ``Backend.run``."""
-        if self._began_s is None:
-            self._began_s = time.perf_counter()
-        return await self._inner.run(request, on_tokens)
-
-    async def online_delays_s(self) -> Mapping[str, float] | None:
-        """See ``Backend.online_delays_s``."""
-        return await self._inner.online_delays_s()
-
-    def hand_back(self, request: LineRequest) -> bool:
-        """See ``Backend.hand_back``."""
-        return self._inner.hand_back(request)
-
-    def prompt_tokens(self, request: LineRequest) -> int | None:
-        """See ``Backend.prompt_tokens``."""
-        return self._inner.prompt_tokens(request)
-
-    def load(self) -> BackendLoad:
-        """See ``Backend.load``."""
-        return self._inner.load()
-
-    def reset(self) -> None:
-        """Wait for the first line anew."""
-        self._began_s = None
-
-    def elapsed_s(self) -> float:
-        """Return the seconds since the first line."""
-        assert self._began_s is not None, "no line has come"
-        return time.perf_counter() - self._began_s
 
 
 def line_requests(path: Path) -> list[LineRequest]:

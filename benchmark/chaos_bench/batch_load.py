@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import threading
@@ -15,6 +16,7 @@ import orjson
 
 from chaos_bench.answers import KnownAnswer
 from chaos_bench.observation import ChaosError, Observation
+from common.figures import Figure
 from common.input_file import COMPLETIONS, completion_body
 
 __all__ = ["BatchLoad", "LineCounts"]
@@ -55,6 +57,16 @@ class LineCounts:
     examples: list[str] = field(default_factory=list)
     """Of what went wrong, a few."""
 
+    def figures(self) -> list[Figure]:
+        """Return the counts that every chaos run reports."""
+        return [
+            Figure("batches", "", (self.batches,)),
+            Figure("lines", "", (self.lines,)),
+            Figure("lines lost", "", (self.lost,), at_most=0),
+            Figure("lines doubled", "", (self.doubled,), at_most=0),
+            Figure("lines different", "", (self.different,), at_most=0),
+        ]
+
 
 class BatchLoad:
     """Keeps some batches unfinished until it is stopped."""
@@ -63,19 +75,16 @@ class BatchLoad:
         self,
         base_url: str,
         known: Sequence[KnownAnswer],
-        hostile: Sequence[dict[str, Any]],
-        *,
-        lines: int,
-        unfinished: int,
-        keys: int,
-        seed: int,
+        options: argparse.Namespace,
+        hostile: Sequence[dict[str, Any]] = (),
     ) -> None:
+        """``options`` are those of ``add_batch_flags``; ``hostile`` bodies go among the lines."""
         self._known = known
         self._hostile = hostile
-        self._lines = lines
-        self._unfinished = unfinished
-        self._keys = [f"key-{number}" for number in range(keys)]
-        self._rng = random.Random(seed)
+        self._lines: int = options.lines
+        self._unfinished: int = options.unfinished
+        self._keys = [f"key-{number}" for number in range(options.keys)]
+        self._rng = random.Random(options.seed)
         self._client = httpx.Client(base_url=base_url, timeout=_CALL_TIMEOUT_S, trust_env=False)
         self._submitted: list[_Submitted] = []
         self.seen: list[Observation] = []

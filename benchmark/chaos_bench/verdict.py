@@ -62,11 +62,7 @@ def verdict(
     figures = [
         Figure("injuries", "", (injuries,)),
         Figure("ends of the server that nobody asked for", "", (unexpected_ends,), at_most=0),
-        Figure("batches", "", (lines.batches,)),
-        Figure("lines", "", (lines.lines,)),
-        Figure("lines lost", "", (lines.lost,), at_most=0),
-        Figure("lines doubled", "", (lines.doubled,), at_most=0),
-        Figure("lines different", "", (lines.different,), at_most=0),
+        *lines.figures(),
         Figure("lines given up after two ends of the engine", "", (lines.given_up,)),
         Figure("online streams", "", (sum(each.kind == "stream" for each in judged),)),
         Figure("online answers different", "", (len(different),), at_most=0),
@@ -85,8 +81,10 @@ def verdict(
             p99 = times_ms[min(len(times_ms) - 1, int(len(times_ms) * 0.99))]
             figures.append(Figure(f"P99 of {kind}", "ms", (p99,)))
             figures.append(Figure(f"longest {kind}", "ms", (times_ms[-1],), at_most=target))
-    told = Counter(f"{each.kind}: {each.status} {each.detail[:200]}" for each in [*errors, *broken])
-    examples = [f"{count} × {text}" for text, count in told.most_common(_MOST_EXAMPLES)]
+    causes = Counter(
+        f"{each.kind}: {each.status} {each.detail[:200]}" for each in [*errors, *broken]
+    )
+    examples = [f"{count} × {text}" for text, count in causes.most_common(_MOST_EXAMPLES)]
     return Verdict(
         figures, [*examples, *lines.examples[:_MOST_EXAMPLES]], _stalls(judged, seen, outages)
     )
@@ -100,7 +98,7 @@ def _stalls(
     judged: Sequence[Observation], seen: Sequence[Observation], outages: Sequence[Interval]
 ) -> list[str]:
     pings = [each for each in judged if each.kind == "ping"]
-    told = []
+    stalls = []
     for ping in sorted(pings, key=lambda each: each.start_s - each.end_s)[:_MOST_STALLS]:
         ends_s = [outage.end_s for outage in outages if outage.end_s <= ping.start_s]
         since = f"{ping.start_s - max(ends_s):.0f} s after a start" if ends_s else "no start yet"
@@ -112,8 +110,8 @@ def _stalls(
             and span.overlaps(each.start_s, each.end_s)
         )
         names = ", ".join(f"{count} × {kind}" for kind, count in beside.most_common(_MOST_NAMES))
-        told.append(f"{(ping.end_s - ping.start_s) * 1e3:.0f} ms, {since}: {names}")
-    return told
+        stalls.append(f"{(ping.end_s - ping.start_s) * 1e3:.0f} ms, {since}: {names}")
+    return stalls
 
 
 def _is_full(each: Observation, full_disk: Sequence[Interval]) -> bool:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from sglang_coserve.errors import CoserveError
+from sglang_coserve.errors import CoserveError, ServerError
 from sglang_coserve.interrupts import terminate_as_interrupt
 
 __all__ = ["RunFailedError", "exit_status"]
@@ -28,5 +28,5 @@ def exit_status(run: Callable[[], bool], *, interrupted: str) -> int:
     return status
 
 
-class RunFailedError(CoserveError):
+class RunFailedError(ServerError):
     """A run gave no result; the others go on, and the same command tries it again."""

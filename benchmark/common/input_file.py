@@ -8,9 +8,10 @@ from typing import Any, Final
 
 import orjson
 
+from sglang_coserve.workload import FIRST_TEXT_TOKEN_ID
+
 __all__ = [
     "COMPLETIONS",
-    "FIRST_TOKEN_ID",
     "batch_line",
     "completion_body",
     "long_lines",
@@ -18,9 +19,6 @@ __all__ = [
 ]
 
 COMPLETIONS: Final = "/v1/completions"
-FIRST_TOKEN_ID: Final = 16
-"""Low ids are special tokens in many vocabularies."""
-
 _MAX_PROMPT_CHARS: Final = 2000
 """Of ``long_lines``: more might not fit the model's context."""
 
@@ -44,7 +42,7 @@ def write_lines(
     rng = random.Random(seed)
     with path.open("wb") as file:
         for number in range(count):
-            prompt = rng.choices(range(FIRST_TOKEN_ID, vocab_size), k=prompt_tokens)
+            prompt = rng.choices(range(FIRST_TEXT_TOKEN_ID, vocab_size), k=prompt_tokens)
             file.write(batch_line(f"id-{number}", completion_body(prompt, output_tokens)))
 
 

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
+from sglang_coserve.workload import RESERVED_TOKENS
 
 __all__ = ["ServedModel", "prepare_model"]
-
-# Positions of the context that SGLang keeps for itself, and a few to spare.
-_RESERVED_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,5 +31,5 @@ def prepare_model(path: str | None, work: Path) -> ServedModel:
         path = str(make_small_model(work / "model", SmallModelSpec()))
     config = AutoConfig.from_pretrained(path).get_text_config()
     return ServedModel(
-        path, int(config.vocab_size), int(config.max_position_embeddings) - _RESERVED_TOKENS
+        path, int(config.vocab_size), int(config.max_position_embeddings) - RESERVED_TOKENS
     )

@@ -28,16 +28,16 @@ class OwnProcess:
     """Makes the object in a new process; a context that ends the process and its children."""
 
     def __init__(
-        self, make: Callable[..., Closable], *arguments: Any, stands_still: bool = False
+        self, make: Callable[..., Closable], *arguments: Any, stops_when_idle: bool = False
     ) -> None:
         """Start, and wait until the object is made.
 
         Args:
             make: returns the object; it and its arguments are pickled.
             arguments: of ``make``.
-            stands_still: stop all its processes while none of its methods runs.
+            stops_when_idle: stop all its processes while none of its methods runs.
         """
-        self._stands_still = stands_still
+        self._stops_when_idle = stops_when_idle
         context = multiprocessing.get_context("spawn")
         self._connection, remote = context.Pipe()
         self._process = context.Process(target=_serve, args=(remote, make, arguments))
@@ -87,7 +87,7 @@ class OwnProcess:
         return result
 
     def _signal(self, number: signal.Signals) -> None:
-        if not self._stands_still:
+        if not self._stops_when_idle:
             return
         for process in self._tree():
             with suppress(psutil.NoSuchProcess):

@@ -6,14 +6,13 @@ from collections.abc import Callable
 
 from rich.console import RenderableType
 
-from common.failures import RunFailedError
 from coserve_bench.options import Options
 from coserve_bench.outputs import write_comparison, write_searches
 from coserve_bench.plan import RunKey, plan_runs
 from coserve_bench.rate_search import Probe, RateSearch
 from coserve_bench.runner import Runner
 from coserve_bench.systems import BASELINE, System
-from sglang_coserve.errors import StartupError
+from sglang_coserve.errors import ServerError, StartupError
 from sglang_coserve.metrics import SloTargets, violation_rate
 
 __all__ = ["Comparison", "RateSearches", "Started"]
@@ -35,7 +34,7 @@ class Comparison:
         """Make all runs. What a failed one costs is its own ratios.
 
         Raises:
-            RunFailedError, StartupError: the capacity cannot be measured.
+            ServerError, StartupError: the capacity cannot be measured.
         """
         options = self._options
         await self._runner.capacity_per_s()
@@ -44,7 +43,7 @@ class Comparison:
             started(key, number, len(plan))
             try:
                 await self._runner.run(key)
-            except (RunFailedError, StartupError) as error:
+            except (ServerError, StartupError) as error:
                 self.failed[key.name] = str(error)
 
     def report(self) -> RenderableType:
@@ -69,7 +68,7 @@ class RateSearches:
         """Make all runs. A failed one ends its system's search.
 
         Raises:
-            RunFailedError, StartupError: in a run of the baseline, without which nothing goes.
+            ServerError, StartupError: in a run of the baseline, without which nothing goes.
         """
         options = self._options
         (load,) = options.loads
@@ -89,7 +88,7 @@ class RateSearches:
                 started(key, done, total)
                 try:
                     search.record(await self._probe(key, rate, targets))
-                except (RunFailedError, StartupError) as error:
+                except (ServerError, StartupError) as error:
                     self.failed[key.name] = str(error)
                     break
 

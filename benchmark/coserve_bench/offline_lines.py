@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from common.input_file import write_lines
-from common.streamed_load import StreamedRequest
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.jsonl.lines import is_blank, read_lines
-from sglang_coserve.jsonl.request_line import LineError, parse_request_line
+from sglang_coserve.jsonl.request_line import BadLineError, parse_request_line
 from sglang_coserve.jsonl.seen_ids import SeenIds
+from sglang_coserve.streamed_load import StreamedRequest
 
 __all__ = ["OfflineSpec", "read_requests", "write_sample"]
 
@@ -66,7 +66,7 @@ def read_requests(path: Path, extra: Mapping[str, Any]) -> Iterator[StreamedRequ
                 continue
             try:
                 request = parse_request_line(line.content or b"", None)
-            except LineError as error:
+            except BadLineError as error:
                 raise InputFileError(f"{path}, line {line.number}: {error}") from error
             if not seen.add(request.custom_id):
                 raise InputFileError(f"{path}, line {line.number}: its custom_id is not unique")

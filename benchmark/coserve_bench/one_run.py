@@ -12,7 +12,6 @@ import httpx
 
 from common.failures import RunFailedError
 from common.model import ServedModel
-from common.streamed_load import StreamedLoad
 from coserve_bench.offline_lines import read_requests
 from coserve_bench.online_load import OnlineLoad, OnlineResult
 from coserve_bench.options import Options
@@ -20,6 +19,7 @@ from coserve_bench.plan import RunKey
 from coserve_bench.run_record import OfflineRecord
 from coserve_bench.systems import System
 from sglang_coserve.errors import ConfigError
+from sglang_coserve.streamed_load import StreamedLoad
 from sglang_coserve.workload import TraceRequest, poisson_arrivals
 
 __all__ = ["Bench", "Measured"]

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from common.failures import RunFailedError
 from sglang_coserve.metrics import Outcome, RequestTimeline
-from sglang_coserve.workload import TraceRequest, prompt_token_ids
+from sglang_coserve.workload import FIRST_TEXT_TOKEN_ID, TraceRequest, prompt_token_ids
 
 __all__ = ["OnlineLoad", "OnlineResult", "timelines_of"]
 
@@ -24,9 +24,6 @@ _IMPORT_TIMEOUT_S = 300.0
 _LOAD_TIMEOUT_S = 120.0
 _WARMUP_PROMPT_TOKENS = 32
 _WARMUP_OUTPUT_TOKENS = 8
-
-# Low ids are special tokens in many vocabularies.
-_FIRST_TOKEN_ID = 16
 
 _REPORTED: Final = (
     *("completed", "duration", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms"),
@@ -96,7 +93,7 @@ class OnlineLoad:
             *(("--extra-request-body", json.dumps(dict(body))) if body else ()),
         ]
         order = {"flags": flags, "requests": str(self._requests), "starts": str(self._starts)}
-        self._tell(json.dumps(order))
+        self._send_line(json.dumps(order))
         await self._expect("loaded", _LOAD_TIMEOUT_S)
 
     async def go(self, timeout_s: float) -> OnlineResult:
@@ -105,7 +102,7 @@ class OnlineLoad:
         Raises:
             RunFailedError: the process ended, or the answers took longer than ``timeout_s``.
         """
-        self._tell("go")
+        self._send_line("go")
         await self._expect("done", timeout_s)
         report = json.loads(self._report.read_text().splitlines()[-1])
         starts_s = json.loads(self._starts.read_text())
@@ -156,7 +153,7 @@ class OnlineLoad:
         with self._requests.open("w") as file:
             for request in (warmup, *requests):
                 ids = prompt_token_ids(
-                    request, vocab_size=vocab_size, seed=seed, first_token_id=_FIRST_TOKEN_ID
+                    request, vocab_size=vocab_size, seed=seed, first_token_id=FIRST_TEXT_TOKEN_ID
                 )
                 line = {
                     "timestamp_ms": None if request is warmup else request.arrival_s * 1e3,
@@ -165,7 +162,7 @@ class OnlineLoad:
                 }
                 file.write(json.dumps(line) + "\n")
 
-    def _tell(self, line: str) -> None:
+    def _send_line(self, line: str) -> None:
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.write(line.encode() + b"\n")
 

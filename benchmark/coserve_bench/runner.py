@@ -24,7 +24,7 @@ from coserve_bench.run_record import RunRecord, read_record, write_record
 from coserve_bench.slo import SloRule, targets_of
 from coserve_bench.systems import BASELINE, SYSTEMS, System, server_flags
 from sglang_coserve.demo.servers import make_server, module_of
-from sglang_coserve.errors import StartupError
+from sglang_coserve.errors import ServerError, StartupError
 from sglang_coserve.local_server import LocalServer
 from sglang_coserve.metrics import SloTargets
 
@@ -120,7 +120,7 @@ class Runner:
         ``--speed-repeats`` times; the one closest to it counts.
 
         Raises:
-            RunFailedError: this run gave no result.
+            ServerError: this run gave no result.
             StartupError: the server did not start.
             ConfigError: a workload does not fit.
         """
@@ -147,7 +147,7 @@ class Runner:
                 tolerance=self._options.speed_tolerance,
                 repeats=self._options.speed_repeats,
             )
-        except (RunFailedError, StartupError):
+        except (ServerError, StartupError):
             self.stop_server()  # What is left of its work would disturb the next run.
             raise
         record = RunRecord(

@@ -38,7 +38,6 @@ class FakeBackend(Backend):
     """See ``Backend``: answers every line after ``line_s`` with the same tokens."""
 
     model = "fake"
-    is_changing = False
     endpoints = frozenset({"/v1/completions"})
     limits = BodyLimits()
 
@@ -46,19 +45,9 @@ class FakeBackend(Backend):
         self._line_s = line_s
         self.num_running = 0
 
-    async def settled(self) -> None:
-        """See ``Backend``."""
-
-    def when_changing(self, take_out: Callable[[], None]) -> None:
-        """See ``Backend``."""
-
     def load(self) -> BackendLoad:
         """See ``Backend``."""
         return BackendLoad(None)
-
-    async def online_delays_s(self) -> None:
-        """See ``Backend``."""
-        return
 
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]

@@ -232,7 +232,7 @@ class Engine:
         sender.send_output = noted
 
     def _arrive_within_steps(self) -> None:
-        """Tell the safepoints of arrivals at the layer into which they fall, as the thread does
+        """Report arrivals to the safepoints at the layer into which they fall, as the thread does
         that watches the socket of a server."""
         if self._system.coserve is None:
             return
@@ -246,13 +246,13 @@ class Engine:
 
         inbox, watch = ingress.inbox, scheduler.parts.runner.safepoints._watch
         self._inbox = inbox
-        told: set[str] = set()
+        reported: set[str] = set()
 
         def look() -> None:
             now_s = self._clock()
-            new = [due for due in self._due if due[0] <= now_s and due[1] not in told]
+            new = [due for due in self._due if due[0] <= now_s and due[1] not in reported]
             for at_s, rid, _ in new:
-                told.add(rid)
+                reported.add(rid)
                 inbox.put(None, (Arrival(rid, at_s),))
             if new:
                 watch.consider()
@@ -261,7 +261,7 @@ class Engine:
             layer.register_forward_pre_hook(lambda *_: look())
 
     def _empty_inbox(self) -> None:
-        """What was told of within steps comes to the scheduler from here."""
+        """What was reported within steps comes to the scheduler from here."""
         with suppress(zmq.Again):
             while self._inbox is not None:
                 self._inbox.recv(zmq.NOBLOCK)

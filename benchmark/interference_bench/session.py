@@ -44,14 +44,14 @@ def engine_flags(description: str, seconds: float) -> argparse.ArgumentParser:
 def engines(
     systems: Mapping[str, System], options: argparse.Namespace
 ) -> Iterator[dict[str, OwnProcess]]:
-    """Start an engine of each system; each stands still while it is not asked for anything."""
+    """Start an engine of each system; each is stopped while it is not asked for anything."""
     targets: dict[str, Any] = {"slo_ttft_ms": options.ttft_ms, "slo_tpot_ms": options.tpot_ms}
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         stack.enter_context(terminate_as_interrupt())
         model = options.model_path or make_small_model(Path(directory) / "model", MODEL)
         yield {
             name: stack.enter_context(
-                OwnProcess(Engine, system, model, options.core, targets, stands_still=True)
+                OwnProcess(Engine, system, model, options.core, targets, stops_when_idle=True)
             )
             for name, system in systems.items()
         }

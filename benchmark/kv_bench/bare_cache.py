@@ -1,7 +1,7 @@
 """The checkpointing cache with its pools, but without a model: requests are computed by arithmetic.
 
 The KV of a token is a number made of all tokens up to it, so whether a slot holds
-the right KV can be told at any time. One cache in a process.
+the right KV can be told at any time.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from kv_bench.pools import KvShape, make_pools
-from kv_bench.rows import Rows, tokens_of
+from kv_bench.pools import CacheEngine, KvShape
+from kv_bench.rows import tokens_of
 from sglang_coserve.core.kv_checkpoint import CheckpointPolicy
-from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 
@@ -27,7 +26,7 @@ Req = Any
 _LAYERS = 2
 
 
-class BareEngine:
+class BareEngine(CacheEngine):
     """Pools of ``slots`` tokens and of ``host_slots``, the cache, and requests."""
 
     def __init__(
@@ -43,16 +42,17 @@ class BareEngine:
         heads: int = 1,
     ) -> None:
         shape = KvShape(_LAYERS, heads, 1, slots, page_tokens, requests, context, torch.float32)
-        shares = {RequestClass.OFFLINE: 1 - online_share, RequestClass.ONLINE: online_share}
-        pools = make_pools(shape, policy, shares, device="cpu", host_times=host_slots / slots)
+        super().__init__(
+            shape,
+            policy,
+            online_share=online_share,
+            device="cpu",
+            host_times=host_slots / slots,
+        )
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         self.slots, self.page_tokens = slots, page_tokens
-        self.kv, self.allocator = pools.kv, pools.allocator
-        self.table, self.cache = pools.table, pools.cache
         self.hooks = KvCheckpointing(self.cache)
-        self.running: list[Req] = []
-        self._rows = Rows(self.cache, self.allocator, self.table)
         self._decode = ForwardMode.DECODE
 
     # --- Requests ----------------------------------------------------------------------------
@@ -96,31 +96,11 @@ class BareEngine:
             self._rows.preempt(req)
         self.running.remove(req)
 
-    def evict(self, tokens: int) -> int:
-        """Reclaim at least so many device slots, as far as there are any; return how many."""
-        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
-        return int(self.cache.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted)
-
     def checkpoint(self) -> None:
         """Begin the copies of this step, as a scheduler does."""
         self.hooks.processed(SimpleNamespace(reqs=self.running, forward_mode=self._decode))
 
     # --- Checks --------------------------------------------------------------------------
-
-    @property
-    def copy_streams(self) -> tuple[Any, Any]:
-        """Return the streams of copies to the host and to the device."""
-        return compat.copy_streams(self.cache.cache_controller)
-
-    def settle(self) -> None:
-        """Wait for all copies and loads, and let their ends be seen.
-
-        Nothing looks for them without waiting: what follows must not hang on how fast they are.
-        """
-        for stream in self.copy_streams:
-            stream.synchronize()
-        self.cache.check_hicache_events()
 
     def assert_consistent(self) -> None:
         """Check that every slot has one owner, and that every running request has its own KV."""

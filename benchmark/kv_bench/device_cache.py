@@ -1,7 +1,4 @@
-"""The checkpointing cache with its pools on a device, but without a model.
-
-KV is random numbers: what matters is how long copies take, and that they are equal.
-"""
+"""The checkpointing cache with its pools on a device, but without a model."""
 
 from __future__ import annotations
 
@@ -11,10 +8,9 @@ from typing import Any, Final
 
 import torch
 
-from kv_bench.pools import KvShape, make_pools
-from kv_bench.rows import Rows, new_request
+from kv_bench.pools import CacheEngine, KvShape
+from kv_bench.rows import new_request
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
-from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 
@@ -27,24 +23,21 @@ _HOST_TIMES: Final = 1.5
 """Host memory over the device's."""
 
 
-class KvEngine:
-    """Requests that are admitted, grow, are saved and preempted. All tokens in whole pages."""
+class KvEngine(CacheEngine):
+    """Requests that are admitted, grow, are saved and preempted. All tokens in whole pages.
+
+    KV is random numbers: what matters is how long copies take, and that they are equal.
+    """
 
     def __init__(self, shape: KvShape) -> None:
-        self.shape, self.device = shape, "cuda" if cpu.has_cuda() else "cpu"
-        pools = make_pools(
+        super().__init__(
             shape,
             CheckpointPolicy(CheckpointMode.EAGER),
-            {RequestClass.OFFLINE: 1.0, RequestClass.ONLINE: 0.0},
-            device=self.device,
+            device="cuda" if cpu.has_cuda() else "cpu",
             host_times=_HOST_TIMES,
         )
-        self.kv, self.allocator = pools.kv, pools.allocator
-        self.table, self.cache = pools.table, pools.cache
         for buffer in (*self.kv.k_buffer, *self.kv.v_buffer):
             buffer.normal_()
-        self.running: list[Req] = []
-        self._rows = Rows(self.cache, self.allocator, self.table)
         self._numbers = count(1)
 
     def admit(self, tokens: int) -> Req:
@@ -83,12 +76,6 @@ class KvEngine:
                 return
             self.cache.check_hicache_events()
             assert time.monotonic() < deadline_s, "a load does not come back"
-
-    def settle(self) -> None:
-        """Wait for all copies and loads, and let their ends be seen."""
-        for stream in compat.copy_streams(self.cache.cache_controller):
-            stream.synchronize()
-        self.cache.check_hicache_events()
 
     def clear(self) -> None:
         """Forget everything; the random numbers stay."""

@@ -62,8 +62,6 @@ def iteration_ms(engine: KvEngine, requests: int, steps: int) -> dict[str, Any]:
 
 def reclaim(engine: KvEngine, tokens: int, requests: int, repeats: int) -> dict[str, Any]:
     """Return how long it takes to take the slots of saved, released requests."""
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
     page = engine.shape.page_tokens
     request_tokens = -(-tokens // requests // page) * page
     times_ms, release_ms = [], []
@@ -80,7 +78,7 @@ def reclaim(engine: KvEngine, tokens: int, requests: int, repeats: int) -> dict[
         before = engine.cache.counts["demoted_tokens"]
         engine.synchronize()
         began_s = time.perf_counter()
-        engine.cache.evict(EvictParams(num_tokens=tokens))
+        engine.evict(tokens)
         engine.synchronize()
         times_ms.append((time.perf_counter() - began_s) * 1e3)
         taken = engine.cache.counts["demoted_tokens"] - before
@@ -97,8 +95,6 @@ def reclaim(engine: KvEngine, tokens: int, requests: int, repeats: int) -> dict[
 def resume(engine: KvEngine, tokens: int, budget_tokens: int, repeats: int) -> dict[str, Any]:
     """Return how long it takes to load a preempted request, ``budget_tokens`` a pass, and whether
     its KV is what it was."""
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
     times_ms, is_equal = [], True
     tokens = tokens // engine.shape.page_tokens * engine.shape.page_tokens
     for _ in range(repeats):
@@ -109,7 +105,7 @@ def resume(engine: KvEngine, tokens: int, budget_tokens: int, repeats: int) -> d
         engine.checkpoint()
         engine.settle()
         engine.release(req)
-        engine.cache.evict(EvictParams(num_tokens=tokens))
+        engine.evict(tokens)
         # What others would write there.
         for buffer in (*engine.kv.k_buffer, *engine.kv.v_buffer):
             buffer[slots] = 0

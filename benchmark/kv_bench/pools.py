@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 
-from kv_bench.rows import publish_settings
+from kv_bench.rows import Rows, publish_settings
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.kv_checkpoint import CheckpointPolicy
 from sglang_coserve.core.request import RequestClass
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.kv_checkpoint.settings import server_settings
 
-__all__ = ["KvShape", "Pools", "make_pools"]
+__all__ = ["CacheEngine", "KvShape"]
+
+Req = Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,64 +40,83 @@ class KvShape:
         return int(2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize)
 
 
-@dataclass(frozen=True, slots=True)
-class Pools:
-    """What a scheduler has in place of KV memory."""
+class CacheEngine:
+    """The pools, the cache on top of them, and the requests that hold KV. One in a process."""
 
-    kv: Any
-    allocator: Any
-    table: Any
-    cache: Any
+    def __init__(
+        self,
+        shape: KvShape,
+        policy: CheckpointPolicy,
+        *,
+        online_share: float = 0.0,
+        device: str,
+        host_times: float,
+    ) -> None:
+        """``host_times``: how many times as large as the device's the host memory is."""
+        self.shape, self.device = shape, device
+        cpu.set_environment_defaults()
+        from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+        from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
+        from sglang_coserve.srt.kv_checkpoint.cache import CheckpointCache
 
-def make_pools(
-    shape: KvShape,
-    policy: CheckpointPolicy,
-    shares: dict[RequestClass, float],
-    *,
-    device: str,
-    host_times: float,
-) -> Pools:
-    """Return pools of this shape with host memory ``host_times`` as large. Once in a process."""
-    cpu.set_environment_defaults()
-    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-    from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+        on_cpu = device == "cpu"
+        if on_cpu:
+            from sglang_coserve.srt.kv_checkpoint.cpu import install_cpu_copies
 
-    from sglang_coserve.srt.kv_checkpoint.cache import CheckpointCache
+            install_cpu_copies()
+        if not torch.distributed.is_initialized():
+            with tempfile.NamedTemporaryFile(delete=False) as store:
+                torch.distributed.init_process_group(
+                    "gloo", init_method=f"file://{store.name}", rank=0, world_size=1
+                )
+        slots, page, dtype = shape.slots, shape.page_tokens, shape.dtype
+        kv = MHATokenToKVPool(
+            *(slots, page, dtype, shape.heads, shape.head_dim, shape.layers, device),
+            enable_memory_saver=False,
+        )
+        allocator: Any
+        if page == 1:
+            allocator = TokenToKVPoolAllocator(slots, dtype, device, kv, need_sort=False)
+        else:
+            allocator = PagedTokenToKVPoolAllocator(slots, page, dtype, device, kv, need_sort=False)
+        table = ReqToTokenPool(shape.rows, shape.context, device, enable_memory_saver=False)
+        settings = server_settings(CoserveConfig(kv_checkpoint="eager"), on_cpu=on_cpu)
+        defaults = {"hicache_mem_layout": "layer_first", "hicache_io_backend": "kernel"}
+        server_args = publish_settings(
+            **{**defaults, **settings, "hicache_ratio": host_times, "page_size": page}
+        )
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=table,
+            token_to_kv_pool_allocator=allocator,
+            page_size=page,
+            tp_cache_group=torch.distributed.group.WORLD,
+        )
+        shares = {RequestClass.OFFLINE: 1 - online_share, RequestClass.ONLINE: online_share}
+        self.kv, self.allocator, self.table = kv, allocator, table
+        self.cache = CheckpointCache(params, server_args, policy, shares)
+        self.running: list[Req] = []
+        self._rows = Rows(self.cache, allocator, table)
 
-    on_cpu = device == "cpu"
-    if on_cpu:
-        from sglang_coserve.srt.kv_checkpoint.cpu import install_cpu_copies
+    @property
+    def copy_streams(self) -> tuple[Any, Any]:
+        """Return the streams of copies to the host and to the device."""
+        return compat.copy_streams(self.cache.cache_controller)
 
-        install_cpu_copies()
-    if not torch.distributed.is_initialized():
-        with tempfile.NamedTemporaryFile(delete=False) as store:
-            torch.distributed.init_process_group(
-                "gloo", init_method=f"file://{store.name}", rank=0, world_size=1
-            )
-    slots, page, dtype = shape.slots, shape.page_tokens, shape.dtype
-    kv = MHATokenToKVPool(
-        *(slots, page, dtype, shape.heads, shape.head_dim, shape.layers, device),
-        enable_memory_saver=False,
-    )
-    allocator: Any
-    if page == 1:
-        allocator = TokenToKVPoolAllocator(slots, dtype, device, kv, need_sort=False)
-    else:
-        allocator = PagedTokenToKVPoolAllocator(slots, page, dtype, device, kv, need_sort=False)
-    table = ReqToTokenPool(shape.rows, shape.context, device, enable_memory_saver=False)
-    settings = server_settings(CoserveConfig(kv_checkpoint="eager"), on_cpu=on_cpu)
-    defaults = {"hicache_mem_layout": "layer_first", "hicache_io_backend": "kernel"}
-    server_args = publish_settings(
-        **{**defaults, **settings, "hicache_ratio": host_times, "page_size": page}
-    )
-    params = CacheInitParams(
-        disable=False,
-        req_to_token_pool=table,
-        token_to_kv_pool_allocator=allocator,
-        page_size=page,
-        tp_cache_group=torch.distributed.group.WORLD,
-    )
-    return Pools(kv, allocator, table, CheckpointCache(params, server_args, policy, shares))
+    def evict(self, tokens: int) -> int:
+        """Reclaim at least so many device slots, as far as there are any; return how many."""
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        return int(self.cache.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted)
+
+    def settle(self) -> None:
+        """Wait for all copies and loads, and let their ends be seen.
+
+        Nothing looks for them without waiting: what follows must not hang on how fast they are.
+        """
+        for stream in self.copy_streams:
+            stream.synchronize()
+        self.cache.check_hicache_events()

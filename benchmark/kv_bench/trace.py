@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 
-from common.streamed_load import StreamedLoad, StreamedRequest
 from sglang_coserve.demo.servers import make_server
 from sglang_coserve.metrics import throughput
+from sglang_coserve.streamed_load import StreamedLoad, StreamedRequest
 
 __all__ = ["LOADS", "Load", "Run", "run"]
 

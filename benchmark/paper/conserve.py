@@ -31,8 +31,7 @@ from paper.testbed import (
     run,
 )
 from sglang_coserve.core.policies import make_policy
-from sglang_coserve.core.policies.non_preemptive import NonPreemptivePolicy
-from sglang_coserve.core.policies.sarathi import SarathiPolicy
+from sglang_coserve.core.policies.baselines import NonPreemptivePolicy, SarathiPolicy
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.metrics import SloTargets, attainment, latency_report
 from sglang_coserve.simulator import SimulationResult, Workload

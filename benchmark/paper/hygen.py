@@ -29,9 +29,8 @@ from paper.testbed import (
 from sglang_coserve.core.budget_search import search_budget
 from sglang_coserve.core.control.slo import Latency, Slo, SloCheck, parse_slo
 from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.policies.baselines import OnlineOnlyPolicy, SarathiPolicy
 from sglang_coserve.core.policies.hygen import HygenPolicy
-from sglang_coserve.core.policies.online_only import OnlineOnlyPolicy
-from sglang_coserve.core.policies.sarathi import SarathiPolicy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InfeasibleError

@@ -17,8 +17,8 @@ import torch
 
 from safepoint_bench.stream import decoder_layers, raise_after
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import LocalGate
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
-from sglang_coserve.srt.safepoint.local_gate import LocalGate
 from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, cuda_events
 
 __all__ = ["measure_decode_graphs"]

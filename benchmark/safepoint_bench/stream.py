@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import LocalGate
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, add_safepoints
-from sglang_coserve.srt.safepoint.local_gate import LocalGate
 from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, cuda_events
 
 __all__ = ["DecoderLayer", "Stack", "decoder_layers", "raise_after", "safepoint_us"]

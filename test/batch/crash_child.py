@@ -17,13 +17,14 @@ from batch.scenarios import OWNER, lines, stream, wanted
 from batch.scripted_backend import ENDPOINT, answer, failure, name_of, tokens_of
 from sglang_coserve.batch import BackendLoad, BatchLimits, BatchService, LineRequest, LineResult
 from sglang_coserve.jsonl.body_limits import BodyLimits
+from sglang_coserve.lines.backend import Backend
 
 NUM_BATCHES = 2
 NUM_TOKENS = 40
 STEP_S = 0.002
 
 
-class SteadyEngine:
+class SteadyEngine(Backend):
     """Generates a token of every line in flight, again and again; every tenth line is bad."""
 
     model = "steady"
@@ -32,14 +33,6 @@ class SteadyEngine:
 
     def __init__(self, log_path: Path) -> None:
         self._log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    is_changing = False
-
-    def when_changing(self, take_out: Callable[[], None]) -> None:
-        pass
-
-    async def settled(self) -> None:
-        pass
 
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]

@@ -18,25 +18,18 @@ from batch.scenarios import OWNER, wanted
 from batch.scripted_backend import ENDPOINT, answer
 from sglang_coserve.batch import BackendLoad, BatchLimits, BatchService, LineRequest, LineResult
 from sglang_coserve.jsonl.body_limits import BodyLimits
+from sglang_coserve.lines.backend import Backend
 
 TOKENS = list(range(500))
 LIMITS = BatchLimits(max_lines=10_000_000, max_upload_bytes=4 << 30)
 
 
-class InstantEngine:
+class InstantEngine(Backend):
     """Answers at once and remembers nothing."""
 
     model = "instant"
     endpoints = frozenset({ENDPOINT})
     limits = BodyLimits()
-
-    is_changing = False
-
-    def when_changing(self, take_out: Callable[[], None]) -> None:
-        pass
-
-    async def settled(self) -> None:
-        pass
 
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]

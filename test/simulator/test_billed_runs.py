@@ -12,7 +12,7 @@ from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import deadlines
 from sglang_coserve.core.offline_queue import OfflineQueue
 from sglang_coserve.core.policies import make_policy
-from sglang_coserve.core.policies.online_only import OnlineOnlyPolicy
+from sglang_coserve.core.policies.baselines import OnlineOnlyPolicy
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler import Scheduler

@@ -13,7 +13,6 @@ from sglang_coserve.simulator.assemble import (
     SimulatedMachine,
     find_shape,
     offline_requests,
-    read_profile,
 )
 from sglang_coserve.simulator.binding import from_jsonl, from_trace
 from sglang_coserve.simulator.executor_config import (
@@ -65,8 +64,8 @@ def test_batch_files_share_the_prefixes_of_their_texts(tmp_path: Path) -> None:
     path = tmp_path / "batch.jsonl"
     lines = [batch_line("same beginning, one"), "", batch_line("same beginning, two", max_tokens=9)]
     path.write_text("\n".join(lines))
-    first, second = from_jsonl(path, default_output_tokens=33)
-    assert (first.output_tokens, second.output_tokens) == (33, 9)
+    first, second = from_jsonl(path)
+    assert (first.output_tokens, second.output_tokens) == (256, 9)
     assert shared_tokens(first.tokens, second.tokens) == len("user\nsame beginning, ") // 4
     assert first.info.prompt_tokens == -(-len("user\nsame beginning, one\n") // 4)
 
@@ -97,9 +96,8 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         list(from_jsonl(empty))
     with pytest.raises(InputFileError, match="cannot be read"):
         list(from_jsonl(tmp_path / "missing.jsonl"))
-    for read in (find_shape, lambda path: read_profile(Path(path))):
-        with pytest.raises(InputFileError, match=r"broken\.json"):
-            read(str(broken))
+    with pytest.raises(InputFileError, match=r"broken\.json"):
+        find_shape(str(broken))
 
 
 @pytest.mark.parametrize(

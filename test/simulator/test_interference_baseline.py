@@ -12,7 +12,7 @@ import pytest
 
 from sglang_coserve.core.control.baseline import Baseline
 from sglang_coserve.core.policies import make_policy
-from sglang_coserve.core.policies.online_only import OnlineOnlyPolicy
+from sglang_coserve.core.policies.baselines import OnlineOnlyPolicy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests

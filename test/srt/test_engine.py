@@ -10,44 +10,27 @@ from typing import Any
 
 import pytest
 
-from srt.flushed import is_flushed
+from srt.own_engine import is_flushed, own_engine, params, state
 
 
 @pytest.fixture(scope="module")
 def engine(small_model: Path) -> Iterator[Any]:
-    from sglang_coserve.config import CoserveConfig
-    from sglang_coserve.srt.engine import CoserveEngine
-
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
-        running = CoserveEngine(
-            model_path=str(small_model),
-            dtype="float32",
-            tp_size=2,
-            max_total_tokens=1024,
-            chunked_prefill_size=128,
-            schedule_conservativeness=0.1,
-            coserve_config=CoserveConfig(
-                offline_policy="coserve",
-                slo_ttft_ms=300,
-                slo_tpot_ms=50,
-                startup_profile_seconds=1.0,
-                kv_checkpoint="eager",
-            ),
-        )
-    yield running
-    running.shutdown()
-
-
-def params(max_new_tokens: int, *, offline: bool) -> dict[str, Any]:
-    mark = {"custom_params": {"coserve_class": "offline"}} if offline else {}
-    return {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True, **mark}
-
-
-def state(engine: Any) -> dict[str, Any]:
-    (internal,) = engine.loop.run_until_complete(engine.tokenizer_manager.get_internal_state())
-    assert isinstance(internal["coserve"], dict)
-    return internal["coserve"]
+    coserve = {
+        "offline_policy": "coserve",
+        "slo_ttft_ms": 300,
+        "slo_tpot_ms": 50,
+        "startup_profile_seconds": 1.0,
+        "kv_checkpoint": "eager",
+    }
+    with own_engine(
+        small_model,
+        coserve,
+        tp_size=2,
+        max_total_tokens=1024,
+        chunked_prefill_size=128,
+        schedule_conservativeness=0.1,
+    ) as running:
+        yield running
 
 
 def test_ranks_stay_in_step_while_offline_requests_give_way(engine: Any) -> None:

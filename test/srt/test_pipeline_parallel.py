@@ -12,7 +12,7 @@ import pytest
 
 from sglang_coserve.core.recording import Updated, read_recording, replay
 from srt.conftest import KV_POOL_TOKENS, Reference
-from srt.flushed import is_flushed
+from srt.own_engine import is_flushed
 from srt.scripted_engine import Spec
 
 TIMEOUT_S = 120

@@ -90,24 +90,24 @@ def new_batch(
     )
 
 
-def raise_if_window_too_short(batch: JobRecord, job_forecast: JobForecast) -> None:
+def raise_if_window_too_short(batch: JobRecord, forecast: JobForecast) -> None:
     """Refuse a batch that would miss its window even if it were served first, as forecast at best.
 
     Raises:
         BatchRequestError: it would; the message names the window that could be kept.
     """
     asked_s = batch.expires_at_s - batch.created_at_s
-    if job_forecast.first_s is None or job_forecast.first_s <= asked_s:
+    if forecast.first_s is None or forecast.first_s <= asked_s:
         return
-    assert job_forecast.eta_s is not None and job_forecast.eta_p95_s is not None
+    assert forecast.eta_s is not None and forecast.eta_p95_s is not None
     p50_s, p95_s = (
-        job_forecast.eta_s - batch.created_at_s,
-        job_forecast.eta_p95_s - batch.created_at_s,
+        forecast.eta_s - batch.created_at_s,
+        forecast.eta_p95_s - batch.created_at_s,
     )
     message = (
         f"a completion_window of {batch.completion_window} cannot be kept: about"
         f" {batch.estimated_tokens:,} tokens take {window_text(p50_s)} (P50), and"
-        f" {window_text(job_forecast.first_s)} at the best, beside the batches and the online"
+        f" {window_text(forecast.first_s)} at the best, beside the batches and the online"
         f" requests there are; ask for {window_text(p95_s)} (P95) or more, split the file, or set"
         " coserve.best_effort to have what can be finished"
     )

@@ -15,7 +15,7 @@ from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.owner_storage import Upload
 from sglang_coserve.batch.record import FileRecord
 from sglang_coserve.batch.store import Store, file_rows
-from sglang_coserve.batch.upload_pace import UploadPace
+from sglang_coserve.batch.transfers import UploadPace
 from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.worker_threads import WorkerThreads
 

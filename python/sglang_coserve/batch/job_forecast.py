@@ -137,7 +137,7 @@ def job_forecasts(
     errors: ForecastErrors,
     token_bias: float = 1.0,
 ) -> dict[str, JobForecast]:
-    """Return the job_forecast of every batch, by id; nothing is known without a ``rate``.
+    """Return the forecast of every batch, by id; nothing is known without a ``rate``.
 
     Args:
         batches: Those that are being served, or soon will be.

@@ -115,13 +115,13 @@ class JobSupervisor:
     async def _create(self, wanted: JobRecord, best_effort: bool) -> JobRecord:
         limits, directory = self._context.limits, self._context.directory
         wanted = replace(wanted, estimated_tokens=await self._estimate_tokens(wanted))
-        job_forecast = self.job_forecasts([wanted])[wanted.id]
-        wanted = replace(wanted, forecast_s=job_forecast.forecast_s)
+        forecast = self.job_forecasts([wanted])[wanted.id]
+        wanted = replace(wanted, forecast_s=forecast.forecast_s)
 
         def check(used_bytes: int) -> None:
             raise_if_over(used_bytes, limits.max_stored_bytes_per_owner, directory.free_bytes)
             if not best_effort:
-                raise_if_window_too_short(wanted, job_forecast)
+                raise_if_window_too_short(wanted, forecast)
 
         record, is_new = await self._context.store.run(
             batch_rows.create,
@@ -205,8 +205,8 @@ class JobSupervisor:
         while True:
             await self._context.clock.sleep(_LOOK_INTERVAL_S)
             self._size_slots()
-            for batch_id, job_forecast in self.job_forecasts().items():
-                self._drivers[batch_id].share.is_urgent = job_forecast.is_urgent
+            for batch_id, forecast in self.job_forecasts().items():
+                self._drivers[batch_id].share.is_urgent = forecast.is_urgent
             try:
                 await self._forecaster.look()
             except StorageError as error:

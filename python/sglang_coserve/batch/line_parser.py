@@ -7,7 +7,7 @@ from typing import Final
 
 from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyTooLargeError, check_body
-from sglang_coserve.jsonl.request_line import LineError, RequestLine, parse_request_line
+from sglang_coserve.jsonl.request_line import BadLineError, RequestLine, parse_request_line
 from sglang_coserve.lines.helper_process import run_module
 from sglang_coserve.lines.line_source import InputLine
 from sglang_coserve.lines.worker_threads import WorkerThreads
@@ -60,7 +60,7 @@ class LineParser:
         check_body(line.content, self._limits)
         try:
             return parse_request_line(line.content, self._endpoint)
-        except LineError as error:
+        except BadLineError as error:
             raise StorageError(
                 f"line {line.number} of {self._path} has changed: {error}"
             ) from error

@@ -49,7 +49,7 @@ def batch_list(batches: Iterable[BatchObject], limit: int) -> BatchList:
 
 def batch_object(
     batch: JobRecord,
-    job_forecast: JobForecast | None = None,
+    forecast: JobForecast | None = None,
     stalled_by: str | None = None,
     model: str | None = None,
 ) -> BatchObject:
@@ -59,7 +59,7 @@ def batch_object(
         BatchError(code=fault.code, message=fault.message, line=fault.line, param=fault.param)
         for fault in batch.faults
     ]
-    warnings = (stalled_by or _lateness(batch, job_forecast), mixed_models(batch, model))
+    warnings = (stalled_by or _lateness(batch, forecast), mixed_models(batch, model))
     return BatchObject(
         id=batch.id,
         endpoint=batch.endpoint,
@@ -94,9 +94,9 @@ def batch_object(
             paused=batch.is_paused,
             priority=batch.priority,
             weight=batch.weight,
-            eta=_seconds(job_forecast.eta_s) if job_forecast else None,
-            eta_p95=_seconds(job_forecast.eta_p95_s) if job_forecast else None,
-            rate_tokens_per_s=job_forecast.rate_tokens_per_s if job_forecast else None,
+            eta=_seconds(forecast.eta_s) if forecast else None,
+            eta_p95=_seconds(forecast.eta_p95_s) if forecast else None,
+            rate_tokens_per_s=forecast.rate_tokens_per_s if forecast else None,
             online_delay_s=_delay_s(batch.online_delay_s),
             warning="; ".join(filter(None, warnings)) or None,
         ),
@@ -119,12 +119,12 @@ def mixed_models(batch: JobRecord, model: str | None) -> str | None:
     )
 
 
-def _lateness(batch: JobRecord, job_forecast: JobForecast | None) -> str | None:
-    if job_forecast is None or job_forecast.eta_s is None or not job_forecast.is_late:
+def _lateness(batch: JobRecord, forecast: JobForecast | None) -> str | None:
+    if forecast is None or forecast.eta_s is None or not forecast.is_late:
         return None
-    eta = datetime.fromtimestamp(job_forecast.eta_s, UTC).isoformat(timespec="seconds")
+    eta = datetime.fromtimestamp(forecast.eta_s, UTC).isoformat(timespec="seconds")
     return (
-        f"expected to be complete at {eta}, {job_forecast.eta_s - batch.expires_at_s:.0f} s after"
+        f"expected to be complete at {eta}, {forecast.eta_s - batch.expires_at_s:.0f} s after"
         f" the window of {batch.completion_window} closes: lines that are not finished then will"
         " expire"
     )

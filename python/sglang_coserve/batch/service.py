@@ -32,8 +32,7 @@ from sglang_coserve.batch.schemas import (
 from sglang_coserve.batch.service_status import ServiceStatus, service_status
 from sglang_coserve.batch.state import CancelAsked, Event, PauseAsked, ResumeAsked
 from sglang_coserve.batch.store import Store, batch_rows, event_rows, file_rows
-from sglang_coserve.batch.transfers import Transfers
-from sglang_coserve.batch.upload_pace import UploadPace
+from sglang_coserve.batch.transfers import Transfers, UploadPace
 from sglang_coserve.errors import StartupError, StorageError
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.clock import Clock

@@ -25,15 +25,11 @@ class HttpBackend(LineBackend):
     """See ``LineBackend``. A server sends a line's tokens only in its answer."""
 
     model = ""
-    is_changing = False
 
     def __init__(self, connections: Connections, timeout_s: float | None) -> None:
         """One attempt may take ``timeout_s``; None: as long as it takes."""
         self._connections = connections
         self._timeout_s = timeout_s
-
-    async def settled(self) -> None:
-        """See ``LineBackend``."""
 
     async def run(
         self, request: LineRequest, _on_tokens: Callable[[Sequence[int]], None]

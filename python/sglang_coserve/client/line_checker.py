@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sglang_coserve.jsonl.request_line import (
-    LineError,
+    BadLineError,
     RequestLine,
     custom_id_of,
     parse_json,
@@ -35,10 +35,10 @@ class LineChecker:
     def check(self, line: InputLine) -> RequestLine | UnservedLine | None:
         """Return the request of a line, or its failed result; None for a finished line."""
         fields: object = None
-        error: LineError | None = None
+        error: BadLineError | None = None
         try:
             fields = self._fields(line)
-        except LineError as found:
+        except BadLineError as found:
             error = found
         custom_id = custom_id_of(fields)
         is_first = line.is_first
@@ -50,7 +50,7 @@ class LineChecker:
             if error is not None:
                 raise error
             return _request(fields, is_first=is_first)
-        except LineError as found:
+        except BadLineError as found:
             return UnservedLine(custom_id, LineResult.unserved(found.code, str(found)))
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class LineChecker:
     def _fields(self, line: InputLine) -> object:
         if line.content is None:
             message = f"{line.size_bytes} bytes, more than the limit of {self._max_line_bytes}"
-            raise LineError("line_too_long", message)
+            raise BadLineError("line_too_long", message)
         return parse_json(line.content)
 
 
@@ -68,8 +68,8 @@ def _request(fields: object, *, is_first: bool) -> RequestLine:
     request = request_of(fields, None)
     if not is_first:
         message = "an earlier line has the same custom_id: make it unique"
-        raise LineError("duplicate_custom_id", message)
+        raise BadLineError("duplicate_custom_id", message)
     if request.body.get("stream"):
         message = "a batch line cannot stream: remove stream from its body"
-        raise LineError("stream_not_supported", message)
+        raise BadLineError("stream_not_supported", message)
     return request

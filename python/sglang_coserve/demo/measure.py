@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Final
 
 from sglang_coserve.client import AsyncCoserveClient, ClientOptions
-from sglang_coserve.demo.replay import replay
 from sglang_coserve.demo.report import OfflineResult, SystemResult
 from sglang_coserve.demo.systems import System
-from sglang_coserve.metrics import RequestTimeline
+from sglang_coserve.streamed_load import StreamedLoad, replayed
 from sglang_coserve.workload import TraceRequest
 
 __all__ = ["Window", "measure"]
@@ -38,7 +37,7 @@ async def measure(
     window: Window,
     base_url: str,
     offline: tuple[Path, Path] | None,
-    tell: Callable[[float, str], None],
+    say: Callable[[float, str], None],
 ) -> SystemResult:
     """Send both loads, and return their results when the window is over.
 
@@ -47,60 +46,59 @@ async def measure(
         window: The workload.
         base_url: Its server.
         offline: The file of offline lines, and where its results go; None: no offline load.
-        tell: Called now and then with the seconds that are over and the progress of both.
+        say: Called now and then with the seconds that are over and the progress of both.
 
     Raises:
         CoserveError: the file or the server is at fault.
     """
-    answered: list[RequestTimeline] = []
-    replaying = replay(
+    online = StreamedLoad(
         base_url,
-        window.requests,
-        vocab_size=window.vocab_size,
+        replayed(window.requests, vocab_size=window.vocab_size, fields=system.online_fields),
+        arrivals_s=[request.arrival_s for request in window.requests],
         drain_s=_DRAIN_S,
-        on_finished=answered.append,
-        fields=system.online_fields,
     )
 
-    def say_progress(elapsed_s: float, more: str = "") -> None:
-        tell(elapsed_s, f"online {len(answered)}/{len(window.requests)}{more}")
+    def elapsed_s() -> float:
+        return time.perf_counter() - online.began_s
+
+    def say_progress(more: str = "") -> None:
+        say(elapsed_s(), f"online {online.num_answered}/{len(window.requests)}{more}")
 
     if offline is None:
-        online = asyncio.create_task(replaying)
-        start = time.perf_counter()
-        while not online.done() and (elapsed_s := time.perf_counter() - start) < window.seconds:
-            say_progress(elapsed_s)
-            await asyncio.sleep(_POLL_S)
-        return SystemResult(system.name, system.label, await online, None)
+        async with online:
+            while online.is_running and elapsed_s() < window.seconds:
+                say_progress()
+                await asyncio.sleep(_POLL_S)
+            await online.finished()
+        return SystemResult(system.name, system.label, online.timelines(), None)
     options = ClientOptions(concurrency=_CONCURRENCY)
     async with AsyncCoserveClient(base_url, options=options) as client:
         job = await client.submit_jsonl(*offline)
         # Reading the file and sending the first lines keeps this process busy for a third of a
         # second, which would count as latency of the first online requests.
-        tell(0.0, "offline load begins")
+        say(0.0, "offline load begins")
         with suppress(TimeoutError):
             async with asyncio.timeout(window.seconds):
                 while job.is_running and not job.status.ok + job.status.failed:
                     await asyncio.sleep(_POLL_S)
-        start = time.perf_counter()
-        online = asyncio.create_task(replaying)
         finished_at: list[tuple[float, int]] = []
-        while (elapsed_s := time.perf_counter() - start) < window.seconds:
+        async with online:
+            while elapsed_s() < window.seconds:
+                status = job.status
+                tokens = status.prompt_tokens + status.completion_tokens
+                if not finished_at or tokens > finished_at[-1][1]:
+                    finished_at.append((elapsed_s(), tokens))
+                say_progress(f", offline {status.ok} ok, {status.failed} failed")
+                if not online.is_running and not job.is_running:
+                    break
+                await asyncio.sleep(_POLL_S)
+            is_complete = not job.is_running
+            job.cancel()
+            await job.ended()
             status = job.status
-            tokens = status.prompt_tokens + status.completion_tokens
-            if not finished_at or tokens > finished_at[-1][1]:
-                finished_at.append((elapsed_s, tokens))
-            say_progress(elapsed_s, f", offline {status.ok} ok, {status.failed} failed")
-            if online.done() and not job.is_running:
-                break
-            await asyncio.sleep(_POLL_S)
-        is_complete = not job.is_running
-        job.cancel()
-        await job.ended()
-        status = job.status
-        if is_complete:
-            await job.wait()  # Raises what ended it early, if anything did.
-        timelines = await online
+            if is_complete:
+                await job.wait()  # Raises what ended it early, if anything did.
+            await online.finished()
     result = OfflineResult(
         ok=status.ok,
         failed=status.failed,
@@ -110,4 +108,4 @@ async def measure(
         is_complete=is_complete,
         finished_at=finished_at,
     )
-    return SystemResult(system.name, system.label, timelines, result)
+    return SystemResult(system.name, system.label, online.timelines(), result)

@@ -25,14 +25,12 @@ from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.printable import printable
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
-from sglang_coserve.workload import fit_to_context, read_trace, window
+from sglang_coserve.workload import RESERVED_TOKENS, fit_to_context, read_trace, window
 
 __all__ = ["DemoOptions", "run_demo"]
 
 # Small enough for two CPU cores to serve both workloads.
 _MODEL: Final = SmallModelSpec(hidden=128, layers=2)
-# Positions of the context that SGLang keeps for itself, and a few to spare.
-_RESERVED_TOKENS: Final = 8
 
 _COMPARED: Final = ((ALONE, STOCK), (OURS,))
 """Systems in one tuple share a server; each starts with an empty cache."""
@@ -88,7 +86,7 @@ def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
             with console.status("making a small model"):
                 make_small_model(model, _MODEL)
         context_tokens, vocab_size = _limits(model)
-        requests, cut = fit_to_context(requests, context_tokens - _RESERVED_TOKENS)
+        requests, cut = fit_to_context(requests, context_tokens - RESERVED_TOKENS)
         online = f"online: {options.trace.name}, first {options.window_s:g} s: {cut}"
         console.print(printable(online), markup=False)
         lines = f"offline: {options.offline}, again and again as long as a window lasts"
@@ -126,7 +124,7 @@ class _Run:
         log = self._options.out / ("server.log" if system.is_ours else "stock_server.log")
         server = make_server(self._flags(system), is_ours=system.is_ours, log_path=log)
         server_name = "our server" if system.is_ours else "a stock server"
-        self._tell(0.0, f"starting {server_name} (log: {log})")
+        self._show(0.0, f"starting {server_name} (log: {log})")
         results = []
         try:
             await asyncio.to_thread(server.start)
@@ -157,12 +155,12 @@ class _Run:
             self._given,
             base_url,
             offline,
-            lambda elapsed_s, text: self._tell(elapsed_s, f"{system.label}: {text}"),
+            lambda elapsed_s, text: self._show(elapsed_s, f"{system.label}: {text}"),
         )
         self._done_s += self._given.seconds
         return result
 
-    def _tell(self, elapsed_s: float, text: str) -> None:
+    def _show(self, elapsed_s: float, text: str) -> None:
         assert self._bar is not None
         completed_s = self._done_s + min(elapsed_s, self._given.seconds)
         self._progress.update(self._bar, completed=completed_s, description=printable(text))

@@ -18,7 +18,7 @@ from typing import BinaryIO
 import orjson
 
 from sglang_coserve.jsonl.lines import UTF16_BOMS, Line, is_blank, read_lines
-from sglang_coserve.jsonl.request_line import LineError, estimate_tokens, parse_request_line
+from sglang_coserve.jsonl.request_line import BadLineError, estimate_tokens, parse_request_line
 from sglang_coserve.jsonl.seen_ids import SeenIds
 
 __all__ = ["CheckLimits", "FileReport", "InputFault", "check_file", "main"]
@@ -75,7 +75,7 @@ def check_file(file: BinaryIO, endpoint: str, limits: CheckLimits) -> FileReport
             break
         try:
             report.estimated_tokens += _check_line(line, endpoint, limits, seen)
-        except LineError as error:
+        except BadLineError as error:
             report.faults.append(InputFault(error.code, str(error), line.number, error.param))
             if len(report.faults) >= limits.max_faults:
                 message = f"only the first {limits.max_faults} faults are listed"
@@ -87,14 +87,14 @@ def check_file(file: BinaryIO, endpoint: str, limits: CheckLimits) -> FileReport
 
 
 def _check_line(line: Line, endpoint: str, limits: CheckLimits, seen: SeenIds) -> int:
-    """Return the estimated tokens of a line, or raise LineError."""
+    """Return the estimated tokens of a line, or raise BadLineError."""
     if line.content is None:
         message = f"{line.size_bytes:,} bytes: the limit is {limits.max_line_bytes:,}"
-        raise LineError("line_too_long", message)
+        raise BadLineError("line_too_long", message)
     request = parse_request_line(line.content, endpoint)
     if not seen.add(request.custom_id):
         message = "an earlier line has the same custom_id: make it unique"
-        raise LineError("duplicate_custom_id", message, "custom_id")
+        raise BadLineError("duplicate_custom_id", message, "custom_id")
     return estimate_tokens(line.size_bytes, request.body)
 
 

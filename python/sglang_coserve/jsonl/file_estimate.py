@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from sglang_coserve.jsonl.lines import is_blank, read_lines
-from sglang_coserve.jsonl.request_line import LineError, estimate_tokens, parse_request_line
+from sglang_coserve.jsonl.request_line import BadLineError, estimate_tokens, parse_request_line
 
 __all__ = ["estimate_file"]
 
@@ -38,5 +38,5 @@ def estimate_file(path: Path, endpoint: str, max_line_bytes: int) -> int:
 def _tokens(content: bytes, size_bytes: int, endpoint: str) -> int:
     try:
         return estimate_tokens(size_bytes, parse_request_line(content, endpoint).body)
-    except LineError:
+    except BadLineError:
         return 0

@@ -11,7 +11,7 @@ import msgspec
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyTooLargeError, check_body
 
 __all__ = [
-    "LineError",
+    "BadLineError",
     "RequestLine",
     "custom_id_of",
     "estimate_tokens",
@@ -30,7 +30,7 @@ _OUTPUT_LIMITS: Final = ("max_completion_tokens", "max_output_tokens", "max_toke
 _MAX_ESTIMATE_TOKENS: Final = 10_000_000
 
 
-class LineError(ValueError):
+class BadLineError(ValueError):
     """A line is not OpenAI's batch input format."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
@@ -54,7 +54,7 @@ def parse_request_line(content: bytes, endpoint: str | None) -> RequestLine:
     Fields that the format does not name are ignored, as OpenAI does.
 
     Raises:
-        LineError: see ``parse_json`` and ``request_of``.
+        BadLineError: see ``parse_json`` and ``request_of``.
     """
     return request_of(parse_json(content), endpoint)
 
@@ -63,25 +63,29 @@ def request_of(fields: object, endpoint: str | None) -> RequestLine:
     """Return the request in the parsed line ``fields``.
 
     Raises:
-        LineError: it is not a request to ``endpoint``, or, for None, to one of those that every
+        BadLineError: it is not a request to ``endpoint``, or, for None, to one of those that every
             server has.
     """
     if not isinstance(fields, dict):
-        raise LineError("invalid_line", "the line is not a JSON object")
+        raise BadLineError("invalid_line", "the line is not a JSON object")
     for name in ("custom_id", "method", "url", "body"):
         if name not in fields:
-            raise LineError("missing_field", f"{name} is missing", name)
+            raise BadLineError("missing_field", f"{name} is missing", name)
     if (custom_id := custom_id_of(fields)) is None:
-        raise LineError("invalid_custom_id", "custom_id must be a string, not empty", "custom_id")
+        raise BadLineError(
+            "invalid_custom_id", "custom_id must be a string, not empty", "custom_id"
+        )
     url, body = fields["url"], fields["body"]
     if fields["method"] != "POST":
-        raise LineError("invalid_method", 'method must be "POST"', "method")
+        raise BadLineError("invalid_method", 'method must be "POST"', "method")
     if endpoint is None and url not in _ANY_ENDPOINT:
-        raise LineError("invalid_url", f"url must be one of {', '.join(_ANY_ENDPOINT)}", "url")
+        raise BadLineError("invalid_url", f"url must be one of {', '.join(_ANY_ENDPOINT)}", "url")
     if endpoint is not None and url != endpoint:
-        raise LineError("mismatched_url", f'url must be the batch\'s endpoint, "{endpoint}"', "url")
+        raise BadLineError(
+            "mismatched_url", f'url must be the batch\'s endpoint, "{endpoint}"', "url"
+        )
     if not isinstance(body, dict):
-        raise LineError("invalid_body", "body must be a JSON object", "body")
+        raise BadLineError("invalid_body", "body must be a JSON object", "body")
     return RequestLine(custom_id, url, body)
 
 
@@ -89,7 +93,7 @@ def parse_json(content: bytes) -> Any:
     """Return the JSON value of a line.
 
     Raises:
-        LineError: it is not JSON in UTF-8, too deeply nested (about 1,000 levels), or of too
+        BadLineError: it is not JSON in UTF-8, too deeply nested (about 1,000 levels), or of too
             many values to be held in memory.
     """
     # An empty list of 2 bytes becomes an object of 56: the size of a line does not bound it.
@@ -97,15 +101,15 @@ def parse_json(content: bytes) -> Any:
         try:
             check_body(content, BodyLimits(len(content), _MAX_VALUES, _MAX_VALUES, len(content)))
         except BodyTooLargeError:
-            raise LineError("line_too_complex", f"more than {_MAX_VALUES:,} values") from None
+            raise BadLineError("line_too_complex", f"more than {_MAX_VALUES:,} values") from None
     try:
         return msgspec.json.decode(content)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         try:
             content.decode()
         except UnicodeDecodeError as bad:
-            raise LineError("invalid_utf8", f"not valid UTF-8: {bad.reason}") from None
-        raise LineError("invalid_json", f"not valid JSON: {error}") from None
+            raise BadLineError("invalid_utf8", f"not valid UTF-8: {bad.reason}") from None
+        raise BadLineError("invalid_json", f"not valid JSON: {error}") from None
 
 
 def custom_id_of(fields: object) -> str | None:

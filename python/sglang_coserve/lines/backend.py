@@ -143,7 +143,11 @@ class BackendLoad:
 
 
 class LineBackend(Protocol):
-    """Serves lines as offline requests: an engine in this process, or servers."""
+    """Serves lines as offline requests: an engine in this process, or servers.
+
+    A class that derives from it, or from ``Backend``, has a model that never changes, if it does
+    not say otherwise.
+    """
 
     @property
     def model(self) -> str:
@@ -156,9 +160,11 @@ class LineBackend(Protocol):
     @property
     def is_changing(self) -> bool:
         """True while weights are being updated: requests are aborted for that, none begin."""
+        return False
 
     async def settled(self) -> None:
         """Wait while ``is_changing``."""
+        return
 
     async def run(
         self, request: LineRequest, on_tokens: Callable[[Sequence[int]], None]
@@ -188,8 +194,9 @@ class Backend(LineBackend, Protocol):
     def limits(self) -> BodyLimits:
         """Limits of a line's body; larger ones are never passed to ``run``."""
 
-    def when_changing(self, take_out: Callable[[], None]) -> None:
+    def when_changing(self, take_out: Callable[[], None]) -> None:  # noqa: ARG002
         """Register ``take_out``, to be called when an update would wait for lines in flight."""
+        return
 
     def hand_back(self, request: LineRequest) -> bool:  # noqa: ARG002
         """Ask that a line that is being run be handed back with its KV, within some seconds.
@@ -214,3 +221,4 @@ class Backend(LineBackend, Protocol):
 
         None if unknown. Batches without a delay, or without a recent one, are left out.
         """
+        return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 from types import MappingProxyType
 from typing import Final
@@ -29,12 +29,11 @@ class EngineLines:
         self,
         file: InFlightFile | None = None,
         suspects: Mapping[str, Mapping[int, int]] = MappingProxyType({}),
-        monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """Without a ``file``, for a remote engine, nothing is recorded."""
         self._file = file
         self._suspects = suspects
-        self._turns = LineTurns(monotonic_s)
+        self._turns = LineTurns(time.monotonic)
         self._limits: set[asyncio.Timeout] = set()
 
     def suspects_of(self, batch_id: str) -> Mapping[int, int]:

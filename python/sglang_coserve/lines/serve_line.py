@@ -40,7 +40,7 @@ async def serve_line(
     backend, now_s = context.backend, asyncio.get_running_loop().time
     retries = LineRetries(request.line, context.retry_policy, context.health, context.rng)
 
-    def hear(tokens: Sequence[int]) -> None:
+    def take_tokens(tokens: Sequence[int]) -> None:
         if backend.model == heard.model:
             heard.add(request.line, tokens)
 
@@ -56,7 +56,7 @@ async def serve_line(
             try:
                 async with limit:
                     result = await backend.run(
-                        replace(request, body=body, generated=generated), hear
+                        replace(request, body=body, generated=generated), take_tokens
                     )
             except ServerError:
                 raise

@@ -16,7 +16,7 @@ from sglang_coserve.fleet import EngineState, FleetBackend
 from sglang_coserve.fleet.discovery import EngineSource, follow
 from sglang_coserve.jsonl.body_limits import BodyTooLargeError, check_body
 from sglang_coserve.jsonl.request_line import (
-    LineError,
+    BadLineError,
     RequestLine,
     custom_id_of,
     parse_json,
@@ -112,14 +112,14 @@ class FleetLines:
         custom_id: str | None = None
         try:
             if content is None:
-                raise LineError("invalid_line", "no text, or one longer than any engine takes")
+                raise BadLineError("invalid_line", "no text, or one longer than any engine takes")
             check_body(content, self._fleet.limits)
             fields = parse_json(content)
             custom_id = custom_id_of(fields)
             request = request_of(fields, None)
         except BodyTooLargeError as error:
             return Answer(None, LineResult.unserved("line_too_large", str(error)))
-        except LineError as error:
+        except BadLineError as error:
             return Answer(custom_id, LineResult.unserved(error.code, str(error)))
         return Answer(custom_id, await self._served(content, request))
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from sglang_coserve.core.latency_model import (
     Hardware,
-    LatencyModel,
-    LatencyProfile,
     ModelShape,
     RooflineModel,
     find_hardware,
@@ -25,7 +23,7 @@ from sglang_coserve.simulator.models import MODELS, find_model, kv_bytes_per_tok
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.workload import TraceRequest, fit_to_context, read_trace
 
-__all__ = ["SimulatedMachine", "find_shape", "offline_requests", "read_profile"]
+__all__ = ["SimulatedMachine", "find_shape", "offline_requests"]
 
 _LENGTHS = re.compile(r"(\d+)x(\d+)", re.ASCII)
 
@@ -74,7 +72,9 @@ def find_shape(model: str) -> ModelShape:
     if model.lower() in MODELS or path.suffix != ".json":
         return find_model(model)
     try:
-        config = json.loads(_read(path))
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputFileError(f"{path}: cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
         raise InputFileError(f"{path}: not JSON: {error}") from error
     if not isinstance(config, dict):
@@ -82,17 +82,8 @@ def find_shape(model: str) -> ModelShape:
     return ModelShape.from_config(config, str(path))
 
 
-def read_profile(path: Path) -> LatencyModel:
-    """Return the latency model of a measured profile.
-
-    Raises:
-        InputFileError: the file cannot be read or is no profile.
-    """
-    return LatencyProfile.from_json(_read(path), str(path)).latency_model
-
-
 def offline_requests(
-    source: str, *, max_context_tokens: int, seed: int = 0, deadline_s: float | None = None
+    source: str, *, max_context_tokens: int, seed: int = 0
 ) -> Callable[[], Iterable[SimRequest]]:
     """Return a function that makes the offline requests named by ``source``.
 
@@ -106,7 +97,7 @@ def offline_requests(
     """
     if source == "none":
         return tuple
-    make = partial(from_trace, request_class=RequestClass.OFFLINE, seed=seed, deadline_s=deadline_s)
+    make = partial(from_trace, request_class=RequestClass.OFFLINE, seed=seed)
     if match := _LENGTHS.fullmatch(source):
         prompt_tokens, output_tokens = int(match[1]), int(match[2])
         if min(prompt_tokens, output_tokens) < 1:
@@ -120,7 +111,7 @@ def offline_requests(
         )
     path = Path(source)
     if _is_batch_file(path):
-        return partial(from_jsonl, path, deadline_s=deadline_s)
+        return partial(from_jsonl, path)
     trace, _ = fit_to_context(read_trace(path), max_context_tokens)
     return lambda: make(trace)
 
@@ -134,10 +125,3 @@ def _is_batch_file(path: Path) -> bool:
             return "body" in json.loads(next(line for line in file if line.strip()))
     except (OSError, StopIteration, ValueError, TypeError, RecursionError):
         return False  # The trace reader reports what is wrong.
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputFileError(f"{path}: cannot be read: {error}") from error

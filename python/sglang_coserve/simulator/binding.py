@@ -19,6 +19,7 @@ __all__ = ["from_jsonl", "from_trace"]
 
 _TOKEN_BYTES = 4
 _VOCAB_SIZE = 2**31
+_DEFAULT_OUTPUT_TOKENS = 256
 
 
 def from_trace(
@@ -27,14 +28,12 @@ def from_trace(
     *,
     seed: int = 0,
     max_new_tokens: int | None = None,
-    deadline_s: float | None = None,
 ) -> Iterator[SimRequest]:
     """Yield the requests of a trace, all of one class.
 
     Prompts get token ids with the common prefixes given by the trace, generated when
     first needed. The scheduler sees ``max_new_tokens`` as the limit, or the
     true output length if None; longer outputs are cut to it.
-    ``deadline_s`` counts from each arrival.
 
     Raises:
         WorkloadError: a prompt or output length is below 1.
@@ -60,7 +59,6 @@ def from_trace(
             min(request.output_tokens, limit),
             partial(_trace_prompt, request, seed + parity),
             2 * request.index + parity,
-            None if deadline_s is None else request.arrival_s + deadline_s,
         )
 
 
@@ -69,14 +67,12 @@ def _trace_prompt(request: TraceRequest, seed: int) -> PackedTokens:
     return PackedTokens(token_ids.astype("uint32").tobytes())
 
 
-def from_jsonl(
-    path: str | Path, *, default_output_tokens: int = 256, deadline_s: float | None = None
-) -> Iterator[SimRequest]:
+def from_jsonl(path: str | Path) -> Iterator[SimRequest]:
     """Yield the lines of a batch file in OpenAI's format as offline requests that arrive at 0.
 
     Without a tokenizer, every 4 bytes of a prompt's text count as one
     token, about right for English, and common prefixes are preserved. The output
-    is as long as the line's ``max_tokens``, else ``default_output_tokens``.
+    is as long as the line's ``max_tokens``, else 256.
 
     Raises:
         InputFileError: the file cannot be read or holds no request.
@@ -88,9 +84,7 @@ def from_jsonl(
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield _from_line(
-                        line, f"{path}:{number}", index, default_output_tokens, deadline_s
-                    )
+                    yield _from_line(line, f"{path}:{number}", index)
                     index += 1
     except (OSError, UnicodeDecodeError) as error:
         raise InputFileError(f"{path}: cannot be read: {error}") from error
@@ -98,13 +92,11 @@ def from_jsonl(
         raise InputFileError(f"{path}: the file holds no request")
 
 
-def _from_line(
-    line: str, where: str, index: int, default_output_tokens: int, deadline_s: float | None
-) -> SimRequest:
+def _from_line(line: str, where: str, index: int) -> SimRequest:
     try:
         body = json.loads(line)["body"]
         text = _text_of(body)
-        limit = body.get("max_completion_tokens", body.get("max_tokens", default_output_tokens))
+        limit = body.get("max_completion_tokens", body.get("max_tokens", _DEFAULT_OUTPUT_TOKENS))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WorkloadError(
             f"{where}: not a batch request with a prompt: {type(error).__name__}: {error}"
@@ -124,7 +116,7 @@ def _from_line(
         max_new_tokens=limit,
         arrival_s=0.0,
     )
-    return SimRequest(info, limit, lambda: tokens, 2 * index + 1, deadline_s)
+    return SimRequest(info, limit, lambda: tokens, 2 * index + 1)
 
 
 def _text_of(body: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
 
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.simulator.chrome_trace import ChromeTrace
@@ -13,31 +12,15 @@ from sglang_coserve.simulator.observer import SimulationObserver
 from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.simulator.result import SimulationResult
 from sglang_coserve.simulator.run import simulate
+from sglang_coserve.simulator.run_control import RunControl
 
-__all__ = ["SimulationControl", "compare"]
-
-
-class SimulationControl(Protocol):
-    """Observes the progress of runs and may end them; implemented by ``RunControl``."""
-
-    @property
-    def should_stop(self) -> bool:
-        """True when no further run should start."""
-        ...
-
-    def begin(self, name: str, interval_s: float) -> None:
-        """Called when a run starts."""
-        ...
-
-    def tick(self, simulated_s: float) -> bool:
-        """Called with a run's progress; True ends the run."""
-        ...
+__all__ = ["compare"]
 
 
 def compare(
     options: SimulationOptions,
     directory: Path,
-    control: SimulationControl,
+    control: RunControl,
     *,
     event_log: bool = False,
     chrome_trace: bool = False,

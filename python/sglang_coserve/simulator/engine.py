@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from sglang_coserve.core.offline_queue import QueuedRequest
+from sglang_coserve.core.recording import RecordingScheduler
 from sglang_coserve.core.request import Ending, RequestState
-from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
-from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan, StepResult
+from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.step import Lane, StepPlan
 from sglang_coserve.simulator.counters import Counters
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import SafepointConfig
@@ -18,42 +19,10 @@ from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.running_step import RunningStep
 from sglang_coserve.simulator.source import TrafficSource
 
-__all__ = ["Engine", "SchedulerApi"]
+__all__ = ["Engine"]
 
 _ROUNDING: Final = 1e-9
 """Tolerance for shares that are multiples of a safepoint's share."""
-
-
-class SchedulerApi(Protocol):
-    """The methods of ``core.scheduler.Scheduler`` that the event loop calls."""
-
-    def arrived(self, info: RequestInfo) -> None:
-        """See ``Scheduler.arrived``."""
-        ...
-
-    def add_offline(self, request: QueuedRequest) -> None:
-        """See ``Scheduler.add_offline``."""
-        ...
-
-    def plan(self, snapshot: EngineSnapshot, cache: PrefixCache) -> StepPlan:
-        """See ``Scheduler.plan``."""
-        ...
-
-    def start(self, plan: StepPlan, chunks: Sequence[PrefillChunk]) -> None:
-        """See ``Scheduler.start``."""
-        ...
-
-    def update(self, result: StepResult) -> None:
-        """See ``Scheduler.update``."""
-        ...
-
-    def restore(self, rid: str, generated_tokens: int) -> None:
-        """See ``Scheduler.restore``."""
-        ...
-
-    def finish(self, rid: str, ending: Ending = Ending.COMPLETE) -> None:
-        """See ``Scheduler.finish``."""
-        ...
 
 
 class Engine:
@@ -65,7 +34,7 @@ class Engine:
 
     def __init__(
         self,
-        scheduler: SchedulerApi,
+        scheduler: Scheduler | RecordingScheduler,
         executor: SimulatedExecutor,
         source: TrafficSource,
         observers: Sequence[SimulationObserver] = (),
@@ -133,7 +102,7 @@ class Engine:
         self._report_tokens(batch)
         for request in ended:
             self._scheduler.finish(request.info.rid)
-            self._tell(RequestEvent.FINISHED, request)
+            self._notify(RequestEvent.FINISHED, request)
         return True
 
     def _begin(self, plan: StepPlan) -> RunningStep:
@@ -153,7 +122,7 @@ class Engine:
         self._scheduler.update(result)
         for request in lost:
             self._scheduler.restore(request.info.rid, request.generated_tokens)
-            self._tell(RequestEvent.RETRACTED, request)
+            self._notify(RequestEvent.RETRACTED, request)
 
     def _pass_time(self, end_s: float) -> bool:
         if self._executor.settle():
@@ -173,10 +142,10 @@ class Engine:
 
     def _arrive(self, request: SimRequest, now_s: float) -> None:
         self.requests.append(request)
-        self._tell(RequestEvent.ARRIVED, request, now_s)
+        self._notify(RequestEvent.ARRIVED, request, now_s)
         if not self._executor.can_hold(request):
             request.move(RequestState.ABORTED)
-            self._tell(RequestEvent.SHED, request, now_s)
+            self._notify(RequestEvent.SHED, request, now_s)
             return
         self.accept(request)
 
@@ -259,10 +228,10 @@ class Engine:
     def _report_changes(self, plan: StepPlan, batch: RunningStep) -> None:
         for request in batch.shed:
             self._scheduler.finish(request.info.rid, Ending.REFUSED)
-            self._tell(RequestEvent.SHED, request)
+            self._notify(RequestEvent.SHED, request)
         for request in batch.retracted:
             self.counters.retractions += 1
-            self._tell(RequestEvent.RETRACTED, request)
+            self._notify(RequestEvent.RETRACTED, request)
             if self._take_back is not None:
                 self._executor.withdraw(request)
                 self._take_back(request)
@@ -278,7 +247,7 @@ class Engine:
             (plan.park, RequestEvent.PARKED),
         ):
             for rid in rids:
-                self._tell(event, requests[rid])
+                self._notify(event, requests[rid])
 
     def _report_step(self, plan: StepPlan, batch: RunningStep, start_s: float) -> None:
         is_suspended = self._executor.suspended is batch
@@ -318,9 +287,9 @@ class Engine:
         if self._observers:
             for request, _ in batch.chunks:
                 if len(request.token_times_s) == 1:
-                    self._tell(RequestEvent.FIRST_TOKEN, request)
+                    self._notify(RequestEvent.FIRST_TOKEN, request)
 
-    def _tell(self, event: RequestEvent, request: SimRequest, at_s: float | None = None) -> None:
+    def _notify(self, event: RequestEvent, request: SimRequest, at_s: float | None = None) -> None:
         for observer in self._observers:
             observer.on_request(self.now_s if at_s is None else at_s, event, request)
 

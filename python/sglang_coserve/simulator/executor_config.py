@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.errors import ConfigError
 
 __all__ = ["CheckpointConfig", "ExecutorConfig", "SafepointConfig"]
@@ -123,6 +124,15 @@ class ExecutorConfig:
         )
         _check(0 <= self.scheduling_s < math.inf, "scheduling time", self.scheduling_s, ">= 0 s")
         _check(0 <= self.noise_cv < math.inf, "noise", self.noise_cv, ">= 0")
+
+    @property
+    def engine_size(self) -> EngineSize:
+        """The limits that the no-interference baseline has, too."""
+        return EngineSize(
+            chunk_tokens=self.max_batch_tokens,
+            max_requests=self.max_running_requests,
+            kv_tokens=self.kv_capacity_tokens,
+        )
 
 
 def _check(is_valid: bool, name: str, value: float, valid: str) -> None:

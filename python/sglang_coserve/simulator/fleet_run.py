@@ -11,7 +11,6 @@ from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.simulator.binding import from_trace
-from sglang_coserve.simulator.compare import SimulationControl
 from sglang_coserve.simulator.engine import Engine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.fleet import Fleet, FleetEngine
@@ -21,7 +20,8 @@ from sglang_coserve.simulator.online_router import OnlineRouter
 from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.simulator.outage import Outage
 from sglang_coserve.simulator.result import RunResult
-from sglang_coserve.simulator.run import SimulationSetup, simulate
+from sglang_coserve.simulator.run import DRAIN_S, SimulationSetup, simulate
+from sglang_coserve.simulator.run_control import RunControl
 from sglang_coserve.simulator.strict_engine import strict_engine
 from sglang_coserve.workload import TraceRequest
 
@@ -104,7 +104,7 @@ class FleetResult(RunResult):
         return {"engines": self.num_engines, "is_alone": self.is_alone, **result}
 
 
-def simulate_fleets(options: FleetOptions, control: SimulationControl) -> list[FleetResult]:
+def simulate_fleets(options: FleetOptions, control: RunControl) -> list[FleetResult]:
     """Run one engine alone, and then each fleet; return the results, the last perhaps incomplete.
 
     Each engine of a fleet gets as many online requests as the one alone: a fleet of n has n copies
@@ -122,9 +122,7 @@ def simulate_fleets(options: FleetOptions, control: SimulationControl) -> list[F
     return results
 
 
-def _alone(
-    options: FleetOptions, setup: SimulationSetup, control: SimulationControl
-) -> FleetResult:
+def _alone(options: FleetOptions, setup: SimulationSetup, control: RunControl) -> FleetResult:
     workload = options.one.workload()
     control.begin("one engine alone", workload.interval_s)
     policy = make_policy(options.one.policy)
@@ -142,7 +140,7 @@ def _alone(
 
 
 def _fleet(
-    options: FleetOptions, setup: SimulationSetup, size: int, control: SimulationControl
+    options: FleetOptions, setup: SimulationSetup, size: int, control: RunControl
 ) -> FleetResult:
     def make_engine(number: int) -> FleetEngine:
         executor = SimulatedExecutor(
@@ -171,7 +169,7 @@ def _fleet(
         outages=options.outages,
         link_tokens_per_s=machine.hardware.link_byte_per_s / kv_bytes_per_token(machine.shape),
     )
-    is_complete = _run(fleet, interval_s, setup.drain_s, control)
+    is_complete = _run(fleet, interval_s, control)
     if fleet.lines_end_s < interval_s:
         raise ConfigError(
             f"{size} engines had all lines after {fleet.lines_end_s:.0f} s: name a longer file,"
@@ -201,9 +199,9 @@ def _fleet(
     )
 
 
-def _run(fleet: Fleet, interval_s: float, drain_s: float, control: SimulationControl) -> bool:
+def _run(fleet: Fleet, interval_s: float, control: RunControl) -> bool:
     """Run until the interval is over and its online requests have ended; False when stopped."""
-    for end_s in (interval_s, interval_s + drain_s):
+    for end_s in (interval_s, interval_s + DRAIN_S):
         steps = 0
         while fleet.step(end_s):
             steps += 1

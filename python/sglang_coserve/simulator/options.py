@@ -16,7 +16,8 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests, read_profile
+from sglang_coserve.profiler import load_profile
+from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.executor_config import (
     CheckpointConfig,
@@ -129,8 +130,8 @@ class SimulationOptions:
         copied_bytes_per_s = self.checkpoint_gb_s * 1e9 * has_mechanisms
         safepoint_layers = self.safepoint_layers * has_mechanisms
         return SimulationSetup(
-            model=read_profile(self.profile) if self.profile else machine.roofline(),
-            true_model=read_profile(self.true_profile) if self.true_profile else None,
+            model=load_profile(self.profile).latency_model if self.profile else machine.roofline(),
+            true_model=load_profile(self.true_profile).latency_model if self.true_profile else None,
             targets=SloTargets(_seconds(self.slo_ttft_ms), _seconds(self.slo_tpot_ms)),
             slos=tuple(map(parse_slo, self.slo)),
             scheduler=SchedulerConfig(seed=self.seed),

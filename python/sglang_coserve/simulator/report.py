@@ -13,6 +13,7 @@ from sglang_coserve.simulator.result import LABEL, SimulationResult, write_resul
 
 __all__ = [
     "COLUMNS",
+    "aligned",
     "ms_text",
     "percent_text",
     "table_rows",
@@ -49,16 +50,19 @@ def table_text(results: Sequence[SimulationResult]) -> str:
 
 def text_table(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
     """Return a table with a heading as plain text, marked as simulated."""
-    rows = [columns, *cells]
+    return "\n".join([f"({LABEL})", *aligned([columns, *cells])]) + "\n"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows of a table as lines, the first column to the left, others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
+    return [
         "  ".join(
-            cell.ljust(width) if place == 0 else cell.rjust(width)
+            cell.rjust(width) if place else cell.ljust(width)
             for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
+        ).rstrip()
         for row in rows
-    )
-    return "\n".join([f"({LABEL})", *lines]) + "\n"
+    ]
 
 
 def write_report(

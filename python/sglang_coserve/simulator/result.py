@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +20,6 @@ from sglang_coserve.metrics import (
 )
 from sglang_coserve.simulator.counters import Counters
 from sglang_coserve.simulator.load_curve import LoadCurve
-from sglang_coserve.simulator.request import SimRequest
 
 __all__ = ["LABEL", "RunResult", "SimulationResult", "write_results"]
 
@@ -88,43 +87,6 @@ class SimulationResult(RunResult):
     reloaded_tokens: int
     kv_capacity_tokens: int
     curve: LoadCurve
-
-    @classmethod
-    def of(
-        cls,
-        requests: Iterable[SimRequest],
-        *,
-        policy: str,
-        targets: SloTargets,
-        interval_s: float,
-        end_s: float,
-        is_complete: bool,
-        counters: Counters,
-        kv_capacity_tokens: int,
-        curve: LoadCurve,
-    ) -> SimulationResult:
-        """Collect the requests of a run."""
-        online: list[RequestTimeline] = []
-        offline: list[RequestTimeline] = []
-        recomputed = reloaded = 0
-        for request in requests:
-            (online if request.info.is_online else offline).append(request.timeline())
-            recomputed += request.recomputed_tokens
-            reloaded += request.reloaded_tokens
-        return cls(
-            policy=policy,
-            targets=targets,
-            interval_s=interval_s,
-            end_s=end_s,
-            is_complete=is_complete,
-            online=tuple(online),
-            offline=tuple(offline),
-            counters=counters,
-            recomputed_tokens=recomputed,
-            reloaded_tokens=reloaded,
-            kv_capacity_tokens=kv_capacity_tokens,
-            curve=curve,
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything except the timelines and the curve, for JSON."""

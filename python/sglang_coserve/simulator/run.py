@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
-from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import Slo, deadlines
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_queue import OfflineQueue, OfflineQueueConfig
@@ -23,9 +23,13 @@ from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.result import SimulationResult
 from sglang_coserve.simulator.source import TrafficSource
 
-__all__ = ["SimulationSetup", "Workload", "simulate"]
+__all__ = ["DRAIN_S", "SimulationSetup", "Workload", "simulate"]
 
 _PROGRESS_ITERATIONS = 256
+
+DRAIN_S: Final = 300.0
+"""Longest time after the interval for online requests that arrived in it to end. Offline work goes
+on meanwhile but is no longer counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +73,9 @@ class SimulationSetup:
     true_model: LatencyModel | None = None
     """The model of the real step times; None for the scheduler's."""
 
-    drain_s: float = 300.0
-    """Longest time after the interval for online requests that arrived in it to end. Offline work
-    goes on meanwhile but is no longer counted."""
-
     def make_scheduler(self, policy: Policy) -> Scheduler:
         """Return a new scheduler; its baseline is SGLang on this machine."""
-        executor = self.executor
-        engine = EngineSize(
-            chunk_tokens=executor.max_batch_tokens,
-            max_requests=executor.max_running_requests,
-            kv_tokens=executor.kv_capacity_tokens,
-        )
+        engine = self.executor.engine_size
         slos = self.slos or deadlines(self.targets)
         queue = OfflineQueue(self.queue or policy.queue_config(self.scheduler.seed))
         return Scheduler(policy, self.model, slos, queue, self.scheduler, engine=engine)
@@ -124,18 +119,22 @@ def simulate(
             break
     if is_complete:
         source.close()
-        while engine.has_online and engine.now_s < interval_s + setup.drain_s and engine.step():
+        while engine.has_online and engine.now_s < interval_s + DRAIN_S and engine.step():
             pass
     else:
         interval_s = engine.now_s
-    return SimulationResult.of(
-        engine.requests,
+    requests = engine.requests
+    return SimulationResult(
         policy=policy.name,
         targets=setup.targets,
         interval_s=interval_s if math.isfinite(interval_s) else max(engine.now_s, 1e-9),
         end_s=engine.now_s,
         is_complete=is_complete,
+        online=tuple(r.timeline() for r in requests if r.info.is_online),
+        offline=tuple(r.timeline() for r in requests if not r.info.is_online),
         counters=engine.counters,
+        recomputed_tokens=sum(r.recomputed_tokens for r in requests),
+        reloaded_tokens=sum(r.reloaded_tokens for r in requests),
         kv_capacity_tokens=setup.executor.kv_capacity_tokens,
         curve=curve,
     )

@@ -15,10 +15,11 @@ from sglang_coserve.metrics import LatencyReport, latency_report
 from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig
 from sglang_coserve.simulator.options import BASELINES
 from sglang_coserve.simulator.recorded_traffic import RecordedTraffic
+from sglang_coserve.simulator.report import aligned
 from sglang_coserve.simulator.result import LABEL, SimulationResult
 from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
 
-__all__ = ["Change", "Comparison", "Outcome", "compare_change", "parse_share"]
+__all__ = ["Change", "Comparison", "TrafficOutcome", "compare_change", "parse_share"]
 
 _SHARE: Final = re.compile(r"([+-]\d+(?:\.\d+)?)\s*%")
 
@@ -42,7 +43,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrafficOutcome:
     """What became of the traffic."""
 
     label: str
@@ -64,23 +65,15 @@ class Outcome:
 class Comparison:
     """The recording, the same simulated, and the change simulated."""
 
-    recorded: Outcome
-    simulated: Outcome
-    changed: Outcome | None
+    recorded: TrafficOutcome
+    simulated: TrafficOutcome
+    changed: TrafficOutcome | None
 
     def table(self) -> str:
         """Return all as text."""
         outcomes = [each for each in (self.recorded, self.simulated, self.changed) if each]
         heading = ("", "TTFT P50 ms", "TTFT P99 ms", "ITL P50 ms", "ITL P99 ms", "offline tokens")
-        rows = [heading, *map(_row, outcomes)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.rjust(width) if place else cell.ljust(width)
-                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        )
+        return "\n".join(aligned([heading, *map(_row, outcomes)]))
 
     def sentence(self) -> str:
         """Return the difference, and how far simulating is off where it can be checked."""
@@ -113,7 +106,7 @@ def compare_change(
     Raises:
         ConfigError: no policy has this name.
     """
-    outcomes: list[Outcome] = []
+    outcomes: list[TrafficOutcome] = []
     changes = [Change()] if change == Change() else [Change(), change]
     for each in changes:
         name = str(each)
@@ -122,8 +115,8 @@ def compare_change(
             return None
         label = "as recorded" if each == Change() else str(each)
         tokens = result.offline_throughput.total_tokens_per_s * result.interval_s
-        outcomes.append(Outcome(f"{LABEL}: {label}", latency_report(result.online), tokens))
-    recorded = Outcome(
+        outcomes.append(TrafficOutcome(f"{LABEL}: {label}", latency_report(result.online), tokens))
+    recorded = TrafficOutcome(
         "recorded (measured)", latency_report(traffic.timelines), traffic.offline_tokens
     )
     return Comparison(recorded, outcomes[0], outcomes[1] if len(outcomes) > 1 else None)
@@ -178,7 +171,7 @@ def _simulate(
     return simulate(workload, setup, made, on_progress=on_progress)
 
 
-def _row(outcome: Outcome) -> Sequence[str]:
+def _row(outcome: TrafficOutcome) -> Sequence[str]:
     online = outcome.online
     values = (online.ttft.p50_s, online.ttft.p99_s, online.itl.p50_s, online.itl.p99_s)
     return (outcome.label, *map(_ms, values), f"{outcome.offline_tokens:,.0f}")

@@ -13,14 +13,14 @@ from typing import Final
 import httpx
 
 from sglang_coserve.client import AsyncCoserveClient, AsyncJob, ClientOptions
-from sglang_coserve.demo.replay import replay
 from sglang_coserve.errors import ConfigError, ServerError
 from sglang_coserve.local_server import LocalServer
-from sglang_coserve.metrics import Outcome, RequestTimeline, latency_report
+from sglang_coserve.metrics import LatencyReport, Outcome, latency_report
 from sglang_coserve.slo_search.load import Load
 from sglang_coserve.slo_search.machine import EngineMachine
 from sglang_coserve.slo_search.measurement import SearchRun
 from sglang_coserve.slo_search.progress import SearchProgress
+from sglang_coserve.streamed_load import StreamedLoad, replayed
 from sglang_coserve.workload import TraceRequest
 
 __all__ = ["LiveBench"]
@@ -94,7 +94,7 @@ class LiveBench:
                     for path in ("/server_info", "/v1/models")
                 )
         except httpx.HTTPError as error:
-            raise ServerError(f"the server does not tell its limits: {error}") from error
+            raise ServerError(f"the server does not report its limits: {error}") from error
         return EngineMachine.of_server(info, models["data"][0])
 
     def measure(
@@ -115,11 +115,14 @@ class LiveBench:
             replace(request, index=request.index + _WARMUP_INDEX, arrival_s=0.0)
             for request in load.online[:_WARMUP_REQUESTS]
         ]
-        await self._replay(base_url, warmup)
+        async with self._online(base_url, warmup) as online:
+            await online.finished()
+        online = self._online(base_url, load.online)
         if offline_file is None:
-            online = asyncio.create_task(self._replay(base_url, load.online))
-            await self._wait(name, online, load.seconds)
-            return SearchRun(latency_report(_served(await online)))
+            async with online:
+                await self._wait(name, online, load.seconds)
+                await online.finished()
+            return SearchRun(_latencies(online))
         options = ClientOptions(concurrency=load.offline_concurrency)
         async with AsyncCoserveClient(base_url, options=options) as client:
             results = self.logs / f"{name}.results.jsonl"
@@ -127,33 +130,33 @@ class LiveBench:
             job = await client.submit_jsonl(offline_file, results)
             await _until_steady(job)
             before = job.status
-            online = asyncio.create_task(self._replay(base_url, load.online))
-            await self._wait(name, online, load.seconds)
-            after, ran_out = job.status, not job.is_running
-            if ran_out:
-                await job.wait()  # Raises if the job failed.
-            timelines = await online
+            async with online:
+                await self._wait(name, online, load.seconds)
+                after, ran_out = job.status, not job.is_running
+                if ran_out:
+                    await job.wait()  # Raises if the job failed.
+                await online.finished()
         tokens = after.prompt_tokens + after.completion_tokens
         tokens -= before.prompt_tokens + before.completion_tokens
         return SearchRun(
-            latency_report(_served(timelines)),
+            _latencies(online),
             offline_tokens_per_s=tokens / load.seconds,
             offline_requests_per_s=(after.ok - before.ok) / load.seconds,
             offline_ran_out=ran_out,
         )
 
-    async def _replay(
-        self, base_url: str, requests: Sequence[TraceRequest]
-    ) -> list[RequestTimeline]:
-        return await replay(base_url, requests, vocab_size=self.vocab_size, drain_s=_DRAIN_S)
+    def _online(self, base_url: str, requests: Sequence[TraceRequest]) -> StreamedLoad:
+        return StreamedLoad(
+            base_url,
+            replayed(requests, vocab_size=self.vocab_size),
+            arrivals_s=[request.arrival_s for request in requests],
+            drain_s=_DRAIN_S,
+        )
 
-    async def _wait(self, name: str, online: asyncio.Task[object], seconds: float) -> None:
+    async def _wait(self, name: str, online: StreamedLoad, seconds: float) -> None:
         """Wait until the end of the time in which offline tokens are counted."""
         self.progress.begin(f"{name}: measuring", seconds)
-        start_s = time.perf_counter()
-        while (elapsed_s := time.perf_counter() - start_s) < seconds:
-            if online.done():
-                online.result()
+        while (elapsed_s := time.perf_counter() - online.began_s) < seconds:
             self.progress.tick(elapsed_s)
             await asyncio.sleep(min(_POLL_S, seconds - elapsed_s))
 
@@ -171,7 +174,8 @@ async def _until_steady(job: AsyncJob) -> None:
     raise ServerError(f"the server finished no offline request; failed ones are in {job.errors}")
 
 
-def _served(timelines: Sequence[RequestTimeline]) -> Sequence[RequestTimeline]:
+def _latencies(online: StreamedLoad) -> LatencyReport:
+    timelines = online.timelines()
     if all(timeline.outcome is Outcome.FAILED for timeline in timelines):
         raise ServerError("the server refused every online request; see its log")
-    return timelines
+    return latency_report(timelines)

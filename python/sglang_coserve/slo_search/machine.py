@@ -7,11 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sglang_coserve.simulator import ExecutorConfig
+from sglang_coserve.workload import RESERVED_TOKENS
 
 __all__ = ["EngineMachine"]
-
-# Context positions that SGLang reserves, and a few to spare.
-_RESERVED_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ class EngineMachine:
             max_running=state["effective_max_running_requests_per_dp"],
             max_batch_tokens=max(info["chunked_prefill_size"] or 0, 0)
             or info["max_prefill_tokens"],
-            max_context_tokens=model_card["max_model_len"] - _RESERVED_TOKENS,
+            max_context_tokens=model_card["max_model_len"] - RESERVED_TOKENS,
             overlap=not info["disable_overlap_schedule"],
         )
 

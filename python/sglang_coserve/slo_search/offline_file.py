@@ -10,12 +10,9 @@ from sglang_coserve.core.offline_queue import unpack_tokens
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.simulator.assemble import offline_requests
 from sglang_coserve.slo_search.load import Load
-from sglang_coserve.workload import detect_format
+from sglang_coserve.workload import FIRST_TEXT_TOKEN_ID, detect_format
 
 __all__ = ["offline_file"]
-
-_FIRST_TOKEN_ID = 16
-"""Low ids are special tokens in many vocabularies."""
 
 
 def offline_file(load: Load, path: Path, *, num_lines: int, vocab_size: int) -> Path:
@@ -35,10 +32,10 @@ def offline_file(load: Load, path: Path, *, num_lines: int, vocab_size: int) -> 
     )
     with path.open("w", encoding="utf-8") as file:
         for number, request in enumerate(islice(make(), num_lines)):
-            num_ids = vocab_size - _FIRST_TOKEN_ID
+            first, num_ids = FIRST_TEXT_TOKEN_ID, vocab_size - FIRST_TEXT_TOKEN_ID
             body = {
                 "model": "default",
-                "prompt": [_FIRST_TOKEN_ID + i % num_ids for i in unpack_tokens(request.prompt)],
+                "prompt": [first + i % num_ids for i in unpack_tokens(request.prompt)],
                 "max_tokens": request.output_tokens,
                 "temperature": 0,
                 "ignore_eos": True,

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from sglang_coserve import __version__
 from sglang_coserve.core.control.slo import SloResult, format_slo
+from sglang_coserve.simulator.report import aligned
 from sglang_coserve.simulator.result import LABEL
 from sglang_coserve.slo_search.measurement import Trial
 from sglang_coserve.slo_search.session import SearchSession
@@ -114,14 +115,10 @@ def _command(session: SearchSession) -> str | None:
     return None if flags is None else shlex.join(["coserve", "serve", *flags])
 
 
-def _table(rows: Sequence[tuple[str, Trial]]) -> Iterator[str]:
+def _table(rows: Sequence[tuple[str, Trial]]) -> list[str]:
     slos = [format_slo(result.slo) for result in rows[0][1].results]
     head = ("", "budget ms", *slos, "met", "offline tok/s")
-    cells = [head, *(_cells(name, trial) for name, trial in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for name, *others in cells:
-        padded = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-        yield "  ".join([name.ljust(widths[0]), *padded])
+    return aligned([head, *(_cells(name, trial) for name, trial in rows)])
 
 
 def _cells(name: str, trial: Trial) -> tuple[str, ...]:

@@ -7,14 +7,23 @@ Read or synthesize requests, shape them to the machine, then make prompts::
 """
 
 from sglang_coserve.workload.arrivals import gamma_arrivals, poisson_arrivals, synthesize
-from sglang_coserve.workload.prompts import prompt_token_ids
+from sglang_coserve.workload.prompts import FIRST_TEXT_TOKEN_ID, prompt_token_ids
 from sglang_coserve.workload.samples import sample_path
-from sglang_coserve.workload.shape import ContextFit, fit_to_context, scale_rate, thin, window
+from sglang_coserve.workload.shape import (
+    RESERVED_TOKENS,
+    ContextFit,
+    fit_to_context,
+    scale_rate,
+    thin,
+    window,
+)
 from sglang_coserve.workload.trace import TraceRequest, detect_format, read_trace
 from sglang_coserve.workload.trace_formats import BLOCK_TOKENS, TraceFormat
 
 __all__ = [
     "BLOCK_TOKENS",
+    "FIRST_TEXT_TOKEN_ID",
+    "RESERVED_TOKENS",
     "ContextFit",
     "TraceFormat",
     "TraceRequest",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from sglang_coserve.workload.arrivals import gamma_arrivals, synthesize
-from sglang_coserve.workload.sample_text import Event, draw_event, draw_events, tell
+from sglang_coserve.workload.sample_text import Event, diary, draw_event, draw_events
 from sglang_coserve.workload.samples import sample_path
 from sglang_coserve.workload.trace import TraceRequest
 
@@ -121,7 +121,7 @@ def _few_shot(
 ) -> list[list[_Message]]:
     def note() -> tuple[Event, str]:
         event = draw_event(rng)
-        return event, tell(rng, [event])
+        return event, diary(rng, [event])
 
     shared = [_say("system", instruction)]
     for _ in range(5):
@@ -152,7 +152,7 @@ def _question(rng: random.Random) -> list[list[_Message]]:
     events = draw_events(rng, 10)
     instruction = (
         "Answer questions about the town diary below in one short sentence. Use only what the "
-        f"diary says; if it does not say, answer that you do not know.\n\n{tell(rng, events)}"
+        f"diary says; if it does not say, answer that you do not know.\n\n{diary(rng, events)}"
     )
     questions = [
         question
@@ -174,7 +174,10 @@ def _summarize(rng: random.Random) -> list[list[_Message]]:
         "leave out the weather."
     )
     return [
-        [_say("system", instruction), _say("user", tell(rng, draw_events(rng, rng.randint(4, 17))))]
+        [
+            _say("system", instruction),
+            _say("user", diary(rng, draw_events(rng, rng.randint(4, 17)))),
+        ]
         for _ in range(_GROUP)
     ]
 

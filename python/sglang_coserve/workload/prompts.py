@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_coserve.workload.trace import TraceRequest
 from sglang_coserve.workload.trace_formats import BLOCK_TOKENS
 
-__all__ = ["prompt_token_ids"]
+__all__ = ["FIRST_TEXT_TOKEN_ID", "prompt_token_ids"]
+
+FIRST_TEXT_TOKEN_ID: Final = 16
+"""For ``first_token_id``: lower ids are special tokens in many vocabularies."""
 
 
 def prompt_token_ids(

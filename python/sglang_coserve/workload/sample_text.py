@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["Event", "draw_event", "draw_events", "tell"]
+__all__ = ["Event", "diary", "draw_event", "draw_events"]
 
 _VERBS: Final = {
     "repair": ("mended", "repainted", "cleaned", "rebuilt", "oiled", "patched"),
@@ -142,7 +142,7 @@ def draw_events(rng: random.Random, count: int) -> list[Event]:
     return list(events.values())
 
 
-def tell(rng: random.Random, events: list[Event]) -> str:
+def diary(rng: random.Random, events: list[Event]) -> str:
     """Return the events as running text with a remark after some of them."""
     sentences = []
     for event in events:

@@ -11,12 +11,23 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
+from typing import Final
 
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.workload.trace import TraceRequest
 from sglang_coserve.workload.trace_formats import BLOCK_TOKENS
 
-__all__ = ["ContextFit", "fit_to_context", "scale_rate", "thin", "window"]
+__all__ = [
+    "RESERVED_TOKENS",
+    "ContextFit",
+    "fit_to_context",
+    "scale_rate",
+    "thin",
+    "window",
+]
+
+RESERVED_TOKENS: Final = 8
+"""Positions of a model's context that SGLang keeps for itself, and a few to spare."""
 
 
 def window(

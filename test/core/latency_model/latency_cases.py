@@ -44,28 +44,23 @@ CAPTURED = (1, 2, 4, 8, *range(16, 161, 8))
 
 # Costs of the order of an 8B model on one H100, so that every term matters somewhere. Decodes
 # cost less in a replayed graph than in any mixed batch, as they do on a real machine.
+COSTS = {
+    "compute_token_s": 2.5e-5,
+    "attention_pair_s": 8e-10,
+    "context_token_s": 4e-8,
+    "prefill_request_s": 5e-4,
+    "decode_request_s": 2e-5,
+    "iteration_s": 6e-3,
+}
 POLYNOMIAL = LinearModel.of(
     CONSERVE,
-    compute_token_s=2.5e-5,
-    attention_pair_s=8e-10,
-    context_token_s=4e-8,
-    prefill_request_s=5e-4,
-    decode_request_s=2e-5,
-    iteration_s=6e-3,
+    **COSTS,
     graph_row_s=1.5e-5,
     graph_context_token_s=4e-8,
     graph_iteration_s=4e-3,
     captured_batch_sizes=CAPTURED,
 )
-EAGER_POLYNOMIAL = LinearModel.of(
-    CONSERVE,
-    compute_token_s=2.5e-5,
-    attention_pair_s=8e-10,
-    context_token_s=4e-8,
-    prefill_request_s=5e-4,
-    decode_request_s=2e-5,
-    iteration_s=6e-3,
-)
+EAGER_POLYNOMIAL = LinearModel.of(CONSERVE, **COSTS)
 LINEAR = LinearModel.of(
     HYGEN,
     prefill_token_s=2.5e-5,

@@ -12,7 +12,7 @@ import pytest
 
 from sglang_coserve.srt.marks.offline_marks import offline_marks, sent_with
 from sglang_coserve.srt.monitoring.scheduler_query import ask, leave, moved_tokens
-from srt.flushed import IDLE_TIMEOUT_S, is_flushed
+from srt.own_engine import IDLE_TIMEOUT_S, is_flushed, own_engine, params, state
 
 TIMEOUT_S = 120
 MOST_ROUNDS = 10
@@ -25,36 +25,25 @@ def move_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(small_model: Path, move_dir: Path) -> Iterator[Any]:
-    from sglang_coserve.config import CoserveConfig
-    from sglang_coserve.srt.engine import CoserveEngine
-
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
-        environment.setenv("SGLANG_CHECK_KV_PAGE_INVARIANTS", "1")
-        running = CoserveEngine(
-            model_path=str(small_model),
-            dtype="float32",
-            tp_size=2,
-            page_size=16,
-            max_total_tokens=768,
-            chunked_prefill_size=128,
-            schedule_conservativeness=0.1,
-            coserve_config=CoserveConfig(
-                offline_policy="coserve",
-                slo_ttft_ms=300,
-                slo_tpot_ms=50,
-                startup_profile_seconds=0.0,
-                kv_checkpoint="eager",
-                kv_move_dir=str(move_dir),
-            ),
-        )
-    yield running
-    running.shutdown()
-
-
-def params(max_new_tokens: int, *, offline: bool) -> dict[str, Any]:
-    mark = {"custom_params": {"coserve_class": "offline"}} if offline else {}
-    return {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True, **mark}
+    coserve = {
+        "offline_policy": "coserve",
+        "slo_ttft_ms": 300,
+        "slo_tpot_ms": 50,
+        "startup_profile_seconds": 0.0,
+        "kv_checkpoint": "eager",
+        "kv_move_dir": str(move_dir),
+    }
+    with own_engine(
+        small_model,
+        coserve,
+        {"SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"},
+        tp_size=2,
+        page_size=16,
+        max_total_tokens=768,
+        chunked_prefill_size=128,
+        schedule_conservativeness=0.1,
+    ) as running:
+        yield running
 
 
 def test_ranks_stay_in_step_while_requests_give_way_and_resume(engine: Any) -> None:
@@ -81,8 +70,7 @@ def test_ranks_stay_in_step_while_requests_give_way_and_resume(engine: Any) -> N
     for _ in range(MOST_ROUNDS):
         assert is_flushed(engine)
         assert engine.loop.run_until_complete(together(with_offline=True)) == expected
-        (internal,) = engine.loop.run_until_complete(engine.tokenizer_manager.get_internal_state())
-        stats = internal["coserve"]["kv_checkpoint"]
+        stats = state(engine)["kv_checkpoint"]
         if stats["demoted_tokens"] and stats["prefetch_published_tokens"]:
             break
     assert stats["mode"] == "eager"

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_coserve.srt.safepoint import deadline_gate
-from sglang_coserve.srt.safepoint.deadline_gate import DeadlineGate
+from sglang_coserve.srt.safepoint import gates
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import DeadlineGate, LocalGate
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
-from sglang_coserve.srt.safepoint.local_gate import LocalGate
 
 LAYERS, GROUP_S = 8, 0.01
 
@@ -21,7 +20,7 @@ class Pass:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, outstanding_groups: int = 1) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr(deadline_gate, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
+        monkeypatch.setattr(gates, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
         self.flag = PreemptionFlag()
         self.gate = DeadlineGate(LocalGate(self.flag), self.flag, outstanding_groups)
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag, batch_id
+from sglang_coserve.srt.safepoint.gates import LocalGate
 from sglang_coserve.srt.safepoint.instrument import (
     ForwardPreempted,
     add_safepoints,
     fitting_interval,
     safepoint_cost_s,
 )
-from sglang_coserve.srt.safepoint.local_gate import LocalGate
 
 
 class Layer(nn.Module):

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import LocalGate
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, add_safepoints
-from sglang_coserve.srt.safepoint.local_gate import LocalGate
 from sglang_coserve.srt.safepoint.resumption import Resumption
 
 LAYERS, TOKENS, WIDTH = 6, 7, 4

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from srt.flushed import is_flushed
+from srt.own_engine import is_flushed, own_engine, params, state
 
 TIMEOUT_S = 120
 NUM_OFFLINE, NUM_ONLINE = 24, 24
@@ -22,38 +22,22 @@ ARRIVALS_S = 3.0
 
 @pytest.fixture(scope="module")
 def engine(small_model: Path) -> Iterator[Any]:
-    from sglang_coserve.config import CoserveConfig
-    from sglang_coserve.srt.engine import CoserveEngine
-
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
-        running = CoserveEngine(
-            model_path=str(small_model),
-            dtype="float32",
-            tp_size=2,
-            max_total_tokens=8192,
-            chunked_prefill_size=1024,
-            coserve_config=CoserveConfig(
-                # Without online requests it fills steps as far as that pays.
-                offline_policy="conserve",
-                slo_ttft_ms=1,
-                safepoint_interval=1,
-                startup_profile_seconds=2.0,
-            ),
-        )
-    yield running
-    running.shutdown()
-
-
-def params(max_new_tokens: int, *, offline: bool) -> dict[str, Any]:
-    mark = {"custom_params": {"coserve_class": "offline"}} if offline else {}
-    return {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True, **mark}
+    coserve = {
+        # Without online requests it fills steps as far as that pays.
+        "offline_policy": "conserve",
+        "slo_ttft_ms": 1,
+        "safepoint_interval": 1,
+        "startup_profile_seconds": 2.0,
+    }
+    with own_engine(
+        small_model, coserve, tp_size=2, max_total_tokens=8192, chunked_prefill_size=1024
+    ) as running:
+        yield running
 
 
 def resumed(engine: Any) -> int:
     """Suspended steps that went on so far."""
-    states = engine.loop.run_until_complete(engine.tokenizer_manager.get_internal_state())
-    safepoints = states[0]["coserve"]["safepoints"]
+    safepoints = state(engine)["safepoints"]
     assert safepoints["enabled"], safepoints
     return int(safepoints["resumed"])
 

@@ -21,9 +21,9 @@ from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import LocalGate
 from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate, add_safepoints
-from sglang_coserve.srt.safepoint.local_gate import LocalGate
 from sglang_coserve.srt.safepoint.resumption import Resumption
 
 LAYERS, INTERVAL, WIDTH = 8, 3, 4

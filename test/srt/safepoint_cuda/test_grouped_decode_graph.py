@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import LocalGate
 from sglang_coserve.srt.safepoint.grouped_decode_graph import (
     GroupedDecodeBackend,
     why_no_grouped_decode_graphs,
 )
-from sglang_coserve.srt.safepoint.local_gate import LocalGate
 from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate
 from srt.safepoint_cuda.call_graphs import (  # noqa: F401
     INTERVAL,

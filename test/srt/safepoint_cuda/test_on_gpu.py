@@ -21,13 +21,13 @@ from torch import nn
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import LocalGate
 from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
 from sglang_coserve.srt.safepoint.grouped_decode_graph import GroupedDecodeBackend
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, add_safepoints
-from sglang_coserve.srt.safepoint.local_gate import LocalGate
 from sglang_coserve.srt.safepoint.resumption import Resumption
 from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, cuda_events, order_behind_pass
-from srt.flushed import is_flushed
+from srt.own_engine import is_flushed
 
 pytestmark = [
     pytest.mark.gpu,

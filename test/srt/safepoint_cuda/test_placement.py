@@ -16,7 +16,7 @@ from sglang_coserve.srt.safepoint import placement
 from sglang_coserve.srt.safepoint.eligibility import why_no_safepoints
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
 from sglang_coserve.srt.safepoint.forward_kind import ForwardKind
-from sglang_coserve.srt.safepoint.local_gate import LocalGate
+from sglang_coserve.srt.safepoint.gates import LocalGate
 from sglang_coserve.srt.safepoint.placement import SafepointPlacement, place_on_cpu, place_on_cuda
 from sglang_coserve.srt.safepoint.resumption import Resumption
 from sglang_coserve.srt.safepoint.safepoints import Safepoints

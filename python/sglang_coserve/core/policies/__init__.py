@@ -1,19 +1,21 @@
-"""The scheduling policies, one file each."""
+"""The scheduling policies."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
+from sglang_coserve.core.policies.baselines import (
+    NonPreemptivePolicy,
+    OnlineOnlyPolicy,
+    PriorityPolicy,
+    SarathiPolicy,
+)
 from sglang_coserve.core.policies.bros import BrosPolicy
 from sglang_coserve.core.policies.conserve import ConservePolicy
 from sglang_coserve.core.policies.coserve import CoservePolicy
 from sglang_coserve.core.policies.fcfs import FcfsPolicy
 from sglang_coserve.core.policies.hygen import HygenPolicy
-from sglang_coserve.core.policies.non_preemptive import NonPreemptivePolicy
-from sglang_coserve.core.policies.online_only import OnlineOnlyPolicy
 from sglang_coserve.core.policies.ooco import OocoPolicy
-from sglang_coserve.core.policies.priority import PriorityPolicy
-from sglang_coserve.core.policies.sarathi import SarathiPolicy
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.errors import ConfigError

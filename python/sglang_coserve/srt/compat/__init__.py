@@ -5,7 +5,7 @@
   them up in the sources of any version (``source_tree``), ``seam_report`` is
   ``scripts/sglang-seams``.
 - ``by_version`` chooses among ``v17`` … ``v22``, each what has changed with that version.
-- ``ranks``, ``release``, ``replacements``, ``requests``, ``settings``: what the rest of ``srt``
+- ``ranks``, ``replacements``, ``requests``, ``settings``: what the rest of ``srt``
   calls.
 
 See docs/upgrading.md. Attributes that only instances have (``waiting_queue``, …) are used where
@@ -14,53 +14,18 @@ they are needed.
 
 from __future__ import annotations
 
-from sglang_coserve.srt.compat.by_version import (
-    aborted_errors,
-    cached_tokens_of,
-    check_extra_keys,
-    computed_tokens,
-    copy_streams,
-    exceeds_window_pool,
-    filter_out,
-    free_prepared,
-    has_unsaved_kv,
-    holds_kv,
-    inserting_cache,
-    is_mixed,
-    keep_outputs,
-    logit_processors,
-    model_config_of,
-    num_core_sets,
-    own_number_settings,
-    parallel,
-    place_context,
-    prefix_tokens,
-    protected_tokens,
-    put_back_outputs,
-    radix_key,
-    release_kv,
-    replace_copy_engine,
-    reserve_window_slots,
-    set_computed_tokens,
-    set_extent,
-    settings_of,
-    slot_of,
-    start_load,
-    start_scheduler,
-    tensors_beside,
-)
+from sglang_coserve.srt.compat import by_version
+from sglang_coserve.srt.compat.by_version import *  # noqa: F403
 from sglang_coserve.srt.compat.ranks import is_first_rank, num_ranks
-from sglang_coserve.srt.compat.release import (
-    release_aborted,
-    release_for_requeue,
-    release_uncomputed,
-)
 from sglang_coserve.srt.compat.replacements import replace
 from sglang_coserve.srt.compat.requests import (
     check_logit_processor,
     fill_token_ids_logprobs,
     lowest_priority,
     refuse,
+    release_aborted,
+    release_for_requeue,
+    release_uncomputed,
 )
 from sglang_coserve.srt.compat.settings import (
     check_one_replica,
@@ -73,57 +38,25 @@ from sglang_coserve.srt.compat.versions import installed_version, start_up_line
 
 __all__ = [
     "UPDATE_COMMUNICATORS",
-    "aborted_errors",
-    "cached_tokens_of",
-    "check_extra_keys",
     "check_logit_processor",
     "check_one_replica",
     "check_server_args",
     "check_version",
     "check_window_cache",
-    "computed_tokens",
-    "copy_streams",
-    "exceeds_window_pool",
     "fill_token_ids_logprobs",
-    "filter_out",
-    "free_prepared",
-    "has_unsaved_kv",
-    "holds_kv",
-    "inserting_cache",
     "installed_version",
     "is_first_rank",
-    "is_mixed",
-    "keep_outputs",
-    "logit_processors",
     "lowest_priority",
-    "model_config_of",
-    "num_core_sets",
     "num_ranks",
-    "own_number_settings",
-    "parallel",
-    "place_context",
-    "prefix_tokens",
-    "protected_tokens",
-    "put_back_outputs",
-    "radix_key",
     "refusals_of_sglang",
     "refuse",
     "release_aborted",
     "release_for_requeue",
-    "release_kv",
     "release_uncomputed",
     "replace",
-    "replace_copy_engine",
-    "reserve_window_slots",
-    "set_computed_tokens",
-    "set_extent",
-    "settings_of",
-    "slot_of",
-    "start_load",
-    "start_scheduler",
     "start_up_line",
-    "tensors_beside",
 ]
+__all__ += by_version.__all__
 
 UPDATE_COMMUNICATORS = (
     "update_weights_from_distributed_communicator",

@@ -15,7 +15,6 @@ __all__ = [
     "radix_key",
     "replace_copy_engine",
     "start_load",
-    "submit_load",
 ]
 
 Req = Any

@@ -89,14 +89,11 @@ class KvMoves:
         self,
         cache: Any,
         path: Path,
-        *,
-        monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """``path`` is the directory, the same one for all engines."""
         rank, num_ranks = cache.rank_of_ranks()
         self._cache = cache
         self._num_ranks = num_ranks
-        self._monotonic_s = monotonic_s
         self._directory = directory = KvDirectory(path, rank)
         pool = cache.host_pool
         self._host_kv = kv = pool.kv_buffer
@@ -124,7 +121,7 @@ class KvMoves:
         Its rid is the name of the file: who gives a rid that is none gets no file.
         """
         self._cache.save_kept(req)
-        self._leaving[req.rid] = _Leaving(req, model, self._monotonic_s())
+        self._leaving[req.rid] = _Leaving(req, model, time.monotonic())
 
     def _write(self, each: _Leaving) -> None:
         """Begin to write a request's pages once all of them are on the host."""
@@ -161,7 +158,7 @@ class KvMoves:
             return False
         identity = self._identity(req, tokens, moved.model)
         job = self._threads.begin(partial(self._read_file, moved.name, identity, slots))
-        self._coming[req.rid] = _Coming(req, moved, self._monotonic_s(), job)
+        self._coming[req.rid] = _Coming(req, moved, time.monotonic(), job)
         return True
 
     def _read_file(self, name: str, identity: str, slots: torch.Tensor, job: KvJob) -> None:
@@ -216,7 +213,7 @@ class KvMoves:
         return tokens if job.has_succeeded else 0
 
     def _undecided(self, since_s: float) -> int:
-        return _GIVEN_UP if self._monotonic_s() - since_s > self.timeout_s else _PENDING
+        return _GIVEN_UP if time.monotonic() - since_s > self.timeout_s else _PENDING
 
     def _end_leaving(self, each: _Leaving, tokens: int) -> Left:
         del self._leaving[each.req.rid]

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 __all__ = ["COUNTED", "CheckpointStats", "ClassStats"]
-
-COUNTED: Final = (
-    *("allocation_failures", "backed_off_steps", "stalled_steps", "late_copies", "refused_loads"),
-    *("adopted_tokens", "demoted_tokens", "dropped_tokens", "splits", "host_evicted_tokens"),
-    *("prefetch_issued_tokens", "prefetch_published_tokens", "prefetch_discarded_tokens"),
-    *("releases", "reclaims"),
-    *("moved_out_tokens", "moved_in_tokens", "moves_without_kv"),
-)
-"""The fields of ``CheckpointStats`` that only grow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +27,7 @@ class ClassStats:
     """Recomputed ÷ computed tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointStats:
     """Totals since the start, except for fields said to be current."""
 
@@ -51,52 +42,52 @@ class CheckpointStats:
     lag_tokens: int
     """Tokens whose copy is in flight (current)."""
 
-    allocation_failures: int
+    allocation_failures: int = 0
     """Allocations of host memory refused, as the quota or the pool was exhausted."""
 
-    backed_off_steps: int
+    backed_off_steps: int = 0
     """Steps without copies because of such a refusal."""
 
-    stalled_steps: int
+    stalled_steps: int = 0
     """Steps without copies because copying was stuck."""
 
-    late_copies: int
+    late_copies: int = 0
     """Nodes dropped because their lazy copy did not end in time."""
 
-    refused_loads: int
+    refused_loads: int = 0
     """Loads within a batch refused because other loads were in flight."""
 
-    adopted_tokens: int
+    adopted_tokens: int = 0
     """Saved tokens of retracted requests that were handed over to the tree without a copy."""
 
-    demoted_tokens: int
+    demoted_tokens: int = 0
     """Device slots reclaimed whose tokens were saved."""
 
-    dropped_tokens: int
+    dropped_tokens: int = 0
     """Device slots of offline tokens reclaimed unsaved, which must be recomputed."""
 
-    splits: int
+    splits: int = 0
     """Nodes split so that only their end was reclaimed."""
 
-    host_evicted_tokens: int
-    prefetch_issued_tokens: int
-    prefetch_published_tokens: int
-    prefetch_discarded_tokens: int
-    releases: int
+    host_evicted_tokens: int = 0
+    prefetch_issued_tokens: int = 0
+    prefetch_published_tokens: int = 0
+    prefetch_discarded_tokens: int = 0
+    releases: int = 0
     release_ms: float
     """Time spent on checkpoints when requests were released."""
 
-    reclaims: int
+    reclaims: int = 0
     reclaim_ms: float
     """Time spent reclaiming device slots."""
 
-    moved_out_tokens: int
+    moved_out_tokens: int = 0
     """Tokens of requests that left for another engine, whose KV was left for that."""
 
-    moved_in_tokens: int
+    moved_in_tokens: int = 0
     """Tokens whose KV another engine had left and was found."""
 
-    moves_without_kv: int
+    moves_without_kv: int = 0
     """Requests that left, or came, and whose KV was not there in time, damaged or another one's."""
 
     classes: Mapping[str, ClassStats]
@@ -105,3 +96,7 @@ class CheckpointStats:
     def to_dict(self) -> dict[str, Any]:
         """Return the statistics as JSON values."""
         return asdict(self)
+
+
+COUNTED: Final = tuple(field.name for field in fields(CheckpointStats) if field.default == 0)
+"""The fields of ``CheckpointStats`` that the cache counts, and that only grow."""

@@ -1,4 +1,4 @@
-"""Reads the class and targets of a request from its JSON body, on any route."""
+"""Reads the class, targets and tenant of a request from its JSON body, on any route."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import UnknownClassError
 from sglang_coserve.srt.marks.request_marks import CLASS_KEY, MARK_PREFIX
 
-__all__ = ["SERVICE_TIER", "SERVICE_TIERS", "class_of_body", "marks_of_body", "tier_used"]
+__all__ = [
+    "SERVICE_TIER",
+    "SERVICE_TIERS",
+    "class_of_body",
+    "marks_of_body",
+    "tenant_of_body",
+    "tier_used",
+]
 
 SERVICE_TIER: Final = "service_tier"
 
@@ -22,6 +29,9 @@ SERVICE_TIERS: Final[Mapping[str, RequestClass]] = MappingProxyType(
     }
 )
 """The class behind each value of ``service_tier``, of the newest ``openai`` client and before."""
+
+
+_MOST_TENANT_CHARS: Final = 256
 
 
 def tier_used(request_class: RequestClass) -> str:
@@ -47,6 +57,17 @@ def marks_of_body(fields: Mapping[str, Any]) -> dict[str, Any]:
     if request_class is not None:
         marks[CLASS_KEY] = request_class.value
     return marks
+
+
+def tenant_of_body(fields: Mapping[str, Any]) -> str | None:
+    """Return the tenant named in a body: OpenAI's ``user``, or Anthropic's
+    ``metadata.user_id``."""
+    metadata = fields.get("metadata")
+    within = metadata.get("user_id") if isinstance(metadata, dict) else None
+    for user in (fields.get("user"), within):
+        if isinstance(user, str) and user:
+            return user[:_MOST_TENANT_CHARS]
+    return None
 
 
 def class_of_body(body: Mapping[str, Any]) -> RequestClass | None:

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
 from sglang_coserve.srt.marks.request_marks import CLASS_KEY, TPOT_KEY, TTFT_KEY, TTL_KEY
 
-__all__ = ["HeaderMarks", "marks_of_headers"]
+__all__ = ["HeaderMarks", "marks_of_headers", "tenant_of_key"]
 
 _OBJECTIVE: Final = b"x-llm-d-inference-objective"
 _TENANT: Final = b"x-llm-d-inference-fairness-id"
@@ -37,6 +38,7 @@ _UNITS_S: Final = MappingProxyType(
 )
 _MOST_TTL_BYTES: Final = 64
 _MOST_TENANT_BYTES: Final = 256
+_KEY_HEADERS: Final = (b"authorization", b"x-api-key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,14 @@ def marks_of_headers(
             f"{_TENANT.decode()} has {len(tenant)} bytes: use at most {_MOST_TENANT_BYTES}"
         )
     return HeaderMarks(marks, tenant.decode("latin-1").strip() or None)
+
+
+def tenant_of_key(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """Return a hash of a request's API key as tenant; None without a key."""
+    for name, value in headers:
+        if name.lower() in _KEY_HEADERS and value:
+            return f"key {blake2b(value, digest_size=8).hexdigest()}"
+    return None
 
 
 def _number(name: bytes, value: bytes) -> float:

@@ -19,12 +19,16 @@ import orjson
 from sglang_coserve.asgi import App, Message, Receive, Scope, Send, replay, send_error
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
-from sglang_coserve.srt.marks.body_marks import SERVICE_TIER, marks_of_body, tier_used
-from sglang_coserve.srt.marks.header_marks import marks_of_headers
+from sglang_coserve.srt.marks.body_marks import (
+    SERVICE_TIER,
+    marks_of_body,
+    tenant_of_body,
+    tier_used,
+)
+from sglang_coserve.srt.marks.header_marks import marks_of_headers, tenant_of_key
 from sglang_coserve.srt.marks.offline_marks import sent_with, tenant_marks
 from sglang_coserve.srt.marks.overload_answer import OverloadAnswer
 from sglang_coserve.srt.marks.request_marks import CLASS_KEY, MARK_PREFIX, said_by_client
-from sglang_coserve.srt.marks.tenants import tenant_of_body, tenant_of_key
 from sglang_coserve.srt.marks.tier_writer import TierWriter
 
 __all__ = ["CLASS_HEADER", "MARKED_PATHS", "MarksMiddleware"]

@@ -10,14 +10,13 @@ from sglang_coserve.config import FIELDS_WITHOUT_EFFECT, CoserveConfig
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.safepoint.arrival_watch import ArrivalWatch
 from sglang_coserve.srt.safepoint.consensus import FollowerGate, LeaderGate, share_words
-from sglang_coserve.srt.safepoint.deadline_gate import DeadlineGate
 from sglang_coserve.srt.safepoint.eligibility import why_no_safepoints
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import DeadlineGate, LocalGate
 from sglang_coserve.srt.safepoint.inbox import Inbox
 from sglang_coserve.srt.safepoint.ingress import Ingress
 from sglang_coserve.srt.safepoint.instrument import Gate, fitting_interval
 from sglang_coserve.srt.safepoint.layers import decoder_layers
-from sglang_coserve.srt.safepoint.local_gate import LocalGate
 from sglang_coserve.srt.safepoint.placement import RUN_AHEAD, place_on_cpu, place_on_cuda
 from sglang_coserve.srt.safepoint.prefill_graphs import why_prefills_cannot_stop
 from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, cuda_events

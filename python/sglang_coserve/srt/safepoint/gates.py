@@ -1,4 +1,4 @@
-"""A gate that also stops the armed batch at a deadline."""
+"""The gates of a rank that decides alone: by the flag, and by a deadline."""
 
 from __future__ import annotations
 
@@ -8,9 +8,30 @@ import time
 import torch
 
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
-from sglang_coserve.srt.safepoint.instrument import Gate
+from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate
 
-__all__ = ["DeadlineGate"]
+__all__ = ["DeadlineGate", "LocalGate"]
+
+
+class LocalGate:
+    """Stops the armed batch when the flag holds its id: the gate of an engine with one rank."""
+
+    def __init__(self, flag: PreemptionFlag) -> None:
+        self.attention = flag.words
+        self._armed = 0
+
+    def arm(self, batch: int) -> None:
+        """See ``Gate.arm``."""
+        self._armed = batch
+
+    def disarm(self) -> None:
+        """See ``Gate.disarm``."""
+        self._armed = 0
+
+    def reached(self, layer: int) -> None:
+        """See ``Gate.reached``. A flag left over from another batch has no effect."""
+        if self._armed and self.attention[0] == self._armed:
+            raise ForwardPreempted(layer)
 
 
 class DeadlineGate:

@@ -6,15 +6,18 @@ import asyncio
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Self
 
 import httpx
 
-from common.failures import RunFailedError
+from sglang_coserve.errors import ServerError
 from sglang_coserve.metrics import Outcome, RequestTimeline
+from sglang_coserve.workload import TraceRequest, prompt_token_ids
 
-__all__ = ["StreamedLoad", "StreamedRequest"]
+__all__ = ["StreamedLoad", "StreamedRequest", "replayed"]
 
 _POLL_S = 0.1
 
@@ -26,6 +29,30 @@ class StreamedRequest:
     custom_id: str
     url: str
     body: Mapping[str, Any]
+
+
+def replayed(
+    trace: Iterable[TraceRequest],
+    *,
+    vocab_size: int,
+    fields: Mapping[str, Any] = MappingProxyType({}),
+) -> Iterator[StreamedRequest]:
+    """Yield requests with random prompts and outputs of exactly the traced lengths.
+
+    ``fields`` are added to each body. When the requests come is the load's ``arrivals_s``.
+    """
+    for request in trace:
+        body = {
+            "input_ids": prompt_token_ids(request, vocab_size=vocab_size, seed=0).tolist(),
+            "sampling_params": {
+                "max_new_tokens": request.output_tokens,
+                "temperature": 0.0,
+                "ignore_eos": True,
+            },
+            "stream": True,
+            **fields,
+        }
+        yield StreamedRequest(f"online-{request.index}", "/generate", body)
 
 
 class StreamedLoad:
@@ -43,7 +70,9 @@ class StreamedLoad:
         *,
         concurrency: int = 1,
         arrivals_s: Iterable[float] | None = None,
+        drain_s: float | None = None,
     ) -> None:
+        """``drain_s`` after the last arrival, answers still missing are given up; None: never."""
         self._client = httpx.AsyncClient(
             base_url=base_url,
             timeout=httpx.Timeout(None, connect=30.0),
@@ -53,12 +82,17 @@ class StreamedLoad:
         self._requests = requests
         self._concurrency = concurrency
         self._arrivals_s = arrivals_s
+        self._drain_s = drain_s
         self._streams: list[_Stream] = []
         self._tasks: list[asyncio.Task[None]] = []
         self.has_run_out = False
         """True once the file had no further line for a free place."""
 
+        self.began_s = 0.0
+        """When it was entered, on the clock of ``time.perf_counter``; arrivals count from there."""
+
     async def __aenter__(self) -> Self:
+        self.began_s = time.perf_counter()
         if self._arrivals_s is None:
             self._tasks = [asyncio.create_task(self._work()) for _ in range(self._concurrency)]
         else:
@@ -71,11 +105,21 @@ class StreamedLoad:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._client.aclose()
 
+    @property
+    def is_running(self) -> bool:
+        """True until everything is sent, and answered or given up."""
+        return not all(task.done() for task in self._tasks)
+
+    @property
+    def num_answered(self) -> int:
+        """Requests that have ended. O(requests)."""
+        return sum(stream.outcome is not Outcome.UNFINISHED for stream in self._streams)
+
     async def until_steady(self, seconds: float, timeout_s: float) -> None:
         """Wait for ``seconds``; a closed loop also for its first request to finish.
 
         Raises:
-            RunFailedError: none did within ``timeout_s``, or the load stopped by itself.
+            ServerError: none did within ``timeout_s``, or the load stopped by itself.
         """
         began_s = time.perf_counter()
         while True:
@@ -85,11 +129,11 @@ class StreamedLoad:
             if waited_s >= seconds and (has_finished or self._arrivals_s is not None):
                 return
             if waited_s > timeout_s:
-                raise RunFailedError(f"no offline request finished within {timeout_s:.0f} s")
+                raise ServerError(f"no request finished within {timeout_s:.0f} s")
             await asyncio.sleep(_POLL_S)
 
     async def finished(self) -> None:
-        """Wait until everything is sent and answered."""
+        """Wait until everything is sent, and answered or given up."""
         await asyncio.gather(*self._tasks)
 
     def check(self) -> None:
@@ -97,17 +141,18 @@ class StreamedLoad:
 
         Raises:
             InputFileError: a line of the file cannot be used.
-            RunFailedError: every request so far failed.
+            ServerError: every request so far failed.
         """
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
         failures = [s.failure for s in self._streams if s.outcome is Outcome.FAILED]
         if len(failures) >= self._concurrency and len(failures) == len(self._streams):
-            raise RunFailedError(f"every offline request fails: {failures[0]}")
+            raise ServerError(f"every request fails: {failures[0]}")
 
-    def timelines(self, began_s: float) -> list[RequestTimeline]:
-        """Return every request sent, timed in seconds since ``began_s`` of ``perf_counter``."""
+    def timelines(self, began_s: float | None = None) -> list[RequestTimeline]:
+        """Return every request sent, timed in seconds since ``began_s``, by default the load's."""
+        began_s = self.began_s if began_s is None else began_s
         return [stream.timeline(began_s) for stream in self._streams]
 
     async def _work(self) -> None:
@@ -115,14 +160,16 @@ class StreamedLoad:
             await self._send(request)
 
     async def _arrive(self, arrivals_s: Iterable[float]) -> None:
-        began_s = time.perf_counter()
-        async with asyncio.TaskGroup() as tasks:
-            for arrival_s in arrivals_s:
-                await asyncio.sleep(began_s + arrival_s - time.perf_counter())
-                request = self._next()
-                if request is None:
-                    return
-                tasks.create_task(self._send(request))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None) as draining, asyncio.TaskGroup() as tasks:
+                for arrival_s in arrivals_s:
+                    await asyncio.sleep(self.began_s + arrival_s - time.perf_counter())
+                    request = self._next()
+                    if request is None:
+                        return
+                    tasks.create_task(self._send(request))
+                if self._drain_s is not None:
+                    draining.reschedule(asyncio.get_running_loop().time() + self._drain_s)
 
     def _next(self) -> StreamedRequest | None:
         request = next(self._requests, None)

@@ -1,0 +1,117 @@
+"""What the papers compare with: priorities, Sarathi-Serve with two classes, online work alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.planning.online_phase import decode_online, prefill_online
+from sglang_coserve.core.planning.plan_context import PlanContext
+from sglang_coserve.core.planning.step_builder import StepBuilder
+from sglang_coserve.core.planning.step_requests import StepRequests
+from sglang_coserve.core.planning.token_budget import serve_by_priority
+from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.snapshot import Request
+
+__all__ = ["NonPreemptivePolicy", "OnlineOnlyPolicy", "PriorityPolicy", "SarathiPolicy"]
+
+
+@dataclass
+class OnlineOnlyPolicy(Policy):
+    """Chunked prefill with a fixed token budget; offline requests never run.
+
+    The *Online-Only* of ConServe §6.1 and the pure online serving of HyGen §5.1:
+    the latencies that an SLO tolerance is relative to.
+    """
+
+    name: ClassVar[str] = "online_only"
+
+    chunk_tokens: int = 2048
+    """Most tokens of a step, prefill and decode together (Sarathi-Serve's budget)."""
+
+    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
+        """See ``Policy.compose``."""
+        batch.limit_tokens(self.chunk_tokens)
+        decode_online(batch)
+        prefill_online(batch, context, math.inf, keeps_ttft=False)
+        batch.offline_budget_s = 0.0
+
+
+@dataclass
+class SarathiPolicy(Policy):
+    """Sarathi-Serve with two priorities and preemption: the papers' strongest baseline.
+
+    Stall-free batching under a fixed token budget, online first: ConServe's
+    *Sarathi-Preemptive* (§6.1) and HyGen's *Sarathi++* (§5.1). Every step has all decodes, and
+    prefill chunks up to the budget, those of online requests first. Offline requests are
+    retracted when memory is short. Latency is not considered: a step with the same token budget
+    is short with little cached context and long with much (ConServe §4.2).
+    """
+
+    name: ClassVar[str] = "sarathi"
+    is_preemptive: ClassVar[bool] = False
+    may_retract: ClassVar[bool] = True
+    """Whether offline requests are retracted for an online one that lacks KV."""
+
+    chunk_tokens: int = 2048
+    """Tokens of a step, prefill and decode together."""
+
+    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
+        """See ``Policy.compose``."""
+        serve_by_priority(batch, context, self.chunk_tokens, may_retract=self.may_retract)
+
+
+@dataclass
+class NonPreemptivePolicy(SarathiPolicy):
+    """Sarathi-Serve with two priorities but no preemption.
+
+    ConServe's *Non-Preemptive* (§3.2, §6.1), an upper bound of offline throughput:
+    online requests are admitted first, but wait for KV until running requests
+    end. Only when decodes run out of KV is the last admitted offline request retracted,
+    as in any engine.
+    """
+
+    name: ClassVar[str] = "non_preemptive"
+    may_retract: ClassVar[bool] = False
+
+
+@dataclass
+class PriorityPolicy(Policy):
+    """Stock SGLang with ``--enable-priority-scheduling``: offline requests have the lower priority.
+
+    Requests are served by priority, then arrival; running ones are retracted for a higher
+    priority. The chunk size bounds prefill tokens only; all decodes run. For an online request
+    that lacks KV or a slot, offline requests are retracted, the last admitted
+    first, whatever their state. Offline and online prefills of one
+    step differ only in their order.
+
+    Differences from SGLang: decodes run along with prefills, as with
+    ``--enable-mixed-chunk``; the stock default stalls them for every prefill.
+    The first tokens of a retracted request stay in the prefix cache.
+    """
+
+    name: ClassVar[str] = "priority"
+    is_preemptive: ClassVar[bool] = False
+
+    chunk_tokens: int = 8192
+    """Prefill tokens of a step (``--chunked-prefill-size``)."""
+
+    def victims(
+        self,
+        requests: StepRequests,
+        model: LatencyModel,  # noqa: ARG002
+    ) -> Sequence[Request]:
+        """See ``Policy.victims``: the last admitted first."""
+        return [
+            request
+            for request in reversed(requests.snapshot.admitted)
+            if not request.info.is_online
+        ]
+
+    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
+        """See ``Policy.compose``."""
+        decodes = len(batch.requests.online_decodes) + len(batch.requests.offline_decodes)
+        serve_by_priority(batch, context, self.chunk_tokens + decodes, may_retract=True)
