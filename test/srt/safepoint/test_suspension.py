@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sglang_coserve.srt import compat
 from srt import test_scheduler as scenarios
 from srt.conftest import Reference
 from srt.safepoint.modes import MODES, QUICK, start
@@ -170,6 +171,60 @@ def test_online_requests_take_the_memory_of_a_suspended_step_and_clients_take_it
         scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
         seen += len(aborted) if aborts else counts["dropped"]
     assert seen > 3 if aborts else seen > 0
+
+
+def run_with_ends(
+    engine: ScriptedEngine, specs: list[Spec]
+) -> tuple[dict[str, list[int]], set[str], int]:
+    """End requests of suspended steps one after the other, and let others take their places.
+
+    Returns the outputs, the ended requests, and how many of them a suspended step still had.
+    """
+    scheduler, stops, num_ended = engine.scheduler, suspensions_of(engine), 0
+    online = [spec for spec in specs if not spec[3]]
+    aborted: set[str] = set()
+
+    def script(iteration: int) -> list[Any]:
+        nonlocal num_ended
+        if iteration == 0:
+            return [engine.request(*spec[:3], offline=True) for spec in specs if spec[3]]
+        held, messages = stops.lane.suspended, []
+        if held is not None:
+            places = held.batch.req_pool_indices_cpu.tolist()
+            for req, place in zip(held.batch.reqs, places, strict=True):
+                num_ended += not compat.holds_kv(req)
+                assert place == (compat.slot_of(req) if compat.holds_kv(req) else 0)
+            if online and not scheduler.waiting_queue:
+                messages.append(engine.request(*online.pop()[:3]))
+            if iteration % 3 == 0 and len(aborted) < 12:
+                aborted.add(held.batch.reqs[-1].rid)
+                messages.append(engine.abort(held.batch.reqs[-1].rid))
+        if scheduler.is_fully_idle():
+            assert not online
+            raise StopIteration
+        return messages
+
+    stops.start(5, 0.7)
+    try:
+        engine.run(script)
+    finally:
+        stops.stop()
+    engine.assert_nothing_leaked()
+    return {spec[0]: engine.output(spec[0]) for spec in specs}, aborted, num_ended
+
+
+@pytest.mark.parametrize("modes", QUICK)
+def test_a_resumed_step_leaves_alone_what_its_ended_requests_had(
+    start_engine: Any, reference_outputs: Reference, modes: str
+) -> None:
+    """Under overlap scheduling a step still has the requests that ended with the step before it."""
+    specs: list[Spec] = [
+        (f"end{i:02d}", scenarios.prompt(500 + i, 40), 20, True) for i in range(24)
+    ]
+    specs += [(f"new{i:02d}", scenarios.prompt(600 + i, 90), 6, False) for i in range(16)]
+    outputs, aborted, num_ended = start(start_engine, modes).call(run_with_ends, specs)
+    scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
+    assert (num_ended > 0) == modes.startswith("overlap")
 
 
 # --- What an operator does meanwhile ------------------------------------------------------

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
 from sglang.srt.managers.scheduler import NextBatchPlan
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
@@ -25,7 +26,7 @@ from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.safepoint.counted_penalties import CountedPenalties
-from sglang_coserve.srt.safepoint.forward_kind import ForwardKind, kind_of, stats_of
+from sglang_coserve.srt.safepoint.forward_kind import ForwardKind, kind_of, num_decodes, stats_of
 from sglang_coserve.srt.safepoint.rollback import give_up, roll_back
 from sglang_coserve.srt.safepoint.run_ahead import order_behind_pass
 from sglang_coserve.srt.steps.chunk_admission import ChunkAdmission
@@ -223,6 +224,7 @@ class OfflineLane:
         assert kind is not None
         held = copy.copy(batch)
         held.sampling_info.penalizer_orchestrator.batch = held
+        _point_ended_to_padding(held, kind)
         # Layer states (Mamba) were prepared for the first part of the step: not once more.
         held.mamba_clear_indices = None
         held.mamba_cow_src_indices = held.mamba_cow_dst_indices = None
@@ -272,6 +274,26 @@ class OfflineLane:
         for req in self._suspended.batch.reqs:
             if matches(req) and not req.finished():
                 req.to_finish = FINISH_ABORT()
+
+
+def _point_ended_to_padding(batch: Any, kind: ForwardKind) -> None:
+    """Point requests of a prepared batch that have ended to SGLang's places for padding.
+
+    Under overlap scheduling a step may have decodes that ended with the step before it. They have
+    released their slot and KV, which belong to other requests by the time the step resumes: it
+    would overwrite their KV, and the token that their next step reads.
+    """
+    ended = torch.tensor([not compat.holds_kv(req) for req in batch.reqs])
+    if not ended.any():
+        return
+    count = num_decodes(batch, kind)
+    assert not ended[: len(batch.reqs) - count].any(), "a prefill has ended before its step"
+    batch.req_pool_indices_cpu = batch.req_pool_indices_cpu.masked_fill(ended, 0)
+    slots = batch.out_cache_loc.clone()
+    ended = ended.to(slots.device)
+    batch.req_pool_indices = batch.req_pool_indices.masked_fill(ended, 0)
+    slots[-count:].masked_fill_(ended[-count:], 0)
+    batch.out_cache_loc = slots
 
 
 def _chunk_of(batch: Any) -> Req | None:
