@@ -251,7 +251,7 @@ def test_the_tokenizer_manager_gets_nothing_to_open(
 ) -> None:
     """Every door of the server and the lines of batches come by here, just before SGLang's
     processors of media."""
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.managers import tokenizer_manager as stock
 
     from sglang_coserve.srt.tokenizer.tokenizer_manager import CoserveTokenizerManager
 
@@ -260,13 +260,15 @@ def test_the_tokenizer_manager_gets_nothing_to_open(
     async def tokenize(_: object, request: Any) -> None:
         seen.append(request.image_data)
 
-    monkeypatch.setattr(TokenizerManager, "_tokenize_one_request", tokenize)
+    monkeypatch.setattr(stock.TokenizerManager, "_tokenize_one_request", tokenize)
     # Without an engine: what its making sets is set here.
+    limits = SimpleNamespace(limit_mm_data_per_request=None)
+    monkeypatch.setattr(stock, "get_mm", lambda: limits, raising=False)  # Since SGLang 0.5.23.
     manager = CoserveTokenizerManager.__new__(CoserveTokenizerManager)
     manager._media = MediaSources.named(allowed)
     manager._grammar_trials = None
     manager.mm_processor = object() if has_processor else None
-    manager.server_args = SimpleNamespace(limit_mm_data_per_request=None)
+    manager.server_args = limits
     url = f"{web.url}/x"
     asyncio.run(manager._tokenize_one_request(asking(image_data=DATA_URL)))
     if has_processor and allowed != "any":
