@@ -68,7 +68,10 @@ def poison() -> bytes:
 
 
 def has_ended(deployment: Deployment, within_s: float) -> bool:
-    process = psutil.Process(deployment.pid)
+    try:
+        process = psutil.Process(deployment.pid)
+    except psutil.NoSuchProcess:
+        return True
     give_up_s = time.monotonic() + within_s
     while time.monotonic() < give_up_s:
         if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
