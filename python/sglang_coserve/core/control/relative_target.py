@@ -59,7 +59,7 @@ class RelativeTarget:
             if alone_s is not None:
                 self._alone.add(alone_s, now_s, count)
                 self._num_new += count
-        if self._num_new <= _RENEWED_SHARE * self.num_alone or not self._num_new:
+        if self._num_new <= _RENEWED_SHARE * self.num_alone:
             return
         self._num_new = 0
         self.limit_s = self._slo.limit_over_value(self._alone.statistic(self._slo.statistic))

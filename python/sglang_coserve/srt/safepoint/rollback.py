@@ -86,11 +86,10 @@ def _undo_decodes(batch: ScheduleBatch, count: int, relay: Any) -> None:
     allocator = batch.token_to_kv_pool_allocator
     reqs: Sequence[Req] = batch.reqs[-count:]
     lengths = batch.seq_lens_cpu[-count:]
-    is_alive = torch.tensor([compat.holds_kv(req) for req in reqs])
-    took_slots = is_alive
+    took_slots = torch.tensor([compat.holds_kv(req) for req in reqs])
     if allocator.page_size > 1:
         # Only requests that opened a new page allocated one.
-        took_slots = is_alive & ((lengths - 1) % allocator.page_size == 0)
+        took_slots &= (lengths - 1) % allocator.page_size == 0
     slots = batch.out_cache_loc[-count:]
     allocator.free(slots[took_slots.to(slots.device)])
     for req in reqs:
@@ -99,10 +98,9 @@ def _undo_decodes(batch: ScheduleBatch, count: int, relay: Any) -> None:
             req.kv.kv_allocated_len -= 1
             req.decode_batch_idx -= 1
     # Put the tokens back into the relay, from which the pass took them: in SGLang's CI it returns
-    # each only once. Those that have ended have no slot any more: it may be another request's.
-    is_alive = is_alive.to(batch.input_ids.device)
-    tokens = batch.input_ids[-count:][is_alive]
-    relay.stash(batch.req_pool_indices[-count:][is_alive], RelayPayload(bonus_tokens=tokens))
+    # each only once.
+    tokens = batch.input_ids[-count:]
+    relay.stash(batch.req_pool_indices[-count:], RelayPayload(bonus_tokens=tokens))
     batch.seq_lens = batch.seq_lens - 1
     batch.seq_lens_cpu = batch.seq_lens_cpu - 1
     batch.orig_seq_lens = batch.orig_seq_lens - 1

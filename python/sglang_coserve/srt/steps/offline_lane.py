@@ -280,8 +280,8 @@ def _point_ended_to_padding(batch: Any, kind: ForwardKind) -> None:
     """Point requests of a prepared batch that have ended to SGLang's places for padding.
 
     Under overlap scheduling a step may have decodes that ended with the step before it. They have
-    released their slot and KV, which belong to other requests by the time the step resumes: it
-    would overwrite their KV, and the token that their next step reads.
+    released their slot and KV, which may be another request's when the step resumes or is dropped:
+    it would overwrite that one's KV, and the token that its next step reads.
     """
     ended = torch.tensor([not compat.holds_kv(req) for req in batch.reqs])
     if not ended.any():
