@@ -15,8 +15,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +28,12 @@ from rich.table import Table
 
 from common.results import write_results
 from router_bench.router import Router
-from router_bench.traffic import OnlineRun, full_of_offline_work, online_requests
+from router_bench.traffic import (
+    OnlineRun,
+    full_of_offline_work,
+    online_requests,
+    unshared_requests,
+)
 from sglang_coserve.local_server import LocalServer
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 
@@ -110,25 +116,32 @@ async def measured(
     router_url: str, engine_url: str, state: str, options: argparse.Namespace
 ) -> OnlineRun:
     """Return what came of the online requests with the first engine in this state."""
-    load = {"per_s": options.rate, "seconds": options.seconds, "seed": options.seed}
-    if state == "idle":
-        return await online_requests(router_url, **load)
-    async with full_of_offline_work(engine_url, requests=_OFFLINE_REQUESTS):
-        # The router is to have seen it.
-        await asyncio.sleep(2 * options.load_interval_s)
-        return await online_requests(router_url, **load)
+    async with AsyncExitStack() as stack:
+        if state == "full":
+            full = full_of_offline_work(engine_url, requests=_OFFLINE_REQUESTS)
+            await stack.enter_async_context(full)
+            # The router is to have seen it.
+            await asyncio.sleep(2 * options.load_interval_s)
+        end_s = time.monotonic() + options.seconds
+        return await online_requests(
+            router_url,
+            unshared_requests(options.seed),
+            per_s=options.rate,
+            seed=options.seed,
+            is_over=lambda: time.monotonic() > end_s,
+        )
 
 
 def figures_of(run: OnlineRun) -> dict[str, Any]:
     """Return the split, and percentiles of TTFT."""
-    answered = sum(run.by_engine.values())
+    by_engine, ttfts_s = run.by_engine, run.ttfts_s
     return {
-        "requests": answered + len(run.failures),
+        "requests": len(run.answers),
         "failed": len(run.failures),
         "failures": run.failures[:3],
-        "share_of_first": run.by_engine[ENGINES[0]] / answered if answered else None,
-        "ttft_p50_ms": 1e3 * float(np.percentile(run.ttfts_s, 50)) if run.ttfts_s else None,
-        "ttft_p99_ms": 1e3 * float(np.percentile(run.ttfts_s, 99)) if run.ttfts_s else None,
+        "share_of_first": by_engine[ENGINES[0]] / by_engine.total() if by_engine else None,
+        "ttft_p50_ms": 1e3 * float(np.percentile(ttfts_s, 50)) if ttfts_s else None,
+        "ttft_p99_ms": 1e3 * float(np.percentile(ttfts_s, 99)) if ttfts_s else None,
     }
 
 

@@ -2,11 +2,12 @@
 
     python benchmark/fleet_chaos.py --injuries 30 --out fleet-chaos-report
 
-Three engines and a gateway as processes, batches of several keys all the time. Their greedy
-answers are known from an undisturbed engine; a prompt whose answer rounding might change is left
-out. Engines and the gateway are killed, drained and frozen, one after the other, and started
-again while the rest goes on. Writes ``results.json`` and ``table.md``; exits with 1 when a target
-is missed. Ctrl-C ends the run, and the figures are those until then.
+Three engines and a gateway as processes, batches of several keys all the time, and with
+``--router`` online requests through it. Greedy answers are known from an undisturbed engine; a
+prompt whose answer rounding might change is left out. Engines and the gateway are killed, drained
+and frozen, one after the other, and started again while the rest goes on. Writes
+``results.json`` and ``table.md``; exits with 1 when a target is missed. Ctrl-C ends the run, and
+the figures are those until then.
 """
 
 from __future__ import annotations
@@ -17,16 +18,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from chaos_bench.answers import known_answers
+from chaos_bench.answers import KnownAnswer, known_answers
 from chaos_bench.batch_load import BatchLoad, LineCounts
 from chaos_bench.flags import add_batch_flags, chaos_parser
 from common.failures import exit_status
 from common.figures import Figure, all_met, report
 from common.model import prepare_model
+from fleet_bench.online_load import OnlineLoad
 from fleet_bench.processes import INJURIES, FleetProcesses
+from router_bench.router import Router
+
+_ROUTER_FLAGS: Final = ("--health-check-interval-secs", "1", "--disable-circuit-breaker")
+"""As docs/fleet.md has them, but for the interval, with which every injury is noticed."""
 
 _CALM_S: Final = 1.0
 """How long to wait for an engine that can be hurt."""
@@ -58,18 +65,38 @@ def run(options: argparse.Namespace) -> list[Figure]:
         with fleet:
             known = known_answers(fleet.engine_urls[0], options.known, options.seed)
             batches = BatchLoad(fleet.base_url, known, options)
-            batches.start()
-            start_s = time.monotonic()
-            _hurt(fleet, options, rng)
-            batches.stop()
-            counts = batches.results(options.drain_timeout)
-            span_s = time.monotonic() - start_s
+            with ExitStack() as stack:
+                online = _online_load(stack, fleet, known, options)
+                batches.start()
+                start_s = time.monotonic()
+                _hurt(fleet, options, rng)
+                batches.stop()
+                counts = batches.results(options.drain_timeout)
+                span_s = time.monotonic() - start_s
+                answered = online.stop(fleet.kills) if online else None
             fleet.note_attempts()
         print(f"fleet_chaos: {time.monotonic() - began_s:.0f} s", file=sys.stderr)
-    figures = _figures(fleet, counts, span_s)
-    examples = [*fleet.failures, *counts.examples[:20]]
+    figures = [*_figures(fleet, counts, span_s), *(answered.figures() if answered else [])]
+    examples = [*fleet.failures, *counts.examples[:20], *(answered.examples() if answered else [])]
     report(figures, options, examples, injuries=fleet.injuries)
     return figures
+
+
+def _online_load(
+    stack: ExitStack,
+    fleet: FleetProcesses,
+    known: Sequence[KnownAnswer],
+    options: argparse.Namespace,
+) -> OnlineLoad | None:
+    """Start a router and online requests, if asked for."""
+    if options.router is None:
+        return None
+    log_path = options.out / "router.log"
+    router = Router(options.router, "cache_aware", fleet.engine_urls, log_path, *_ROUTER_FLAGS)
+    base_url = stack.enter_context(router).base_url
+    online = OnlineLoad(base_url, known, options.online_rate, options.seed)
+    online.start()
+    return online
 
 
 def _hurt(fleet: FleetProcesses, options: argparse.Namespace, rng: random.Random) -> None:
@@ -119,6 +146,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--injuries", type=int, default=30, help="how many, of the kinds in turn")
     add("--kinds", nargs="*", choices=list(INJURIES), default=[], help="only these")
     add("--engines", type=int, default=3)
+    add("--router", type=Path, help="the command smg: online requests go through it")
+    add("--online-rate", type=float, default=1.0, help="online requests a second, on average")
     return parser.parse_args(argv)
 
 

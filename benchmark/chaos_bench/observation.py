@@ -1,4 +1,4 @@
-"""What was seen of one request, and why a run ends early."""
+"""What was seen of one request, when, and why a run ends early."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sglang_coserve.errors import CoserveError
 
-__all__ = ["ChaosError", "Observation"]
+__all__ = ["ChaosError", "Interval", "Observation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,18 @@ class Observation:
 
     detail: str = ""
     """Of a failure: what was answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A time on the monotonic clock, which all processes of the machine share."""
+
+    start_s: float
+    end_s: float
+
+    def overlaps(self, start_s: float, end_s: float) -> bool:
+        """Tell whether anything of [``start_s``, ``end_s``] is within it."""
+        return start_s <= self.end_s and end_s >= self.start_s
 
 
 class ChaosError(CoserveError):

@@ -9,16 +9,15 @@ import signal
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
 import psutil
 
-from chaos_bench.observation import ChaosError
+from chaos_bench.observation import ChaosError, Interval
 from sglang_coserve.local_server import LocalServer, free_port
 
-__all__ = ["INJURIES", "Interval", "SupervisedServer"]
+__all__ = ["INJURIES", "SupervisedServer"]
 
 _FULL_DISK_BYTES: Final = 1 << 20
 """What a file may grow to while the disk is "full"; the database and the journals are larger."""
@@ -29,18 +28,6 @@ _END_TIMEOUT_S: Final = 30.0
 """A server whose scheduler or detokenizer is gone must have ended by then."""
 
 _POLL_S: Final = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A time on the monotonic clock, which all processes of the machine share."""
-
-    start_s: float
-    end_s: float
-
-    def overlaps(self, start_s: float, end_s: float) -> bool:
-        """Tell whether anything of [``start_s``, ``end_s``] is within it."""
-        return start_s <= self.end_s and end_s >= self.start_s
 
 
 class SupervisedServer:

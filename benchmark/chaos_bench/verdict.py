@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from chaos_bench.batch_load import LineCounts
-from chaos_bench.observation import Observation
-from chaos_bench.supervised_server import Interval
+from chaos_bench.observation import Interval, Observation
 from common.figures import Figure, all_met
 
 __all__ = ["Verdict", "verdict"]

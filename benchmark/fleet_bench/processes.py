@@ -15,6 +15,7 @@ from typing import Final, Self
 import httpx
 import psutil
 
+from chaos_bench.observation import Interval
 from sglang_coserve.errors import StartupError
 from sglang_coserve.local_server import LocalServer
 
@@ -68,6 +69,9 @@ class FleetProcesses:
 
         self.drains_s: list[float] = []
         """From SIGTERM to the end of the process."""
+
+        self.kills: list[Interval] = []
+        """From a kill of anything of an engine to the end of its server."""
 
         self.failures: list[str] = []
         """Engines that did not end or start again as they should."""
@@ -123,12 +127,19 @@ class FleetProcesses:
 
     def kill_engine(self) -> bool:
         """End an engine at once; it is started again while the others go on."""
-        return self._hurt_engine(LocalServer.kill)
+
+        def kill(engine: LocalServer) -> None:
+            start_s = time.monotonic()
+            engine.kill()
+            self.kills.append(Interval(start_s, time.monotonic()))
+
+        return self._hurt_engine(kill)
 
     def kill_scheduler(self) -> bool:
         """Let the scheduler of an engine die; its server has to notice and end."""
 
         def kill(engine: LocalServer) -> None:
+            start_s = time.monotonic()
             for child in psutil.Process(engine.pid).children(recursive=True):
                 with suppress(psutil.NoSuchProcess):
                     if any("sglang::scheduler" in part for part in child.cmdline()):
@@ -140,28 +151,21 @@ class FleetProcesses:
                     engine.kill()
                 time.sleep(_POLL_S)
             engine.stop()
+            self.kills.append(Interval(start_s, time.monotonic()))
 
         return self._hurt_engine(kill)
 
     def drain_engine(self) -> bool:
         """Stop an engine with SIGTERM, which it must obey in order, and start it again."""
+        return self._hurt_engine(self._drain)
 
-        def drain(engine: LocalServer) -> None:
-            group = psutil.Process(engine.pid)
-            processes = [group, *group.children(recursive=True)]
-            began_s = time.monotonic()
-            os.kill(engine.pid, signal.SIGTERM)
-            status = engine.wait(_END_TIMEOUT_S)
-            self.drains_s.append(time.monotonic() - began_s)
-            left = [process for process in processes if _runs(process)]
-            if (status != 0 or left) and not self._is_ending:
-                self.failures.append(
-                    f"{engine.base_url} ended with status {status} after SIGTERM,"
-                    f" and left {len(left)} processes"
-                )
-            engine.stop()
-
-        return self._hurt_engine(drain)
+    def restart_all(self) -> bool:
+        """Drain the engines one after the other, each once the one before is up again."""
+        for engine in self._engines:
+            while engine in self._hurt:
+                time.sleep(_POLL_S)
+            self._begin_to_hurt(engine, self._drain).join()
+        return True
 
     def freeze_engine(self) -> bool:
         """Stop all processes of an engine for a while."""
@@ -176,12 +180,32 @@ class FleetProcesses:
         well = [engine for engine in self._engines if engine not in self._hurt]
         if not well:
             return False
-        engine = self._rng.choice(well)
+        self._begin_to_hurt(self._rng.choice(well), hurt)
+        return True
+
+    def _begin_to_hurt(
+        self, engine: LocalServer, hurt: Callable[[LocalServer], None]
+    ) -> threading.Thread:
         self._hurt.add(engine)
         restart = threading.Thread(target=self._hurt_and_restart, args=(engine, hurt))
         restart.start()
         self._restarts.append(restart)
-        return True
+        return restart
+
+    def _drain(self, engine: LocalServer) -> None:
+        group = psutil.Process(engine.pid)
+        processes = [group, *group.children(recursive=True)]
+        began_s = time.monotonic()
+        os.kill(engine.pid, signal.SIGTERM)
+        status = engine.wait(_END_TIMEOUT_S)
+        self.drains_s.append(time.monotonic() - began_s)
+        left = [process for process in processes if _runs(process)]
+        if (status != 0 or left) and not self._is_ending:
+            self.failures.append(
+                f"{engine.base_url} ended with status {status} after SIGTERM,"
+                f" and left {len(left)} processes"
+            )
+        engine.stop()
 
     def _hurt_and_restart(self, engine: LocalServer, hurt: Callable[[LocalServer], None]) -> None:
         with suppress(StartupError, ProcessLookupError):
@@ -219,4 +243,5 @@ INJURIES: Final[dict[str, Callable[[FleetProcesses], bool]]] = {
     "kill -9 of a scheduler": FleetProcesses.kill_scheduler,
     "drain of an engine": FleetProcesses.drain_engine,
     "SIGSTOP of an engine": FleetProcesses.freeze_engine,
+    "rolling restart": FleetProcesses.restart_all,
 }

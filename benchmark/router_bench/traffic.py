@@ -7,7 +7,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,7 +16,15 @@ import httpx
 
 from common.failures import RunFailedError
 
-__all__ = ["OnlineRun", "full_of_offline_work", "online_requests", "wait_until"]
+__all__ = [
+    "OnlineAnswer",
+    "OnlineRequest",
+    "OnlineRun",
+    "full_of_offline_work",
+    "online_requests",
+    "unshared_requests",
+    "wait_until",
+]
 
 PROMPT_WORDS: Final = 48
 ONLINE_TOKENS: Final = 16
@@ -26,54 +34,107 @@ _POLL_S: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
+class OnlineRequest:
+    """A greedy request of an online user."""
+
+    prompt: str
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineAnswer:
+    """What became of an online request; times are on the monotonic clock."""
+
+    request: OnlineRequest
+    start_s: float
+    first_token_s: float | None
+    end_s: float
+    text: str
+    engine: str | None
+    """Its ``--weight-version``; None when no token came."""
+
+    failure: str | None
+    """None when the answer came to its end."""
+
+
+@dataclass(frozen=True, slots=True)
 class OnlineRun:
     """What became of the online requests of one run."""
 
-    ttfts_s: tuple[float, ...]
-    """Of those that were answered."""
+    answers: tuple[OnlineAnswer, ...]
 
-    by_engine: Counter[str]
-    """How many each engine answered, by its ``--weight-version``."""
+    @property
+    def ttfts_s(self) -> list[float]:
+        """Of the requests that got a token."""
+        return [a.first_token_s - a.start_s for a in self.answers if a.first_token_s is not None]
 
-    failures: tuple[str, ...]
+    @property
+    def by_engine(self) -> Counter[str]:
+        """How many requests each engine answered."""
+        return Counter(answer.engine for answer in self.answers if answer.engine is not None)
+
+    @property
+    def failures(self) -> list[str]:
+        """Of the requests that failed."""
+        return [answer.failure for answer in self.answers if answer.failure is not None]
 
 
-async def online_requests(base_url: str, *, per_s: float, seconds: float, seed: int) -> OnlineRun:
-    """Send streamed requests at random times, with prompts that share nothing, and time them."""
-    chance = random.Random(seed)
-    ttfts_s: list[float] = []
-    by_engine: Counter[str] = Counter()
-    failures: list[str] = []
+def unshared_requests(seed: int) -> Iterator[OnlineRequest]:
+    """Yield requests for ever, whose prompts share nothing."""
+    rng = random.Random(seed)
+    while True:
+        words = (f"w{rng.randrange(10**6)}" for _ in range(PROMPT_WORDS))
+        yield OnlineRequest(" ".join(words), ONLINE_TOKENS)
 
-    async def send(client: httpx.AsyncClient, text: str) -> None:
-        body = {
-            "text": text,
-            "stream": True,
-            "sampling_params": {"max_new_tokens": ONLINE_TOKENS, "ignore_eos": True},
-        }
-        sent_s, engine = time.perf_counter(), None
-        try:
-            async with client.stream("POST", "/generate", json=body) as response:
-                if response.status_code != 200:
-                    failures.append(f"{response.status_code} {(await response.aread())[:120]!r}")
-                    return
-                async for line in response.aiter_lines():
-                    if engine is None and line.startswith("data: {"):
-                        ttfts_s.append(time.perf_counter() - sent_s)
-                        event = json.loads(line.removeprefix("data: "))
-                        engine = event["meta_info"]["weight_version"]
-        except httpx.HTTPError as error:
-            failures.append(repr(error))
-        if engine is not None:
-            by_engine[engine] += 1
 
+async def online_requests(
+    base_url: str,
+    requests: Iterator[OnlineRequest],
+    *,
+    per_s: float,
+    seed: int,
+    is_over: Callable[[], bool],
+) -> OnlineRun:
+    """Stream requests that arrive at random times until it is over; wait for all answers."""
+    rng = random.Random(seed)
     async with _client(base_url) as client, asyncio.TaskGroup() as tasks:
-        until_s = time.perf_counter() + seconds
-        while time.perf_counter() < until_s:
-            text = " ".join(f"w{chance.randrange(10**6)}" for _ in range(PROMPT_WORDS))
-            tasks.create_task(send(client, text))
-            await asyncio.sleep(chance.expovariate(per_s))
-    return OnlineRun(tuple(ttfts_s), by_engine, tuple(failures))
+        sent = []
+        while not is_over():
+            sent.append(tasks.create_task(_answer(client, next(requests))))
+            await asyncio.sleep(rng.expovariate(per_s))
+    return OnlineRun(tuple(task.result() for task in sent))
+
+
+async def _answer(client: httpx.AsyncClient, request: OnlineRequest) -> OnlineAnswer:
+    body = {
+        "text": request.prompt,
+        "stream": True,
+        "sampling_params": {
+            "max_new_tokens": request.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        },
+    }
+    start_s = time.monotonic()
+    first_token_s, text, engine = None, "", None
+    failure: str | None = "the stream ended early"
+    try:
+        async with client.stream("POST", "/generate", json=body) as response:
+            if response.status_code != 200:
+                failure = f"{response.status_code} {(await response.aread())[:120]!r}"
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    failure = None
+                elif line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    if "text" not in event:
+                        failure = line[:120]
+                        break
+                    first_token_s = first_token_s or time.monotonic()
+                    text, engine = event["text"], event["meta_info"]["weight_version"]
+    except httpx.HTTPError as error:
+        failure = repr(error)
+    return OnlineAnswer(request, start_s, first_token_s, time.monotonic(), text, engine, failure)
 
 
 @asynccontextmanager
