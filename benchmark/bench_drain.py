@@ -99,21 +99,21 @@ async def _measure(
         EngineConnection(second.base_url, _KEY) as target,
     ):
         model = (await source.describe()).model
-        heard: list[list[int]] = [[] for _ in bodies]
+        received: list[list[int]] = [[] for _ in bodies]
         moved_s: list[float] = []
         left: list[MovedKv | None] = [None] * len(bodies)
 
         async def attempt(number: int) -> LineResult | None:
             try:
                 request = _request(bodies[number], number)
-                return await source.run(request, model, heard[number].extend)
+                return await source.run(request, model, received[number].extend)
             except LineMovedError as error:
                 left[number] = error.kv
                 moved_s.append(time.monotonic())
                 return None
 
         attempts = [asyncio.ensure_future(attempt(number)) for number in range(len(bodies))]
-        while min(map(len, heard)) < options.tokens_before:
+        while min(map(len, received)) < options.tokens_before:
             await asyncio.sleep(0.05)
         begun_s = time.monotonic()
         state = await asyncio.to_thread(_drain, first)
@@ -127,25 +127,25 @@ async def _measure(
         first_s: dict[int, float] = {}
 
         def regained(number: int) -> Callable[[Sequence[int]], None]:
-            def heard_first(_tokens: Sequence[int]) -> None:
+            def on_first(_tokens: Sequence[int]) -> None:
                 first_s.setdefault(number, time.monotonic() - goes_on_s)
 
-            return heard_first
+            return on_first
 
         rest = await asyncio.gather(
             *(
-                target.run(_request(bodies[n], n, heard[n], left[n]), model, regained(n))
+                target.run(_request(bodies[n], n, received[n], left[n]), model, regained(n))
                 for n in moved
             )
         )
         whole = await asyncio.gather(
             *(target.run(_request(bodies[n], n), model, lambda _: None) for n in moved)
         )
-    again = [_again(result, heard[n]) for n, result in zip(moved, rest, strict=True)]
+    again = [_again(result, received[n]) for n, result in zip(moved, rest, strict=True)]
     different = sum(
         a.body["choices"] != b.body["choices"] for a, b in zip(rest, whole, strict=True)
     )
-    tokens = [len(heard[n]) for n in moved]
+    tokens = [len(received[n]) for n in moved]
     return [
         Figure("lines running", "", (len(bodies),)),
         Figure("lines handed back", "", (len(moved),)),

@@ -34,7 +34,7 @@ def iteration_ms(page_tokens: int, requests: int, steps: int) -> float:
 
 
 def reclaim_ms(page_tokens: int, tokens: int) -> float:
-    """Return how long it takes to reclaim so many saved tokens of requests that gave way."""
+    """Return how long it takes to reclaim so many saved tokens of retracted requests."""
     prompt_tokens = tokens // RECLAIMED_REQUESTS - 16
     engine = _decoding(page_tokens, RECLAIMED_REQUESTS, prompt_tokens, generated=32)
     for req in list(engine.running):

@@ -24,7 +24,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class StreamedRequest:
-    """One request; its body asks for a stream that tells how many tokens there are so far."""
+    """One request; its body asks for a stream with the number of tokens so far."""
 
     custom_id: str
     url: str

@@ -34,7 +34,7 @@ _LOOK_INTERVAL_S: Final = 1.0
 
 
 class JobSupervisor:
-    """Starts the drivers, tells them of changes, and compares their prospects."""
+    """Starts the drivers, notifies them of changes, and compares their prospects."""
 
     def __init__(self, context: JobContext, *, record_events: bool) -> None:
         self._context = context
@@ -225,6 +225,6 @@ async def _to_its_end(work: Coroutine[Any, Any, JobRecord]) -> JobRecord:
     """Await ``work``, which goes on when the caller is cancelled.
 
     Otherwise a client that hangs up could leave a change in the store that no driver
-    has heard of.
+    knows of.
     """
     return await asyncio.shield(asyncio.ensure_future(work))

@@ -314,7 +314,7 @@ class BatchService:
         return self._context.directory.fatal_signal
 
     def note_engine_death(self) -> None:
-        """Note that the engine has ended by itself, so that the next start can tell.
+        """Note that the engine has ended by itself, so that the next start knows.
 
         Quick, and never raises: it is called by a process that is about to end.
         """

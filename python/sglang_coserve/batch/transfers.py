@@ -54,7 +54,7 @@ class UploadPace:
 
     Each piece of an upload takes time of the event loop and the interpreter lock that
     online requests are read, tokenized and answered with. What is not read waits in
-    the client: TCP tells it to.
+    the client, by TCP's flow control.
     """
 
     def __init__(self, backend: Backend, clock: Clock, busy_bytes_per_s: float) -> None:

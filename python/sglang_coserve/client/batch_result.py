@@ -92,6 +92,6 @@ def decode_record(record: bytes) -> BatchResult:
     response = fields["response"] and Response(**fields["response"])
     error = fields["error"] and LineError(**fields["error"])
     if error is None and response and response.status_code not in range(200, 300):
-        # A record has no error of its own where the answer tells of one.
+        # A record has no error of its own where the answer has one.
         error = LineError(f"http_{response.status_code}", error_message(response.body))
     return BatchResult(identity[1], fields["custom_id"], response, error)

@@ -1,8 +1,8 @@
-"""How loaded an engine is, for whom it matters: what online work has, and what gives way to it.
+"""How loaded an engine is, for whom it matters: what online work holds, and what it can reclaim.
 
 An engine full of offline work is idle to an online request: whatever offline requests hold is
-given up for it. So a load is told by class, and of the KV what can be reclaimed is told apart
-from what online requests hold. A router wants the first, a gateway with offline lines the
+given up for it. So a load is given by class, and KV that can be reclaimed apart from what online
+requests hold. A router wants the first, a gateway with offline lines the
 rest: where there is time and memory for more of them.
 """
 
@@ -74,7 +74,7 @@ class WantedLines(JsonDocument):
 
 
 class ReplicaLoad(JsonDocument):
-    """What the scheduler of one replica tells."""
+    """What the scheduler of one replica reports."""
 
     online: ClassLoad
     offline: ClassLoad
@@ -86,7 +86,7 @@ class ReplicaLoad(JsonDocument):
     """Of them, those that online requests hold. Shared prefixes count once."""
 
     reclaimable_kv_tokens: _Count
-    """Those that give way to online requests: of offline requests alone, or only cached. The rest
+    """Those that online requests can reclaim: of offline requests alone, or only cached. The rest
     is free."""
 
     reclaim_s: _Amount | None
@@ -132,7 +132,7 @@ class EngineLoad(ReplicaLoad):
 
     replicas: Annotated[int, Field(ge=1)]
     age_s: _Amount
-    """How long ago the replica that was heard of least recently told its part."""
+    """Age of the oldest report among the replicas."""
 
     is_draining: bool
     """True once it takes no more offline lines, and is to end."""

@@ -95,8 +95,8 @@ def requests_to_pull(
         coming_tokens: Of requests on their way to it, which the preference does not know of.
 
     Together they are no longer than what fits as one request. That is exact for memory; for time
-    it leaves out what each request costs beside its context, and the next preference, which is
-    made once they run, tells. O(requests log requests).
+    it leaves out what each request costs beside its context, which the next
+    preference, made once they run, corrects. O(requests log requests).
     """
     left_tokens = preference.max_tokens - coming_tokens
     chosen: list[_Request] = []

@@ -60,7 +60,7 @@ class Policy(ABC):
 class SlicingPolicy(Policy):
     """A policy whose offline work may run in steps of its own between those of online decodes.
 
-    Online and offline work are composed separately: the online half is enough to tell whether
+    Online and offline work are composed separately: the online half is enough to decide whether
     offline work does better in the same step or in its own.
     """
 

@@ -140,7 +140,7 @@ class FleetBackend(Backend):
             self._close(self._engines[url], EngineState.DRAINING, _NO_MORE)
         for engine in new:
             self._engines[engine.url] = engine
-            self._tell_placement(engine)
+            self._update_placement(engine)
             self._watching[engine.url] = asyncio.create_task(self._watch(engine))
 
     async def ready(self) -> None:
@@ -187,10 +187,10 @@ class FleetBackend(Backend):
     async def online_delays_s(self) -> Mapping[str, float] | None:
         """See ``Backend.online_delays_s``: of the engines that know."""
         there = [engine for engine in self.engines if engine.description is not None]
-        told = await asyncio.gather(
+        answers = await asyncio.gather(
             *(engine.connection.delays() for engine in there), return_exceptions=True
         )
-        for engine, each in zip(there, told, strict=True):
+        for engine, each in zip(there, answers, strict=True):
             if isinstance(each, EngineDelays):
                 self._delays.add(engine.url, each)
             elif not isinstance(each, ServerError):
@@ -281,24 +281,24 @@ class FleetBackend(Backend):
         on_tokens: Callable[[Sequence[int]], None],
     ) -> LineResult:
         engine, request = self._attempts[number]
-        pools, num_heard = self._pools, 0
+        pools, num_received = self._pools, 0
 
-        def heard(tokens: Sequence[int]) -> None:
-            nonlocal num_heard
-            num_heard += len(tokens)
-            pools.heard(number, len(tokens), self._monotonic_s())
+        def receive(tokens: Sequence[int]) -> None:
+            nonlocal num_received
+            num_received += len(tokens)
+            pools.add_tokens(number, len(tokens), self._monotonic_s())
             self._count_tokens(engine, len(tokens))
             generated.extend(tokens)
             on_tokens(tokens)
 
         with engine.rate.in_flight(), self._rate.in_flight():
             result = await engine.connection.run(
-                request, model, heard, lambda tokens: pools.has_prompt(number, tokens)
+                request, model, receive, lambda tokens: pools.has_prompt(number, tokens)
             )
             self._judge(engine, result)
             usage = result.body.get("usage") if isinstance(result.body, dict) else None
             total = (usage or {}).get("total_tokens", 0)
-            self._count_tokens(engine, max(0, total - num_heard))
+            self._count_tokens(engine, max(0, total - num_received))
         return result
 
     def _judge(self, engine: Engine, result: LineResult) -> None:
@@ -329,7 +329,7 @@ class FleetBackend(Backend):
         if engine.state is EngineState.UP:
             _log.warning("no more lines for %s: %s", engine.url, reason)
             engine.set_state(state, reason)
-            self._tell_placement(engine)
+            self._update_placement(engine)
 
     async def _watch(self, engine: Engine) -> None:
         """Look at an engine again and again, until it is none of the fleet any more."""
@@ -347,16 +347,16 @@ class FleetBackend(Backend):
                 reason = f": {engine.reason}" if engine.reason else ""
                 _log.warning("%s is %s%s", url, engine.state.value, reason)
             self._choose_model()
-            self._tell_placement(engine)
+            self._update_placement(engine)
             self._look_at_pool(engine)
             await asyncio.sleep(max(self._look_interval_s, len(self._engines) / _LOOKS_PER_S))
         engine.set_state(EngineState.DOWN, _NO_MORE)
-        self._tell_placement(engine)
+        self._update_placement(engine)
         placement.remove_engine(url)
         del self._engines[url], self._watching[url]
         await engine.connection.close()
 
-    def _tell_placement(self, engine: Engine) -> None:
+    def _update_placement(self, engine: Engine) -> None:
         pools = self._pools
         for url in pools.set_engine(engine.url, engine.pool, is_open=self._is_open(engine)):
             window, begins_lines = self._engines[url].window, pools.begins_lines(url)
@@ -390,7 +390,7 @@ class FleetBackend(Backend):
         if has_changed:
             _log.warning("%d of %d engines serve the model %s", len(described), len(models), model)
             for engine in self.engines:
-                self._tell_placement(engine)
+                self._update_placement(engine)
             self._take_out()
             self._has_model.set()
 

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line; return its exit status, errors told in one line each."""
+    """Run the command line; return its exit status, errors printed in one line each."""
     try:
         serve_gateway(parse_options(argv))
     except CoserveError as error:

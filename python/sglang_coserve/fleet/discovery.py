@@ -31,7 +31,7 @@ class EngineSource(Protocol):
         """Return the engines that there are now.
 
         Raises:
-            ServerError: it cannot be told now.
+            ServerError: it cannot be determined now.
         """
 
 
@@ -114,10 +114,10 @@ async def follow(
     set_engines: Callable[[Sequence[str]], None],
     interval_s: float = _LOOK_INTERVAL_S,
 ) -> None:
-    """Tell ``set_engines`` which engines all sources know, again and again.
+    """Call ``set_engines`` with the engines that all sources know, again and again.
 
-    Of a source that cannot tell, what it said last counts: without it an outage of the DNS would
-    take all engines away.
+    Where a source fails, its last answer counts: otherwise an outage of the DNS would take all
+    engines away.
     """
     known: list[Sequence[str]] = [[] for _ in sources]
     failures: list[str | None] = [None for _ in sources]

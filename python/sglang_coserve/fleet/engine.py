@@ -24,8 +24,8 @@ from sglang_coserve.http_lines import (
 __all__ = ["Engine", "EngineState"]
 
 _RATE_WINDOW_S: Final = 10.0
-"""What an engine gets done is told by its last seconds: online traffic changes it, and the sum
-changes at once when an engine comes or goes. Long against the time between two ends of lines."""
+"""Online traffic changes the rate of an engine, and the sum changes at once when an engine comes or
+goes. Long against the time between two ends of lines."""
 
 
 class EngineState(Enum):

@@ -47,8 +47,8 @@ def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], No
     """Return the application of a gateway.
 
     Its port is open from the start; the routes say what is missing until some engine has said
-    what it serves, and the data directory is free. ``on_failure`` hears what makes that
-    impossible.
+    what it serves, and the data directory is free. ``on_failure`` is called with what makes
+    that impossible.
     """
 
     @asynccontextmanager

@@ -25,7 +25,7 @@ lines take of memory is bounded by their bytes."""
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """What a gateway is told."""
+    """The settings of a gateway."""
 
     host: str
     port: int

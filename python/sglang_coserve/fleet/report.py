@@ -1,4 +1,4 @@
-"""What a gateway tells of its engines: ``/coserve/status`` and ``/metrics``."""
+"""What a gateway reports of its engines: ``/coserve/status`` and ``/metrics``."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class _Families(Collector):
         if self._batches is not None:
             yield from self._batch_families(self._batches)
 
-    def _batch_families(self, told: ServiceStatus) -> Iterator[Metric]:
+    def _batch_families(self, status: ServiceStatus) -> Iterator[Metric]:
         """Yield what a single server exports of its batches, under the same names."""
         loads = [engine.load for engine in self._fleet.engines if engine.load is not None]
         model_name = loads[0].model_name if loads else ""
@@ -116,11 +116,11 @@ class _Families(Collector):
             "coserve_batches", "Unfinished batches by state.", labels=["model_name", "state"]
         )
         for state in EXPORTED_STATES:
-            batches.add_metric([model_name, state], told.batches.get(state, 0))
-        batches.add_metric([model_name, "paused"], told.paused_batches)
+            batches.add_metric([model_name, state], status.batches.get(state, 0))
+        batches.add_metric([model_name, "paused"], status.paused_batches)
         yield batches
         for name, text, value in (
-            ("batch_lines_waiting", "Lines that no engine has got yet.", told.lines_waiting),
+            ("batch_lines_waiting", "Lines that no engine has got yet.", status.lines_waiting),
             (
                 "batch_required_tokens_per_second",
                 "What all batches that are served need to be complete in their windows.",

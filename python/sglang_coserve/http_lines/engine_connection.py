@@ -75,13 +75,13 @@ class EngineConnection:
             EngineLostError: it does not answer.
             EngineRefusesError: it answers something else.
         """
-        return await self._told(LINES_PATH, EngineDescription)
+        return await self._get(LINES_PATH, EngineDescription)
 
     async def delays(self) -> EngineDelays:
         """Ask by how much batches have delayed its online requests; raises as ``describe``."""
-        return await self._told(DELAYS_PATH, EngineDelays)
+        return await self._get(DELAYS_PATH, EngineDelays)
 
-    async def _told(self, path: str, kind: type[_Message]) -> _Message:
+    async def _get(self, path: str, kind: type[_Message]) -> _Message:
         content = await self.ask(path)
         try:
             return decode_message(content, kind)

@@ -83,9 +83,9 @@ class EngineStream:
         on_tokens: Callable[[Sequence[int]], None],
         on_prompt: Callable[[int], None],
     ) -> LineResult:
-        """See ``EngineConnection.run``; ``attempt`` is what the engine is told of ``request``."""
+        """See ``EngineConnection.run``; ``attempt`` is ``request`` as it is sent."""
         number, result = next(self._ids), asyncio.get_running_loop().create_future()
-        self._tell(LineCall(number, attempt))
+        self._send(LineCall(number, attempt))
         self._attempts[number] = _Attempt(request, on_tokens, on_prompt, result)
         try:
             found: LineResult = await result
@@ -104,13 +104,13 @@ class EngineStream:
                 self._has_unsent.set()
                 return
 
-    def _tell(self, call: LineCall) -> None:
+    def _send(self, call: LineCall) -> None:
         self._unsent[call.id] = encode_message(call)
         self._has_unsent.set()
 
     def _abort(self, number: int) -> None:
         if self._unsent.pop(number, None) is None:
-            self._tell(LineCall(number, None))
+            self._send(LineCall(number, None))
 
     async def _serve(self) -> None:
         address, silent_s = f"{self._url}{LINES_PATH}", _SILENT_S
@@ -152,7 +152,7 @@ class EngineStream:
             async for chunk in answer.content.iter_any():
                 silence.reschedule(loop.time() + silent_s)
                 for line in _lines(parts, chunk):
-                    self._hear(decode_message(line, LineEvent))
+                    self._handle(decode_message(line, LineEvent))
         # It ends its answer when it has given back what it had: the rest it has never taken.
         raise LineMovedError(f"{self._url} takes no more lines on this connection")
 
@@ -167,7 +167,7 @@ class EngineStream:
                 yield calls
                 await asyncio.sleep(GATHER_S)
 
-    def _hear(self, event: LineEvent) -> None:
+    def _handle(self, event: LineEvent) -> None:
         if event.fault is not None:
             raise EngineRefusesError(f"{self._url}{LINES_PATH}: {event.fault}")
         attempt = self._attempts.get(event.id)

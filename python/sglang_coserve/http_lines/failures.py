@@ -16,7 +16,7 @@ _KEYS: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 class LineMovedError(ServerError):
     """The engine gives the line back, or does not take it: it drains, or has another model.
 
-    The line goes on elsewhere, with the tokens that were heard.
+    The line goes on elsewhere, with the tokens that were received.
     """
 
     def __init__(self, message: str, kv: MovedKv | None = None) -> None:
@@ -45,5 +45,5 @@ def refusal_text(address: str, status: int, content: bytes) -> str:
         hint = ": its --admin-api-key is not the gateway's --engine-admin-key"
     elif status == HTTPStatus.NOT_FOUND:
         hint = ": it is no server of sglang_coserve, or has no --admin-api-key"
-    told = content[:300].decode(errors="replace").strip()
-    return f"{address} answers HTTP {status}{hint} ({told})"
+    text = content[:300].decode(errors="replace").strip()
+    return f"{address} answers HTTP {status}{hint} ({text})"

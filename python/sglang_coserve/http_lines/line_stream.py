@@ -74,7 +74,7 @@ class LineStream:
         """New ones, of each attempt."""
 
         self._prompts: dict[int, int] = {}
-        """How many tokens each prompt has that was not told of yet."""
+        """How many tokens each prompt has that was not sent yet."""
 
         self._ends: list[bytes] = []
         self._changed = asyncio.Event()
@@ -112,7 +112,7 @@ class LineStream:
 
     async def serve(self, receive: Receive, send: Send, heartbeat_s: float) -> None:
         """Serve one ASGI connection."""
-        # A client that expects to be told to go on waits for the first of these.
+        # A client that expects 100 Continue waits for the first of these.
         first = await receive()
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         self._take(first)
@@ -149,7 +149,7 @@ class LineStream:
         return True
 
     def _content(self) -> bytes:
-        """Return what there is to tell."""
+        """Return what there is to send."""
         tokens = (
             LineEvent(of, tuple(new), self._prompts.pop(of, 0)) for of, new in self._tokens.items()
         )
@@ -171,11 +171,11 @@ class LineStream:
             is_last = not message.get("more_body", False)
             content = message.get("body", b"")
             for call in self._reader.feed(content + b"\n" if is_last else content):
-                self._hear(call)
+                self._handle(call)
             self._is_last |= is_last
         self._changed.set()
 
-    def _hear(self, call: LineCall | BadCallError) -> None:
+    def _handle(self, call: LineCall | BadCallError) -> None:
         if isinstance(call, BadCallError):
             self._refuse(call)
         elif call.attempt is not None:
@@ -206,13 +206,13 @@ class LineStream:
             self._ends.append(encode_message(LineEvent(number, moved=why)))
         else:
             request = request_of(attempt, self._now_s())
-            heard = partial(self._heard, number)
-            task = asyncio.ensure_future(self._backend.run(request, heard))
+            on_tokens = partial(self._add_tokens, number)
+            task = asyncio.ensure_future(self._backend.run(request, on_tokens))
             self._attempts[number] = _Attempt(request, task)
             # As a callback: a task that is cancelled before it starts runs no code.
             task.add_done_callback(partial(self._end, number))
 
-    def _heard(self, number: int, token_ids: Sequence[int]) -> None:
+    def _add_tokens(self, number: int, token_ids: Sequence[int]) -> None:
         self._tokens.setdefault(number, []).extend(token_ids)
         attempt = self._attempts[number]
         if attempt.prompt_tokens is None:
@@ -234,10 +234,10 @@ class LineStream:
             event = LineEvent(number, moved=attempt.moved or _GIVEN_UP, kv=error.kv)
             self._ends.append(encode_message(event))
         else:
-            self._ends.append(_told(number, attempt.request, task))
+            self._ends.append(_result_message(number, attempt.request, task))
 
 
-def _told(number: int, request: LineRequest, task: asyncio.Task[LineResult]) -> bytes:
+def _result_message(number: int, request: LineRequest, task: asyncio.Task[LineResult]) -> bytes:
     """Return the message with the result of an attempt, or with what went wrong."""
     try:
         return encode_message(event_of(number, task.result()))

@@ -144,7 +144,7 @@ class EngineDelays(msgspec.Struct, frozen=True):
 
 
 def attempt_of(request: LineRequest, model: str, now_s: float) -> LineAttempt:
-    """Return what the engine is told of ``request``; ``now_s`` is in seconds since the epoch."""
+    """Return ``request`` as it is sent; ``now_s`` is in seconds since the epoch."""
     return LineAttempt(
         request.batch_id,
         request.line,

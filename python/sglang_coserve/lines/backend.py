@@ -68,7 +68,7 @@ class LineRequest:
 
 
 class FailureKind(Enum):
-    """How an attempt failed, which tells whether the engine or the line is to blame."""
+    """How an attempt failed: whether the engine or the line is to blame."""
 
     UNREACHABLE = "unreachable"
     """The engine never received the line."""
@@ -175,7 +175,7 @@ class LineBackend(Protocol):
         generated, those after ``request.generated`` only. A request that cannot be
         continued from its tokens (several choices, say) never calls it. Cancelling
         the call aborts the request in the engine; it may take until the end of a step, whose
-        tokens are then heard, too.
+        tokens are then reported, too.
 
         Raises:
             ServerError: no line can be served any more; this ends the run. Any other exception
@@ -201,7 +201,7 @@ class Backend(LineBackend, Protocol):
     def hand_back(self, request: LineRequest) -> bool:  # noqa: ARG002
         """Ask that a line that is being run be handed back with its KV, within some seconds.
 
-        ``run`` then raises ``LineHandedBackError``, after all tokens were heard, unless the line
+        ``run`` then raises ``LineHandedBackError``, after all tokens were reported, unless the line
         has ended before. False where that cannot be done: the call is to be cancelled instead.
         """
         return False

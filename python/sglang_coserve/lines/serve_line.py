@@ -23,12 +23,12 @@ _log = logging.getLogger(__name__)
 async def serve_line(
     request: LineRequest,
     fresh_body: Callable[[], Awaitable[dict[str, Any]]],
-    heard: LineTokens,
+    received: LineTokens,
     context: AttemptContext,
 ) -> tuple[LineResult, str]:
     """Return the engine's answer to ``request``, or its last failure, and the model used.
 
-    An attempt continues from the tokens ``heard`` in earlier attempts, also of an earlier run,
+    An attempt continues from the tokens ``received`` in earlier attempts, also of an earlier run,
     if the model is the same. If the weights change while the line is served, it
     starts over, as an answer must be of one model. Each attempt gets its own body: the first that
     of ``request``, later ones a ``fresh_body``.
@@ -41,15 +41,15 @@ async def serve_line(
     retries = LineRetries(request.line, context.retry_policy, context.health, context.rng)
 
     def take_tokens(tokens: Sequence[int]) -> None:
-        if backend.model == heard.model:
-            heard.add(request.line, tokens)
+        if backend.model == received.model:
+            received.add(request.line, tokens)
 
     is_first = True
     while True:
         await backend.settled()
         async with context.engine_lines.in_engine(request.batch_id, request.line) as limit:
             model = backend.model
-            generated = heard.tokens(request.line) if model == heard.model else ()
+            generated = received.tokens(request.line) if model == received.model else ()
             body = request.body if is_first else await fresh_body()
             is_first = False
             retries.began(now_s())

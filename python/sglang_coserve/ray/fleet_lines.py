@@ -104,7 +104,7 @@ class FleetLines:
             return await answers
         finally:
             answers.cancel()
-            # However it ended: what a line raised after the first one is nobody's to hear.
+            # However it ended: what a line raised after the first one nobody waits for.
             await asyncio.gather(answers, return_exceptions=True)
 
     async def _answer(self, content: bytes | None) -> Answer:
@@ -136,8 +136,8 @@ class FleetLines:
             generated=(),
             deadline_s=math.inf,
         )
-        heard = LineTokens(self._fleet.model)
-        result, _ = await serve_line(line, fresh_body, heard, self._context)
+        received = LineTokens(self._fleet.model)
+        result, _ = await serve_line(line, fresh_body, received, self._context)
         return result
 
     async def _watch_for_engines(self) -> None:

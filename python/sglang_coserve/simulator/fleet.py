@@ -135,7 +135,7 @@ class Fleet:
         self._outages = sorted(outages)
         self._returns: list[tuple[float, int]] = []
         for number in range(num_engines):
-            self._tell_placement(number)
+            self._update_placement(number)
 
     @property
     def all_engines(self) -> Sequence[tuple[int, FleetEngine]]:
@@ -255,7 +255,7 @@ class Fleet:
         del self._open[number]
         if math.isfinite(outage.end_s):
             heapq.heappush(self._returns, (outage.end_s, number))
-        self._tell_placement(number)
+        self._update_placement(number)
         ended = self.engines[number]
         engine, executor, mailbox = ended[:3]
         lines = engine.give_back() + mailbox.take_lines()
@@ -281,11 +281,11 @@ class Fleet:
             waiting = len(self.engines[number].executor.offline_waiting)
             window = line_window(self._placement.in_flight(name), waiting)
             self._windows[number] = window
-            self._tell_placement(number)
+            self._update_placement(number)
         if self._has_pools:
             self._look_at_pools()
 
-    def _tell_placement(self, number: int) -> None:
+    def _update_placement(self, number: int) -> None:
         name, pools = self._names[number], self._pools
         is_open, pool = number in self._open, self.engines[number].pool
         for each in pools.set_engine(name, pool, is_open=is_open):
@@ -298,7 +298,7 @@ class Fleet:
             for rid, line in each.executor.admitted.items():
                 if line.has_prompt and not line.info.is_online:
                     self._pools.has_prompt(rid, line.computed_tokens)
-                    self._pools.heard(rid, 0, self.now_s)
+                    self._pools.add_tokens(rid, 0, self.now_s)
         for number in self._open:
             each = self.engines[number]
             if each.pool != "strict":

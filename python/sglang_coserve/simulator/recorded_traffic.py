@@ -2,7 +2,7 @@
 
 Requests arrive when they arrived, with the outputs that they had; the machine takes for a
 step what the measured steps teach the latency model. Left out is what the recording does not
-tell: prompts of online requests are known by their length alone, so what the prefix cache
+have: prompts of online requests are known by their length alone, so what the prefix cache
 held of one need not be computed, and nobody else finds it there.
 """
 

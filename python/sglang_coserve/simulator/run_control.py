@@ -17,7 +17,7 @@ _LINE_INTERVAL_S: Final = 10.0
 
 
 class RunControl(StoppableBar):
-    """A bar whose ``tick`` tells a run whether to stop."""
+    """A bar whose ``tick`` says whether the run is to stop."""
 
     def __init__(
         self,

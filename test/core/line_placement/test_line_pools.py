@@ -26,7 +26,7 @@ def running(pools: LinePools, engine: str, **tokens: int) -> None:
     for line, count in tokens.items():
         pools.start(line, engine, 0, now_s=0.0)
         pools.has_prompt(line, count - count // 2)
-        pools.heard(line, count // 2, now_s=0.0)
+        pools.add_tokens(line, count // 2, now_s=0.0)
 
 
 def moved(moves: list[Move]) -> dict[Any, str | None]:
@@ -70,14 +70,14 @@ def test_what_comes_counts_until_it_runs() -> None:
     pools.start("a", "s", 150, now_s=1.0)
     assert pools.look("s", wants, 0, 1.0) == []
     pools.has_prompt("a", 150)
-    pools.heard("a", 16, now_s=2.0)
+    pools.add_tokens("a", 16, now_s=2.0)
     assert moved(pools.look("s", wants, 0, 2.0)) == {"b": "s"}
 
 
 def test_a_line_whose_prompt_nobody_told_stays() -> None:
     pools = pools_of(r="relaxed", s="strict")
     pools.start("a", "r", 0, now_s=0.0)
-    pools.heard("a", 50, now_s=0.0)
+    pools.add_tokens("a", 50, now_s=0.0)
     assert pools.look("s", WANTS, 0, 1.0) == []
 
 
@@ -85,7 +85,7 @@ def test_as_many_go_back_as_waited_at_two_looks_the_silent_ones_first() -> None:
     pools = pools_of(r="relaxed", s="strict")
     running(pools, "s", a=90, b=90, c=90)
     for line, now_s in (("a", 3.0), ("c", 2.0), ("b", 1.0)):
-        pools.heard(line, 1, now_s)
+        pools.add_tokens(line, 1, now_s)
     assert pools.look("s", None, 2, 4.0) == []
     assert pools.look("s", None, 1, 4.5) == [Move("b", None)]
     assert pools.look("s", None, 1, 5.0) == [], "it is still on its way"
@@ -141,7 +141,7 @@ class PoolsMachine(RuleBasedStateMachine):
         self.where[line] = engine = data.draw(st.sampled_from(sorted(self.open)))
         self.pools.start(line, engine, 0, self.now_s)
         self.pools.has_prompt(line, prompt)
-        self.pools.heard(line, output, self.now_s)
+        self.pools.add_tokens(line, output, self.now_s)
         self.prompts[line], self.tokens[line] = prompt, prompt + output
 
     @precondition(lambda self: self.where)

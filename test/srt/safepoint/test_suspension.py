@@ -351,7 +351,7 @@ def run_with_decodes_that_end(engine: ScriptedEngine) -> Any:
     engine.assert_nothing_leaked()
     after = safepoints.stats.suspensions
     suspended = {kind.value: after[kind] - before.get(kind, 0) for kind in ForwardKind}
-    return outputs, aborted, suspended, safepoints.stats.kept["one piece"]
+    return outputs, aborted, suspended, safepoints.stats.ran_to_end["one piece"]
 
 
 @pytest.mark.parametrize("modes", QUICK)

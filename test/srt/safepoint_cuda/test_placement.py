@@ -58,8 +58,8 @@ def test_prefills_stop_with_graphs_and_without_and_decodes_do_not(cut: list[Any]
     scheduler = scheduler_of()
     placed = place(scheduler)
     assert cut == [scheduler.tp_worker.model_runner]
-    assert set(placed.kept) == {ForwardKind.DECODE}
-    assert place(scheduler_of(decode_graphs=False)).kept == {}
+    assert set(placed.no_safepoints) == {ForwardKind.DECODE}
+    assert place(scheduler_of(decode_graphs=False)).no_safepoints == {}
 
 
 def test_grouped_decode_graphs_are_made_where_they_are_asked_for_and_can_be(
@@ -75,10 +75,10 @@ def test_grouped_decode_graphs_are_made_where_they_are_asked_for_and_can_be(
     ((runner, _, gate),) = made
     assert runner is scheduler.tp_worker.model_runner
     assert gate is placed.gate
-    assert placed.kept == {}
+    assert placed.no_safepoints == {}
     monkeypatch.setattr(placement, "why_no_grouped_decode_graphs", lambda _: "a reason")
     with caplog.at_level(logging.WARNING):
-        assert set(place(scheduler_of(), groups_decodes=True).kept) == {ForwardKind.DECODE}
+        assert set(place(scheduler_of(), groups_decodes=True).no_safepoints) == {ForwardKind.DECODE}
     assert "changes nothing: a reason" in caplog.text
 
 

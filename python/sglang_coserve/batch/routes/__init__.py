@@ -2,8 +2,8 @@
 
 An application takes the routes with ``add_batch_routes`` and says with ``set_service`` what
 they serve; before that they answer 503. Whether a key is valid is for the application to
-check; here it only says whose things are whose. Only the operator's routes check theirs, which
-``set_admin_key`` tells them.
+check; here it only says whose things are whose. Only the operator's routes check theirs, set
+with ``set_admin_key``.
 """
 
 from sglang_coserve.batch.routes.caller import (

@@ -93,7 +93,7 @@ class Bill:
         """Note that no online request is in: no delay is left over. O(jobs of a step).
 
         ``beside_offline`` says that the engine has offline requests. What it does of them may be
-        suspended, and be told of only when it has gone on.
+        suspended, and is then reported only when it has ended.
         """
         self._work_s = self._last_s.copy() if beside_offline else {}
 

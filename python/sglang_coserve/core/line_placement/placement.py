@@ -43,7 +43,7 @@ class _Engine:
     name: str
     window: int = 0
     is_open: bool = False
-    is_kept: bool = False
+    is_for_suspects: bool = False
     """For a suspect, which is or will be in it, and nothing else."""
 
     in_flight: set[Hashable] = field(default_factory=set)
@@ -52,7 +52,7 @@ class _Engine:
 
     @property
     def has_room(self) -> bool:
-        return self.is_open and not self.is_kept and len(self.in_flight) < self.window
+        return self.is_open and not self.is_for_suspects and len(self.in_flight) < self.window
 
 
 class LinePlacement:
@@ -101,7 +101,7 @@ class LinePlacement:
         has_changed = engine.is_open != is_open
         engine.is_open = is_open
         if not is_open and not self._has_suspect(engine):
-            engine.is_kept = False
+            engine.is_for_suspects = False
         self._note_room(engine)
         self._most_lines = max((e.window for e in self._engines.values() if e.is_open), default=1)
         if has_changed:
@@ -124,7 +124,7 @@ class LinePlacement:
     def offer_again(self, name: Hashable, *, engine_died: bool) -> list[Placed] | None:
         """Have a line that an engine had wait again; None to give it up, which forgets it.
 
-        ``engine_died`` tells whether the engine ended with the line in it.
+        ``engine_died``: whether the engine ended with the line in it.
         """
         line = self._lines[name]
         was_alone = line.is_suspect
@@ -142,7 +142,7 @@ class LinePlacement:
         line, engine = self._lines[name], self._engines[to]
         self._take_from_engine(line)
         placed: list[Placed] = []
-        if line.is_suspect or engine.is_kept:
+        if line.is_suspect or engine.is_for_suspects:
             self._queue(line)
         else:
             self._place(line, engine, placed)
@@ -195,22 +195,22 @@ class LinePlacement:
 
     def _place_suspects(self, placed: list[Placed]) -> None:
         """Serve the next suspect if its engine is empty; keep an engine as long as there is one."""
-        kept = [engine for engine in self._engines.values() if engine.is_kept]
-        if not self._suspects and not kept:
+        reserved = [engine for engine in self._engines.values() if engine.is_for_suspects]
+        if not self._suspects and not reserved:
             return
-        if self._suspects and not kept:
+        if self._suspects and not reserved:
             candidates = [engine for engine in self._engines.values() if engine.is_open]
             if candidates:
-                kept = [min(candidates, key=lambda e: (len(e.in_flight), e.name))]
-                kept[0].is_kept = True
+                reserved = [min(candidates, key=lambda e: (len(e.in_flight), e.name))]
+                reserved[0].is_for_suspects = True
                 self._find_homes()
-        for engine in kept:
+        for engine in reserved:
             if engine.in_flight:
                 continue
             if self._suspects and engine.is_open:
                 self._place(self._suspects.popleft(), engine, placed)
             else:
-                engine.is_kept = False
+                engine.is_for_suspects = False
                 self._note_room(engine)
                 self._find_homes()
 
@@ -264,7 +264,7 @@ class LinePlacement:
     def _find_homes(self) -> None:
         """Let every line wait where it belongs, now that other engines are open."""
         engines = self._engines.values()
-        self._homes = Rendezvous([e.name for e in engines if e.is_open and not e.is_kept])
+        self._homes = Rendezvous([e.name for e in engines if e.is_open and not e.is_for_suspects])
         for engine in engines:
             self._note_room(engine)
         queues = [self._homeless, *(engine.queue for engine in engines)]

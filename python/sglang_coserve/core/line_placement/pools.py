@@ -37,9 +37,9 @@ class _Line:
     """Of context, as far as known."""
 
     since_s: float
-    """When it was heard of last, or else began here."""
+    """When it last generated a token, or else began here."""
 
-    is_heard: bool = False
+    has_generated: bool = False
     """Whether this engine has generated tokens of it."""
 
     is_movable: bool = False
@@ -49,7 +49,7 @@ class _Line:
 class LinePools:
     """The lines that engines have, and which pool each engine is of.
 
-    ``look`` decides; the calls with a line tell what became of it.
+    ``look`` decides; the calls with a line report what became of it.
     """
 
     def __init__(self) -> None:
@@ -91,11 +91,11 @@ class LinePools:
         running.is_movable = True
         self._prompts[line] = tokens
 
-    def heard(self, line: Hashable, new_tokens: int, now_s: float) -> None:
+    def add_tokens(self, line: Hashable, new_tokens: int, now_s: float) -> None:
         """An engine has generated tokens of a line."""
         running = self._lines[line]
         running.tokens += new_tokens
-        running.is_heard, running.since_s = True, now_s
+        running.has_generated, running.since_s = True, now_s
 
     def move_of(self, line: Hashable) -> Move | None:
         """Return what was decided of a line that an engine has; None if it was not asked back."""
@@ -137,7 +137,7 @@ class LinePools:
             line
             for line in self._lines.values()
             if (line.move is not None and line.move.to == engine)
-            or (line.engine == engine and not line.is_heard)
+            or (line.engine == engine and not line.has_generated)
         ]
         lengths = {
             name: line.tokens
@@ -153,12 +153,12 @@ class LinePools:
         return [self._move(name, engine) for name in pulled]
 
     def _give_back(self, engine: str, count: int, now_s: float) -> list[Move]:
-        """Give back as many as have waited, those that were heard of longest ago."""
+        """Give back as many as have waited, those whose last token is the oldest."""
         silent: list[tuple[float, Hashable]] = []
         for name, line in self._lines.items():
             if line.engine != engine:
                 continue
-            since_s = line.since_s if line.is_heard else line.since_s + _ARRIVES_S
+            since_s = line.since_s if line.has_generated else line.since_s + _ARRIVES_S
             if line.move is not None or since_s > now_s:
                 count -= 1  # It leaves, or is on its way: one of those that wait.
             else:

@@ -41,7 +41,7 @@ class Admission(Protocol):
     # --- Who waits -----------------------------------------------------------------------
 
     def enqueue(self, req: Req) -> None:
-        """Let an offline request wait; ``retraction_count`` tells whether it ran before.
+        """Let an offline request wait; ``retraction_count`` is above 0 if it ran before.
 
         One that ran must not be admitted again in the same pass: under overlap
         scheduling it would take the result of its last step, still queued, for its own.

@@ -15,7 +15,7 @@ __all__ = ["engine_failure", "invalid_request", "line_result"]
 
 
 def line_result(request_id: str, answer: Any) -> LineResult:
-    """Return the result for a handler's answer: a model, or a response that tells of an error."""
+    """Return the result for a handler's answer: a model, or a response with an error."""
     if isinstance(answer, BaseModel):
         return LineResult(HTTPStatus.OK.value, request_id, answer.model_dump(mode="json"))
     assert isinstance(answer, Response), f"a handler answered {type(answer).__name__}"

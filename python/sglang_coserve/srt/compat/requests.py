@@ -55,7 +55,7 @@ def refuse(scheduler: Any, request: Any, status: HTTPStatus, message: str) -> No
     """
     from sglang.srt.managers.io_struct import AbortReq
 
-    # ``status`` is no mere number: streams tell an error by the type of it.
+    # ``status`` is no mere number: streams recognize an error by its type.
     reason = {"type": "abort", "status_code": status, "message": message}
     answer = AbortReq(rid=request.rid, finished_reason=reason)
     scheduler.ipc_channels.send_to_tokenizer.send_output(answer, request)

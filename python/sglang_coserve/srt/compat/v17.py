@@ -210,11 +210,11 @@ def tensors_beside(arguments: Sequence[Any]) -> tuple[Any, ...]:  # noqa: ARG001
     return ()
 
 
-# --- KV checkpoints (until 0.5.17, and what is told of requests until 0.5.20) ------------------
+# --- KV checkpoints (until 0.5.17, and calls on changes of requests until 0.5.20) --------------
 
 
 def inserting_cache(kind: type) -> type:
-    """Return ``kind``, a subclass of ``UnifiedRadixCache``, with what tells it of requests.
+    """Return ``kind``, a subclass of ``UnifiedRadixCache``, that is notified of requests.
 
     Of an insertion by the context manager ``inserting(req)``, in which it takes place. Of the
     release of a request's KV, when it is done, by ``released(req, kept_tokens)``: of so many tokens

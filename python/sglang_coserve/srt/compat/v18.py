@@ -65,7 +65,7 @@ def start_load(controller: Any, host_slots: Any, device_slots: Any, load_id: int
 def submit_load(
     controller: Any, host_slots: Any, device_slots: Any, load_id: int, **layers: int
 ) -> None:
-    """As ``start_load``; ``layers`` is how SGLang is told how many there are."""
+    """As ``start_load``; ``layers`` passes their number to SGLang."""
     from sglang.srt.managers.cache_controller import CacheOperation, HiCacheAck
 
     operation = CacheOperation(host_slots, device_slots, load_id)

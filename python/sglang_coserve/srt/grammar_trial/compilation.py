@@ -17,7 +17,7 @@ _WALK_TOKENS: Final = 24
 _MOST_STEP_S: Final = 0.25
 """Time limit for the mask of one token: the scheduler makes it while all other requests wait."""
 
-_MOST_TOLD_CHARS: Final = 500
+_MOST_MESSAGE_CHARS: Final = 500
 
 _STACK_BYTES: Final = 4 << 20
 """Half of what threads have by default: a grammar that just fits here fits there easily."""
@@ -61,7 +61,7 @@ class TrialCompiler:
             except MemoryError:
                 faults.append("it takes more memory than a grammar may have")
             except Exception as error:
-                faults.append(_told(error))
+                faults.append(_message(error))
 
         threading.stack_size(_STACK_BYTES)
         thread = threading.Thread(target=run)
@@ -105,12 +105,12 @@ class TrialCompiler:
         return None
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     """Return what a compiler says, without the place in its source."""
     if not isinstance(error, RuntimeError | ValueError):
         return f"malformed: {type(error).__name__}: {error}"
     said = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error)).strip()
-    return said[:_MOST_TOLD_CHARS] or type(error).__name__
+    return said[:_MOST_MESSAGE_CHARS] or type(error).__name__
 
 
 def _allowed(mask: Any, vocab_size: int) -> list[int]:

@@ -159,9 +159,9 @@ class CheckpointCache(UnifiedRadixCache):
             self.counts["releases"] += 1
             self.seconds["release"] += time.perf_counter() - begin_s
 
-    def save_kept(self, req: Req) -> None:
+    def copy_to_host(self, req: Req) -> None:
         """Begin to copy what is not on the host yet of a request that was released, in any mode."""
-        self._saver.save_path(self._handover.kept_path(req.rid), self.step)
+        self._saver.save_path(self._handover.pinned_path(req.rid), self.step)
 
     def saved_slots(self, req: Req) -> torch.Tensor | None:
         """Return the host slots of a released request's first tokens, as many as are on the host.
@@ -170,7 +170,7 @@ class CheckpointCache(UnifiedRadixCache):
         scheduling a copy does not wait for that. None while some are being copied.
         """
         computed = len(req.origin_input_ids) + len(req.output_ids) - 1
-        path = self._handover.kept_path(req.rid)
+        path = self._handover.pinned_path(req.rid)
         if any(map(self.copies.is_copying, path)):
             return None
         saved = takewhile(lambda slots: slots is not None, map(host_slots, path))

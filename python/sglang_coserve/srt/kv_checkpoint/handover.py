@@ -27,7 +27,7 @@ class Handover:
         self._cache = cache
         self._space = space
         self._counts = counts
-        self._kept: dict[str, list[Node]] = {}
+        self._pinned: dict[str, list[Node]] = {}
 
     def adopt(self, checkpoint: RequestCheckpoint, kv_tokens: int) -> Node:
         """Make a request's saved pages the host pages of the nodes that now hold its KV. No copy.
@@ -50,7 +50,7 @@ class Handover:
                 unused.append(slots)
         self._space.free(RequestClass.OFFLINE, torch.cat(unused))
         last = self._node_at(req, kv_end)
-        self._keep(req.rid, (last_saved, last))
+        self._pin(req.rid, (last_saved, last))
         return last
 
     def take_in(self, req: Req, slots: torch.Tensor) -> None:
@@ -74,25 +74,25 @@ class Handover:
         else:
             unused.append(rest)
         self._space.free(RequestClass.OFFLINE, torch.cat(unused) if unused else rest[:0])
-        self._keep(req.rid, (last, last))
+        self._pin(req.rid, (last, last))
 
-    def kept_path(self, rid: str) -> list[Node]:
-        """Return the nodes of a waiting request's KV, from the root on; none if none is kept."""
-        nodes = self._kept.get(rid)
+    def pinned_path(self, rid: str) -> list[Node]:
+        """Return the nodes of a waiting request's KV, from the root on; none if none are."""
+        nodes = self._pinned.get(rid)
         return path_to(nodes[-1], self._cache.root_node) if nodes else []
 
-    def _keep(self, rid: str, ends: tuple[Node, Node]) -> None:
+    def _pin(self, rid: str, ends: tuple[Node, Node]) -> None:
         """Protect the host pages of the paths that end at these nodes."""
         self.forget(rid)
         root = self._cache.root_node
         nodes = {id(node): node for node in ends if node is not root}
-        self._kept[rid] = list(nodes.values())
+        self._pinned[rid] = list(nodes.values())
         for node in nodes.values():
             self._cache.tree_core.pin(node)
 
     def forget(self, rid: str) -> None:
         """Stop protecting the host pages of a request that no longer waits."""
-        for node in self._kept.pop(rid, ()):
+        for node in self._pinned.pop(rid, ()):
             self._cache.tree_core.unpin(node)
 
     def _node_at(self, req: Req, tokens: int) -> Node:

@@ -120,7 +120,7 @@ class KvMoves:
 
         Its rid is the name of the file: who gives a rid that is none gets no file.
         """
-        self._cache.save_kept(req)
+        self._cache.copy_to_host(req)
         self._leaving[req.rid] = _Leaving(req, model, time.monotonic())
 
     def _write(self, each: _Leaving) -> None:

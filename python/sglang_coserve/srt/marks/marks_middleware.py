@@ -107,11 +107,11 @@ class MarksMiddleware:
         if CLASS_KEY in marks:
             send = _naming(send, path, RequestClass(marks[CLASS_KEY]))
         send = OverloadAnswer(send)
-        with _held(marks, tenant):
+        with _in_context(marks, tenant):
             await self._app(scope, receive, send)
 
 
-def _held(marks: Mapping[str, Any], tenant: str | None) -> ExitStack:
+def _in_context(marks: Mapping[str, Any], tenant: str | None) -> ExitStack:
     stack = ExitStack()
     if marks:
         stack.enter_context(said_by_client(marks))

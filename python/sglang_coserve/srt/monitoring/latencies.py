@@ -1,7 +1,7 @@
 """How long requests of both classes waited for their tokens, gathered for Prometheus.
 
-Here a value costs a place in a list; ``exporter`` hands the sums over once a second. A metric
-that is told of each token by itself would cost more than a thousandth of a step.
+Here a value costs a place in a list; ``exporter`` hands the sums over once a second. To observe
+each token by itself would cost more than a thousandth of a step.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class ReportingLoadInquirer(SchedulerLoadInquirer):
         pool_stats = _PoolStats(self.get_online().get_pool_stats(held))
         pools: dict[str, Any] = {"pool_stats_observer": pool_stats}
         stock = SchedulerLoadInquirer.get_loads(replace(self, **pools))
-        return CoserveLoadSnapshot(**_told(stock), coserve=load.load(held).model_dump())
+        return CoserveLoadSnapshot(**_fields(stock), coserve=load.load(held).model_dump())
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,6 @@ class _BothClasses:
         return snapshot
 
 
-def _told(snapshot: LoadSnapshot) -> dict[str, Any]:
+def _fields(snapshot: LoadSnapshot) -> dict[str, Any]:
     names: Iterable[str] = snapshot.__struct_fields__
     return {name: getattr(snapshot, name) for name in names}

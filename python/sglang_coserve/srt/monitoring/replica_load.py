@@ -1,4 +1,4 @@
-"""What a scheduler tells of its load: the core's ``ReplicaLoad`` of the requests it has."""
+"""What a scheduler reports of its load: the core's ``ReplicaLoad`` of the requests it has."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sglang_coserve.srt.steps.kv_pools import KvByClass, KvPools
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 from sglang_coserve.srt.steps.step_runner import StepRunner
 
-__all__ = ["HeldKv", "LoadReporter", "ToldLoad"]
+__all__ = ["HeldKv", "LoadReporter", "ReportedLoad"]
 
 _RECENT_S: Final = 1.0
 """As often as those ask who publish it under other names."""
@@ -39,8 +39,8 @@ class HeldKv(NamedTuple):
     tokens: KvByClass
 
 
-class ToldLoad(NamedTuple):
-    """A load, and what it was told of."""
+class ReportedLoad(NamedTuple):
+    """A load, when it was taken, and the KV by class."""
 
     at_s: float
     kv: KvByClass
@@ -74,28 +74,28 @@ class LoadReporter:
             config.offline_max_running or self._max_requests, self._max_requests
         )
         self._share = OnlineShare()
-        self._told: ToldLoad | None = None
+        self._last: ReportedLoad | None = None
 
     def held(self) -> HeldKv:
         """Return who holds KV now. O(requests + nodes of the radix tree above them)."""
         online, offline = self._ledger.with_kv()
         return HeldKv(online, offline, self._pools.by_class(online, offline))
 
-    def recent(self) -> ToldLoad:
-        """Return the load that was told last; where that is more than a second ago, as it is now.
+    def recent(self) -> ReportedLoad:
+        """Return the load that was reported last, or the load now if that was over a second ago.
 
         SGLang asks for it with each prefill and every few decodes; there is no need to look at
         every request once more.
         """
-        if self._told is None or time.perf_counter() - self._told.at_s > _RECENT_S:
+        if self._last is None or time.perf_counter() - self._last.at_s > _RECENT_S:
             self.load(self.held())
-        assert self._told is not None
-        return self._told
+        assert self._last is not None
+        return self._last
 
     def load(self, held: HeldKv) -> ReplicaLoad:
         """Return the load as it is now; ``held`` is who holds KV. O(requests with KV)."""
         load = self._load(held)
-        self._told = ToldLoad(time.perf_counter(), held.tokens, load)
+        self._last = ReportedLoad(time.perf_counter(), held.tokens, load)
         return load
 
     def _load(self, held: HeldKv) -> ReplicaLoad:

@@ -36,22 +36,22 @@ class RequestSpans:
     def __init__(self, ledger: RequestLedger) -> None:
         """``ledger`` knows the live requests."""
         self._ledger = ledger
-        self._held: SuspendedBatch | None = None
+        self._suspended: SuspendedBatch | None = None
         self._reqs: tuple[Any, ...] = ()
         self._since_s = 0.0
         self._tracer = trace.get_tracer("sglang_coserve")
         self._roots: OrderedDict[str, Any] = OrderedDict()
         """The span that each online request's others are below."""
 
-    def suspended(self, held: SuspendedBatch, now_s: float) -> None:
+    def suspended(self, step: SuspendedBatch, now_s: float) -> None:
         """Note that a step was suspended."""
-        self._held, self._reqs, self._since_s = held, tuple(held.batch.reqs), now_s
+        self._suspended, self._reqs, self._since_s = step, tuple(step.batch.reqs), now_s
 
     def launched(self, batch: ScheduleBatch | None, now_s: float, lane: OfflineLane | None) -> None:
         """Note the batch with which a pass ends. O(requests) if it has prompts, or goes on."""
-        held = None if lane is None else lane.suspended
-        if self._held is not None and (held is None or held.batch is batch):
-            self._write("dropped" if held is None else "resumed", now_s)
+        step = None if lane is None else lane.suspended
+        if self._suspended is not None and (step is None or step.batch is batch):
+            self._write("dropped" if step is None else "resumed", now_s)
         if not batch or not batch.forward_mode.is_extend():
             return
         for req in batch.reqs:
@@ -83,12 +83,12 @@ class RequestSpans:
             span.end(convert_time_to_realtime_ns(delay.last_s))
 
     def _write(self, outcome: str, now_s: float) -> None:
-        held, reqs = self._held, self._reqs
-        assert held is not None
-        self._held, self._reqs = None, ()
+        step, reqs = self._suspended, self._reqs
+        assert step is not None
+        self._suspended, self._reqs = None, ()
         attributes = {
-            "coserve.step_kind": held.kind.value,
-            "coserve.layer": held.layer,
+            "coserve.step_kind": step.kind.value,
+            "coserve.layer": step.layer,
             "coserve.outcome": outcome,
         }
         for req in _traced(reqs):

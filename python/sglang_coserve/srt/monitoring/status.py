@@ -129,13 +129,13 @@ class SchedulerStatus:
     def stopped(self) -> None:
         """Note that the batch that was launched first has been suspended."""
         lane = self._runner.lane
-        if self._trace is None or lane is None or (held := lane.suspended) is None:
+        if self._trace is None or lane is None or (suspended := lane.suspended) is None:
             return
         now_s = time.perf_counter()
         # SGLang's own object has no rows any more.
-        self._trace.ended(held.batch.reqs, held.kind, now_s, stopped_at=held.layer)
+        self._trace.ended(suspended.batch.reqs, suspended.kind, now_s, stopped_at=suspended.layer)
         if self._spans is not None:
-            self._spans.suspended(held, now_s)
+            self._spans.suspended(suspended, now_s)
 
     def processed(self, batch: Any, reqs: Sequence[Any], has_token: Sequence[bool]) -> None:
         """Note the results of a batch, whose requests were ``reqs``, and publish."""

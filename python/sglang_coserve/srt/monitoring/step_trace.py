@@ -56,8 +56,8 @@ class StepTrace:
         """Note a batch that is about to run; ``lane`` may have one that goes on."""
         if not batch:
             return
-        held = None if lane is None else lane.suspended
-        first_layer = held.layer if held is not None and held.batch is batch else 0
+        suspended = None if lane is None else lane.suspended
+        first_layer = suspended.layer if suspended is not None and suspended.batch is batch else 0
         self._launched.append((now_s, first_layer))
         if not batch.forward_mode.is_extend():
             return

@@ -31,7 +31,7 @@ async def sampled(manager: Any, history: History) -> AsyncGenerator[None]:
 
 
 async def _sample(manager: Any, history: History) -> None:
-    """A scheduler that does not answer is waited for: the age of the last sample tells of it."""
+    """A scheduler that does not answer is waited for: the age of the last sample shows it."""
     has_failed = False
     while True:
         try:

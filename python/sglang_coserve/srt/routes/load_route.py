@@ -55,7 +55,7 @@ async def _engine_load(manager: Any, *, is_draining: bool) -> EngineLoad:
     if len(loads) < max(1, args.dp_size):
         raise HTTPException(
             503,
-            f"{len(loads)} of {args.dp_size} replicas have told their load: ask again in a second",
+            f"{len(loads)} of {args.dp_size} replicas have reported a load: ask again in a second",
             headers={"Retry-After": "1"},
         )
     model = model_in_use(manager, await manager.coserve_fingerprint())

@@ -90,11 +90,11 @@ def check_request(request: Any, *, is_health_check: bool = False) -> None:
     for params in given if isinstance(given, list) else [given or {}]:
         num_choices = params.get("n", 1)
         if type(num_choices) is not int or not 1 <= num_choices <= _MOST_CHOICES:
-            raise ValueError(f"n is {_told(num_choices)}: use 1 to {_MOST_CHOICES}")
+            raise ValueError(f"n is {_excerpt(num_choices)}: use 1 to {_MOST_CHOICES}")
         for name in _NUMBERS:
             value = params.get(name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
-                raise ValueError(f"{name} is {_told(value)}: use a number")
+                raise ValueError(f"{name} is {_excerpt(value)}: use a number")
         for name in _SERVER_PARAMS:
             if name in params:
                 raise ValueError(f"{name} is set by the server only: leave it out")
@@ -127,7 +127,7 @@ def check_values(request: Any, vocab_size: int, *, is_multimodal: bool) -> None:
     for name, (least, most) in _RANGES.items():
         value = getattr(params, name)
         if value is not None and not least <= value <= most:
-            raise ValueError(f"{name} is {_told(value)}: use {least} to {most}")
+            raise ValueError(f"{name} is {_excerpt(value)}: use {least} to {most}")
     if params.stop_token_ids:
         if params.min_new_tokens:
             _check_token_ids("stop_token_ids", array("q", params.stop_token_ids), vocab_size)
@@ -146,7 +146,7 @@ def check_values(request: Any, vocab_size: int, *, is_multimodal: bool) -> None:
 def _check_logprobs(request: Any, vocab_size: int) -> None:
     most = min(_MOST_LOGPROBS, vocab_size)
     if not 0 <= request.top_logprobs_num <= most:
-        raise ValueError(f"{_told(request.top_logprobs_num)} top logprobs: use 0 to {most}")
+        raise ValueError(f"{_excerpt(request.top_logprobs_num)} top logprobs: use 0 to {most}")
     if len(request.token_ids_logprob or ()) > _MOST_LOGPROBS:
         raise ValueError(
             f"token_ids_logprob has {len(request.token_ids_logprob)} tokens: use at most "
@@ -154,7 +154,7 @@ def _check_logprobs(request: Any, vocab_size: int) -> None:
         )
     if request.logprob_start_len < -1:
         raise ValueError(
-            f"logprob_start_len is {_told(request.logprob_start_len)}: use -1, which leaves the "
+            f"logprob_start_len is {_excerpt(request.logprob_start_len)}: use -1, which leaves the "
             "prompt out, or the position to begin at"
         )
 
@@ -164,9 +164,9 @@ def _check_ids(rid: Any) -> None:
         if one is None:
             continue
         if not isinstance(one, str) or not 1 <= len(one) <= _MOST_ID_CHARS:
-            raise ValueError(f"rid is {_told(one)}: use 1 to {_MOST_ID_CHARS} characters")
+            raise ValueError(f"rid is {_excerpt(one)}: use 1 to {_MOST_ID_CHARS} characters")
         if one.startswith(_HEALTH_CHECK_ID):
-            raise ValueError(f"rid is {_told(one)}: use one that is not for health checks")
+            raise ValueError(f"rid is {_excerpt(one)}: use one that is not for health checks")
 
 
 def _check_stops(params: Mapping[str, Any]) -> None:
@@ -179,7 +179,7 @@ def _check_stops(params: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} has {len(stops)} entries: use at most {_MOST_STOPS}")
         for stop in stops:
             if not isinstance(stop, str):
-                raise ValueError(f"{name} is {_told(stop)}: use text, or a list of texts")
+                raise ValueError(f"{name} is {_excerpt(stop)}: use text, or a list of texts")
             if len(stop) > _MOST_STOP_CHARS:
                 raise ValueError(
                     f"{name} has {len(stop)} characters: use at most {_MOST_STOP_CHARS}"
@@ -204,7 +204,7 @@ def _check_token_ids(name: str, token_ids: array[int], vocab_size: int) -> None:
         raise ValueError(f"{name}: token ids of this model are 0 to {vocab_size - 1}")
 
 
-def _told(value: object) -> str:
+def _excerpt(value: object) -> str:
     """Return the text of a value for an error message, in at most 41 characters."""
     # Python refuses to convert a huge integer to decimal digits.
     text = hex(value) if isinstance(value, int) and abs(value) > 2**70 else repr(value)

@@ -38,7 +38,7 @@ class SafepointPlacement:
     outstanding_groups: int = 1
     """Most groups of layers that still run after a stop was requested."""
 
-    kept: Mapping[ForwardKind, str] = field(default_factory=dict)
+    no_safepoints: Mapping[ForwardKind, str] = field(default_factory=dict)
     """The kinds of batches without safepoints, each with the reason."""
 
 
@@ -64,14 +64,14 @@ def place_on_cuda(
     add_safepoints(layers, interval, gate)
     resumption = Resumption(layers)
     cut_prefill_graphs(runner, GraphCuts(layers, interval, gate, resumption))
-    kept: dict[ForwardKind, str] = {}
+    no_safepoints: dict[ForwardKind, str] = {}
     if getattr(runner.decode_cuda_graph_runner, "backend", None) is not None:
-        kept[ForwardKind.DECODE] = "a decode step is a single CUDA graph, and short"
+        no_safepoints[ForwardKind.DECODE] = "a decode step is a single CUDA graph, and short"
     if groups_decodes:
         why_not = why_no_grouped_decode_graphs(runner)
         if why_not is None:
             add_grouped_decode_graphs(runner, GraphCuts(layers, interval, gate, resumption), gate)
-            kept.clear()
+            no_safepoints.clear()
         else:
             logger.warning("--safepoint-decode-graphs changes nothing: %s", why_not)
-    return SafepointPlacement(gate, resumption, 1 + RUN_AHEAD, kept)
+    return SafepointPlacement(gate, resumption, 1 + RUN_AHEAD, no_safepoints)

@@ -42,7 +42,7 @@ class Safepoints:
         self.gate = placement.gate
         self.resumption = placement.resumption
         self.num_layers = num_layers
-        self._kept = placement.kept
+        self._no_safepoints = placement.no_safepoints
         self._watch = watch
         self._due_gate = deadline_gate
         self._interval = interval
@@ -58,15 +58,15 @@ class Safepoints:
     @property
     def decodes_stop(self) -> bool:
         """Whether batches of decodes can be suspended, too; if not they run to their end."""
-        return ForwardKind.DECODE not in self._kept
+        return ForwardKind.DECODE not in self._no_safepoints
 
     def why_it_must_end(self, batch: ScheduleBatch) -> str | None:
         """Return why a batch cannot stop at a safepoint; None if it can. O(requests)."""
         kind = kind_of(batch)
         if kind is None:
             return "neither a prefill nor a decode"
-        if kind in self._kept:
-            return self._kept[kind]
+        if kind in self._no_safepoints:
+            return self._no_safepoints[kind]
         return why_batch_must_end(batch, len(batch.reqs) - num_decodes(batch, kind))
 
     @contextmanager

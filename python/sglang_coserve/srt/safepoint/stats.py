@@ -32,7 +32,7 @@ class SafepointStats:
     def __init__(self) -> None:
         self.suspensions: Counter[ForwardKind] = Counter()
         self.resumed = 0
-        self.kept: Counter[str] = Counter()
+        self.ran_to_end: Counter[str] = Counter()
         """Steps of the offline lane that had to run to their end, by reason."""
 
         self._delays: dict[str, deque[float]] = {name: deque(maxlen=_SAMPLES) for name in _DELAYS}
@@ -81,7 +81,7 @@ class SafepointStats:
         return {
             "suspended": {kind.value: self.suspensions[kind] for kind in ForwardKind},
             "resumed": self.resumed,
-            "kept": dict(self.kept),
+            "kept": dict(self.ran_to_end),
             "arming_ms": _summary(self._arming_s),
             "armed_batch_ms": _summary(self._batch_s),
             "delays_ms": {name: _summary(values) for name, values in self._delays.items()},

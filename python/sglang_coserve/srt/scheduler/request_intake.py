@@ -20,7 +20,7 @@ from sglang_coserve.srt.compat import (
 )
 from sglang_coserve.srt.marks.offline_marks import restore_generated
 from sglang_coserve.srt.marks.request_marks import is_offline
-from sglang_coserve.srt.scheduler.request_moves import RequestMoves, tell_of_abort
+from sglang_coserve.srt.scheduler.request_moves import RequestMoves, send_abort
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.rank_clock import RankClock
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
@@ -138,7 +138,7 @@ class RequestIntake:
             self._forget(req)
         self._events["aborted_waiting"] += len(aborted)
         for req in (*aborted, *deferred):
-            tell_of_abort(self._scheduler, req)
+            send_abort(self._scheduler, req)
 
     def _is_here(self, req: Req) -> bool:
         """Return whether a request of the ledger is still in the engine.

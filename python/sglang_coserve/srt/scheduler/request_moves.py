@@ -20,7 +20,7 @@ from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
-__all__ = ["RequestMoves", "tell_of_abort"]
+__all__ = ["RequestMoves", "send_abort"]
 
 _YIELD_S: Final = 0.001
 """Short against a step, and against what a file takes."""
@@ -96,12 +96,12 @@ class RequestMoves:
         left, came = self._kv.step()
         for each in left:
             self._forget(each.req)
-            tell_of_abort(self._scheduler, each.req, moved_reason(each.tokens))
+            send_abort(self._scheduler, each.req, moved_reason(each.tokens))
         for req in came:
             self._admission.enqueue(req)
 
     def yield_to_threads(self) -> None:
-        """Give way when nothing runs: Python's lock would mostly be this thread's otherwise."""
+        """Sleep when nothing runs: Python's lock would mostly be this thread's otherwise."""
         if len(self):
             time.sleep(_YIELD_S)
 
@@ -120,14 +120,14 @@ class RequestMoves:
             self._kv.leave(req, asked.pop(req.rid))
 
 
-def tell_of_abort(scheduler: Any, req: Req, message: str | None = None) -> None:
+def send_abort(scheduler: Any, req: Req, message: str | None = None) -> None:
     """Answer an aborted request that is in no batch, with the tokens it has."""
     reason = FINISH_ABORT(message)
     if req.output_ids:
         req.finished_reason = reason
         scheduler.output_streamer.stream_output([req], req.return_logprob)
         return
-    told = None if message is None else reason.to_json()
+    finished = None if message is None else reason.to_json()
     scheduler.ipc_channels.send_to_tokenizer.send_output(
-        AbortReq(rid=req.rid, finished_reason=told), req
+        AbortReq(rid=req.rid, finished_reason=finished), req
     )

@@ -141,7 +141,7 @@ class CoserveScheduler(Scheduler):
             super().run_event_loop()
 
     def get_next_batch_to_run(self, running_batch: ScheduleBatch, last_batch: Any) -> Any:
-        """Run one scheduling round, and tell the parts which batch it launches."""
+        """Run one scheduling round, and report to the parts which batch it launches."""
         self.parts.view.begin_turn()
         last_batch = self.parts.admission.settle(last_batch)
         plan = super().get_next_batch_to_run(running_batch=running_batch, last_batch=last_batch)
@@ -160,13 +160,13 @@ class CoserveScheduler(Scheduler):
 
     def _can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
         """Count the adapters of all requests, since those of both lanes may end up in one batch."""
-        return bool(super()._can_schedule_lora_req(req, running_loras | self._kept_loras()))
+        return bool(super()._can_schedule_lora_req(req, running_loras | self._loras_in_use()))
 
     def can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
         """See ``_can_schedule_lora_req``; it has this name since SGLang 0.5.20."""
-        return bool(super().can_schedule_lora_req(req, running_loras | self._kept_loras()))
+        return bool(super().can_schedule_lora_req(req, running_loras | self._loras_in_use()))
 
-    def _kept_loras(self) -> set[str | None]:
+    def _loras_in_use(self) -> set[str | None]:
         last = self.last_batch.reqs if self.last_batch else ()
         requests = (*self.parts.view.requests_with_kv(self.running_batch), *last)
         return {request.lora_id for request in requests if not request.finished()}
@@ -190,7 +190,7 @@ class CoserveScheduler(Scheduler):
         return self.parts.runner.run(batch, self.parts.admission.terms, forward)
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
-        """Let SGLang process and send the results of a batch, and tell the parts."""
+        """Let SGLang process and send the results of a batch, and notify the parts."""
         if result is SUSPENDED:
             self.parts.status.stopped()
             self.parts.admission.stopped()

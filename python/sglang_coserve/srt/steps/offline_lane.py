@@ -107,10 +107,10 @@ class OfflineLane:
 
     def seen(self) -> SuspendedStep | None:
         """Return the suspended step as a value of the core."""
-        held = self._suspended
-        if held is None:
+        suspended = self._suspended
+        if suspended is None:
             return None
-        return SuspendedStep(held.step, held.stats, held.layer / self._num_layers)
+        return SuspendedStep(suspended.step, suspended.stats, suspended.layer / self._num_layers)
 
     # --- A scheduling round --------------------------------------------------------------
 
@@ -184,15 +184,15 @@ class OfflineLane:
 
     def resume(self, running_batch: Any) -> Any:
         """Return a plan for SGLang that resumes the suspended step."""
-        held = self._suspended
-        assert held is not None
-        chunk = _chunk_of(held.batch)
+        suspended = self._suspended
+        assert suspended is not None
+        chunk = _chunk_of(suspended.batch)
         if self._view.chunk is not chunk:
             self._chunks.park_chunk()
             assert self._view.chunk is None
             self._view.put_chunk(chunk)
-        self._launched = held.batch
-        return NextBatchPlan(batch_to_run=held.batch, running_batch=running_batch)
+        self._launched = suspended.batch
+        return NextBatchPlan(batch_to_run=suspended.batch, running_batch=running_batch)
 
     def _move(self, plan: StepPlan, running_batch: Any) -> Any:
         """Remove the requests that a plan pauses from the running batch, and return that batch."""
@@ -211,27 +211,27 @@ class OfflineLane:
 
     def start(self, batch: Any) -> tuple[int, Any]:
         """Return the layer from which the lane's batch is to run, and the outputs before it."""
-        held, self._suspended = self._suspended, None
+        suspended, self._suspended = self._suspended, None
         self._view.suspended = ()
-        if held is None:
+        if suspended is None:
             return 0, None
-        assert held.batch is batch
-        return held.layer, held.outputs
+        assert suspended.batch is batch
+        return suspended.layer, suspended.outputs
 
     def stopped(self, batch: Any, layer: int, outputs: Any) -> ForwardKind:
         """Keep the lane's batch, which was suspended before ``layer``; return its kind."""
         kind = kind_of(batch)
         assert kind is not None
-        held = copy.copy(batch)
-        held.sampling_info.penalizer_orchestrator.batch = held
-        _point_ended_to_padding(held, kind)
+        suspended = copy.copy(batch)
+        suspended.sampling_info.penalizer_orchestrator.batch = suspended
+        _point_ended_to_padding(suspended, kind)
         # Layer states (Mamba) were prepared for the first part of the step: not once more.
-        held.mamba_clear_indices = None
-        held.mamba_cow_src_indices = held.mamba_cow_dst_indices = None
-        stats = stats_of(held, kind, [True] * len(held.reqs))
-        self._suspended = SuspendedBatch(self._step, held, kind, stats, layer, outputs)
-        self._view.suspended = tuple(held.reqs)
-        if self._view.chunk is not None and self._view.chunk is _chunk_of(held):
+        suspended.mamba_clear_indices = None
+        suspended.mamba_cow_src_indices = suspended.mamba_cow_dst_indices = None
+        stats = stats_of(suspended, kind, [True] * len(suspended.reqs))
+        self._suspended = SuspendedBatch(self._step, suspended, kind, stats, layer, outputs)
+        self._view.suspended = tuple(suspended.reqs)
+        if self._view.chunk is not None and self._view.chunk is _chunk_of(suspended):
             # Otherwise SGLang would insert KV into the radix cache that is not computed yet.
             self._view.put_chunk(None)
         # The event loop keeps the original object as its last batch: empty it.
@@ -245,16 +245,16 @@ class OfflineLane:
         They are rolled back to their state before the step; if layers keep a state (Mamba), their
         KV is released instead.
         """
-        held, self._suspended = self._suspended, None
-        assert held is not None
+        suspended, self._suspended = self._suspended, None
+        assert suspended is not None
         self._view.suspended = ()
-        batch, view = held.batch, self._view
+        batch, view = suspended.batch, self._view
         rids = tuple(req.rid for req in batch.reqs)
         order_behind_pass(self._scheduler)
         if isinstance(self._scheduler.req_to_token_pool, HybridReqToTokenPool):
             undone = give_up(batch)
         else:
-            undone = roll_back(batch, held.kind, _chunk_of(batch), self._scheduler.future_map)
+            undone = roll_back(batch, suspended.kind, _chunk_of(batch), self._scheduler.future_map)
             self._penalties.keep(batch)
         batch.filter_batch()  # Requests may have ended meanwhile.
         view.paused_requests.hold(batch if batch.reqs else None)

@@ -86,7 +86,7 @@ class StepRunner:
             return forward(batch)
         layer, outputs = lane.start(batch)
         if layer == 0 and (why_not := safepoints.why_it_must_end(batch)) is not None:
-            safepoints.stats.kept[why_not] += 1
+            safepoints.stats.ran_to_end[why_not] += 1
             return forward(batch)
         safepoints.stats.resumed += layer > 0
         resumption = safepoints.resumption
